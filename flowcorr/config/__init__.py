@@ -1,0 +1,36 @@
+"""The configuration of a run: `load` a recipe, get a frozen `Config`."""
+
+from flowcorr.config.load import find_recipe, load, load_mapping, recipe_names, to_mapping, to_yaml
+from flowcorr.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardTerm,
+    RolloutConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "Config",
+    "DataConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RewardTerm",
+    "RolloutConfig",
+    "SamplingConfig",
+    "TrainerConfig",
+    "find_recipe",
+    "load",
+    "load_mapping",
+    "recipe_names",
+    "to_mapping",
+    "to_yaml",
+]

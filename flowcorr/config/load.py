@@ -1,0 +1,150 @@
+"""Recipes and overrides to a checked `Config`. The only module that uses OmegaConf."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import flowcorr
+from flowcorr.config import yaml_text
+from flowcorr.config.build import build, to_mapping
+from flowcorr.config.rules import check
+from flowcorr.config.schema import Config
+from flowcorr.correction.config import translate_legacy
+from flowcorr.errors import ConfigError, unknown_choice
+
+__all__ = ["find_recipe", "load", "load_mapping", "recipe_names", "to_mapping", "to_yaml"]
+
+
+def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Load a recipe with overrides and check it.
+
+    Args:
+        recipe: a YAML file, or the name of a recipe that ships with flowcorr.
+        overrides: `dotted.key=value` strings; values are YAML, so `key=[0, 4]` and `key=null` work.
+
+    Raises:
+        ConfigError: no such recipe, no YAML, or a key, value or combination that cannot be used. The message names
+            the file, the key, the value and what is allowed.
+
+    Warns:
+        UserWarning: a key that has no effect, or an older dialect's key that was translated.
+    """
+    path = find_recipe(recipe)
+    try:
+        return load_mapping(_resolve(_read(path), overrides))
+    except ConfigError as error:
+        origin = f" with {' '.join(overrides)}" if overrides else ""
+        raise ConfigError(f"{path}{origin}: {error}") from None
+
+
+def load_mapping(values: Mapping[str, Any]) -> Config:
+    """Make and check a `Config` from plain nested mappings, as `to_mapping` returns them."""
+    config = build(Config, _translate(values))
+    check(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The whole config as YAML, every key written out; `load` reads an equal config from it."""
+    return yaml_text.dump(_escape(to_mapping(config)))
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that ship with flowcorr."""
+    return sorted(path.stem for path in _recipes_folder().glob("*.yaml"))
+
+
+def find_recipe(recipe: str | os.PathLike[str]) -> Path:
+    """The file of a recipe: an existing path as it is, a bare name among the recipes that ship with flowcorr."""
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        raise ConfigError(f"recipe={str(recipe)!r}: no such file; give a YAML file or one of {_listed_recipes()}")
+    shipped = _recipes_folder() / f"{path.name}.yaml"
+    if not shipped.is_file():
+        raise ConfigError(unknown_choice("recipe", str(recipe), recipe_names()) + ", or give a YAML file")
+    return shipped
+
+
+def _listed_recipes() -> str:
+    return ", ".join(recipe_names())
+
+
+def _recipes_folder() -> Path:
+    """`flowcorr/recipes` in an installed wheel, `recipes` beside the package in a checkout."""
+    package = Path(flowcorr.__file__).parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def _read(path: Path) -> DictConfig:
+    try:
+        values = yaml_text.parse(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"is not valid YAML: {_one_line(error)}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from None
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ConfigError(f"must hold sections of keys, not a {type(values).__name__}")
+    try:
+        return OmegaConf.create(values)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'a key'} cannot be read: {_one_line(error)}") from None
+
+
+def _resolve(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """Apply overrides, then interpolate."""
+    for override in overrides:
+        _override(config, override)
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'a value'} cannot be resolved: {_one_line(error.msg)}") from None
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _override(config: DictConfig, override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} must have the form section.key=value, such as trainer.seed=1")
+    try:
+        OmegaConf.update(config, key, yaml_text.parse(text), merge=True)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}={text} is not valid YAML: {_one_line(error)}") from None
+    except (OmegaConfBaseException, IndexError) as error:
+        raise ConfigError(f"{key}={text} cannot be set: {_one_line(error)}") from None
+
+
+def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Translate older dialects' keys of rollout correction at `algorithm.*`."""
+    algorithm = values.get("algorithm")
+    if not isinstance(algorithm, Mapping):
+        return values
+    return {**values, "algorithm": translate_legacy(algorithm)}
+
+
+def _escape(value: Any) -> Any:
+    """Keep OmegaConf from interpolating text that merely looks like an interpolation."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\${", value)
+    return value
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,119 @@
+"""Rules across sections, checked once when a config is loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from operator import attrgetter
+
+from flowcorr.config.schema import Config
+from flowcorr.errors import ConfigError
+from flowcorr.losses import LOSSES, resolve_loss
+
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def check(config: Config) -> None:
+    """Check what no section can check alone.
+
+    Raises:
+        ConfigError: sections that contradict each other.
+
+    Warns:
+        UserWarning: a key that differs from its default and has no effect.
+    """
+    _check_loss(config)
+    _check_log_probs(config)
+    _check_mini_batches(config)
+    default = Config()
+    for key, reason in _unused(config):
+        value = attrgetter(key)(config)
+        if value != attrgetter(key)(default):
+            warnings.warn(f"{key}={value} has no effect: {reason}", UserWarning, stacklevel=2)
+
+
+def _check_loss(config: Config) -> None:
+    actor, correction = config.actor, config.algorithm.rollout_correction
+    resolve_loss(actor.loss_mode)
+    if actor.loss_mode == "reinforce":
+        raise ConfigError(
+            "actor.loss_mode='reinforce' is chosen by the correction, which supplies its weights: "
+            f"set {_CORRECTION}.loss_type=reinforce with bypass_mode=true, or {_CORRECTION}.preset=bypass_pg_is"
+        )
+    if correction is None or not correction.bypass_mode:
+        return
+    if correction.loss_type == "reinforce" and actor.loss_mode != "flow_grpo":
+        raise ConfigError(
+            f"actor.loss_mode={actor.loss_mode!r} contradicts {_CORRECTION}.loss_type='reinforce', which is a loss "
+            "itself; leave loss_mode out, or set loss_type=ppo_clip"
+        )
+    if actor.ratio_level != "step" and correction.bypass_scope == "step":
+        raise ConfigError(
+            f"actor.ratio_level={actor.ratio_level!r} needs the whole window in one loss; "
+            f"set {_CORRECTION}.bypass_scope=trajectory, or ratio_level=step"
+        )
+
+
+def _check_log_probs(config: Config) -> None:
+    if config.rollout.calculate_log_probs or config.algorithm.rollout_correction is None:
+        return
+    mode = "bypass mode" if config.algorithm.rollout_correction.bypass_mode else "rollout correction"
+    raise ConfigError(
+        f"rollout.calculate_log_probs=False leaves {mode} without the rollout's log-probs; "
+        f"set rollout.calculate_log_probs=true, or {_CORRECTION}=null"
+    )
+
+
+def _check_mini_batches(config: Config) -> None:
+    prompts, mini_batches = config.rollout.prompts_per_step, config.actor.mini_batches
+    if prompts < mini_batches:
+        raise ConfigError(
+            f"actor.mini_batches={mini_batches} does not fit rollout.prompts_per_step={prompts}: the images of a "
+            f"prompt are never split, so use at most {prompts} mini-batches, or more prompts"
+        )
+
+
+def _unused(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys without effect under this config, each with the reason."""
+    yield from _unused_by_model(config)
+    yield from _unused_by_loss(config)
+    sampling, data = config.sampling, config.data
+    if sampling.sde_type != "cps":
+        yield "sampling.cps_unscaled", f"it belongs to sde_type=cps, and sde_type={sampling.sde_type}"
+    if sampling.guidance_scale <= 1 and sampling.true_cfg_scale <= 1:
+        yield "sampling.negative_prompt", "guidance is off"
+    if data.path == "tiny_words":
+        yield "data.heldout_fraction", "data.path=tiny_words has its own split; set data.num_heldout"
+    else:
+        yield "data.num_train", "it belongs to data.path=tiny_words; a file's prompts are all used"
+
+
+def _unused_by_model(config: Config) -> Iterator[tuple[str, str]]:
+    model = config.model
+    family = "sd3" if model.path == "tiny_ocr" else model.family
+    if family not in ("auto", "qwen_image"):
+        yield "sampling.true_cfg_scale", f"it belongs to Qwen-Image; {family} reads sampling.guidance_scale"
+    if family == "qwen_image":
+        yield "sampling.guidance_scale", "Qwen-Image reads sampling.true_cfg_scale"
+    if model.lora.rank == 0:
+        for key in ("alpha", "targets", "dtype", "init"):
+            yield f"model.lora.{key}", "model.lora.rank=0 trains all weights, without an adapter"
+
+
+def _unused_by_loss(config: Config) -> Iterator[tuple[str, str]]:
+    actor, correction = config.actor, config.algorithm.rollout_correction
+    reinforce = correction is not None and correction.bypass_mode and correction.loss_type == "reinforce"
+    loss = "reinforce" if reinforce else actor.loss_mode
+    if actor.kl_coef == 0:
+        yield "actor.kl_weighting", "actor.kl_coef=0"
+    if loss not in LOSSES:
+        return
+    reason = f"the loss {loss} does not read it"
+    if loss in ("flow_dppo", "importance_cap", "reinforce"):
+        yield "actor.clip_ratio", reason
+    if loss == "reinforce":
+        yield "actor.ratio_level", reason
+    if loss != "flow_dppo":
+        yield "actor.kl_threshold", reason
+    if loss != "importance_cap":
+        yield "actor.importance_cap", reason

@@ -1,0 +1,364 @@
+"""The configuration tree: one frozen dataclass a section, one default a key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flowcorr.correction.config import RolloutCorrectionConfig
+from flowcorr.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """`model.lora`: the adapter that is trained.
+
+    Attributes:
+        rank: rank of the adapter; 0 trains all weights of the transformer.
+        alpha: the adapter's output is scaled by `alpha / rank`.
+        targets: names of the layers that get an adapter; null takes the model family's attention projections.
+        dtype: dtype of the adapter's weights.
+        init: `gaussian` draws A from N(0, 1/rank), `kaiming` is peft's default; B starts at 0 in both.
+        warm_start: a LoRA folder or file (peft or diffusers format) to start from.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] | None = None
+    dtype: Dtype = "float32"
+    init: Literal["gaussian", "kaiming"] = "gaussian"
+    warm_start: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("model.lora.rank", self.rank, 0)
+        _above("model.lora.alpha", self.alpha, 0)
+        if self.targets is not None and not self.targets:
+            raise ConfigError("model.lora.targets=[] adapts nothing; name layers, or use null for the family's own")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """`model`: the pipeline that is trained.
+
+    Attributes:
+        path: a diffusers pipeline folder or hub name; `tiny_ocr` is the model that ships with flowcorr.
+        family: the model family; `auto` reads it from the pipeline's `model_index.json`.
+        dtype: dtype of the frozen weights that the actor computes with.
+        lora: the adapter.
+        max_sequence_length: tokens of the long text encoder (T5, Qwen); null takes the family's default.
+    """
+
+    path: str = "tiny_ocr"
+    family: str = "auto"
+    dtype: Dtype = "float32"
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    max_sequence_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_sequence_length is not None:
+            _at_least("model.max_sequence_length", self.max_sequence_length, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """`sampling`: how trajectories are drawn, alike for rollout and training.
+
+    Attributes:
+        sde_type: the transition of the window's steps.
+        noise_level: `eta`; for `cps` in (0, 1].
+        num_inference_steps: denoising steps in all.
+        sde_window_size: SDE steps a trajectory; the others are Euler steps without a log-prob.
+        sde_window_range: half-open range of steps that the window lies in; its start is drawn uniformly.
+        window_per: `group` draws one window for all images of a prompt, `sample` one for each image.
+        guidance_scale: classifier-free guidance (SD3) or distilled guidance (FLUX); 1 is off.
+        true_cfg_scale: classifier-free guidance of Qwen-Image; 1 is off.
+        negative_prompt: what guidance moves away from.
+        height, width: image size in pixels; null takes the model's native size.
+        cps_unscaled: drop `1 / (2 s^2)` from cps log-probs as other code bases do; not a density.
+    """
+
+    sde_type: Literal["sde", "cps", "dance_sde"] = "sde"
+    noise_level: float = 0.7
+    num_inference_steps: int = 10
+    sde_window_size: int = 2
+    sde_window_range: tuple[int, int] = (0, 4)
+    window_per: Literal["group", "sample"] = "group"
+    guidance_scale: float = 1.0
+    true_cfg_scale: float = 1.0
+    negative_prompt: str = ""
+    height: int | None = None
+    width: int | None = None
+    cps_unscaled: bool = False
+
+    def __post_init__(self) -> None:
+        _above("sampling.noise_level", self.noise_level, 0)
+        if self.sde_type == "cps" and self.noise_level > 1:
+            raise ConfigError(
+                f"sampling.noise_level={self.noise_level} is out of range for sde_type=cps: "
+                "its std is sigma_next * sin(noise_level * pi / 2), so use 0 < noise_level <= 1"
+            )
+        _at_least("sampling.num_inference_steps", self.num_inference_steps, 1)
+        _at_least("sampling.sde_window_size", self.sde_window_size, 1)
+        low, high = self.sde_window_range
+        if not 0 <= low < high <= self.num_inference_steps:
+            raise ConfigError(
+                f"sampling.sde_window_range=[{low}, {high}] lies outside the schedule; it is half-open and must "
+                f"satisfy 0 <= start < end <= sampling.num_inference_steps={self.num_inference_steps}"
+            )
+        if self.sde_window_size > high - low:
+            raise ConfigError(
+                f"sampling.sde_window_size={self.sde_window_size} does not fit sampling.sde_window_range="
+                f"[{low}, {high}], which holds {high - low} steps; shorten the window or widen the range"
+            )
+        for key in ("guidance_scale", "true_cfg_scale"):
+            _at_least(f"sampling.{key}", getattr(self, key), 0)
+        for key in ("height", "width"):
+            if getattr(self, key) is not None:
+                _at_least(f"sampling.{key}", getattr(self, key), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """`rollout`: the engine that samples.
+
+    Attributes:
+        name: `in_process` samples with diffusers in the trainer's process.
+        dtype: dtype of the engine's weights and arithmetic.
+        emulate: weights rounded to this format before sampling, to produce a real mismatch on any machine.
+        staleness: the engine samples with the weights of this many optimizer updates ago.
+        prompts_per_step: prompts (groups) a training step.
+        n: images a prompt.
+        batch_size: images a forward pass; null samples all of a step at once.
+        same_initial_noise: all images of a prompt start from one noise.
+        calculate_log_probs: let the engine score its own steps; bypass and correction need it.
+    """
+
+    name: str = "in_process"
+    dtype: Dtype = "float32"
+    emulate: Literal["none", "fp8", "int8", "int4"] = "none"
+    staleness: int = 0
+    prompts_per_step: int = 8
+    n: int = 12
+    batch_size: int | None = None
+    same_initial_noise: bool = True
+    calculate_log_probs: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("rollout.staleness", self.staleness, 0)
+        _at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
+        if self.n < 2:
+            raise ConfigError(
+                f"rollout.n={self.n} leaves every advantage at 0: an image is compared with the others of its "
+                "prompt; use at least 2, usually 8 to 24"
+            )
+        if self.batch_size is not None:
+            _at_least("rollout.batch_size", self.batch_size, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorConfig:
+    """`actor`: the loss and the optimizer.
+
+    Attributes:
+        loss_mode: `flow_grpo`, `grpo_guard`, `flow_dppo`, `importance_cap` or `package.module:name`.
+        clip_ratio: PPO clip range on mean-pooled ratios.
+        ratio_level: what the ratio is taken over: one step, or the window's mean or sum.
+        adv_clip_max: advantages are clamped to +- this.
+        kl_threshold: `flow_dppo` drops terms above this exact KL, nats per latent element.
+        importance_cap: cap of the ratio in `importance_cap`.
+        kl_coef: weight of the exact KL to the reference (the weights without the adapter).
+        kl_weighting: unit of `kl_coef`: `exact` is the KL of the step, `flow_grpo` that of published recipes.
+        lr, betas, weight_decay: AdamW.
+        warmup_steps: optimizer updates over which the learning rate rises linearly.
+        grad_clip: largest gradient norm.
+        epochs: passes over a step's samples.
+        mini_batches: optimizer updates a pass; groups are never split.
+        micro_batch_size: samples a forward pass; null takes the whole mini-batch.
+        fold_steps: score all window steps of a micro-batch in one forward pass.
+        autocast: bfloat16 autocast around the transformer.
+        gradient_checkpointing: trade compute for memory in the transformer.
+        compile: `torch.compile` the transformer.
+        ema: decay of an exponential moving average of the trained weights, used for evaluation; null is off.
+    """
+
+    loss_mode: str = "flow_grpo"
+    clip_ratio: float = 1e-3
+    ratio_level: Literal["step", "trajectory_mean", "trajectory_sum"] = "step"
+    adv_clip_max: float = 5.0
+    kl_threshold: float = 1e-6
+    importance_cap: float = 1.001
+    kl_coef: float = 0.0
+    kl_weighting: Literal["exact", "flow_grpo"] = "exact"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    grad_clip: float = 1.0
+    epochs: int = 1
+    mini_batches: int = 2
+    micro_batch_size: int | None = None
+    fold_steps: bool = True
+    autocast: bool = False
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    ema: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("clip_ratio", "adv_clip_max", "kl_threshold", "importance_cap", "lr", "grad_clip"):
+            _above(f"actor.{key}", getattr(self, key), 0)
+        for key in ("kl_coef", "weight_decay", "warmup_steps"):
+            _at_least(f"actor.{key}", getattr(self, key), 0)
+        for key in ("epochs", "mini_batches"):
+            _at_least(f"actor.{key}", getattr(self, key), 1)
+        if self.micro_batch_size is not None:
+            _at_least("actor.micro_batch_size", self.micro_batch_size, 1)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"actor.betas={list(self.betas)} is out of range; each must be in [0, 1)")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"actor.ema={self.ema} is out of range; use a decay in (0, 1), or null")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    """`algorithm`: advantages and rollout correction.
+
+    Attributes:
+        advantage_std: divide by the group's std, by the whole step's, or not at all.
+        rollout_correction: see `RolloutCorrectionConfig`; null computes nothing and logs nothing.
+    """
+
+    advantage_std: Literal["group", "global", "none"] = "group"
+    rollout_correction: RolloutCorrectionConfig | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTerm:
+    """One term of the reward.
+
+    Attributes:
+        name: `ocr`, `jpeg_compressibility`, `jpeg_incompressibility` or `package.module:name`.
+        weight: its factor in the sum.
+        options: keyword arguments of the reward.
+    """
+
+    name: str
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"reward.terms[{self.name}].weight={self.weight} must be a finite number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """`reward`: what is optimised.
+
+    Attributes:
+        terms: the rewards that are summed.
+        on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
+    """
+
+    terms: tuple[RewardTerm, ...] = (RewardTerm(name="ocr"),)
+    on_error: Literal["fail", "drop_group"] = "fail"
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ConfigError("reward.terms=[] scores nothing; give at least one, such as [{name: ocr}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """`data`: the prompts.
+
+    Attributes:
+        path: a .txt or .jsonl file, or `tiny_words`, the word list of the embedded model.
+        heldout_fraction: share of a file's prompts kept for evaluation, chosen by hash.
+        num_train: prompts drawn from `tiny_words` for training.
+        num_heldout: prompts of an evaluation.
+    """
+
+    path: str = "tiny_words"
+    heldout_fraction: float = 0.1
+    num_train: int = 2048
+    num_heldout: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heldout_fraction < 1:
+            raise ConfigError(f"data.heldout_fraction={self.heldout_fraction} is out of range; use a value in (0, 1)")
+        _at_least("data.num_train", self.num_train, 1)
+        _at_least("data.num_heldout", self.num_heldout, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """`trainer`: the run.
+
+    Attributes:
+        total_steps: training steps.
+        seed: of everything random: noise, windows, order of prompts, initial adapter.
+        eval_every: training steps between evaluations on held-out prompts; 0 evaluates at start and end only.
+        eval_num_inference_steps: ODE steps of an evaluation; null takes `sampling.num_inference_steps`.
+        save_every: training steps between checkpoints; the last step is always saved.
+        keep_checkpoints: newest checkpoints kept, besides the best.
+        best_metric: the `eval/` metric by which the best checkpoint is chosen (higher is better).
+        image_every: training steps between saved sample images; 0 is off.
+        trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`.
+        device: `auto` takes CUDA if there is any.
+        num_threads: CPU threads of torch; null leaves torch's own choice.
+    """
+
+    total_steps: int = 30
+    seed: int = 0
+    eval_every: int = 10
+    eval_num_inference_steps: int | None = None
+    save_every: int = 10
+    keep_checkpoints: int = 2
+    best_metric: str = "eval/reward"
+    image_every: int = 0
+    trackers: tuple[str, ...] = ()
+    device: str = "auto"
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("total_steps", "save_every", "keep_checkpoints"):
+            _at_least(f"trainer.{key}", getattr(self, key), 1)
+        for key in ("seed", "eval_every", "image_every"):
+            _at_least(f"trainer.{key}", getattr(self, key), 0)
+        if self.eval_num_inference_steps is not None:
+            _at_least("trainer.eval_num_inference_steps", self.eval_num_inference_steps, 1)
+        if self.num_threads is not None:
+            _at_least("trainer.num_threads", self.num_threads, 1)
+        if not self.best_metric.startswith("eval/"):
+            raise ConfigError(
+                f"trainer.best_metric={self.best_metric!r} is not an evaluation metric; use one under eval/, "
+                "such as eval/reward or eval/exact_match"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole configuration of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+def _at_least(key: str, value: float, bound: float) -> None:
+    if not (math.isfinite(value) and value >= bound):
+        raise ConfigError(f"{key}={value} is out of range; it must be at least {bound}")
+
+
+def _above(key: str, value: float, bound: float) -> None:
+    if not (math.isfinite(value) and value > bound):
+        raise ConfigError(f"{key}={value} is out of range; it must be above {bound}")

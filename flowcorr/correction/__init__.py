@@ -1,0 +1,1 @@
+"""Rollout correction: importance weights, rejection and diagnostics of the rollout-to-training drift."""

@@ -1,0 +1,262 @@
+"""The section `algorithm.rollout_correction`: what is computed of the drift, and what is done about it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, cast, get_args, overload
+
+from flowcorr.correction.bounds import (
+    EXACT_KL_MODES,
+    GLOBAL_MODES,
+    IS_LEVELS,
+    SECTION,
+    Band,
+    Criterion,
+    Threshold,
+    canonical_threshold,
+    parse_veto,
+    parse_band,
+    parse_criteria,
+    parse_modes,
+)
+from flowcorr.correction.presets import PRESETS, PresetMethods
+from flowcorr.correction.ratios import check_scale
+from flowcorr.errors import ConfigError, unknown_choice
+
+ScaleName = Literal["mean", "sqrt", "sum"]
+LossType = Literal["ppo_clip", "reinforce"]
+Scope = Literal["step", "trajectory"]
+Denominator = Literal["kept", "all"]
+Level = Literal["token", "sequence", "geometric"]
+
+
+class _Preset:
+    """The field `preset`: the name on an instance, the factory `preset(name, **overrides)` on the class."""
+
+    @overload
+    def __get__(self, config: None, owner: type[RolloutCorrectionConfig]) -> Callable[..., Any]: ...
+    @overload
+    def __get__(self, config: RolloutCorrectionConfig, owner: Any) -> str | None: ...
+
+    def __get__(self, config: RolloutCorrectionConfig | None, owner: Any) -> Any:
+        return owner.from_preset if config is None else config.__dict__["preset"]
+
+    def __set__(self, config: RolloutCorrectionConfig, value: str | None) -> None:
+        # The field's default is this descriptor, so `__init__` passes it on where no preset was named.
+        config.__dict__["preset"] = None if value is self else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig(PresetMethods):
+    """How the drift from the rollout policy is measured and corrected.
+
+    Build it from keys, by a preset's class method (`RolloutCorrectionConfig.seq_is(threshold=3.0)`), by
+    `RolloutCorrectionConfig.preset("seq_is", rollout_is_threshold=3.0)`, or from a recipe's mapping.
+
+    Attributes:
+        preset: the preset these values came from, if any; two configs are equal if their values are.
+        bypass_mode: take the rollout's log-probs as the old ones, and correct inside the loss.
+        loss_type: the loss in bypass mode; `reinforce` weights its terms, `ppo_clip` holds the ratio itself.
+        rollout_is: level of the importance weights; None computes none.
+        rollout_is_threshold: a number caps the weights (TIS), a pair zeroes those outside (IcePop), `inf`
+            leaves them as they are.
+        rollout_is_apply: False computes weights and their metrics, and applies none.
+        rollout_is_batch_normalize: divide the weights by their mean over the global batch.
+        rollout_rs: rejection mode, or several chained by commas, all of which must hold; None rejects none.
+        rollout_rs_threshold: a threshold for all modes, or one for each, in order: a band of ratios or a
+            number `u` for `[1/u, u]` for k1 modes, an upper bound for the others.
+        rollout_token_veto_threshold: a step with a ratio below it rejects its sample.
+        bypass_scope: whether the loss in bypass mode sees single steps or whole trajectories.
+        log_ratio_scale: factor on the mean-pooled log-ratios of weights, bands and veto: `mean` (1),
+            `sqrt` (`sqrt(D)`), `sum` (`D`) or a number.
+        rollout_rs_denominator: what the loss is divided by, the terms kept or all.
+        log_legacy_names: log the `mismatch/*` names of the older dialect as well.
+
+    Raises:
+        ConfigError: a value is unknown or out of bounds, or two keys contradict each other.
+    """
+
+    preset: _Preset = field(default=_Preset(), compare=False)
+    bypass_mode: bool = False
+    loss_type: LossType = "ppo_clip"
+    rollout_is: Level | None = None
+    rollout_is_threshold: float | Band | None = 2.0
+    rollout_is_apply: bool = True
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float | Band | str | None = None
+    rollout_token_veto_threshold: float | None = None
+    bypass_scope: Scope = "step"
+    log_ratio_scale: ScaleName | float = "mean"
+    rollout_rs_denominator: Denominator = "kept"
+    log_legacy_names: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _normalize(self)
+        _check_combinations(self)
+        if self.preset is not None:
+            _check_preset(self)
+        for message in _without_effect(self):
+            warnings.warn(message, UserWarning, stacklevel=3)
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> Self:
+        """The preset `name` with some keys changed; also callable as `RolloutCorrectionConfig.preset`.
+
+        Raises:
+            ConfigError: the name is unknown, or an override contradicts what the preset is.
+        """
+        values = {**_as_dict(_build_preset(cls, name)), **overrides}
+        return cls(**{**values, "preset": name})
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """A config from a recipe's section; a `preset` gives the values that the section leaves out.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is bad, or contradicts the preset.
+        """
+        names = [field.name for field in fields(cls)]
+        for key in mapping:
+            if key not in names:
+                raise ConfigError(unknown_choice(f"{SECTION}: key", key, names))
+        values = dict(mapping)
+        preset = values.pop("preset", None)
+        return cls(**values) if preset is None else cls.from_preset(preset, **values)
+
+    @classmethod
+    def from_legacy(cls, mapping: Mapping[str, Any]) -> Self:
+        """A config from the keys of an older dialect; see `flowcorr.correction.legacy.translate_legacy`."""
+        from flowcorr.correction.legacy import translate_section
+
+        return cls.from_mapping(translate_section(mapping))
+
+    @property
+    def criteria(self) -> tuple[Criterion, ...]:
+        """The rejection criteria, parsed."""
+        return parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
+
+    @property
+    def applies_weights(self) -> bool:
+        """Whether importance weights multiply the loss; in bypass ppo_clip the ratio itself does."""
+        in_ratio = self.bypass_mode and self.loss_type == "ppo_clip"
+        return self.rollout_is is not None and self.rollout_is_apply and not in_ratio
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether the rollout must return its step means, for an exact KL."""
+        return any(criterion.mode in EXACT_KL_MODES for criterion in self.criteria)
+
+
+DEFINING_KEYS = ("bypass_mode", "loss_type", "rollout_is", "rollout_rs")
+_FLAGS = ("bypass_mode", "rollout_is_apply", "rollout_is_batch_normalize", "log_legacy_names")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "loss_type": get_args(LossType),
+    "bypass_scope": get_args(Scope),
+    "rollout_rs_denominator": get_args(Denominator),
+}
+
+
+def _check_types(config: RolloutCorrectionConfig) -> None:
+    for key in _FLAGS:
+        value = getattr(config, key)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{SECTION}.{key}={value!r} must be true or false")
+    for key, choices in _CHOICES.items():
+        value = getattr(config, key)
+        if value not in choices:
+            raise ConfigError(unknown_choice(f"{SECTION}.{key}", value, choices))
+    if config.rollout_is is not None and config.rollout_is not in IS_LEVELS:
+        raise ConfigError(unknown_choice(f"{SECTION}.rollout_is", config.rollout_is, (*IS_LEVELS, "null")))
+    check_scale(config.log_ratio_scale)
+
+
+def _normalize(config: RolloutCorrectionConfig) -> None:
+    def assign(key: str, value: object) -> None:
+        object.__setattr__(config, key, value)
+
+    if config.rollout_is_threshold is not None:
+        assign("rollout_is_threshold", parse_band(config.rollout_is_threshold, "rollout_is_threshold"))
+    elif config.rollout_is is not None:
+        raise ConfigError(
+            f"{SECTION}.rollout_is_threshold is null while rollout_is={config.rollout_is!r}; "
+            f"write inf for weights without a cap, or set rollout_is: null"
+        )
+    modes = parse_modes(config.rollout_rs)
+    if modes:
+        parse_criteria(config.rollout_rs, config.rollout_rs_threshold)
+    threshold = cast(Threshold | None, config.rollout_rs_threshold)
+    assign("rollout_rs_threshold", canonical_threshold(config.rollout_rs, threshold))
+    assign("rollout_rs", ",".join(modes) or None)
+    assign("rollout_token_veto_threshold", parse_veto(config.rollout_token_veto_threshold))
+
+
+def _check_combinations(config: RolloutCorrectionConfig) -> None:
+    if not config.bypass_mode:
+        if config.loss_type == "reinforce":
+            raise ConfigError(
+                f"{SECTION}.loss_type='reinforce' needs bypass_mode: true; "
+                f"decoupled mode uses actor.loss_mode, so leave loss_type out"
+            )
+        return
+    if config.rollout_is_batch_normalize:
+        raise ConfigError(
+            f"{SECTION}.rollout_is_batch_normalize=True needs the whole batch, which bypass mode never sees "
+            f"at once; set it to false, or bypass_mode to false"
+        )
+    for mode in parse_modes(config.rollout_rs):
+        if mode in GLOBAL_MODES:
+            raise ConfigError(
+                f"{SECTION}.rollout_rs={mode!r} needs the whole batch, which bypass mode never sees at once; "
+                f"choose another mode, or set bypass_mode: false"
+            )
+    if config.bypass_scope == "step" and config.applies_weights and config.rollout_is != "token":
+        raise ConfigError(
+            f"{SECTION}.bypass_scope='step' shows the loss single steps, but rollout_is="
+            f"{config.rollout_is!r} weighs whole trajectories; set bypass_scope: trajectory, or rollout_is: token"
+        )
+
+
+def _check_preset(config: RolloutCorrectionConfig) -> None:
+    name = config.preset
+    preset = _build_preset(type(config), name)
+    keys = DEFINING_KEYS if preset.bypass_scope == "step" else (*DEFINING_KEYS, "bypass_scope")
+    for key in keys:
+        value, expected = getattr(config, key), getattr(preset, key)
+        if value != expected:
+            raise ConfigError(
+                f"{SECTION}.{key}={value!r} contradicts preset={name!r}, which has {expected!r}; leave the key "
+                f"out, or the preset (RolloutCorrectionConfig.preset({name!r}) builds it in code)"
+            )
+
+
+def _without_effect(config: RolloutCorrectionConfig) -> list[str]:
+    reasons: dict[str, str] = {}
+    if config.rollout_is is None:
+        for key in ("rollout_is_threshold", "rollout_is_apply", "rollout_is_batch_normalize"):
+            reasons[key] = "rollout_is is null"
+    if config.rollout_rs is None:
+        reasons["rollout_rs_threshold"] = "rollout_rs is null"
+    if not config.bypass_mode:
+        reasons["bypass_scope"] = "bypass_mode is false"
+    if config.rollout_is is None and config.rollout_rs is None and config.rollout_token_veto_threshold is None:
+        reasons["log_ratio_scale"] = "there are no weights, bands or veto to scale"
+    defaults = {field.name: field.default for field in fields(config)}
+    return [
+        f"{SECTION}.{key}={value!r} has no effect: {reason}"
+        for key, reason in reasons.items()
+        if (value := getattr(config, key)) != defaults[key] and value is not None
+    ]
+
+
+def _build_preset(cls: type[RolloutCorrectionConfig], name: object) -> RolloutCorrectionConfig:
+    if name not in PRESETS:
+        raise ConfigError(unknown_choice(f"{SECTION}.preset", name, PRESETS))
+    return getattr(cls, cast(str, name))()
+
+
+def _as_dict(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(config)}

@@ -1,0 +1,112 @@
+"""Log-ratios of two policies over the terms that can be used, in float64.
+
+`delta = target_log_prob - rollout_log_prob` is in nats per latent element, since log-probs are mean-pooled:
+`exp(delta)` is the `D`-th root of a step's density ratio, not the ratio itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowcorr.correction.bounds import SECTION
+from flowcorr.errors import BatchError, ConfigError, unknown_choice
+
+EXPONENT_BOUND = 20.0
+SCALES = ("mean", "sqrt", "sum")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogRatios:
+    """`[B, T]` log-ratios with everything unusable set to zero.
+
+    A term is valid if the mask has it on and its values are finite. All tensors are float64 and detached.
+
+    Attributes:
+        delta: `[B, T]`, target minus rollout log-prob; 0 where invalid.
+        rollout: `[B, T]`, rollout log-prob; 0 where invalid.
+        valid: `[B, T]`, 1 where valid, else 0.
+        step_kl: `[B, T]`, the exact KL of each step; 0 where invalid; None if unknown.
+        num_masked_on: `[B]`, terms that the mask has on.
+        num_valid: `[B]`, valid terms.
+        has_valid: `[B]` bool.
+    """
+
+    delta: Tensor
+    rollout: Tensor
+    valid: Tensor
+    step_kl: Tensor | None
+    num_masked_on: Tensor
+    num_valid: Tensor
+    has_valid: Tensor
+
+
+def log_ratios(
+    target_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None = None, step_kl: Tensor | None = None
+) -> LogRatios:
+    """Compare two `[B, T]` log-probs where `mask` is on (everywhere, if None) and all values are finite."""
+    rollout = rollout_log_prob.detach().double()
+    delta = target_log_prob.detach().double() - rollout
+    # x * 0 is 0 for a finite x and NaN for any other: a float validity costs a third of a bool one.
+    valid = (delta * 0.0).add_(1.0)
+    if step_kl is not None:
+        step_kl = step_kl.detach().double()
+        valid += step_kl * 0.0
+    valid.nan_to_num_(0.0)
+    num_masked_on = torch.full_like(delta[:, 0], delta.shape[1])
+    if mask is not None:
+        on = mask.bool().double()
+        num_masked_on = sum_steps(on)
+        valid *= on
+    num_valid = sum_steps(valid)
+    return LogRatios(
+        delta=delta.nan_to_num_(0.0, 0.0, 0.0).mul_(valid),
+        rollout=rollout.nan_to_num(0.0, 0.0, 0.0).mul_(valid),
+        valid=valid,
+        step_kl=None if step_kl is None else step_kl.nan_to_num(0.0, 0.0, 0.0).mul_(valid),
+        num_masked_on=num_masked_on,
+        num_valid=num_valid,
+        has_valid=num_valid > 0,
+    )
+
+
+def sum_steps(values: Tensor) -> Tensor:
+    """`[B]` sums of `[B, T]` values; as a product with ones, which beats `sum` over a short last axis."""
+    return values @ values.new_ones(values.shape[1])
+
+
+def bounded_expm1(exponent: Tensor) -> Tensor:
+    """`exp(exponent) - 1` with the exponent held within +-20, exact where the ratio is near 1."""
+    return exponent.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).expm1_()
+
+
+def scale_factor(scale: str | float, num_elements: int | None) -> float:
+    """The factor on mean-pooled log-ratios: 1 (`mean`), `sqrt(D)` (`sqrt`), `D` (`sum`), or a number.
+
+    `sum` makes `exp(scale delta)` the steps' density ratio; `sqrt` gives noise of one size whatever `D` is.
+
+    Raises:
+        ConfigError: the scale is unknown, or not positive.
+        BatchError: the scale needs `num_elements`, and it is not given.
+    """
+    check_scale(scale)
+    if not isinstance(scale, str):
+        return float(scale)
+    if scale == "mean":
+        return 1.0
+    if num_elements is None:
+        raise BatchError(f"log_ratio_scale={scale!r} needs num_elements, the number of latent elements of a sample")
+    return math.sqrt(num_elements) if scale == "sqrt" else float(num_elements)
+
+
+def check_scale(scale: object) -> None:
+    """Raise `ConfigError` unless `scale` is the name of a scale or a positive number."""
+    key = f"{SECTION}.log_ratio_scale"
+    if isinstance(scale, str):
+        if scale not in SCALES:
+            raise ConfigError(unknown_choice(key, scale, (*SCALES, "a positive number")))
+    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ConfigError(f"{key}={scale!r} must be mean, sqrt, sum or a positive number")

@@ -1,0 +1,190 @@
+"""Prompts: from a file or the embedded word list, split by hash, and dealt out in a repeatable order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.records import Prompt
+from flowcorr.words import heldout_words, train_words
+
+TINY_WORDS = "tiny_words"
+
+_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptSet:
+    """Prompts to train on, and others to evaluate on; no text is in both."""
+
+    train: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...]
+
+
+def load_prompts(
+    path: str | Path, *, heldout_fraction: float, num_train: int, num_heldout: int, seed: int
+) -> PromptSet:
+    """Read prompts and split them.
+
+    A `.txt` file holds one prompt a line; the words in double quotes, if there are any, are its target. A
+    `.jsonl` file holds one object a line: `{"prompt": ..., "target": ..., ...}`, where a missing target is
+    taken from the double quotes, and all other fields go into `Prompt.metadata`. `tiny_words` is the
+    embedded list of words, which the embedded model was trained to draw: the prompt is the word itself.
+
+    A file is split by the SHA-256 of each prompt's text, so a prompt keeps its side whatever else the file
+    holds. The embedded words have a split of their own, which the embedded model's pretraining respects.
+
+    Args:
+        path: the file, or `tiny_words`.
+        heldout_fraction: share of a file that is held out, between 0 and 1; the embedded words ignore it.
+        num_train: embedded words to train on; a file is used whole.
+        num_heldout: at most so many held-out prompts; of a file's, those with the smallest hashes.
+        seed: which of the embedded words are drawn; a file ignores it.
+
+    Raises:
+        ConfigError: the file is missing, empty or malformed (the message names file and line), or a side of
+            the split is empty.
+    """
+    if str(path) == TINY_WORDS:
+        return _tiny_words(num_train, num_heldout, seed)
+    if not 0 < heldout_fraction < 1:
+        raise ConfigError(
+            f"data.heldout_fraction={heldout_fraction!r} is out of range; use a value in (0, 1)"
+        )
+    prompts = read_prompts(Path(path))
+    train = [prompt for prompt in prompts if _hash(prompt.text) >= heldout_fraction]
+    heldout = [prompt for prompt in prompts if _hash(prompt.text) < heldout_fraction]
+    for side, chosen in (("training", train), ("held-out", heldout)):
+        if not chosen:
+            raise ConfigError(
+                f"data.path={str(path)!r}: data.heldout_fraction={heldout_fraction} leaves no {side} prompt "
+                f"of {len(prompts)}; add prompts, or change the fraction"
+            )
+    heldout.sort(key=lambda prompt: _hash(prompt.text))
+    return PromptSet(train=tuple(train), heldout=tuple(heldout[:num_heldout]))
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """All prompts of a `.txt` or `.jsonl` file, in its order; blank lines are skipped.
+
+    Raises:
+        ConfigError: the file is missing, empty or malformed; the message names file and line.
+    """
+    if path.suffix not in _PARSERS:
+        raise ConfigError(unknown_choice(f"data.path={str(path)!r}: file type", path.suffix, _PARSERS))
+    parse = _PARSERS[path.suffix]
+    prompts = [parse(line, f"{path}:{number}") for number, line in _lines(path)]
+    if not prompts:
+        raise ConfigError(f"data.path={str(path)!r} holds no prompt; give one a line")
+    return prompts
+
+
+class PromptStream:
+    """Deals out prompts for ever: each epoch is a new shuffle of all of them, fixed by seed and epoch.
+
+    Attributes:
+        position: prompts dealt so far; a stream built with it goes on where the other stopped.
+    """
+
+    def __init__(self, prompts: tuple[Prompt, ...], *, seed: int, position: int = 0) -> None:
+        if not prompts:
+            raise ConfigError("a prompt stream needs at least one prompt")
+        self.position = position
+        self._prompts = prompts
+        self._seed = seed
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next `n` prompts; they may reach into the next epoch."""
+        dealt = [self._at(self.position + offset) for offset in range(n)]
+        self.position += n
+        return dealt
+
+    def _at(self, position: int) -> Prompt:
+        epoch, place = divmod(position, len(self._prompts))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
+        return self._prompts[self._order[place]]
+
+
+def _tiny_words(num_train: int, num_heldout: int, seed: int) -> PromptSet:
+    return PromptSet(
+        train=_word_prompts("data.num_train", train_words, num_train, seed),
+        heldout=_word_prompts("data.num_heldout", heldout_words, num_heldout, seed),
+    )
+
+
+def _word_prompts(
+    key: str, draw: Callable[[int, int], list[str]], number: int, seed: int
+) -> tuple[Prompt, ...]:
+    try:
+        words = draw(number, seed)
+    except ValueError as error:
+        raise ConfigError(f"{key}={number!r} cannot be drawn from data.path={TINY_WORDS}: {error}") from error
+    return tuple(Prompt(text=word, target=word) for word in words)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"data.path={str(path)!r} does not exist (the current folder is {Path.cwd()}); "
+            f"give a .txt or .jsonl file, or {TINY_WORDS}"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.path={str(path)!r} cannot be read as UTF-8 text: {error}") from error
+    # Not splitlines(): it also splits at characters that JSON allows within a string.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, line.strip()
+
+
+def _parse_text(line: str, place: str) -> Prompt:
+    return Prompt(text=line, target=_quoted(line))
+
+
+def _parse_json(line: str, place: str) -> Prompt:
+    expected = 'each line must be an object such as {"prompt": "a sign that says hello", "target": "hello"}'
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place} is not JSON ({error.msg} at column {error.colno}); {expected}") from error
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{place} is a JSON {type(entry).__name__}; {expected}")
+    text = _string(entry, "prompt", place, expected)
+    if text is None:
+        raise ConfigError(f'{place} has no "prompt"; {expected}')
+    target = _string(entry, "target", place, expected)
+    metadata = {key: value for key, value in entry.items() if key not in ("prompt", "target")}
+    return Prompt(text=text, target=_quoted(text) if target is None else target, metadata=metadata)
+
+
+_PARSERS: Mapping[str, Callable[[str, str], Prompt]] = {".txt": _parse_text, ".jsonl": _parse_json}
+
+
+def _string(entry: Mapping[str, Any], key: str, place: str, expected: str) -> str | None:
+    value = entry.get(key)
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, which is no text; {expected}')
+    return value
+
+
+def _quoted(text: str) -> str | None:
+    words = [straight or curly for straight, curly in _QUOTED.findall(text)]
+    return " ".join(words) or None
+
+
+def _hash(text: str) -> float:
+    """A number in [0, 1) that depends on nothing but the text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48

@@ -1,0 +1,49 @@
+"""The errors that flowcorr raises on purpose, each with its remedy in the message."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FlowcorrError(Exception):
+    """Base of all errors that flowcorr raises on purpose; the CLI prints them without a traceback."""
+
+
+class ConfigError(FlowcorrError, ValueError):
+    """A configuration key, file or combination that cannot be used."""
+
+
+class BatchError(FlowcorrError, ValueError):
+    """Tensors or records that do not fit together, or hold values that cannot be trained on."""
+
+
+class BackendError(FlowcorrError, RuntimeError):
+    """A rollout engine, reward or file system that failed while it was used."""
+
+
+class CheckpointError(FlowcorrError, RuntimeError):
+    """A checkpoint that is incomplete, or belongs to another model or configuration."""
+
+
+class MissingExtraError(FlowcorrError, ImportError):
+    """An optional dependency that is not installed, or cannot be loaded.
+
+    Args:
+        feature: what the user asked for, as they wrote it.
+        package: the package that could not be imported.
+        extra: the flowcorr extra that brings it.
+        cause: the import error, if it says more than that the package is absent.
+    """
+
+    def __init__(self, feature: str, package: str, extra: str, cause: BaseException | None = None) -> None:
+        reason = f" ({cause})" if cause is not None and not isinstance(cause, ModuleNotFoundError) else ""
+        super().__init__(f"{feature} needs {package}{reason}; install it with: pip install 'flowcorr[{extra}]'")
+
+
+def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:
+    """Message for a value that is not among `choices`, with the nearest one."""
+    names = list(choices)
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"{key}={value!r} is unknown; choose from {', '.join(names)}{hint}"

@@ -1,0 +1,44 @@
+"""A policy gradient whose ratio is capped from above and otherwise left alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flowcorr.losses.terms import RatioLevel, exp_ratio, make_terms, output, pool_log_ratio, ratio_stats
+from flowcorr.records import LossOutput
+
+
+def importance_cap(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    *,
+    cap: float | Tensor,
+    adv_clip_max: float,
+    weight: Tensor | None = None,
+    keep: Tensor | None = None,
+    ratio_level: RatioLevel = "step",
+) -> LossOutput:
+    """Sum of `-w A min(ratio, cap)`, `ratio = exp(log_prob - old_log_prob)`; a capped term has no gradient.
+
+    Meant for bypass mode, where `old_log_prob` is the rollout's and the ratio corrects the mismatch too.
+    Source: truncated importance sampling, Ionides 2008, as the policy loss of prime-rl.
+
+    Args:
+        log_prob: `[b]` or `[b, T]`, nats per latent element, differentiable.
+        old_log_prob: like `log_prob`, of the policy that sampled.
+        advantage: like `log_prob`; clamped to +-`adv_clip_max`.
+        cap: largest ratio, a number or a tensor like `log_prob`.
+        adv_clip_max: largest magnitude of an advantage.
+        weight: like `log_prob`, further weights, used detached; None for 1.
+        keep: like `log_prob`, bool, False where a term was rejected; None for all.
+        ratio_level: what a ratio is taken over, see `pool_log_ratio`.
+
+    Raises:
+        BatchError: shapes differ.
+    """
+    terms = make_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
+    log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
+    ratio = exp_ratio(log_ratio)
+    loss = -terms.weight * terms.advantage * ratio.clamp(max=cap)
+    return output(loss, terms, ratio_stats(terms, log_ratio, above=ratio.detach() > cap))

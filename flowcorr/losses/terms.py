@@ -1,0 +1,213 @@
+"""What the losses share: which terms count, ratios, and sums with their counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowcorr import metrics
+from flowcorr.errors import BatchError, ConfigError, unknown_choice
+from flowcorr.metrics import Metrics, Stat
+from flowcorr.records import LossOutput, check_shape
+
+RatioLevel = Literal["step", "trajectory_mean", "trajectory_sum"]
+RATIO_LEVELS = ("step", "trajectory_mean", "trajectory_sum")
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Terms:
+    """The terms of a loss, `[b]` or `[b, T]`, harmless where they take no part.
+
+    Attributes:
+        log_ratio: `log_prob - old_log_prob`, differentiable; 0 where `keep` is false.
+        advantage: clamped; 0 where `keep` is false.
+        weight: detached; 0 where `keep` is false.
+        valid: bool, finite terms.
+        keep: bool, valid terms that were not rejected.
+    """
+
+    log_ratio: Tensor
+    advantage: Tensor
+    weight: Tensor
+    valid: Tensor
+    keep: Tensor
+
+
+def make_terms(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    *,
+    adv_clip_max: float,
+    weight: Tensor | None,
+    keep: Tensor | None,
+) -> Terms:
+    """Check shapes, and mask what is rejected or not finite before anything is computed from it.
+
+    A mask after `exp` would be too late: the gradient of what it hides is 0 times infinity.
+
+    Raises:
+        BatchError: a shape is not that of `log_prob`.
+    """
+    shape = tuple(log_prob.shape)
+    if log_prob.dim() not in (1, 2):
+        raise BatchError(f"log_prob has shape {list(shape)}; it must be [b] or [b, T]")
+    check_shape("old_log_prob", old_log_prob, shape)
+    check_shape("advantage", advantage, shape)
+    valid = torch.isfinite(log_prob.detach()) & torch.isfinite(old_log_prob) & torch.isfinite(advantage)
+    if weight is not None:
+        check_shape("weight", weight, shape)
+        valid = valid & torch.isfinite(weight)
+    if keep is not None:
+        check_shape("keep", keep, shape)
+    weight = torch.ones_like(advantage) if weight is None else weight.detach()
+    terms = Terms(
+        log_ratio=torch.where(valid, log_prob, 0.0) - torch.where(valid, old_log_prob.detach(), 0.0),
+        advantage=advantage.clamp(-adv_clip_max, adv_clip_max),
+        weight=weight,
+        valid=valid,
+        keep=valid if keep is None else valid & keep,
+    )
+    return masked(terms, valid)
+
+
+def masked(terms: Terms, valid: Tensor) -> Terms:
+    """The terms with those outside `valid` taken for not finite."""
+    keep = terms.keep & valid
+    return replace(
+        terms,
+        log_ratio=torch.where(keep, terms.log_ratio, 0.0),
+        advantage=torch.where(keep, terms.advantage, 0.0),
+        weight=torch.where(keep, terms.weight, 0.0),
+        valid=terms.valid & valid,
+        keep=keep,
+    )
+
+
+def half_squared_shift(
+    mean: Tensor | None, old_mean: Tensor | None, std: Tensor, terms: Terms
+) -> tuple[Tensor, Terms]:
+    """Exact KL of a step from its old self, `mean_L((mean - old_mean)^2) / (2 s^2)`, a latent element.
+
+    Args:
+        mean: `[b, *L]` or `[b, T, *L]`, differentiable.
+        old_mean: like `mean`, of the policy of `old_log_prob`.
+        std: like `log_prob`, shared by both policies.
+        terms: the loss's terms.
+
+    Returns:
+        The KL, differentiable and 0 where a term is not kept, and the terms without those whose means are
+        not finite.
+
+    Raises:
+        BatchError: a mean is missing, or a shape does not fit.
+    """
+    if mean is None or old_mean is None:
+        missing = "mean" if mean is None else "old_mean"
+        raise BatchError(
+            f"{missing} is missing, which this loss needs; let the rollout return its step means in bypass "
+            "mode, and keep those of the recomputation in decoupled mode"
+        )
+    shape = tuple(terms.keep.shape)
+    if mean.dim() <= len(shape) or tuple(mean.shape[: len(shape)]) != shape:
+        raise BatchError(f"mean has shape {list(mean.shape)}; it must begin with log_prob's {list(shape)}")
+    check_shape("old_mean", old_mean, tuple(mean.shape))
+    check_shape("std", std, shape)
+    shift = mean - old_mean.detach()
+    terms = masked(terms, torch.isfinite(shift.detach().square().flatten(len(shape)).mean(-1)))
+    keep = terms.keep.reshape(shape + (1,) * (mean.dim() - len(shape)))
+    squared = torch.where(keep, shift, 0.0).square().flatten(len(shape)).mean(-1)
+    return squared / (2 * torch.where(terms.keep, std, 1.0).square()), terms
+
+
+def pool_log_ratio(log_ratio: Tensor, keep: Tensor, level: RatioLevel) -> Tensor:
+    """Log-ratios at the level that the ratio is taken at, every step of a trajectory holding its pooled one.
+
+    `trajectory_mean` and `trajectory_sum` pool over the kept steps of the window; the pooled value stands at
+    every step, so that weights, counts and denominators stay those of steps. Source: sequence-level ratios
+    as in GSPO, arXiv:2507.18071, eq. 7 (the mean).
+
+    Args:
+        log_ratio: `[b, T]`, or `[b]` at level `step`.
+        keep: like `log_ratio`, bool.
+        level: `step`, `trajectory_mean` or `trajectory_sum`.
+
+    Raises:
+        ConfigError: `level` is unknown.
+        BatchError: a trajectory level is asked of single steps.
+    """
+    if level not in RATIO_LEVELS:
+        raise ConfigError(unknown_choice("actor.ratio_level", level, RATIO_LEVELS))
+    if level == "step":
+        return log_ratio
+    if log_ratio.dim() != 2:
+        raise BatchError(
+            f"actor.ratio_level={level} needs whole windows [b, T], not shape {list(log_ratio.shape)}; set "
+            "algorithm.rollout_correction.bypass_scope=trajectory or actor.ratio_level=step"
+        )
+    total = torch.where(keep, log_ratio, 0.0).sum(1, keepdim=True)
+    if level == "trajectory_mean":
+        total = total / keep.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(keep, total, 0.0)
+
+
+def exp_ratio(log_ratio: Tensor) -> Tensor:
+    """`exp(log_ratio)`, its exponent bounded to +-20 so that no ratio, and no gradient, overflows."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def clipped_surrogate(terms: Terms, ratio: Tensor, clip_ratio: float | Tensor) -> Tensor:
+    """`w max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip))`; PPO, arXiv:1707.06347, eq. 7."""
+    clip = clip_ratio if isinstance(clip_ratio, Tensor) else ratio.new_full((), clip_ratio)
+    clipped = torch.clamp(ratio, 1 - clip, 1 + clip)
+    return terms.weight * torch.maximum(-terms.advantage * ratio, -terms.advantage * clipped)
+
+
+def output(loss: Tensor, terms: Terms, stats: Mapping[str, Stat]) -> LossOutput:
+    """Sum of a loss whose terms are 0 where not kept, its counts, and its metrics under `actor/`."""
+    finite = terms.valid.sum()
+    nonfinite = metrics.mean(terms.valid.numel() - finite, terms.valid.numel())
+    return LossOutput(
+        loss_sum=loss.sum(),
+        count_all=finite,
+        count_kept=terms.keep.sum(),
+        metrics=Metrics.from_stats({**stats, "nonfinite_fraction": nonfinite}).prefixed("actor/"),
+    )
+
+
+def ratio_stats(
+    terms: Terms, log_ratio: Tensor, above: Tensor | None = None, below: Tensor | None = None
+) -> dict[str, Stat]:
+    """Metrics of the ratio, over kept terms.
+
+    Args:
+        terms: the loss's terms; `ppo_kl` is the mean of their `-log_ratio`.
+        log_ratio: as the loss exponentiates it.
+        above: bool, terms whose ratio the loss cuts from above, if it does.
+        below: bool, likewise from below.
+    """
+    keep, count = terms.keep, terms.keep.sum()
+    # Of ratio - 1 and in float64: ratios of mean-pooled log-probabilities differ from 1 in the fifth digit.
+    excess = torch.where(keep, log_ratio.detach(), 0.0).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
+    total = excess.sum()
+    stats = {
+        "ppo_kl": metrics.mean(-terms.log_ratio.detach().double().sum(), count),
+        "ratio_mean": Stat("mean_plus_one", (total, count)),
+        "ratio_std": metrics.std(total, excess.square().sum(), count),
+    }
+    cut = {"pg_clipfrac_higher": above, "pg_clipfrac_lower": below}
+    sums = {name: (where & keep).sum() for name, where in cut.items() if where is not None}
+    if sums:
+        stats["pg_clipfrac"] = metrics.mean(torch.stack(list(sums.values())).sum(), count)
+    return stats | {name: metrics.mean(value, count) for name, value in sums.items()}
+
+
+def outside(ratio: Tensor, clip_ratio: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Where a ratio is above, and where it is below, the clip range."""
+    ratio = ratio.detach()
+    return ratio > 1 + clip_ratio, ratio < 1 - clip_ratio

@@ -1,0 +1,127 @@
+"""Stable Diffusion 3 and 3.5: spatial latents, two CLIP encoders and an optional T5, classifier-free guidance."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowcorr.errors import ConfigError
+from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
+
+DEFAULT_MAX_SEQUENCE_LENGTH = 256
+
+
+class SD3(ModelFamily):
+    """`StableDiffusion3Pipeline`; guidance is on above `guidance_scale` 1."""
+
+    name = "sd3"
+    pipeline_class = "StableDiffusion3Pipeline"
+    lora_targets = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
+
+    def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
+        config = self.transformer.config
+        factor = self.pipeline.vae_scale_factor
+        height = height or config.sample_size * factor
+        width = width or config.sample_size * factor
+        multiple = factor * config.patch_size
+        for key, value in (("height", height), ("width", width)):
+            if value % multiple:
+                raise ConfigError(
+                    f"sampling.{key}={value} does not fit the model: it must be a multiple of {multiple}, "
+                    f"such as {max(value // multiple, 1) * multiple}"
+                )
+            if value // multiple > config.pos_embed_max_size:
+                raise ConfigError(
+                    f"sampling.{key}={value} is larger than the model's positions allow; "
+                    f"use at most {multiple * config.pos_embed_max_size}"
+                )
+        return (config.in_channels, height // factor, width // factor)
+
+    def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
+        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
+        config = scheduler.config
+        options = {}
+        if config.use_dynamic_shifting:
+            patch = self.transformer.config.patch_size
+            length = (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
+            options["mu"] = calculate_shift(
+                length, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+            )
+        scheduler.set_timesteps(num_inference_steps, **options)
+        return Schedule(sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.tolist()))
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+        length = self.max_sequence_length
+        embeds, negative, pooled, negative_pooled = self.pipeline.encode_prompt(
+            prompt=list(prompts),
+            prompt_2=None,
+            prompt_3=None,
+            negative_prompt=guidance.negative_prompt,
+            do_classifier_free_guidance=guidance.guidance_scale > 1,
+            max_sequence_length=DEFAULT_MAX_SEQUENCE_LENGTH if length is None else length,
+        )
+        conditioning = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+        if guidance.guidance_scale > 1:
+            conditioning |= {"negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled}
+        return conditioning
+
+    def free_text_encoders(self) -> None:
+        self.pipeline.text_encoder = self.pipeline.text_encoder_2 = self.pipeline.text_encoder_3 = None
+        gc.collect()
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Mapping[str, Tensor],
+        guidance: Guidance,
+    ) -> Tensor:
+        embeds, pooled = conditioning["prompt_embeds"], conditioning["pooled_prompt_embeds"]
+        guided = guidance.guidance_scale > 1
+        if guided:
+            embeds = torch.cat([conditioning["negative_prompt_embeds"], embeds])
+            pooled = torch.cat([conditioning["negative_pooled_prompt_embeds"], pooled])
+            latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
+        dtype = embeds.dtype
+        velocity = transformer(
+            hidden_states=latents.to(dtype),
+            timestep=timesteps,
+            encoder_hidden_states=embeds,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0].float()
+        if guided:
+            unconditional, conditional = velocity.chunk(2)
+            velocity = unconditional + guidance.guidance_scale * (conditional - unconditional)
+        return velocity
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0].float()
+        return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+    def save_lora(self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+        type(self.pipeline).save_lora_weights(
+            directory,
+            transformer_lora_layers=dict(lora_state),
+            transformer_lora_adapter_metadata=dict(metadata),
+        )

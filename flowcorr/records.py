@@ -1,0 +1,279 @@
+"""The records that travel through one training step: frozen, `[B]`-first tensors on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from flowcorr.errors import BatchError
+from flowcorr.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt of the data set.
+
+    Attributes:
+        text: what the model is asked for.
+        target: what a reward looks for in the image, such as the words to render.
+        metadata: further fields of the data file, for a user's own reward.
+    """
+
+    text: str
+    target: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """Trajectories of `B` samples through a window of `T` SDE steps, as the rollout engine made them.
+
+    Attributes:
+        latents: `[B, T+1, *L]` float32, before each step and after the last.
+        step_indices: `[B, T]` int64, the steps' places in the schedule.
+        timesteps: `[B, T]`, as they were fed to the model.
+        sigmas: `[B, T]` float32, noise levels before the steps.
+        sigmas_next: `[B, T]` float32, noise levels after the steps.
+        log_probs: `[B, T]` float32, nats per latent element under the rollout policy.
+        means: `[B, T, *L]` float32, the rollout policy's step means, if they were asked for.
+        stds: `[B, T]` float32, the full standard deviations of the steps, beside `means`.
+        conditioning: `[B, ...]` tensors that the model family feeds to its transformer.
+        images: `[B, H, W, 3]` uint8, or None where nothing was decoded.
+        group_ids: `[B]` int64; samples of one prompt share one.
+        policy_versions: `[B]` int64, optimizer steps behind the weights that sampled.
+    """
+
+    latents: Tensor
+    step_indices: Tensor
+    timesteps: Tensor
+    sigmas: Tensor
+    sigmas_next: Tensor
+    log_probs: Tensor
+    group_ids: Tensor
+    policy_versions: Tensor
+    means: Tensor | None = None
+    stds: Tensor | None = None
+    conditioning: Mapping[str, Tensor] = field(default_factory=dict)
+    images: Tensor | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.log_probs.shape[0]
+
+    @property
+    def num_steps(self) -> int:
+        return self.log_probs.shape[1]
+
+    @property
+    def num_elements(self) -> int:
+        """`D`, the number of latent elements of one sample."""
+        return self.latents[0, 0].numel()
+
+    def validate(self) -> Self:
+        """Return the record if its shapes fit together.
+
+        Raises:
+            BatchError: a shape disagrees with `log_probs` `[B, T]`; nothing is broadcast.
+        """
+        if self.log_probs.dim() != 2:
+            raise BatchError(f"Rollout.log_probs has shape {list(self.log_probs.shape)}; it must be [B, T]")
+        samples, steps = self.log_probs.shape
+        for name in ("step_indices", "timesteps", "sigmas", "sigmas_next"):
+            check_shape(f"Rollout.{name}", getattr(self, name), (samples, steps))
+        for name in ("group_ids", "policy_versions"):
+            check_shape(f"Rollout.{name}", getattr(self, name), (samples,))
+        latent_shape = tuple(self.latents.shape[2:])
+        check_shape("Rollout.latents", self.latents, (samples, steps + 1, *latent_shape))
+        if self.means is not None:
+            check_shape("Rollout.means", self.means, (samples, steps, *latent_shape))
+        if self.stds is not None:
+            check_shape("Rollout.stds", self.stds, (samples, steps))
+        for name, tensor in self.conditioning.items():
+            if tensor.shape[:1] != (samples,):
+                raise BatchError(
+                    f"Rollout.conditioning[{name!r}] has shape {list(tensor.shape)}; its first axis must be B={samples}"
+                )
+        return self
+
+    def select(self, index: Tensor | slice) -> Rollout:
+        """The samples at `index` along the batch axis."""
+        return replace(
+            self,
+            **{name: value[index] for name, value in _tensors(self).items()},
+            conditioning={name: tensor[index] for name, tensor in self.conditioning.items()},
+        )
+
+    def step(self, t: int) -> Rollout:
+        """The window's step `t` alone, as a window of one step."""
+        columns = slice(t, t + 1)
+        names = ("step_indices", "timesteps", "sigmas", "sigmas_next", "log_probs", "means", "stds")
+        parts = {name: value[:, columns] for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, latents=self.latents[:, t : t + 2], **parts)
+
+    def to(self, device: torch.device | str) -> Rollout:
+        """The same record on `device`."""
+        return replace(
+            self,
+            **{name: value.to(device) for name, value in _tensors(self).items()},
+            conditioning={name: tensor.to(device) for name, tensor in self.conditioning.items()},
+        )
+
+    @staticmethod
+    def concatenate(parts: list[Rollout]) -> Rollout:
+        """The samples of all parts, in order; every part must hold the same optional fields."""
+        first = parts[0]
+        return replace(
+            first,
+            **{name: torch.cat([getattr(part, name) for part in parts]) for name in _tensors(first)},
+            conditioning={
+                name: torch.cat([part.conditioning[name] for part in parts]) for name in first.conditioning
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ActorBatch:
+    """What the actor updates on: trajectories with advantages, and the correction's outcome.
+
+    Attributes:
+        rollout: the trajectories.
+        advantages: `[B]` float32.
+        old_log_probs: `[B, T]`, nats per latent element under the proximal policy; None before it is known.
+        old_means: `[B, T, *L]`, the step means of the policy of `old_log_probs`, where the loss needs them.
+        rollout_is_weights: `[B, T]` detached weights that multiply the loss, or None.
+        keep: `[B, T]` bool, False where a term was rejected, or None.
+    """
+
+    rollout: Rollout
+    advantages: Tensor
+    old_log_probs: Tensor | None = None
+    old_means: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    keep: Tensor | None = None
+
+    def select(self, index: Tensor | slice) -> ActorBatch:
+        """The samples at `index` along the batch axis."""
+        return replace(
+            self,
+            rollout=self.rollout.select(index),
+            **{name: value[index] for name, value in _tensors(self).items()},
+        )
+
+    def step(self, t: int) -> ActorBatch:
+        """The window's step `t` alone, as a window of one step."""
+        columns = slice(t, t + 1)
+        names = ("old_log_probs", "old_means", "rollout_is_weights", "keep")
+        parts = {name: value[:, columns] for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, rollout=self.rollout.step(t), **parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyStep:
+    """What the current policy says of one SDE step `[b]`, or of the whole window `[b, T]`.
+
+    Attributes:
+        log_prob: `[b]` or `[b, T]`, nats per latent element, differentiable.
+        mean: `[b, *L]` or `[b, T, *L]`, step mean, differentiable.
+        std: like `log_prob`, the full standard deviation of the step.
+        step: like `log_prob`, `sigma - sigma_next`.
+    """
+
+    log_prob: Tensor
+    mean: Tensor
+    std: Tensor
+    step: Tensor
+
+    def per_term(self) -> PolicyStep:
+        """`[b, T]` as `[b * T]`: every SDE step a sample of its own."""
+        return _per_term(self, self.log_prob.dim())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchStep:
+    """The data of one SDE step `[b]`, or of the whole window `[b, T]`, that a loss needs.
+
+    Attributes:
+        old_log_prob: under the proximal policy, nats per latent element.
+        rollout_log_prob: under the rollout policy, nats per latent element.
+        advantage: one per sample, expanded over `T` where there is one.
+        old_mean: `[b, *L]` or `[b, T, *L]`, step mean of the policy of `old_log_prob`, or None.
+        rollout_mean: likewise of the rollout policy, or None.
+        reference_mean: likewise of the reference policy that `kl_coef` holds the policy to, or None.
+        weight: detached importance weights, or None for 1.
+        keep: bool, False where a term takes no part, or None for all.
+        step_index: int64, the step's place in the schedule.
+    """
+
+    old_log_prob: Tensor
+    rollout_log_prob: Tensor
+    advantage: Tensor
+    step_index: Tensor
+    old_mean: Tensor | None = None
+    rollout_mean: Tensor | None = None
+    reference_mean: Tensor | None = None
+    weight: Tensor | None = None
+    keep: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: ActorBatch, reference_means: Tensor | None = None) -> BatchStep:
+        """The whole window `[b, T]` of a batch whose `old_log_probs` are known."""
+        assert batch.old_log_probs is not None, "old_log_probs come from the correction, before the update"
+        return cls(
+            old_log_prob=batch.old_log_probs,
+            rollout_log_prob=batch.rollout.log_probs,
+            advantage=batch.advantages[:, None].expand_as(batch.old_log_probs),
+            step_index=batch.rollout.step_indices,
+            old_mean=batch.old_means,
+            rollout_mean=batch.rollout.means,
+            reference_mean=reference_means,
+            weight=batch.rollout_is_weights,
+            keep=batch.keep,
+        )
+
+    def per_term(self) -> BatchStep:
+        """`[b, T]` as `[b * T]`: every SDE step a sample of its own."""
+        return _per_term(self, self.old_log_prob.dim())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossOutput:
+    """A loss as a sum, with the counts that its mean is taken over.
+
+    Attributes:
+        loss_sum: 0-d, differentiable, the sum over kept terms.
+        count_all: 0-d, valid terms, kept or not.
+        count_kept: 0-d, terms that entered the sum.
+        metrics: what the loss saw, mergeable over micro-batches and ranks.
+    """
+
+    loss_sum: Tensor
+    count_all: Tensor
+    count_kept: Tensor
+    metrics: Metrics
+
+    def mean(self, denominator: Literal["kept", "all"] = "kept") -> Tensor:
+        """The mean loss over kept terms, or over all; 0 where there is none."""
+        count = self.count_kept if denominator == "kept" else self.count_all
+        return self.loss_sum / count.clamp(min=1)
+
+
+StepT = TypeVar("StepT", PolicyStep, BatchStep)
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise `BatchError` unless `tensor` has exactly `shape`: nothing in flowcorr broadcasts silently."""
+    if tuple(tensor.shape) != shape:
+        raise BatchError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+
+
+def _per_term(record: StepT, batch_dims: int) -> StepT:
+    return replace(record, **{name: value.flatten(0, batch_dims - 1) for name, value in _tensors(record).items()})
+
+
+def _tensors(record: Any) -> dict[str, Tensor]:
+    values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

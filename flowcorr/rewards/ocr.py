@@ -1,0 +1,168 @@
+"""Does an image show the words that it should? Read by RapidOCR (PP-OCRv4); its wheel holds the models."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowcorr.errors import BatchError, ConfigError, MissingExtraError
+from flowcorr.records import Prompt
+from flowcorr.rewards.base import RewardOutput
+
+# The recogniser scales every image to this height, and pads narrower ones to this width.
+_INPUT_SHAPE = (3, 48, 96)
+_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OcrReward:
+    """A mix of edit similarity and exact match between what is read and the prompt's target, in 0..1.
+
+    `score = (1 - exact_weight) * similarity + exact_weight * exact`, where the similarity is 1 minus the
+    Levenshtein distance over the longer length, so that surplus characters cost as well as missing ones. Case
+    and white space do not count. Logs `exact_match` and `edit_similarity`.
+
+    Attributes:
+        exact_weight: weight of the exact match, 0..1.
+        detect: find the lines of text first, then read them: for images that are more than one line of
+            text. Without it the whole image is read as one line, which is some twenty times as fast.
+        threads: threads of the OCR engine.
+
+    Raises:
+        MissingExtraError: at construction, so that a run fails before its first rollout.
+    """
+
+    exact_weight: float = 0.5
+    detect: bool = False
+    threads: int = 1
+
+    name = "ocr"
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+        import_engine()
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+        """Score images `[B, H, W, 3]` uint8 against the targets of their prompts."""
+        targets = _targets(prompts)
+        exact, similarity = compare(self.read(images), targets)
+        scores = (1 - self.exact_weight) * similarity + self.exact_weight * exact
+        return RewardOutput(scores=scores, extra={"exact_match": exact, "edit_similarity": similarity})
+
+    def read(self, images: np.ndarray) -> list[str]:
+        """The text in each image of `[B, H, W, 3]` uint8."""
+        # The models were trained on blue-green-red images.
+        pictures = [np.ascontiguousarray(image[..., ::-1]) for image in images]
+        if self.detect:
+            return [_read_lines(picture, self.threads) for picture in pictures]
+        return _read_whole(pictures, self.threads)
+
+
+def compare(readings: Sequence[str], targets: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Exact match (0 or 1) and edit similarity (0..1) of readings and targets, both `[B]` float64.
+
+    Similarity is `1 - Levenshtein distance / longer length`, on text without case and white space.
+    """
+    from rapidfuzz.distance import Levenshtein
+
+    pairs = [
+        (normalise(reading), normalise(target)) for reading, target in zip(readings, targets, strict=True)
+    ]
+    exact = np.array([reading == target for reading, target in pairs], dtype=np.float64)
+    similarity = np.array([Levenshtein.normalized_similarity(*pair) for pair in pairs], dtype=np.float64)
+    return exact, similarity
+
+
+def normalise(text: str) -> str:
+    """Text without case and white space."""
+    return "".join(text.casefold().split())
+
+
+def import_engine() -> Any:
+    """The module of the OCR engine.
+
+    Raises:
+        MissingExtraError: a package is absent, or OpenCV lacks a library of the system; the message says
+            which system packages bring it.
+    """
+    try:
+        import rapidfuzz  # noqa: F401
+        import rapidocr_onnxruntime
+        from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer  # noqa: F401
+    except ImportError as error:
+        raise engine_error(error) from error
+    return rapidocr_onnxruntime
+
+
+def engine_error(cause: ImportError) -> MissingExtraError:
+    """Why the OCR engine cannot be imported, with what mends it."""
+    package = "rapidfuzz" if cause.name == "rapidfuzz" else "rapidocr-onnxruntime"
+    if "cannot open shared object file" in str(cause):
+        cause = ImportError(
+            f"{cause}: OpenCV, which it imports, needs system libraries that a slim machine lacks; "
+            "get them with: apt-get install libgl1 libglib2.0-0"
+        )
+    elif package == "rapidocr-onnxruntime" and sys.version_info >= (3, 13):
+        cause = ImportError("its wheels exclude Python 3.13 and later: use 3.11 or 3.12")
+    return MissingExtraError("reward ocr", package, "ocr", cause)
+
+
+def _check_options(options: OcrReward) -> None:
+    if not 0 <= options.exact_weight <= 1:
+        raise ConfigError(f"reward ocr: exact_weight={options.exact_weight!r} must lie in 0..1")
+    if not isinstance(options.detect, bool):
+        raise ConfigError(f"reward ocr: detect={options.detect!r} must be true or false")
+    if isinstance(options.threads, bool) or not isinstance(options.threads, int) or options.threads < 1:
+        raise ConfigError(f"reward ocr: threads={options.threads!r} must be a whole number of at least 1")
+
+
+def _targets(prompts: list[Prompt]) -> list[str]:
+    targets = []
+    for index, prompt in enumerate(prompts):
+        if prompt.target is None or not normalise(prompt.target):
+            raise BatchError(
+                f"reward ocr: sample {index} (prompt {prompt.text!r}) has no target to look for; "
+                'put the words into double quotes in a text file, or give a "target" in a JSONL file'
+            )
+        targets.append(prompt.target)
+    return targets
+
+
+def _read_whole(pictures: list[np.ndarray], threads: int) -> list[str]:
+    readings, _ = _recogniser(threads)(pictures)
+    return [text for text, _ in readings]
+
+
+def _read_lines(picture: np.ndarray, threads: int) -> str:
+    lines, _ = _detector(threads)(picture)
+    return " ".join(text for _, text, _ in lines or [])
+
+
+# One engine a process and thread count: building it costs more than a batch, and it cannot be pickled.
+@functools.cache
+def _recogniser(threads: int) -> Any:
+    package = import_engine()
+    from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer
+
+    # The public API would load three models, and enlarge every image for a detector that is not asked.
+    model = Path(package.__file__).parent / "models" / "ch_PP-OCRv4_rec_infer.onnx"
+    return TextRecognizer(
+        {
+            "model_path": str(model),
+            "rec_img_shape": list(_INPUT_SHAPE),
+            "rec_batch_num": _BATCH,
+            "intra_op_num_threads": threads,
+            "inter_op_num_threads": 1,
+        }
+    )
+
+
+@functools.cache
+def _detector(threads: int) -> Any:
+    return import_engine().RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1, use_cls=False)

@@ -1,0 +1,7 @@
+"""Rollout engines: what samples the trajectories."""
+
+from flowcorr.rollout.base import RolloutEngine, Weights
+from flowcorr.rollout.in_process import InProcessEngine
+from flowcorr.rollout.sampler import sample_ode, sample_sde_window
+
+__all__ = ["InProcessEngine", "RolloutEngine", "Weights", "sample_ode", "sample_sde_window"]

@@ -1,0 +1,46 @@
+"""What every rollout engine does: take weights, sample groups of images, hand back trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from flowcorr.records import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """The trained weights at one moment.
+
+    Attributes:
+        version: optimizer updates behind them.
+        tensors: the trained parameters by name: the adapter's, or all of the transformer's.
+    """
+
+    version: int
+    tensors: Mapping[str, Tensor]
+
+
+class RolloutEngine(Protocol):
+    """Samples trajectories; its weights change only by `sync`."""
+
+    def sync(self, weights: Weights) -> None:
+        """Tell the engine of new weights; it may sample with older ones if it was told to be stale."""
+
+    def sample(
+        self, conditioning: Mapping[str, Tensor], groups: Sequence[int], *, training_step: int, with_means: bool
+    ) -> Rollout:
+        """Sample `rollout.n` images for each prompt.
+
+        Args:
+            conditioning: one row a prompt.
+            groups: ids of the prompts' groups, which seed their noise.
+            training_step: seeds the noise too.
+            with_means: also return the step means and stds.
+        """
+
+    def close(self) -> None:
+        """Release the engine's memory and processes."""

@@ -1,0 +1,177 @@
+"""Sampling with diffusers in the trainer's own process, with the actor's weights or a copy of them."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flowcorr import sde
+from flowcorr.config.schema import RolloutConfig, SamplingConfig
+from flowcorr.models import DTYPES, Guidance, ModelFamily, Schedule
+from flowcorr.records import Rollout
+from flowcorr.rollout.base import Weights
+from flowcorr.rollout.emulate import round_weights
+from flowcorr.rollout.sampler import sample_sde_window
+
+Merge = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""Trained tensors -> the transformer's full state dict under diffusers' names, adapters merged."""
+
+
+class InProcessEngine:
+    """Samples in this process.
+
+    It shares the actor's transformer where both have the same precision and the engine is neither emulated
+    nor stale; else it keeps a copy that `sync` fills with merged, rounded, possibly older weights.
+
+    Args:
+        family: the pipeline.
+        rollout: precision, emulation, staleness, batch sizes.
+        sampling: how trajectories are drawn.
+        seed: the run's seed.
+        merge: see `Merge`.
+        base: the transformer before an adapter was added, the copy's architecture.
+    """
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        rollout: RolloutConfig,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        merge: Merge,
+        base: nn.Module,
+    ) -> None:
+        self.family = family
+        self.config = rollout
+        self.sampling = sampling
+        self.seed = seed
+        self.guidance = Guidance(
+            guidance_scale=sampling.guidance_scale,
+            true_cfg_scale=sampling.true_cfg_scale,
+            negative_prompt=sampling.negative_prompt,
+        )
+        self.latent_shape = family.latent_shape(sampling.height, sampling.width)
+        self.schedule: Schedule = family.schedule(sampling.num_inference_steps, self.latent_shape)
+        sde.check_schedule(
+            sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
+        )
+        self.dtype = DTYPES[rollout.dtype]
+        self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.staleness == 0
+        self._merge = merge
+        self._copy = None if self.shared else copy.deepcopy(base).to(self.dtype).requires_grad_(False)
+        self._history: deque[Weights] = deque(maxlen=rollout.staleness + 1)
+        self._loaded: Weights | None = None
+
+    @property
+    def version(self) -> int:
+        """Optimizer updates behind the weights that sample."""
+        return self._loaded.version if self._loaded is not None else 0
+
+    @property
+    def history(self) -> list[Weights]:
+        """The versions that a stale engine still has to sample with, oldest first."""
+        return list(self._history)
+
+    def sync(self, weights: Weights) -> None:
+        self._history.append(weights)
+        if self._history[0] is not self._loaded:
+            self._load(self._history[0])
+
+    def restore(self, history: Sequence[Weights]) -> None:
+        """Put back the `history` of an interrupted run."""
+        self._history = deque(history, maxlen=self.config.staleness + 1)
+        self._load(self._history[0])
+
+    def sample(
+        self, conditioning: Mapping[str, Tensor], groups: Sequence[int], *, training_step: int, with_means: bool
+    ) -> Rollout:
+        """See `RolloutEngine.sample`; samples come group by group, in the order of `groups`."""
+        count = self.config.n
+        owners = [group for group in groups for _ in range(count)]
+        members = [member for _ in groups for member in range(count)]
+        conditioning = {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
+        size = self.config.batch_size or len(owners)
+        parts = [
+            self._sample(
+                {name: rows[begin : begin + size] for name, rows in conditioning.items()},
+                owners[begin : begin + size],
+                members[begin : begin + size],
+                training_step,
+                with_means,
+            )
+            for begin in range(0, len(owners), size)
+        ]
+        return Rollout.concatenate(parts)
+
+    def close(self) -> None:
+        self._copy = None
+
+    def _load(self, weights: Weights) -> None:
+        self._loaded = weights
+        if self._copy is not None:
+            self._copy.load_state_dict(round_weights(self._merge(weights.tensors), self.config.emulate))
+
+    def _sample(
+        self,
+        conditioning: Mapping[str, Tensor],
+        groups: Sequence[int],
+        members: Sequence[int],
+        training_step: int,
+        with_means: bool,
+    ) -> Rollout:
+        transformer = self.family.transformer if self._copy is None else self._copy
+        device = next(transformer.parameters()).device
+        inputs = {
+            name: rows.to(device, self.dtype if rows.is_floating_point() else None)
+            for name, rows in conditioning.items()
+        }
+        key = {"seed": self.seed, "training_step": training_step}
+        starts = sde.draw_windows(
+            groups,
+            members,
+            **key,
+            size=self.sampling.sde_window_size,
+            window_range=self.sampling.sde_window_range,
+            num_inference_steps=self.sampling.num_inference_steps,
+            per=self.sampling.window_per,
+        )
+        initial = sde.initial_noise(
+            self.latent_shape, groups, members, **key, same_in_group=self.config.same_initial_noise
+        )
+
+        def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
+            return self.family.velocity(transformer, latents, timesteps, inputs, self.guidance)
+
+        def noise(step_index: int, rows: Tensor) -> Tensor:
+            chosen = rows.tolist()
+            owners, places = [groups[row] for row in chosen], [members[row] for row in chosen]
+            return sde.step_noise(self.latent_shape, owners, places, **key, step_index=step_index).to(device)
+
+        drawn = sample_sde_window(
+            velocity,
+            initial.to(device),
+            self.schedule,
+            self.sampling,
+            starts.to(device),
+            noise,
+            with_means=with_means,
+        )
+        return Rollout(
+            latents=drawn.latents,
+            step_indices=drawn.step_indices,
+            timesteps=drawn.timesteps,
+            sigmas=drawn.sigmas,
+            sigmas_next=drawn.sigmas_next,
+            log_probs=drawn.log_probs,
+            means=drawn.means,
+            stds=drawn.stds,
+            conditioning=dict(conditioning),
+            images=self.family.decode(drawn.final),
+            group_ids=torch.tensor(groups, device=device),
+            policy_versions=torch.full((len(groups),), self.version, device=device),
+        ).validate()

@@ -1,0 +1,112 @@
+"""One denoising loop for training and evaluation: Euler steps with a window of SDE steps in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowcorr import sde
+from flowcorr.config.schema import SamplingConfig
+from flowcorr.models import Schedule
+from flowcorr.sde.transition import over_elements
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""`(latents [B, *L], timesteps [B]) -> velocity [B, *L]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectories:
+    """What one run of the loop leaves behind; shapes as in `Rollout`, and `final` latents `[B, *L]`."""
+
+    latents: Tensor
+    step_indices: Tensor
+    timesteps: Tensor
+    sigmas: Tensor
+    sigmas_next: Tensor
+    log_probs: Tensor
+    means: Tensor | None
+    stds: Tensor
+    final: Tensor
+
+
+@torch.no_grad()
+def sample_ode(velocity: Velocity, initial: Tensor, schedule: Schedule) -> Tensor:
+    """Final latents `[B, *L]` of the deterministic Euler sampler, from `initial` noise `[B, *L]` float32."""
+    latents = initial
+    for index, timestep in enumerate(schedule.timesteps):
+        sigma, sigma_next = schedule.sigmas[index : index + 2]
+        drift = velocity(latents, latents.new_full((len(latents),), timestep))
+        latents = latents - (sigma - sigma_next) * drift
+    return latents
+
+
+@torch.no_grad()
+def sample_sde_window(
+    velocity: Velocity,
+    initial: Tensor,
+    schedule: Schedule,
+    sampling: SamplingConfig,
+    starts: Tensor,
+    noise: Callable[[int, Tensor], Tensor],
+    *,
+    with_means: bool = False,
+) -> Trajectories:
+    """Trajectories whose window of `sampling.sde_window_size` steps is stochastic.
+
+    Args:
+        velocity: the model, with conditioning and guidance bound.
+        initial: `[B, *L]` float32, noise at the first sigma.
+        schedule: the sigma table.
+        sampling: transition, noise level and window size.
+        starts: `[B]` int64, first window step of each sample.
+        noise: `(step index, rows [b])` -> standard normal noise `[b, *L]` of those samples.
+        with_means: also keep the step means.
+    """
+    size = sampling.sde_window_size
+    indices = sde.step_indices(starts, size)
+    table = initial.new_tensor(schedule.sigmas)
+    fed = initial.new_tensor(schedule.timesteps)
+    states = initial.new_empty(len(initial), size + 1, *initial.shape[1:])
+    means = torch.empty_like(states[:, 1:]) if with_means else None
+    log_probs, stds = initial.new_empty(len(initial), size), initial.new_empty(len(initial), size)
+    host_starts = starts.tolist()
+    latents = initial
+    for index in range(len(schedule.timesteps)):
+        drift = velocity(latents, fed[index].expand(len(latents)))
+        sigma, sigma_next = table[index].expand(len(latents)), table[index + 1].expand(len(latents))
+        following = latents - over_elements(sigma - sigma_next, latents) * drift
+        members = [row for row, start in enumerate(host_starts) if start <= index < start + size]
+        if members:
+            rows = torch.tensor(members, device=latents.device)
+            step = sde.transition(
+                sampling.sde_type,
+                latents[rows],
+                drift[rows],
+                sigma[rows],
+                sigma_next[rows],
+                sampling.noise_level,
+            )
+            arrived = sde.sample(step, noise(index, rows))
+            columns = index - starts[rows]
+            states[rows, columns] = latents[rows]
+            states[rows, columns + 1] = arrived
+            log_probs[rows, columns] = sde.log_prob(arrived, step, cps_unscaled=sampling.cps_unscaled)
+            stds[rows, columns] = step.std
+            if means is not None:
+                means[rows, columns] = step.mean
+            following[rows] = arrived
+        latents = following
+    return Trajectories(
+        latents=states,
+        step_indices=indices,
+        timesteps=fed[indices],
+        sigmas=table[indices],
+        sigmas_next=table[indices + 1],
+        log_probs=log_probs,
+        means=means,
+        stds=stds,
+        final=latents,
+    )

@@ -1,0 +1,33 @@
+"""Stochastic sampling of flow-matching models: transitions, their log-probabilities, windows and noise."""
+
+from flowcorr.sde.log_prob import kl, log_prob
+from flowcorr.sde.noise import generator, initial_noise, sample_noise, stable_seed, step_noise
+from flowcorr.sde.transition import (
+    TRANSITIONS,
+    SdeType,
+    Transition,
+    euler,
+    sample,
+    transition,
+)
+from flowcorr.sde.window import check_schedule, check_window, draw_windows, step_indices
+
+__all__ = [
+    "TRANSITIONS",
+    "SdeType",
+    "Transition",
+    "check_schedule",
+    "check_window",
+    "draw_windows",
+    "euler",
+    "generator",
+    "initial_noise",
+    "kl",
+    "log_prob",
+    "sample",
+    "sample_noise",
+    "stable_seed",
+    "step_indices",
+    "step_noise",
+    "transition",
+]

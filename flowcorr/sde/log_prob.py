@@ -1,0 +1,67 @@
+"""Log-probabilities and divergences of Gaussian steps, mean-pooled over the latent elements."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flowcorr.records import check_shape
+from flowcorr.sde.transition import Transition, mean_over_elements
+
+HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+
+
+def log_prob(
+    next_latents: Tensor,
+    transition: Transition,
+    *,
+    include_normalizer: bool = True,
+    cps_unscaled: bool = False,
+) -> Tensor:
+    """Log-density of the latents that a step arrived at, a latent element.
+
+    `mean_L(-(x' - mean)^2 / (2 s^2) - log s - log(2 pi) / 2)`. Source: Flow-GRPO, arXiv:2505.05470, section 4.2,
+    pooled by its mean, so that `exp` of a difference is the D-th root of a density ratio.
+
+    Args:
+        next_latents: `[B, *L]` or `[B, T, *L]`, like `transition.mean`; half precision is promoted.
+        transition: the step's distribution.
+        include_normalizer: whether `-log s - log(2 pi) / 2` is added. It cancels in every ratio of one step.
+        cps_unscaled: return `mean_L(-(x' - mean)^2)`, which is no density: what published Flow-CPS code
+            calls a log-probability, for runs that must agree with it.
+
+    Returns:
+        `[B]` or `[B, T]`, nats per latent element.
+
+    Raises:
+        BatchError: shapes differ.
+    """
+    squared = _squared_distance("next_latents", next_latents, transition)
+    if cps_unscaled:
+        return -squared
+    scaled = -squared / (2 * transition.std.square())
+    return scaled - transition.std.log() - HALF_LOG_TWO_PI if include_normalizer else scaled
+
+
+def kl(transition_p: Transition, transition_q: Transition) -> Tensor:
+    """Exact `KL(p || q)` of two steps, a latent element; `r^2 / 2` where their standard deviations agree.
+
+    Returns:
+        `[B]` or `[B, T]`, nats per latent element; times the number of elements it is the step's KL.
+
+    Raises:
+        BatchError: shapes differ.
+    """
+    squared = _squared_distance("transition_p.mean", transition_p.mean, transition_q)
+    check_shape("transition_p.std", transition_p.std, tuple(transition_q.std.shape))
+    # log(s_p / s_q) by log1p and expm1: exactly 0 for equal stds, and accurate for nearly equal ones.
+    log_scale = torch.log1p((transition_p.std - transition_q.std) / transition_q.std)
+    return torch.expm1(2 * log_scale) / 2 - log_scale + squared / (2 * transition_q.std.square())
+
+
+def _squared_distance(name: str, latents: Tensor, transition: Transition) -> Tensor:
+    check_shape(name, latents, tuple(transition.mean.shape))
+    difference = latents.to(torch.promote_types(latents.dtype, transition.mean.dtype)) - transition.mean
+    return mean_over_elements(difference.square(), transition.std.dim())

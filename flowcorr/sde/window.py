@@ -1,0 +1,130 @@
+"""SDE windows: the few consecutive steps of a trajectory that are stochastic and trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowcorr.errors import BatchError, ConfigError, unknown_choice
+from flowcorr.sde.noise import stable_seed
+from flowcorr.sde.transition import TRANSITIONS, SdeType, check_noise_level
+
+WINDOW_PER = ("group", "sample")
+
+
+def check_window(size: int, window_range: tuple[int, int], num_inference_steps: int) -> None:
+    """Raise `ConfigError` unless a window of `size` steps fits into the half-open `window_range`."""
+    _check_range(window_range, num_inference_steps)
+    start, end = window_range
+    if not 1 <= size <= end - start:
+        raise ConfigError(
+            f"sampling.sde_window_size={size} does not fit into sampling.sde_window_range=[{start}, {end}]; "
+            f"choose 1 to {end - start}, or widen the range "
+            f"(up to sampling.num_inference_steps={num_inference_steps})"
+        )
+
+
+def check_schedule(
+    kind: SdeType, sigmas: Sequence[float], window_range: tuple[int, int], noise_level: float
+) -> None:
+    """Check once, on the host, that every step which a window can hold has a density.
+
+    Args:
+        kind: a key of `TRANSITIONS`.
+        sigmas: the schedule's `num_inference_steps + 1` noise levels, the last one after the last step.
+        window_range: half-open range of steps that may be stochastic.
+        noise_level: `eta`.
+
+    Raises:
+        ConfigError: `kind` is unknown, `noise_level` is outside its range, the range is outside the
+            schedule, or it holds a step that `kind` cannot take.
+        BatchError: the noise levels do not descend within [0, 1].
+    """
+    if kind not in TRANSITIONS:
+        raise ConfigError(unknown_choice("sampling.sde_type", kind, TRANSITIONS))
+    check_noise_level(kind, noise_level)
+    _check_range(window_range, len(sigmas) - 1)
+    start, end = window_range
+    for index in range(start, end):
+        sigma, sigma_next = float(sigmas[index]), float(sigmas[index + 1])
+        if not 0.0 <= sigma_next < sigma <= 1.0:
+            raise BatchError(
+                f"the schedule goes from sigma={sigma} to {sigma_next} at step {index}; "
+                "noise levels must lie within [0, 1] and descend"
+            )
+        if kind == "cps" and sigma_next == 0.0:
+            raise ConfigError(
+                f"sampling.sde_window_range=[{start}, {end}] holds step {index}, which ends at sigma=0, "
+                f"where sampling.sde_type=cps adds no noise; end the range at {index}, "
+                "or choose sde or dance_sde"
+            )
+
+
+def draw_windows(
+    groups: Sequence[int],
+    members: Sequence[int],
+    *,
+    seed: int,
+    training_step: int,
+    size: int,
+    window_range: tuple[int, int],
+    num_inference_steps: int,
+    per: Literal["group", "sample"] = "group",
+) -> Tensor:
+    """First step of each sample's SDE window, uniform over the places where the window fits.
+
+    Each draw depends on the seed, the training step and the sample (or its group) alone, so that batches may
+    be cut in any way. Source: windows as in MixGRPO, arXiv:2507.21802, and Flow-GRPO-Fast.
+
+    Args:
+        groups: prompt group of each of the `B` samples.
+        members: place of each sample within its group.
+        seed: the run's seed.
+        training_step: the step that the rollout belongs to.
+        size: `T`, steps in the window.
+        window_range: half-open range of steps that windows lie in.
+        num_inference_steps: steps in the schedule.
+        per: whether the samples of a group share a window.
+
+    Returns:
+        `[B]` int64, on the CPU.
+
+    Raises:
+        ConfigError: the window does not fit into the range, or the range into the schedule.
+    """
+    check_window(size, window_range, num_inference_steps)
+    if per not in WINDOW_PER:
+        raise ConfigError(unknown_choice("sampling.window_per", per, WINDOW_PER))
+    if len(groups) != len(members):
+        raise BatchError(
+            f"{len(groups)} groups and {len(members)} members were given; each sample needs one of both"
+        )
+    first, end = window_range
+    num_places = end - first - size + 1
+    starts = [
+        first + stable_seed(int(seed), int(training_step), int(group), owner, "window") % num_places
+        for group, owner in zip(groups, _owners(members, per), strict=True)
+    ]
+    return torch.tensor(starts, dtype=torch.int64)
+
+
+def step_indices(starts: Tensor, size: int) -> Tensor:
+    """The schedule's indices `[B, T]` of the steps in windows of `size` steps from `starts` `[B]`."""
+    return starts[:, None] + torch.arange(size, device=starts.device)
+
+
+def _owners(members: Sequence[int], per: str) -> list[int | str]:
+    return ["group"] * len(members) if per == "group" else [int(member) for member in members]
+
+
+def _check_range(window_range: tuple[int, int], num_inference_steps: int) -> None:
+    start, end = window_range
+    if not 0 <= start < end <= num_inference_steps:
+        raise ConfigError(
+            f"sampling.sde_window_range=[{start}, {end}] does not lie within the schedule of "
+            f"sampling.num_inference_steps={num_inference_steps}; "
+            f"choose 0 <= start < end <= {num_inference_steps}"
+        )

@@ -1,0 +1,70 @@
+"""Where a run's numbers and images go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_SECRET_KEYS = (
+    "key",
+    "token",
+    "secret",
+    "password",
+    "passwd",
+    "authorization",
+    "credential",
+    "credentials",
+    "cookie",
+)
+REDACTED = "***"
+
+
+class Tracker(Protocol):
+    """Start once, give the configuration, log each step once, finish."""
+
+    def start(self, run_name: str, out_dir: Path, *, resume_step: int | None = None) -> None:
+        """Open the tracker for a run.
+
+        Args:
+            run_name: what the run is called where runs are listed.
+            out_dir: the run's folder; nothing is written outside of it.
+            resume_step: the last step that counts of a run that is continued; what was logged for later
+                steps is dropped. None for a new run, which replaces what an earlier one left behind.
+
+        Raises:
+            MissingExtraError: the tracker needs a package that is not installed.
+        """
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Show the run's configuration, without its secrets."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log a training step's metrics; call it once a step."""
+
+    def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
+        """Log named lists of images."""
+
+    def finish(self) -> None:
+        """Write what is pending and close; does nothing if the tracker was not started."""
+
+
+def redact(config: Any) -> Any:
+    """A copy of a configuration in which every text under a key such as `api_key` or `token` is `***`.
+
+    A key counts if it, or its last word, is among the usual names of secrets: `hub_token` does,
+    `rollout_token_veto_threshold` does not.
+    """
+    if isinstance(config, Mapping):
+        return {key: REDACTED if _is_secret(key, value) else redact(value) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [redact(entry) for entry in config]
+    return config
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    last_word = str(key).lower().replace("-", "_").rpartition("_")[2]
+    return isinstance(value, str) and last_word in _SECRET_KEYS

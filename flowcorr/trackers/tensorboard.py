@@ -1,0 +1,74 @@
+"""TensorBoard event files under `tensorboard/` of the run folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowcorr.errors import MissingExtraError
+from flowcorr.trackers.base import redact
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch.utils.tensorboard import SummaryWriter
+
+EVENTS_FOLDER = "tensorboard"
+
+
+class TensorBoardTracker:
+    """Scalars, images and the configuration for `tensorboard --logdir OUT_DIR`."""
+
+    def __init__(self) -> None:
+        self._writer: SummaryWriter | None = None
+
+    def start(self, run_name: str, out_dir: Path, *, resume_step: int | None = None) -> None:
+        """Open an event file: alone in its folder, or one that overrules all after `resume_step`."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError("tracker tensorboard", "tensorboard", "tensorboard", error) from error
+        folder = out_dir / EVENTS_FOLDER
+        if resume_step is None:
+            _remove_events(folder)
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Show the configuration as a text."""
+        text = json.dumps(redact(config), indent=2, default=str)
+        self._started.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the finite metrics as scalars."""
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._started.add_scalar(name, value, step)
+        self._started.flush()
+
+    def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
+        """Write the images."""
+        import numpy as np
+
+        for name, pictures in images.items():
+            for number, picture in enumerate(pictures):
+                pixels = np.asarray(picture.convert("RGB"))
+                self._started.add_image(f"{name}/{number}", pixels, step, dataformats="HWC")
+
+    def finish(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    @property
+    def _started(self) -> SummaryWriter:
+        assert self._writer is not None, "log before start"
+        return self._writer
+
+
+def _remove_events(folder: Path) -> None:
+    for path in folder.glob("events.out.tfevents.*"):
+        path.unlink()

@@ -1,0 +1,79 @@
+"""Weights & Biases; keys come from its own login or environment, never from a recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowcorr.errors import BackendError, MissingExtraError
+from flowcorr.trackers.base import redact
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ID_FILE = "wandb_run_id.txt"
+STEP = "step"
+
+
+class WandbTracker:
+    """One wandb run a training run; `WANDB_PROJECT`, `WANDB_MODE` and wandb's other variables are respected.
+
+    A continued run goes on under the id that it left in the run folder. Metrics carry `step` as their own
+    axis: wandb would drop steps that are logged a second time after a resume.
+    """
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def start(self, run_name: str, out_dir: Path, *, resume_step: int | None = None) -> None:
+        """Start a wandb run, or go on with the one that the run folder names."""
+        wandb = _import_wandb()
+        out_dir.mkdir(parents=True, exist_ok=True)
+        id_file = out_dir / ID_FILE
+        continues = resume_step is not None and id_file.exists()
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "flowcorr"),
+                name=run_name,
+                dir=str(out_dir),
+                id=id_file.read_text(encoding="utf-8").strip() if continues else None,
+                resume="allow" if continues else None,
+            )
+        except wandb.Error as error:
+            raise BackendError(
+                f"tracker wandb cannot start ({error}); run `wandb login`, set WANDB_MODE=offline, "
+                "or take wandb out of trainer.trackers"
+            ) from error
+        id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Set the run's configuration."""
+        self._run.config.update(redact(config), allow_val_change=True)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log metrics."""
+        self._run.log({STEP: step, **metrics})
+
+    def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
+        """Log images."""
+        wandb = _import_wandb()
+        pictures = {name: [wandb.Image(picture) for picture in group] for name, group in images.items()}
+        self._run.log({STEP: step, **pictures})
+
+    def finish(self) -> None:
+        """Upload what is pending and end the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise MissingExtraError("tracker wandb", "wandb", "wandb", error) from error
+    return wandb

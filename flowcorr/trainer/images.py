@@ -1,0 +1,67 @@
+"""Grids of samples with their prompts, for a person to look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from flowcorr.records import Prompt
+
+MIN_WIDTH = 128
+_CAPTION_HEIGHT, _GAP = 18, 4
+
+
+def labelled(
+    images: np.ndarray, prompts: Sequence[Prompt], scores: np.ndarray | None = None
+) -> list[Image.Image]:
+    """Images `[B, H, W, 3]` uint8, small ones enlarged, each above its target and score."""
+    pictures = []
+    for index, (pixels, prompt) in enumerate(zip(images, prompts, strict=True)):
+        picture = Image.fromarray(pixels)
+        factor = max(1, MIN_WIDTH // picture.width)
+        picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+        canvas = Image.new("RGB", (picture.width, picture.height + _CAPTION_HEIGHT), "white")
+        canvas.paste(picture)
+        caption = prompt.target or prompt.text
+        if scores is not None:
+            caption += f"  {scores[index]:.2f}"
+        ImageDraw.Draw(canvas).text(
+            (2, picture.height + 1), caption[: canvas.width // 7], "black", font=ImageFont.load_default(12)
+        )
+        pictures.append(canvas)
+    return pictures
+
+
+def image_grid(pictures: Sequence[Image.Image], *, columns: int = 8) -> Image.Image:
+    """Pictures of one size in rows of `columns`."""
+    width, height = pictures[0].size
+    columns = min(columns, len(pictures))
+    rows = math.ceil(len(pictures) / columns)
+    canvas = Image.new("RGB", (columns * (width + _GAP) - _GAP, rows * (height + _GAP) - _GAP), "white")
+    for index, picture in enumerate(pictures):
+        row, column = divmod(index, columns)
+        canvas.paste(picture, (column * (width + _GAP), row * (height + _GAP)))
+    return canvas
+
+
+def before_after(folder: Path, *, max_height: int = 560) -> None:
+    """Join `eval_before.png` and `eval_after.png` in `folder` into `before_after.png`, if both are there."""
+    paths = [folder / f"eval_{name}.png" for name in ("before", "after")]
+    if not all(path.is_file() for path in paths):
+        return
+    halves = []
+    for title, path in zip(("before", "after"), paths, strict=True):
+        with Image.open(path) as picture:
+            half = picture.crop((0, 0, picture.width, min(picture.height, max_height)))
+        canvas = Image.new("RGB", (half.width, half.height + 24), "white")
+        canvas.paste(half, (0, 24))
+        ImageDraw.Draw(canvas).text((2, 3), title, "black", font=ImageFont.load_default(16))
+        halves.append(canvas)
+    joined = Image.new("RGB", (sum(half.width for half in halves) + 24, halves[0].height), "white")
+    joined.paste(halves[0], (0, 0))
+    joined.paste(halves[1], (halves[0].width + 24, 0))
+    joined.save(folder / "before_after.png")

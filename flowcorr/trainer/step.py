@@ -1,0 +1,130 @@
+"""One training step on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.advantages import group_advantages
+from flowcorr.algorithm import (
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_diffusion_batch,
+    needs_old_means,
+    needs_rollout_means,
+)
+from flowcorr.config.schema import Config
+from flowcorr.data import PromptStream
+from flowcorr.errors import BackendError
+from flowcorr.metrics import Metrics, Stat, maximum, mean, minimum, std, total
+from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.records import ActorBatch, Prompt, Rollout
+from flowcorr.rewards import Reward, RewardOutput, score_batch
+from flowcorr.rollout import RolloutEngine
+from flowcorr.trainer.timing import Stopwatch
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What a training step works with."""
+
+    config: Config
+    actor: DiffusionActor
+    engine: RolloutEngine
+    cache: PromptCache
+    prompts: PromptStream
+    reward: Reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResult:
+    """What a training step leaves for logging; `images` `[B, H, W, 3]` belong to `prompts`."""
+
+    metrics: Metrics
+    images: np.ndarray
+    prompts: list[Prompt]
+    scores: np.ndarray
+
+
+def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> StepResult:
+    """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> update."""
+    config, actor = parts.config, parts.actor
+    correction = config.algorithm.rollout_correction
+    watch = Stopwatch(on_phase, actor.device)
+
+    with watch("rollout"):
+        drawn = parts.prompts.next(config.rollout.prompts_per_step)
+        prompts = [prompt for prompt in drawn for _ in range(config.rollout.n)]
+        rollout = parts.engine.sample(
+            parts.cache([prompt.text for prompt in drawn]),
+            range(len(drawn)),
+            training_step=step,
+            with_means=needs_rollout_means(config),
+        ).to(actor.device)
+
+    with watch("reward"):
+        images = rollout.images.cpu().numpy()
+        scored, failed = score_batch(parts.reward, images, prompts, on_error=config.reward.on_error)
+        kept, metrics = drop_failed_groups(rollout, failed), _reward_metrics(scored, failed, rollout)
+
+    rewards = torch.as_tensor(scored.scores, device=actor.device)[kept]
+    rollout = replace(rollout, images=None).select(kept)
+    advantages = group_advantages(rewards, rollout.group_ids, std=config.algorithm.advantage_std)
+    batch = ActorBatch(rollout=rollout, advantages=advantages)
+
+    if correction is not None and correction.bypass_mode:
+        batch = apply_bypass_mode_to_diffusion_batch(batch)
+    else:
+        with watch("old_log_prob"):
+            scores = actor.log_probs(rollout, with_means=needs_old_means(config))
+            batch = replace(batch, old_log_probs=scores.log_probs, old_means=scores.means)
+        if correction is not None:
+            with watch("correction"):
+                batch, corrected = apply_rollout_correction_to_diffusion_batch(
+                    batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
+                )
+                metrics = metrics.merge(corrected)
+
+    with watch("update"):
+        metrics = metrics.merge(actor.update(batch, training_step=step))
+    with watch("sync"):
+        parts.engine.sync(actor.snapshot())
+
+    metrics = metrics.merge(watch.metrics(num_images=len(prompts)))
+    return StepResult(metrics=metrics, images=images, prompts=prompts, scores=scored.scores)
+
+
+def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> torch.Tensor:
+    """Indices `[B']` of the samples whose group was scored whole.
+
+    Raises:
+        BackendError: no group is left.
+    """
+    spoiled = rollout.group_ids[torch.as_tensor(failed, device=rollout.group_ids.device)].unique()
+    kept = (~torch.isin(rollout.group_ids, spoiled)).nonzero().squeeze(1)
+    if not len(kept):
+        raise BackendError("the reward failed on every group of this step, so nothing is left to train on")
+    return kept
+
+
+def _reward_metrics(scored: RewardOutput, failed: np.ndarray, rollout: Rollout) -> Metrics:
+    stats: dict[str, Stat] = {"reward/failed_samples": total(int(failed.sum()))}
+    good = scored.scores[~failed]
+    if len(good):
+        stats |= {
+            "reward/mean": mean(good.sum(), len(good)),
+            "reward/std": std(good.sum(), np.square(good).sum(), len(good)),
+            "reward/min": minimum(good.min()),
+            "reward/max": maximum(good.max()),
+        }
+    for name, values in scored.extra.items():
+        finite = values[np.isfinite(values)]
+        stats[f"reward/{name}"] = mean(finite.sum(), len(finite))
+    groups = rollout.group_ids.cpu().numpy()
+    members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]
+    flat = sum(int(len(scores) < 2 or np.ptp(scores) == 0) for scores in members)
+    stats["reward/zero_std_group_fraction"] = mean(flat, len(members))
+    return Metrics.from_stats(stats)

@@ -1,0 +1,47 @@
+"""The time that each phase of a step takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from flowcorr.metrics import Metrics, mean, total
+
+PHASES = ("rollout", "reward", "old_log_prob", "correction", "update", "sync")
+
+
+class Stopwatch:
+    """Times named phases; a device is waited for at the end of each, so that its work is counted there.
+
+    Args:
+        on_phase: told of each phase as it begins.
+        device: where the work runs.
+    """
+
+    def __init__(self, on_phase: Callable[[str], None], device: torch.device) -> None:
+        self._on_phase = on_phase
+        self._device = device
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._begin = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._on_phase(phase)
+        begin = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds[phase] += time.perf_counter() - begin
+
+    def metrics(self, *, num_images: int) -> Metrics:
+        """`timing/<phase>` in seconds, their sum `timing/step`, and `perf/`."""
+        step = time.perf_counter() - self._begin
+        stats = {f"timing/{phase}": total(seconds) for phase, seconds in self._seconds.items()}
+        stats["timing/step"] = total(step)
+        stats["perf/images_per_second"] = mean(num_images, step)
+        if self._device.type == "cuda":
+            stats["perf/max_memory_gb"] = mean(torch.cuda.max_memory_allocated(self._device) / 2**30, 1)
+        return Metrics.from_stats(stats)

@@ -1,0 +1,253 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowcorr.errors import BatchError, ConfigError
+from flowcorr.sde import TRANSITIONS, euler, kl, log_prob, sample, transition
+
+KINDS = sorted(TRANSITIONS)
+
+
+def problem(*shape, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2))
+
+
+def column(*values, dtype=torch.float64):
+    return torch.tensor(values, dtype=dtype)
+
+
+def test_sde_against_hand_computed_numbers():
+    # sigma .5 -> .4, eta .7: c^2 = .49 (.5 / .5) = .49, drift = .49 * .1 / (2 * .5) = .049.
+    step = transition("sde", column([2.0]), column([1.0]), column(0.5), column(0.4), 0.7)
+    assert step.mean.item() == pytest.approx(2.0 * (1 - 0.049) - 1.0 * (0.1 + 0.5 * 0.049), rel=1e-12)
+    assert step.std.item() == pytest.approx(0.7 * math.sqrt(0.1), rel=1e-12)
+    assert step.step.item() == pytest.approx(0.1, rel=1e-12)
+
+
+def test_cps_against_hand_computed_numbers():
+    # x0 = 2 - .5 = 1.5, x1 = 2 + .5 = 2.5, s = .4 sin(pi / 4), mean = .6 x0 + .4 cos(pi / 4) x1.
+    step = transition("cps", column([2.0]), column([1.0]), column(0.5), column(0.4), 0.5)
+    assert step.std.item() == pytest.approx(0.4 * math.sqrt(0.5), rel=1e-12)
+    assert step.mean.item() == pytest.approx(0.9 + 0.4 * math.sqrt(0.5) * 2.5, rel=1e-12)
+
+
+def test_dance_sde_against_hand_computed_numbers():
+    # score = -(2 - .5 * 1.5) / .25 = -5; mean = 2 - .1 + .09 / 2 * .1 * -5.
+    step = transition("dance_sde", column([2.0]), column([1.0]), column(0.5), column(0.4), 0.3)
+    assert step.mean.item() == pytest.approx(1.9 - 0.0225, rel=1e-12)
+    assert step.std.item() == pytest.approx(0.3 * math.sqrt(0.1), rel=1e-12)
+
+
+@pytest.mark.parametrize("sigma_max", [None, 0.9, torch.tensor([0.9, 0.9])])
+def test_sde_starts_from_pure_noise_with_a_finite_std_and_gradient(sigma_max):
+    latents, velocity = problem(2, 3)
+    velocity.requires_grad_()
+    sigma = column(1.0, 0.5).requires_grad_()
+    step = transition("sde", latents, velocity, sigma, column(0.9, 0.4), 0.7, sigma_max=sigma_max)
+    expected = 0.7 * math.sqrt(1.0 / (1.0 - 0.9)) * math.sqrt(0.1)
+    assert step.std.tolist() == pytest.approx([expected, 0.7 * math.sqrt(0.1)], rel=1e-6)
+    gradients = torch.autograd.grad(step.mean.sum() + step.std.sum(), [velocity, sigma])
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_sigma_max_stands_in_only_where_sigma_is_one():
+    latents, velocity = problem(2, 3)
+    sigmas = column(1.0, 0.95), column(0.9, 0.9)
+    near, far = (transition("sde", latents, velocity, *sigmas, 0.7, sigma_max=top) for top in (0.9, 0.98))
+    assert far.std[0] > near.std[0]
+    assert far.std[1] == near.std[1]
+
+
+@pytest.mark.parametrize("kind", ["sde", "dance_sde"])
+def test_without_noise_the_mean_is_the_euler_step(kind):
+    latents, velocity = problem(3, 4)
+    sigmas = column(1.0, 0.7, 0.2), column(0.8, 0.5, 0.0)
+    step = transition(kind, latents, velocity, *sigmas, 1e-8)
+    torch.testing.assert_close(step.mean, euler(latents, velocity, *sigmas))
+    assert (step.std < 1e-7).all()
+
+
+def test_cps_without_noise_keeps_data_and_noise_as_the_euler_step_does():
+    latents, velocity = problem(3, 4)
+    sigmas = column(1.0, 0.7, 0.2), column(0.8, 0.5, 0.1)
+    step = transition("cps", latents, velocity, *sigmas, 1e-8)
+    torch.testing.assert_close(step.mean, euler(latents, velocity, *sigmas))
+
+
+@given(sigma=st.floats(0.05, 1.0), share=st.floats(0.01, 0.99), eta=st.floats(0.01, 1.0))
+def test_cps_keeps_the_total_noise_level(sigma, share, eta):
+    # With x = x1 (no data) and v = x1, the mean is the kept noise alone.
+    sigma_next = sigma * share
+    unit = torch.ones(1, 1, dtype=torch.float64)
+    step = transition("cps", unit * sigma, unit, column(sigma), column(sigma_next), eta)
+    assert step.mean.item() ** 2 + step.std.item() ** 2 == pytest.approx(sigma_next**2, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["sde", "dance_sde"])
+def test_fine_steps_keep_the_marginal_distribution(kind):
+    """For Gaussian data the velocity is known, so that the SDE must end at the data's mean and variance."""
+    data_mean, data_std, num_samples, num_steps = 1.5, 0.6, 16384, 400
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(num_samples, 1, dtype=torch.float64, generator=generator)
+    sigmas = torch.linspace(0.95, 0.05, num_steps + 1, dtype=torch.float64)
+
+    def moments(sigma):
+        return (1 - sigma) * data_mean, (1 - sigma) ** 2 * data_std**2 + sigma**2
+
+    mean, variance = moments(sigmas[0])
+    x = mean + variance.sqrt() * noise
+    for sigma, sigma_next in zip(sigmas[:-1], sigmas[1:], strict=True):
+        mean, variance = moments(sigma)
+        # E[x1 - x0 | x] of jointly Gaussian variables.
+        velocity = -data_mean + (sigma - (1 - sigma) * data_std**2) / variance * (x - mean)
+        step = transition(kind, x, velocity, sigma.expand(num_samples), sigma_next.expand(num_samples), 0.8)
+        x = sample(step, torch.randn(x.shape, dtype=x.dtype, generator=generator))
+    mean, variance = moments(sigmas[-1])
+    # Four standard errors of either estimate, and the discretisation error of 400 steps.
+    assert x.mean().item() == pytest.approx(
+        mean.item(), abs=4 * variance.sqrt().item() / num_samples**0.5 + 0.005
+    )
+    assert x.var().item() == pytest.approx(variance.item(), rel=4 * (2 / num_samples) ** 0.5 + 0.015)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 4, 4), (2, 3, 4, 4)])
+def test_any_latent_rank_gives_each_sample_its_own_step(kind, shape):
+    latents, velocity = problem(3, *shape)
+    sigma, sigma_next = column(1.0, 0.6, 0.3), column(0.8, 0.5, 0.1)
+    whole = transition(kind, latents, velocity, sigma, sigma_next, 0.5)
+    log_probs = log_prob(latents, whole)
+    assert whole.mean.shape == latents.shape
+    assert log_probs.shape == (3,)
+    for i in range(3):
+        alone = transition(
+            kind, latents[i : i + 1], velocity[i : i + 1], sigma[i : i + 1], sigma_next[i : i + 1], 0.5
+        )
+        torch.testing.assert_close(whole.mean[i : i + 1], alone.mean)
+        torch.testing.assert_close(log_probs[i : i + 1], log_prob(latents[i : i + 1], alone))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_windows_equal_their_steps(kind):
+    latents, velocity = problem(2, 3, 4, 5)
+    sigma = column(0.9, 0.8, 0.7).expand(2, 3)
+    window = transition(kind, latents, velocity, sigma, sigma - 0.1, 0.5)
+    assert log_prob(latents + 0.1, window).shape == (2, 3)
+    for t in range(3):
+        step = transition(kind, latents[:, t], velocity[:, t], sigma[:, t], sigma[:, t] - 0.1, 0.5)
+        torch.testing.assert_close(log_prob(latents + 0.1, window)[:, t], log_prob(latents[:, t] + 0.1, step))
+        torch.testing.assert_close(kl(window, window)[:, t], torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_level_may_differ_between_samples(kind):
+    latents, velocity = problem(2, 3)
+    sigmas = column(0.9, 0.9), column(0.7, 0.7)
+    both = transition(kind, latents, velocity, *sigmas, column(0.3, 0.6))
+    for i, eta in enumerate((0.3, 0.6)):
+        torch.testing.assert_close(both.std[i], transition(kind, latents, velocity, *sigmas, eta).std[i])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("given_dtype", "expected"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)],
+)
+def test_arithmetic_is_float32_or_better(kind, given_dtype, expected):
+    latents, velocity = problem(2, 8)
+    sigmas = column(0.9, 0.5), column(0.8, 0.4)
+    low = latents.to(given_dtype), velocity.to(given_dtype)
+    step = transition(kind, *low, *sigmas, 0.5)
+    assert {step.mean.dtype, step.std.dtype, step.step.dtype} == {expected}
+    assert log_prob(low[0], step).dtype == expected
+    exact = transition(kind, low[0].double(), low[1].double(), *sigmas, 0.5)
+    torch.testing.assert_close(step.mean.double(), exact.mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_of_the_log_prob(kind):
+    latents, velocity = problem(2, 4)
+    velocity.requires_grad_()
+
+    def of_velocity(velocity):
+        return log_prob(latents, transition(kind, latents, velocity, column(1.0, 0.5), column(0.8, 0.3), 0.6))
+
+    assert torch.autograd.gradcheck(of_velocity, velocity)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_have_the_transitions_moments(kind):
+    generator = torch.Generator().manual_seed(0)
+    latents, velocity = (tensor.expand(1, 20000) for tensor in problem(1, 1))
+    step = transition(kind, latents, velocity, column(0.8), column(0.6), 0.5)
+    drawn = sample(step, torch.randn(latents.shape, dtype=torch.float64, generator=generator))
+    assert drawn.std().item() == pytest.approx(step.std.item(), rel=0.03)
+    assert drawn.mean().item() == pytest.approx(step.mean[0, 0].item(), abs=0.02)
+
+
+def test_unknown_kind_names_the_nearest():
+    latents, velocity = problem(1, 2)
+    with pytest.raises(ConfigError, match=r"sampling.sde_type='dance-sde'.*did you mean dance_sde"):
+        transition("dance-sde", latents, velocity, column(0.5), column(0.4), 0.7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "eta"), [("cps", 1.5), ("cps", 0.0), ("sde", 0.0), ("sde", math.nan), ("dance_sde", -1)]
+)
+def test_noise_levels_without_a_density_are_refused(kind, eta):
+    latents, velocity = problem(1, 2)
+    with pytest.raises(ConfigError, match=r"sampling\.noise_level"):
+        transition(kind, latents, velocity, column(0.5), column(0.4), eta)
+
+
+def test_cps_at_noise_level_one_is_all_fresh_noise():
+    latents, velocity = problem(1, 2)
+    step = transition("cps", latents, velocity, column(0.5), column(0.4), 1.0)
+    assert step.std.item() == pytest.approx(0.4)
+    torch.testing.assert_close(step.mean, 0.6 * (latents - 0.5 * velocity))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_must_descend(kind):
+    latents, velocity = problem(2, 2)
+    with pytest.raises(BatchError, match="sigma > sigma_next"):
+        transition(kind, latents, velocity, column(0.5, 0.4), column(0.4, 0.4), 0.7)
+
+
+def test_cps_cannot_take_the_last_step():
+    latents, velocity = problem(1, 2)
+    with pytest.raises(BatchError, match="sigma_next=0"):
+        transition("cps", latents, velocity, column(0.5), column(0.0), 0.7)
+
+
+@settings(max_examples=30)
+@given(
+    latent_shape=st.sampled_from([(2, 3), (1, 3), (2, 4)]),
+    velocity_shape=st.sampled_from([(2, 3), (1, 3), (2, 1)]),
+    num_sigmas=st.integers(1, 3),
+    num_next=st.integers(1, 3),
+)
+def test_nothing_broadcasts(latent_shape, velocity_shape, num_sigmas, num_next):
+    arguments = torch.ones(latent_shape), torch.ones(velocity_shape), torch.full((num_sigmas,), 0.5)
+    fits = latent_shape == velocity_shape and num_sigmas == num_next == latent_shape[0]
+    if fits:
+        assert transition("sde", *arguments, torch.full((num_next,), 0.4), 0.7).mean.shape == latent_shape
+    else:
+        with pytest.raises(BatchError, match="has shape"):
+            transition("sde", *arguments, torch.full((num_next,), 0.4), 0.7)
+
+
+def test_latents_need_an_axis_of_elements():
+    with pytest.raises(BatchError, match="leading axes"):
+        transition("sde", torch.ones(2), torch.ones(2), torch.full((2,), 0.5), torch.full((2,), 0.4), 0.7)
+
+
+def test_noise_must_have_the_latents_shape():
+    latents, velocity = problem(2, 3)
+    step = transition("sde", latents, velocity, column(0.5, 0.5), column(0.4, 0.4), 0.7)
+    with pytest.raises(BatchError, match="noise has shape"):
+        sample(step, torch.ones(1, 3))
