@@ -10,7 +10,17 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("advantages", "algorithm", "config", "correction", "errors", "losses", "metrics", "sde", "trainer")
+_SUBPACKAGES = (
+    "advantages",
+    "algorithm",
+    "config",
+    "correction",
+    "errors",
+    "losses",
+    "metrics",
+    "sde",
+    "trainer",
+)
 _NAMES = {
     "Config": "flowcorr.config",
     "RolloutCorrectionConfig": "flowcorr.correction",

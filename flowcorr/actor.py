@@ -6,13 +6,14 @@ import contextlib
 import copy
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 from flowcorr import lora, sde
 from flowcorr.algorithm import diffusion_loss
@@ -60,13 +61,15 @@ class DiffusionActor:
         if actor.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         self.parameters = {
-            name: parameter for name, parameter in self.transformer.named_parameters() if parameter.requires_grad
+            name: parameter
+            for name, parameter in self.transformer.named_parameters()
+            if parameter.requires_grad
         }
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=actor.lr, betas=actor.betas, weight_decay=actor.weight_decay
         )
-        self.ema = self.snapshot().tensors if actor.ema is not None else None
         self.version = 0
+        self.ema = self.snapshot().tensors if actor.ema is not None else None
         self._forward = torch.compile(self.transformer) if actor.compile else self.transformer
         self._trajectory_terms = actor.ratio_level != "step" or _trajectory_scope(config)
 
@@ -98,7 +101,8 @@ class DiffusionActor:
         """Recompute the log-probs of a whole batch, in micro-batches and without gradients."""
         size = self.config.actor.micro_batch_size or rollout.num_samples
         scores = [
-            self.score(rollout.select(slice(begin, begin + size))) for begin in range(0, rollout.num_samples, size)
+            self.score(rollout.select(slice(begin, begin + size)))
+            for begin in range(0, rollout.num_samples, size)
         ]
         means = torch.cat([score.mean for score in scores]) if with_means else None
         return Scores(log_probs=torch.cat([score.log_prob for score in scores]), means=means)
@@ -159,20 +163,22 @@ class DiffusionActor:
         actor = self.config.actor
         self.optimizer.zero_grad(set_to_none=True)
         outputs: list[LossOutput] = []
-        dropped = 0
         size = actor.micro_batch_size or batch.rollout.num_samples
         for begin in range(0, batch.rollout.num_samples, size):
-            parts, lost = self._backward(batch.select(slice(begin, begin + size)))
-            outputs += parts
-            dropped += lost
+            outputs += self._backward(batch.select(slice(begin, begin + size)))
         metrics = Metrics.merged(output.metrics for output in outputs)
-        if not outputs:
-            return metrics.merge(_update_metrics(dropped, skipped=True)), False
-        loss_sum = sum(output.loss_sum.detach() for output in outputs)
-        kept = sum(output.count_kept for output in outputs)
-        counted = kept if self._denominator() == "kept" else sum(output.count_all for output in outputs)
+        zero = torch.zeros((), device=self.device)
+        loss_sum = sum((output.loss_sum.detach() for output in outputs), zero)
+        kept = sum((output.count_kept for output in outputs), zero)
+        counted = (
+            kept if self._denominator() == "kept" else sum((output.count_all for output in outputs), zero)
+        )
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        torch._foreach_div_(gradients, counted.clamp(min=1).to(gradients[0]))
+        kept, denominator = sum_over_ranks(gradients, [kept.float(), counted.float()])
+        torch._foreach_div_(gradients, denominator.clamp(min=1))
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), actor.grad_clip)
         grad_norm, num_kept = torch.stack([norm.double(), kept.double()]).tolist()
         learning_rate = actor.lr * min(1.0, (self.version + 1) / max(actor.warmup_steps, 1))
@@ -187,30 +193,42 @@ class DiffusionActor:
             logger.warning("the gradient is not finite; this update is skipped")
         else:
             logger.warning("every term was rejected; this update is skipped")
-        stats = {"actor/loss": mean(loss_sum, counted), "actor/lr": mean(learning_rate, 1)}
-        if math.isfinite(grad_norm):
-            stats["actor/grad_norm"] = mean(grad_norm, 1)
-        return metrics.merge(Metrics.from_stats(stats)).merge(_update_metrics(dropped, skipped=not stepped)), stepped
+        finite = math.isfinite(grad_norm)
+        stats = {
+            "actor/loss": mean(loss_sum, counted),
+            "actor/lr": mean(learning_rate, 1),
+            "actor/grad_norm": mean(grad_norm if finite else 0.0, int(finite)),
+            "actor/updates": total(int(stepped and _is_first_rank())),
+            "actor/skipped_updates": total(int(not stepped and _is_first_rank())),
+        }
+        return metrics.merge(Metrics.from_stats(stats)), stepped
 
-    def _backward(self, batch: ActorBatch) -> tuple[list[LossOutput], int]:
-        """Backward through one micro-batch, without the samples whose forward is not finite."""
+    def _backward(self, batch: ActorBatch) -> list[LossOutput]:
+        """Backward through one micro-batch."""
         whole = self._trajectory_terms or self.config.actor.fold_steps
-        pieces = [batch] if whole else [batch.step(t) for t in range(batch.rollout.num_steps)]
-        outputs, dropped = [], 0
-        for piece in pieces:
-            policy = self.score(piece.rollout)
-            finite = torch.isfinite(policy.log_prob).all(dim=1)
-            if not finite.all():
-                rows = finite.nonzero().squeeze(1)
-                dropped += len(finite) - len(rows)
-                if not len(rows):
-                    continue
-                piece = piece.select(rows)
-                policy = self.score(piece.rollout)
-            output = self._loss(policy, piece)
-            output.loss_sum.backward()
+        outputs = []
+        for piece in [batch] if whole else [batch.step(t) for t in range(batch.rollout.num_steps)]:
+            output = self._loss(self._score_finite(piece.rollout), piece)
+            if output.loss_sum.requires_grad:
+                output.loss_sum.backward()
             outputs.append(output)
-        return outputs, dropped
+        return outputs
+
+    def _score_finite(self, rollout: Rollout) -> PolicyStep:
+        """`score`, where samples whose forward is not finite have a log-prob of NaN and carry no gradient.
+
+        A mask in the loss would be too late for them: behind it, their gradient is 0 times infinity.
+        """
+        policy = self.score(rollout)
+        finite = torch.isfinite(policy.log_prob).all(dim=1)
+        if finite.all():
+            return policy
+        rows = finite.nonzero().squeeze(1)
+        log_prob, mean = torch.full_like(policy.log_prob.detach(), math.nan), policy.mean.detach()
+        if len(rows):
+            rest = self.score(rollout.select(rows))
+            log_prob, mean = log_prob.index_copy(0, rows, rest.log_prob), mean.index_copy(0, rows, rest.mean)
+        return replace(policy, log_prob=log_prob, mean=mean)
 
     def _loss(self, policy: PolicyStep, batch: ActorBatch) -> LossOutput:
         step = BatchStep.of(batch, self._reference_means(batch.rollout))
@@ -256,7 +274,7 @@ class DiffusionActor:
     def snapshot(self) -> Weights:
         """A copy of the trained weights."""
         tensors = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        return Weights(version=getattr(self, "version", 0), tensors=tensors)
+        return Weights(version=self.version, tensors=tensors)
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
@@ -267,7 +285,9 @@ class DiffusionActor:
         """
         if tensors.keys() != self.parameters.keys():
             odd = sorted(tensors.keys() ^ self.parameters.keys())
-            raise BatchError(f"the weights belong to another adapter or model: {len(odd)} names differ, as {odd[0]}")
+            raise BatchError(
+                f"the weights belong to another adapter or model: {len(odd)} names differ, as {odd[0]}"
+            )
         for name, parameter in self.parameters.items():
             if parameter.shape != tensors[name].shape:
                 raise BatchError(
@@ -339,16 +359,27 @@ class DiffusionActor:
         return bool(copied or (self.config.actor.kl_coef and not model.lora.rank))
 
 
+def sum_over_ranks(gradients: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
+    """Add `gradients` up over all ranks in place, and return the added `counts`, by one collective.
+
+    Loss sums and counts add up, so that dividing once afterwards gives the gradient of the whole batch
+    however it is spread over ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(counts)
+    packed = torch.cat([*(gradient.flatten().float() for gradient in gradients), torch.stack(list(counts))])
+    dist.all_reduce(packed)
+    *sums, totals = packed.split([*(gradient.numel() for gradient in gradients), len(counts)])
+    for gradient, added in zip(gradients, sums, strict=True):
+        gradient.copy_(added.view_as(gradient))
+    return list(totals)
+
+
+def _is_first_rank() -> bool:
+    """Whether this rank counts what all ranks do together."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _trajectory_scope(config: Config) -> bool:
     correction = config.algorithm.rollout_correction
     return correction is not None and correction.bypass_mode and correction.bypass_scope == "trajectory"
-
-
-def _update_metrics(dropped: int, *, skipped: bool) -> Metrics:
-    return Metrics.from_stats(
-        {
-            "actor/nonfinite_samples": total(dropped),
-            "actor/skipped_updates": total(int(skipped)),
-            "actor/updates": total(int(not skipped)),
-        }
-    )

@@ -43,9 +43,10 @@ def group_advantages(
     values = rewards.double()
     groups, counts, equal = _groups(values, group_ids)
     mean = _sum_by_group(values, groups, counts) / counts
-    # A mean of equal rewards may round to another number, and eps is small beside nothing.
-    centred = torch.where(equal[groups], 0.0, values - mean[groups])
-    result = centred / (_scale(values, centred, groups, counts, std) + eps) if std != "none" else centred
+    centred = values - mean[groups]
+    scaled = centred if std == "none" else centred / (_scale(values, centred, groups, counts, std) + eps)
+    # Exactly 0: the mean of equal rewards may round to another number, which a small eps would blow up.
+    result = torch.where(equal[groups], 0.0, scaled)
     return result.to(torch.promote_types(rewards.dtype, torch.float32))
 
 

@@ -37,8 +37,11 @@ class MissingExtraError(FlowcorrError, ImportError):
     """
 
     def __init__(self, feature: str, package: str, extra: str, cause: BaseException | None = None) -> None:
-        reason = f" ({cause})" if cause is not None and not isinstance(cause, ModuleNotFoundError) else ""
-        super().__init__(f"{feature} needs {package}{reason}; install it with: pip install 'flowcorr[{extra}]'")
+        if cause is None or isinstance(cause, ModuleNotFoundError):
+            message = f"{feature} needs {package}; install it with: pip install 'flowcorr[{extra}]'"
+        else:
+            message = f"{feature} needs {package}, which is installed but cannot be loaded: {cause}"
+        super().__init__(message)
 
 
 def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:

@@ -93,7 +93,9 @@ def _load_warm_start(transformer: nn.Module, path: str) -> None:
     if file.is_dir():
         file = next((file / name for name in _FILES if (file / name).is_file()), file)
     if not file.is_file():
-        raise ConfigError(f"model.lora.warm_start={path!r} holds no adapter; give a folder with {' or '.join(_FILES)}")
+        raise ConfigError(
+            f"model.lora.warm_start={path!r} holds no adapter; give a folder with {' or '.join(_FILES)}"
+        )
     try:
         state = load_file(file)
     except SafetensorError as error:

@@ -91,6 +91,7 @@ class Layout:
     fields: tuple[Field, ...]
 
     def prefixed(self, prefix: str) -> Layout:
+        """The same fields under `prefix + name`."""
         return _prefixed(self, prefix)
 
 
@@ -254,7 +255,7 @@ def _pack(parts: Sequence[Number], device: torch.device | None) -> Tensor:
     tensors = [
         part.detach().to(torch.float64)
         if isinstance(part, Tensor)
-        else torch.tensor(float(part), dtype=torch.float64, device=device)
+        else torch.full((), float(part), dtype=torch.float64, device=device)
         for part in parts
     ]
     return torch.stack(tensors) if tensors else torch.zeros(0, dtype=torch.float64, device=device)

@@ -62,10 +62,12 @@ class Rollout:
 
     @property
     def num_samples(self) -> int:
+        """`B`."""
         return self.log_probs.shape[0]
 
     @property
     def num_steps(self) -> int:
+        """`T`, the SDE steps of the window."""
         return self.log_probs.shape[1]
 
     @property
@@ -271,7 +273,9 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _per_term(record: StepT, batch_dims: int) -> StepT:
-    return replace(record, **{name: value.flatten(0, batch_dims - 1) for name, value in _tensors(record).items()})
+    return replace(
+        record, **{name: value.flatten(0, batch_dims - 1) for name, value in _tensors(record).items()}
+    )
 
 
 def _tensors(record: Any) -> dict[str, Tensor]:

@@ -10,6 +10,8 @@ import hashlib
 import random
 from collections.abc import Iterator
 
+from flowcorr.errors import ConfigError
+
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 LENGTHS = (3, 4)
 HELDOUT_SHARE = 0.1
@@ -32,11 +34,12 @@ def heldout_words(n: int, seed: int = 0) -> list[str]:
 
 
 def _distinct(n: int, seed: int, *, heldout: bool) -> list[str]:
-    vocabulary = sum(len(ALPHABET) ** length for length in LENGTHS)
-    # Far fewer than all: drawing the last few of a vocabulary by rejection would never end.
-    limit = int(vocabulary * (HELDOUT_SHARE if heldout else 1 - HELDOUT_SHARE)) // 2
+    # Half a vocabulary at most: the last few words would take drawing for ever.
+    share = HELDOUT_SHARE if heldout else 1 - HELDOUT_SHARE
+    limit = int(share * sum(len(ALPHABET) ** length for length in LENGTHS)) // 2
     if not 0 <= n <= limit:
-        raise ValueError(f"n={n} words were asked for; choose 0 to {limit}")
+        side = "held-out" if heldout else "training"
+        raise ConfigError(f"{n} {side} words were asked for; choose 0 to {limit}")
     words: dict[str, None] = {}
     stream = _stream(seed)
     while len(words) < n:

@@ -45,7 +45,9 @@ def diffusion_loss(
     corrected = Metrics()
     bypass = correction_config is not None and correction_config.bypass_mode
     if correction_config is not None and bypass:
-        batch_step, corrected = _correct_terms(policy_step, batch_step, correction_config, actor_config, num_steps)
+        batch_step, corrected = _correct_terms(
+            policy_step, batch_step, correction_config, actor_config, num_steps
+        )
     if correction_config is not None and bypass and correction_config.loss_type == "reinforce":
         output = reinforce(
             policy_step.log_prob,

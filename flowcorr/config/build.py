@@ -43,8 +43,6 @@ def build(section: type[T], values: Mapping[str, Any], key: str = "") -> T:
 
 def to_mapping(config: Any) -> dict[str, Any]:
     """The config as plain dicts, lists and scalars; `build` makes an equal config from it."""
-    if isinstance(config, RolloutCorrectionConfig):
-        return dict(config.to_mapping())
     return {item.name: _plain(getattr(config, item.name)) for item in fields(config)}
 
 
@@ -91,7 +89,8 @@ def _convert_tuple(key: str, value: Any, arguments: tuple[Any, ...]) -> tuple[An
         raise ConfigError(f"{key}={list(value)!r} must be {wanted} values")
     hints = [arguments[0]] * len(value) if any_length else arguments
     return tuple(
-        _convert(f"{key}[{index}]", item, hint) for index, (item, hint) in enumerate(zip(value, hints, strict=True))
+        _convert(f"{key}[{index}]", item, hint)
+        for index, (item, hint) in enumerate(zip(value, hints, strict=True))
     )
 
 

@@ -17,7 +17,7 @@ from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
 from flowcorr.config.rules import check
 from flowcorr.config.schema import Config
-from flowcorr.correction.config import translate_legacy
+from flowcorr.correction.legacy import translate_legacy
 from flowcorr.errors import ConfigError, unknown_choice
 
 __all__ = ["find_recipe", "load", "load_mapping", "recipe_names", "to_mapping", "to_yaml"]
@@ -68,7 +68,9 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     if path.is_file():
         return path
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise ConfigError(f"recipe={str(recipe)!r}: no such file; give a YAML file or one of {_listed_recipes()}")
+        raise ConfigError(
+            f"recipe={str(recipe)!r}: no such file; give a YAML file or one of {_listed_recipes()}"
+        )
     shipped = _recipes_folder() / f"{path.name}.yaml"
     if not shipped.is_file():
         raise ConfigError(unknown_choice("recipe", str(recipe), recipe_names()) + ", or give a YAML file")
@@ -109,7 +111,9 @@ def _resolve(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'a value'} cannot be resolved: {_one_line(error.msg)}") from None
+        raise ConfigError(
+            f"{error.full_key or 'a value'} cannot be resolved: {_one_line(error.msg)}"
+        ) from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -118,7 +122,9 @@ def _override(config: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise ConfigError(f"override {override!r} must have the form section.key=value, such as trainer.seed=1")
+        raise ConfigError(
+            f"override {override!r} must have the form section.key=value, such as trainer.seed=1"
+        )
     try:
         OmegaConf.update(config, key, yaml_text.parse(text), merge=True)
     except yaml.YAMLError as error:

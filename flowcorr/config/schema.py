@@ -37,7 +37,9 @@ class LoraConfig:
         _at_least("model.lora.rank", self.rank, 0)
         _above("model.lora.alpha", self.alpha, 0)
         if self.targets is not None and not self.targets:
-            raise ConfigError("model.lora.targets=[] adapts nothing; name layers, or use null for the family's own")
+            raise ConfigError(
+                "model.lora.targets=[] adapts nothing; name layers, or use null for the family's own"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +291,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.heldout_fraction < 1:
-            raise ConfigError(f"data.heldout_fraction={self.heldout_fraction} is out of range; use a value in (0, 1)")
+            raise ConfigError(
+                f"data.heldout_fraction={self.heldout_fraction} is out of range; use a value in (0, 1)"
+            )
         _at_least("data.num_train", self.num_train, 1)
         _at_least("data.num_heldout", self.num_heldout, 1)
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 _SCALARS = (
-    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("null", r"~|null|Null|NULL|", "~nN"),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
     (
@@ -25,33 +25,37 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in keys:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", key_node.start_mark
-                )
-            keys.add(key)
-        return super().construct_mapping(node, deep)
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            keys = [self.construct_object(key_node) for key_node, _ in node.value]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice!r} is given twice", node.start_mark
+            )
+        return mapping
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-for _name, _pattern, _first in _SCALARS:
-    for _class in (_Loader, _Dumper):
+def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNode:
+    """Lists of scalars on one line."""
+    nested = any(isinstance(item, dict | list) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=not nested)
+
+
+_Dumper.add_representer(list, _represent_list)
+
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {}  # without it, the scalars of YAML 1.1 would be inherited
+    for _name, _pattern, _first in _SCALARS:
         _class.add_implicit_resolver(
             f"tag:yaml.org,2002:{_name}",
             re.compile(rf"^(?:{_pattern})$"),
-            ["" if character == "\0" else character for character in _first],
+            ["", *_first],
         )
 
 
@@ -62,4 +66,6 @@ def parse(text: str) -> Any:
 
 def dump(data: Any) -> str:
     """Write plain data as YAML that `parse` reads back to the same data; keys keep their order."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=110)
+    return yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=110
+    )

@@ -68,7 +68,9 @@ def parse_band(value: object, key: str = "threshold") -> float | Band:
     else:
         numbers = [value]
     if not 1 <= len(numbers) <= 2 or (len(numbers) == 1 and not isinstance(value, str | int | float)):
-        raise ConfigError(f"{_label(key)}={value!r} is no threshold; write a number (2.0) or a band (0.5_2.0)")
+        raise ConfigError(
+            f"{_label(key)}={value!r} is no threshold; write a number (2.0) or a band (0.5_2.0)"
+        )
     parsed = [_positive(number, value, key) for number in numbers]
     if len(parsed) == 1:
         return parsed[0]
@@ -180,7 +182,9 @@ def _criterion(mode: str, entry: object, key: str) -> Criterion:
     band = parse_band(entry, key)
     if mode not in K1_MODES:
         if isinstance(band, tuple):
-            raise ConfigError(f"{_label(key)}={entry!r} is a band, but {mode} takes one upper bound, such as 0.01")
+            raise ConfigError(
+                f"{_label(key)}={entry!r} is a band, but {mode} takes one upper bound, such as 0.01"
+            )
         return Criterion(mode, -math.inf, band)
     if isinstance(band, float):
         if band <= 1.0:
@@ -195,7 +199,9 @@ def _criterion(mode: str, entry: object, key: str) -> Criterion:
 
 def _positive(number: object, value: object, key: str) -> float:
     if isinstance(number, bool) or not isinstance(number, str | int | float):
-        raise ConfigError(f"{_label(key)}={value!r} is no threshold; write a number (2.0) or a band (0.5_2.0)")
+        raise ConfigError(
+            f"{_label(key)}={value!r} is no threshold; write a number (2.0) or a band (0.5_2.0)"
+        )
     try:
         parsed = float(number)
     except ValueError:

@@ -16,10 +16,10 @@ from flowcorr.correction.bounds import (
     Criterion,
     Threshold,
     canonical_threshold,
-    parse_veto,
     parse_band,
     parse_criteria,
     parse_modes,
+    parse_veto,
 )
 from flowcorr.correction.presets import PRESETS, PresetMethods
 from flowcorr.correction.ratios import check_scale
@@ -242,7 +242,11 @@ def _without_effect(config: RolloutCorrectionConfig) -> list[str]:
         reasons["rollout_rs_threshold"] = "rollout_rs is null"
     if not config.bypass_mode:
         reasons["bypass_scope"] = "bypass_mode is false"
-    if config.rollout_is is None and config.rollout_rs is None and config.rollout_token_veto_threshold is None:
+    if (
+        config.rollout_is is None
+        and config.rollout_rs is None
+        and config.rollout_token_veto_threshold is None
+    ):
         reasons["log_ratio_scale"] = "there are no weights, bands or veto to scale"
     defaults = {field.name: field.default for field in fields(config)}
     return [
@@ -255,7 +259,7 @@ def _without_effect(config: RolloutCorrectionConfig) -> list[str]:
 def _build_preset(cls: type[RolloutCorrectionConfig], name: object) -> RolloutCorrectionConfig:
     if name not in PRESETS:
         raise ConfigError(unknown_choice(f"{SECTION}.preset", name, PRESETS))
-    return getattr(cls, cast(str, name))()
+    return getattr(cls, str(name))()
 
 
 def _as_dict(config: RolloutCorrectionConfig) -> dict[str, Any]:

@@ -31,11 +31,13 @@ class Verdict:
         value: the divergence; 0 where a step is invalid.
         high: bool, above the upper bound; for k1, the ratio is.
         low: bool, below the lower bound; for k1, the ratio is.
+        out: bool, either.
     """
 
     value: Tensor
     high: Tensor
     low: Tensor
+    out: Tensor
 
 
 def judge(
@@ -50,9 +52,10 @@ def judge(
     """
     value = _divergence(criterion.mode, ratios, scaled, scaled_expm1, robust_z)
     if criterion.bounds_ratio:
-        return Verdict(value, value < -criterion.upper, value > -criterion.lower)
+        high, low = value < -criterion.upper, value > -criterion.lower
+        return Verdict(value, high, low, high | low)
     high = value > criterion.upper
-    return Verdict(value, high, torch.zeros_like(high))
+    return Verdict(value, high, torch.zeros_like(high), high)
 
 
 def _divergence(
@@ -67,11 +70,8 @@ def _divergence(
         return ratios.step_kl if mode == "step_kl" else sum_steps(ratios.step_kl)
     level, _, estimator = mode.rpartition("_")
     if estimator == "k1":
-        steps = -scaled
-    elif estimator == "k2":
-        steps = scaled.square().mul_(0.5)
-    else:
-        steps = scaled_expm1 - scaled
+        return -_REDUCTIONS[level](scaled, ratios)
+    steps = scaled.square().mul_(0.5) if estimator == "k2" else scaled_expm1 - scaled
     return _REDUCTIONS[level](steps, ratios)
 
 
@@ -87,7 +87,7 @@ def robust_z(
     ratios: LogRatios,
     target_log_prob: Tensor,
     step_indices: Tensor | None,
-    num_steps: int | None,
+    num_steps: int,
     num_elements: int | None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
@@ -100,10 +100,10 @@ def robust_z(
         step_indices: `[B, T]` in `[0, num_steps)`; None takes the columns as steps.
     """
     delta, valid = ratios.delta, ratios.valid > 0
-    indices = torch.arange(delta.shape[1], device=delta.device).expand_as(delta)
-    if step_indices is not None:
-        indices = step_indices
-    rows = num_steps if step_indices is not None and num_steps is not None else delta.shape[1]
+    indices, rows = step_indices, num_steps
+    if indices is None:
+        rows = delta.shape[1]
+        indices = torch.arange(rows, device=delta.device).repeat(len(delta), 1)
     all_delta, all_valid, all_indices = (_gather(x, group) for x in (delta, valid, indices))
     floor = log_prob_resolution(target_log_prob, ratios.rollout)
     if num_elements is not None:
@@ -118,6 +118,15 @@ def robust_z(
     return z
 
 
+def _gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`values` of all ranks along the first axis."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return values
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts)
+
+
 def log_prob_resolution(target_log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
     """4 float32 ulps of the larger log-prob: differences below it are rounding."""
     size = torch.maximum(target_log_prob.detach().double().abs(), rollout_log_prob.abs())
@@ -125,7 +134,9 @@ def log_prob_resolution(target_log_prob: Tensor, rollout_log_prob: Tensor) -> Te
     return torch.ldexp(torch.full_like(size, 4.0), exponent - 24)
 
 
-def idle_modes(criteria: tuple[Criterion, ...], values: Mapping[str, float], margin: float = 10.0) -> list[str]:
+def idle_modes(
+    criteria: tuple[Criterion, ...], values: Mapping[str, float], margin: float = 10.0
+) -> list[str]:
     """Modes whose bounds lie more than `margin` times beyond the largest divergence that was measured.
 
     Such a band cannot act at the present noise floor; mean-pooled ratios and a band of 0.5..2.0 are the usual
@@ -136,9 +147,10 @@ def idle_modes(criteria: tuple[Criterion, ...], values: Mapping[str, float], mar
 
 def _is_idle(criterion: Criterion, values: Mapping[str, float], margin: float) -> bool:
     name = f"rollout_corr/rollout_rs_{criterion.mode}"
-    found = {key.rpartition("_")[2]: value for key, value in values.items() if key.endswith((f"{name}_max", f"{name}_min"))}
-    if "max" not in found:
+    largest = next((value for key, value in values.items() if key.endswith(f"{name}_max")), None)
+    smallest = next((value for key, value in values.items() if key.endswith(f"{name}_min")), None)
+    if largest is None or smallest is None:
         return False
     if not criterion.bounds_ratio:
-        return margin * found["max"] < criterion.upper
-    return margin * found["max"] < -criterion.lower and -margin * found["min"] < criterion.upper
+        return margin * largest < criterion.upper
+    return margin * largest < -criterion.lower and -margin * smallest < criterion.upper

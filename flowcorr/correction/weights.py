@@ -5,13 +5,14 @@ All work on the excess `w - 1`, because weights of mean-pooled log-probs differ 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flowcorr.correction.bounds import Band
+from flowcorr.correction.ratios import LogRatios, bounded_expm1, sum_steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +32,30 @@ class Weights:
     high: Tensor
     low: Tensor
     outside: Tensor
+
+
+def importance_weights(
+    level: str, ratios: LogRatios, scaled: Tensor, scaled_excess: Tensor, threshold: float | Band
+) -> tuple[Weights, Weights]:
+    """Weights at their level, and each sample's mean of them (the same, where the level is of samples).
+
+    Args:
+        level: `token` weighs steps by `exp(scaled)`, `sequence` samples by `exp(sum_t scaled)`, `geometric` by
+            `exp(mean_t scaled)`.
+        scaled: `[B, T]` log-ratios, 0 where invalid.
+        scaled_excess: `[B, T]`, `expm1` of them with bounded exponent.
+        threshold: as for `cap`.
+    """
+    if level == "sequence":
+        weights = cap(bounded_expm1(sum_steps(scaled)), threshold)
+        return weights, weights
+    share = 1.0 / ratios.num_valid.clamp(min=1.0)
+    if level == "geometric":
+        weights = cap(bounded_expm1(sum_steps(scaled).mul_(share)), threshold)
+        return weights, weights
+    weights = cap(scaled_excess, threshold)
+    means = cap(sum_steps(scaled_excess) * share, threshold)
+    return weights, replace(means, excess=sum_steps(weights.excess * ratios.valid) * share)
 
 
 def cap(raw_excess: Tensor, threshold: float | Band) -> Weights:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -53,12 +56,17 @@ def load_family(
     known = {cls.pipeline_class: name for name, cls in FAMILIES.items()}
     if family == "auto":
         if class_name not in known:
-            raise ConfigError(f"model.path={path!r}: " + unknown_choice("its pipeline class", class_name, known))
+            raise ConfigError(
+                f"model.path={path!r}: " + unknown_choice("its pipeline class", class_name, known)
+            )
         family = known[class_name]
     if family not in FAMILIES:
         raise ConfigError(unknown_choice("model.family", family, ("auto", *FAMILIES)))
     try:
-        pipeline = getattr(diffusers, FAMILIES[family].pipeline_class).from_pretrained(location, torch_dtype=dtype)
+        with _quiet():
+            pipeline = getattr(diffusers, FAMILIES[family].pipeline_class).from_pretrained(
+                location, torch_dtype=dtype
+            )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path!r} cannot be loaded as a {family} pipeline: {error}") from error
     pipeline.set_progress_bar_config(disable=True)
@@ -67,6 +75,24 @@ def load_family(
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
     return FAMILIES[family](pipeline, dtype=dtype, max_sequence_length=max_sequence_length)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the progress bars of the loaders, and diffusers' wish for a keyword that older versions lack."""
+    import diffusers.utils.logging as diffusers_logging
+    import transformers.utils.logging as transformers_logging
+
+    logs = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
+    for log in logs:
+        log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
+            yield
+    finally:
+        for log in logs:
+            log.enable_progress_bar()
 
 
 def _pipeline_class(location: str, path: str) -> str:

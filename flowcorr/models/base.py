@@ -92,5 +92,7 @@ class ModelFamily(ABC):
         """Images `[B, H, W, 3]` uint8 of final latents `[B, *L]`."""
 
     @abstractmethod
-    def save_lora(self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    def save_lora(
+        self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
+    ) -> None:
         """Write an adapter that the pipeline's `load_lora_weights(directory)` reads."""

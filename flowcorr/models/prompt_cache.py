@@ -36,7 +36,9 @@ class PromptCache:
         size = sum(row.nbytes for row in self._rows[first[0]].values()) * len(unique)
         if size > max_bytes:
             logger.info(
-                "embeddings of %d prompts need %.1f GB: the text encoders stay in memory", len(unique), size / 2**30
+                "embeddings of %d prompts need %.1f GB: the text encoders stay in memory",
+                len(unique),
+                size / 2**30,
             )
             self._rows.clear()
             return

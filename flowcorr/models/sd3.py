@@ -60,10 +60,16 @@ class SD3(ModelFamily):
             patch = self.transformer.config.patch_size
             length = (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
             options["mu"] = calculate_shift(
-                length, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+                length,
+                config.base_image_seq_len,
+                config.max_image_seq_len,
+                config.base_shift,
+                config.max_shift,
             )
         scheduler.set_timesteps(num_inference_steps, **options)
-        return Schedule(sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.tolist()))
+        return Schedule(
+            sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.tolist())
+        )
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
@@ -78,7 +84,10 @@ class SD3(ModelFamily):
         )
         conditioning = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
         if guidance.guidance_scale > 1:
-            conditioning |= {"negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled}
+            conditioning |= {
+                "negative_prompt_embeds": negative,
+                "negative_pooled_prompt_embeds": negative_pooled,
+            }
         return conditioning
 
     def free_text_encoders(self) -> None:
@@ -119,7 +128,9 @@ class SD3(ModelFamily):
         images = vae.decode(latents.to(vae.dtype), return_dict=False)[0].float()
         return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
-    def save_lora(self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    def save_lora(
+        self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
+    ) -> None:
         type(self.pipeline).save_lora_weights(
             directory,
             transformer_lora_layers=dict(lora_state),

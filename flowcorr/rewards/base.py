@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 
 OnError: TypeAlias = Literal["fail", "drop_group"]
 
+_REMEDY = "mend the reward, or set reward.on_error: drop_group to go on without the groups that it fails on"
+# Mistakes in the set-up: every sample would fail, and no later step could succeed.
+_SETUP_ERRORS = (ConfigError, BatchError, MissingExtraError)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardOutput:
@@ -75,8 +79,8 @@ def score_batch(
     name = reward_name(reward)
     try:
         output = as_reward_output(reward(images, prompts), len(prompts), name)
-        causes: dict[int, object] = {}
-    except (ConfigError, BatchError, MissingExtraError):
+        causes: dict[int, Exception | str] = {}
+    except _SETUP_ERRORS:
         raise
     except Exception as error:
         output, causes = _score_one_by_one(reward, images, prompts, name, stop_at_first=on_error == "fail")
@@ -99,18 +103,15 @@ def reward_name(reward: Any) -> str:
     return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
 
 
-_REMEDY = "mend the reward, or set reward.on_error: drop_group to go on without the groups that it fails on"
-
-
 def _score_one_by_one(
     reward: Reward, images: np.ndarray, prompts: list[Prompt], name: str, *, stop_at_first: bool
-) -> tuple[RewardOutput, dict[int, object]]:
+) -> tuple[RewardOutput, dict[int, Exception | str]]:
     scored: dict[int, RewardOutput] = {}
-    causes: dict[int, object] = {}
+    causes: dict[int, Exception | str] = {}
     for index, prompt in enumerate(prompts):
         try:
             scored[index] = as_reward_output(reward(images[index : index + 1], [prompt]), 1, name)
-        except (ConfigError, BatchError, MissingExtraError):
+        except _SETUP_ERRORS:
             raise
         except Exception as error:
             causes[index] = error
@@ -130,7 +131,9 @@ def _gather(scored: Mapping[int, RewardOutput], batch_size: int) -> RewardOutput
     return RewardOutput(scores=scores, extra=extra)
 
 
-def _report(name: str, prompts: list[Prompt], causes: Mapping[int, object], on_error: OnError) -> None:
+def _report(
+    name: str, prompts: list[Prompt], causes: Mapping[int, Exception | str], on_error: OnError
+) -> None:
     index = min(causes)
     cause = causes[index]
     what = f"it raised {_describe(cause)}" if isinstance(cause, Exception) else cause
@@ -157,9 +160,8 @@ def _scores_of(output: RewardOutput, index: int) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    return " ".join(
-        [f"{type(error).__name__}: {error}", *(f"({note})" for note in getattr(error, "__notes__", []))]
-    )
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    return f"{type(error).__name__}: {error}{notes}"
 
 
 def _check_images(images: np.ndarray, prompts: list[Prompt]) -> None:
@@ -182,6 +184,6 @@ def _as_vector(value: Any, batch_size: int, name: str) -> np.ndarray:
         ) from error
     if vector.shape != (batch_size,):
         raise BatchError(
-            f"reward {name} returned shape {list(vector.shape)}; return [{batch_size}], a number for each image"
+            f"reward {name} returned shape {list(vector.shape)}; one number for each image is [{batch_size}]"
         )
     return vector

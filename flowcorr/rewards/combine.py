@@ -138,7 +138,7 @@ def _users_own(term: Term) -> Callable[..., Any]:
         options = term.options
     if not callable(target):
         raise ConfigError(
-            f"reward {term.name} is a {type(target).__name__}, which cannot be called as (images, prompts)"
+            f"reward {term.name} is of type {type(target).__name__}; it must be a function or a class"
         )
     _check_call(term, target, options)
     return functools.partial(target, **options) if options else target
@@ -157,7 +157,7 @@ def _import_target(path: str) -> Any:
         ) from error
     if not attribute or not hasattr(module, attribute):
         raise ConfigError(
-            f"reward {path}: module {module_name} has no {attribute!r}; give package.module:name"
+            f"reward {path}: module {module_name} has no {attribute!r}; name a function or class of it"
         )
     return getattr(module, attribute)
 
@@ -169,7 +169,7 @@ def _check_options(term: Term, factory: Callable[..., Any]) -> None:
     except TypeError as error:
         takes = f"it takes {', '.join(signature.parameters) or 'none'}"
         raise ConfigError(
-            f"options of reward {term.name} are {dict(term.options)}: {error}; {takes}"
+            f"reward {term.name} with options {dict(term.options)}: {error}; {takes}"
         ) from error
 
 

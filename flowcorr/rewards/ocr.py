@@ -31,7 +31,7 @@ class OcrReward:
     Attributes:
         exact_weight: weight of the exact match, 0..1.
         detect: find the lines of text first, then read them: for images that are more than one line of
-            text. Without it the whole image is read as one line, which is some twenty times as fast.
+            text. Without it the whole image is read as one line, which is tens of times as fast.
         threads: threads of the OCR engine.
 
     Raises:

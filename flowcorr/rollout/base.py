@@ -31,7 +31,12 @@ class RolloutEngine(Protocol):
         """Tell the engine of new weights; it may sample with older ones if it was told to be stale."""
 
     def sample(
-        self, conditioning: Mapping[str, Tensor], groups: Sequence[int], *, training_step: int, with_means: bool
+        self,
+        conditioning: Mapping[str, Tensor],
+        groups: Sequence[int],
+        *,
+        training_step: int,
+        with_means: bool,
     ) -> Rollout:
         """Sample `rollout.n` images for each prompt.
 

@@ -88,7 +88,12 @@ class InProcessEngine:
         self._load(self._history[0])
 
     def sample(
-        self, conditioning: Mapping[str, Tensor], groups: Sequence[int], *, training_step: int, with_means: bool
+        self,
+        conditioning: Mapping[str, Tensor],
+        groups: Sequence[int],
+        *,
+        training_step: int,
+        with_means: bool,
     ) -> Rollout:
         """See `RolloutEngine.sample`; samples come group by group, in the order of `groups`."""
         count = self.config.n

@@ -22,8 +22,8 @@ def log_prob(
 ) -> Tensor:
     """Log-density of the latents that a step arrived at, a latent element.
 
-    `mean_L(-(x' - mean)^2 / (2 s^2) - log s - log(2 pi) / 2)`. Source: Flow-GRPO, arXiv:2505.05470, section 4.2,
-    pooled by its mean, so that `exp` of a difference is the D-th root of a density ratio.
+    `mean_L(-(x' - mean)^2 / (2 s^2) - log s - log(2 pi) / 2)`. Pooled by the mean, `exp` of a difference is
+    the D-th root of a density ratio. Source: Flow-GRPO, arXiv:2505.05470, section 4.2.
 
     Args:
         next_latents: `[B, *L]` or `[B, T, *L]`, like `transition.mean`; half precision is promoted.

@@ -75,7 +75,7 @@ def build_pipeline(seed: int) -> StableDiffusion3Pipeline:
 
 
 def character_tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer without merges: one token a lowercase letter; other characters become the end token."""
+    """A CLIP tokenizer without merges: one token a letter; what is no letter becomes the end token."""
     from transformers import CLIPTokenizer
 
     letters = [*ALPHABET, *(f"{letter}</w>" for letter in ALPHABET)]

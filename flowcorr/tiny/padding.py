@@ -69,8 +69,10 @@ class FoldedPaddingProcessor:
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias.expand(query.shape[2], -1)
         )
-        image_out, text_out = mixed.transpose(1, 2).flatten(2).split(
-            [hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1
+        image_out, text_out = (
+            mixed.transpose(1, 2)
+            .flatten(2)
+            .split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
         )
         return attn.to_out[0](image_out), text_out if attn.context_pre_only else attn.to_add_out(text_out)
 

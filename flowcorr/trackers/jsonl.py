@@ -91,17 +91,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _drop_after(path: Path, last_step: int) -> None:
     """Rewrite the file, atomically, with its whole records up to `last_step`."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    records = [_parse(line) for line in lines]
-    kept = [
-        line for line, record in zip(lines, records, strict=True) if record and record["step"] <= last_step
-    ]
-    if len(kept) == len(lines):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    pairs = ((line, _parse(line)) for line in text.split("\n"))
+    kept = "".join(
+        f"{line}\n" for line, record in pairs if record is not None and record["step"] <= last_step
+    )
+    if kept == text:
         return
-    logger.info("%s: dropping %d lines after step %d", path, len(lines) - len(kept), last_step)
+    logger.info("%s: dropping what was logged after step %d", path, last_step)
     draft = path.with_suffix(".jsonl.tmp")
     with draft.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in kept)
+        file.write(kept)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)

@@ -1,6 +1,17 @@
 """Training runs."""
 
-from flowcorr.trainer.loop import Observer, RunResult, evaluate_run, train
+from flowcorr.trainer.evaluate import evaluate_run
+from flowcorr.trainer.loop import train
+from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.step import Parts, StepResult, train_step
 
-__all__ = ["Observer", "Parts", "RunResult", "StepResult", "evaluate_run", "train", "train_step"]
+__all__ = [
+    "Observer",
+    "Parts",
+    "RunResult",
+    "Silent",
+    "StepResult",
+    "evaluate_run",
+    "train",
+    "train_step",
+]

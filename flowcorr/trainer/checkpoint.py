@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _TENSORS, _FACTS = "state.safetensors", "state.json"
-_STEP = "step_{:06d}"
+_STEP, _PARTIAL = "step_{:06d}", ".partial_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,7 +47,9 @@ class TrainingState:
     def group(self, name: str) -> dict[str, Tensor]:
         """The tensors whose names start with `name/`, without it."""
         prefix = name + "/"
-        return {key.removeprefix(prefix): value for key, value in self.tensors.items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): value for key, value in self.tensors.items() if key.startswith(prefix)
+        }
 
 
 def save(root: Path, state: TrainingState, write_adapter: Callable[[Path], None]) -> Path:
@@ -57,9 +59,9 @@ def save(root: Path, state: TrainingState, write_adapter: Callable[[Path], None]
         CheckpointError: it could not be written; what was there before is untouched.
     """
     final = root / _STEP.format(state.step)
-    partial = root / f".partial_{final.name}"
+    partial = root / f"{_PARTIAL}{final.name}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        _clear_partial(root)
         partial.mkdir(parents=True)
         write_adapter(partial)
         save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, partial / _TENSORS)
@@ -70,15 +72,14 @@ def save(root: Path, state: TrainingState, write_adapter: Callable[[Path], None]
         for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
-        if final.exists():
-            shutil.rmtree(final)
+        _remove(final)
         partial.rename(final)
         _sync(root)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"the checkpoint of step {state.step} could not be written to {root} ({error}); "
-            f"the last intact one is {_name(latest(root))}. Make room, then continue with --resume"
+            f"the one before it is {_latest_name(root)}. Make room, then continue with --resume"
         ) from error
     return final
 
@@ -96,36 +97,52 @@ def load(folder: Path) -> TrainingState:
                 raise CheckpointError(f"checkpoint {folder} is damaged: {name} does not match {MANIFEST}")
         facts = json.loads((folder / _FACTS).read_text())
         return TrainingState(step=facts.pop("step"), tensors=load_file(folder / _TENSORS), facts=facts)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {folder} is incomplete: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {error}") from error
 
 
-def load_latest(root: Path) -> tuple[Path, TrainingState] | None:
-    """The newest intact checkpoint; damaged ones are named in a warning and passed over."""
-    for folder in reversed(folders(root)):
+def load_latest(root: Path) -> tuple[Path, TrainingState]:
+    """The newest intact checkpoint; damaged ones are named in a warning and passed over.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = folders(root)
+    if not found:
+        raise CheckpointError(f"{root} holds no checkpoint yet")
+    damaged = []
+    for folder in reversed(found):
         try:
-            return folder, load(folder)
+            state = load(folder)
         except CheckpointError as error:
-            logger.warning("%s; the previous one is tried", error)
-    return None
+            damaged.append(str(error))
+            continue
+        for problem in damaged:
+            logger.warning("%s; %s is used instead", problem, folder)
+        return folder, state
+    raise CheckpointError(
+        f"no checkpoint in {root} is intact; start again in another folder with --out, or restore one from a "
+        f"backup: {'; '.join(damaged)}"
+    )
 
 
 def folders(root: Path) -> list[Path]:
     """All checkpoints in `root`, oldest first."""
-    return sorted(path for path in root.glob("step_*") if path.is_dir())
-
-
-def latest(root: Path) -> Path | None:
-    """The newest checkpoint folder, unverified."""
-    found = folders(root)
-    return found[-1] if found else None
+    return sorted((path for path in root.glob("step_*") if path.is_dir()), key=_step_of)
 
 
 def prune(root: Path, *, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and that of step `best`."""
     for folder in folders(root)[:-keep]:
-        if best is None or folder.name != _STEP.format(best):
-            shutil.rmtree(folder)
+        if _step_of(folder) != best:
+            _remove(folder)
+
+
+def discard_after(root: Path, step: int) -> None:
+    """Delete the checkpoints of later steps, which training from `step` will write anew."""
+    for folder in folders(root):
+        if _step_of(folder) > step:
+            _remove(folder)
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -133,10 +150,12 @@ def folder_of(root: Path, step: int) -> Path:
     return root / _STEP.format(step)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file so that it is whole or absent."""
-    partial = path.with_name(f".partial_{path.name}")
-    partial.write_text(text)
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a small file so that it is whole or absent; a `private` one is its owner's alone."""
+    partial = path.with_name(f"{_PARTIAL}{path.name}")
+    partial.unlink(missing_ok=True)
+    partial.touch(mode=0o600 if private else 0o666)
+    partial.write_text(text, encoding="utf-8")
     _sync(partial)
     partial.replace(path)
     _sync(path.parent)
@@ -155,5 +174,25 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _name(folder: Path | None) -> str:
-    return "none" if folder is None else str(folder)
+def _step_of(folder: Path) -> int:
+    number = folder.name.partition("_")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint so that it is never seen half deleted."""
+    if not folder.exists():
+        return
+    doomed = folder.with_name(f"{_PARTIAL}{folder.name}.old")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _clear_partial(root: Path) -> None:
+    for leftover in root.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(leftover)
+
+
+def _latest_name(root: Path) -> str:
+    found = folders(root)
+    return str(found[-1]) if found else "none"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowcorr import sde
-from flowcorr.actor import DiffusionActor
-from flowcorr.errors import BackendError
-from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_choice
 from flowcorr.records import Prompt
-from flowcorr.rewards import Reward, score_batch
+from flowcorr.rewards import score_batch
 from flowcorr.rollout import sample_ode
+from flowcorr.trainer import checkpoint, run_folder
+from flowcorr.trainer.checkpoint import TrainingState
+from flowcorr.trainer.setup import build_parts
+from flowcorr.trainer.state import restore_actor
+from flowcorr.trainer.step import Parts
 
 BATCH_SIZE = 64
 _NOISE_SEED = 20_240_501
@@ -23,42 +27,94 @@ _NOISE_SEED = 20_240_501
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """Scores and images of one evaluation; `metrics` are named `eval/...`."""
+    """One evaluation: `metrics` named `eval/...`, `images` `[B, H, W, 3]` uint8 and their `scores` `[B]`."""
 
     metrics: dict[str, float]
     images: np.ndarray
+    scores: np.ndarray
 
 
 @torch.no_grad()
-def evaluate(
-    actor: DiffusionActor, cache: PromptCache, prompts: Sequence[Prompt], reward: Reward, *, num_inference_steps: int
-) -> Evaluation:
+def evaluate(parts: Parts, prompts: Sequence[Prompt]) -> Evaluation:
     """Sample one image a held-out prompt and score it.
 
     The noise depends on a prompt's place alone, so that evaluations of all runs and steps are paired.
-    A sample that the reward fails on ends the run, whatever `reward.on_error` says of training.
+
+    Raises:
+        BatchError: the model's latents are not finite.
+        BackendError: the reward failed on a sample, whatever `reward.on_error` says of training.
     """
-    sampling = actor.config.sampling
-    shape = actor.family.latent_shape(sampling.height, sampling.width)
-    schedule = actor.family.schedule(num_inference_steps, shape)
-    images = []
-    with actor.averaged():
-        for begin in range(0, len(prompts), BATCH_SIZE):
-            texts = [prompt.text for prompt in prompts[begin : begin + BATCH_SIZE]]
-            conditioning = cache(texts)
-            places = list(range(begin, begin + len(texts)))
-            noise = sde.initial_noise(shape, places, [0] * len(texts), seed=_NOISE_SEED, training_step=0)
-
-            def velocity(latents: Tensor, timesteps: Tensor, rows: dict[str, Tensor] = conditioning) -> Tensor:
-                return actor.family.velocity(actor.transformer, latents, timesteps, rows, actor.guidance)
-
-            final = sample_ode(velocity, noise.to(actor.device), schedule)
-            images.append(actor.family.decode(final).cpu().numpy())
-    drawn = np.concatenate(images)
-    output, failed = score_batch(reward, drawn, list(prompts))
-    if failed.any():
-        raise BackendError(f"the reward failed on {failed.sum()} held-out samples")
-    scores = {"eval/reward": output.scores} | {f"eval/{name}": values for name, values in output.extra.items()}
-    metrics = {name: float(values.mean()) for name, values in scores.items()}
+    with parts.actor.averaged():
+        drawn = np.concatenate(
+            [
+                _sample(parts, prompts[begin : begin + BATCH_SIZE], begin)
+                for begin in range(0, len(prompts), BATCH_SIZE)
+            ]
+        )
+    output, _ = score_batch(parts.reward, drawn, list(prompts))
+    scores = {"reward": output.scores, **output.extra}
+    metrics = {f"eval/{name}": float(values.mean()) for name, values in scores.items()}
     metrics["eval/reward_std"] = float(output.scores.std(ddof=1)) if len(prompts) > 1 else 0.0
-    return Evaluation(metrics=metrics, images=drawn)
+    return Evaluation(metrics=metrics, images=drawn, scores=output.scores)
+
+
+def check_best_metric(name: str, metrics: Mapping[str, float]) -> None:
+    """Check that an evaluation yields the metric that `trainer.best_metric` names."""
+    if name not in metrics:
+        raise ConfigError(unknown_choice("trainer.best_metric", name, sorted(metrics)))
+
+
+def evaluate_run(
+    run_dir: str | Path, *, which: str = "best", overrides: tuple[str, ...] = ()
+) -> tuple[Path, Evaluation]:
+    """Evaluate a run's `best` or `last` checkpoint, or one given by its folder, on held-out prompts.
+
+    Raises:
+        ConfigError: `run_dir` holds no run.
+        CheckpointError: the checkpoint is missing, damaged or does not fit.
+    """
+    folder = Path(run_dir)
+    config = run_folder.load_config(folder, overrides)
+    chosen, state = _choose(folder / run_folder.CHECKPOINTS, which)
+    # Nothing is rolled out: let the engine share the actor's weights.
+    rollout = replace(config.rollout, dtype=config.model.dtype, emulate="none", staleness=0)
+    parts, data = build_parts(replace(config, rollout=rollout))
+    restore_actor(parts.actor, chosen, state)
+    return chosen, evaluate(parts, data.heldout)
+
+
+def _sample(parts: Parts, prompts: Sequence[Prompt], first_place: int) -> np.ndarray:
+    """Images `[b, H, W, 3]` uint8 of prompts whose places begin at `first_place`."""
+    actor, config = parts.actor, parts.config
+    family = actor.family
+    shape = family.latent_shape(config.sampling.height, config.sampling.width)
+    steps = config.trainer.eval_num_inference_steps or config.sampling.num_inference_steps
+    conditioning = parts.cache([prompt.text for prompt in prompts])
+    places = range(first_place, first_place + len(prompts))
+    noise = sde.initial_noise(shape, places, [0] * len(prompts), seed=_NOISE_SEED, training_step=0)
+
+    def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
+        return family.velocity(actor.transformer, latents, timesteps, conditioning, actor.guidance)
+
+    final = sample_ode(velocity, noise.to(actor.device), family.schedule(steps, shape))
+    if not torch.isfinite(final).all():
+        raise BatchError(
+            "the evaluation's latents are not finite: the weights have diverged, or model.path is damaged; "
+            "lower actor.lr, or check the model's files"
+        )
+    return family.decode(final).cpu().numpy()
+
+
+def _choose(root: Path, which: str) -> tuple[Path, TrainingState]:
+    if which not in ("best", "last"):
+        folder = Path(which)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"checkpoint={which!r} is no folder; give best, last or a checkpoint's folder"
+            )
+        return folder, checkpoint.load(folder)
+    folder, state = checkpoint.load_latest(root)
+    if which == "last" or state.facts["best"] is None:
+        return folder, state
+    best = checkpoint.folder_of(root, state.facts["best"][0])
+    return best, checkpoint.load(best)

@@ -9,21 +9,23 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from flowcorr.errors import BackendError
 from flowcorr.records import Prompt
 
-MIN_WIDTH = 128
+MIN_WIDTH, MAX_WIDTH, MAX_PICTURES = 128, 256, 48
 _CAPTION_HEIGHT, _GAP = 18, 4
 
 
 def labelled(
     images: np.ndarray, prompts: Sequence[Prompt], scores: np.ndarray | None = None
 ) -> list[Image.Image]:
-    """Images `[B, H, W, 3]` uint8, small ones enlarged, each above its target and score."""
+    """The first `MAX_PICTURES` images of `[B, H, W, 3]` uint8, each above its target and score.
+
+    Small ones are enlarged by a whole factor, large ones reduced.
+    """
     pictures = []
-    for index, (pixels, prompt) in enumerate(zip(images, prompts, strict=True)):
-        picture = Image.fromarray(pixels)
-        factor = max(1, MIN_WIDTH // picture.width)
-        picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    for index, (pixels, prompt) in enumerate(zip(images[:MAX_PICTURES], prompts[:MAX_PICTURES], strict=True)):
+        picture = _fit(Image.fromarray(pixels))
         canvas = Image.new("RGB", (picture.width, picture.height + _CAPTION_HEIGHT), "white")
         canvas.paste(picture)
         caption = prompt.target or prompt.text
@@ -48,7 +50,22 @@ def image_grid(pictures: Sequence[Image.Image], *, columns: int = 8) -> Image.Im
     return canvas
 
 
-def before_after(folder: Path, *, max_height: int = 560) -> None:
+def save_image(picture: Image.Image, path: Path) -> None:
+    """Write a picture as PNG.
+
+    Raises:
+        BackendError: the folder cannot be written to, such as when the disk is full.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+    except OSError as error:
+        raise BackendError(
+            f"{path} cannot be written ({error.strerror or error}); make room, then continue with --resume"
+        ) from error
+
+
+def before_after(folder: Path) -> None:
     """Join `eval_before.png` and `eval_after.png` in `folder` into `before_after.png`, if both are there."""
     paths = [folder / f"eval_{name}.png" for name in ("before", "after")]
     if not all(path.is_file() for path in paths):
@@ -56,12 +73,19 @@ def before_after(folder: Path, *, max_height: int = 560) -> None:
     halves = []
     for title, path in zip(("before", "after"), paths, strict=True):
         with Image.open(path) as picture:
-            half = picture.crop((0, 0, picture.width, min(picture.height, max_height)))
-        canvas = Image.new("RGB", (half.width, half.height + 24), "white")
-        canvas.paste(half, (0, 24))
+            canvas = Image.new("RGB", (picture.width, picture.height + 24), "white")
+            canvas.paste(picture, (0, 24))
         ImageDraw.Draw(canvas).text((2, 3), title, "black", font=ImageFont.load_default(16))
         halves.append(canvas)
     joined = Image.new("RGB", (sum(half.width for half in halves) + 24, halves[0].height), "white")
     joined.paste(halves[0], (0, 0))
     joined.paste(halves[1], (halves[0].width + 24, 0))
-    joined.save(folder / "before_after.png")
+    save_image(joined, folder / "before_after.png")
+
+
+def _fit(picture: Image.Image) -> Image.Image:
+    if picture.width > MAX_WIDTH:
+        height = max(1, round(picture.height * MAX_WIDTH / picture.width))
+        return picture.resize((MAX_WIDTH, height), Image.Resampling.LANCZOS)
+    factor = max(1, MIN_WIDTH // picture.width)
+    return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)

@@ -84,7 +84,10 @@ def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> Step
         if correction is not None:
             with watch("correction"):
                 batch, corrected = apply_rollout_correction_to_diffusion_batch(
-                    batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
+                    batch,
+                    correction,
+                    actor_config=config.actor,
+                    num_steps=config.sampling.num_inference_steps,
                 )
                 metrics = metrics.merge(corrected)
 

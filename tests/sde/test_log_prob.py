@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
@@ -50,6 +50,7 @@ def test_the_sum_of_a_steps_log_probs_is_its_density():
     assert math.exp(8 * delta.item()) == pytest.approx((densities[0] - densities[1]).exp().item(), rel=1e-10)
 
 
+@settings(max_examples=50)
 @given(
     shift=st.floats(-3, 3),
     std_p=st.floats(0.05, 5),

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -61,10 +58,9 @@ def test_noise_leaves_the_global_generator_alone():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_seeds_are_the_same_in_another_process():
-    code = "from flowcorr.sde.noise import stable_seed; print(stable_seed(1, 'a'))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(other.stdout) == stable_seed(1, "a") >= 0
+def test_seeds_never_change():
+    """Another number here means that no earlier run can be resumed or repeated."""
+    assert stable_seed(1, "a") == 2461651067226055738
     assert stable_seed(1, 11) != stable_seed(11, 1)
 
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr.errors import BatchError, ConfigError
@@ -24,6 +24,7 @@ def draw(groups, members, **changes):
 GROUPS, MEMBERS = [i // 4 for i in range(400)], [i % 4 for i in range(400)]
 
 
+@settings(max_examples=50)
 @given(start=st.integers(0, 5), length=st.integers(1, 6), size=st.integers(1, 6), seed=st.integers(0, 9))
 def test_windows_lie_within_their_range(start, length, size, seed):
     options = {"size": size, "window_range": (start, start + length), "num_inference_steps": 11, "seed": seed}

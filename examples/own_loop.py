@@ -1,0 +1,109 @@
+"""Rollout correction inside a FlowGRPO loop of your own: flowcorr's maths, none of its trainer.
+
+    python examples/own_loop.py --steps 5
+
+The rollout engine here holds its weights in bfloat16 while training runs in float32. The loop measures that
+gap, corrects for it, and prints both.
+"""
+
+import argparse
+import copy
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from peft import LoraConfig
+
+from flowcorr import sde
+from flowcorr.advantages import group_advantages
+from flowcorr.correction import compute_rollout_correction_and_rejection_mask
+from flowcorr.losses import flow_grpo
+from flowcorr.models import resolve_path
+
+WINDOW, GROUPS, MEMBERS, NOISE_LEVEL = (1, 2), 4, 8, 0.7
+
+
+def score_step(transformer, latents, index, sigmas, embeds, pooled):
+    """The distribution of the next latents under `transformer`, and its velocity."""
+    sigma, sigma_next = (sigmas[i].expand(len(latents)) for i in (index, index + 1))
+    dtype = transformer.dtype
+    velocity = transformer(
+        latents.to(dtype), embeds.to(dtype), pooled.to(dtype), 1000 * sigma, return_dict=False
+    )[0].float()
+    return sde.transition("sde", latents, velocity, sigma, sigma_next, NOISE_LEVEL), velocity
+
+
+@torch.no_grad()
+def rollout(engine, sigmas, embeds, pooled, generator):
+    """Ten steps, of which `WINDOW` is stochastic: the window's latents, its log-probs and the result."""
+    noise = torch.randn(GROUPS, 4, 8, 16, generator=generator).repeat_interleave(MEMBERS, 0)
+    latents, window, log_probs = noise, [], []
+    for index in range(10):
+        step, velocity = score_step(engine, latents, index, sigmas, embeds, pooled)
+        if index in WINDOW:
+            following = sde.sample(step, torch.randn(latents.shape, generator=generator))
+            window.append((latents, following))
+            log_probs.append(sde.log_prob(following, step))
+        else:
+            following = latents - (sigmas[index] - sigmas[index + 1]) * velocity
+        latents = following
+    return window, torch.stack(log_probs, 1), latents
+
+
+def recompute(policy, sigmas, window, embeds, pooled):
+    """Log-probs `[B, T]` of the window's steps under `policy`."""
+    scored = [
+        sde.log_prob(after, score_step(policy, before, index, sigmas, embeds, pooled)[0])
+        for index, (before, after) in zip(WINDOW, window, strict=True)
+    ]
+    return torch.stack(scored, 1)
+
+
+def main(steps: int) -> list[dict[str, float]]:
+    generator = torch.Generator().manual_seed(0)
+    pipe = StableDiffusion3Pipeline.from_pretrained(resolve_path("tiny_ocr"), torch_dtype=torch.float32)
+    policy = pipe.transformer.requires_grad_(False)
+    with torch.no_grad():
+        embeds, _, pooled, _ = pipe.encode_prompt(
+            ["ab", "cat", "dog", "wxyz"], None, None, do_classifier_free_guidance=False, max_sequence_length=0
+        )
+    embeds, pooled = embeds.repeat_interleave(MEMBERS, 0), pooled.repeat_interleave(MEMBERS, 0)
+    engine = copy.deepcopy(policy).to(torch.bfloat16)  # samples with other arithmetic, and stays stale
+    policy.add_adapter(LoraConfig(r=8, lora_alpha=16, target_modules=["to_q", "to_k", "to_v"]))
+    optimizer = torch.optim.AdamW((p for p in policy.parameters() if p.requires_grad), lr=3e-4)
+    pipe.scheduler.set_timesteps(10)
+    history = []
+    for step in range(steps):
+        window, rollout_log_probs, final = rollout(engine, pipe.scheduler.sigmas, embeds, pooled, generator)
+        rewards = -final.square().mean((1, 2, 3))  # a stand-in for your reward
+        advantages = group_advantages(rewards, torch.arange(GROUPS).repeat_interleave(MEMBERS))
+
+        with torch.no_grad():
+            old_log_probs = recompute(policy, pipe.scheduler.sigmas, window, embeds, pooled)
+        correction = compute_rollout_correction_and_rejection_mask(
+            old_log_probs, rollout_log_probs, rollout_is="sequence", rollout_is_threshold=2.0
+        )
+        loss = flow_grpo(
+            recompute(policy, pipe.scheduler.sigmas, window, embeds, pooled),
+            old_log_probs,
+            advantages.float()[:, None].expand_as(old_log_probs),
+            clip_ratio=1e-3,
+            adv_clip_max=5.0,
+            weight=correction.weights,
+            keep=correction.keep,
+        )
+        optimizer.zero_grad()
+        loss.mean().backward()
+        optimizer.step()
+        metrics = correction.metrics.merge(loss.metrics).compute() | {"reward": rewards.mean().item()}
+        history.append(metrics)
+        shown = ("reward", "rollout_corr/logprob_abs_diff_mean", "rollout_corr/rollout_is_eff_sample_size")
+        print(f"step {step + 1}: " + "  ".join(f"{name} {metrics[name]:.4g}" for name in shown))
+    return history
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=5)
+    main(parser.parse_args().steps)

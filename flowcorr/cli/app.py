@@ -1,0 +1,172 @@
+"""Arguments, help and exit codes of `flowcorr`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+import flowcorr
+from flowcorr.cli import commands
+from flowcorr.errors import ConfigError, FlowcorrError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_SIGNAL = 1, 2, 128
+
+_TRAIN = """\
+Train a LoRA with FlowGRPO. RECIPE is a YAML file, or the name of a recipe that ships with flowcorr.
+Keys of the recipe are changed with dotted.key=value; values are YAML.
+
+examples:
+  flowcorr train tiny_ocr_lora
+  flowcorr train tiny_ocr_lora trainer.seed=1 trainer.total_steps=50 --out runs/seed1
+  flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=bypass_ppo_clip --out runs/bypass
+  flowcorr train tiny_ocr_lora algorithm.rollout_correction=null --out runs/uncorrected
+  flowcorr train runs/seed1/config.yaml --out runs/seed1 --resume
+
+The run's folder gets config.yaml, metrics.jsonl, checkpoints/ and images/. Ctrl-C finishes the step, saves and
+prints the command that resumes; a second Ctrl-C stops at once.
+
+exit codes: 0 finished, 1 failed, 2 bad configuration, 128 + signal interrupted and saved
+"""
+_EVAL = """\
+Score a run's checkpoint on its held-out prompts.
+
+examples:
+  flowcorr eval runs/tiny_ocr_lora
+  flowcorr eval runs/tiny_ocr_lora --checkpoint last data.num_heldout=512
+"""
+_CONFIG = """\
+Print the whole configuration of a recipe as YAML, defaults and overrides resolved, and check it.
+
+examples:
+  flowcorr config tiny_ocr_lora
+  flowcorr config tiny_ocr_lora actor.lr=1e-4 > my_recipe.yaml
+"""
+_PRESETS = """\
+List the presets of rollout correction.
+
+A preset is chosen with one key, in a recipe or on the command line; thresholds beside it override its own:
+  flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=decoupled_seq_is
+  flowcorr train tiny_ocr_lora algorithm.rollout_correction.rollout_is_threshold=3.0
+"""
+_TINY = """\
+The embedded model: a Stable Diffusion 3 pipeline of a few megabytes that draws words.
+"""
+_TINY_TRAIN = """\
+Rebuild the embedded model from nothing: train it on rendered words, many of them struck through at the end, so
+that reinforcement learning has a defect to remove. Runs on one CPU core.
+
+example:
+  flowcorr tiny train --out /tmp/tiny_ocr && flowcorr train tiny_ocr_lora model.path=/tmp/tiny_ocr
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    _take_late_overrides(parser, arguments, rest)
+    # Losses and rewards of one's own are found in the working directory, as with `python -m flowcorr`.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")  # their advice on packages that are not needed here
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            return arguments.command(arguments)
+        except FlowcorrError as error:
+            print(f"flowcorr: error: {error}", file=sys.stderr)
+            return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        except BrokenPipeError:
+            # The reader of a pipe, such as `head`, has gone: say nothing more, not even at interpreter exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_FAILED
+        except KeyboardInterrupt:
+            return EXIT_SIGNAL + 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="flowcorr",
+        description="FlowGRPO training for flow-matching models, with rollout correction.\n\n"
+        "start here:\n  flowcorr train tiny_ocr_lora",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"flowcorr {flowcorr.__version__}")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = _add(subparsers, "train", "train by a recipe", _TRAIN, commands.train)
+    _add_recipe(train)
+    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/RECIPE)")
+    train.add_argument(
+        "--resume", action="store_true", help="continue from the folder's newest intact checkpoint"
+    )
+
+    evaluate = _add(subparsers, "eval", "score a checkpoint on held-out prompts", _EVAL, commands.evaluate)
+    evaluate.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
+    evaluate.add_argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best")
+    _add_overrides(evaluate)
+
+    _add_recipe(_add(subparsers, "config", "print a resolved recipe", _CONFIG, commands.config))
+    _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)
+
+    tiny = _new(subparsers, "tiny", "the embedded model", _TINY)
+    tiny_commands = tiny.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    rebuild = _add(tiny_commands, "train", "rebuild it from nothing", _TINY_TRAIN, commands.tiny_train)
+    rebuild.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
+    rebuild.add_argument("--seed", type=int, default=0, help="of weights, words and noise (default: 0)")
+    return parser
+
+
+def _new(
+    subparsers: argparse._SubParsersAction, name: str, summary: str, text: str
+) -> argparse.ArgumentParser:
+    return subparsers.add_parser(
+        name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def _add(
+    subparsers: argparse._SubParsersAction, name: str, summary: str, text: str, command: commands.Command
+) -> argparse.ArgumentParser:
+    parser = _new(subparsers, name, summary, text)
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+
+
+def _take_late_overrides(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, rest: Sequence[str]
+) -> None:
+    """Accept `key=value` after an option too, where argparse no longer expects positionals."""
+    unknown = [text for text in rest if text.startswith("-") or "=" not in text]
+    if unknown or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"flowcorr: warning: {message}", file=sys.stderr)

@@ -1,0 +1,123 @@
+"""What each command does. torch and all that follows it is imported here only when a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from flowcorr.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from flowcorr.correction import RolloutCorrectionConfig
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train by a recipe; 128 plus the signal's number if it was interrupted."""
+    from flowcorr.cli.progress import TerminalObserver
+    from flowcorr.config import load
+    from flowcorr.trainer import train as run
+
+    config = load(arguments.recipe, arguments.overrides)
+    out_dir = Path(arguments.out or Path("runs") / Path(arguments.recipe).stem)
+    with TerminalObserver() as observer:
+        result = run(config, out_dir, resume=arguments.resume, observer=observer)
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Score a checkpoint and print its metrics."""
+    from flowcorr.trainer import evaluate_run
+
+    checkpoint, evaluation = evaluate_run(
+        arguments.run_dir, which=arguments.checkpoint, overrides=tuple(arguments.overrides)
+    )
+    print(checkpoint)
+    for name, value in evaluation.metrics.items():
+        print(f"{name:<24} {value:.4f}")
+    return 0
+
+
+def config(arguments: argparse.Namespace) -> int:
+    """Print a resolved recipe."""
+    from flowcorr.config import load, to_yaml
+
+    print(to_yaml(load(arguments.recipe, arguments.overrides)), end="")
+    return 0
+
+
+def presets(_: argparse.Namespace) -> int:
+    """Print the table of presets."""
+    from flowcorr.correction import PRESETS, RolloutCorrectionConfig
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("preset", "mode", "weights", "rejection", "what it does"):
+        table.add_column(column, no_wrap=column == "preset", overflow="fold")
+    for name, description in PRESETS.items():
+        if description.startswith("= "):
+            continue
+        aliases = [alias for alias, text in PRESETS.items() if text == f"= {name}"]
+        preset = RolloutCorrectionConfig.preset(name)
+        names = "\n".join([name, *(f"  = {alias}" for alias in aliases)])
+        table.add_row(names, _mode(preset), _weights(preset), _rejection(preset), description)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return 0
+
+
+def tiny_train(arguments: argparse.Namespace) -> int:
+    """Rebuild the embedded model and print what came out."""
+    from flowcorr.cli.progress import PhaseBar
+    from flowcorr.tiny.pretrain import pretrain
+
+    with PhaseBar() as bar:
+        report = pretrain(arguments.out, seed=arguments.seed, scorer=_exact_match_scorer(), progress=bar)
+    print(f"{report.out_dir}: {report.num_bytes / 1e6:.2f} MB in {report.seconds:.0f} s")
+    if report.score is not None:
+        print(
+            f"held-out exact match {report.score:.3f}; {report.clean_score:.3f} before it learned the defect"
+        )
+    return 0
+
+
+def _exact_match_scorer() -> Callable[[np.ndarray, Sequence[str]], Sequence[float]] | None:
+    """Exact match by OCR; None without the extra, in which case the model is built but not scored."""
+    from flowcorr.rewards.ocr import OcrReward, compare
+
+    try:
+        reward = OcrReward()
+    except MissingExtraError as error:
+        print(f"not scored: {error}")
+        return None
+    return lambda images, words: list(compare(reward.read(images), words)[0])
+
+
+def _mode(preset: RolloutCorrectionConfig) -> str:
+    return f"bypass, {preset.loss_type}" if preset.bypass_mode else "decoupled"
+
+
+def _weights(preset: RolloutCorrectionConfig) -> str:
+    if preset.rollout_is is None:
+        return "-"
+    return f"{preset.rollout_is} {_bound(preset.rollout_is_threshold)}"
+
+
+def _rejection(preset: RolloutCorrectionConfig) -> str:
+    parts = (
+        [] if preset.rollout_rs is None else [f"{preset.rollout_rs} {_bound(preset.rollout_rs_threshold)}"]
+    )
+    if preset.rollout_token_veto_threshold is not None:
+        parts.append(f"veto {preset.rollout_token_veto_threshold:g}")
+    return ", ".join(parts) or "-"
+
+
+def _bound(threshold: object) -> str:
+    return "..".join(f"{bound:g}" for bound in threshold) if isinstance(threshold, tuple) else f"{threshold}"

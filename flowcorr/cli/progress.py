@@ -1,0 +1,160 @@
+"""What a run shows: live bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from flowcorr.config import Config
+    from flowcorr.trainer import RunResult
+
+_STEP_METRICS = {
+    "reward/mean": "reward",
+    "reward/exact_match": "exact match",
+    "rollout_corr/logprob_abs_diff_mean": "gap",
+    "actor/pg_clipfrac": "clipped",
+}
+
+
+class TerminalObserver:
+    """Follows a run on the terminal; use it as a context manager, so that the terminal is left in order."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description:<12}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            speed_estimate_period=600,
+            console=self._console,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task("step", total=None, note="")
+        self._clock = time.monotonic
+        self._start = self._clock()
+        self._start_step = self._total = 0
+        self._note = ""
+        self._evals: list[Mapping[str, float]] = []
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def on_start(self, config: Config, out_dir: Path, start_step: int) -> None:
+        """The run is set up and begins after `start_step`."""
+        self._start, self._start_step, self._total = self._clock(), start_step, config.trainer.total_steps
+        begin = f"resumes after step {start_step}" if start_step else f"{self._total} steps"
+        self._say(f"{config.model.path} -> {out_dir}: {begin}, {_treatment(config)}")
+        self._progress.update(self._task, total=self._total, completed=start_step)
+
+    def on_phase(self, name: str) -> None:
+        """The run enters a part of a step."""
+        self._progress.update(self._task, description=name)
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A training step is done."""
+        shown = {label: metrics[name] for name, label in _STEP_METRICS.items() if name in metrics}
+        self._note = "  ".join(f"{label} {value:.3g}" for label, value in shown.items())
+        self._progress.update(self._task, completed=step, note=self._note)
+        if not self._live:
+            self._say(f"step {step}/{self._total}  {self._note}  {self._remaining(step)}")
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation is done."""
+        self._evals.append(metrics)
+        self._say(f"eval at step {step}: {_scores(metrics)}")
+
+    def on_message(self, text: str) -> None:
+        """Something that the user should read."""
+        self._say(text)
+
+    def on_finish(self, result: RunResult) -> None:
+        """The run has ended, at its last step or by a signal."""
+        seconds = self._clock() - self._start
+        self._say(f"{result.status} after step {result.step} in {_duration(seconds)}: {result.out_dir}")
+        if len(self._evals) > 1:
+            self._say(f"held out: {_changes(self._evals[0], self._evals[-1])}")
+        if result.resume_command is not None:
+            self._say(f"resume with: {result.resume_command}")
+
+    def _remaining(self, step: int) -> str:
+        per_step = (self._clock() - self._start) / max(1, step - self._start_step)
+        return f"{per_step:.1f} s a step, {_duration(per_step * (self._total - step))} left"
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+class PhaseBar:
+    """Shows phases of known length: call it with phase, step, steps and loss."""
+
+    def __init__(self, console: Console | None = None, *, every: int = 100) -> None:
+        self._console = console or Console(highlight=False)
+        self._every = every
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def __call__(self, phase: str, step: int, steps: int, loss: float) -> None:
+        """Show that `step` of `steps` of `phase` is done."""
+        if phase not in self._tasks:
+            self._tasks[phase] = self._progress.add_task(phase, total=steps, loss=loss)
+        self._progress.update(self._tasks[phase], completed=step, loss=loss)
+        if not self._live and (step % self._every == 0 or step == steps):
+            self._console.print(f"{phase} {step}/{steps}  loss {loss:.4f}", markup=False, soft_wrap=True)
+
+
+def _treatment(config: Config) -> str:
+    correction = config.algorithm.rollout_correction
+    if correction is None:
+        return "rollout correction off"
+    mode = "bypass" if correction.bypass_mode else "decoupled"
+    return f"rollout correction {correction.preset or mode}"
+
+
+def _scores(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
+
+
+def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    names = [name for name in before if name in after and not name.endswith("_std")]
+    return ", ".join(
+        f"{name.removeprefix('eval/')} {before[name]:.3f} -> {after[name]:.3f}" for name in names
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d} min" if minutes else f"{rest} s"

@@ -1,0 +1,315 @@
+"""One entry for both modes: importance weights, a rejection mask and all diagnostics of a drift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flowcorr.correction import diagnostics
+from flowcorr.correction.bounds import (
+    IS_LEVELS,
+    SECTION,
+    Band,
+    Criterion,
+    parse_band,
+    parse_criteria,
+    parse_veto,
+)
+from flowcorr.correction.columns import Columns
+from flowcorr.correction.ratios import bounded_expm1, log_ratios, on_steps, scale_factor
+from flowcorr.correction.rejection import judge, log_prob_resolution, robust_z
+from flowcorr.correction.weights import Weights, batch_mean, importance_weights
+from flowcorr.errors import BatchError, ConfigError, unknown_choice
+from flowcorr.metrics import Block, Metrics
+
+# Terms at a time: their float64 columns then stay in a CPU's cache.
+_CHUNK_TERMS = 40960
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Correction:
+    """What a correction does to a batch.
+
+    Attributes:
+        weights: `[B, T]` float32, detached, 0 where the mask is off or a value is not finite; None where weights
+            are off or not applied.
+        keep: `[B, T]` bool, the terms that the mask has on, are finite, and were not rejected. A weight of zero
+            (IcePop) is kept.
+        metrics: named `rollout_corr/...`; `metrics.compute()` is the first read by the host.
+    """
+
+    weights: Tensor | None
+    keep: Tensor
+    metrics: Metrics
+
+
+def compute_rollout_correction_and_rejection_mask(
+    target_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor | None = None,
+    *,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | str | Sequence[float] | None = 2.0,
+    rollout_is_apply: bool = True,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | str | Sequence[object] | None = None,
+    rollout_token_veto_threshold: float | None = None,
+    log_ratio_scale: str | float = 1.0,
+    step_kl: Tensor | None = None,
+    step_indices: Tensor | None = None,
+    num_elements: int | None = None,
+    num_steps: int | None = None,
+    clip_ratio: float | Tensor | None = None,
+    log_legacy_names: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Correction:
+    """Weigh and reject terms by the drift from the rollout policy to a target policy, and describe the drift.
+
+    With `delta = target - rollout` in nats per latent element, weights, bands and veto act on
+    `log_ratio_scale * delta`; `exp` of it is a density ratio only for scale `sum`. Rejection never changes
+    weights, and nothing here carries a gradient. A non-finite step rejects its step, or its sample where weights
+    or a rejection mode are of samples.
+
+    Args:
+        target_log_prob: `[B, T]`, under the old policy (decoupled mode) or the current one (bypass mode).
+        rollout_log_prob: `[B, T]`, under the policy that sampled.
+        mask: `[B, T]`, nonzero where a term counts; None for everywhere.
+        rollout_is: `token` (`exp(delta)`), `sequence` (`exp(sum_t delta)`), `geometric` (`exp(mean_t delta)`),
+            or None. Exponents are held within +-20.
+        rollout_is_threshold: a number caps weights, a pair zeroes those outside, `inf` leaves them.
+        rollout_is_apply: False computes weights for the metrics only.
+        rollout_is_batch_normalize: divide by the mean weight over all terms (`token`) or samples, of all ranks.
+        rollout_rs: a rejection mode, or several chained by commas; see `bounds.RS_MODES`.
+        rollout_rs_threshold: its threshold, or theirs; see `bounds.parse_criteria`.
+        rollout_token_veto_threshold: a step with a ratio below it rejects its sample.
+        log_ratio_scale: `mean`, `sqrt`, `sum` or a number; `sqrt` and `sum` need `num_elements`.
+        step_kl: `[B, T]`, exact KL of each step a latent element, for `step_kl`, `seq_kl` (the sum over a
+            sample's steps: the KL of its window, by the chain rule) and the bookkeeping check.
+        step_indices: `[B, T]`, places in the schedule; adds a row of metrics for each.
+        num_elements: `D`, latent elements of a sample.
+        num_steps: length of the schedule; without it, `step_indices` cost a host read.
+        clip_ratio: the loss's clip range, one number or one a term, for `clip_noise_fraction`.
+        log_legacy_names: add the `mismatch/*` names.
+        group: ranks that share the batch; every rank must bring the same shape for `step_z`.
+
+    Raises:
+        ConfigError: a choice or threshold is bad.
+        BatchError: shapes differ (nothing is broadcast), or a tensor that a choice needs is missing.
+    """
+    batch = _Batch(
+        target_log_prob=target_log_prob,
+        rollout_log_prob=rollout_log_prob,
+        mask=mask,
+        step_kl=step_kl,
+        step_indices=step_indices,
+        clip_ratio=clip_ratio,
+    )
+    batch.validate()
+    if step_indices is not None and num_steps is None:
+        num_steps = int(step_indices.max()) + 1
+    plan = _Plan(
+        level=_parse_level(rollout_is),
+        cap=_parse_cap(rollout_is, rollout_is_threshold),
+        apply=rollout_is_apply,
+        normalize=rollout_is_batch_normalize,
+        criteria=parse_criteria(rollout_rs, rollout_rs_threshold),
+        veto=parse_veto(rollout_token_veto_threshold),
+        scale=scale_factor(log_ratio_scale, num_elements),
+        num_elements=num_elements,
+        num_steps=num_steps or 0,
+        legacy_names=log_legacy_names,
+    )
+    if plan.needs_robust_z:
+        ratios = log_ratios(target_log_prob, rollout_log_prob, mask, step_kl)
+        z = robust_z(ratios, target_log_prob, step_indices, plan.num_steps, num_elements, group)
+        batch = replace(batch, robust_z=z)
+
+    part = _join([_correct(rows, plan) for rows in batch.chunks()])
+    weights, columns, sums = part.weights, part.columns, part.block.sums
+    over = plan.normalize_over
+    if weights is not None and over is not None:
+        weights /= batch_mean(sums[columns.slot(f"weight/{over}")], sums[columns.slot(f"n/{over}")], group)
+    layout = columns.layout(diagnostics.specs(plan.criteria, over, plan.legacy_names), plan.num_steps)
+    return Correction(weights=weights, keep=part.keep, metrics=Metrics({layout: part.block}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """The choices of one call, parsed."""
+
+    level: str | None
+    cap: float | Band
+    apply: bool
+    normalize: bool
+    criteria: tuple[Criterion, ...]
+    veto: float | None
+    scale: float
+    num_elements: int | None
+    num_steps: int
+    legacy_names: bool
+
+    @property
+    def normalize_over(self) -> str | None:
+        if self.level is None or not self.normalize:
+            return None
+        return "terms" if self.level == "token" else "samples"
+
+    @property
+    def needs_robust_z(self) -> bool:
+        return any(criterion.mode == "step_z" for criterion in self.criteria)
+
+    @property
+    def needs_whole_samples(self) -> bool:
+        """Whether one missing step spoils its sample: for its weight, or for a rejection mode."""
+        by_weight = self.apply and self.level in ("sequence", "geometric")
+        return by_weight or any(not criterion.per_step for criterion in self.criteria)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Batch:
+    """The tensors of one call, `[B, T]` each."""
+
+    target_log_prob: Tensor
+    rollout_log_prob: Tensor
+    mask: Tensor | None = None
+    step_kl: Tensor | None = None
+    step_indices: Tensor | None = None
+    clip_ratio: float | Tensor | None = None
+    robust_z: Tensor | None = None
+
+    def validate(self) -> None:
+        shape = self.target_log_prob.shape
+        if len(shape) != 2 or 0 in shape:
+            raise BatchError(
+                f"target_log_prob has shape {list(shape)}; it must be [B, T] with at least one term"
+            )
+        for name, value in self._tensors().items():
+            if value.shape != shape:
+                raise BatchError(
+                    f"{name} has shape {list(value.shape)} and target_log_prob {list(shape)}; "
+                    f"they must be the same, nothing is broadcast"
+                )
+
+    def chunks(self) -> Iterator[_Batch]:
+        """The batch in runs of samples that fit a CPU's cache; whole on other devices."""
+        samples, steps = self.target_log_prob.shape
+        size = max(_CHUNK_TERMS // steps, 1)
+        if samples <= size or self.target_log_prob.device.type != "cpu":
+            yield self
+            return
+        for start in range(0, samples, size):
+            yield replace(
+                self, **{name: value[start : start + size] for name, value in self._tensors().items()}
+            )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    """The correction of one run of samples."""
+
+    weights: Tensor | None
+    keep: Tensor
+    columns: Columns
+    block: Block
+
+
+def _correct(batch: _Batch, plan: _Plan) -> _Part:
+    ratios = log_ratios(batch.target_log_prob, batch.rollout_log_prob, batch.mask, batch.step_kl)
+    columns = Columns(ratios)
+    excess = bounded_expm1(ratios.delta)
+    unscaled = plan.scale == 1.0
+    scaled = ratios.delta if unscaled else ratios.delta * plan.scale
+    scaled_excess = excess if unscaled else bounded_expm1(scaled)
+
+    diagnostics.add_drift(columns, excess)
+    if batch.step_kl is not None:
+        resolution = log_prob_resolution(batch.target_log_prob, ratios.rollout)
+        diagnostics.add_exact_kl(columns, plan.num_elements, resolution)
+    if batch.clip_ratio is not None:
+        diagnostics.add_clip(columns, batch.clip_ratio)
+
+    weights = None
+    if plan.level is not None:
+        weights, seq_weights = importance_weights(plan.level, ratios, scaled, scaled_excess, plan.cap)
+        diagnostics.add_weights(columns, weights, seq_weights)
+
+    kept = _kept(columns, batch, plan, scaled, scaled_excess)
+    diagnostics.add_outcome(columns, kept)
+    if batch.step_indices is not None:
+        diagnostics.add_steps(columns, batch.mask, kept, excess, weights)
+    return _Part(
+        weights=_weights_of_terms(weights, ratios.valid) if plan.apply else None,
+        keep=kept.bool(),
+        columns=columns,
+        block=columns.pack(batch.step_indices, plan.num_steps),
+    )
+
+
+def _join(parts: list[_Part]) -> _Part:
+    if len(parts) == 1:
+        return parts[0]
+    weights = [part.weights for part in parts if part.weights is not None]
+    return _Part(
+        weights=torch.cat(weights) if weights else None,
+        keep=torch.cat([part.keep for part in parts]),
+        columns=parts[0].columns,
+        block=Block(
+            torch.stack([part.block.sums for part in parts]).sum(0),
+            torch.stack([part.block.maxima for part in parts]).amax(0),
+        ),
+    )
+
+
+def _kept(columns: Columns, batch: _Batch, plan: _Plan, scaled: Tensor, scaled_excess: Tensor) -> Tensor:
+    """`[B, T]`, 1 for the terms that every criterion and the veto let pass, else 0."""
+    ratios = columns.ratios
+    kept = ratios.valid
+    spoilt = torch.zeros_like(ratios.has_valid)
+    if plan.needs_whole_samples:
+        spoilt = ratios.num_valid < ratios.num_masked_on
+    for criterion in plan.criteria:
+        verdict = judge(criterion, ratios, scaled, scaled_excess, batch.robust_z)
+        diagnostics.add_verdict(columns, criterion.mode, verdict)
+        if criterion.per_step:
+            kept = kept * ~verdict.out
+        else:
+            spoilt = spoilt | verdict.out
+    if plan.veto is not None:
+        catastrophic = (scaled < math.log(plan.veto)) * ratios.valid
+        spoilt = spoilt | diagnostics.add_veto(columns, catastrophic)
+    return on_steps(1.0 - spoilt.double(), kept)
+
+
+def _weights_of_terms(weights: Weights | None, valid: Tensor) -> Tensor | None:
+    """`[B, T]` float32 weights, 0 where invalid."""
+    if weights is None:
+        return None
+    weight = weights.excess + 1.0
+    return (weight * valid if weight.dim() == 2 else on_steps(weight, valid)).float()
+
+
+def _parse_level(rollout_is: str | None) -> str | None:
+    if rollout_is is not None and rollout_is not in IS_LEVELS:
+        raise ConfigError(unknown_choice(f"{SECTION}.rollout_is", rollout_is, IS_LEVELS))
+    return rollout_is
+
+
+def _parse_cap(rollout_is: str | None, threshold: object) -> float | Band:
+    if rollout_is is None:
+        return math.inf
+    if threshold is None:
+        raise ConfigError(
+            f"{SECTION}.rollout_is_threshold is null while rollout_is={rollout_is!r}; "
+            f"write inf for weights without a cap, or set rollout_is: null"
+        )
+    return parse_band(threshold, "rollout_is_threshold")

@@ -1,0 +1,233 @@
+"""The older dialects of rollout correction: their keys, translated, and their functions, as thin shims.
+
+Three generations of verl's keys are understood, under `algorithm` itself as well as under
+`algorithm.rollout_correction`. Each translation is announced by a `FutureWarning`, which Python shows to users
+by default, with the keys to write instead.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcorr.correction.bounds import IS_LEVELS, RS_ALIASES, SECTION, parse_band, parse_modes
+from flowcorr.correction.correct import compute_rollout_correction_and_rejection_mask
+from flowcorr.errors import ConfigError, unknown_choice
+
+IS_MODES = ("truncate", "mask")
+_FIRST_DIALECT = (
+    *("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold"),
+)
+_LATER_DIALECTS = (
+    *("rollout_rs_threshold_lower", "bypass_old_logprob_for_rollout"),
+    *("use_pure_rollout_correction", "use_policy_gradient"),
+)
+# Keys that the dialects share with today's, but that once stood directly under `algorithm`.
+_SHARED = (
+    *("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
+    *("rollout_rs", "rollout_rs_threshold", "rollout_token_veto_threshold"),
+)
+
+
+def translate_legacy(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `algorithm` with older correction keys, wherever they stand, as `rollout_correction`.
+
+    Raises:
+        ConfigError: a key stands in both places, or has a value that its dialect does not know.
+    """
+    result = dict(algorithm)
+    moved = {key: result.pop(key) for key in (*_SHARED, *_FIRST_DIALECT, *_LATER_DIALECTS) if key in result}
+    section = result.get("rollout_correction")
+    if section is None and not moved:
+        return result
+    section = {} if section is None else dict(section)
+    for key in moved:
+        if key in section:
+            raise ConfigError(f"algorithm.{key} and {SECTION}.{key} are both set; keep the second")
+    if moved or is_legacy(section):
+        result["rollout_correction"] = _announced({**moved, **section}, was_flat=bool(moved))
+    return result
+
+
+def translate_section(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Older keys of `rollout_correction` as today's, with a warning; today's are left as they are."""
+    return _announced(mapping, was_flat=False) if is_legacy(mapping) else dict(mapping)
+
+
+def is_legacy(section: Mapping[str, Any]) -> bool:
+    """Whether a section holds keys or values of an older dialect."""
+    return any(key in section for key in (*_FIRST_DIALECT, *_LATER_DIALECTS)) or isinstance(
+        section.get("rollout_is"), bool
+    )
+
+
+def _announced(mapping: Mapping[str, Any], *, was_flat: bool) -> dict[str, Any]:
+    translated = _translate(dict(mapping), was_flat=was_flat)
+    written = ", ".join(f"{key}: {_yaml(value)}" for key, value in translated.items())
+    warnings.warn(
+        f"{SECTION}: the keys {', '.join(mapping)} are of an older dialect; write {{{written}}} instead",
+        FutureWarning,
+        stacklevel=4,
+    )
+    return translated
+
+
+def _translate(old: dict[str, Any], *, was_flat: bool) -> dict[str, Any]:
+    has_level_key = any(key in old for key in _FIRST_DIALECT) or isinstance(old.get("rollout_is"), bool)
+    names_level = isinstance(old.get("rollout_is"), str)
+    if has_level_key or (was_flat and not names_level and "rollout_is_threshold" in old):
+        old = _from_first_dialect(old)
+    return _from_later_dialects(old)
+
+
+def _from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
+    """Keys by which a threshold switched the weights on, and a boolean whether they were applied."""
+    level = old.pop("rollout_is_level", None) or "token"
+    mode = old.pop("rollout_is_mode", None) or "truncate"
+    upper = old.pop("rollout_is_threshold", None)
+    lower = old.pop("rollout_is_threshold_lower", None)
+    veto = old.pop("rollout_is_veto_threshold", None)
+    apply = old.pop("rollout_is", None)
+    if isinstance(apply, str):
+        level, apply = apply, True
+    if level not in IS_LEVELS:
+        raise ConfigError(unknown_choice(f"{SECTION}.rollout_is_level", level, IS_LEVELS))
+    if mode not in IS_MODES:
+        raise ConfigError(unknown_choice(f"{SECTION}.rollout_is_mode", mode, IS_MODES))
+    if upper is None:
+        return {"rollout_is": None, **old}
+    new: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": upper}
+    if mode == "mask":
+        new["rollout_is_threshold"] = math.inf
+        new["rollout_rs"] = RS_ALIASES[level]
+        new["rollout_rs_threshold"] = _band(upper, lower)
+    if apply is False:
+        new["rollout_is_apply"] = False
+    if veto is not None:
+        new["rollout_token_veto_threshold"] = veto
+    for key in new:
+        if key in old:
+            raise ConfigError(
+                f"{SECTION}.{key}={old[key]!r} contradicts the older rollout_is_* keys; drop these"
+            )
+    return {**new, **old}
+
+
+def _from_later_dialects(old: dict[str, Any]) -> dict[str, Any]:
+    """Keys of the first `RolloutCorrectionConfig`: a lower threshold of its own, flags for the mode and loss."""
+    lower = old.pop("rollout_rs_threshold_lower", None)
+    if old.get("rollout_rs") is not None:
+        old["rollout_rs"] = ",".join(parse_modes(old["rollout_rs"]))
+        if lower is not None:
+            old["rollout_rs_threshold"] = _band(old.get("rollout_rs_threshold"), lower)
+    bypass = old.pop("bypass_old_logprob_for_rollout", None)
+    gradient_flags = [old.pop(key, None) for key in ("use_pure_rollout_correction", "use_policy_gradient")]
+    if bypass is not None:
+        old["bypass_mode"] = bool(bypass)
+    if any(gradient_flags):
+        if not old.get("bypass_mode"):
+            raise ConfigError(
+                f"{SECTION}.use_pure_rollout_correction=True needs bypass_old_logprob_for_rollout: true; "
+                f"today's keys for both are bypass_mode: true and loss_type: reinforce"
+            )
+        old["loss_type"] = "reinforce"
+        if _is_of_samples(old):
+            old["bypass_scope"] = "trajectory"
+    return old
+
+
+def _is_of_samples(section: Mapping[str, Any]) -> bool:
+    by_weight = section.get("rollout_is") in ("sequence", "geometric")
+    return by_weight or any(mode.startswith("seq_") for mode in parse_modes(section.get("rollout_rs")))
+
+
+def _band(upper: Any, lower: Any) -> tuple[float, float]:
+    highest = parse_band(upper, "rollout_rs_threshold")
+    if isinstance(highest, tuple):
+        raise ConfigError(
+            f"{SECTION}.rollout_rs_threshold={upper!r} is a band already; drop the lower threshold"
+        )
+    if lower is None:
+        return 1.0 / highest, highest
+    # A lower threshold of 0 meant none; bands are of positive ratios.
+    return max(float(lower), sys.float_info.min), highest
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{value[0]!r}_{value[1]!r}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return ".inf" if value == math.inf else str(value)
+
+
+def compute_rollout_importance_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str = "token",
+    rollout_is_mode: str = "truncate",
+    rollout_is_threshold: float | None = None,
+    rollout_is_threshold_lower: float | None = None,
+    rollout_is_veto_threshold: float | None = None,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """Weights, mask and metrics under the names of the first dialect; None, the mask and {} without a threshold.
+
+    The mask has the dtype of `response_mask`; metrics are the `mismatch/*` ones.
+    """
+    if rollout_is_threshold is None:
+        return None, response_mask, {}
+    keys = _from_first_dialect(
+        {
+            "rollout_is_level": rollout_is_level,
+            "rollout_is_mode": rollout_is_mode,
+            "rollout_is_threshold": rollout_is_threshold,
+            "rollout_is_threshold_lower": rollout_is_threshold_lower,
+            "rollout_is_veto_threshold": rollout_is_veto_threshold,
+        }
+    )
+    correction = compute_rollout_correction_and_rejection_mask(
+        old_log_prob, rollout_log_prob, response_mask, log_legacy_names=True, **keys
+    )
+    metrics = correction.metrics.compute()
+    legacy = {name: value for name, value in metrics.items() if name.startswith("mismatch/")}
+    return correction.weights, correction.keep.to(response_mask.dtype), legacy
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """The drift's diagnostics without a prefix, as verl names them."""
+    metrics = compute_rollout_correction_and_rejection_mask(
+        old_log_prob, rollout_log_prob, response_mask
+    ).metrics
+    return {name.removeprefix("rollout_corr/"): value for name, value in metrics.compute().items()}
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str = "token_k1",
+    rollout_rs_threshold: str | float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The mask after rejection by log-ratios `[B, T]`, and its metrics without a prefix.
+
+    Bands of k1 are bands of ratios, as everywhere in flowcorr; verl takes them of the reciprocal.
+    """
+    correction = compute_rollout_correction_and_rejection_mask(
+        log_ratio,
+        torch.zeros_like(log_ratio),
+        response_mask,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+    )
+    metrics = correction.metrics.compute()
+    chosen = {name: value for name, value in metrics.items() if name.startswith("rollout_corr/rollout_rs_")}
+    mask = correction.keep.to(response_mask.dtype)
+    return mask, {name.removeprefix("rollout_corr/"): value for name, value in chosen.items()}

@@ -1,0 +1,93 @@
+"""Share of a default training step that correction, losses and metrics take.
+
+    python tests/benchmarks/step_share.py
+
+Runs steps of `tiny_ocr_lora` on its embedded model, then times the correction, the loss with its backward
+pass to the log-probs, and the metrics' `compute()` on tensors of the same shapes. Prints medians and ratios.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flowcorr import config
+from flowcorr.algorithm import apply_rollout_correction_to_diffusion_batch, diffusion_loss
+from flowcorr.metrics import Metrics
+from flowcorr.records import ActorBatch, BatchStep, PolicyStep, Rollout
+from flowcorr.trainer.loop import build_parts
+from flowcorr.trainer.step import train_step
+
+
+def median_seconds(run: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def batch_of(settings: config.Config) -> ActorBatch:
+    """A batch of the recipe's shapes with a drift of 1e-4."""
+    draw = torch.Generator().manual_seed(0)
+    samples, steps = settings.rollout.prompts_per_step * settings.rollout.n, settings.sampling.sde_window_size
+    log_probs = torch.randn(samples, steps, generator=draw)
+    flat = torch.zeros(samples, steps)
+    rollout = Rollout(
+        latents=torch.zeros(samples, steps + 1, 4, 8, 16),
+        step_indices=torch.arange(steps).expand(samples, steps),
+        timesteps=flat,
+        sigmas=flat + 0.9,
+        sigmas_next=flat + 0.8,
+        log_probs=log_probs,
+        group_ids=torch.arange(samples) // settings.rollout.n,
+        policy_versions=torch.zeros(samples, dtype=torch.int64),
+    ).validate()
+    old = log_probs + 1e-4 * torch.randn(samples, steps, generator=draw)
+    return ActorBatch(rollout=rollout, advantages=torch.randn(samples, generator=draw), old_log_probs=old)
+
+
+def own_work(settings: config.Config, batch: ActorBatch) -> None:
+    """Everything of a step that is flowcorr's own: correction, losses, metrics."""
+    correction = settings.algorithm.rollout_correction
+    num_steps = settings.sampling.num_inference_steps
+    corrected, metrics = apply_rollout_correction_to_diffusion_batch(
+        batch, correction, actor_config=settings.actor, num_steps=num_steps
+    )
+    parts: list[Metrics] = [metrics]
+    for half in torch.arange(batch.rollout.num_samples).chunk(settings.actor.mini_batches):
+        mini = corrected.select(half)
+        log_prob = mini.old_log_probs.clone().requires_grad_()
+        ones = torch.ones_like(log_prob)
+        policy = PolicyStep(log_prob=log_prob, mean=mini.rollout.latents[:, 1:], std=ones, step=ones)
+        output = diffusion_loss(
+            policy.per_term(), BatchStep.of(mini).per_term(), settings.actor, correction, num_steps=num_steps
+        )
+        output.loss_sum.backward()
+        parts.append(output.metrics)
+    Metrics.merged(parts).compute()
+
+
+def main(repeats: int) -> None:
+    settings = config.load("tiny_ocr_lora", ["data.num_train=64", "data.num_heldout=8"])
+    settings = replace(settings, trainer=replace(settings.trainer, num_threads=1))
+    parts, _ = build_parts(settings)
+    parts.engine.sync(parts.actor.snapshot())
+    steps = iter(range(1, repeats + 2))
+    train_step(parts, next(steps), lambda _: None)
+    step = median_seconds(lambda: train_step(parts, next(steps), lambda _: None), repeats)
+    batch = batch_of(settings)
+    own_work(settings, batch)
+    own = median_seconds(lambda: own_work(settings, batch), 20 * repeats)
+    print(f"training step            {step * 1e3:9.1f} ms")
+    print(f"correction+loss+metrics  {own * 1e3:9.2f} ms   {100 * own / step:.2f} % of the step")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    main(parser.parse_args().repeats)

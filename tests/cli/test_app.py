@@ -1,0 +1,109 @@
+import subprocess
+import sys
+
+import pytest
+
+from flowcorr import __version__
+from flowcorr.cli import main
+from flowcorr.config import load
+from flowcorr.correction import PRESETS
+
+COMMANDS = [["train"], ["eval"], ["config"], ["presets"], ["tiny"], ["tiny", "train"]]
+
+
+def run(capsys, *arguments):
+    """Exit code, stdout and stderr of `flowcorr *arguments`."""
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", [[], *COMMANDS])
+def test_help_fits_a_terminal(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != ["tiny"]])
+def test_help_teaches_with_an_example(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    assert f"\n  flowcorr {' '.join(command).replace('presets', 'train')} " in capsys.readouterr().out
+
+
+def test_config_prints_what_load_reads(capsys, tmp_path):
+    code, out, err = run(capsys, "config", "tiny_ocr_lora", "trainer.seed=5")
+    path = tmp_path / "config.yaml"
+    path.write_text(out, encoding="utf-8")
+    assert (code, err) == (0, "")
+    assert load(path) == load("tiny_ocr_lora", ["trainer.seed=5"])
+
+
+def test_presets_lists_all_names(capsys):
+    code, out, err = run(capsys, "presets")
+    assert (code, err) == (0, "")
+    words = set(out.split())
+    assert set(PRESETS) <= words
+    assert "0.999..1.001" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["config", "tiny_ocr_lra"], "did you mean tiny_ocr_lora?"),
+        (["config", "tiny_ocr_lora", "actor.lrr=1"], "did you mean actor.lr?"),
+        (["train", "tiny_ocr_lora", "rollout.n=1"], "rollout.n=1 leaves every advantage at 0"),
+        (["eval", "/nowhere"], "/nowhere holds no run"),
+    ],
+)
+def test_bad_configuration_is_one_line_and_exit_code_2(arguments, message, capsys):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("flowcorr: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["trian"],
+        ["presets", "a=1"],
+        ["config", "tiny_ocr_lora", "--sed=1"],
+        ["config", "tiny_ocr_lora", "seed"],
+    ],
+)
+def test_bad_usage_exits_with_2(arguments, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_overrides_may_follow_options(capsys, tmp_path):
+    code, _, err = run(
+        capsys, "train", "tiny_ocr_lora", "--out", str(tmp_path), "rollout.n=1", "--resume", "actor.lr=1"
+    )
+    assert code == 2
+    assert "with rollout.n=1 actor.lr=1" in err
+
+
+def test_warnings_are_one_line(tmp_path):
+    command = [sys.executable, "-m", "flowcorr", "config", "tiny_ocr_lora", "sampling.true_cfg_scale=4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == (
+        "flowcorr: warning: sampling.true_cfg_scale=4.0 has no effect: "
+        "it belongs to Qwen-Image; sd3 reads sampling.guidance_scale\n"
+    )
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"flowcorr {__version__}\n"

@@ -1,0 +1,81 @@
+import io
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flowcorr.cli.progress import PhaseBar, TerminalObserver
+from flowcorr.config import load
+from flowcorr.trainer import RunResult
+
+BEFORE = {"eval/reward": 0.5, "eval/exact_match": 0.4, "eval/reward_std": 0.1}
+AFTER = {"eval/reward": 0.9, "eval/exact_match": 0.8, "eval/reward_std": 0.1}
+
+
+@pytest.fixture(params=[False, True], ids=["pipe", "terminal"])
+def console(request):
+    return Console(file=io.StringIO(), force_terminal=request.param, width=120, highlight=False)
+
+
+def follow(observer, *, result):
+    """Tell the observer of a run of two steps."""
+    observer.on_start(load("tiny_ocr_lora", ["trainer.total_steps=2"]), Path("runs/x"), 0)
+    observer.on_eval(0, BEFORE)
+    for step in (1, 2):
+        observer.on_phase("rollout")
+        observer.on_step(step, {"reward/mean": 0.25 * step, "actor/pg_clipfrac": 0.125})
+    observer.on_eval(2, AFTER)
+    observer.on_message("[red]not markup[/red]")
+    observer.on_finish(result)
+
+
+def test_a_run_tells_what_a_user_wants_to_know(console):
+    finished = RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics=AFTER)
+    with TerminalObserver(console) as observer:
+        follow(observer, result=finished)
+    text = console.file.getvalue()
+    assert "tiny_ocr -> runs/x: 2 steps, rollout correction decoupled_seq_is\n" in text
+    assert "eval at step 0: reward 0.500  exact_match 0.400" in text
+    assert "reward 0.5  clipped 0.125" in text
+    assert "held out: reward 0.500 -> 0.900, exact_match 0.400 -> 0.800\n" in text
+    assert "[red]not markup[/red]" in text
+    assert "finished after step 2" in text
+
+
+def test_one_plain_line_a_step_where_there_is_no_terminal():
+    console = Console(file=io.StringIO(), force_terminal=False, width=40)
+    with TerminalObserver(console) as observer:
+        follow(observer, result=RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics=AFTER))
+    lines = console.file.getvalue().splitlines()
+    assert [line.split("  ")[:2] for line in lines if line.startswith("step")] == [
+        ["step 1/2", "reward 0.25"],
+        ["step 2/2", "reward 0.5"],
+    ]
+    assert "\x1b" not in console.file.getvalue()
+
+
+def test_an_interrupted_run_says_how_to_resume(console):
+    result = RunResult(
+        status="interrupted",
+        step=1,
+        out_dir=Path("runs/x"),
+        metrics={},
+        signal=signal.SIGINT,
+        resume_command="flowcorr train runs/x/config.yaml --resume --out runs/x",
+    )
+    with TerminalObserver(console) as observer:
+        observer.on_start(load("tiny_ocr_lora"), Path("runs/x"), 0)
+        observer.on_finish(result)
+    text = console.file.getvalue()
+    assert "interrupted after step 1" in text
+    assert "resume with: flowcorr train runs/x/config.yaml --resume --out runs/x\n" in text
+
+
+def test_phase_bar(console):
+    with PhaseBar(console, every=2) as bar:
+        for step in (1, 2, 3):
+            bar("vae", step, 3, 0.5 / step)
+    text = console.file.getvalue()
+    assert "3/3" in text
+    assert "loss 0.1667" in text

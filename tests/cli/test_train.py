@@ -1,0 +1,68 @@
+"""`flowcorr train` and `eval` on the embedded model, from the command to the exit code."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import threading
+import time
+
+import pytest
+
+from flowcorr.cli import main
+
+SMALL = [
+    "rollout.prompts_per_step=2",
+    "rollout.n=2",
+    "sampling.num_inference_steps=4",
+    "data.num_train=16",
+    "data.num_heldout=4",
+]
+
+
+def train(out, *arguments):
+    return main(["train", "tiny_jpeg_lora", *SMALL, "--out", str(out), *arguments])
+
+
+def test_train_resume_and_eval(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train(out, "trainer.total_steps=1") == 0
+    assert re.search(r"^held out: reward -?[\d.]+ -> -?[\d.]+$", capsys.readouterr().out, re.MULTILINE)
+
+    assert train(out, "trainer.total_steps=2") == 2
+    assert "already holds a run; continue it with --resume" in capsys.readouterr().err
+    assert train(out, "trainer.total_steps=2", "--resume", "actor.lr=1e-2") == 2
+    assert "actor.lr was 0.0003, now 0.01" in capsys.readouterr().err
+
+    assert train(out, "trainer.total_steps=2", "--resume") == 0
+    assert "resumes after step 1" in capsys.readouterr().out
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert max(record["step"] for record in records) == 2
+
+    assert main(["eval", str(out), "--checkpoint", "last"]) == 0
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert float(printed["eval/reward"]) == pytest.approx(records[-1]["eval/reward"], abs=1e-4)
+
+
+def interrupt_after_first_step(out):
+    """Send this process what Ctrl-C sends, once the run in `out` has logged a training step."""
+    log = out / "metrics.jsonl"
+    while not (log.exists() and '"reward/mean"' in log.read_text(encoding="utf-8")):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_interrupt_saves_and_says_how_to_resume(tmp_path, capsys):
+    out = tmp_path / "run"
+    killer = threading.Thread(target=interrupt_after_first_step, args=(out,), daemon=True)
+    killer.start()
+    assert train(out, "trainer.total_steps=10000", "trainer.eval_every=0") == 128 + signal.SIGINT
+    killer.join()
+    printed = capsys.readouterr().out
+    assert "SIGINT: finishing this step and saving; again stops at once\n" in printed
+
+    step = int(re.search(r"^interrupted after step (\d+)", printed, re.MULTILINE)[1])
+    (resume,) = re.findall(r"^resume with: flowcorr (.*)$", printed, re.MULTILINE)
+    assert main([*shlex.split(resume), f"trainer.total_steps={step + 1}"]) == 0
+    assert f"resumes after step {step}" in capsys.readouterr().out

@@ -1,0 +1,257 @@
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowcorr.config import Config, find_recipe, load, load_mapping, recipe_names, to_mapping, to_yaml
+from flowcorr.correction.config import RolloutCorrectionConfig
+from flowcorr.errors import ConfigError
+
+SECTION = "algorithm.rollout_correction"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A function that writes YAML text to a file and returns its path."""
+
+    def write(text, name="recipe.yaml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def empty(recipe):
+    return recipe("")
+
+
+def test_empty_recipe_is_all_defaults(empty):
+    assert load(empty) == Config()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_loads_without_warnings_and_round_trips(name, recipe):
+    config = load(name)
+    assert load(recipe(to_yaml(config))) == config
+    assert load_mapping(to_mapping(config)) == config
+    assert len(find_recipe(name).read_text(encoding="utf-8").splitlines()) < 40
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_says_how_to_run_it(name):
+    header = find_recipe(name).read_text(encoding="utf-8").split("\nmodel:")[0]
+    assert all(line.startswith("#") for line in header.splitlines())
+    assert f"flowcorr train {name}" in header
+
+
+def test_shipped_recipes():
+    assert recipe_names() == [
+        "tiny_jpeg_lora",
+        "tiny_ocr_lora",
+        "tiny_ocr_lora_bypass",
+        "tiny_ocr_lora_grpo_guard",
+    ]
+
+
+def test_one_key_switches_the_mode():
+    presets = ("bypass_ppo_clip", "seq_is", "disabled")
+    modes = [load("tiny_ocr_lora", [f"{SECTION}.preset={preset}"]) for preset in presets]
+    corrections = [config.algorithm.rollout_correction for config in modes]
+    assert [correction.bypass_mode for correction in corrections] == [True, False, False]
+    assert [correction.rollout_is for correction in corrections] == [None, "sequence", None]
+    assert load("tiny_ocr_lora", [f"{SECTION}=null"]).algorithm.rollout_correction is None
+    assert len({to_yaml(replace(config, algorithm=Config().algorithm)) for config in modes}) == 1
+
+
+def test_values_and_their_types(recipe):
+    config = load(
+        recipe(
+            """
+            model: {lora: {alpha: 8, targets: [to_q, to_k]}}
+            actor: {lr: 1e-4, betas: [0, 0.5]}
+            reward: {terms: [{name: ocr, weight: 2, options: {detect: false}}, {name: jpeg_compressibility}]}
+            trainer: {total_steps: 7, seed: "${.total_steps}"}
+            """
+        )
+    )
+    assert config.model.lora.alpha == 8.0
+    assert isinstance(config.model.lora.alpha, float)
+    assert config.model.lora.targets == ("to_q", "to_k")
+    assert config.actor.lr == 1e-4
+    assert config.actor.betas == (0.0, 0.5)
+    assert [(term.name, term.weight, dict(term.options)) for term in config.reward.terms] == [
+        ("ocr", 2.0, {"detect": False}),
+        ("jpeg_compressibility", 1.0, {}),
+    ]
+    assert config.trainer.seed == 7
+
+
+def test_overrides(empty):
+    config = load(
+        empty,
+        [
+            "trainer.seed=3",
+            "actor.lr=2e-4",
+            "sampling.sde_window_range=[1, 5]",
+            "model.lora.targets=null",
+            "sampling.guidance_scale=4",
+            "sampling.negative_prompt=a=b, c",
+            "reward.terms=[{name: ocr}, {name: jpeg_compressibility, weight: 0.1}]",
+            "reward.terms[0].weight=2",
+            "trainer.total_steps=${trainer.seed}",
+        ],
+    )
+    assert (config.trainer.seed, config.trainer.total_steps, config.actor.lr) == (3, 3, 2e-4)
+    assert config.sampling.sde_window_range == (1, 5)
+    assert config.sampling.negative_prompt == "a=b, c"
+    assert [term.weight for term in config.reward.terms] == [2.0, 0.1]
+
+
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+@pytest.mark.parametrize(
+    ("text", "band"),
+    [("0.5_2", (0.5, 2.0)), ("0.5_2.0", (0.5, 2.0)), ("0.999_1.001", (0.999, 1.001)), ("1_5", (1.0, 5.0))],
+)
+def test_bands_are_not_numbers(recipe, empty, text, band, quote):
+    keys = f"rollout_rs: seq_sum_k1, rollout_rs_threshold: {quote}{text}{quote}"
+    from_file = load(recipe(f"algorithm: {{rollout_correction: {{{keys}}}}}"))
+    from_override = load(
+        empty, [f"{SECTION}.rollout_rs=seq_sum_k1", f"{SECTION}.rollout_rs_threshold={quote}{text}{quote}"]
+    )
+    for config in (from_file, from_override):
+        (criterion,) = config.algorithm.rollout_correction.criteria
+        assert (
+            criterion
+            == RolloutCorrectionConfig(rollout_rs="seq_sum_k1", rollout_rs_threshold=band).criteria[0]
+        )
+
+
+def test_infinite_cap_round_trips(recipe):
+    config = load("tiny_ocr_lora", [f"{SECTION}.rollout_is_threshold=.inf"])
+    assert config.algorithm.rollout_correction.rollout_is_threshold == math.inf
+    assert load(recipe(to_yaml(config))) == config
+    assert load("tiny_ocr_lora", [f"{SECTION}.rollout_is_threshold=inf"]) == config
+
+
+@given(text=st.text(alphabet=st.characters(exclude_categories=("Cs", "Cc"))))
+def test_any_text_round_trips(text, tmp_path_factory):
+    config = load_mapping({"sampling": {"negative_prompt": text, "guidance_scale": 2}})
+    path = tmp_path_factory.mktemp("round_trip") / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load(path) == config
+
+
+@pytest.mark.parametrize(
+    "text", ["0.5_2", "1e-4", "off", "1:30", "010", "true", "${trainer.seed}", "a \\${b}", "~", ""]
+)
+def test_text_that_looks_like_something_else_round_trips(recipe, text):
+    config = load_mapping({"sampling": {"negative_prompt": text, "guidance_scale": 2}})
+    assert load(recipe(to_yaml(config))).sampling.negative_prompt == text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.lrr=1", r"actor\.lrr.* is unknown.*did you mean actor\.lr\?"),
+        ("actr.lr=1", r"actr.* is unknown; choose from model, .*did you mean actor\?"),
+        ("actor.lr=fast", r"actor\.lr='fast' must be a number"),
+        ("actor.lr=true", r"actor\.lr=True must be a number"),
+        ("actor.lr='1e-4'", r"actor\.lr='1e-4' must be a number"),
+        ("actor.lr=null", r"actor\.lr=None must be a number"),
+        ("actor.lr=0", r"actor\.lr=0\.0 is out of range; it must be above 0"),
+        ("actor.lr=.nan", r"actor\.lr=nan is out of range"),
+        ("actor.compile=1", r"actor\.compile=1 must be true or false"),
+        ("actor.compile=off", r"actor\.compile='off' must be true or false"),
+        ("trainer.total_steps=2.5", r"trainer\.total_steps=2\.5 must be a whole number"),
+        ("trainer.total_steps=true", r"trainer\.total_steps=True must be a whole number"),
+        ("trainer.total_steps=1_000", r"trainer\.total_steps='1_000' must be a whole number"),
+        ("model.path=7", r"model\.path=7 must be text"),
+        ("trainer.trackers=wandb", r"trainer\.trackers='wandb' must be a list, such as \[wandb\]"),
+        ("sampling.sde_type=cpss", r"sampling\.sde_type='cpss' is unknown; .*did you mean cps\?"),
+        ("sampling.sde_window_range=[0, 2, 4]", r"sampling\.sde_window_range=\[0, 2, 4\] must be a list of 2"),
+        ("sampling.sde_window_range=[0, 1.5]", r"sampling\.sde_window_range\[1\]=1\.5 must be a whole number"),
+        ("sampling.sde_window_range=[8, 11]", r"sde_window_range=\[8, 11\] lies outside the schedule"),
+        ("sampling.sde_window_size=5", r"sde_window_size=5 does not fit"),
+        ("rollout.n=1", r"rollout\.n=1 leaves every advantage at 0"),
+        ("actor=5", r"actor=5 must be a section of keys: loss_mode, "),
+        ("actor=null", r"actor=None must be a section of keys"),
+        ("reward.terms=[{weight: 1}]", r"reward\.terms\[0\]\.name is missing"),
+        ("reward.terms=[{name: ocr, weigth: 1}]", r"reward\.terms\[0\]\.weigth.*did you mean .*\.weight\?"),
+        ("reward.terms=[ocr]", r"reward\.terms\[0\]='ocr' must be a section of keys: name, weight, options"),
+        ("reward.terms=[{name: ocr, options: 3}]", r"reward\.terms\[0\]\.options=3 must be a mapping"),
+        ("actor.loss_mode=grpo_gard", r"actor\.loss_mode='grpo_gard' is unknown; .*did you mean grpo_guard\?"),
+        ("actor.loss_mode=nowhere:loss", r"actor\.loss_mode='nowhere:loss'.*cannot be imported"),
+        ("trainer.seed", r"override 'trainer.seed' must have the form section\.key=value"),
+        ("=3", r"override '=3' must have the form"),
+        ("trainer.seed=[1", r"trainer\.seed=\[1 is not valid YAML"),
+        ("trainer.seed=${nothing.here}", r"trainer\.seed cannot be resolved: .*nothing\.here"),
+        ("trainer.seed=???", r"trainer\.seed cannot be resolved"),
+        (f"{SECTION}.rollout_iss=token", r"rollout_iss.* is unknown; .*did you mean rollout_is\?"),
+        (f"{SECTION}.preset=seq_iss", r"preset='seq_iss' is unknown; .*did you mean seq_is\?"),
+        (f"{SECTION}.rollout_rs=seq_mean_k4", r"rollout_rs.*seq_mean_k4.*did you mean seq_mean_k"),
+        (f"{SECTION}.rollout_rs=seq_mean_k1", r"rollout_rs.*threshold"),
+        (f"{SECTION}.loss_type=reinforce", r"loss_type='reinforce' needs bypass_mode"),
+        (f"{SECTION}={{rollout_is: token, rollout_is_threshold: null}}", r"rollout_is_threshold is null"),
+        (f"{SECTION}={{bypass_mode: true, rollout_is_batch_normalize: true, rollout_is: token}}", "whole batch"),
+        (f"{SECTION}={{preset: seq_is, rollout_is: token}}", r"contradicts preset='seq_is'"),
+        *(
+            (f"{SECTION}={{rollout_rs: token_k1, rollout_rs_threshold: {band}}}", r"rollout_rs_threshold")
+            for band in ("2.0_0.5", ".nan", "0", "-1", "0.5_x", "[0.5, 1, 2]")
+        ),
+    ],
+)  # fmt: skip
+def test_bad_keys_and_values_are_named(empty, override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(empty, [override])
+    assert str(caught.value).startswith(f"{empty} with {override}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_override_beyond_the_end_of_a_list(recipe):
+    with pytest.raises(ConfigError, match=r"reward\.terms\[3\]\.weight=1 cannot be set"):
+        load(recipe("reward: {terms: [{name: ocr}]}"), ["reward.terms[3].weight=1"])
+
+
+def test_cps_noise_level_above_one(empty):
+    with pytest.raises(ConfigError, match=r"sampling\.noise_level=1\.2 is out of range for sde_type=cps"):
+        load(empty, ["sampling.sde_type=cps", "sampling.noise_level=1.2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actor: {lr: 1, lr: 2}", r"'lr' is given twice"),
+        ("actor: [", r"is not valid YAML: .*line 1"),
+        ("- 1", r"must hold sections of keys, not a list"),
+        ("actor: {lr: '${'}", r"actor\.lr cannot be read|is not valid|cannot be"),
+        ("? [1, 2]\n: 3", r"is not valid YAML: .*unhashable key"),
+        ("null: 3", r"cannot be read|is unknown"),
+    ],
+)
+def test_bad_files_are_named(recipe, text, message):
+    path = recipe(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_file_that_is_not_text(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        load(path)
+
+
+def test_missing_recipe():
+    with pytest.raises(
+        ConfigError, match=r"recipe='tiny_ocr_lra' is unknown; choose from .*mean tiny_ocr_lora"
+    ):
+        load("tiny_ocr_lra")
+    with pytest.raises(
+        ConfigError, match=r"'gone/away\.yaml': no such file; give a YAML file or one of tiny_jpeg"
+    ):
+        load("gone/away.yaml")

@@ -1,0 +1,135 @@
+"""Settings for all tests: one thread, no network, a fixed hypothesis profile; and the embedded model at work."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from flowcorr.actor import DiffusionActor
+    from flowcorr.config.schema import Config
+    from flowcorr.models import ModelFamily
+    from flowcorr.records import ActorBatch, Rollout
+    from flowcorr.rollout import InProcessEngine
+
+torch.set_num_threads(1)
+settings.register_profile("flowcorr", deadline=None, derandomize=True)
+settings.load_profile("flowcorr")
+
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"path": "tiny_ocr", "max_sequence_length": 8},
+    "sampling": {
+        "height": 32,
+        "width": 64,
+        "num_inference_steps": 5,
+        "sde_window_size": 2,
+        "sde_window_range": (0, 3),
+    },
+    "rollout": {"prompts_per_step": 2, "n": 4},
+    "actor": {"mini_batches": 1, "grad_clip": 1e9},
+    "trainer": {"device": "cpu"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """The embedded model with its actor and its engine, and two prompts."""
+
+    config: Config
+    family: ModelFamily
+    actor: DiffusionActor
+    engine: InProcessEngine
+    conditioning: dict[str, Tensor]
+
+    def sample(self, training_step: int = 1, *, with_means: bool = True) -> Rollout:
+        groups = range(self.config.rollout.prompts_per_step)
+        return self.engine.sample(
+            self.conditioning, groups, training_step=training_step, with_means=with_means
+        )
+
+    def stir(self, scale: float = 0.02, seed: int = 0) -> None:
+        """Move the trained weights, as training would, and tell the engine."""
+        draw = torch.Generator().manual_seed(seed)
+        for parameter in self.actor.parameters.values():
+            parameter.data += scale * torch.randn(parameter.shape, generator=draw).to(parameter)
+        self.actor.version += 1
+        self.engine.sync(self.actor.snapshot())
+
+    def batch(self, rollout: Rollout | None = None) -> ActorBatch:
+        """An on-policy batch whose advantages differ from sample to sample."""
+        from flowcorr.records import ActorBatch
+
+        rollout = self.sample() if rollout is None else rollout
+        scores = self.actor.log_probs(rollout, with_means=True)
+        return ActorBatch(
+            rollout=rollout,
+            advantages=torch.linspace(-1.5, 1.2, rollout.num_samples),
+            old_log_probs=scores.log_probs,
+            old_means=scores.means,
+        )
+
+    def gradient(self) -> dict[str, Tensor]:
+        return {name: parameter.grad.clone() for name, parameter in self.actor.parameters.items()}
+
+
+def small_config(**sections: dict[str, Any]) -> Config:
+    """A configuration of the embedded model in which little is computed; each section may be overridden."""
+    from flowcorr.config.schema import Config
+
+    return Config(
+        **{
+            entry.name: entry.default_factory(**{**SMALL.get(entry.name, {}), **sections.get(entry.name, {})})
+            for entry in fields(Config)
+        }
+    )
+
+
+def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
+    """Load the embedded model and connect it as the trainer does."""
+    from flowcorr.actor import DiffusionActor
+    from flowcorr.models import DTYPES, load_family
+    from flowcorr.rollout import InProcessEngine
+
+    family = load_family(
+        config.model.path,
+        dtype=DTYPES[config.model.dtype],
+        max_sequence_length=config.model.max_sequence_length,
+    )
+    actor = DiffusionActor(family, config)
+    engine = InProcessEngine(
+        family,
+        config.rollout,
+        config.sampling,
+        seed=config.trainer.seed,
+        merge=actor.merged_weights,
+        base=actor.base,
+    )
+    engine.sync(actor.snapshot())
+    conditioning = family.encode(prompts, actor.guidance)
+    return Run(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
+
+
+@pytest.fixture
+def make_config() -> Callable[..., Config]:
+    return small_config
+
+
+@pytest.fixture
+def make_run() -> Callable[..., Run]:
+    """Sections of the configuration -> a `Run`."""
+
+    def make(**sections: dict[str, Any]) -> Run:
+        return start_run(small_config(**sections))
+
+    return make

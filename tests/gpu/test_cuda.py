@@ -1,0 +1,52 @@
+"""What must hold on a GPU as it does on a CPU: `python -m pytest -m gpu`."""
+
+import pytest
+import torch
+
+from flowcorr import config
+from flowcorr.correction import compute_rollout_correction_and_rejection_mask
+from flowcorr.trainer.loop import build_parts
+from flowcorr.trainer.step import train_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_correction_equals_the_cpus_and_reads_the_device_once():
+    draw = torch.Generator().manual_seed(0)
+    rollout = torch.randn(512, 2, generator=draw)
+    old = rollout + 0.01 * torch.randn(512, 2, generator=draw)
+    options = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": (0.99, 1.01)}
+    expected = compute_rollout_correction_and_rejection_mask(old, rollout, **options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = compute_rollout_correction_and_rejection_mask(old.cuda(), rollout.cuda(), **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found.weights.cpu(), expected.weights)
+    assert torch.equal(found.keep.cpu(), expected.keep)
+    assert found.metrics.compute() == pytest.approx(expected.metrics.compute(), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("preset", ["decoupled_seq_is", "bypass_ppo_clip"])
+def test_a_training_step_runs_in_bfloat16(preset):
+    settings = config.load(
+        "tiny_ocr_lora",
+        [
+            f"algorithm.rollout_correction.preset={preset}",
+            "reward.terms=[{name: jpeg_compressibility}]",
+            "rollout.dtype=bfloat16",
+            "rollout.prompts_per_step=2",
+            "rollout.n=4",
+            "data.num_train=8",
+            "data.num_heldout=4",
+        ],
+    )
+    parts, _ = build_parts(settings)
+    assert parts.actor.device.type == "cuda"
+    parts.engine.sync(parts.actor.snapshot())
+    metrics = train_step(parts, 1, lambda _: None).metrics.compute()
+    assert metrics["actor/updates"] == 2
+    assert 0 < metrics["rollout_corr/logprob_abs_diff_mean"] < 1e-2

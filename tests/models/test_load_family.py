@@ -1,0 +1,70 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+from flowcorr.errors import ConfigError
+from flowcorr.models import EMBEDDED, load_family, resolve_path
+
+
+def test_the_embedded_model_is_frozen_and_in_evaluation_mode():
+    family = load_family("tiny_ocr")
+    assert family.name == "sd3"
+    modules = [part for part in family.pipeline.components.values() if isinstance(part, torch.nn.Module)]
+    assert len(modules) >= 4
+    for module in modules:
+        assert not module.training
+        assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_have_the_dtype_asked_for(dtype):
+    family = load_family("tiny_ocr", dtype=dtype)
+    assert {parameter.dtype for parameter in family.transformer.parameters()} == {dtype}
+    assert family.dtype == dtype
+
+
+def test_an_embedded_name_is_a_folder_and_other_paths_stay():
+    assert resolve_path("tiny_ocr") == str(EMBEDDED["tiny_ocr"])
+    assert resolve_path("/somewhere/else") == "/somewhere/else"
+
+
+def test_family_may_be_named():
+    assert load_family("tiny_ocr", family="sd3").name == "sd3"
+
+
+def test_an_unknown_family_is_an_error():
+    with pytest.raises(ConfigError, match=r"model\.family='sd4' is unknown.*sd3"):
+        load_family("tiny_ocr", family="sd4")
+
+
+def test_a_folder_without_model_index_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"no diffusers pipeline: .*model_index\.json is missing"):
+        load_family(str(tmp_path))
+
+
+def test_a_path_that_is_nothing_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="neither a pipeline folder, nor a pipeline on the hub.*tiny_ocr"):
+        load_family(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_a_broken_index_is_an_error(tmp_path, text):
+    (tmp_path / "model_index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"model\.path="):
+        load_family(str(tmp_path))
+
+
+def test_a_pipeline_of_another_class_is_an_error(tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
+    with pytest.raises(ConfigError, match=r"StableDiffusionPipeline.*StableDiffusion3Pipeline"):
+        load_family(str(tmp_path))
+
+
+def test_an_incomplete_pipeline_is_an_error(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED["tiny_ocr"], folder)
+    shutil.rmtree(folder / "transformer")
+    with pytest.raises(ConfigError, match="cannot be loaded as a sd3 pipeline"):
+        load_family(str(folder))

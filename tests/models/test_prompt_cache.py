@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from flowcorr.models import Guidance, load_family
+from flowcorr.models.prompt_cache import CHUNK, PromptCache
+
+GUIDED = Guidance(guidance_scale=4.0, negative_prompt="bad")
+
+
+@pytest.fixture
+def family():
+    return load_family("tiny_ocr", max_sequence_length=8)
+
+
+@pytest.mark.parametrize("guidance", [Guidance(), GUIDED])
+def test_rows_equal_a_direct_encoding(family, guidance):
+    texts = ["cat", "dog", "bird"]
+    direct = family.encode(texts, guidance)
+    cache = PromptCache(family, guidance, texts)
+    cached = cache(["bird", "cat", "bird"])
+    assert cached.keys() == direct.keys()
+    for name, rows in cached.items():
+        assert torch.equal(rows, direct[name][[2, 0, 2]]), name
+
+
+def test_encoders_are_freed_once_all_prompts_are_known(family):
+    PromptCache(family, Guidance(), ["cat"])
+    assert family.pipeline.text_encoder is None
+    assert family.pipeline.text_encoder_2 is None
+    assert family.pipeline.text_encoder_3 is None
+
+
+def test_encoders_stay_where_the_embeddings_do_not_fit(family, caplog):
+    texts = ["cat", "dog"]
+    expected = {text: family.encode([text], Guidance()) for text in texts}
+    with caplog.at_level("INFO"):
+        cache = PromptCache(family, Guidance(), texts, max_bytes=1)
+    assert "the text encoders stay in memory" in caplog.text
+    assert family.pipeline.text_encoder is not None
+    together = cache(["dog", "cat"])
+    for row, text in enumerate(["dog", "cat"]):
+        for name, rows in together.items():
+            assert torch.equal(rows[row], expected[text][name][0]), name
+
+
+def test_more_prompts_than_a_chunk(family):
+    texts = [a + b + c for a in "abcde" for b in "fghij" for c in "klm"]
+    assert len(texts) > CHUNK
+    last = family.encode([texts[-1]], Guidance())
+    cache = PromptCache(family, Guidance(), [*texts, *texts])
+    rows = cache(texts)
+    assert len(rows["prompt_embeds"]) == len(texts)
+    torch.testing.assert_close(rows["prompt_embeds"][-1], last["prompt_embeds"][0])

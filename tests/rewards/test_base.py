@@ -1,0 +1,161 @@
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from flowcorr.errors import BackendError, BatchError, MissingExtraError
+from flowcorr.records import Prompt
+from flowcorr.rewards import RewardOutput, as_reward_output, score_batch
+
+PROMPTS = [Prompt(text=f"prompt {index}") for index in range(4)]
+IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None] * np.ones((4, 2, 2, 3), dtype=np.uint8)
+
+
+def first_pixel(images, prompts):
+    return images[:, 0, 0, 0].astype(float)
+
+
+def dislikes_two(images, prompts):
+    if (images[:, 0, 0, 0] == 2).any():
+        raise ValueError("two is not nice")
+    return RewardOutput(
+        scores=first_pixel(images, prompts), extra={"square": first_pixel(images, prompts) ** 2}
+    )
+
+
+def nan_at_one(images, prompts):
+    scores = first_pixel(images, prompts)
+    return np.where(scores == 1, np.nan, scores)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 2, 3],
+        (1.0, 2.0, 3.0),
+        np.array([1, 2, 3], dtype=np.float32),
+        torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16, requires_grad=True),
+        RewardOutput(scores=np.array([1.0, 2.0, 3.0])),
+    ],
+    ids=["list", "tuple", "array", "tensor", "output"],
+)
+def test_as_reward_output_takes_any_numbers(value):
+    output = as_reward_output(value, 3, "mine")
+    assert output.scores.dtype == np.float64
+    assert output.scores.tolist() == [1.0, 2.0, 3.0]
+    assert output.extra == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0, 2.0], r"reward mine returned shape \[2\].*\[3\]"),
+        (1.0, r"returned shape \[\]"),
+        (np.zeros((3, 1)), r"returned shape \[3, 1\]"),
+        (["a", "b", "c"], "not a sequence of numbers"),
+        ({"score": [1, 2, 3]}, "returned dict"),
+        (RewardOutput(scores=np.zeros(3), extra={"hits": np.zeros(2)}), r"mine.extra\['hits'\].*\[2\]"),
+    ],
+    ids=["short", "scalar", "column", "texts", "dict", "extra"],
+)
+def test_as_reward_output_refuses_other_shapes(value, message):
+    with pytest.raises(BatchError, match=message):
+        as_reward_output(value, 3, "mine")
+
+
+@pytest.mark.parametrize("on_error", ["fail", "drop_group"])
+def test_good_batch_has_no_failure(on_error):
+    output, failed = score_batch(first_pixel, IMAGES, PROMPTS, on_error=on_error)
+    assert output.scores.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert failed.dtype == bool
+    assert not failed.any()
+
+
+def test_fail_names_sample_prompt_reward_and_cause():
+    with pytest.raises(BackendError, match="two is not nice") as caught:
+        score_batch(dislikes_two, IMAGES, PROMPTS)
+    for part in ("dislikes_two", "sample 2", "'prompt 2'", "ValueError", "drop_group"):
+        assert part in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_fail_names_non_finite_sample():
+    with pytest.raises(
+        BackendError, match=r"nan_at_one failed on sample 1 \(prompt 'prompt 1'\): it returned nan"
+    ):
+        score_batch(nan_at_one, IMAGES, PROMPTS)
+
+
+def test_drop_group_marks_the_samples_that_raise(caplog):
+    with caplog.at_level(logging.WARNING):
+        output, failed = score_batch(dislikes_two, IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, False, True, False]
+    np.testing.assert_array_equal(output.scores, [0.0, 1.0, np.nan, 3.0])
+    np.testing.assert_array_equal(output.extra["square"], [0.0, 1.0, np.nan, 9.0])
+    assert "1 of 4 samples failed" in caplog.text
+
+
+def test_drop_group_marks_non_finite_samples():
+    output, failed = score_batch(nan_at_one, IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, True, False, False]
+    np.testing.assert_array_equal(output.scores, [0.0, np.nan, 2.0, 3.0])
+
+
+def test_infinite_scores_and_their_extras_become_nan():
+    def infinite_at_three(images, prompts):
+        scores = np.array([0.0, 1.0, 2.0, -np.inf])
+        return RewardOutput(scores=scores, extra={"raw": np.ones(4)})
+
+    output, failed = score_batch(infinite_at_three, IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, False, False, True]
+    np.testing.assert_array_equal(output.scores, [0.0, 1.0, 2.0, np.nan])
+    np.testing.assert_array_equal(output.extra["raw"], [1.0, 1.0, 1.0, np.nan])
+
+
+def test_drop_group_marks_all_when_all_raise():
+    def broken(images, prompts):
+        raise ConnectionError("nobody answers")
+
+    output, failed = score_batch(broken, IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.all()
+    assert np.isnan(output.scores).all()
+
+
+def test_batch_that_only_fails_as_a_whole():
+    def one_at_a_time(images, prompts):
+        if len(prompts) > 1:
+            raise ValueError("too many")
+        return first_pixel(images, prompts)
+
+    with pytest.raises(BackendError, match=r"too many.*each of them alone"):
+        score_batch(one_at_a_time, IMAGES, PROMPTS)
+    output, failed = score_batch(one_at_a_time, IMAGES, PROMPTS, on_error="drop_group")
+    assert not failed.any()
+    assert output.scores.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "error", [BatchError("no target"), MissingExtraError("reward x", "y", "z")], ids=["batch", "extra"]
+)
+def test_mistakes_in_the_set_up_are_never_dropped(error):
+    def misconfigured(images, prompts):
+        raise error
+
+    with pytest.raises(type(error)):
+        score_batch(misconfigured, IMAGES, PROMPTS, on_error="drop_group")
+
+
+def test_wrong_number_of_scores_is_never_dropped():
+    with pytest.raises(BatchError, match=r"returned shape \[1\]"):
+        score_batch(lambda images, prompts: [1.0], IMAGES, PROMPTS, on_error="drop_group")
+
+
+@pytest.mark.parametrize(
+    "images",
+    [IMAGES.astype(np.float32), IMAGES[0], IMAGES.transpose(0, 3, 1, 2), IMAGES[:3]],
+    ids=["float", "one", "channels first", "too few"],
+)
+def test_images_are_checked(images):
+    with pytest.raises(BatchError, match="images"):
+        score_batch(first_pixel, images, PROMPTS)

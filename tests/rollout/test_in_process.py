@@ -1,0 +1,186 @@
+import pytest
+import torch
+
+from flowcorr.errors import ConfigError
+from flowcorr.models import Guidance, load_family
+from flowcorr.rollout import InProcessEngine
+
+EMULATED = ["int8", "fp8", "int4"]
+
+
+def mismatch(run):
+    """Mean |log-prob of the actor - log-prob of the engine|, nats per latent element."""
+    rollout = run.sample()
+    return (run.actor.log_probs(rollout).log_probs - rollout.log_probs).abs().mean().item()
+
+
+def restarted(run):
+    """A second engine of the same configuration."""
+    return InProcessEngine(
+        run.family, run.config.rollout, run.config.sampling, seed=run.config.trainer.seed,
+        merge=run.actor.merged_weights, base=run.actor.base,
+    )  # fmt: skip
+
+
+def test_shapes_and_owners(make_run):
+    run = make_run()
+    rollout = run.sample()
+    assert rollout.latents.shape == (8, 3, 4, 8, 16)
+    assert rollout.means.shape == (8, 2, 4, 8, 16)
+    assert rollout.images.shape == (8, 32, 64, 3)
+    assert rollout.group_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert rollout.policy_versions.tolist() == [0] * 8
+    for name, rows in rollout.conditioning.items():
+        assert torch.equal(rows, run.conditioning[name].repeat_interleave(4, 0))
+    assert run.sample(with_means=False).means is None
+
+
+def test_images_are_those_of_the_final_latents(make_run):
+    run = make_run(sampling={"num_inference_steps": 2, "sde_window_range": (0, 2)})
+    rollout = run.sample()
+    assert torch.equal(rollout.images, run.family.decode(rollout.latents[:, -1]))
+
+
+def test_windows_a_group_and_a_sample(make_run):
+    wide = {"num_inference_steps": 6, "sde_window_range": (0, 6)}
+    starts = make_run(sampling=wide, rollout={"n": 8}).sample().step_indices[:, 0].unflatten(0, (2, 8))
+    assert (starts == starts[:, :1]).all()
+    wide["window_per"] = "sample"
+    rollout = make_run(sampling=wide, rollout={"n": 8}).sample()
+    starts = rollout.step_indices[:, 0].unflatten(0, (2, 8))
+    assert (starts != starts[:, :1]).any(1).all()
+    assert (rollout.step_indices[:, 1] == rollout.step_indices[:, 0] + 1).all()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_initial_noise_of_a_group(make_run, same):
+    run = make_run(
+        sampling={"sde_window_range": (0, 2)}, rollout={"same_initial_noise": same}, trainer={"seed": 5}
+    )
+    first = run.sample().latents[:, 0].unflatten(0, (2, 4))
+    assert bool((first[:, 0] == first[:, 1]).all()) == same
+    assert not (first[0] == first[1]).any()
+
+
+def test_every_training_step_has_its_own_noise(make_run):
+    run = make_run()
+    assert torch.equal(run.sample(1).latents, run.sample(1).latents)
+    assert not torch.equal(run.sample(1).latents, run.sample(2).latents)
+
+
+def test_a_shared_engine_holds_no_copy_and_follows_the_actor(make_run):
+    run = make_run()
+    assert run.engine.shared
+    before = run.sample().log_probs
+    run.stir()
+    rollout = run.sample()
+    assert not torch.equal(rollout.log_probs, before)
+    assert rollout.policy_versions.tolist() == [1] * 8
+    assert mismatch(run) < 1e-6
+
+
+def test_a_copy_in_the_same_precision_agrees_with_the_actor(make_run):
+    run = make_run(rollout={"staleness": 1})
+    run.stir()
+    run.engine.sync(run.actor.snapshot())
+    assert not run.engine.shared
+    assert run.engine.version == run.actor.version
+    assert mismatch(run) < 1e-6
+
+
+def test_emulated_precisions_disagree_in_their_order(make_run):
+    found = {}
+    for emulate in EMULATED:
+        run = make_run(rollout={"emulate": emulate})
+        run.stir()
+        found[emulate] = mismatch(run)
+    assert 1e-6 < found["int8"] < found["fp8"] < found["int4"] < 0.1
+
+
+def test_a_bfloat16_engine_disagrees_with_a_float32_actor(make_run):
+    run = make_run(rollout={"dtype": "bfloat16"})
+    rollout = run.sample()
+    assert rollout.latents.dtype == rollout.log_probs.dtype == torch.float32
+    assert rollout.conditioning["prompt_embeds"].dtype == torch.float32
+    assert 1e-6 < mismatch(run) < 0.1
+
+
+def test_emulation_leaves_the_actor_alone(make_run):
+    run = make_run(rollout={"emulate": "int4"})
+    exact = make_run()
+    rollout = exact.sample()
+    assert torch.equal(run.actor.log_probs(rollout).log_probs, exact.actor.log_probs(rollout).log_probs)
+
+
+def test_a_stale_engine_samples_with_weights_of_k_syncs_ago(make_run):
+    run, fresh = make_run(rollout={"staleness": 2}), make_run()
+    for update in range(5):
+        rollout, old = run.sample(), max(0, update - 2)
+        assert rollout.policy_versions.unique().tolist() == [old]
+        if update >= 2:
+            torch.testing.assert_close(rollout.log_probs, expected[old], rtol=0, atol=2e-6)
+        else:
+            expected = {} if update == 0 else expected
+        expected[update] = fresh.sample().log_probs
+        run.stir(seed=update)
+        fresh.stir(seed=update)
+    assert [weights.version for weights in run.engine.history] == [3, 4, 5]
+
+
+def test_restore_continues_with_the_history(make_run):
+    run = make_run(rollout={"staleness": 2})
+    for update in range(3):
+        run.stir(seed=update)
+    other = restarted(run)
+    other.restore(run.engine.history)
+    again = other.sample(run.conditioning, range(2), training_step=1, with_means=True)
+    assert torch.equal(again.log_probs, run.sample().log_probs)
+    assert other.version == run.engine.version == 1
+    run.stir(seed=9)
+    other.sync(run.actor.snapshot())
+    assert other.version == run.engine.version == 2
+
+
+def test_history_is_a_copy_of_the_weights(make_run):
+    run = make_run(rollout={"staleness": 1})
+    before = {name: value.clone() for name, value in run.engine.history[0].tensors.items()}
+    run.stir()
+    assert all(torch.equal(run.engine.history[0].tensors[name], value) for name, value in before.items())
+
+
+def test_guidance_reaches_the_engine(make_run):
+    guided = make_run(sampling={"guidance_scale": 3.0})
+    assert "negative_prompt_embeds" in guided.conditioning
+    rollout = guided.sample()
+    assert not torch.allclose(rollout.log_probs, make_run().sample().log_probs, atol=1e-7) or not torch.equal(
+        rollout.latents, make_run().sample().latents
+    )
+    assert mismatch(guided) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"height": 30}, r"sampling\.height=30"),
+        ({"sde_type": "cps", "sde_window_range": (0, 5)}, r"ends at sigma=0"),
+    ],
+)
+def test_what_cannot_be_sampled_is_an_error_at_once(make_run, sampling, message):
+    with pytest.raises(ConfigError, match=message):
+        make_run(sampling=sampling)
+
+
+def test_close_releases_the_copy(make_run):
+    run = make_run(rollout={"emulate": "int8"})
+    run.engine.close()
+    assert run.engine._copy is None
+
+
+def test_a_family_may_be_sampled_without_an_actor(make_config):
+    config = make_config()
+    family = load_family("tiny_ocr", max_sequence_length=8)
+    engine = InProcessEngine(
+        family, config.rollout, config.sampling, seed=0, merge=dict, base=family.transformer
+    )
+    rollout = engine.sample(family.encode(["cat"], Guidance()), [7], training_step=1, with_means=False)
+    assert rollout.group_ids.tolist() == [7] * 4

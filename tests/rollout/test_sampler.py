@@ -1,0 +1,146 @@
+import pytest
+import torch
+from torch.distributions import Normal
+
+from flowcorr.config.schema import SamplingConfig
+from flowcorr.models import Guidance, load_family
+from flowcorr.rollout import sample_ode, sample_sde_window
+
+PROMPTS = ["cat", "dog"]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def family():
+    return load_family("tiny_ocr", max_sequence_length=8)
+
+
+@pytest.fixture
+def initial():
+    return torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(3))
+
+
+def bound_velocity(family, guidance):
+    conditioning = family.encode(PROMPTS, guidance)
+    return lambda latents, timesteps: family.velocity(
+        family.transformer, latents, timesteps, conditioning, guidance
+    )
+
+
+def step_noise(index, rows):
+    """Noise `[b, *L]` that names its step and sample."""
+    shape = (4, 8, 16)
+    seeds = [1000 * index + int(row) for row in rows]
+    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+@torch.no_grad()
+def transformer_velocity(pipeline, latents, timestep, scale, negative_prompt):
+    """The velocity by two separate calls of the transformer."""
+    embeds, negative, pooled, negative_pooled = pipeline.encode_prompt(
+        prompt=PROMPTS, prompt_2=None, prompt_3=None, negative_prompt=negative_prompt, max_sequence_length=8
+    )
+
+    def call(text, pooled_text):
+        return pipeline.transformer(
+            hidden_states=latents,
+            timestep=timestep.expand(len(latents)),
+            encoder_hidden_states=text,
+            pooled_projections=pooled_text,
+        ).sample
+
+    conditional = call(embeds, pooled)
+    if scale <= 1:
+        return conditional
+    unconditional = call(negative, negative_pooled)
+    return unconditional + scale * (conditional - unconditional)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_ode_is_the_pipeline_itself(family, initial, scale):
+    guidance = Guidance(guidance_scale=scale, negative_prompt="bad")
+    got = sample_ode(bound_velocity(family, guidance), initial, family.schedule(STEPS, (4, 8, 16)))
+    expected = family.pipeline(
+        prompt=PROMPTS,
+        negative_prompt=["bad", "bad"],
+        height=32,
+        width=64,
+        num_inference_steps=STEPS,
+        guidance_scale=scale,
+        latents=initial,
+        output_type="latent",
+        max_sequence_length=8,
+    ).images
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_sde_window_is_a_loop_over_scheduler_and_transformer(family, initial, scale):
+    eta, size, starts = 0.6, 2, torch.tensor([0, 2])
+    guidance = Guidance(guidance_scale=scale, negative_prompt="bad")
+    sampling = SamplingConfig(noise_level=eta, num_inference_steps=STEPS, sde_window_size=size)
+    got = sample_sde_window(
+        bound_velocity(family, guidance), initial, family.schedule(STEPS, (4, 8, 16)), sampling, starts,
+        step_noise, with_means=True,
+    )  # fmt: skip
+
+    scheduler = family.pipeline.scheduler
+    scheduler.set_timesteps(STEPS)
+    latents = initial
+    for index, timestep in enumerate(scheduler.timesteps):
+        velocity = transformer_velocity(family.pipeline, latents, timestep, scale, "bad")
+        sigma, sigma_next = scheduler.sigmas[index], scheduler.sigmas[index + 1]
+        dt = sigma_next - sigma
+        c = eta * torch.sqrt(sigma / (1 - (sigma_next if sigma == 1 else sigma)))
+        following = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+        for row, start in enumerate(starts.tolist()):
+            column = index - start
+            if not 0 <= column < size:
+                continue
+            x, v = latents[row], velocity[row]
+            mean = x * (1 + c**2 / (2 * sigma) * dt) + v * (1 + c**2 * (1 - sigma) / (2 * sigma)) * dt
+            std = c * torch.sqrt(-dt)
+            following[row] = mean + std * step_noise(index, [row])[0]
+            close = {"rtol": 1e-4, "atol": 1e-4}
+            torch.testing.assert_close(got.latents[row, column], x, **close)
+            torch.testing.assert_close(got.latents[row, column + 1], following[row], **close)
+            torch.testing.assert_close(got.means[row, column], mean, **close)
+            torch.testing.assert_close(got.stds[row, column], std)
+            expected = Normal(mean, std).log_prob(following[row]).mean()
+            torch.testing.assert_close(got.log_probs[row, column], expected, **close)
+            assert got.sigmas[row, column] == sigma
+            assert got.sigmas_next[row, column] == sigma_next
+            assert got.timesteps[row, column] == timestep
+            assert got.step_indices[row, column] == index
+        latents = following
+    torch.testing.assert_close(got.final, latents, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("sde_type", "eta"), [("sde", 0.7), ("cps", 0.8), ("dance_sde", 0.3)])
+def test_log_probs_are_those_of_the_normal_distribution(family, initial, sde_type, eta):
+    sampling = SamplingConfig(sde_type=sde_type, noise_level=eta, num_inference_steps=STEPS)
+    got = sample_sde_window(
+        bound_velocity(family, Guidance()), initial, family.schedule(STEPS, (4, 8, 16)), sampling,
+        torch.tensor([1, 0]), step_noise, with_means=True,
+    )  # fmt: skip
+    std = got.stds[..., None, None, None]
+    expected = Normal(got.means.double(), std.double()).log_prob(got.latents[:, 1:].double())
+    torch.testing.assert_close(got.log_probs.double(), expected.mean((2, 3, 4)), rtol=1e-5, atol=1e-6)
+
+
+def test_means_are_left_out_unless_asked_for(family, initial):
+    sampling = SamplingConfig(num_inference_steps=STEPS)
+    got = sample_sde_window(
+        bound_velocity(family, Guidance()), initial, family.schedule(STEPS, (4, 8, 16)), sampling,
+        torch.tensor([0, 0]), step_noise,
+    )  # fmt: skip
+    assert got.means is None
+    assert got.stds.shape == got.log_probs.shape == (2, 2)
+
+
+def test_little_noise_leads_where_the_ode_leads(family, initial):
+    schedule = family.schedule(STEPS, (4, 8, 16))
+    velocity = bound_velocity(family, Guidance())
+    sampling = SamplingConfig(noise_level=1e-6, num_inference_steps=STEPS)
+    got = sample_sde_window(velocity, initial, schedule, sampling, torch.tensor([1, 2]), step_noise)
+    torch.testing.assert_close(got.final, sample_ode(velocity, initial, schedule), rtol=1e-3, atol=1e-4)

@@ -1,0 +1,172 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowcorr.data import PromptStream, load_prompts, read_prompts
+from flowcorr.errors import ConfigError
+from flowcorr.records import Prompt
+from flowcorr.words import is_heldout
+
+
+def load(path, *, heldout_fraction=0.3, num_train=8, num_heldout=1000, seed=0):
+    return load_prompts(
+        path, heldout_fraction=heldout_fraction, num_train=num_train, num_heldout=num_heldout, seed=seed
+    )
+
+
+def write(folder, text, name="prompts.txt"):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def texts(prompts):
+    return [prompt.text for prompt in prompts]
+
+
+def test_text_file(tmp_path):
+    path = write(tmp_path, '\ufeffa cat\n\n  a sign that says "Hello"  \r\n“Open” above “Daily”\n')
+    assert read_prompts(path) == [
+        Prompt(text="a cat"),
+        Prompt(text='a sign that says "Hello"', target="Hello"),
+        Prompt(text="“Open” above “Daily”", target="Open Daily"),
+    ]
+
+
+def test_jsonl_file(tmp_path):
+    lines = [
+        '{"prompt": "a sign", "target": "Hello", "style": "neon"}',
+        '{"prompt": "a \\"Bye\\" sign"}',
+        '{"prompt": "a cat\u2028", "target": null}',
+    ]
+    assert read_prompts(write(tmp_path, "\n".join(lines), "prompts.jsonl")) == [
+        Prompt(text="a sign", target="Hello", metadata={"style": "neon"}),
+        Prompt(text='a "Bye" sign', target="Bye"),
+        Prompt(text="a cat\u2028"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', r"prompts.jsonl:2 is not JSON .*each line must be an object such as"),
+        ('["a"]', "prompts.jsonl:2 is a JSON list"),
+        ('{"text": "a"}', 'prompts.jsonl:2 has no "prompt"'),
+        ('{"prompt": 3}', 'prompts.jsonl:2 has "prompt": 3'),
+        ('{"prompt": "  "}', 'prompts.jsonl:2 has "prompt": "  "'),
+        ('{"prompt": "a", "target": ["b"]}', r'prompts.jsonl:2 has "target": \["b"\]'),
+    ],
+)
+def test_malformed_line_is_named(tmp_path, line, message):
+    path = write(tmp_path, f'{{"prompt": "good"}}\n{line}\n', "prompts.jsonl")
+    with pytest.raises(ConfigError, match=message):
+        load(path)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent.txt' does not exist.*tiny_words"):
+        load(tmp_path / "absent.txt")
+
+
+@pytest.mark.parametrize("text", ["", "\n  \n"])
+def test_empty_file_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"prompts.txt' holds no prompt"):
+        load(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", ["prompts.json", "prompts", "tiny_word"])
+def test_other_file_types_are_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"choose from \.txt, \.jsonl"):
+        load(tmp_path / name)
+
+
+def test_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xff\xfe\x00a")
+    with pytest.raises(ConfigError, match="cannot be read as UTF-8"):
+        load(path)
+
+
+def test_split_is_a_partition_of_about_the_right_size(tmp_path):
+    lines = [f"prompt {number}" for number in range(1000)]
+    split = load(write(tmp_path, "\n".join(lines)))
+    assert sorted(texts(split.train) + texts(split.heldout)) == sorted(lines)
+    assert 240 < len(split.heldout) < 360  # 300 expected, standard deviation 14.5
+
+
+def test_split_depends_on_the_text_alone(tmp_path):
+    lines = [f"prompt {number}" for number in range(100)]
+    whole = load(write(tmp_path, "\n".join(lines)))
+    half_reversed = load(write(tmp_path, "\n".join(reversed(lines[:50]))), seed=7)
+    assert set(texts(half_reversed.heldout)) == set(texts(whole.heldout)) & set(lines[:50])
+    repeated = load(write(tmp_path, "\n".join([*lines, *lines])))
+    assert set(texts(repeated.heldout)).isdisjoint(texts(repeated.train))
+
+
+def test_number_of_heldout_prompts_is_bounded(tmp_path):
+    lines = [f"prompt {number}" for number in range(100)]
+    turned_round = load(write(tmp_path, "\n".join(reversed(lines))), num_heldout=5)
+    path = write(tmp_path, "\n".join(lines))
+    assert turned_round.heldout == load(path, num_heldout=5).heldout
+    assert load(path, num_heldout=5).heldout == load(path).heldout[:5]
+    assert len(load(path, num_heldout=5).train) == len(load(path).train)
+
+
+@pytest.mark.parametrize(("fraction", "side"), [(1e-9, "held-out"), (1 - 1e-9, "training")])
+def test_split_that_leaves_a_side_empty_is_refused(tmp_path, fraction, side):
+    path = write(tmp_path, "one\ntwo\nthree\n")
+    with pytest.raises(ConfigError, match=f"no {side} prompt of 3"):
+        load(path, heldout_fraction=fraction)
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
+def test_fraction_must_lie_between_0_and_1(tmp_path, fraction):
+    with pytest.raises(ConfigError, match="heldout_fraction"):
+        load(write(tmp_path, "one\ntwo\n"), heldout_fraction=fraction)
+
+
+def test_tiny_words():
+    split = load("tiny_words", num_train=20, num_heldout=10)
+    assert (len(split.train), len(split.heldout)) == (20, 10)
+    assert all(prompt.text == prompt.target for prompt in split.train + split.heldout)
+    assert not any(is_heldout(prompt.text) for prompt in split.train)
+    assert all(is_heldout(prompt.text) for prompt in split.heldout)
+    assert load("tiny_words", num_train=20, num_heldout=10).train == split.train
+    assert load("tiny_words", num_train=20, num_heldout=10, seed=1).train != split.train
+
+
+def test_too_many_tiny_words_are_refused():
+    with pytest.raises(ConfigError, match=r"data\.num_heldout=10000000"):
+        load("tiny_words", num_heldout=10_000_000)
+
+
+PROMPTS = tuple(Prompt(text=str(number)) for number in range(10))
+
+
+def test_each_epoch_deals_every_prompt_once_in_another_order():
+    stream = PromptStream(PROMPTS, seed=0)
+    epochs = [texts(stream.next(10)) for _ in range(3)]
+    assert all(sorted(epoch) == sorted(texts(PROMPTS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert stream.position == 30
+
+
+def test_seeds_give_different_orders():
+    assert PromptStream(PROMPTS, seed=0).next(10) != PromptStream(PROMPTS, seed=1).next(10)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 25), min_size=1, max_size=6),
+    position=st.integers(0, 60),
+    seed=st.integers(0, 99),
+)
+def test_stream_does_not_depend_on_batches_or_interruption(sizes, position, seed):
+    whole = PromptStream(PROMPTS, seed=seed).next(position + sum(sizes))[position:]
+    resumed = PromptStream(PROMPTS, seed=seed, position=position)
+    assert [prompt for size in sizes for prompt in resumed.next(size)] == whole
+    assert resumed.position == position + sum(sizes)
+
+
+def test_empty_stream_is_refused():
+    with pytest.raises(ConfigError, match="at least one prompt"):
+        PromptStream((), seed=0)

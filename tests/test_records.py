@@ -1,0 +1,165 @@
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+
+from flowcorr.errors import BatchError
+from flowcorr.metrics import Metrics
+from flowcorr.records import ActorBatch, BatchStep, LossOutput, PolicyStep, Rollout, check_shape
+
+SAMPLES, STEPS, LATENT = 4, 2, (3, 5)
+
+
+def rollout(**changes):
+    generator = torch.Generator().manual_seed(0)
+    window = torch.rand(SAMPLES, STEPS, generator=generator)
+    values = {
+        "latents": torch.rand(SAMPLES, STEPS + 1, *LATENT, generator=generator),
+        "step_indices": torch.tensor([[0, 1], [2, 3], [0, 1], [1, 2]]),
+        "timesteps": 1000 * window,
+        "sigmas": window,
+        "sigmas_next": window / 2,
+        "log_probs": -window,
+        "means": torch.rand(SAMPLES, STEPS, *LATENT, generator=generator),
+        "stds": torch.rand(SAMPLES, STEPS, generator=generator),
+        "conditioning": {"prompt_embeds": torch.rand(SAMPLES, 7, generator=generator)},
+        "group_ids": torch.tensor([0, 0, 1, 1]),
+        "policy_versions": torch.zeros(SAMPLES, dtype=torch.int64),
+    }
+    return Rollout(**(values | changes))
+
+
+def assert_same(one, other):
+    for name in Rollout.__slots__:
+        left, right = getattr(one, name), getattr(other, name)
+        if name == "conditioning":
+            assert left.keys() == right.keys()
+            assert all(torch.equal(left[key], right[key]) for key in left)
+        else:
+            assert (left is None and right is None) or torch.equal(left, right), name
+
+
+def test_sizes():
+    record = rollout().validate()
+    assert (record.num_samples, record.num_steps, record.num_elements) == (4, 2, 15)
+    assert rollout(means=None).validate().means is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("log_probs", torch.zeros(4), r"log_probs has shape \[4\]; it must be \[B, T\]"),
+        ("sigmas", torch.zeros(4, 1), r"sigmas has shape \[4, 1\]; it must be \[4, 2\]"),
+        ("sigmas_next", torch.zeros(1, 2), r"sigmas_next has shape"),
+        ("timesteps", torch.zeros(2), r"timesteps has shape"),
+        ("step_indices", torch.zeros(3, 2), r"step_indices has shape"),
+        ("group_ids", torch.zeros(1), r"group_ids has shape \[1\]; it must be \[4\]"),
+        ("policy_versions", torch.zeros(4, 1), r"policy_versions has shape"),
+        ("latents", torch.zeros(4, 2, 3, 5), r"latents has shape \[4, 2, 3, 5\]; it must be \[4, 3, 3, 5\]"),
+        ("means", torch.zeros(4, 2, 3, 1), r"means has shape"),
+        ("stds", torch.zeros(4), r"stds has shape \[4\]; it must be \[4, 2\]"),
+        ("conditioning", {"pooled": torch.zeros(1, 7)}, r"conditioning\['pooled'\] has shape \[1, 7\].*B=4"),
+    ],
+)
+def test_shapes_that_do_not_fit(field, value, message):
+    with pytest.raises(BatchError, match=message):
+        rollout(**{field: value}).validate()
+
+
+def test_selection_and_concatenation_undo_each_other():
+    record = rollout()
+    parts = [record.select(slice(0, 1)), record.select(slice(1, 4))]
+    assert parts[0].validate().num_samples == 1
+    assert_same(Rollout.concatenate(parts), record)
+    order = torch.tensor([2, 0, 3, 1])
+    assert_same(record.select(order).select(torch.argsort(order)), record)
+
+
+def test_optional_fields_stay_absent():
+    record = rollout(means=None, images=None)
+    joined = Rollout.concatenate([record.select(slice(0, 2)), record.to("cpu").select(slice(2, 4))])
+    assert joined.means is None
+    assert joined.images is None
+
+
+def test_actor_batches_select_all_their_fields():
+    batch = ActorBatch(
+        rollout=rollout(),
+        advantages=torch.arange(4.0),
+        old_log_probs=torch.arange(8.0).view(4, 2),
+        keep=torch.tensor([[True, False]] * 4),
+    )
+    part = batch.select(torch.tensor([3, 1]))
+    assert part.advantages.tolist() == [3.0, 1.0]
+    assert part.old_log_probs.tolist() == [[6.0, 7.0], [2.0, 3.0]]
+    assert part.keep.shape == (2, 2)
+    assert part.rollout_is_weights is None
+    assert_same(part.rollout, batch.rollout.select(torch.tensor([3, 1])))
+
+
+def test_a_step_is_a_window_of_its_own():
+    batch = ActorBatch(
+        rollout=rollout(),
+        advantages=torch.arange(4.0),
+        old_log_probs=torch.arange(8.0).view(4, 2),
+        old_means=torch.rand(4, 2, *LATENT),
+    )
+    last = batch.step(1)
+    assert last.rollout.validate().num_steps == 1
+    assert torch.equal(last.rollout.latents, batch.rollout.latents[:, 1:])
+    assert torch.equal(last.rollout.step_indices, batch.rollout.step_indices[:, 1:])
+    assert torch.equal(last.old_log_probs, batch.old_log_probs[:, 1:])
+    assert torch.equal(last.old_means, batch.old_means[:, 1:])
+    assert torch.equal(last.advantages, batch.advantages)
+    assert last.keep is None
+
+
+def test_the_batch_of_a_window_expands_its_advantages():
+    batch = ActorBatch(rollout=rollout(), advantages=torch.arange(4.0), old_log_probs=torch.zeros(4, 2))
+    window = BatchStep.of(batch)
+    assert window.advantage.tolist() == [[i, i] for i in range(4)]
+    assert torch.equal(window.rollout_log_prob, batch.rollout.log_probs)
+    assert (window.weight, window.keep, window.old_mean) == (None, None, None)
+
+
+def test_terms_are_the_steps_of_a_window():
+    batch = BatchStep.of(
+        ActorBatch(rollout=rollout(), advantages=torch.arange(4.0), old_log_probs=torch.rand(4, 2))
+    )
+    terms = batch.per_term()
+    assert terms.old_log_prob.shape == terms.advantage.shape == terms.step_index.shape == (8,)
+    assert torch.equal(terms.rollout_mean, batch.rollout_mean.reshape(8, *LATENT))
+    assert torch.equal(terms.old_log_prob, batch.old_log_prob.reshape(8))
+    numbers = torch.rand(4, 2)
+    policy = PolicyStep(log_prob=numbers, mean=batch.rollout_mean, std=numbers, step=numbers).per_term()
+    assert policy.mean.shape == (8, *LATENT)
+    assert torch.equal(policy.std, numbers.flatten())
+
+
+def test_records_are_frozen_and_derived_by_replace():
+    record = rollout()
+    with pytest.raises(FrozenInstanceError):
+        record.log_probs = torch.zeros(4, 2)
+    assert replace(record, log_probs=torch.zeros(4, 2)).log_probs.sum() == 0
+    assert record.log_probs.sum() != 0
+
+
+@pytest.mark.parametrize(
+    ("count_all", "count_kept", "kept", "over_all"),
+    [(4, 2, -3.0, -1.5), (3, 0, -6.0, -2.0), (0, 0, -6.0, -6.0)],
+)
+def test_loss_denominators(count_all, count_kept, kept, over_all):
+    output = LossOutput(
+        loss_sum=torch.tensor(-6.0),
+        count_all=torch.tensor(count_all),
+        count_kept=torch.tensor(count_kept),
+        metrics=Metrics(),
+    )
+    assert output.mean().item() == output.mean("kept").item() == kept
+    assert output.mean("all").item() == over_all
+
+
+def test_check_shape_names_the_tensor():
+    check_shape("x", torch.zeros(2, 3), (2, 3))
+    with pytest.raises(BatchError, match=r"^x has shape \[2, 3\]; it must be \[2\]$"):
+        check_shape("x", torch.zeros(2, 3), (2,))

@@ -1,0 +1,37 @@
+import pytest
+
+from flowcorr.errors import ConfigError
+from flowcorr.trackers import JsonlTracker, TensorBoardTracker, build_trackers, redact
+
+
+@pytest.mark.parametrize("names", [[], ["jsonl"]])
+def test_jsonl_is_always_there(names):
+    assert [type(tracker) for tracker in build_trackers(names)] == [JsonlTracker]
+
+
+def test_jsonl_comes_first_and_nothing_twice():
+    trackers = build_trackers(["tensorboard", "jsonl", "tensorboard"])
+    assert [type(tracker) for tracker in trackers] == [JsonlTracker, TensorBoardTracker]
+
+
+def test_unknown_tracker_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer.trackers='tensorbord'.*did you mean tensorboard"):
+        build_trackers(["tensorbord"])
+
+
+def test_redact_hides_secrets_and_nothing_else():
+    config = {
+        "hub_token": "t",
+        "rollout_token_veto_threshold": 1e-4,
+        "rollout_is": "token",
+        "key": None,
+        "reward": {"terms": [{"options": {"headers": {"Authorization": "Bearer x", "X-Api-Key": "y"}}}]},
+    }
+    assert redact(config) == {
+        "hub_token": "***",
+        "rollout_token_veto_threshold": 1e-4,
+        "rollout_is": "token",
+        "key": None,
+        "reward": {"terms": [{"options": {"headers": {"Authorization": "***", "X-Api-Key": "***"}}}]},
+    }
+    assert config["hub_token"] == "t"

@@ -1,0 +1,38 @@
+import sys
+
+import pytest
+from PIL import Image
+
+from flowcorr.errors import MissingExtraError
+from flowcorr.trackers import WandbTracker
+
+
+def test_missing_package_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r"tracker wandb needs wandb; .*flowcorr\[wandb\]"):
+        WandbTracker().start("run", tmp_path)
+
+
+def test_finish_without_start_does_nothing():
+    WandbTracker().finish()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # wandb's own
+def test_offline_run_goes_on_under_its_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for resume_step in (None, 1):
+        tracker = WandbTracker()
+        tracker.start("a run", tmp_path, resume_step=resume_step)
+        tracker.log_config({"lr": 1e-4, "api_key": "do-not-write-me"})
+        tracker.log({"actor/loss": 0.5}, 2)
+        tracker.log_images({"samples": [Image.new("RGB", (4, 3))]}, 2)
+        tracker.finish()
+        ids.append((tmp_path / "wandb_run_id.txt").read_text())
+    assert ids[0] == ids[1]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    assert not any(b"do-not-write-me" in path.read_bytes() for path in files)
