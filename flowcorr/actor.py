@@ -52,7 +52,7 @@ class DiffusionActor:
             true_cfg_scale=sampling.true_cfg_scale,
             negative_prompt=sampling.negative_prompt,
         )
-        self.transformer = family.transformer
+        self.transformer: Any = family.transformer
         self.base = copy.deepcopy(self.transformer) if self._needs_base() else self.transformer
         if config.model.lora.rank:
             lora.add_adapter(self.transformer, family, config.model.lora, seed=config.trainer.seed)
@@ -341,7 +341,7 @@ class DiffusionActor:
         places = {name: index for index, name in enumerate(self.parameters)}
         for key, value in state.items():
             name, moment = key.rsplit(".", 1)
-            entries.setdefault(places[name], {})[moment] = value
+            entries.setdefault(places[name], {})[moment] = value.clone()
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 _PREFIXES = ("transformer.", "base_model.model.")
 
 
-def add_adapter(transformer: nn.Module, family: ModelFamily, config: LoraConfig, *, seed: int) -> None:
+def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, seed: int) -> None:
     """Add a trainable adapter to `transformer`, drawn from `seed` or started from `config.warm_start`.
 
     Raises:
@@ -52,22 +53,23 @@ def add_adapter(transformer: nn.Module, family: ModelFamily, config: LoraConfig,
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[config.dtype])
     if config.warm_start is not None:
-        _load_warm_start(transformer, config.warm_start)
+        _load_warm_start(transformer, config.warm_start, config.alpha)
 
 
-def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
+def adapter_state(transformer: Any) -> dict[str, Tensor]:
     """The adapter's tensors under peft's portable names."""
     import peft
 
     return peft.get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
 
 
-def adapter_metadata(transformer: nn.Module) -> dict[str, Any]:
+def adapter_metadata(transformer: Any) -> dict[str, Any]:
     """Rank, alpha and targets, as diffusers stores them beside the tensors."""
-    return transformer.peft_config[ADAPTER].to_dict()
+    metadata = transformer.peft_config[ADAPTER].to_dict()
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in metadata.items()}
 
 
-def merged_state_dict(transformer: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged_state_dict(transformer: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The transformer's state dict under diffusers' names, with trained `tensors` put in or merged.
 
     Args:
@@ -80,11 +82,11 @@ def merged_state_dict(transformer: nn.Module, tensors: Mapping[str, Tensor]) -> 
             continue
         down, up = (state[f"{path}.lora_{side}.{ADAPTER}.weight"] for side in "AB")
         base = state[f"{path}.base_layer.weight"]
-        state[f"{path}.base_layer.weight"] = base + (module.scaling[ADAPTER] * (up @ down)).to(base.dtype)
+        state[f"{path}.base_layer.weight"] = (base + module.scaling[ADAPTER] * (up @ down)).to(base.dtype)
     return {name.replace(".base_layer", ""): value for name, value in state.items() if ".lora_" not in name}
 
 
-def _load_warm_start(transformer: nn.Module, path: str) -> None:
+def _load_warm_start(transformer: Any, path: str, alpha: float) -> None:
     import peft
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -113,4 +115,22 @@ def _load_warm_start(transformer: nn.Module, path: str) -> None:
             f"model.lora.warm_start={path!r} does not fit model.lora: {len(odd)} tensors differ in name or shape, "
             f"as {odd[0]}; use the rank and targets that it was trained with"
         )
+    stored = _stored_alpha(file)
+    if stored is not None and stored != alpha:
+        raise ConfigError(
+            f"model.lora.warm_start={path!r} was trained with alpha {stored:g}, which model.lora.alpha={alpha:g} "
+            f"would scale differently; set model.lora.alpha={stored:g}"
+        )
     peft.set_peft_model_state_dict(transformer, state, adapter_name=ADAPTER)
+
+
+def _stored_alpha(file: Path) -> float | None:
+    """The alpha that an adapter was trained with: in diffusers' file header, or in peft's file beside it."""
+    from safetensors import safe_open
+
+    beside = file.with_name("adapter_config.json")
+    if beside.is_file():
+        return json.loads(beside.read_text()).get("lora_alpha")
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata() or {}
+    return json.loads(header.get("lora_adapter_metadata", "{}")).get("transformer.lora_alpha")

@@ -42,7 +42,9 @@ def draw(curves: list[tuple[list[int], list[float], list[float], float]], recipe
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")
-    figure.suptitle(f"flowcorr train {recipe}: FlowGRPO on a LoRA of the embedded model, 2 CPU cores", fontsize=10)
+    figure.suptitle(
+        f"flowcorr train {recipe}: FlowGRPO on a LoRA of the embedded model, 2 CPU cores", fontsize=10
+    )
     figure.tight_layout()
     figure.savefig(path)
 
@@ -56,7 +58,9 @@ def main(out: Path, recipe: str, seeds: int, *overrides: str) -> None:
         result = trainer.train(settings, run_dir, resume=True)
         curves.append(curve(run_dir))
         steps, exact, _, seconds = curves[-1]
-        print(f"seed {seed}: {exact[0]:.3f} -> {exact[-1]:.3f} in {result.step} steps, {seconds:.0f} s of training")
+        print(
+            f"seed {seed}: {exact[0]:.3f} -> {exact[-1]:.3f} in {result.step} steps, {seconds:.0f} s of training"
+        )
     gains = [exact[-1] - exact[0] for _, exact, _, _ in curves]
     summary = {
         "recipe": recipe,
@@ -71,7 +75,9 @@ def main(out: Path, recipe: str, seeds: int, *overrides: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/learning_curve"))
     parser.add_argument("--recipe", default="tiny_ocr_lora")
     parser.add_argument("--seeds", type=int, default=3)

@@ -41,7 +41,7 @@ class TerminalObserver:
         )
         self._task = self._progress.add_task("step", total=None, note="")
         self._clock = time.monotonic
-        self._start = self._clock()
+        self._start = self._first_step_start = self._clock()
         self._start_step = self._total = 0
         self._note = ""
         self._evals: list[Mapping[str, float]] = []
@@ -57,7 +57,8 @@ class TerminalObserver:
 
     def on_start(self, config: Config, out_dir: Path, start_step: int) -> None:
         """The run is set up and begins after `start_step`."""
-        self._start, self._start_step, self._total = self._clock(), start_step, config.trainer.total_steps
+        self._start = self._first_step_start = self._clock()
+        self._start_step, self._total = start_step, config.trainer.total_steps
         begin = f"resumes after step {start_step}" if start_step else f"{self._total} steps"
         self._say(f"{config.model.path} -> {out_dir}: {begin}, {_treatment(config)}")
         self._progress.update(self._task, total=self._total, completed=start_step)
@@ -77,6 +78,8 @@ class TerminalObserver:
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation is done."""
         self._evals.append(metrics)
+        if step == self._start_step:
+            self._first_step_start = self._clock()
         self._say(f"eval at step {step}: {_scores(metrics)}")
 
     def on_message(self, text: str) -> None:
@@ -93,7 +96,7 @@ class TerminalObserver:
             self._say(f"resume with: {result.resume_command}")
 
     def _remaining(self, step: int) -> str:
-        per_step = (self._clock() - self._start) / max(1, step - self._start_step)
+        per_step = (self._clock() - self._first_step_start) / max(1, step - self._start_step)
         return f"{per_step:.1f} s a step, {_duration(per_step * (self._total - step))} left"
 
     def _say(self, text: str) -> None:

@@ -35,7 +35,8 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
             the file, the key, the value and what is allowed.
 
     Warns:
-        UserWarning: a key that has no effect, or an older dialect's key that was translated.
+        UserWarning: a key has no effect.
+        FutureWarning: an older dialect's keys were translated.
     """
     path = find_recipe(recipe)
     try:
@@ -138,6 +139,8 @@ def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:
     algorithm = values.get("algorithm")
     if not isinstance(algorithm, Mapping):
         return values
+    if not isinstance(algorithm.get("rollout_correction"), Mapping | None):
+        return values  # `build` says what is wrong
     return {**values, "algorithm": translate_legacy(algorithm)}
 
 

@@ -128,7 +128,8 @@ class RolloutConfig:
     """`rollout`: the engine that samples.
 
     Attributes:
-        name: `in_process` samples with diffusers in the trainer's process.
+        name: `in_process` samples with diffusers in the trainer's process; `vllm_omni` with that engine.
+        engine: options handed to the engine, such as `tensor_parallel_size`; `in_process` has none.
         dtype: dtype of the engine's weights and arithmetic.
         emulate: weights rounded to this format before sampling, to produce a real mismatch on any machine.
         staleness: the engine samples with the weights of this many optimizer updates ago.
@@ -139,7 +140,8 @@ class RolloutConfig:
         calculate_log_probs: let the engine score its own steps; bypass and correction need it.
     """
 
-    name: str = "in_process"
+    name: Literal["in_process", "vllm_omni"] = "in_process"
+    engine: Mapping[str, Any] = field(default_factory=dict)
     dtype: Dtype = "float32"
     emulate: Literal["none", "fp8", "int8", "int4"] = "none"
     staleness: int = 0

@@ -1,22 +1,25 @@
 """The collector behind the metrics of a correction: one packed block from dozens of values.
 
-Everything is first brought to rows of `[B]` values; a few matrix-vector products then sum all rows, and one
-`amax` takes all extremes. Nothing is read by the host.
+Everything is first brought to rows of `[B]` values, whose sums and extremes are then taken together. Nothing is
+read by the host.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flowcorr.correction.ratios import LogRatios, sum_steps
+from flowcorr.correction.ratios import LogRatios
 from flowcorr.metrics import Block, Field, Layout
 
 # A metric: its name, its kind in `flowcorr.metrics.KINDS`, and the parts it is made of.
 Spec = tuple[str, str, tuple[str, ...]]
+
+
+_LONG_ROW = 2048
 
 
 class Columns:
@@ -29,20 +32,28 @@ class Columns:
 
     def __init__(self, ratios: LogRatios) -> None:
         self.ratios = ratios
-        self.sums: dict[str, dict[str, Tensor]] = {"terms": {}, "samples": {}, "all": {}}
+        self.sums: dict[str, dict[str, Tensor]] = {"terms": {}, "samples": {}}
+        self.totals: dict[str, Tensor] = {}
         self.peaks: dict[str, Tensor] = {}
         self.steps: dict[str, Tensor] = {}
+        # Short rows are reduced together at the end, as all are on a GPU. Long ones are reduced as they come,
+        # while a CPU has them in its cache.
+        self._at_once = len(ratios.delta) > _LONG_ROW and ratios.delta.device.type == "cpu"
+        self._weights = {"terms": ratios.num_valid, "samples": ratios.has_valid}
+        self._offset = ratios.has_valid.log()  # 0, or -inf where a sample has no valid term
 
     def add(self, name: str, values: Tensor, *over: str) -> None:
-        """Take the sums of `[B]` values over `samples`, `terms` or `all`."""
+        """Take the sums of `[B]` values over `samples` or `terms`."""
         for domain in over:
-            self.sums[domain][name] = values
+            self.sums[domain][name] = torch.dot(values, self._weights[domain]) if self._at_once else values
 
-    def add_steps(self, name: str, values: Tensor) -> Tensor:
-        """Take the sum over terms of `[B, T]` values that are 0 where invalid; gives their sums `[B]`."""
-        totals = sum_steps(values)
-        self.sums["all"][f"{name}/terms"] = totals
-        return totals
+    def add_all(self, name: str, values: Tensor) -> None:
+        """Take the sum of `[B]` values over all samples, with or without a valid term."""
+        self.totals[f"{name}/all"] = values.sum()
+
+    def add_steps(self, name: str, values: Tensor) -> None:
+        """Take the sum of `[B, T]` values over terms; they must be 0 where invalid."""
+        self.totals[f"{name}/terms"] = values.sum()
 
     def add_range(self, name: str, values: Tensor) -> None:
         """Take the extremes of `[B]` or `[B, T]` values."""
@@ -53,63 +64,61 @@ class Columns:
         """Take the largest of `[B]` or `[B, T]` values as the part `name`."""
         if values.dim() == 2:
             values = values.masked_fill(self.ratios.valid == 0, -math.inf).amax(1)
-        self.peaks[name] = values
+        self.peaks[name] = (values + self._offset).amax() if self._at_once else values
 
     def pack(self, step_indices: Tensor | None, num_steps: int) -> Block:
         """All parts, in the order of `layout`."""
-        has_valid = self.ratios.has_valid
-        sums = [
-            _stack(self.sums["terms"]) @ self.ratios.num_valid,
-            _stack(self.sums["samples"]) @ has_valid.double(),
-            _stack(self.sums["all"]).sum(1),
-        ]
+        if self._at_once:
+            sums = [torch.stack([total for totals in self.sums.values() for total in totals.values()])]
+            peaks = torch.stack(tuple(self.peaks.values()))
+        else:
+            sums = [
+                torch.mv(torch.stack(tuple(rows.values())), self._weights[domain])
+                for domain, rows in self.sums.items()
+            ]
+            peaks = torch.stack(tuple(self.peaks.values())).add_(self._offset).amax(1)
+        sums.append(torch.stack(tuple(self.totals.values())))
         if step_indices is not None:
-            sums.append((_stack(self.steps).flatten(1) @ _one_hot(step_indices, num_steps)).flatten())
-        nothing = has_valid.double().log_()  # 0, or -inf where a sample has no valid term
-        return Block(torch.cat(sums), _stack(self.peaks).add_(nothing).amax(1))
+            steps = torch.stack(tuple(self.steps.values())).flatten(1)
+            sums.append((steps @ _one_hot(step_indices, num_steps)).flatten())
+        return Block(torch.cat(sums), peaks)
 
-    def layout(self, specs: tuple[Spec, ...], num_steps: int) -> Layout:
-        """The fields of those `specs` whose parts were taken."""
-        return _layout(specs, self._sum_names(), tuple(self.peaks), tuple(self.steps), num_steps)
-
-    def slot(self, part: str) -> int:
-        """The place of a part in the packed sums."""
-        return self._sum_names().index(part)
-
-    def _sum_names(self) -> tuple[str, ...]:
-        sums = self.sums
-        return (
-            *(f"{name}/terms" for name in sums["terms"]),
-            *(f"{name}/samples" for name in sums["samples"]),
-            *(name if name.endswith("/terms") else f"{name}/all" for name in sums["all"]),
+    def names(self) -> Names:
+        """What was taken, which with `num_steps` determines the order of the parts."""
+        return Names(
+            terms=tuple(self.sums["terms"]),
+            samples=tuple(self.sums["samples"]),
+            totals=tuple(self.totals),
+            peaks=tuple(self.peaks),
+            steps=tuple(self.steps),
         )
 
 
-def _stack(values: dict[str, Tensor]) -> Tensor:
-    # Stacking tensors of several dtypes is ten times slower than bringing each to float64.
-    return torch.stack(
-        [value if value.dtype == torch.float64 else value.double() for value in values.values()]
-    )
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of a `Columns`, in order."""
+
+    terms: tuple[str, ...]
+    samples: tuple[str, ...]
+    totals: tuple[str, ...]
+    peaks: tuple[str, ...]
+    steps: tuple[str, ...]
+
+    def sum_slots(self) -> dict[str, int]:
+        """The places of the sums of a block."""
+        terms = [f"{name}/terms" for name in self.terms]
+        samples = [f"{name}/samples" for name in self.samples]
+        parts = (*terms, *samples, *self.totals)
+        return {part: slot for slot, part in enumerate(parts)}
 
 
-def _one_hot(step_indices: Tensor, num_steps: int) -> Tensor:
-    # A product with it is deterministic on every device, which index_add is not.
-    steps = torch.arange(num_steps, device=step_indices.device)
-    return (step_indices.flatten().unsqueeze(1) == steps).double()
-
-
-@lru_cache(maxsize=64)
-def _layout(
-    specs: tuple[Spec, ...],
-    sums: tuple[str, ...],
-    peaks: tuple[str, ...],
-    steps: tuple[str, ...],
-    num_steps: int,
-) -> Layout:
-    slots = {name: slot for slot, name in enumerate(sums)} | {name: slot for slot, name in enumerate(peaks)}
+def layout(names: Names, specs: tuple[Spec, ...], num_steps: int) -> Layout:
+    """The fields of those `specs` whose parts were taken."""
+    sums = names.sum_slots()
+    slots = sums | {name: slot for slot, name in enumerate(names.peaks)}
     fields = [_field(spec, slots) for spec in specs if all(part in slots for part in spec[2])]
-    for index in range(num_steps if steps else 0):
-        slots = {f"step/{name}": len(sums) + row * num_steps + index for row, name in enumerate(steps)}
+    for index in range(num_steps if names.steps else 0):
+        slots = {f"step/{name}": len(sums) + row * num_steps + index for row, name in enumerate(names.steps)}
         fields += [_field(spec, slots, index) for spec in specs if all(part in slots for part in spec[2])]
     return Layout(tuple(fields))
 
@@ -117,3 +126,9 @@ def _layout(
 def _field(spec: Spec, slots: dict[str, int], index: int | None = None) -> Field:
     name, kind, parts = spec
     return Field(name.format(index), kind, tuple(slots[part] for part in parts))
+
+
+def _one_hot(step_indices: Tensor, num_steps: int) -> Tensor:
+    # A product with it is deterministic on every device, which index_add is not.
+    steps = torch.arange(num_steps, device=step_indices.device)
+    return (step_indices.flatten().unsqueeze(1) == steps).double()

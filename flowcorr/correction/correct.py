@@ -21,14 +21,22 @@ from flowcorr.correction.bounds import (
     parse_veto,
 )
 from flowcorr.correction.columns import Columns
-from flowcorr.correction.ratios import bounded_expm1, log_ratios, on_steps, scale_factor
+from flowcorr.correction.ratios import (
+    Scaled,
+    below,
+    bounded_expm1,
+    log_ratios,
+    on_steps,
+    scale_factor,
+    scaled_ratios,
+)
 from flowcorr.correction.rejection import judge, log_prob_resolution, robust_z
 from flowcorr.correction.weights import Weights, batch_mean, importance_weights
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Block, Metrics
 
-# Terms at a time: their float64 columns then stay in a CPU's cache.
-_CHUNK_TERMS = 40960
+# Terms at a time: a CPU then works on the same few megabytes again and again.
+_CHUNK_TERMS = 163840
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,15 +135,18 @@ def compute_rollout_correction_and_rejection_mask(
     )
     if plan.needs_robust_z:
         ratios = log_ratios(target_log_prob, rollout_log_prob, mask, step_kl)
-        z = robust_z(ratios, target_log_prob, step_indices, plan.num_steps, num_elements, group)
+        floor = log_prob_resolution(target_log_prob, rollout_log_prob)
+        if num_elements is not None:
+            floor = floor.clamp(min=0.01 / num_elements)
+        z = robust_z(ratios, step_indices, plan.num_steps, floor=floor, group=group)
         batch = replace(batch, robust_z=z)
 
     part = _join([_correct(rows, plan) for rows in batch.chunks()])
-    weights, columns, sums = part.weights, part.columns, part.block.sums
-    over = plan.normalize_over
+    weights, names, over = part.weights, part.columns.names(), plan.normalize_over
     if weights is not None and over is not None:
-        weights /= batch_mean(sums[columns.slot(f"weight/{over}")], sums[columns.slot(f"n/{over}")], group)
-    layout = columns.layout(diagnostics.specs(plan.criteria, over, plan.legacy_names), plan.num_steps)
+        sums, slots = part.block.sums, names.sum_slots()
+        weights /= batch_mean(sums[slots[f"weight/{over}"]], sums[slots[f"n/{over}"]], group)
+    layout = diagnostics.layout(names, plan.criteria, over, plan.legacy_names, plan.num_steps)
     return Correction(weights=weights, keep=part.keep, metrics=Metrics({layout: part.block}))
 
 
@@ -227,23 +238,21 @@ def _correct(batch: _Batch, plan: _Plan) -> _Part:
     ratios = log_ratios(batch.target_log_prob, batch.rollout_log_prob, batch.mask, batch.step_kl)
     columns = Columns(ratios)
     excess = bounded_expm1(ratios.delta)
-    unscaled = plan.scale == 1.0
-    scaled = ratios.delta if unscaled else ratios.delta * plan.scale
-    scaled_excess = excess if unscaled else bounded_expm1(scaled)
+    scaled = scaled_ratios(ratios, excess, plan.scale)
 
     diagnostics.add_drift(columns, excess)
     if batch.step_kl is not None:
-        resolution = log_prob_resolution(batch.target_log_prob, ratios.rollout)
+        resolution = log_prob_resolution(batch.target_log_prob, batch.rollout_log_prob)
         diagnostics.add_exact_kl(columns, plan.num_elements, resolution)
     if batch.clip_ratio is not None:
         diagnostics.add_clip(columns, batch.clip_ratio)
 
     weights = None
     if plan.level is not None:
-        weights, seq_weights = importance_weights(plan.level, ratios, scaled, scaled_excess, plan.cap)
+        weights, seq_weights = importance_weights(plan.level, ratios, scaled, plan.cap)
         diagnostics.add_weights(columns, weights, seq_weights)
 
-    kept = _kept(columns, batch, plan, scaled, scaled_excess)
+    kept = _kept(columns, batch, plan, scaled)
     diagnostics.add_outcome(columns, kept)
     if batch.step_indices is not None:
         diagnostics.add_steps(columns, batch.mask, kept, excess, weights)
@@ -270,24 +279,24 @@ def _join(parts: list[_Part]) -> _Part:
     )
 
 
-def _kept(columns: Columns, batch: _Batch, plan: _Plan, scaled: Tensor, scaled_excess: Tensor) -> Tensor:
+def _kept(columns: Columns, batch: _Batch, plan: _Plan, scaled: Scaled) -> Tensor:
     """`[B, T]`, 1 for the terms that every criterion and the veto let pass, else 0."""
     ratios = columns.ratios
     kept = ratios.valid
-    spoilt = torch.zeros_like(ratios.has_valid)
+    spoilt = torch.zeros_like(ratios.num_valid)
     if plan.needs_whole_samples:
-        spoilt = ratios.num_valid < ratios.num_masked_on
+        spoilt = (ratios.num_masked_on - ratios.num_valid).clamp_(max=1.0)
     for criterion in plan.criteria:
-        verdict = judge(criterion, ratios, scaled, scaled_excess, batch.robust_z)
+        verdict = judge(criterion, ratios, scaled, batch.robust_z)
         diagnostics.add_verdict(columns, criterion.mode, verdict)
         if criterion.per_step:
-            kept = kept * ~verdict.out
+            kept = kept * (1.0 - verdict.out)
         else:
-            spoilt = spoilt | verdict.out
+            spoilt = torch.maximum(spoilt, verdict.out)
     if plan.veto is not None:
-        catastrophic = (scaled < math.log(plan.veto)) * ratios.valid
-        spoilt = spoilt | diagnostics.add_veto(columns, catastrophic)
-    return on_steps(1.0 - spoilt.double(), kept)
+        catastrophic = below(scaled.values, math.log(plan.veto)).mul_(ratios.valid)
+        spoilt = torch.maximum(spoilt, diagnostics.add_veto(columns, catastrophic))
+    return on_steps(1.0 - spoilt, kept)
 
 
 def _weights_of_terms(weights: Weights | None, valid: Tensor) -> Tensor | None:

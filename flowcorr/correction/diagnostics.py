@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from flowcorr.correction.bounds import Criterion
-from flowcorr.correction.columns import Columns, Spec
-from flowcorr.correction.ratios import EXPONENT_BOUND, bounded_expm1, sum_steps
+from flowcorr.correction.columns import Columns, Names, Spec
+from flowcorr.correction.columns import layout as columns_layout
+from flowcorr.correction.ratios import EXPONENT_BOUND, above, below, bounded_expm1, sum_steps
 from flowcorr.correction.rejection import Verdict
 from flowcorr.correction.weights import Weights
+from flowcorr.metrics import Layout
 
 _DRIFT: tuple[Spec, ...] = (
     ("kl", "mean", ("k1/terms", "n/terms")),
     ("k3_kl", "mean", ("k3/terms", "n/terms")),
     ("logprob_abs_diff_mean", "mean", ("abs/terms", "n/terms")),
     ("logprob_abs_diff_max", "max", ("abs/max",)),
-    ("chi2_token", "mean", ("chi2/all", "n/terms")),
+    ("chi2_token", "mean", ("chi2/terms", "n/terms")),
     ("chi2_seq", "mean", ("chi2_seq/samples", "n/samples")),
     ("log_ppl_diff", "mean", ("k1/samples", "n/samples")),
     ("log_ppl_abs_diff", "mean", ("abs_k1/samples", "n/samples")),
@@ -88,8 +90,14 @@ _LEGACY_RENAMED = {
 
 
 @lru_cache(maxsize=64)
-def specs(criteria: tuple[Criterion, ...], normalize: str | None, legacy_names: bool) -> tuple[Spec, ...]:
-    """All metrics of a correction; `normalize` is None, or what the weights' batch mean runs over."""
+def layout(
+    names: Names, criteria: tuple[Criterion, ...], normalize: str | None, legacy_names: bool, num_steps: int
+) -> Layout:
+    """The metrics of a correction; `normalize` is None, or what the weights' batch mean runs over."""
+    return columns_layout(names, _specs(criteria, normalize, legacy_names), num_steps)
+
+
+def _specs(criteria: tuple[Criterion, ...], normalize: str | None, legacy_names: bool) -> tuple[Spec, ...]:
     result = (*_DRIFT, *_WEIGHTS, *_OUTCOME, *_STEPS)
     if normalize is not None:
         result += (
@@ -127,11 +135,10 @@ def _rejection_specs(criterion: Criterion) -> tuple[Spec, ...]:
 def add_drift(columns: Columns, excess: Tensor) -> None:
     """Add what describes the log-ratios; `excess` `[B, T]` is `expm1(delta)`."""
     ratios = columns.ratios
-    size = ratios.delta.abs()
-    share = 1.0 / ratios.num_valid.clamp(min=1.0)
-    delta_sum = sum_steps(ratios.delta)
-    k1 = delta_sum * -share
-    rollout_nll = sum_steps(ratios.rollout) * -share
+    delta_sum = ratios.delta_sum
+    minus_share = -ratios.share
+    k1 = delta_sum * minus_share
+    rollout_nll = ratios.rollout_sum * minus_share
     target_nll = rollout_nll + k1
     ppl_ratio, seq_ratio = bounded_expm1(torch.stack((k1, delta_sum))).unbind()
     rollout_ppl, target_ppl = (
@@ -141,19 +148,21 @@ def add_drift(columns: Columns, excess: Tensor) -> None:
     columns.add("k1", k1, "terms", "samples")
     columns.add_range("k1", k1)
     columns.add("abs_k1", k1.abs(), "samples")
+    size = ratios.delta.abs()
     columns.add_steps("abs", size)
-    columns.add_max("abs/max", size.amax().expand_as(k1))
-    k3_sum = columns.add_steps("k3", excess - ratios.delta)
-    # exp(delta)^2 - 1 = e^2 + 2 e with e = expm1(delta), whose sum is that of k3 and delta.
-    columns.add("chi2", sum_steps(excess.square()) + 2.0 * (k3_sum + delta_sum), "all")
+    columns.add_max("abs/max", size.amax().expand(len(k1)))
+    del size  # its memory, still in the cache, serves the next column
+    columns.add_steps("k3", excess - ratios.delta)
+    # exp(delta)^2 - 1 = e (e + 2) with e = expm1(delta)
+    columns.totals["chi2/terms"] = torch.dot(excess.flatten(), excess.flatten()) + 2.0 * excess.sum()
     columns.add("chi2_seq", (seq_ratio + 2.0).mul_(seq_ratio), "samples")
     columns.add("ppl_ratio", ppl_ratio, "samples")
     columns.add("training_ppl", target_ppl, "samples")
     columns.add("training_log_ppl", target_nll, "samples")
     columns.add("rollout_ppl", rollout_ppl, "samples")
     columns.add("rollout_log_ppl", rollout_nll, "samples")
-    columns.add("masked_on", ratios.num_masked_on, "all")
-    columns.add("nonfinite", ratios.num_masked_on - ratios.num_valid, "all")
+    columns.add_all("masked_on", ratios.num_masked_on)
+    columns.add_all("nonfinite", ratios.num_masked_on - ratios.num_valid)
 
 
 def add_exact_kl(columns: Columns, num_elements: int | None, resolution: Tensor) -> None:
@@ -176,29 +185,28 @@ def add_clip(columns: Columns, clip_ratio: float | Tensor) -> None:
     delta, valid = columns.ratios.delta, columns.ratios.valid
     if isinstance(clip_ratio, Tensor):
         clip = clip_ratio.detach().double()
-        outside = (delta < torch.log1p(-clip.clamp(max=1.0))) | (delta > torch.log1p(clip))
+        outside = below(delta, torch.log1p(-clip.clamp(max=1.0))) + above(delta, torch.log1p(clip))
     else:
         lower = math.log1p(-clip_ratio) if clip_ratio < 1.0 else -math.inf
-        outside = (delta < lower) | (delta > math.log1p(clip_ratio))
+        outside = below(delta, lower) + above(delta, math.log1p(clip_ratio))
     columns.add_steps("clipped", outside * valid)
 
 
 def add_weights(columns: Columns, weights: Weights, seq_weights: Weights) -> None:
     """Add the weights, and each sample's mean of them (the same, where weights are of samples)."""
-    excess = seq_weights.excess
+    excess, of_samples = seq_weights.excess, weights is seq_weights
+    over = ("terms", "samples") if of_samples else ("samples",)
     columns.add("weight", excess, "terms", "samples")
-    columns.add("weight^2", excess.square(), "samples")
-    columns.add("weight_high", seq_weights.high, "samples")
-    columns.add("weight_low", seq_weights.low, "samples")
+    columns.add("weight^2", excess.square(), *over)
+    columns.add("weight_high", seq_weights.high, *over)
+    columns.add("weight_low", seq_weights.low, *over)
     columns.add_range("seq_weight", excess + 1.0)
     columns.add_max("seq_deviation/max", excess.abs())
     columns.add_range("raw_weight", weights.raw_excess + 1.0)
-    if weights is seq_weights:
+    if of_samples:
         columns.add("weight_outside", weights.outside, "terms")
-        for name in ("weight^2", "weight_high", "weight_low"):
-            columns.add(name, columns.sums["samples"][name], "terms")
         for end in ("max", "min"):
-            columns.add_max(f"weight/{end}", columns.peaks[f"seq_weight/{end}"])
+            columns.peaks[f"weight/{end}"] = columns.peaks[f"seq_weight/{end}"]
         return
     valid = columns.ratios.valid
     columns.add_steps("weight^2", weights.excess.square().mul_(valid))
@@ -223,13 +231,15 @@ def add_verdict(columns: Columns, mode: str, verdict: Verdict) -> None:
     columns.add_steps(f"{mode}^2", verdict.value.square())
     columns.add_steps(f"{mode}_high", verdict.high * valid)
     columns.add_steps(f"{mode}_low", verdict.low * valid)
-    out = columns.add_steps(f"{mode}_out", verdict.out * valid)
-    columns.add(f"{mode}_out", out > 0, "samples")
+    out = verdict.out * valid
+    columns.add_steps(f"{mode}_out", out)
+    columns.add(f"{mode}_out", out.amax(1), "samples")
 
 
 def add_veto(columns: Columns, catastrophic: Tensor) -> Tensor:
-    """Add the `[B, T]` steps (1, else 0) that veto their samples; gives the samples, `[B]` bool."""
-    vetoed = columns.add_steps("vetoed", catastrophic) > 0
+    """Add the `[B, T]` steps (1, else 0) that veto their samples; gives these samples, `[B]` likewise."""
+    columns.add_steps("vetoed", catastrophic)
+    vetoed = catastrophic.amax(1)
     columns.add("vetoed", vetoed, "samples")
     return vetoed
 
@@ -238,9 +248,9 @@ def add_outcome(columns: Columns, kept: Tensor) -> None:
     """Add what is left; `kept` is `[B, T]`, 1 or 0."""
     num_masked_on = columns.ratios.num_masked_on
     rejected = num_masked_on - sum_steps(kept)
-    columns.add("rejected", rejected, "all")
-    columns.add("touched", rejected > 0, "all")
-    columns.add("in_use", num_masked_on > 0, "all")
+    columns.add_all("rejected", rejected)
+    columns.add_all("touched", rejected.clamp(max=1.0))
+    columns.add_all("in_use", num_masked_on.clamp(max=1.0))
 
 
 def add_steps(

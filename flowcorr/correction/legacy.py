@@ -31,7 +31,7 @@ _LATER_DIALECTS = (
 # Keys that the dialects share with today's, but that once stood directly under `algorithm`.
 _SHARED = (
     *("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
-    *("rollout_rs", "rollout_rs_threshold", "rollout_token_veto_threshold"),
+    *("rollout_rs", "rollout_rs_threshold", "rollout_token_veto_threshold", "bypass_mode"),
 )
 
 

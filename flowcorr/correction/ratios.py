@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,21 +28,25 @@ class LogRatios:
 
     Attributes:
         delta: `[B, T]`, target minus rollout log-prob; 0 where invalid.
-        rollout: `[B, T]`, rollout log-prob; 0 where invalid.
         valid: `[B, T]`, 1 where valid, else 0.
         step_kl: `[B, T]`, the exact KL of each step; 0 where invalid; None if unknown.
+        delta_sum: `[B]`, sums of `delta` over steps.
+        rollout_sum: `[B]`, sums of the rollout log-prob over valid steps.
         num_masked_on: `[B]`, terms that the mask has on.
         num_valid: `[B]`, valid terms.
-        has_valid: `[B]` bool.
+        has_valid: `[B]`, 1 where the sample has a valid term, else 0.
+        share: `[B]`, `1 / num_valid`, or 1 where there is none: sums over steps times it are means.
     """
 
     delta: Tensor
-    rollout: Tensor
     valid: Tensor
     step_kl: Tensor | None
+    delta_sum: Tensor
+    rollout_sum: Tensor
     num_masked_on: Tensor
     num_valid: Tensor
     has_valid: Tensor
+    share: Tensor
 
 
 def log_ratios(
@@ -59,8 +64,9 @@ def log_ratios(
         step_kl = step_kl.detach().to(torch.float64, copy=True)
         taint += step_kl - step_kl
         step_kl = step_kl.add_(taint).nan_to_num_(0.0)
+        delta += taint
     rollout = rollout.add_(taint).nan_to_num_(0.0)
-    delta = delta.add_(taint).nan_to_num_(0.0)
+    delta = delta.nan_to_num_(0.0, 0.0, 0.0)
     valid = taint.add_(1.0).nan_to_num_(0.0)
     num_masked_on = torch.full_like(delta[:, 0], delta.shape[1])
     if mask is not None:
@@ -71,18 +77,58 @@ def log_ratios(
     num_valid = sum_steps(valid)
     return LogRatios(
         delta=delta,
-        rollout=rollout,
         valid=valid,
         step_kl=step_kl,
+        delta_sum=sum_steps(delta),
+        rollout_sum=sum_steps(rollout),
         num_masked_on=num_masked_on,
         num_valid=num_valid,
-        has_valid=num_valid > 0,
+        has_valid=num_valid.clamp(max=1.0),
+        share=num_valid.clamp(min=1.0).reciprocal_(),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaled:
+    """Log-ratios as weights, bands and veto see them.
+
+    Attributes:
+        values: `[B, T]`, `scale * delta`; 0 where invalid.
+        excess: `[B, T]`, `expm1(values)` with bounded exponent.
+        sums: `[B]`, sums of `values` over steps.
+    """
+
+    values: Tensor
+    excess: Tensor
+    sums: Tensor
+
+
+def scaled_ratios(ratios: LogRatios, excess: Tensor, scale: float) -> Scaled:
+    """`ratios` times `scale`; `excess` `[B, T]` is `expm1(delta)`."""
+    if scale == 1.0:
+        return Scaled(ratios.delta, excess, ratios.delta_sum)
+    values = ratios.delta * scale
+    return Scaled(values, bounded_expm1(values), ratios.delta_sum * scale)
 
 
 def sum_steps(values: Tensor) -> Tensor:
     """`[B]` sums of `[B, T]` values; as a product with ones, which beats `sum` over a short last axis."""
-    return values @ values.new_ones(values.shape[1])
+    return torch.mv(values, _ones(values.shape[1], values.device))
+
+
+@lru_cache(maxsize=32)
+def _ones(length: int, device: torch.device) -> Tensor:
+    return torch.ones(length, dtype=torch.float64, device=device)
+
+
+def above(values: Tensor, bound: float | Tensor) -> Tensor:
+    """1 where `values > bound`, else 0, in float64: bools would have to be converted before they are summed."""
+    return torch.gt(values, bound, out=torch.empty_like(values))
+
+
+def below(values: Tensor, bound: float | Tensor) -> Tensor:
+    """1 where `values < bound`, else 0, in float64."""
+    return torch.lt(values, bound, out=torch.empty_like(values))
 
 
 def on_steps(values: Tensor, steps: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowcorr.correction.bounds import Criterion
-from flowcorr.correction.ratios import LogRatios, sum_steps
+from flowcorr.correction.ratios import LogRatios, Scaled, above, below, sum_steps
 from flowcorr.errors import BatchError
 
 STEP_Z_MIN_TERMS = 8
@@ -29,9 +29,9 @@ class Verdict:
 
     Attributes:
         value: the divergence; 0 where a step is invalid.
-        high: bool, above the upper bound; for k1, the ratio is.
-        low: bool, below the lower bound; for k1, the ratio is.
-        out: bool, either.
+        high: 1 where it is above the upper bound; for k1, the ratio is.
+        low: 1 where it is below the lower bound; for k1, the ratio is.
+        out: 1 where it is either.
     """
 
     value: Tensor
@@ -40,27 +40,17 @@ class Verdict:
     out: Tensor
 
 
-def judge(
-    criterion: Criterion, ratios: LogRatios, scaled: Tensor, scaled_expm1: Tensor, robust_z: Tensor | None
-) -> Verdict:
-    """Hold one mode's divergence against its bounds.
-
-    Args:
-        scaled: `[B, T]`, `scale * delta`.
-        scaled_expm1: `[B, T]`, `expm1` of it, with bounded exponent.
-        robust_z: `[B, T]`, for mode `step_z`.
-    """
-    value = _divergence(criterion.mode, ratios, scaled, scaled_expm1, robust_z)
+def judge(criterion: Criterion, ratios: LogRatios, scaled: Scaled, robust_z: Tensor | None) -> Verdict:
+    """Hold one mode's divergence against its bounds; `robust_z` `[B, T]` is for mode `step_z`."""
+    value = _divergence(criterion.mode, ratios, scaled, robust_z)
     if criterion.bounds_ratio:
-        high, low = value < -criterion.upper, value > -criterion.lower
-        return Verdict(value, high, low, high | low)
-    high = value > criterion.upper
+        high, low = below(value, -criterion.upper), above(value, -criterion.lower)
+        return Verdict(value, high, low, high + low)
+    high = above(value, criterion.upper)
     return Verdict(value, high, torch.zeros_like(high), high)
 
 
-def _divergence(
-    mode: str, ratios: LogRatios, scaled: Tensor, scaled_expm1: Tensor, robust_z: Tensor | None
-) -> Tensor:
+def _divergence(mode: str, ratios: LogRatios, scaled: Scaled, robust_z: Tensor | None) -> Tensor:
     if mode == "step_z":
         assert robust_z is not None
         return robust_z * ratios.valid
@@ -68,52 +58,55 @@ def _divergence(
         if ratios.step_kl is None:
             raise BatchError(f"rollout_rs={mode!r} needs step_kl, the exact KL from the rollout's step means")
         return ratios.step_kl if mode == "step_kl" else sum_steps(ratios.step_kl)
+    if mode in _K1:
+        return _K1[mode](ratios, scaled)
     level, _, estimator = mode.rpartition("_")
-    if estimator == "k1":
-        return -_REDUCTIONS[level](scaled, ratios)
-    steps = scaled.square().mul_(0.5) if estimator == "k2" else scaled_expm1 - scaled
+    steps = scaled.values.square().mul_(0.5) if estimator == "k2" else scaled.excess - scaled.values
     return _REDUCTIONS[level](steps, ratios)
 
 
+_K1 = {
+    "token_k1": lambda ratios, scaled: -scaled.values,
+    "seq_sum_k1": lambda ratios, scaled: -scaled.sums,
+    "seq_mean_k1": lambda ratios, scaled: scaled.sums * -ratios.share,
+}
 _REDUCTIONS = {
     "token": lambda steps, ratios: steps,
     "seq_sum": lambda steps, ratios: sum_steps(steps),
-    "seq_mean": lambda steps, ratios: sum_steps(steps) / ratios.num_valid.clamp(min=1.0),
+    "seq_mean": lambda steps, ratios: sum_steps(steps).mul_(ratios.share),
     "seq_max": lambda steps, ratios: steps.amax(1),  # k2 and k3 are not negative, and invalid steps hold 0
 }
 
 
 def robust_z(
     ratios: LogRatios,
-    target_log_prob: Tensor,
     step_indices: Tensor | None,
     num_steps: int,
-    num_elements: int | None,
+    *,
+    floor: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """`|delta - median| / (1.4826 MAD + floor)` of each term among those of its step index, over all ranks.
 
-    The floor is the larger of `0.01 / D` and 4 float32 ulps of the log-prob. A step index with fewer than 8
-    terms judges none of them (0). It is blind to a shift of the whole batch.
+    A step index with fewer than 8 terms judges none of them (0). It is blind to a shift of the whole batch.
 
     Args:
         step_indices: `[B, T]` in `[0, num_steps)`; None takes the columns as steps.
+        floor: `[B, T]`, differences that mean nothing.
     """
-    delta, valid = ratios.delta, ratios.valid > 0
+    delta, valid = ratios.delta, ratios.valid
     indices, rows = step_indices, num_steps
     if indices is None:
         rows = delta.shape[1]
         indices = torch.arange(rows, device=delta.device).repeat(len(delta), 1)
     all_delta, all_valid, all_indices = (_gather(x, group) for x in (delta, valid, indices))
-    floor = log_prob_resolution(target_log_prob, ratios.rollout)
-    if num_elements is not None:
-        floor = floor.clamp(min=0.01 / num_elements)
     z = torch.zeros_like(delta)
     for step in range(rows):
-        values = all_delta.masked_fill(~(all_valid & (all_indices == step)), math.nan).flatten()
+        values = all_delta.masked_fill((all_valid == 0) | (all_indices != step), math.nan).flatten()
         median = values.nanquantile(0.5)
         mad = (values - median).abs().nanquantile(0.5)
-        judged = valid & (indices == step) & (values.isfinite().sum() >= STEP_Z_MIN_TERMS)
+        enough = values.isfinite().sum() >= STEP_Z_MIN_TERMS
+        judged = (valid > 0) & (indices == step) & enough
         z = torch.where(judged, (delta - median).abs() / (MAD_TO_STD * mad + floor), z)
     return z
 
@@ -129,7 +122,7 @@ def _gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def log_prob_resolution(target_log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
     """4 float32 ulps of the larger log-prob: differences below it are rounding."""
-    size = torch.maximum(target_log_prob.detach().double().abs(), rollout_log_prob.abs())
+    size = torch.maximum(target_log_prob.detach().double().abs(), rollout_log_prob.detach().double().abs())
     _, exponent = torch.frexp(size.nan_to_num(0.0, 0.0, 0.0))
     return torch.ldexp(torch.full_like(size, 4.0), exponent - 24)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowcorr.correction.bounds import Band
-from flowcorr.correction.ratios import LogRatios, bounded_expm1, sum_steps
+from flowcorr.correction.ratios import LogRatios, Scaled, above, below, bounded_expm1, sum_steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,9 +22,9 @@ class Weights:
     Attributes:
         excess: after the cap.
         raw_excess: before it.
-        high: bool, raw weight above the upper threshold.
-        low: bool, raw weight below the lower threshold; for a cap that is its reciprocal.
-        outside: bool, weights that the threshold changed.
+        high: 1 where the raw weight is above the upper threshold.
+        low: 1 where it is below the lower threshold; for a cap that is its reciprocal.
+        outside: 1 where the threshold changed the weight.
     """
 
     excess: Tensor
@@ -35,27 +35,23 @@ class Weights:
 
 
 def importance_weights(
-    level: str, ratios: LogRatios, scaled: Tensor, scaled_excess: Tensor, threshold: float | Band
+    level: str, ratios: LogRatios, scaled: Scaled, threshold: float | Band
 ) -> tuple[Weights, Weights]:
     """Weights at their level, and each sample's mean of them (the same, where the level is of samples).
 
     Args:
         level: `token` weighs steps by `exp(scaled)`, `sequence` samples by `exp(sum_t scaled)`, `geometric` by
             `exp(mean_t scaled)`.
-        scaled: `[B, T]` log-ratios, 0 where invalid.
-        scaled_excess: `[B, T]`, `expm1` of them with bounded exponent.
         threshold: as for `cap`.
     """
-    if level == "sequence":
-        weights = cap(bounded_expm1(sum_steps(scaled)), threshold)
-        return weights, weights
-    share = 1.0 / ratios.num_valid.clamp(min=1.0)
-    if level == "geometric":
-        weights = cap(bounded_expm1(sum_steps(scaled).mul_(share)), threshold)
-        return weights, weights
-    weights = cap(scaled_excess, threshold)
-    means = cap(sum_steps(scaled_excess) * share, threshold)
-    return weights, replace(means, excess=sum_steps(weights.excess * ratios.valid) * share)
+    if level == "token":
+        weights = cap(scaled.excess, threshold)
+        means = cap(sum_steps(scaled.excess).mul_(ratios.share), threshold)
+        mean_excess = sum_steps(weights.excess * ratios.valid).mul_(ratios.share)
+        return weights, replace(means, excess=mean_excess)
+    exponent = scaled.sums if level == "sequence" else scaled.sums * ratios.share
+    weights = cap(bounded_expm1(exponent), threshold)
+    return weights, weights
 
 
 def cap(raw_excess: Tensor, threshold: float | Band) -> Weights:
@@ -66,10 +62,10 @@ def cap(raw_excess: Tensor, threshold: float | Band) -> Weights:
     """
     if isinstance(threshold, tuple):
         lower, upper = threshold
-        high, low = raw_excess > upper - 1.0, raw_excess < lower - 1.0
-        outside = high | low
-        return Weights(raw_excess.masked_fill(outside, -1.0), raw_excess, high, low, outside)
-    high, low = raw_excess > threshold - 1.0, raw_excess < 1.0 / threshold - 1.0
+        high, low = above(raw_excess, upper - 1.0), below(raw_excess, lower - 1.0)
+        outside = high + low
+        return Weights(raw_excess.masked_fill(outside > 0.0, -1.0), raw_excess, high, low, outside)
+    high, low = above(raw_excess, threshold - 1.0), below(raw_excess, 1.0 / threshold - 1.0)
     return Weights(raw_excess.clamp(max=threshold - 1.0), raw_excess, high, low, high)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +14,12 @@ import torch
 
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
+from flowcorr.models.flux import Flux
+from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
 
-FAMILIES: dict[str, type[ModelFamily]] = {"sd3": SD3}
+FAMILIES: dict[str, type[ModelFamily]] = {"sd3": SD3, "qwen_image": QwenImage, "flux": Flux}
+GUIDE = "examples/new_model.py shows how to add a family of your own, given as 'package.module:Class'"
 EMBEDDED = {"tiny_ocr": Path(__file__).parent / "tiny_ocr"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -27,6 +32,8 @@ __all__ = [
     "ModelFamily",
     "Schedule",
     "load_family",
+    "quiet_loaders",
+    "resolve_family",
     "resolve_path",
 ]
 
@@ -34,6 +41,33 @@ __all__ = [
 def resolve_path(path: str) -> str:
     """The folder of an embedded model, or `path` itself."""
     return str(EMBEDDED[path]) if path in EMBEDDED else path
+
+
+def resolve_family(name: str) -> type[ModelFamily]:
+    """The family called `name`, or the class at `package.module:Class`.
+
+    Raises:
+        ConfigError: the name is unknown, or the path leads to no `ModelFamily`.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if ":" not in name:
+        message = unknown_choice("model.family", name, ("auto", *FAMILIES))
+        raise ConfigError(f"{message}; {GUIDE}")
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"model.family={name!r}: the module {module_name!r} cannot be imported ({error}); "
+            "check its spelling, and that it is installed or on PYTHONPATH"
+        ) from error
+    family = getattr(module, attribute, None)
+    if not (isinstance(family, type) and issubclass(family, ModelFamily)):
+        raise ConfigError(
+            f"model.family={name!r}: the module {module_name!r} has no ModelFamily called {attribute!r}; {GUIDE}"
+        )
+    return family
 
 
 def load_family(
@@ -46,6 +80,13 @@ def load_family(
 ) -> ModelFamily:
     """Load a diffusers pipeline and wrap it in its family's adapter, frozen and in evaluation mode.
 
+    Args:
+        path: a pipeline folder, a pipeline on the hub, or the name of an embedded model.
+        family: a name of `FAMILIES`, `package.module:Class`, or `auto` for the one of the pipeline's class.
+        dtype: dtype of the weights.
+        device: where the pipeline is put.
+        max_sequence_length: tokens of the long text encoder; null takes the family's default.
+
     Raises:
         ConfigError: the folder is no pipeline, or its family is not known.
     """
@@ -53,46 +94,55 @@ def load_family(
 
     location = resolve_path(path)
     class_name = _pipeline_class(location, path)
-    known = {cls.pipeline_class: name for name, cls in FAMILIES.items()}
-    if family == "auto":
-        if class_name not in known:
-            raise ConfigError(
-                f"model.path={path!r}: " + unknown_choice("its pipeline class", class_name, known)
-            )
-        family = known[class_name]
-    if family not in FAMILIES:
-        raise ConfigError(unknown_choice("model.family", family, ("auto", *FAMILIES)))
+    chosen = _family_of(class_name, path) if family == "auto" else resolve_family(family)
     try:
-        with _quiet():
-            pipeline = getattr(diffusers, FAMILIES[family].pipeline_class).from_pretrained(
-                location, torch_dtype=dtype
-            )
+        with quiet_loaders():
+            pipeline = getattr(diffusers, chosen.pipeline_class).from_pretrained(location, torch_dtype=dtype)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path!r} cannot be loaded as a {family} pipeline: {error}") from error
+        raise ConfigError(
+            f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {error}"
+        ) from error
     pipeline.set_progress_bar_config(disable=True)
     pipeline.to(device)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
-    return FAMILIES[family](pipeline, dtype=dtype, max_sequence_length=max_sequence_length)
+    return chosen(pipeline, dtype=dtype, max_sequence_length=max_sequence_length)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the progress bars of the loaders, and diffusers' wish for a keyword that older versions lack."""
+def quiet_loaders() -> Iterator[None]:
+    """Silence the loaders' progress bars, and their remarks on keywords and packages that nothing here needs."""
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
 
     logs = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
+    imports = logging.getLogger("transformers.utils.import_utils")
     for log in logs:
         log.disable_progress_bar()
+    imports.addFilter(_is_news)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
             yield
     finally:
+        imports.removeFilter(_is_news)
         for log in logs:
             log.enable_progress_bar()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for a remark on torchvision, which only image inputs would need."""
+    return "requires torchvision" not in record.getMessage()
+
+
+def _family_of(class_name: str, path: str) -> type[ModelFamily]:
+    for family in FAMILIES.values():
+        if family.pipeline_class == class_name:
+            return family
+    known = [family.pipeline_class for family in FAMILIES.values()]
+    message = unknown_choice("its pipeline class", class_name, known)
+    raise ConfigError(f"model.path={path!r}: {message}; {GUIDE}")
 
 
 def _pipeline_class(location: str, path: str) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from flowcorr.errors import ConfigError
 
 Conditioning = dict[str, Tensor]
 
@@ -28,7 +32,7 @@ class Schedule:
 
     Attributes:
         sigmas: `num_inference_steps + 1` noise levels, from the pipeline's own scheduler, ending in 0.
-        timesteps: `num_inference_steps` values as they are fed to the transformer.
+        timesteps: `num_inference_steps` values as they are handed to `ModelFamily.velocity`.
     """
 
     sigmas: tuple[float, ...]
@@ -53,7 +57,7 @@ class ModelFamily(ABC):
         self.max_sequence_length = max_sequence_length
 
     @property
-    def transformer(self) -> nn.Module:
+    def transformer(self) -> Any:
         return self.pipeline.transformer
 
     @abstractmethod
@@ -68,18 +72,30 @@ class ModelFamily(ABC):
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
         """The sigma table, as the pipeline's own scheduler makes it."""
 
+    def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
+        """`schedule` with the timesteps that a transformer of `dtype` really computes with.
+
+        It gives that transformer the same velocities as `schedule` does. An engine that samples with it leaves
+        its rounding in `Rollout.timesteps`, where an actor of higher precision replays it. Here nothing is
+        rounded; a family whose transformer casts its timesteps overrides this.
+        """
+        return schedule
+
     @abstractmethod
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
         """Text conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on."""
 
-    @abstractmethod
     def free_text_encoders(self) -> None:
         """Release the text encoders' memory; `encode` cannot be called afterwards."""
+        for name in self.pipeline.components:
+            if name.startswith("text_encoder"):
+                setattr(self.pipeline, name, None)
+        gc.collect()
 
     @abstractmethod
     def velocity(
         self,
-        transformer: nn.Module,
+        transformer: Callable[..., Any],
         latents: Tensor,
         timesteps: Tensor,
         conditioning: Mapping[str, Tensor],
@@ -91,8 +107,64 @@ class ModelFamily(ABC):
     def decode(self, latents: Tensor) -> Tensor:
         """Images `[B, H, W, 3]` uint8 of final latents `[B, *L]`."""
 
-    @abstractmethod
     def save_lora(
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
     ) -> None:
         """Write an adapter that the pipeline's `load_lora_weights(directory)` reads."""
+        type(self.pipeline).save_lora_weights(
+            directory,
+            transformer_lora_layers=dict(lora_state),
+            transformer_lora_adapter_metadata=dict(metadata),
+        )
+
+
+class PackedFamily(ModelFamily):
+    """A family whose transformer reads patches of 2 x 2 latents, and whose schedule shifts with their number.
+
+    `L` is `(rows, columns, 4 * channels)`: the pipeline's own packed latents `[B, rows * columns, 4 * channels]`
+    on their grid, the same numbers in the same order. So a `reshape` leads from one to the other, and latents
+    carry their image's proportions with them.
+
+    `velocity` takes the scheduler's timesteps, up to 1000, and divides them in float32; the transformer casts the
+    quotient to its own dtype. Timesteps that an engine rounded before are thereby replayed exactly.
+    """
+
+    def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        native = self.pipeline.default_sample_size * factor
+        height, width = height or native, width or native
+        check_size(height, width, 2 * factor)
+        return (height // (2 * factor), width // (2 * factor), self.transformer.config.in_channels)
+
+    def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
+        rows, columns, _ = latent_shape
+        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
+        config = scheduler.config
+        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+        mu = config.base_shift + slope * (rows * columns - config.base_image_seq_len)
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), mu=mu)
+        return Schedule(
+            sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.tolist())
+        )
+
+    @staticmethod
+    def unpack(latents: Tensor) -> Tensor:
+        """`[B, rows, columns, 4 * channels]` as the VAE's `[B, channels, 2 * rows, 2 * columns]`."""
+        patches = latents.unflatten(-1, (-1, 2, 2)).permute(0, 3, 1, 4, 2, 5)
+        return patches.flatten(4, 5).flatten(2, 3)
+
+
+def check_size(height: int, width: int, multiple: int) -> None:
+    """Raise `ConfigError` unless `height` and `width` in pixels are multiples of `multiple`."""
+    for key, value in (("height", height), ("width", width)):
+        if value % multiple:
+            raise ConfigError(
+                f"sampling.{key}={value} does not fit the model: it must be a multiple of {multiple}, "
+                f"such as {max(value // multiple, 1) * multiple}"
+            )
+
+
+def to_images(pixels: Tensor) -> Tensor:
+    """A VAE's pixels `[B, 3, H, W]` in [-1, 1] as images `[B, H, W, 3]` uint8."""
+    levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round()
+    return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous()

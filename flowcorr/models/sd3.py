@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
@@ -96,7 +96,7 @@ class SD3(ModelFamily):
 
     def velocity(
         self,
-        transformer: nn.Module,
+        transformer: Callable[..., Any],
         latents: Tensor,
         timesteps: Tensor,
         conditioning: Mapping[str, Tensor],

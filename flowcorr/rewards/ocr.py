@@ -50,7 +50,7 @@ class OcrReward:
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
         """Score images `[B, H, W, 3]` uint8 against the targets of their prompts."""
-        targets = _targets(prompts)
+        targets = targets_of(prompts, self.name)
         exact, similarity = compare(self.read(images), targets)
         scores = (1 - self.exact_weight) * similarity + self.exact_weight * exact
         return RewardOutput(scores=scores, extra={"exact_match": exact, "edit_similarity": similarity})
@@ -82,6 +82,23 @@ def compare(readings: Sequence[str], targets: Sequence[str]) -> tuple[np.ndarray
 def normalise(text: str) -> str:
     """Text without case and white space."""
     return "".join(text.casefold().split())
+
+
+def targets_of(prompts: list[Prompt], reward: str) -> list[str]:
+    """What each image should say.
+
+    Raises:
+        BatchError: a prompt has no target.
+    """
+    targets = []
+    for index, prompt in enumerate(prompts):
+        if prompt.target is None or not normalise(prompt.target):
+            raise BatchError(
+                f"reward {reward}: sample {index} (prompt {prompt.text!r}) has no target to look for; "
+                'put the words into double quotes in a text file, or give a "target" in a JSONL file'
+            )
+        targets.append(prompt.target)
+    return targets
 
 
 def import_engine() -> Any:
@@ -120,18 +137,6 @@ def _check_options(options: OcrReward) -> None:
         raise ConfigError(f"reward ocr: detect={options.detect!r} must be true or false")
     if isinstance(options.threads, bool) or not isinstance(options.threads, int) or options.threads < 1:
         raise ConfigError(f"reward ocr: threads={options.threads!r} must be a whole number of at least 1")
-
-
-def _targets(prompts: list[Prompt]) -> list[str]:
-    targets = []
-    for index, prompt in enumerate(prompts):
-        if prompt.target is None or not normalise(prompt.target):
-            raise BatchError(
-                f"reward ocr: sample {index} (prompt {prompt.text!r}) has no target to look for; "
-                'put the words into double quotes in a text file, or give a "target" in a JSONL file'
-            )
-        targets.append(prompt.target)
-    return targets
 
 
 def _read_whole(pictures: list[np.ndarray], threads: int) -> list[str]:

@@ -27,6 +27,13 @@ class Weights:
 class RolloutEngine(Protocol):
     """Samples trajectories; its weights change only by `sync`."""
 
+    @property
+    def history(self) -> Sequence[Weights]:
+        """The versions that a stale engine still has to sample with, oldest first, up to the newest."""
+
+    def restore(self, history: Sequence[Weights]) -> None:
+        """Put back the `history` of an interrupted run."""
+
     def sync(self, weights: Weights) -> None:
         """Tell the engine of new weights; it may sample with older ones if it was told to be stale."""
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flowcorr import sde
 from flowcorr.config.schema import RolloutConfig, SamplingConfig
+from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, Guidance, ModelFamily, Schedule
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import Weights
@@ -166,6 +167,11 @@ class InProcessEngine:
             noise,
             with_means=with_means,
         )
+        if not torch.isfinite(drawn.final).all():
+            raise BatchError(
+                f"sampling ended in latents that are not finite (groups {sorted(set(groups))} of training step "
+                f"{training_step}): the weights have diverged, or rollout.dtype={self.config.dtype} overflows"
+            )
         return Rollout(
             latents=drawn.latents,
             step_indices=drawn.step_indices,

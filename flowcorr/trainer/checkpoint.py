@@ -92,7 +92,7 @@ def load(folder: Path) -> TrainingState:
     """
     try:
         digests = json.loads((folder / MANIFEST).read_text())
-        for name, digest in digests.items():
+        for name, digest in {_TENSORS: None, _FACTS: None, **digests}.items():
             if _digest(folder / name) != digest:
                 raise CheckpointError(f"checkpoint {folder} is damaged: {name} does not match {MANIFEST}")
         facts = json.loads((folder / _FACTS).read_text())

@@ -18,7 +18,7 @@ from flowcorr.algorithm import (
 )
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, BatchError
 from flowcorr.metrics import Metrics, Stat, maximum, mean, minimum, std, total
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import ActorBatch, Prompt, Rollout
@@ -65,7 +65,9 @@ def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> Step
             with_means=needs_rollout_means(config),
         ).to(actor.device)
 
+    check_latents(rollout, prompts)
     with watch("reward"):
+        assert rollout.images is not None, "an engine's rollout has images"
         images = rollout.images.cpu().numpy()
         scored, failed = score_batch(parts.reward, images, prompts, on_error=config.reward.on_error)
         kept, metrics = drop_failed_groups(rollout, failed), _reward_metrics(scored, failed, rollout)
@@ -98,6 +100,21 @@ def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> Step
 
     metrics = metrics.merge(watch.metrics(num_images=len(prompts)))
     return StepResult(metrics=metrics, images=images, prompts=prompts, scores=scored.scores)
+
+
+def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
+    """Check the trajectories; a non-finite one would be decoded to an arbitrary image and scored.
+
+    Raises:
+        BatchError: latents are not finite; the message names the first such sample.
+    """
+    bad = (~rollout.latents.isfinite().flatten(1).all(1)).nonzero().squeeze(1).tolist()
+    if bad:
+        raise BatchError(
+            f"the rollout's latents are not finite for sample {bad[0]} (prompt {prompts[bad[0]].text!r}), "
+            f"{len(bad)} of {len(prompts)} samples: the weights have diverged, or rollout.dtype overflows; "
+            "lower actor.lr, or use another rollout.dtype"
+        )
 
 
 def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> torch.Tensor:

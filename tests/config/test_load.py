@@ -191,6 +191,7 @@ def test_text_that_looks_like_something_else_round_trips(recipe, text):
         ("trainer.seed=${nothing.here}", r"trainer\.seed cannot be resolved: .*nothing\.here"),
         ("trainer.seed=???", r"trainer\.seed cannot be resolved"),
         (f"{SECTION}.rollout_iss=token", r"rollout_iss.* is unknown; .*did you mean rollout_is\?"),
+        (f"{SECTION}=seq_is", r"rollout_correction='seq_is' must be a section of keys: preset, "),
         (f"{SECTION}.preset=seq_iss", r"preset='seq_iss' is unknown; .*did you mean seq_is\?"),
         (f"{SECTION}.rollout_rs=seq_mean_k4", r"rollout_rs.*seq_mean_k4.*did you mean seq_mean_k"),
         (f"{SECTION}.rollout_rs=seq_mean_k1", r"rollout_rs.*threshold"),
@@ -219,6 +220,21 @@ def test_override_beyond_the_end_of_a_list(recipe):
 def test_cps_noise_level_above_one(empty):
     with pytest.raises(ConfigError, match=r"sampling\.noise_level=1\.2 is out of range for sde_type=cps"):
         load(empty, ["sampling.sde_type=cps", "sampling.noise_level=1.2"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "algorithm: {rollout_is: true, rollout_is_threshold: 3.0, rollout_is_level: sequence}",
+        "algorithm: {rollout_correction: {rollout_is: true, rollout_is_threshold: 3.0, rollout_is_level: sequence}}",
+    ],
+    ids=["flat", "section"],
+)
+def test_older_dialect_is_translated_with_a_warning(recipe, text):
+    with pytest.warns(FutureWarning, match="older dialect"):
+        config = load(recipe(text))
+    assert config.algorithm.rollout_correction == RolloutCorrectionConfig.seq_is(threshold=3.0)
+    assert load(recipe(to_yaml(config))) == config
 
 
 @pytest.mark.parametrize(

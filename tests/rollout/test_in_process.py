@@ -151,10 +151,7 @@ def test_history_is_a_copy_of_the_weights(make_run):
 def test_guidance_reaches_the_engine(make_run):
     guided = make_run(sampling={"guidance_scale": 3.0})
     assert "negative_prompt_embeds" in guided.conditioning
-    rollout = guided.sample()
-    assert not torch.allclose(rollout.log_probs, make_run().sample().log_probs, atol=1e-7) or not torch.equal(
-        rollout.latents, make_run().sample().latents
-    )
+    assert not torch.allclose(guided.sample().latents[:, 1], make_run().sample().latents[:, 1], atol=1e-3)
     assert mismatch(guided) < 1e-6
 
 
@@ -162,7 +159,7 @@ def test_guidance_reaches_the_engine(make_run):
     ("sampling", "message"),
     [
         ({"height": 30}, r"sampling\.height=30"),
-        ({"sde_type": "cps", "sde_window_range": (0, 5)}, r"ends at sigma=0"),
+        ({"sde_type": "cps", "sde_window_range": (0, 4)}, r"ends at sigma=0"),
     ],
 )
 def test_what_cannot_be_sampled_is_an_error_at_once(make_run, sampling, message):

@@ -1,0 +1,1 @@
+"""Looking at runs and stacks: what agrees, what drifts, what is broken."""

@@ -1,0 +1,80 @@
+"""What a check found, and how a list of findings is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Status = Literal["PASS", "WARN", "FAIL", "SKIP"]
+EXIT_CODES: Mapping[str, int] = {"PASS": 0, "SKIP": 0, "WARN": 1, "FAIL": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        check: what was looked at.
+        status: SKIP where another finding explains whatever this check would have seen.
+        value: the measured number, if there is one.
+        threshold: what it is held against.
+        message: what was found, in words.
+        remedy: what to do about it.
+    """
+
+    check: str
+    status: Status
+    message: str
+    value: float | None = None
+    threshold: float | None = None
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNoise:
+    """The gap between both stacks at one step of the schedule, before anything was learned.
+
+    Attributes:
+        step_index: place in the schedule.
+        sigma: noise level before the step.
+        abs_delta: quantiles .5, .9 and .99 of `|delta log p|`, nats per latent element.
+        exact_kl: mean exact KL, nats per latent element.
+        outside_clip: share of terms whose ratio is outside the clip range.
+    """
+
+    step_index: int
+    sigma: float
+    abs_delta: tuple[float, float, float]
+    exact_kl: float
+    outside_clip: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorReport:
+    """All findings, and the noise floor by step.
+
+    Attributes:
+        findings: one a check, in the order they were made.
+        noise: one entry a step index that was seen.
+        num_elements: `D`.
+        clip_ratio: the configured clip range.
+    """
+
+    findings: Sequence[Finding]
+    noise: Sequence[StepNoise]
+    num_elements: int
+    clip_ratio: float
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all passed, 1 if something warned, 2 if something failed."""
+        return max(EXIT_CODES[finding.status] for finding in self.findings)
+
+    def failed(self) -> list[str]:
+        """The checks that failed."""
+        return [finding.check for finding in self.findings if finding.status == "FAIL"]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"exit_code": self.exit_code, **asdict(self)}

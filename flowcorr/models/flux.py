@@ -1,0 +1,85 @@
+"""FLUX.1: packed latents, CLIP and T5 encoders, guidance distilled into an input of the transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcorr.models.base import Conditioning, Guidance, PackedFamily, Schedule, to_images
+
+DEFAULT_MAX_SEQUENCE_LENGTH = 512
+
+
+class Flux(PackedFamily):
+    """`FluxPipeline`; dev reads `guidance_scale` as an input, schnell has no guidance."""
+
+    name = "flux"
+    pipeline_class = "FluxPipeline"
+    lora_targets = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+
+    def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
+        timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
+        return replace(schedule, timesteps=tuple((timesteps.to(dtype) * 1000).tolist()))
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+        length = self.max_sequence_length
+        embeds, pooled, _ = self.pipeline.encode_prompt(
+            prompt=list(prompts),
+            prompt_2=None,
+            max_sequence_length=DEFAULT_MAX_SEQUENCE_LENGTH if length is None else length,
+        )
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+    def velocity(
+        self,
+        transformer: Callable[..., Any],
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Mapping[str, Tensor],
+        guidance: Guidance,
+    ) -> Tensor:
+        embeds = conditioning["prompt_embeds"]
+        _, rows, columns, _ = latents.shape
+        distilled = self.transformer.config.guidance_embeds
+        velocity = transformer(
+            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            timestep=timesteps / 1000,
+            guidance=torch.full_like(timesteps, guidance.guidance_scale) if distilled else None,
+            pooled_projections=conditioning["pooled_prompt_embeds"],
+            encoder_hidden_states=embeds,
+            txt_ids=embeds.new_zeros(embeds.shape[1], 3),
+            img_ids=_positions(rows, columns, embeds),
+            return_dict=False,
+        )[0].float()
+        return velocity.unflatten(1, (rows, columns))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        spatial = self.unpack(latents) / vae.config.scaling_factor + vae.config.shift_factor
+        return to_images(vae.decode(spatial.to(vae.dtype), return_dict=False)[0])
+
+
+def _positions(rows: int, columns: int, like: Tensor) -> Tensor:
+    """`[rows * columns, 3]`: 0, row and column of every image token, on the device and in the dtype of `like`."""
+    row, column = torch.meshgrid(
+        torch.arange(rows, device=like.device), torch.arange(columns, device=like.device), indexing="ij"
+    )
+    return torch.stack([torch.zeros_like(row), row, column], dim=-1).flatten(0, 1).to(like.dtype)

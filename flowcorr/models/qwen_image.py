@@ -1,0 +1,124 @@
+"""Qwen-Image: packed latents, one language model as encoder, classifier-free guidance that keeps the norm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flowcorr.models.base import Conditioning, Guidance, PackedFamily, Schedule, to_images
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_SEQUENCE_LENGTH = 512
+
+
+class QwenImage(PackedFamily):
+    """`QwenImagePipeline`; guidance is on above `true_cfg_scale` 1, and `guidance_scale` is not read.
+
+    Prompts are padded to `max_sequence_length` tokens, so that no forward pass depends on which prompts share a
+    batch; attention masks the padding.
+    """
+
+    name = "qwen_image"
+    pipeline_class = "QwenImagePipeline"
+    lora_targets = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
+
+    def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
+        timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
+        return replace(schedule, timesteps=tuple((timesteps.to(dtype).double() * 1000).tolist()))
+
+    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+        embeds, mask = self._encode(list(prompts))
+        conditioning = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+        if guidance.true_cfg_scale > 1:
+            embeds, mask = self._encode([guidance.negative_prompt])
+            conditioning |= {
+                "negative_prompt_embeds": embeds.repeat(len(prompts), 1, 1),
+                "negative_prompt_embeds_mask": mask.repeat(len(prompts), 1),
+            }
+        return conditioning
+
+    @torch.no_grad()
+    def _encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        """Embeddings `[B, max_sequence_length, width]` and the mask `[B, max_sequence_length]` of their tokens."""
+        length = DEFAULT_MAX_SEQUENCE_LENGTH if self.max_sequence_length is None else self.max_sequence_length
+        embeds, mask = self.pipeline.encode_prompt(prompts, max_sequence_length=length + 1)
+        if mask is None:  # the pipeline's word for a batch without padding
+            mask = embeds.new_ones(embeds.shape[:2])
+        if embeds.shape[1] > length:
+            logger.warning(
+                "a prompt is longer than model.max_sequence_length=%d tokens and is cut off there", length
+            )
+        missing = length - embeds.shape[1]  # -1 cuts the extra token off
+        return functional.pad(embeds, (0, 0, 0, missing)), functional.pad(mask.bool(), (0, missing))
+
+    def velocity(
+        self,
+        transformer: Callable[..., Any],
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Mapping[str, Tensor],
+        guidance: Guidance,
+    ) -> Tensor:
+        embeds, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
+        guided = guidance.true_cfg_scale > 1
+        if guided:
+            embeds = torch.cat([conditioning["negative_prompt_embeds"], embeds])
+            mask = torch.cat([conditioning["negative_prompt_embeds_mask"], mask])
+            latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
+        samples, rows, columns, _ = latents.shape
+        velocity = transformer(
+            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, rows, columns)]] * samples,
+            return_dict=False,
+        )[0].float()
+        if guided:
+            unconditional, conditional = velocity.chunk(2)
+            velocity = guide(conditional, unconditional, guidance.true_cfg_scale)
+        return velocity.unflatten(1, (rows, columns))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        mean, std = (
+            latents.new_tensor(values).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        frames = self.unpack(latents)[:, :, None] * std + mean
+        return to_images(vae.decode(frames.to(vae.dtype), return_dict=False)[0][:, :, 0])
+
+
+def guide(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance in which every token keeps the norm that it has without guidance.
+
+    Args:
+        conditional: `[..., tokens, channels]`, velocity under the prompt.
+        unconditional: likewise, under the negative prompt.
+        scale: `sampling.true_cfg_scale`.
+
+    Returns:
+        The guided velocity, as `QwenImagePipeline` computes it.
+    """
+    guided = unconditional + scale * (conditional - unconditional)
+    return guided * (conditional.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))

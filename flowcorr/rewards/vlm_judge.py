@@ -1,0 +1,235 @@
+"""A vision-language model as the judge, behind an OpenAI-compatible chat endpoint (vLLM, SGLang, hosted models)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from flowcorr.errors import ConfigError, MissingExtraError
+from flowcorr.records import Prompt
+from flowcorr.rewards.base import RewardOutput
+from flowcorr.rewards.ocr import compare, targets_of
+from flowcorr.rewards.options import check_choice, check_whole, is_number
+from flowcorr.rewards.service import Endpoint, map_in_threads, png_base64
+
+Value = TypeVar("Value")
+
+TEMPLATES = {
+    "transcribe": (
+        "Write down all text that can be read in this image, exactly as it is spelt there, mistakes included. "
+        'Answer with JSON only: {"text": "..."}. If there is none, answer {"text": ""}.'
+    ),
+    "score": (
+        "This image was made for the following request.\n\n{prompt}\n\nRate from {low} to {high} how well it shows "
+        "what was asked for and how free of flaws it is. "
+        'Answer with JSON only: {"score": <number>}.'
+    ),
+}
+_PLACEHOLDER = re.compile(r"\{(prompt|target|low|high)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VlmJudge:
+    """What a vision-language model says of an image, in 0..1.
+
+    `transcribe` lets it read the text in the image and scores the edit similarity with the prompt's target, as the
+    reward `ocr` does; logs `exact_match`. `score` lets it give a number within `score_range`, mapped onto 0..1.
+    Each image is a request of its own, at temperature 0, so that no score depends on the batch. The last JSON object
+    of the answer that has the key counts, so that a model may reason first. An answer without it fails its image
+    alone, and is not asked for again: at temperature 0 it would be the same.
+
+    Attributes:
+        base_url: what `/chat/completions` is appended to, such as `http://localhost:8000/v1`.
+        model: the name that the endpoint knows the model by.
+        mode: `transcribe` or `score`.
+        template: the question, with `{prompt}`, `{target}`, `{low}`, `{high}` where they belong; null takes
+            `TEMPLATES[mode]`. It must ask for `{"text": "..."}` or `{"score": number}`.
+        score_range: lowest and highest score; an answer outside fails its image.
+        max_tokens: of an answer.
+        concurrency: requests at a time.
+        api_key_env: the environment variable that holds the key; null sends none.
+        timeout: seconds for a whole answer.
+        retries: further attempts after a timeout, a lost connection or a status 429 or 5xx.
+        backoff: seconds before the second attempt; doubled for each further one.
+        verify: check the server's certificate; a path names a file of certificate authorities.
+
+    Raises:
+        ConfigError: at construction, for options that cannot work and a key that is not set.
+        MissingExtraError: at construction, if `transcribe` lacks a package.
+    """
+
+    base_url: str
+    model: str
+    mode: Literal["transcribe", "score"] = "score"
+    template: str | None = None
+    score_range: tuple[float, float] = (0, 10)
+    max_tokens: int = 512
+    concurrency: int = 8
+    api_key_env: str | None = None
+    timeout: float = 120.0
+    retries: int = 4
+    backoff: float = 1.0
+    verify: bool | str = True
+    endpoint: Endpoint = field(init=False, repr=False, compare=False)
+
+    name = "vlm_judge"
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, "mode", self.mode, list(TEMPLATES))
+        check_whole(self.name, "max_tokens", self.max_tokens, 1)
+        check_whole(self.name, "concurrency", self.concurrency, 1)
+        _check_score_range(self.score_range)
+        _check_template(self)
+        if self.mode == "transcribe":
+            _import_rapidfuzz()
+        endpoint = Endpoint(
+            reward=self.name,
+            url=f"{str(self.base_url).rstrip('/')}/chat/completions",
+            token_env=self.api_key_env,
+            timeout=self.timeout,
+            retries=self.retries,
+            backoff=self.backoff,
+            verify=self.verify,
+            max_response_bytes=1 << 20,
+        )
+        object.__setattr__(self, "endpoint", endpoint)
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+        """Score images `[B, H, W, 3]` uint8.
+
+        Raises:
+            BatchError: `transcribe`, or a template with `{target}`, and a prompt without a target.
+            BackendError: the endpoint cannot be reached, refuses, or answers no chat completion.
+        """
+        if self.mode == "transcribe" or "{target}" in (self.template or ""):
+            targets_of(prompts, self.name)
+        answers = map_in_threads(self._ask, zip(images, prompts, strict=True), self.concurrency)
+        if self.mode == "transcribe":
+            return self._compare(answers, prompts)
+        low, high = self.score_range
+        scores, errors = self._read(answers, self._score_of)
+        return RewardOutput(
+            scores=np.array([np.nan if score is None else (score - low) / (high - low) for score in scores]),
+            errors=errors,
+        )
+
+    def _compare(self, answers: list[str], prompts: list[Prompt]) -> RewardOutput:
+        texts, errors = self._read(answers, lambda answer: last_value(answer, "text", str))
+        exact, similarity = compare([text or "" for text in texts], targets_of(prompts, self.name))
+        unread = np.array([text is None for text in texts], dtype=bool)
+        return RewardOutput(
+            scores=np.where(unread, np.nan, similarity),
+            extra={"exact_match": np.where(unread, np.nan, exact)},
+            errors=errors,
+        )
+
+    def _read(
+        self, answers: list[str], parse: Callable[[str], Value]
+    ) -> tuple[list[Value | None], dict[int, str]]:
+        """What each answer holds, None where it cannot be read, and why."""
+        values: list[Value | None] = []
+        errors: dict[int, str] = {}
+        for index, answer in enumerate(answers):
+            try:
+                values.append(parse(answer))
+            except ValueError as error:
+                values.append(None)
+                errors[index] = f"{self.model} answered {self.endpoint.excerpt(answer)!r}, {error}"
+        return values, errors
+
+    def _score_of(self, answer: str) -> float:
+        low, high = self.score_range
+        score = last_value(answer, "score", (int, float))
+        if not low <= score <= high:
+            raise ValueError(f"whose score is not within score_range=[{low:g}, {high:g}]")
+        return score
+
+    def _ask(self, pair: tuple[np.ndarray, Prompt]) -> str:
+        image, prompt = pair
+        picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
+        question = {"type": "text", "text": self._question(prompt)}
+        request = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": [picture, question]}],
+            "temperature": 0,
+            "max_tokens": self.max_tokens,
+        }
+        completion = self.endpoint.post(json.dumps(request).encode(), "application/json")
+        return self._content(completion)
+
+    def _question(self, prompt: Prompt) -> str:
+        low, high = self.score_range
+        values = {"prompt": prompt.text, "target": prompt.target or "", "low": f"{low:g}", "high": f"{high:g}"}
+        template = self.template or TEMPLATES[self.mode]
+        return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+
+    def _content(self, completion: Any) -> str:
+        try:
+            content = completion["choices"][0]["message"]["content"]
+        except (LookupError, TypeError):
+            shown = self.endpoint.excerpt(json.dumps(completion))
+            raise self.endpoint.error(f"answered no chat completion: {shown}") from None
+        # A refusal, and thoughts that used up all tokens, leave no content.
+        return content if isinstance(content, str) else ""
+
+
+def last_value(answer: str, key: str, kind: type | tuple[type, ...]) -> Any:
+    """The value of `key` in the last JSON object of a text that has it.
+
+    Raises:
+        ValueError: there is none, or it is not of this kind; the message continues "the model answered ...,".
+    """
+    found = [value for value in _objects(answer) if key in value]
+    if not found:
+        raise ValueError(f'which holds no JSON object with the key "{key}"')
+    value = found[-1][key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f'whose "{key}" is {type(value).__name__}')
+    return value
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """The JSON objects in a text, outermost only, in order."""
+    decoder, objects, place = json.JSONDecoder(), [], text.find("{")
+    while place >= 0:
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        else:
+            objects.append(value)
+        place = text.find("{", end)
+    return objects
+
+
+def _check_score_range(score_range: Any) -> None:
+    good = isinstance(score_range, (list, tuple)) and len(score_range) == 2 and all(map(is_number, score_range))
+    if not good or not score_range[0] < score_range[1]:
+        raise ConfigError(
+            f"reward vlm_judge: score_range={score_range!r} must be the lowest and the highest score, such as [0, 10]"
+        )
+
+
+def _check_template(options: VlmJudge) -> None:
+    if options.template is None:
+        return
+    if not isinstance(options.template, str) or not options.template.strip():
+        raise ConfigError(
+            f"reward vlm_judge: template={options.template!r} must be a text, or null for the mode's own"
+        )
+    if options.mode == "transcribe" and "{target}" in options.template:
+        raise ConfigError(
+            "reward vlm_judge: the template holds {target}, which tells the model what it ought to read; leave it out"
+        )
+
+
+def _import_rapidfuzz() -> None:
+    try:
+        import rapidfuzz  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("reward vlm_judge with mode transcribe", "rapidfuzz", "ocr", error) from error

@@ -1,0 +1,51 @@
+"""The trained tensors in the shapes that the engine takes them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flowcorr.lora import ADAPTER
+
+BUCKET_BYTES = 2**29  # of whole weights in one call, so that no message holds all of a large transformer
+
+
+def peft_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's parameters on the CPU, under the names of peft's files."""
+    return {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def peft_config(tensors: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[str, Any]:
+    """What peft stores beside an adapter; the targets are the very layers that `tensors` belong to."""
+    targets = sorted({name.partition(".lora_")[0] for name in tensors})
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write peft's two files."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def buckets(state: Mapping[str, Tensor], limit: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
+    """`state` on the CPU, in parts of at most `limit` bytes or one tensor."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in state.items():
+        if part and size + tensor.nbytes > limit:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor.detach().cpu()
+        size += tensor.nbytes
+    if part:
+        yield part

@@ -1,0 +1,216 @@
+"""vllm-omni's asynchronous engine behind blocking calls, with its log at hand when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowcorr.errors import BackendError, MissingExtraError
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT = 15.0  # seconds between the lines that say the engine is still loading
+HEALTH_CHECK = 2.0  # seconds between looks at an engine that we wait for
+LOG_LINES = 20  # of the engine's log, quoted when it fails
+SHUTDOWN = 60.0  # seconds until an engine that does not stop is left to die with its parent
+LOGGERS = ("vllm", "vllm_omni")
+
+Answer = TypeVar("Answer")
+
+
+class OmniClient:
+    """One running vllm-omni engine; an event loop in a thread of its own drives it.
+
+    Args:
+        model: a pipeline folder or hub name.
+        options: further arguments of `vllm_omni.AsyncOmni`.
+
+    Raises:
+        MissingExtraError: vllm-omni is not installed.
+        BackendError: the engine does not start.
+    """
+
+    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-vllm-omni-")
+        self.log = Path(self._folder.name) / "engine.log"
+        self._omni: Any = None
+        with _engine_log(self.log):
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
+            self._thread.start()
+            try:
+                self._omni = self._start(model, options)
+            except BaseException:
+                self.close()
+                raise
+
+    def _start(self, model: str, options: Mapping[str, Any]) -> Any:
+        logger.info("starting vllm-omni with %s; its log is %s", model, self.log)
+        began = time.monotonic()
+        future = asyncio.run_coroutine_threadsafe(_create(model, options), self._loop)
+        while True:
+            try:
+                omni = future.result(timeout=HEARTBEAT)
+                break
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                logger.info("vllm-omni is loading, %.0f s so far", time.monotonic() - began)
+            except MissingExtraError:
+                raise
+            except Exception as error:
+                raise self._failure("did not start", error) from error
+        logger.info("vllm-omni is ready after %.0f s", time.monotonic() - began)
+        return omni
+
+    def generate(self, requests: Sequence[tuple[Mapping[str, Any], Any]]) -> list[Any]:
+        """The outputs of `(prompt, sampling parameters)` pairs, in their order.
+
+        Raises:
+            BackendError: a request failed, or the engine died.
+        """
+        return self._wait("a request", self._generate_all(requests))
+
+    def rpc(self, method: str, **kwargs: Any) -> list[Mapping[str, Any]]:
+        """Call `method` of the worker extension; one answer a worker.
+
+        Raises:
+            BackendError: the method failed in a worker, which vllm-omni itself reports as an ordinary result.
+        """
+        answers = _leaves(self._wait(method, self._omni.collective_rpc(method, kwargs=kwargs)))
+        for answer in answers:
+            if not isinstance(answer, Mapping) or answer.keys() & {"error", "todo", "supported"}:
+                raise self._failure(f"answered {method} with {answer!r}")
+        if not answers:
+            raise self._failure(f"did not answer {method}")
+        return answers
+
+    def sleep(self) -> None:
+        """Move the weights to main memory, so that the trainer has the device to itself."""
+        self._wait("sleep", self._omni.sleep(level=1))
+
+    def wake_up(self) -> None:
+        """Undo `sleep`."""
+        self._wait("wake_up", self._omni.wake_up())
+
+    def close(self) -> None:
+        """Stop the engine and its processes; calling it again does nothing."""
+        if self._loop.is_closed():
+            return
+        if self._omni is not None:
+            stopping = threading.Thread(target=self._omni.shutdown, name="vllm-omni stop", daemon=True)
+            stopping.start()
+            stopping.join(SHUTDOWN)
+            if stopping.is_alive():
+                logger.warning("vllm-omni did not stop within %.0f s", SHUTDOWN)
+        asyncio.run_coroutine_threadsafe(_cancel_tasks(), self._loop).result(timeout=SHUTDOWN)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._folder.cleanup()
+
+    def _wait(self, what: str, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+        if self._loop.is_closed():
+            coroutine.close()
+            raise BackendError(f"the vllm-omni engine is closed; {what} cannot be served")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        while True:
+            try:
+                return future.result(timeout=HEALTH_CHECK)
+            except concurrent.futures.TimeoutError as error:
+                if future.done():
+                    raise self._failure(f"failed on {what}", error) from error
+                if (death := self._death()) is not None:
+                    future.cancel()
+                    raise self._failure(f"died during {what}", death) from death
+            except Exception as error:
+                raise self._failure(f"failed on {what}", error) from error
+
+    def _death(self) -> Exception | None:
+        check = asyncio.run_coroutine_threadsafe(self._omni.check_health(), self._loop)
+        try:
+            check.result(timeout=HEALTH_CHECK)
+        except concurrent.futures.TimeoutError:
+            return None  # busy, not dead
+        except Exception as error:
+            return error
+        return None
+
+    def _failure(self, what: str, error: BaseException | None = None) -> BackendError:
+        reason = f": {type(error).__name__}: {error}" if error is not None else ""
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:] if self.log.is_file() else []
+        quoted = "\n".join(["; the last lines of its log:", *lines]) if lines else ""
+        return BackendError(f"the vllm-omni engine {what}{reason}{quoted}")
+
+    async def _generate_all(self, requests: Sequence[tuple[Mapping[str, Any], Any]]) -> list[Any]:
+        tasks = [asyncio.create_task(self._generate(prompt, params)) for prompt, params in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _generate(self, prompt: Mapping[str, Any], params: Any) -> Any:
+        output = None
+        async for output in self._omni.generate(prompt=dict(prompt), sampling_params_list=[params]):
+            pass
+        return output
+
+
+async def _create(model: str, options: Mapping[str, Any]) -> Any:
+    try:
+        from vllm_omni.entrypoints.async_omni import AsyncOmni
+    except ImportError as error:
+        raise MissingExtraError("rollout.name=vllm_omni", "vllm-omni", "vllm-omni", error) from error
+    return AsyncOmni(model=model, **options)
+
+
+async def _cancel_tasks() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _leaves(answer: Any) -> list[Any]:
+    if isinstance(answer, list | tuple):
+        return [leaf for part in answer for leaf in _leaves(part)]
+    return [answer]
+
+
+@contextlib.contextmanager
+def _engine_log(path: Path) -> Any:
+    """Send the engine's log to `path`: that of its processes by vLLM's own configuration file, and ours."""
+    path.touch()
+    config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
+        "handlers": {
+            "file": {"class": "logging.FileHandler", "filename": str(path), "formatter": "plain", "delay": True}
+        },
+        "loggers": {
+            name: {"handlers": ["file"], "level": "INFO", "propagate": False} for name in LOGGERS
+        },
+    }
+    file = path.with_name("logging.json")
+    file.write_text(json.dumps(config))
+    before = os.environ.get("VLLM_LOGGING_CONFIG_PATH")
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(file)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["VLLM_LOGGING_CONFIG_PATH"]
+        else:
+            os.environ["VLLM_LOGGING_CONFIG_PATH"] = before

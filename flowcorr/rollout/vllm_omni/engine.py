@@ -1,0 +1,297 @@
+"""The rollout engine `vllm_omni`: weights go in, trajectories with their log-probs come out."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcorr import sde
+from flowcorr.config.schema import Config
+from flowcorr.models import DTYPES, Guidance, ModelFamily, resolve_path
+from flowcorr.records import Rollout
+from flowcorr.rollout.base import Weights
+from flowcorr.rollout.emulate import round_weights
+from flowcorr.rollout.vllm_omni import adapter, probe
+from flowcorr.rollout.vllm_omni.client import OmniClient
+from flowcorr.rollout.vllm_omni.options import engine_options
+from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe
+
+Merge = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""Trained tensors -> the transformer's full state dict under diffusers' names, adapters merged."""
+
+
+class VllmOmniEngine:
+    """Samples in vllm-omni's own processes, one request an image.
+
+    What the engine contributes is the transformer's arithmetic and the decoder. Conditioning, sigmas, noise,
+    windows and the loop are the actor's, so that these cannot be what the two disagree on.
+
+    Args:
+        family: the actor's pipeline with its text encoders still in place. Its transformer is the one that is
+            trained, and that a synchronised engine has to move with.
+        config: the run's configuration.
+        tensors: the trained tensors as they are now, `DiffusionActor.snapshot().tensors`.
+        merge: see `Merge`.
+
+    Raises:
+        ConfigError: `rollout.engine` holds what cannot be passed on.
+        MissingExtraError: vllm-omni is not installed.
+        BackendError: the engine does not start, or holds another model than the actor.
+    """
+
+    def __init__(
+        self, family: ModelFamily, config: Config, *, tensors: Mapping[str, Tensor], merge: Merge
+    ) -> None:
+        self.family = family
+        self.config = config
+        sampling = config.sampling
+        self.guidance = Guidance(
+            guidance_scale=sampling.guidance_scale,
+            true_cfg_scale=sampling.true_cfg_scale,
+            negative_prompt=sampling.negative_prompt,
+        )
+        self.latent_shape = family.latent_shape(sampling.height, sampling.width)
+        self.schedule = family.schedule(sampling.num_inference_steps, self.latent_shape)
+        sde.check_schedule(
+            sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
+        )
+        options, self.weight_sync = engine_options(config, family)
+        self._asleep = False
+        self._sleeps = bool(options.get("enable_sleep_mode"))
+        self._dtype = DTYPES[config.rollout.dtype]
+        self._merge = merge
+        self._history: deque[Weights] = deque(maxlen=config.rollout.staleness + 1)
+        self._loaded: Weights | None = None
+        self._adapter_id = 0
+        self._point = probe.probe_point(family, self.guidance, self.schedule, self.latent_shape)
+        self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-adapter-")
+        self._client = OmniClient(resolve_path(config.model.path), options)
+        try:
+            self._moves = probe.MoveCheck(
+                self._velocities(probe.untrained(tensors)), tolerance=probe.tolerance(config.rollout)
+            )
+            self._rest()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """Optimizer updates behind the weights that sample."""
+        return self._loaded.version if self._loaded is not None else 0
+
+    @property
+    def history(self) -> list[Weights]:
+        """The versions that a stale engine still has to sample with, oldest first."""
+        return list(self._history)
+
+    # Weights ---------------------------------------------------------------------------------------------
+
+    def sync(self, weights: Weights) -> None:
+        """See `RolloutEngine.sync`.
+
+        Raises:
+            BackendError: the engine refused the weights, or moved otherwise than the actor did.
+        """
+        self._history.append(weights)
+        if self._history[0] is not self._loaded:
+            self._load(self._history[0])
+
+    def restore(self, history: Sequence[Weights]) -> None:
+        """Put back the `history` of an interrupted run."""
+        self._history = deque(history, maxlen=self.config.rollout.staleness + 1)
+        self._load(self._history[0])
+
+    def _load(self, weights: Weights) -> None:
+        self._wake()
+        if self.weight_sync == "merged":
+            self._load_transformer(weights.tensors)
+        else:
+            self._load_adapter(weights.tensors)
+        self._loaded = weights
+        self._moves.check(self._velocities(weights.tensors))
+        self._rest()
+
+    def _load_transformer(self, tensors: Mapping[str, Tensor]) -> None:
+        state = round_weights(self._merge(tensors), self.config.rollout.emulate)
+        for part in adapter.buckets(state):
+            self._client.rpc("flowcorr_transformer", tensors=part)
+
+    def _load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        lora = self.config.model.lora
+        facts = adapter.peft_config(tensors, rank=lora.rank, alpha=lora.alpha)
+        named: dict[str, Tensor] | None = adapter.peft_tensors(tensors)
+        self._adapter_id += 1
+        folder = None
+        if self.weight_sync == "lora_path":
+            folder = Path(self._folder.name) / str(self._adapter_id)
+            adapter.write_adapter(folder, named or {}, facts)
+            named = None
+        self._client.rpc(
+            "flowcorr_adapter",
+            adapter_id=self._adapter_id,
+            path=None if folder is None else str(folder),
+            tensors=named,
+            config=facts,
+        )
+        if folder is not None:
+            shutil.rmtree(folder)
+
+    def _velocities(self, tensors: Mapping[str, Tensor]) -> probe.Velocities:
+        """Both sides at the probe's point: the engine as it is, the actor with `tensors`."""
+        point = self._point
+        prompt = {
+            "prompt": "",
+            CONDITIONING: self._cast(point.conditioning),
+            LATENTS: point.latents,
+            TIMESTEP: point.timestep,
+        }
+        extra = Probe(
+            guidance_scale=self.guidance.guidance_scale, true_cfg_scale=self.guidance.true_cfg_scale
+        ).to_extra()
+        (output,) = self._client.generate([(prompt, self._params(extra))])
+        return probe.Velocities(
+            engine=_trajectory(output)["velocity"].float(),
+            actor=probe.actor_velocity(self.family, tensors, point),
+        )
+
+    # Sampling --------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        conditioning: Mapping[str, Tensor],
+        groups: Sequence[int],
+        *,
+        training_step: int,
+        with_means: bool,
+    ) -> Rollout:
+        """See `RolloutEngine.sample`; samples come group by group, in the order of `groups`.
+
+        Raises:
+            BackendError: a request failed, the engine died, or it sampled with other weights.
+        """
+        self._wake()
+        count = self.config.rollout.n
+        jobs = self._jobs(groups, training_step, with_means)
+        cpu = self._cast(conditioning)
+        requests = [
+            (
+                {"prompt": "", CONDITIONING: {name: rows[place // count] for name, rows in cpu.items()}},
+                self._params(job.to_extra()),
+            )
+            for place, job in enumerate(jobs)
+        ]
+        outputs = self._client.generate(requests)
+        self._rest()
+        device = next(self.family.transformer.parameters()).device
+        return _rollout(
+            outputs, jobs, {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
+        ).to(device)
+
+    def _jobs(self, groups: Sequence[int], training_step: int, with_means: bool) -> list[Job]:
+        sampling, rollout = self.config.sampling, self.config.rollout
+        owners = [int(group) for group in groups for _ in range(rollout.n)]
+        members = [member for _ in groups for member in range(rollout.n)]
+        starts = sde.draw_windows(
+            owners,
+            members,
+            seed=self.config.trainer.seed,
+            training_step=training_step,
+            size=sampling.sde_window_size,
+            window_range=sampling.sde_window_range,
+            num_inference_steps=sampling.num_inference_steps,
+            per=sampling.window_per,
+        )
+        plan = Plan(
+            sampling=sampling, schedule=self.schedule, latent_shape=self.latent_shape, with_means=with_means
+        )
+        return [
+            Job(
+                plan=plan,
+                seed=self.config.trainer.seed,
+                training_step=training_step,
+                group=group,
+                member=member,
+                start=start,
+                same_initial_noise=rollout.same_initial_noise,
+                policy_version=self.version,
+            )
+            for group, member, start in zip(owners, members, starts.tolist(), strict=True)
+        ]
+
+    def _params(self, extra: Mapping[str, Any]) -> Any:
+        from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+        return OmniDiffusionSamplingParams(
+            num_inference_steps=self.config.sampling.num_inference_steps,
+            seed=0,  # noise comes from flowcorr's own generators
+            extra_args=dict(extra),
+            lora_request=self._lora_request(),
+        )
+
+    def _lora_request(self) -> Any:
+        """Which adapter a request samples with; vllm-omni takes the bare weights where it is None."""
+        if self._adapter_id == 0:
+            return None
+        from flowcorr.rollout.vllm_omni.worker import lora_request
+
+        return lora_request(self._adapter_id)
+
+    def _cast(self, conditioning: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Conditioning on the CPU in the engine's dtype, which halves what bfloat16 sends."""
+        return {
+            name: rows.to("cpu", self._dtype if rows.is_floating_point() else None)
+            for name, rows in conditioning.items()
+        }
+
+    # Lifecycle -------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the engine's processes."""
+        self._client.close()
+        self._folder.cleanup()
+
+    def _wake(self) -> None:
+        if self._sleeps and self._asleep:
+            self._client.wake_up()
+            self._asleep = False
+
+    def _rest(self) -> None:
+        """Leave the device to the trainer, where it is shared."""
+        if self._sleeps:
+            self._client.sleep()
+            self._asleep = True
+
+
+def _trajectory(output: Any) -> Mapping[str, Any]:
+    return output.multimodal_output["trajectory"]
+
+
+def _rollout(outputs: Sequence[Any], jobs: Sequence[Job], conditioning: Mapping[str, Tensor]) -> Rollout:
+    """The engine's outputs, in the order of `jobs`, as one record on the CPU."""
+    drawn = [_trajectory(output) for output in outputs]
+
+    def stacked(name: str) -> Tensor:
+        return torch.stack([trajectory[name] for trajectory in drawn])
+
+    return Rollout(
+        latents=stacked("latents"),
+        step_indices=stacked("step_indices"),
+        timesteps=stacked("timesteps"),
+        sigmas=stacked("sigmas"),
+        sigmas_next=stacked("sigmas_next"),
+        log_probs=stacked("log_probs"),
+        means=stacked("means") if jobs[0].plan.with_means else None,
+        stds=stacked("stds"),
+        conditioning={name: rows.cpu() for name, rows in conditioning.items()},
+        images=torch.stack([output.images[0] for output in outputs]),
+        group_ids=torch.tensor([job.group for job in jobs]),
+        policy_versions=torch.tensor([trajectory["policy_version"] for trajectory in drawn]),
+    ).validate()

@@ -1,0 +1,98 @@
+"""`rollout.engine` of a recipe, checked and completed to the arguments of `vllm_omni.AsyncOmni`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Literal, get_args
+
+from flowcorr.config.schema import Config
+from flowcorr.errors import ConfigError, MissingExtraError, unknown_choice
+from flowcorr.models import ModelFamily
+from flowcorr.rollout.vllm_omni.plugin import PIPELINES
+
+WeightSync = Literal["lora_tensors", "lora_path", "merged"]
+
+OURS = {
+    "model": "set model.path",
+    "dtype": "set rollout.dtype",
+    "model_class_name": "it follows from the model's family",
+    "worker_extension_cls": "flowcorr syncs weights through its own",
+    "custom_pipeline_args": "flowcorr registers its own pipelines",
+    "step_execution": "trajectories are sampled a request at a time",
+    "cfg_parallel_size": "guidance is computed in one batch",
+}
+"""Arguments that flowcorr decides on, with what to do instead."""
+
+BATCH_WAIT_MS = 200.0  # a step's requests arrive together: time enough to gather them, and nothing beside a sample
+
+
+def engine_options(config: Config, family: ModelFamily) -> tuple[dict[str, Any], WeightSync]:
+    """Arguments for the engine, and the way that it gets new weights.
+
+    Raises:
+        ConfigError: an option is unknown, is flowcorr's to decide, or contradicts another section.
+        MissingExtraError: vllm-omni is not installed.
+    """
+    if family.name not in PIPELINES:
+        raise ConfigError(
+            f"rollout.name=vllm_omni has no pipeline for the model family {family.name}, only for "
+            f"{', '.join(PIPELINES)}; use rollout.name=in_process"
+        )
+    asked = dict(config.rollout.engine)
+    weight_sync = _weight_sync(config, asked.pop("weight_sync", None))
+    for key in asked:
+        if key in OURS:
+            raise ConfigError(f"rollout.engine.{key} cannot be set: {OURS[key]}")
+        if key not in (known := _known_options()):
+            raise ConfigError(unknown_choice("rollout.engine", key, ["weight_sync", *sorted(known)]))
+    rollout = config.rollout
+    options = {
+        "max_num_seqs": rollout.batch_size or rollout.prompts_per_step * rollout.n,
+        "request_batch_max_wait_ms": BATCH_WAIT_MS,
+        "distributed_executor_backend": "mp",  # workers of their own: nothing of theirs touches the trainer's torch
+        **asked,
+        "model_class_name": PIPELINES[family.name],
+        "worker_extension_cls": "flowcorr.rollout.vllm_omni.worker.RolloutWorker",
+        "dtype": rollout.dtype,
+    }
+    return options, weight_sync
+
+
+def _weight_sync(config: Config, asked: str | None) -> WeightSync:
+    rank = config.model.lora.rank
+    weight_sync = asked or ("lora_tensors" if rank else "merged")
+    if weight_sync not in get_args(WeightSync):
+        raise ConfigError(unknown_choice("rollout.engine.weight_sync", weight_sync, get_args(WeightSync)))
+    if rank == 0 and weight_sync != "merged":
+        raise ConfigError(
+            f"rollout.engine.weight_sync={weight_sync!r} needs an adapter, and model.lora.rank=0 trains all "
+            "weights: use merged"
+        )
+    quantization = config.rollout.engine.get("quantization") or config.rollout.engine.get("quantization_config")
+    if weight_sync == "merged" and quantization:
+        raise ConfigError(
+            f"rollout.engine.weight_sync='merged' cannot load into weights with quantization={quantization!r}; "
+            "train an adapter and use lora_tensors"
+        )
+    if config.rollout.emulate != "none" and weight_sync != "merged":
+        raise ConfigError(
+            f"rollout.emulate={config.rollout.emulate!r} rounds whole weights; with rollout.name=vllm_omni set "
+            "rollout.engine.weight_sync=merged, or let the engine quantize with rollout.engine.quantization"
+        )
+    return weight_sync
+
+
+def _known_options() -> set[str]:
+    """What the engine and its parallel layout can be told; it would silently ignore anything else."""
+    try:
+        from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
+    except ImportError as error:
+        raise MissingExtraError("rollout.name=vllm_omni", "vllm-omni", "vllm-omni", error) from error
+    named = {entry.name for kind in (DiffusionParallelConfig, OmniDiffusionConfig) for entry in fields(kind)}
+    return (named - OURS.keys()) | {
+        "diffusion_attention_backend",
+        "gpu_memory_utilization",
+        "init_timeout",
+        "stage_init_timeout",
+        "log_stats",
+    }

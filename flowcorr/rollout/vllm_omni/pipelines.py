@@ -1,0 +1,206 @@
+"""vllm-omni pipelines that sample trajectories: the engine's transformer inside flowcorr's own loop.
+
+Only vllm-omni imports this module, in its workers. A pipeline holds a transformer and a VAE. It holds no text
+encoder, because requests bring the conditioning as the actor encoded it: encoding twice would cost the
+encoders' memory a second time, and add their rounding to what the actor and the engine disagree on.
+Timesteps are fed in float32, as flowcorr's model families do, and are not rounded to the model's dtype.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
+from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl import DistributedAutoencoderKL
+from vllm_omni.diffusion.distributed.utils import get_local_device
+from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
+from vllm_omni.diffusion.models.sd3.sd3_transformer import SD3Transformer2DModel
+from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+
+from flowcorr import sde
+from flowcorr.models import Guidance, ModelFamily
+from flowcorr.models.sd3 import SD3
+from flowcorr.rollout.sampler import sample_sde_window
+from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe, from_extra
+
+RETURNED = (
+    "latents", "step_indices", "timesteps", "sigmas", "sigmas_next", "log_probs", "means", "stds",
+)  # fmt: skip
+"""The fields of `Trajectories` that travel back with the image."""
+
+
+class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
+    """What the pipelines of all families share; a request batch may mix plans, groups and windows.
+
+    Attributes:
+        family: the flowcorr family around this pipeline, for guidance and decoding as the actor has them.
+        adapters: adapters in memory that `RolloutWorker` left here to be loaded, by id.
+    """
+
+    supports_request_batch = True
+    dummy_run_num_frames = 0  # no warm-up request: ours need conditioning, and the first probe warms up as well
+    _dit_modules: ClassVar[list[str]] = ["transformer"]
+    _encoder_modules: ClassVar[list[str]] = []
+    _vae_modules: ClassVar[list[str]] = ["vae"]
+
+    family_class: ClassVar[type[ModelFamily]]
+    transformer_class: ClassVar[type[nn.Module]]
+    vae_class: ClassVar[Any]
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.od_config = od_config
+        self.device = get_local_device()
+        self.weights_sources = [
+            DiffusersPipelineLoader.ComponentSource(
+                model_or_path=od_config.model, subfolder="transformer", revision=None, prefix="transformer."
+            )
+        ]
+        self.transformer = self.transformer_class(od_config=od_config)
+        self.vae = self.vae_class.from_pretrained(
+            od_config.model,
+            subfolder="vae",
+            torch_dtype=od_config.dtype,
+            local_files_only=os.path.isdir(od_config.model),
+        ).to(self.device)
+        self.family = self.family_class(self, dtype=od_config.dtype)
+        self.adapters: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
+
+    # Sampling --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
+        """One output a request; samples with equal plans share their forward passes, whatever else differs."""
+        asked = [from_extra(params.extra_args) for params in req.sampling_params_list]
+        outputs: dict[int, DiffusionOutput] = {}
+        for place, probe in enumerate(asked):
+            if isinstance(probe, Probe):
+                outputs[place] = self._probe(probe, req.prompts[place])
+        jobs = {place: job for place, job in enumerate(asked) if isinstance(job, Job)}
+        for plan in dict.fromkeys(job.plan for job in jobs.values()):
+            places = [place for place, job in jobs.items() if job.plan == plan]
+            conditioning = self._rows([req.prompts[place][CONDITIONING] for place in places])
+            outputs |= zip(
+                places, self._sample(plan, [jobs[place] for place in places], conditioning), strict=True
+            )
+        return [outputs[place] for place in range(len(asked))]
+
+    def _sample(
+        self, plan: Plan, jobs: Sequence[Job], conditioning: Mapping[str, Tensor]
+    ) -> list[DiffusionOutput]:
+        guidance = Guidance(
+            guidance_scale=plan.sampling.guidance_scale, true_cfg_scale=plan.sampling.true_cfg_scale
+        )
+
+        def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
+            return self.family.velocity(self.transformer, latents, timesteps, conditioning, guidance)
+
+        def noise(step_index: int, rows: Tensor) -> Tensor:
+            return torch.cat([_step_noise(jobs[row], step_index) for row in rows.tolist()]).to(self.device)
+
+        drawn = sample_sde_window(
+            velocity,
+            torch.cat([_initial_noise(job) for job in jobs]).to(self.device),
+            plan.schedule,
+            plan.sampling,
+            torch.tensor([job.start for job in jobs], device=self.device),
+            noise,
+            with_means=plan.with_means,
+        )
+        images = self.family.decode(drawn.final)
+        kept = {name: getattr(drawn, name) for name in RETURNED if getattr(drawn, name) is not None}
+        return [
+            _output(
+                images[row],
+                {name: values[row] for name, values in kept.items()} | {"policy_version": job.policy_version},
+            )
+            for row, job in enumerate(jobs)
+        ]
+
+    def _probe(self, probe: Probe, prompt: Mapping[str, Any]) -> DiffusionOutput:
+        guidance = Guidance(guidance_scale=probe.guidance_scale, true_cfg_scale=probe.true_cfg_scale)
+        latents = prompt[LATENTS].to(self.device)[None]
+        velocity = self.family.velocity(
+            self.transformer,
+            latents,
+            latents.new_tensor([prompt[TIMESTEP]]),
+            self._rows([prompt[CONDITIONING]]),
+            guidance,
+        )
+        return _output(velocity, {"velocity": velocity[0]})
+
+    def _rows(self, conditioning: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The samples' conditioning as a batch, on the device and in the engine's dtype."""
+        dtype = self.od_config.dtype
+        stacked = {name: torch.stack([row[name] for row in conditioning]) for name in conditioning[0]}
+        return {
+            name: rows.to(self.device, dtype if rows.is_floating_point() else None)
+            for name, rows in stacked.items()
+        }
+
+    # Weights ---------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Any) -> set[str]:
+        """Load tensors under diffusers' names, each with its component in front."""
+        from vllm.model_executor.models.utils import AutoWeightsLoader
+
+        return AutoWeightsLoader(self).load_weights(weights)
+
+    def _load_diffusion_lora_adapter(
+        self, *, lora_request: Any, lora_path: str, dtype: torch.dtype
+    ) -> tuple[LoRAModel, PEFTHelper] | None:
+        """vllm-omni's hook: the adapter that waits in memory, or None to read it from its path."""
+        waiting = self.adapters.pop(lora_request.lora_int_id, None)
+        if waiting is None:
+            return None
+        tensors, config = waiting
+        helper = PEFTHelper.from_dict(config)
+        model = LoRAModel.from_lora_tensors(
+            lora_model_id=lora_request.lora_int_id,
+            tensors=tensors,
+            peft_helper=helper,
+            device="cpu",
+            dtype=dtype,
+        )
+        return model, helper
+
+
+class FlowcorrSD3Pipeline(RolloutPipeline):
+    """Stable Diffusion 3 and 3.5."""
+
+    family_class = SD3
+    transformer_class = SD3Transformer2DModel
+    vae_class = DistributedAutoencoderKL
+
+
+def _initial_noise(job: Job) -> Tensor:
+    return sde.initial_noise(
+        job.plan.latent_shape,
+        [job.group],
+        [job.member],
+        seed=job.seed,
+        training_step=job.training_step,
+        same_in_group=job.same_initial_noise,
+    )
+
+
+def _step_noise(job: Job, step_index: int) -> Tensor:
+    return sde.step_noise(
+        job.plan.latent_shape,
+        [job.group],
+        [job.member],
+        seed=job.seed,
+        training_step=job.training_step,
+        step_index=step_index,
+    )
+
+
+def _output(image: Tensor, trajectory: dict[str, Any]) -> DiffusionOutput:
+    return DiffusionOutput(output={"payload": {"image": image, "trajectory": trajectory}}, to_cpu=True)

@@ -1,0 +1,129 @@
+"""Proof that a sync took effect: at one fixed point the engine's velocity must move as the actor's does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from flowcorr import sde
+from flowcorr.config.schema import RolloutConfig
+from flowcorr.errors import BackendError
+from flowcorr.models import Conditioning, Guidance, ModelFamily, Schedule
+
+PROMPT = "a photo of a cat"
+LARGEST_GAP = 0.25  # of the velocity, between two stacks that hold the same model
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}  # by the engine's dtype, see `MoveCheck`
+COARSE = 0.2  # the same for quantized weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProbePoint:
+    """Where both sides are scored: latents `[*L]`, one timestep, one row of conditioning."""
+
+    latents: Tensor
+    timestep: float
+    conditioning: Conditioning
+    guidance: Guidance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Velocities:
+    """Velocities `[*L]` float32 on the CPU at the probe's point, under the same weights."""
+
+    engine: Tensor
+    actor: Tensor
+
+    def gap(self) -> float:
+        """How far they are apart, as a share of the actor's."""
+        return float((self.engine - self.actor).norm() / self.actor.norm().clamp(min=1e-12))
+
+
+def probe_point(
+    family: ModelFamily, guidance: Guidance, schedule: Schedule, latent_shape: tuple[int, ...]
+) -> ProbePoint:
+    """The fixed point: pure noise at a step in the middle of the schedule."""
+    encoded = family.encode([PROMPT], guidance)
+    return ProbePoint(
+        latents=sde.initial_noise(latent_shape, [0], [0], seed=0, training_step=0)[0],
+        timestep=schedule.timesteps[len(schedule.timesteps) // 2],
+        conditioning={name: rows[0].cpu() for name, rows in encoded.items()},
+        guidance=guidance,
+    )
+
+
+def tolerance(rollout: RolloutConfig) -> float:
+    """The share of the velocity by which an engine of this precision may differ from the actor."""
+    quantized = rollout.engine.get("quantization") or rollout.engine.get("quantization_config")
+    return COARSE if quantized or rollout.emulate != "none" else TOLERANCE[rollout.dtype]
+
+
+@torch.no_grad()
+def actor_velocity(family: ModelFamily, tensors: Mapping[str, Tensor], point: ProbePoint) -> Tensor:
+    """The velocity under the trained `tensors`, whatever the transformer's own are just now."""
+    transformer = family.transformer
+    device = next(transformer.parameters()).device
+
+    def with_tensors(*args: object, **kwargs: object) -> object:
+        return torch.func.functional_call(transformer, dict(tensors), args, kwargs)
+
+    velocity = family.velocity(
+        cast(nn.Module, with_tensors),  # a family only calls it
+        point.latents.to(device)[None],
+        torch.tensor([point.timestep], device=device),
+        {name: row.to(device)[None] for name, row in point.conditioning.items()},
+        point.guidance,
+    )
+    return velocity[0].float().cpu()
+
+
+def untrained(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's `tensors` without effect: the weights that the engine starts with."""
+    return {
+        name: torch.zeros_like(tensor) if ".lora_B." in name else tensor for name, tensor in tensors.items()
+    }
+
+
+class MoveCheck:
+    """Compares the moves of engine and actor, sync by sync.
+
+    Two stacks never agree exactly, and one update may move the velocity less than that. Such a move proves
+    nothing, so the next one is counted from the same place, until they add up to one that does.
+
+    Args:
+        start: both velocities before the first sync.
+        tolerance: the disagreement to expect of the engine's precision, as a share of the velocity.
+
+    Raises:
+        BackendError: the two are so far apart that they cannot hold the same model.
+    """
+
+    def __init__(self, start: Velocities, *, tolerance: float) -> None:
+        if not start.gap() <= LARGEST_GAP:
+            raise BackendError(
+                f"before training, the velocities of engine and actor differ by {start.gap():.0%}: they hold different "
+                "models, or sample differently; compare model.path and rollout.engine, and run flowcorr doctor"
+            )
+        self._anchor = start
+        self._noise = min(start.gap(), tolerance) * float(start.actor.norm())
+
+    def check(self, reached: Velocities) -> None:
+        """Compare the moves since the last conclusive check.
+
+        Raises:
+            BackendError: the engine did not move as the actor did.
+        """
+        engine, actor = reached.engine - self._anchor.engine, reached.actor - self._anchor.actor
+        moved, off = float(actor.norm()), float((engine - actor).norm())
+        if not off <= 0.5 * moved + 2 * self._noise:
+            scale = float(self._anchor.actor.norm())
+            raise BackendError(
+                f"a sync that did not take effect: the actor's velocity moved by {moved / scale:.2e} of itself, the "
+                f"engine's by {float(engine.norm()) / scale:.2e}, and the two moves differ by {off / scale:.2e}; the "
+                "engine still samples with other weights: try rollout.engine.weight_sync=merged, or lora_path"
+            )
+        if moved > 4 * self._noise:
+            self._anchor = reached

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flowcorr.correction.bounds import Criterion, parse_band, parse_criteria, parse_modes, parse_veto
+from flowcorr.correction.rejection import idle_modes
+from flowcorr.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        (2, 2.0),
+        ("2.0", 2.0),
+        ("inf", math.inf),
+        ("0.5_2", (0.5, 2.0)),
+        ("1e-3_2", (1e-3, 2.0)),
+        ([0.5, 2], (0.5, 2.0)),
+        ((0.5, math.inf), (0.5, math.inf)),
+    ],
+)
+def test_bands_as_users_write_them(written, value):
+    assert parse_band(written) == value
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "2.0_0.5",
+        "1_1",
+        "nan",
+        math.nan,
+        0,
+        "0_2",
+        -1.0,
+        "-1_2",
+        "",
+        "a",
+        "1_2_3",
+        [1],
+        [1, 2, 3],
+        True,
+        None,
+        {},
+    ],
+)
+def test_bad_bands_name_their_key(written):
+    with pytest.raises(ConfigError, match=r"^algorithm\.rollout_correction\.rollout_is_threshold="):
+        parse_band(written, "rollout_is_threshold")
+
+
+def test_a_reversed_band_shows_how_to_write_it():
+    with pytest.raises(ConfigError, match=r"write 0\.5_2"):
+        parse_band("2.0_0.5")
+
+
+def test_modes_resolve_aliases_and_drop_repeats():
+    assert parse_modes(None) == ()
+    assert parse_modes("token, sequence,geometric,token_k1") == ("token_k1", "seq_sum_k1", "seq_mean_k1")
+
+
+@pytest.mark.parametrize("chain", ["", "token,", "seq_max_k1", 3])
+def test_unknown_modes_are_refused(chain):
+    with pytest.raises(ConfigError, match="rollout_rs="):
+        parse_modes(chain)
+
+
+def test_thresholds_go_with_modes_in_order():
+    both = (Criterion("token_k1", math.log(0.5), math.log(2.0)), Criterion("seq_mean_k3", -math.inf, 0.01))
+    for threshold in ("0.5_2,0.01", ["0.5_2", 0.01], [[0.5, 2], 0.01], ("2", "0.01")):
+        assert parse_criteria("token_k1,seq_mean_k3", threshold) == both
+    one_for_all = parse_criteria("token_k1,seq_mean_k3", 2.0)
+    assert one_for_all == (both[0], Criterion("seq_mean_k3", -math.inf, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("modes", "threshold", "message"),
+    [
+        ("token_k1", None, "is missing"),
+        ("token_k1,token_k2,token_k3", "2,1", "holds 2 thresholds for the 3 modes"),
+        ("token_k2", "0.5_2", "takes one upper bound"),
+        ("token_k1", 0.5, "above 1"),
+        ("token_k1", {}, "no threshold"),
+        ("token_k1,token_k3", [0.5, 2], "takes one upper bound"),
+    ],
+)
+def test_thresholds_that_do_not_fit_their_modes(modes, threshold, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_criteria(modes, threshold)
+
+
+@pytest.mark.parametrize("threshold", [1.0, 2.0, 0.0, -1.0, math.nan, "0.1_0.2", True])
+def test_a_veto_is_a_ratio_below_one(threshold):
+    with pytest.raises(ConfigError, match="rollout_token_veto_threshold"):
+        parse_veto(threshold)
+    assert parse_veto("1e-4") == 1e-4
+    assert parse_veto(None) is None
+
+
+def test_bands_beyond_the_noise_floor_are_idle():
+    criteria = parse_criteria("seq_mean_k1,token_k3", "0.5_2.0,0.01")
+    quiet = {
+        "actor/rollout_corr/rollout_rs_seq_mean_k1_max": 1e-4,
+        "actor/rollout_corr/rollout_rs_seq_mean_k1_min": -1e-4,
+        "actor/rollout_corr/rollout_rs_token_k3_max": 5e-3,
+        "actor/rollout_corr/rollout_rs_token_k3_min": 0.0,
+    }
+    assert idle_modes(criteria, quiet) == ["seq_mean_k1"]
+    assert idle_modes(criteria, {}) == []

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import pytest
+
+from flowcorr.correction import PRESETS, RolloutCorrectionConfig
+from flowcorr.errors import ConfigError
+
+DECOUPLED = {"bypass_mode": False}
+BYPASS = {"bypass_mode": True}
+REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
+TRAJECTORY = {"bypass_scope": "trajectory"}
+TOKEN = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+SEQUENCE = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+ICEPOP = {"rollout_is": "token", "rollout_is_threshold": (0.5, 5.0)}
+SEQ_RS = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": (0.5, 2.0)}
+GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": (0.999, 1.001)}
+K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+VETO = {"rollout_token_veto_threshold": 1e-4}
+
+EXPECTED = {
+    ("decoupled_token_is", "token_is", "token_tis"): DECOUPLED | TOKEN,
+    ("decoupled_seq_is", "seq_is"): DECOUPLED | SEQUENCE,
+    ("decoupled_seq_is_rs", "seq_is_rs", "seq_mis"): DECOUPLED | SEQUENCE | SEQ_RS,
+    ("decoupled_geo_rs",): DECOUPLED | GEO_RS,
+    ("geo_rs", "geo_mis"): DECOUPLED | GEO_RS | VETO,
+    ("decoupled_geo_rs_seq_tis",): DECOUPLED | SEQUENCE | GEO_RS,
+    ("decoupled_geo_rs_token_tis",): DECOUPLED | TOKEN | GEO_RS,
+    ("decoupled_k3_rs",): DECOUPLED | K3_RS,
+    ("decoupled_k3_rs_seq_tis",): DECOUPLED | SEQUENCE | K3_RS,
+    ("decoupled_k3_rs_token_tis",): DECOUPLED | TOKEN | K3_RS,
+    ("decoupled_token_icepop",): DECOUPLED | ICEPOP,
+    ("bypass_ppo_clip", "ppo_is_bypass"): BYPASS,
+    ("bypass_ppo_clip_geo_rs",): BYPASS | GEO_RS,
+    ("bypass_ppo_clip_k3_rs",): BYPASS | K3_RS,
+    ("bypass_pg_is", "pg_is", "pure_is"): REINFORCE | TRAJECTORY | SEQUENCE,
+    ("bypass_pg_token_icepop",): REINFORCE | ICEPOP,
+    ("bypass_pg_geo_rs",): REINFORCE | TRAJECTORY | GEO_RS,
+    ("pg_rs",): REINFORCE | TRAJECTORY | GEO_RS | VETO,
+    ("bypass_pg_geo_rs_seq_tis",): REINFORCE | TRAJECTORY | SEQUENCE | GEO_RS,
+    ("bypass_pg_geo_rs_token_tis",): REINFORCE | TRAJECTORY | TOKEN | GEO_RS,
+    ("disabled",): DECOUPLED,
+}
+
+
+@pytest.mark.parametrize(("name", "values"), [(name, v) for names, v in EXPECTED.items() for name in names])
+def test_every_preset_by_every_door(name, values):
+    expected = RolloutCorrectionConfig(**values)
+    by_name = RolloutCorrectionConfig.preset(name)
+    assert by_name == expected
+    assert by_name.preset == name
+    assert getattr(RolloutCorrectionConfig, name)() == expected
+    assert RolloutCorrectionConfig.from_mapping({"preset": name}) == expected
+    assert PRESETS[name]
+
+
+def test_no_preset_is_missing_from_the_tests_or_the_list():
+    assert {name for names in EXPECTED for name in names} == set(PRESETS)
+
+
+def test_class_methods_take_thresholds():
+    config = RolloutCorrectionConfig
+    assert config.token_is(threshold=3.0).rollout_is_threshold == 3.0
+    assert config.geo_rs(rs_threshold=1.01).criteria[0].lower == pytest.approx(-math.log(1.01))
+    assert config.geo_rs(rs_threshold_lower=0.99).rollout_rs_threshold == (0.99, 1.001)
+    assert config.geo_rs(rs_threshold=1.1, rs_threshold_lower=0.9).rollout_rs_threshold == (0.9, 1.1)
+    assert config.geo_rs(veto_threshold=None) == config.decoupled_geo_rs()
+    assert config.seq_is_rs(rs_threshold="0.6_3").rollout_rs_threshold == (0.6, 3.0)
+    assert config.decoupled_token_icepop(4.0, threshold_lower=0.3).rollout_is_threshold == (0.3, 4.0)
+    assert config.bypass_ppo_clip_k3_rs(0.02).rollout_rs_threshold == 0.02
+
+
+def test_thresholds_beside_a_preset_override_it():
+    mapping = {"preset": "geo_rs", "rollout_rs_threshold": "0.9_1.1", "rollout_token_veto_threshold": None}
+    config = RolloutCorrectionConfig.from_mapping(mapping)
+    assert config == RolloutCorrectionConfig.decoupled_geo_rs("0.9_1.1")
+    assert config.preset == "geo_rs"
+    scaled = RolloutCorrectionConfig.preset("seq_is", log_ratio_scale="sum", rollout_is_apply=False)
+    assert scaled.log_ratio_scale == "sum"
+
+
+@pytest.mark.parametrize(
+    ("preset", "key", "value"),
+    [
+        ("token_is", "rollout_is", "sequence"),
+        ("token_is", "bypass_mode", True),
+        ("geo_rs", "rollout_rs", "token_k1"),
+        ("bypass_ppo_clip", "loss_type", "reinforce"),
+        ("pg_rs", "bypass_scope", "step"),
+    ],
+)
+def test_other_keys_beside_a_preset_contradict_it(preset, key, value):
+    with pytest.raises(ConfigError, match=rf"{key}={value!r} contradicts preset='{preset}'"):
+        RolloutCorrectionConfig.from_mapping({"preset": preset, key: value})
+
+
+def test_a_preset_named_without_its_values_is_refused():
+    with pytest.raises(ConfigError, match=r"RolloutCorrectionConfig\.preset\('token_is'\)"):
+        RolloutCorrectionConfig(preset="token_is")
+
+
+def test_an_unknown_preset_shows_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean token_tis"):
+        RolloutCorrectionConfig.preset("token_tiss")
+
+
+def test_an_unknown_key_shows_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean rollout_is_threshold"):
+        RolloutCorrectionConfig.from_mapping({"rollout_is_treshold": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rollout_is": "tokn"}, r"rollout_is='tokn' is unknown.*did you mean token"),
+        ({"loss_type": "ppo"}, r"loss_type='ppo' is unknown"),
+        ({"bypass_scope": "steps"}, r"bypass_scope='steps'.*did you mean step"),
+        ({"rollout_rs_denominator": "some"}, r"rollout_rs_denominator='some'"),
+        ({"bypass_mode": "yes"}, r"bypass_mode='yes' must be true or false"),
+        ({"rollout_is_apply": 1}, r"rollout_is_apply=1 must be true or false"),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": None},
+            r"rollout_is_threshold is null while rollout_is",
+        ),
+        ({"rollout_is": "token", "rollout_is_threshold": "2.0_0.5"}, r"rollout_is_threshold='2.0_0.5'"),
+        ({"rollout_is": "token", "rollout_is_threshold": math.nan}, r"rollout_is_threshold=nan"),
+        ({"rollout_is": "token", "rollout_is_threshold": 0}, r"rollout_is_threshold=0"),
+        ({"rollout_is": "token", "rollout_is_threshold": -1.0}, r"rollout_is_threshold=-1.0"),
+        ({"rollout_rs": "token_k1"}, r"rollout_rs_threshold is missing"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2}, r"rollout_rs='token_k4' is unknown"),
+        ({"rollout_token_veto_threshold": 1.0}, r"rollout_token_veto_threshold=1.0"),
+        ({"log_ratio_scale": "men"}, r"log_ratio_scale='men' is unknown.*did you mean mean"),
+        ({"log_ratio_scale": 0.0}, r"log_ratio_scale=0.0"),
+        ({"loss_type": "reinforce"}, r"loss_type='reinforce' needs bypass_mode: true"),
+        (
+            {"bypass_mode": True, "rollout_is": "token", "rollout_is_batch_normalize": True},
+            r"rollout_is_batch_normalize=True needs the whole batch",
+        ),
+        (
+            {"bypass_mode": True, "rollout_rs": "token_k1,step_z", "rollout_rs_threshold": "2,6"},
+            r"rollout_rs='step_z' needs the whole batch",
+        ),
+        (REINFORCE | SEQUENCE, r"bypass_scope='step' shows the loss single steps"),
+        (REINFORCE | {"rollout_is": "geometric"}, r"bypass_scope=.*set bypass_scope: trajectory"),
+    ],
+)
+def test_bad_values_name_their_key(values, message):
+    with pytest.raises(ConfigError, match=r"^algorithm\.rollout_correction\." + message):
+        RolloutCorrectionConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"rollout_is_threshold": 3.0}, "rollout_is_threshold"),
+        ({"rollout_is_apply": False}, "rollout_is_apply"),
+        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize"),
+        ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold"),
+        ({"rollout_is": "token", "bypass_scope": "trajectory"}, "bypass_scope"),
+        ({"log_ratio_scale": "sum"}, "log_ratio_scale"),
+    ],
+)
+def test_keys_without_effect_warn(values, key):
+    with pytest.warns(UserWarning, match=rf"{key}=.* has no effect"):
+        RolloutCorrectionConfig(**values)
+
+
+def test_weights_in_bypass_ppo_clip_are_for_diagnostics():
+    config = RolloutCorrectionConfig(bypass_mode=True, rollout_is="sequence")
+    assert not config.applies_weights
+    assert RolloutCorrectionConfig.pg_is().applies_weights
+    assert not RolloutCorrectionConfig(rollout_is="token", rollout_is_apply=False).applies_weights
+
+
+def test_exact_kl_asks_for_means():
+    config = RolloutCorrectionConfig(rollout_rs="step_kl", rollout_rs_threshold=1e-4)
+    assert config.needs_means
+    assert not RolloutCorrectionConfig.geo_rs().needs_means
+
+
+def test_values_are_normalised_and_survive_a_round_trip():
+    config = RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_threshold="0.5_2",
+        rollout_rs="token, sequence",
+        rollout_rs_threshold="2, 0.9_1.1",
+    )
+    assert config.rollout_is_threshold == (0.5, 2.0)
+    assert config.rollout_rs == "token_k1,seq_sum_k1"
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    assert RolloutCorrectionConfig.from_mapping(values) == config
+    listed = {**values, "rollout_is_threshold": [0.5, 2.0]}
+    assert RolloutCorrectionConfig.from_mapping(listed) == config
+    assert hash(config) == hash(RolloutCorrectionConfig.from_mapping(values))

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+
+from flowcorr.correction import RolloutCorrectionConfig, legacy
+from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
+from flowcorr.errors import ConfigError
+
+FIRST = {"rollout_is_level": "sequence", "rollout_is_mode": "truncate", "rollout_is_threshold": 3.0}
+MASK = {"rollout_is_mode": "mask", "rollout_is_threshold": 2.0}
+UNCAPPED = {"rollout_is_threshold": math.inf}
+
+DIALECTS = [
+    (FIRST, {"rollout_is": "sequence", "rollout_is_threshold": 3.0}),
+    (FIRST | {"rollout_is": True}, {"rollout_is": "sequence", "rollout_is_threshold": 3.0}),
+    (
+        FIRST | {"rollout_is": False},
+        {"rollout_is": "sequence", "rollout_is_threshold": 3.0, "rollout_is_apply": False},
+    ),
+    (FIRST | {"rollout_is_threshold": None}, {}),
+    (FIRST | {"rollout_is_threshold_lower": 0.1}, {"rollout_is": "sequence", "rollout_is_threshold": 3.0}),
+    (
+        FIRST | {"rollout_is_veto_threshold": 1e-4},
+        {"rollout_is": "sequence", "rollout_is_threshold": 3.0, "rollout_token_veto_threshold": 1e-4},
+    ),
+    (
+        MASK | {"rollout_is_level": "token"},
+        {"rollout_is": "token", **UNCAPPED, "rollout_rs": "token_k1", "rollout_rs_threshold": (0.5, 2.0)},
+    ),
+    (
+        MASK | {"rollout_is_level": "sequence", "rollout_is_threshold_lower": 0.8},
+        {
+            "rollout_is": "sequence",
+            **UNCAPPED,
+            "rollout_rs": "seq_sum_k1",
+            "rollout_rs_threshold": (0.8, 2.0),
+        },
+    ),
+    (
+        MASK | {"rollout_is_level": "geometric"},
+        {"rollout_is": "geometric", **UNCAPPED, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0},
+    ),
+    (
+        {"rollout_rs": "geometric", "rollout_rs_threshold": 1.01, "rollout_rs_threshold_lower": 0.98},
+        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": (0.98, 1.01)},
+    ),
+    (
+        {"rollout_rs": "sequence", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": None},
+        {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": (0.5, 2.0)},
+    ),
+    (
+        {"rollout_rs": "token", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": (sys.float_info.min, 2.0)},
+    ),
+    ({"bypass_old_logprob_for_rollout": True, "use_pure_rollout_correction": False}, {"bypass_mode": True}),
+    (
+        {
+            "bypass_old_logprob_for_rollout": True,
+            "use_pure_rollout_correction": True,
+            "rollout_is": "sequence",
+        },
+        {
+            "bypass_mode": True,
+            "loss_type": "reinforce",
+            "rollout_is": "sequence",
+            "bypass_scope": "trajectory",
+        },
+    ),
+    (
+        {"bypass_mode": True, "use_policy_gradient": True, "rollout_is": "token"},
+        {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"},
+    ),
+]
+
+
+def canonical(values):
+    """Bands as both bounds, so that `2.0` equals `[0.5, 2.0]`."""
+    config = RolloutCorrectionConfig(**values)
+    return config.criteria, [
+        getattr(config, k) for k in vars(config) if k not in ("preset", "rollout_rs_threshold")
+    ]
+
+
+@pytest.mark.parametrize(("old", "new"), DIALECTS)
+def test_a_legacy_section_equals_its_translation(old, new):
+    with pytest.warns(FutureWarning, match="older dialect; write"):
+        config = RolloutCorrectionConfig.from_legacy(old)
+    values = {field: value for field, value in vars(config).items() if field != "preset"}
+    assert canonical(values) == canonical(new)
+
+
+@pytest.mark.parametrize(("old", "new"), DIALECTS)
+def test_keys_directly_under_algorithm_move_to_the_section(old, new):
+    with pytest.warns(FutureWarning):
+        translated = legacy.translate_legacy({"advantage_std": "group", **old})
+    assert set(translated) == {"advantage_std", "rollout_correction"}
+    assert canonical(translated["rollout_correction"]) == canonical(new)
+    nested = {"rollout_correction": old}
+    with pytest.warns(FutureWarning):
+        assert canonical(legacy.translate_legacy(nested)["rollout_correction"]) == canonical(new)
+
+
+def test_a_bare_threshold_under_algorithm_switches_weights_on_or_off():
+    with pytest.warns(FutureWarning):
+        on = legacy.translate_legacy({"rollout_is_threshold": 2.5})["rollout_correction"]
+    assert on == {"rollout_is": "token", "rollout_is_threshold": 2.5}
+    with pytest.warns(FutureWarning):
+        off = legacy.translate_legacy({"rollout_is_threshold": None, "rollout_is": True})[
+            "rollout_correction"
+        ]
+    assert off == {"rollout_is": None}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{}, {"rollout_correction": None}, {"rollout_correction": {"rollout_is": "token", "rollout_rs": None}}],
+)
+def test_todays_keys_are_left_alone_in_silence(algorithm):
+    assert legacy.translate_legacy(algorithm) == algorithm
+
+
+def test_the_warning_says_what_to_write():
+    with pytest.warns(FutureWarning, match=r"rollout_is_threshold: \.inf, rollout_rs: token_k1.*0\.5_2\.0"):
+        RolloutCorrectionConfig.from_legacy(MASK)
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
+        ({"rollout_is_mode": "clip", "rollout_is_threshold": 2.0}, "rollout_is_mode='clip' is unknown"),
+        ({"rollout_is_level": "seq", "rollout_is_threshold": 2.0}, "rollout_is_level='seq' is unknown"),
+        ({"use_pure_rollout_correction": True}, "needs bypass_old_logprob_for_rollout"),
+        (MASK | {"rollout_rs": "token_k1"}, "contradicts the older"),
+        (
+            {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2", "rollout_rs_threshold_lower": 0.5},
+            "is a band already",
+        ),
+    ],
+)
+def test_values_that_no_dialect_knew(old, message):
+    with pytest.raises(ConfigError, match=message):
+        RolloutCorrectionConfig.from_legacy(old)
+
+
+def test_a_key_in_both_places_is_refused():
+    with pytest.raises(ConfigError, match=r"algorithm\.rollout_is and"):
+        legacy.translate_legacy({"rollout_is": "token", "rollout_correction": {"rollout_is": "token"}})
+
+
+@pytest.fixture
+def drift():
+    generator = torch.Generator().manual_seed(0)
+    rollout = torch.randn(16, 3, generator=generator)
+    return rollout + 0.5 * torch.randn(16, 3, generator=generator), rollout, torch.ones(16, 3)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_importance_weights_shim(drift, level):
+    old, rollout, mask = drift
+    weights, kept, metrics = legacy.compute_rollout_importance_weights(
+        old, rollout, mask, rollout_is_level=level, rollout_is_mode="mask", rollout_is_threshold=1.5
+    )
+    rejection = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[level]
+    today = correct(
+        old,
+        rollout,
+        mask,
+        rollout_is=level,
+        rollout_is_threshold=math.inf,
+        rollout_rs=rejection,
+        rollout_rs_threshold=1.5,
+    )
+    assert torch.equal(weights, today.weights)
+    assert torch.equal(kept, today.keep.float())
+    assert 0 < kept.sum() < kept.numel()
+    assert metrics["mismatch/rollout_is_masked_fraction"] == pytest.approx(1 - float(kept.mean()))
+    assert all(name.startswith("mismatch/") for name in metrics)
+
+
+def test_importance_weights_shim_is_off_without_a_threshold(drift):
+    assert legacy.compute_rollout_importance_weights(*drift) == (None, drift[2], {})
+
+
+def test_offpolicy_metrics_shim(drift):
+    old, rollout, mask = drift
+    metrics = legacy.compute_offpolicy_metrics(old, rollout, mask)
+    assert metrics["kl"] == pytest.approx(float((rollout - old).double().mean()), rel=1e-6)
+    assert {"k3_kl", "training_ppl", "ppl_ratio", "chi2_token", "chi2_seq"} <= set(metrics)
+
+
+def test_rejection_mask_shim(drift):
+    old, rollout, mask = drift
+    kept, metrics = legacy.compute_rollout_rejection_mask(old - rollout, mask, "seq_mean_k3", 0.1)
+    today = correct(old - rollout, torch.zeros_like(old), rollout_rs="seq_mean_k3", rollout_rs_threshold=0.1)
+    assert torch.equal(kept, today.keep.float())
+    assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(
+        float((kept.sum(1) == 0).float().mean())
+    )

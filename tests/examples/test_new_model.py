@@ -1,0 +1,106 @@
+"""The guide's family agrees with its pipeline, trains, and is what errors point to."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_pipelines import AURA_FLOW_SIZE, build_tiny_aura_flow, connect, stir
+
+from flowcorr.errors import ConfigError
+from flowcorr.models import load_family
+from flowcorr.records import ActorBatch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HEIGHT, WIDTH = AURA_FLOW_SIZE
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(build_tiny_aura_flow(tmp_path_factory.mktemp("aura_flow")))
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import new_model
+
+    yield new_model
+    sys.modules.pop("new_model")
+
+
+def test_the_check_agrees_with_the_pipeline(example, path):
+    assert example.check(path, height=HEIGHT, width=WIDTH) < 1e-4
+
+
+def test_the_check_finds_a_mistake(example, path, monkeypatch):
+    right = example.AuraFlow.schedule
+    monkeypatch.setattr(example.AuraFlow, "schedule", lambda self, steps, shape: right(self, steps + 1, shape))
+    assert example.check(path, height=HEIGHT, width=WIDTH) > 1e-2
+
+
+def test_decode_is_the_pipelines_own(example, path):
+    family = load_family(path, family="new_model:AuraFlow")
+    latents = torch.randn(2, *family.latent_shape(HEIGHT, WIDTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        pixels = family.pipeline.vae.decode(latents / family.pipeline.vae.config.scaling_factor).sample
+    expected = family.pipeline.image_processor.postprocess(pixels, output_type="np") * 255
+    got = family.decode(latents)
+    assert got.shape == (2, HEIGHT, WIDTH, 3)
+    assert abs(got.numpy() - expected).max() <= 0.51
+
+
+def test_it_trains_and_its_adapter_loads(example, path, make_config, tmp_path):
+    config = make_config(
+        model={"path": path, "family": "new_model:AuraFlow", "max_sequence_length": 16},
+        sampling={"height": HEIGHT, "width": WIDTH, "guidance_scale": 3.0},
+        rollout={"prompts_per_step": 2, "n": 2},
+        actor={"mini_batches": 1},
+    )
+    family, actor, engine, conditioning = connect(config, ["cat", "two dogs"])
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=False)
+    old = actor.log_probs(rollout).log_probs
+    torch.testing.assert_close(old, rollout.log_probs, rtol=0, atol=1e-6)
+    batch = ActorBatch(
+        rollout=rollout, advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]), old_log_probs=old
+    )
+    assert actor.update(batch, training_step=1).compute()["actor/grad_norm"] > 0
+    stir(actor)
+    actor.save_adapter(tmp_path)
+    fresh = load_family(path, family="new_model:AuraFlow", max_sequence_length=16)
+    fresh.pipeline.load_lora_weights(str(tmp_path))
+    inputs = (rollout.latents[:, 0], rollout.timesteps[:, 0], rollout.conditioning, actor.guidance)
+    with torch.no_grad():
+        trained = family.velocity(family.transformer, *inputs)
+        torch.testing.assert_close(fresh.velocity(fresh.transformer, *inputs), trained)
+
+
+def test_unknown_families_point_to_the_guide(path):
+    with pytest.raises(ConfigError, match=r"AuraFlowPipeline.*FluxPipeline.*examples/new_model\.py"):
+        load_family(path)
+    with pytest.raises(ConfigError, match=r"model\.family='aura' is unknown.*qwen_image.*examples/new_model\.py"):
+        load_family(path, family="aura")
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("no_such_module:AuraFlow", "module 'no_such_module' cannot be imported.*PYTHONPATH"),
+        ("new_model:Aura", r"'new_model' has no ModelFamily called 'Aura'; examples/new_model\.py"),
+        ("new_model:check", "has no ModelFamily called 'check'"),
+    ],
+)
+def test_a_path_to_no_family_is_an_error(example, path, family, message):
+    with pytest.raises(ConfigError, match=message):
+        load_family(path, family=family)
+
+
+def test_the_guide_is_short():
+    source = (EXAMPLES / "new_model.py").read_text(encoding="utf-8")
+    adapter = source.partition("class AuraFlow")[2].partition("\n\n\n")[0]
+    assert len(adapter.splitlines()) <= 60
+
+
+def test_a_pipeline_index_names_its_class(path):
+    assert json.loads((Path(path) / "model_index.json").read_text())["_class_name"] == "AuraFlowPipeline"

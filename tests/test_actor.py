@@ -1,0 +1,414 @@
+import copy
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowcorr.config.schema import LoraConfig
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.errors import BatchError
+from flowcorr.models import load_family
+from flowcorr.records import ActorBatch
+
+FULL = {"lora": LoraConfig(rank=0), "path": "tiny_ocr", "max_sequence_length": 8}
+
+
+def assert_same(first, second, **tolerance):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(
+            value, second[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+def weights(run):
+    return run.actor.snapshot().tensors
+
+
+def updated(make_run, batch_of=None, **sections):
+    """Gradient and metrics of one update on an on-policy batch after some training."""
+    run = make_run(**sections)
+    run.stir()
+    batch = run.batch() if batch_of is None else batch_of(run)
+    metrics = run.actor.update(batch, training_step=1).compute()
+    return run, metrics
+
+
+# Scoring -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
+@pytest.mark.parametrize("fold", [True, False])
+def test_the_actor_scores_as_the_engine_did(make_run, sde_type, fold):
+    run = make_run(sampling={"sde_type": sde_type, "noise_level": 0.5}, actor={"fold_steps": fold})
+    run.stir()
+    rollout = run.sample()
+    scores = run.actor.log_probs(rollout, with_means=True)
+    torch.testing.assert_close(scores.log_probs, rollout.log_probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores.means, rollout.means, rtol=1e-5, atol=1e-5)
+    policy = run.actor.score(rollout)
+    torch.testing.assert_close(policy.std, rollout.stds)
+    assert torch.equal(policy.step, rollout.sigmas - rollout.sigmas_next)
+    assert policy.log_prob.requires_grad
+    assert not scores.log_probs.requires_grad
+    assert run.actor.log_probs(rollout).means is None
+
+
+def test_the_unscaled_cps_log_prob_is_replayed(make_run):
+    run = make_run(sampling={"sde_type": "cps", "noise_level": 0.5, "cps_unscaled": True})
+    rollout = run.sample()
+    torch.testing.assert_close(
+        run.actor.log_probs(rollout).log_probs, rollout.log_probs, rtol=1e-4, atol=1e-7
+    )
+    assert (rollout.log_probs < 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, None])
+def test_micro_batches_change_no_log_prob(make_run, size):
+    run = make_run(actor={"micro_batch_size": size})
+    rollout = run.sample()
+    torch.testing.assert_close(run.actor.log_probs(rollout).log_probs, rollout.log_probs, rtol=0, atol=1e-6)
+
+
+def test_the_timesteps_of_the_rollout_are_replayed(make_run):
+    run = make_run()
+    rollout = run.sample()
+    rounded = replace(rollout, timesteps=rollout.timesteps + 5.0)
+    difference = run.actor.log_probs(rounded).log_probs - run.actor.log_probs(rollout).log_probs
+    assert difference.abs().max() > 1e-5
+
+
+def test_autocast_rounds_and_stays_close(make_run):
+    run, plain = make_run(actor={"autocast": True}), make_run()
+    rollout = plain.sample()
+    gap = run.actor.log_probs(rollout).log_probs - plain.actor.log_probs(rollout).log_probs
+    assert gap.dtype == torch.float32
+    assert 1e-7 < gap.abs().max() < 1e-2
+    assert run.actor.update(plain.batch(rollout), training_step=1).compute()["actor/updates"] == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_transformer_computes_the_same(make_run):
+    compiled, metrics = updated(make_run, actor={"compile": True})
+    plain, expected = updated(make_run)
+    assert_same(compiled.gradient(), plain.gradient(), rtol=1e-3, atol=1e-7)
+    assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
+
+
+# Updates -------------------------------------------------------------------------------------------------
+
+
+def test_an_update_raises_the_likelihood_of_good_samples(make_run):
+    run = make_run(actor={"lr": 1e-3})
+    batch = run.batch()
+    batch = replace(batch, advantages=torch.where(torch.arange(8) % 2 == 0, 1.0, -1.0))
+    metrics = run.actor.update(batch, training_step=1).compute()
+    gain = run.actor.log_probs(batch.rollout).log_probs - batch.old_log_probs
+    assert gain[::2].mean() > gain[1::2].mean()
+    assert metrics["actor/updates"] == 1
+    assert metrics["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_gradient_of_the_first_update_is_reinforce_over_the_count(make_run):
+    run = make_run()
+    run.stir()
+    batch = run.batch()
+    run.actor.update(batch, training_step=1)
+    got = run.gradient()
+    other = make_run()
+    other.stir()
+    (-(batch.advantages[:, None] * other.actor.score(batch.rollout).log_prob).sum() / 16).backward()
+    assert_same(got, other.gradient(), rtol=1e-4, atol=1e-9)
+
+
+def test_the_gradient_is_clipped_and_its_norm_logged_before(make_run):
+    run, metrics = updated(make_run, actor={"grad_clip": 1e-4})
+    norm = torch.stack([value.norm() for value in run.gradient().values()]).norm().item()
+    assert norm == pytest.approx(1e-4, rel=1e-2)
+    _, loose = updated(make_run)
+    assert metrics["actor/grad_norm"] == pytest.approx(loose["actor/grad_norm"], rel=1e-6)
+    assert metrics["actor/grad_norm"] > 1e-3
+
+
+def test_epochs_and_mini_batches_count_the_updates(make_run):
+    run, metrics = updated(make_run, actor={"epochs": 3, "mini_batches": 2})
+    assert metrics["actor/updates"] == 6
+    assert metrics["actor/skipped_updates"] == 0
+    assert run.actor.version == 1 + 6
+
+
+def test_mini_batches_hold_whole_groups_in_an_order_of_their_own(make_run):
+    run = make_run(rollout={"prompts_per_step": 2, "n": 2}, actor={"mini_batches": 8})
+    batch = run.batch()
+    orders = set()
+    for step in range(12):
+        parts = [part.rollout.group_ids.tolist() for part in run.actor._mini_batches(batch, step, 0)]
+        assert sorted(parts) == [[0, 0], [1, 1]]
+        again = [part.rollout.group_ids.tolist() for part in run.actor._mini_batches(batch, step, 0)]
+        assert parts == again
+        orders.add(parts[0][0])
+    assert orders == {0, 1}
+
+
+def test_the_learning_rate_warms_up(make_run):
+    run = make_run(actor={"warmup_steps": 4, "lr": 1e-3})
+    batch = run.batch()
+    rates = [run.actor.update(batch, training_step=step).compute()["actor/lr"] for step in range(6)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+    assert run.actor.optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_gradient_checkpointing_changes_no_gradient(make_run):
+    checkpointed, _ = updated(make_run, actor={"gradient_checkpointing": True})
+    plain, _ = updated(make_run)
+    assert checkpointed.actor.transformer.gradient_checkpointing
+    assert_same(checkpointed.gradient(), plain.gradient(), rtol=1e-6, atol=1e-10)
+
+
+def test_guidance_reaches_the_gradient(make_run):
+    run, metrics = updated(make_run, sampling={"guidance_scale": 2.0})
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("rank", "weighting"), [(4, "exact"), (0, "flow_grpo")])
+def test_the_reference_is_the_untrained_model(make_run, rank, weighting):
+    sections = {
+        "model": {**FULL, "lora": LoraConfig(rank=rank)},
+        "actor": {"kl_coef": 0.5, "kl_weighting": weighting, "mini_batches": 1, "grad_clip": 1e9},
+    }
+    run = make_run(**sections)
+    run.stir(0.01)
+    batch = replace(run.batch(), advantages=torch.zeros(8))
+    metrics = run.actor.update(batch, training_step=1).compute()
+    got = run.gradient()
+
+    other = make_run(**sections)
+    other.stir(0.01)
+    untrained = make_run().actor.log_probs(batch.rollout, with_means=True).means
+    policy = other.actor.score(batch.rollout)
+    kl = (policy.mean - untrained).square().mean((2, 3, 4)) / (2 * policy.std**2)
+    if weighting == "flow_grpo":
+        kl = kl * policy.step
+    (0.5 * kl.mean()).backward()
+    assert_same(got, other.gradient(), rtol=1e-3, atol=1e-8)
+    assert metrics["actor/kl_loss"] == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert metrics["actor/kl_loss"] > 0
+
+
+# What is left out ----------------------------------------------------------------------------------------
+
+
+def spoiled(batch, row, value=math.nan):
+    latents = batch.rollout.latents.clone()
+    latents[row] = value
+    return replace(batch, rollout=replace(batch.rollout, latents=latents))
+
+
+@pytest.mark.parametrize(
+    ("fold", "value", "kl_coef"), [(True, math.nan, 0.0), (True, math.inf, 0.1), (False, math.nan, 0.1)]
+)
+def test_a_forward_that_is_not_finite_drops_its_sample(make_run, fold, value, kl_coef):
+    actor = {"fold_steps": fold, "kl_coef": kl_coef}
+    bad, metrics = updated(make_run, lambda run: spoiled(run.batch(), 3, value), actor=actor)
+    rest, expected = updated(
+        make_run, lambda run: run.batch().select(torch.tensor([0, 1, 2, 4, 5, 6, 7])), actor=actor
+    )
+    assert_same(bad.gradient(), rest.gradient(), rtol=0, atol=0)
+    assert_same(weights(bad), weights(rest), rtol=0, atol=0)
+    assert metrics.pop("actor/nonfinite_fraction") == pytest.approx(1 / 8)
+    assert expected.pop("actor/nonfinite_fraction") == 0
+    assert metrics == pytest.approx(expected)
+
+
+def test_dropped_samples_do_not_depend_on_micro_batches(make_run):
+    def spoil(run):
+        return spoiled(spoiled(run.batch(), 3), 4)
+
+    whole, metrics = updated(make_run, spoil)
+    alone, expected = updated(make_run, spoil, actor={"micro_batch_size": 1})
+    assert_same(whole.gradient(), alone.gradient(), rtol=1e-3, atol=1e-8)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_without_any_finite_forward_nothing_is_learned(make_run, caplog):
+    run, metrics = updated(make_run, lambda run: spoiled(run.batch(), slice(None)))
+    assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (0, 1)
+    assert run.actor.version == 1
+    assert all(value.isfinite().all() for value in weights(run).values())
+    assert "this update is skipped" in caplog.text
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_skips_the_update(make_run, caplog, factor):
+    run = make_run(actor={"mini_batches": 2})
+    batch = run.batch()
+    before = weights(run)
+    parameter = next(iter(run.actor.parameters.values()))
+    handle = parameter.register_hook(lambda gradient: gradient * factor)
+    with caplog.at_level(logging.WARNING):
+        metrics = run.actor.update(batch, training_step=1).compute()
+    assert "the gradient is not finite" in caplog.text
+    assert_same(weights(run), before, rtol=0, atol=0)
+    assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (0, 2)
+    assert "actor/grad_norm" not in metrics
+    assert run.actor.version == 0
+
+    handle.remove()
+    metrics = run.actor.update(batch, training_step=2).compute()
+    assert metrics["actor/updates"] == 2
+    assert math.isfinite(metrics["actor/grad_norm"])
+
+
+def test_one_skipped_update_leaves_the_other_and_its_metrics(make_run):
+    run = make_run(actor={"mini_batches": 2})
+    batch = run.batch()
+    parameter = next(iter(run.actor.parameters.values()))
+    calls = []
+
+    def spoil_first(gradient):
+        calls.append(1)
+        return gradient * (math.nan if len(calls) == 1 else 1.0)
+
+    parameter.register_hook(spoil_first)
+    metrics = run.actor.update(batch, training_step=1).compute()
+    assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (1, 1)
+    assert math.isfinite(metrics["actor/grad_norm"])
+    assert run.actor.version == 1
+
+
+def test_all_rejected_means_no_update(make_run, caplog):
+    run = make_run(actor={"weight_decay": 0.1})
+    before = weights(run)
+    batch = replace(run.batch(), keep=torch.zeros(8, 2, dtype=torch.bool))
+    metrics = run.actor.update(batch, training_step=1).compute()
+    assert "every term was rejected" in caplog.text
+    assert_same(weights(run), before, rtol=0, atol=0)
+    assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (0, 1)
+    assert not run.actor.optimizer_state()
+
+
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+def test_rejected_terms_leave_the_sum_and_maybe_the_count(make_run, denominator):
+    correction = RolloutCorrectionConfig(
+        rollout_rs="token_k1", rollout_rs_threshold=2.0, rollout_rs_denominator=denominator
+    )
+    keep = torch.ones(8, 2, dtype=torch.bool)
+    keep[[0, 5], :] = False
+    rejected, _ = updated(
+        make_run,
+        lambda run: replace(run.batch(), keep=keep),
+        algorithm={"rollout_correction": correction},
+    )
+    rest, _ = updated(make_run, lambda run: run.batch().select(torch.tensor([1, 2, 3, 4, 6, 7])))
+    share = 1.0 if denominator == "kept" else 12 / 16
+    expected = {name: value * share for name, value in rest.gradient().items()}
+    assert_same(rejected.gradient(), expected, rtol=1e-3, atol=1e-8)
+
+
+def test_bypass_logs_drift_of_the_first_mini_batch_and_of_all(make_run):
+    correction = RolloutCorrectionConfig.preset("bypass_ppo_clip")
+    run = make_run(actor={"mini_batches": 2, "lr": 1e-2}, algorithm={"rollout_correction": correction})
+    rollout = run.sample()
+    shift = torch.tensor([0.25, 0.5]).repeat_interleave(4)[:, None]
+    batch = ActorBatch(
+        rollout=replace(rollout, log_probs=rollout.log_probs + shift),
+        advantages=torch.ones(8),
+        old_log_probs=rollout.log_probs + shift,
+    )
+    first = next(run.actor._mini_batches(batch, 1, 0)).rollout.group_ids[0].item()
+    metrics = run.actor.update(batch, training_step=1).compute()
+    assert metrics["rollout_corr/kl"] == pytest.approx([0.25, 0.5][first], abs=1e-5)
+    assert metrics["actor/rollout_corr/kl"] == pytest.approx(0.375, abs=0.05)
+    assert metrics["actor/rollout_corr/kl"] != metrics["rollout_corr/kl"]
+
+
+# Weights -------------------------------------------------------------------------------------------------
+
+
+def test_the_average_follows_the_weights(make_run):
+    run = make_run(actor={"ema": 0.75, "lr": 1e-2})
+    before = weights(run)
+    run.actor.update(run.batch(), training_step=1)
+    after = weights(run)
+    assert_same(run.actor.ema, {name: 0.75 * before[name] + 0.25 * after[name] for name in after})
+    with run.actor.averaged():
+        assert_same(weights(run), run.actor.ema, rtol=0, atol=0)
+    assert_same(weights(run), after, rtol=0, atol=0)
+
+
+def test_the_average_is_left_when_an_evaluation_fails(make_run):
+    run = make_run(actor={"ema": 0.75, "lr": 1e-2})
+    run.actor.update(run.batch(), training_step=1)
+    after = weights(run)
+    with pytest.raises(KeyError), run.actor.averaged():
+        raise KeyError
+    assert_same(weights(run), after, rtol=0, atol=0)
+
+
+def test_full_fine_tuning_moves_every_weight(make_run, tmp_path):
+    run = make_run(model=FULL)
+    names = {name for name, _ in run.family.transformer.named_parameters()}
+    assert run.actor.parameters.keys() == names
+    before = weights(run)
+    run.actor.update(run.batch(), training_step=1)
+    moved = {name for name, value in weights(run).items() if not torch.equal(value, before[name])}
+    # The last block's text stream ends in the block: its query and what follows it have no effect.
+    assert len(moved) > 0.9 * len(names)
+    assert_same(run.actor.merged_weights({}), dict(run.family.transformer.state_dict()), rtol=0, atol=0)
+
+    run.actor.save_adapter(tmp_path)
+    loaded = type(run.family.transformer).from_pretrained(tmp_path / "transformer")
+    assert_same(dict(loaded.state_dict()), dict(run.family.transformer.state_dict()), rtol=0, atol=0)
+
+
+def test_a_saved_adapter_holds_the_average(make_run, tmp_path):
+    run = make_run(model={**FULL, "lora": LoraConfig(rank=4, alpha=2.0)}, actor={"ema": 0.5, "lr": 1e-2})
+    run.actor.update(run.batch(), training_step=1)
+    run.actor.save_adapter(tmp_path)
+    other = load_family("tiny_ocr", max_sequence_length=8)
+    other.pipeline.load_lora_weights(str(tmp_path))
+    rollout = run.sample()
+    inputs = (rollout.latents[:, 0], rollout.timesteps[:, 0], rollout.conditioning, run.actor.guidance)
+    with torch.no_grad():
+        got = other.velocity(other.transformer, *inputs)
+        current = run.family.velocity(run.actor.transformer, *inputs)
+        with run.actor.averaged():
+            expected = run.family.velocity(run.actor.transformer, *inputs)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert (got - current).abs().max() > 1e-4
+
+
+def test_snapshots_are_copies_and_can_be_put_back(make_run):
+    run = make_run()
+    start = run.actor.snapshot()
+    kept = copy.deepcopy(dict(start.tensors))
+    run.actor.update(run.batch(), training_step=1)
+    assert_same(dict(start.tensors), kept, rtol=0, atol=0)
+    assert (start.version, run.actor.snapshot().version) == (0, 1)
+    run.actor.load_weights(start.tensors)
+    assert_same(weights(run), kept, rtol=0, atol=0)
+
+
+def test_weights_of_another_adapter_are_an_error(make_run):
+    run = make_run()
+    tensors = dict(run.actor.snapshot().tensors)
+    name = next(iter(tensors))
+    with pytest.raises(BatchError, match=r"1 names differ, as nonsense"):
+        run.actor.load_weights({**tensors, "nonsense": tensors[name]})
+    with pytest.raises(BatchError, match=r"has shape \[3\] instead of"):
+        run.actor.load_weights({**tensors, name: torch.zeros(3)})
+
+
+def test_the_optimizer_continues_from_its_state(make_run):
+    run = make_run()
+    batch = run.batch()
+    run.actor.update(batch, training_step=1)
+    other = make_run()
+    other.actor.load_weights(run.actor.snapshot().tensors)
+    other.actor.load_optimizer_state(run.actor.optimizer_state())
+    run.actor.update(batch, training_step=2)
+    other.actor.update(batch, training_step=2)
+    assert_same(weights(other), weights(run), rtol=0, atol=0)

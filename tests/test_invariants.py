@@ -1,0 +1,293 @@
+"""Runs that must agree, on the embedded model.
+
+Run as a script, this file is one rank of the comparison of ranks: RANK WORLD_SIZE FOLDER.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flowcorr.algorithm import (
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_diffusion_batch,
+)
+from flowcorr.config.schema import LoraConfig
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.records import ActorBatch
+from tests.conftest import SMALL, small_config, start_run
+
+ROOT = Path(__file__).parent.parent
+LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo", "importance_cap")
+BAND = (0.93, 1.07)
+
+
+def bypass(loss, scope, denominator):
+    mode, level = ("token_k1", "token") if scope == "step" else ("seq_mean_k1", "sequence")
+    weights = {"loss_type": "reinforce", "rollout_is": level} if loss == "reinforce" else {}
+    return RolloutCorrectionConfig(
+        bypass_mode=True,
+        bypass_scope=scope,
+        rollout_rs=mode,
+        rollout_rs_threshold=BAND,
+        rollout_rs_denominator=denominator,
+        **weights,
+    )
+
+
+def decoupled(denominator):
+    return RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_batch_normalize=True,
+        rollout_rs="token_k1,step_z",
+        rollout_rs_threshold=[BAND, 6.0],
+        rollout_rs_denominator=denominator,
+    )
+
+
+# Name -> loss and correction; in each, some terms are rejected.
+CASES = {f"bypass {loss} step kept": (loss, bypass(loss, "step", "kept")) for loss in (*LOSSES, "reinforce")}
+CASES |= {
+    f"bypass {loss} trajectory {denominator}": (loss, bypass(loss, "trajectory", denominator))
+    for loss, denominator in zip((*LOSSES, "reinforce"), ("kept", "kept", "all", "kept", "all"), strict=True)
+}
+CASES["bypass flow_grpo step all"] = ("flow_grpo", bypass("flow_grpo", "step", "all"))
+CASES |= {
+    f"decoupled {loss} {denominator}": (loss, decoupled(denominator))
+    for loss, denominator in zip(LOSSES, ("all", "kept", "all", "kept"), strict=True)
+}
+SOME_CASES = ("bypass grpo_guard step kept", "bypass reinforce trajectory all", "decoupled flow_grpo all")
+
+
+def configure(case, **actor):
+    loss, correction = CASES[case]
+    settings = {"clip_ratio": 0.02, "importance_cap": 1.01, "kl_threshold": 1e-4, "mini_batches": 1}
+    settings |= {"loss_mode": "flow_grpo" if loss == "reinforce" else loss, "grad_clip": 1e9}
+    return small_config(
+        model={"path": "tiny_ocr", "max_sequence_length": 8, "lora": LoraConfig(rank=4)},
+        sampling={**SMALL["sampling"], "sde_window_range": (0, 2)},
+        actor={**settings, **actor},
+        algorithm={"rollout_correction": correction},
+    )
+
+
+def drifted_batch():
+    """A batch of which rollout, old and current policy disagree by far more than rounding."""
+    run = start_run(configure("bypass flow_grpo step kept"))
+    run.stir()
+    rollout = run.sample()
+    draw = torch.Generator().manual_seed(4)
+    shape = rollout.log_probs.shape
+    shift, learned = 0.05 * torch.randn(2, *shape, generator=draw)
+    moved = 0.02 * torch.randn(rollout.means.shape, generator=draw) * rollout.stds[..., None, None, None]
+    return ActorBatch(
+        rollout=replace(
+            rollout,
+            log_probs=rollout.log_probs + shift,
+            means=rollout.means + moved,
+            images=None,
+            conditioning={name: rows.double() for name, rows in rollout.conditioning.items()},
+        ),
+        advantages=torch.linspace(-1.5, 1.2, 8),
+        old_log_probs=rollout.log_probs + 0.4 * learned,
+        old_means=rollout.means - moved,
+    )
+
+
+def one_update(case, batch, **actor):
+    """Gradient and metrics of one update, the transformer computing in float64.
+
+    Then each sample's log-prob is the same float32 whatever batch it is scored in, and only the sums differ.
+    """
+    config = configure(case, **actor)
+    run = start_run(config)
+    run.stir()
+    run.actor.transformer.double()
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode:
+        metrics = run.actor.update(apply_bypass_mode_to_diffusion_batch(batch), training_step=1)
+    else:
+        batch, corrected = apply_rollout_correction_to_diffusion_batch(
+            batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
+        )
+        metrics = corrected.merge(run.actor.update(batch, training_step=1))
+    return run.gradient(), metrics.across_ranks().compute()
+
+
+def assert_same_update(got, expected):
+    (gradient, metrics), (expected_gradient, expected_metrics) = got, expected
+    assert max(value.abs().max() for value in expected_gradient.values()) > 1e-4
+    for name, value in expected_gradient.items():
+        torch.testing.assert_close(gradient[name], value, rtol=1e-5, atol=1e-9, msg=name)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-9)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return drifted_batch()
+
+
+@pytest.fixture(scope="module")
+def whole(batch):
+    """Case -> gradient and metrics of all eight samples at once."""
+    return {case: one_update(case, batch) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_some_terms_are_rejected_and_some_kept(whole, case):
+    _, metrics = whole[case]
+    assert 0.05 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.95
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_by_one_and_unfolded_is_all_at_once(batch, whole, case):
+    assert_same_update(one_update(case, batch, micro_batch_size=1, fold_steps=False), whole[case])
+
+
+@pytest.mark.parametrize(("size", "fold"), [(8, False), (1, True), (3, True), (3, False)])
+@pytest.mark.parametrize("case", SOME_CASES)
+def test_other_micro_batches_change_neither_gradient_nor_metrics(batch, whole, case, size, fold):
+    assert_same_update(one_update(case, batch, micro_batch_size=size, fold_steps=fold), whole[case])
+
+
+def test_two_ranks_are_one(batch, whole, tmp_path):
+    torch.save(batch, tmp_path / "batch.pt")
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), "2", str(tmp_path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for case in CASES:
+        for result in results:
+            assert_same_update(result[case], whole[case])
+
+
+def run_one_rank(rank, world_size, folder):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size
+    )
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    mine = batch.select(batch.rollout.group_ids % world_size == rank)
+    torch.save({case: one_update(case, mine) for case in CASES}, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+# The behaviour policy's own log-probs ---------------------------------------------------------------------
+
+EXACT = {"sampling": {**SMALL["sampling"], "sde_window_range": (1, 3)}}
+
+
+def own_run(dtype="float32", **sections):
+    """A run whose actor scores exactly as its engine did: one window, one batch, one dtype."""
+    model = {"path": "tiny_ocr", "max_sequence_length": 8, "dtype": dtype, "lora": LoraConfig(rank=4)}
+    actor = {"fold_steps": False, "mini_batches": 1, **sections.pop("actor", {})}
+    rollout = {**SMALL["rollout"], "dtype": dtype, **sections.pop("rollout", {})}
+    run = start_run(small_config(**{**EXACT, "model": model, "actor": actor, "rollout": rollout, **sections}))
+    run.stir()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "sde_type"),
+    [
+        ("float32", 1.0, "sde"),
+        ("float32", 2.5, "cps"),
+        ("float32", 1.0, "dance_sde"),
+        ("bfloat16", 1.0, "sde"),
+        ("bfloat16", 2.5, "cps"),
+    ],
+)
+def test_recomputed_log_probs_are_the_rollouts_own(dtype, scale, sde_type):
+    sampling = {**EXACT["sampling"], "sde_type": sde_type, "noise_level": 0.6, "guidance_scale": scale}
+    run = own_run(dtype, sampling=sampling)
+    rollout = run.sample()
+    scores = run.actor.log_probs(rollout, with_means=True)
+    assert torch.equal(scores.log_probs, rollout.log_probs)
+    assert torch.equal(scores.means, rollout.means)
+
+
+# Modes ----------------------------------------------------------------------------------------------------
+
+MODES = {
+    "off": None,
+    "decoupled_token_is": RolloutCorrectionConfig.preset("decoupled_token_is"),
+    "decoupled_seq_is_rs": RolloutCorrectionConfig.preset("decoupled_seq_is_rs"),
+    "bypass_ppo_clip_geo_rs": RolloutCorrectionConfig.preset("bypass_ppo_clip_geo_rs"),
+    "bypass in trajectories": RolloutCorrectionConfig(bypass_mode=True, bypass_scope="trajectory"),
+    "disabled": RolloutCorrectionConfig.preset("disabled"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_all_modes_are_one_where_rollout_and_training_agree(loss):
+    results, rollout = {}, None
+    for mode, correction in MODES.items():
+        run = own_run(actor={"loss_mode": loss}, algorithm={"rollout_correction": correction})
+        rollout = run.sample() if rollout is None else rollout
+        batch = ActorBatch(rollout=rollout, advantages=torch.linspace(-1.5, 1.2, 8))
+        if correction is not None and correction.bypass_mode:
+            batch = apply_bypass_mode_to_diffusion_batch(batch)
+        else:
+            scores = run.actor.log_probs(rollout, with_means=True)
+            batch = replace(batch, old_log_probs=scores.log_probs, old_means=scores.means)
+            if correction is not None:
+                batch, _ = apply_rollout_correction_to_diffusion_batch(batch, correction)
+        before = run.actor.snapshot().tensors
+        run.actor.update(batch, training_step=1)
+        results[mode] = run.actor.snapshot().tensors
+        assert any(not torch.equal(value, before[name]) for name, value in results[mode].items())
+    for mode, tensors in results.items():
+        for name, value in tensors.items():
+            assert torch.equal(value, results["off"][name]), (mode, name)
+
+
+# Batches of the engine ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("window_per", ["group", "sample"])
+def test_one_batch_of_the_engine_is_many(size, window_per):
+    sampling = {**SMALL["sampling"], "window_per": window_per}
+    together = start_run(small_config(sampling=sampling)).sample()
+    apart = start_run(
+        small_config(sampling=sampling, rollout={**SMALL["rollout"], "batch_size": size})
+    ).sample()
+    for name in ("step_indices", "timesteps", "sigmas", "sigmas_next", "group_ids", "policy_versions"):
+        assert torch.equal(getattr(apart, name), getattr(together, name)), name
+    noise = [
+        (part.latents[:, 1:] - part.means) / part.stds[..., None, None, None] for part in (apart, together)
+    ]
+    torch.testing.assert_close(*noise, rtol=0, atol=1e-4)
+    for name in ("latents", "means", "log_probs"):
+        torch.testing.assert_close(
+            getattr(apart, name), getattr(together, name), rtol=1e-4, atol=1e-4, msg=name
+        )
+
+
+def test_a_group_is_the_same_whatever_others_are_sampled_beside_it():
+    run = start_run(small_config())
+    both = run.sample()
+    rows = {name: values[1:] for name, values in run.conditioning.items()}
+    alone = run.engine.sample(rows, [1], training_step=1, with_means=True)
+    assert torch.equal(alone.step_indices, both.step_indices[4:])
+    torch.testing.assert_close(alone.latents, both.latents[4:], rtol=1e-4, atol=1e-4)
+
+
+if __name__ == "__main__":
+    run_one_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,214 @@
+import copy
+import json
+import re
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from flowcorr import lora
+from flowcorr.config.schema import LoraConfig
+from flowcorr.errors import ConfigError
+from flowcorr.models import Guidance, load_family
+
+RANK, ALPHA = 4, 12.0
+
+
+@pytest.fixture
+def family():
+    return load_family("tiny_ocr", max_sequence_length=8)
+
+
+def adapt(family, *, seed=0, **options):
+    config = LoraConfig(**{"rank": RANK, "alpha": ALPHA, **options})
+    lora.add_adapter(family.transformer, family, config, seed=seed)
+    return family.transformer
+
+
+def stir(transformer, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=draw)
+    return transformer
+
+
+@torch.no_grad()
+def velocity(family, transformer):
+    draw = torch.Generator().manual_seed(2)
+    latents, timesteps = torch.randn(2, 4, 8, 16, generator=draw), torch.tensor([900.0, 200.0])
+    conditioning = family.encode(["cat", "dog"], Guidance())
+    return family.velocity(transformer, latents, timesteps, conditioning, Guidance())
+
+
+def adapter_folder(tmp_path, transformer, family):
+    folder = tmp_path / "adapter"
+    family.save_lora(str(folder), lora.adapter_state(transformer), lora.adapter_metadata(transformer))
+    return folder
+
+
+def test_only_the_adapter_is_trained_and_it_starts_as_nothing(family):
+    before = velocity(family, family.transformer)
+    transformer = adapt(family)
+    trained = [name for name, parameter in transformer.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(".lora_" in name for name in trained)
+    layers = {name.split(".lora_")[0].split(".", 2)[-1] for name in trained}
+    assert layers == set(family.lora_targets)
+    assert torch.equal(velocity(family, transformer), before)
+
+
+def test_the_initial_adapter_depends_on_the_seed_alone():
+    states = []
+    for seed, noise in ((3, 1), (3, 2), (4, 2)):
+        torch.manual_seed(noise)
+        position = torch.get_rng_state()
+        states.append(lora.adapter_state(adapt(load_family("tiny_ocr", max_sequence_length=8), seed=seed)))
+        assert torch.equal(torch.get_rng_state(), position)
+    first, again, other = states
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("init", ["gaussian", "kaiming"])
+def test_initial_values(family, init):
+    state = lora.adapter_state(adapt(family, init=init))
+    down = torch.cat([value.flatten() for name, value in state.items() if "lora_A" in name])
+    assert all(not value.any() for name, value in state.items() if "lora_B" in name)
+    # N(0, 1 / rank^2) of peft's "gaussian"; U(-1, 1) / sqrt(96) of Kaiming's uniform.
+    assert down.std().item() == pytest.approx(1 / RANK if init == "gaussian" else (3 * 96) ** -0.5, rel=0.05)
+
+
+def test_targets_and_dtype_come_from_the_configuration(family):
+    transformer = adapt(family, targets=("attn.to_q", "ff.net.2"), dtype="bfloat16")
+    state = lora.adapter_state(transformer)
+    assert {name.split(".lora_")[0].split(".", 2)[-1] for name in state} == {"attn.to_q", "ff.net.2"}
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("target", ["to_query", "attn", "tn.to_q", "norm1"])
+def test_a_target_that_is_no_linear_layer_is_an_error(family, target):
+    message = rf"model\.lora\.targets: '{target}' names no linear layer.*attn\.to_q"
+    with pytest.raises(ConfigError, match=message):
+        adapt(family, targets=("attn.to_k", target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_weights_are_those_that_peft_merges(dtype):
+    family = load_family("tiny_ocr", dtype=dtype, max_sequence_length=8)
+    transformer = stir(adapt(family))
+    merged = lora.merged_state_dict(transformer, {})
+    fused = copy.deepcopy(transformer)
+    fused.fuse_lora()
+    expected = {
+        name.replace(".base_layer", ""): value
+        for name, value in fused.state_dict().items()
+        if ".lora_" not in name
+    }
+    assert merged.keys() == expected.keys() == load_family("tiny_ocr").transformer.state_dict().keys()
+    for name, value in expected.items():
+        assert merged[name].dtype == value.dtype, name
+        torch.testing.assert_close(merged[name], value, msg=name)
+
+
+def test_a_transformer_with_merged_weights_computes_the_same(family):
+    plain = copy.deepcopy(family.transformer)
+    transformer = stir(adapt(family))
+    before = velocity(family, plain)
+    plain.load_state_dict(lora.merged_state_dict(transformer, {}))
+    after = velocity(family, plain)
+    torch.testing.assert_close(after, velocity(family, transformer), rtol=1e-4, atol=1e-5)
+    assert (after - before).abs().max() > 1e-2
+
+
+def test_merging_takes_the_given_tensors_and_changes_nothing(family):
+    transformer = adapt(family)
+    kept = {name: value.clone() for name, value in transformer.state_dict().items()}
+    tensors = {
+        name: torch.full_like(parameter, 0.01)
+        for name, parameter in transformer.named_parameters()
+        if parameter.requires_grad
+    }
+    merged = lora.merged_state_dict(transformer, tensors)
+    name = "transformer_blocks.0.attn.to_q.weight"
+    base = kept[name.replace("to_q", "to_q.base_layer")]
+    torch.testing.assert_close(merged[name], base + ALPHA / RANK * RANK * 1e-4)
+    assert all(torch.equal(value, kept[name]) for name, value in transformer.state_dict().items())
+
+
+def test_a_saved_adapter_is_loaded_by_the_pipeline(family, tmp_path):
+    transformer = stir(adapt(family))
+    folder = adapter_folder(tmp_path, transformer, family)
+    other = load_family("tiny_ocr", max_sequence_length=8)
+    other.pipeline.load_lora_weights(str(folder))
+    torch.testing.assert_close(
+        velocity(other, other.transformer), velocity(family, transformer), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_file_says_rank_alpha_and_targets_in_a_fixed_order(family, tmp_path):
+    folder = adapter_folder(tmp_path, adapt(family), family)
+    with safe_open(folder / "pytorch_lora_weights.safetensors", "pt") as file:
+        metadata = json.loads(file.metadata()["lora_adapter_metadata"])
+    assert metadata["transformer.r"] == RANK
+    assert metadata["transformer.lora_alpha"] == ALPHA
+    assert metadata["transformer.target_modules"] == sorted(family.lora_targets)
+
+
+def test_warm_start_from_a_diffusers_adapter(family, tmp_path):
+    transformer = stir(adapt(family))
+    folder = adapter_folder(tmp_path, transformer, family)
+    expected = velocity(family, transformer)
+    for path in (folder, folder / "pytorch_lora_weights.safetensors"):
+        other = load_family("tiny_ocr", max_sequence_length=8)
+        started = adapt(other, warm_start=str(path), seed=9)
+        assert torch.equal(velocity(other, started), expected)
+
+
+def test_warm_start_from_a_peft_adapter(family, tmp_path):
+    import peft
+
+    options = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(family.lora_targets))
+    model = peft.get_peft_model(family.transformer, options)
+    stir(model).save_pretrained(str(tmp_path))
+    expected = velocity(family, model.base_model.model)
+    other = load_family("tiny_ocr", max_sequence_length=8)
+    started = adapt(other, warm_start=str(tmp_path))
+    torch.testing.assert_close(velocity(other, started), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_warm_start_of_another_rank_is_an_error(family, tmp_path):
+    folder = adapter_folder(tmp_path, adapt(family), family)
+    with pytest.raises(ConfigError, match=r"does not fit model\.lora: \d+ tensors differ.*rank"):
+        adapt(load_family("tiny_ocr"), rank=8, warm_start=str(folder))
+
+
+def test_a_warm_start_of_other_targets_is_an_error(family, tmp_path):
+    folder = adapter_folder(tmp_path, adapt(family, targets=("attn.to_q",)), family)
+    with pytest.raises(ConfigError, match=r"does not fit model\.lora"):
+        adapt(load_family("tiny_ocr"), warm_start=str(folder))
+
+
+def test_a_warm_start_of_another_alpha_is_an_error(family, tmp_path):
+    folder = adapter_folder(tmp_path, adapt(family), family)
+    with pytest.raises(ConfigError, match=r"alpha 12.*model\.lora\.alpha=4"):
+        adapt(load_family("tiny_ocr"), alpha=4.0, warm_start=str(folder))
+
+
+def test_a_warm_start_without_metadata_takes_the_configured_alpha(family, tmp_path):
+    transformer = stir(adapt(family))
+    folder = adapter_folder(tmp_path, transformer, family)
+    file = folder / "pytorch_lora_weights.safetensors"
+    save_file(load_file(file), file)
+    other = load_family("tiny_ocr", max_sequence_length=8)
+    assert torch.equal(velocity(other, adapt(other, warm_start=str(folder))), velocity(family, transformer))
+
+
+def test_a_warm_start_that_is_missing_or_broken_is_an_error(family, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"warm_start='{tmp_path}' holds no adapter")):
+        adapt(family, warm_start=str(tmp_path))
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="is no safetensors file"):
+        adapt(load_family("tiny_ocr"), warm_start=str(file))

@@ -1,0 +1,306 @@
+"""Builders of tiny pipelines with random weights, of the very classes that the large models use.
+
+Import it as `tiny_pipelines` (pytest puts `tests/` on the path). Every builder draws from `seed` alone, writes a
+folder that `from_pretrained` reads, and returns it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+TEXT_WIDTH = 32
+QWEN_SIZE = (32, 48)
+FLUX_SIZE = (16, 24)
+AURA_FLOW_SIZE = (16, 24)
+
+
+def build_tiny_sd3(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """The embedded architecture, untrained; native size 64 x 64, prompts of up to six letters."""
+    from flowcorr.tiny.build import build_pipeline
+
+    pipeline = build_pipeline(seed)
+    pipeline.vae.register_to_config(shift_factor=0.0609)
+    return _save(pipeline, path, dtype)
+
+
+def build_tiny_qwen_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Qwen-Image: 16-channel patches of a 4-channel VAE that shrinks by 4; the real scheduler's shift."""
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            axes_dims_rope=(4, 6, 6),
+        )
+        vae = AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[-0.7, 0.2, 0.4, -0.1],
+            latents_std=[2.8, 1.9, 2.3, 1.4],
+        )
+        scheduler = FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=0.9,
+            max_image_seq_len=8192,
+            shift_terminal=0.02,
+        )
+        tokenizer = qwen_tokenizer()
+        pipeline = QwenImagePipeline(
+            transformer=transformer,
+            vae=vae,
+            scheduler=scheduler,
+            text_encoder=_qwen_text_encoder(len(tokenizer)),
+            tokenizer=tokenizer,
+        )
+        return _save(pipeline, path, dtype)
+
+
+def build_tiny_flux(
+    path, dtype: torch.dtype = torch.float32, seed: int = 0, *, guidance_embeds: bool = True
+) -> Path:
+    """FLUX.1: 16-channel patches of a 4-channel VAE that shrinks by 2; dev's shift and distilled guidance."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            pooled_projection_dim=TEXT_WIDTH,
+            guidance_embeds=guidance_embeds,
+            axes_dims_rope=(4, 6, 6),
+        )
+        pipeline = FluxPipeline(
+            transformer=transformer,
+            vae=_vae(),
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+            text_encoder=_clip_text_encoder(),
+            tokenizer=clip_tokenizer(),
+            text_encoder_2=_t5_encoder(),
+            tokenizer_2=t5_tokenizer(),
+        )
+        return _save(pipeline, path, dtype)
+
+
+def build_tiny_aura_flow(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """AuraFlow, the family that `examples/new_model.py` adds."""
+    from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = AuraFlowTransformer2DModel(
+            sample_size=16,
+            patch_size=2,
+            in_channels=4,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            caption_projection_dim=32,
+            out_channels=4,
+            pos_embed_max_size=64,
+        )
+        tokenizer = t5_tokenizer()
+        text = UMT5Config(
+            vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=8, d_ff=32, num_layers=1, num_heads=2
+        )
+        pipeline = AuraFlowPipeline(
+            transformer=transformer,
+            vae=_vae(),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+            text_encoder=UMT5EncoderModel(text),
+            tokenizer=tokenizer,
+        )
+        return _save(pipeline, path, dtype)
+
+
+def qwen_tokenizer():
+    """A byte-level tokenizer trained on the prompt template, which it cuts into 34 tokens as the real one does."""
+    from transformers import Qwen2Tokenizer
+
+    template = (
+        "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+        "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+    )
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        [template] * 2, vocab_size=600, new_special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False
+    )
+    assert len(tokenizer(template).input_ids) == 34
+    return tokenizer
+
+
+def clip_tokenizer():
+    """A CLIP tokenizer without merges: one token a letter."""
+    from transformers import CLIPTokenizer
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokens = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    return CLIPTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=16
+    )
+
+
+def t5_tokenizer():
+    """A T5 tokenizer with one token a letter."""
+    from transformers import T5Tokenizer
+
+    letters = "▁abcdefghijklmnopqrstuvwxyz"
+    specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    return T5Tokenizer(vocab=[*specials, *((letter, -2.0) for letter in letters)], extra_ids=0)
+
+
+def _qwen_text_encoder(vocab_size: int):
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": vocab_size,
+            "hidden_size": TEXT_WIDTH,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"mrope_section": [2, 3, 3], "rope_type": "default", "rope_theta": 1e6},
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": TEXT_WIDTH,
+        },
+    )
+    return _with_unit_scale(Qwen2_5_VLForConditionalGeneration(config))
+
+
+def _clip_text_encoder():
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = CLIPTextConfig(
+        vocab_size=54,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=32,
+        projection_dim=TEXT_WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return _with_unit_scale(CLIPTextModel(config))
+
+
+def _t5_encoder():
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=len(t5_tokenizer()), d_model=TEXT_WIDTH, d_kv=8, d_ff=32, num_layers=1, num_heads=2
+    )
+    return T5EncoderModel(config)
+
+
+def _vae():
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        norm_num_groups=4,
+        latent_channels=4,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+    )
+
+
+def _with_unit_scale(encoder: torch.nn.Module) -> torch.nn.Module:
+    """Random embeddings of unit scale: at the initialisers' 0.02 all prompts would look alike."""
+    for module in encoder.modules():
+        if isinstance(module, torch.nn.Embedding):
+            torch.nn.init.normal_(module.weight)
+    return encoder
+
+
+def _save(pipeline, path, dtype: torch.dtype) -> Path:
+    from flowcorr.models import quiet_loaders
+
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            torch.nn.Module.to(component, dtype)
+    with quiet_loaders():
+        pipeline.save_pretrained(path)
+    return Path(path)
+
+
+def connect(config, prompts):
+    """Family, actor, engine and conditioning of `config`, connected as the trainer does."""
+    from flowcorr.actor import DiffusionActor
+    from flowcorr.models import DTYPES, load_family
+    from flowcorr.rollout import InProcessEngine
+
+    family = load_family(
+        config.model.path,
+        family=config.model.family,
+        dtype=DTYPES[config.model.dtype],
+        max_sequence_length=config.model.max_sequence_length,
+    )
+    actor = DiffusionActor(family, config)
+    engine = InProcessEngine(
+        family,
+        config.rollout,
+        config.sampling,
+        seed=config.trainer.seed,
+        merge=actor.merged_weights,
+        base=actor.base,
+    )
+    engine.sync(actor.snapshot())
+    return family, actor, engine, family.encode(prompts, actor.guidance)
+
+
+def stir(actor, scale: float = 0.05) -> None:
+    """Move the trained weights, as training would."""
+    draw = torch.Generator().manual_seed(0)
+    for parameter in actor.parameters.values():
+        parameter.data += scale * torch.randn(parameter.shape, generator=draw).to(parameter)
+
+
+def flow_grpo_log_prob(latents, following, velocity, sigma, sigma_next, noise_level):
+    """Mean log-density of `following` `[B, ...]` in float64, by Flow-GRPO's equation 9; `sigma` below 1."""
+    latents, following, velocity = latents.double(), following.double(), velocity.double()
+    step = sigma - sigma_next
+    c = noise_level * (sigma / (1 - (sigma if sigma < 1 else sigma_next))) ** 0.5
+    drift = velocity + c**2 / (2 * sigma) * (latents + (1 - sigma) * velocity)
+    density = torch.distributions.Normal(latents - drift * step, c * step**0.5)
+    return density.log_prob(following).flatten(1).mean(1)

@@ -1,0 +1,64 @@
+"""Grids of samples."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowcorr.errors import BackendError
+from flowcorr.records import Prompt
+from flowcorr.trainer.images import MAX_PICTURES, before_after, image_grid, labelled, save_image
+
+
+def pictures(count, height=32, width=64, scores=True):
+    images = np.full((count, height, width, 3), 200, dtype=np.uint8)
+    prompts = [Prompt(text=f"a sign {index}", target=f"word {index}") for index in range(count)]
+    return labelled(images, prompts, np.linspace(0, 1, count) if scores else None)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "shown"),
+    [(32, 64, (128, 64)), (32, 32, (128, 128)), (100, 200, (200, 100)), (512, 1024, (256, 128))],
+)
+def test_small_images_are_enlarged_and_large_ones_reduced(height, width, shown):
+    picture = pictures(1, height, width)[0]
+    assert picture.size == (shown[0], shown[1] + 18)
+    assert picture.getpixel((5, 5)) == (200, 200, 200)
+
+
+def test_the_caption_is_the_target_or_the_text_with_its_score():
+    images = np.zeros((3, 32, 64, 3), dtype=np.uint8)
+    with_target, without, other = (Prompt(text="cat", target=target) for target in ("cat", None, "dog"))
+    one, two, three = labelled(images, [with_target, without, other])
+    assert one.tobytes() == two.tobytes() != three.tobytes()
+    scored = labelled(images, [with_target, without, other], np.array([0.5, 0.5, np.nan]))
+    assert one.tobytes() != scored[0].tobytes()
+
+
+def test_a_grid_has_rows_of_columns():
+    grid = image_grid(pictures(10), columns=4)
+    assert grid.size == (4 * 132 - 4, 3 * 86 - 4)
+    assert grid.getpixel((1 * 132 + 1, 2 * 86 + 1)) == (200, 200, 200)  # the tenth
+    assert grid.getpixel((2 * 132 + 1, 2 * 86 + 1)) == (255, 255, 255)  # no eleventh
+    assert image_grid(pictures(2, scores=False)).size == (2 * 132 - 4, 82)
+
+
+def test_a_grid_stays_small():
+    assert len(pictures(100)) == MAX_PICTURES
+
+
+def test_before_and_after_are_joined(tmp_path):
+    before_after(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    for name, shade in (("before", "red"), ("after", "blue")):
+        save_image(Image.new("RGB", (100, 40), shade), tmp_path / f"eval_{name}.png")
+    before_after(tmp_path)
+    with Image.open(tmp_path / "before_after.png") as joined:
+        assert joined.size == (224, 64)
+        assert joined.getpixel((50, 60)) == (255, 0, 0)
+        assert joined.getpixel((174, 60)) == (0, 0, 255)
+
+
+def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "images").write_text("a file")
+    with pytest.raises(BackendError, match=r"images/grid.png cannot be written"):
+        save_image(Image.new("RGB", (1, 1)), tmp_path / "images" / "grid.png")

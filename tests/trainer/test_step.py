@@ -1,0 +1,71 @@
+"""What a training step does with rewards and trajectories that are not as they should be."""
+
+import numpy as np
+import pytest
+import torch
+
+from flowcorr.errors import BackendError, BatchError
+from flowcorr.records import Prompt, Rollout
+from flowcorr.rewards import RewardOutput
+from flowcorr.trainer.step import _reward_metrics, check_latents, drop_failed_groups
+
+PROMPTS = [Prompt(text=text) for text in ("ab", "ab", "cd", "cd", "ef", "ef")]
+
+
+def rollout(latents=None):
+    samples, steps, shape = 6, 2, (4, 2, 2)
+    terms = torch.zeros(samples, steps)
+    return Rollout(
+        latents=torch.zeros(samples, steps + 1, *shape) if latents is None else latents,
+        step_indices=torch.arange(steps).expand(samples, steps),
+        timesteps=terms,
+        sigmas=terms + 0.5,
+        sigmas_next=terms + 0.4,
+        log_probs=terms,
+        means=None,
+        stds=None,
+        conditioning={},
+        images=None,
+        group_ids=torch.tensor([0, 0, 1, 1, 2, 2]),
+        policy_versions=torch.zeros(samples, dtype=torch.long),
+    )
+
+
+@pytest.mark.parametrize(
+    ("failed", "kept"), [([], [0, 1, 2, 3, 4, 5]), ([2], [0, 1, 4, 5]), ([0, 1, 5], [2, 3])]
+)
+def test_a_failed_sample_takes_its_group_along(failed, kept):
+    mask = np.zeros(6, dtype=bool)
+    mask[failed] = True
+    assert drop_failed_groups(rollout(), mask).tolist() == kept
+
+
+def test_no_group_left_is_an_error():
+    with pytest.raises(BackendError, match="failed on every group of this step"):
+        drop_failed_groups(rollout(), np.array([True, False, False, True, True, True]))
+
+
+def test_reward_metrics_are_of_the_scored_samples():
+    scored = RewardOutput(
+        scores=np.array([1.0, 3.0, np.nan, 2.0, 4.0, 4.0]),
+        extra={"exact_match": np.array([0.0, 1.0, np.nan, 1.0, 1.0, 1.0]), "none": np.full(6, np.nan)},
+    )
+    values = _reward_metrics(scored, np.isnan(scored.scores), rollout()).compute()
+    assert values == {
+        "reward/failed_samples": 1,
+        "reward/mean": pytest.approx(14 / 5),
+        "reward/std": pytest.approx(np.std([1, 3, 2, 4, 4], ddof=1)),
+        "reward/min": 1,
+        "reward/max": 4,
+        "reward/exact_match": pytest.approx(4 / 5),
+        "reward/zero_std_group_fraction": pytest.approx(2 / 3),
+    }
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_latents_that_are_not_finite_are_named(bad):
+    latents = torch.zeros(6, 3, 4, 2, 2)
+    check_latents(rollout(latents), PROMPTS)
+    latents[3, 1, 0, 0, 0] = latents[5, 2, 0, 0, 0] = bad
+    with pytest.raises(BatchError, match=r"sample 3 \(prompt 'cd'\), 2 of 6 samples"):
+        check_latents(rollout(latents), PROMPTS)

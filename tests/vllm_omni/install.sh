@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Build a virtual environment in which the whole vllm-omni engine runs on a CPU, from PyPI alone (about a minute).
+#
+#   tests/vllm_omni/install.sh VENV     # then: VENV/bin/python -m pytest -m vllm_omni tests/vllm_omni
+#
+# PYTHON (python3), WHEELS (a folder or page with wheels, for a CPU build of torch) come from the environment.
+set -euo pipefail
+
+venv=${1:?usage: install.sh VENV}
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+wheels=${WHEELS:-$("${PYTHON:-python3}" -m pip config get global.find-links 2>/dev/null || true)}
+
+"${PYTHON:-python3}" -m venv "$venv"
+"$venv/bin/pip" install --quiet uv
+install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" ${wheels:+--find-links "$wheels"} "$@"; }
+
+# vLLM without compiled kernels: the engine's own Python, native torch operations.
+install torch==2.13.0 numpy "setuptools>=77.0.3,<81" "setuptools-scm>=8" "setuptools-rust>=1.9" wheel jinja2 packaging
+VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.30.0+cpu CARGO=/bin/false \
+    install --no-build-isolation --no-deps --no-binary vllm vllm==0.30.0
+
+# What the diffusion engine never imports on a CPU.
+overrides=$(mktemp)
+trap 'rm -f "$overrides"' EXIT
+echo "torch==2.13.0
+vllm==0.30.0+cpu" >"$overrides"
+for name in triton fa3-fwd onnxruntime openai-whisper cosmos-guardrail s3tokenizer; do
+    echo "$name ; sys_platform == 'never'" >>"$overrides"
+done
+install --overrides "$overrides" torch==2.13.0 vllm==0.30.0+cpu vllm-omni==0.30.0
+install --no-deps torchvision==0.28.0 peft
+
+install omegaconf rich rapidfuzz pytest hypothesis
+install --no-deps --editable "$root" "$here/cpu_platform"
+"$venv/bin/python" -c "import flowcorr, vllm_omni"
