@@ -17,6 +17,8 @@ from flowcorr.rollout import sample_ode
 
 
 class AuraFlow(ModelFamily):
+    """`AuraFlowPipeline`; guidance is on above `guidance_scale` 1."""
+
     name = "aura_flow"
     pipeline_class = "AuraFlowPipeline"
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
@@ -78,9 +80,15 @@ def check(path: str, *, height: int | None = None, width: int | None = None) -> 
         family.schedule(4, shape),
     )
     theirs = family.pipeline(
-        prompts, height, width, [guidance.negative_prompt] * 2, num_inference_steps=4, guidance_scale=3.5,
-        latents=noise, output_type="latent",
-    ).images  # fmt: skip
+        prompts,
+        negative_prompt=[guidance.negative_prompt] * 2,
+        guidance_scale=guidance.guidance_scale,
+        height=height,
+        width=width,
+        num_inference_steps=4,
+        latents=noise,
+        output_type="latent",
+    ).images
     return (ours - theirs).abs().max().item()
 
 

@@ -146,13 +146,18 @@ def test_some_terms_are_rejected_and_some_kept(whole, case):
     assert 0.05 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.95
 
 
-@pytest.mark.parametrize("case", CASES)
+def slow_except(*chosen):
+    """All cases; two ranks and the chosen ones already see each loss, each scope and each denominator."""
+    return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize("case", slow_except(*SOME_CASES))
 def test_one_by_one_and_unfolded_is_all_at_once(batch, whole, case):
     assert_same_update(one_update(case, batch, micro_batch_size=1, fold_steps=False), whole[case])
 
 
 @pytest.mark.parametrize(("size", "fold"), [(8, False), (1, True), (3, True), (3, False)])
-@pytest.mark.parametrize("case", SOME_CASES)
+@pytest.mark.parametrize("case", slow_except("bypass grpo_guard step kept"))
 def test_other_micro_batches_change_neither_gradient_nor_metrics(batch, whole, case, size, fold):
     assert_same_update(one_update(case, batch, micro_batch_size=size, fold_steps=fold), whole[case])
 

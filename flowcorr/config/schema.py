@@ -20,7 +20,7 @@ class LoraConfig:
     Attributes:
         rank: rank of the adapter; 0 trains all weights of the transformer.
         alpha: the adapter's output is scaled by `alpha / rank`.
-        targets: names of the layers that get an adapter; null takes the model family's attention projections.
+        targets: names of the layers that get an adapter; null takes the model family's own.
         dtype: dtype of the adapter's weights.
         init: `gaussian` draws A from N(0, 1/rank), `kaiming` is peft's default; B starts at 0 in both.
         warm_start: a LoRA folder or file (peft or diffusers format) to start from.
@@ -244,14 +244,19 @@ class RewardTerm:
     """One term of the reward.
 
     Attributes:
-        name: `ocr`, `jpeg_compressibility`, `jpeg_incompressibility` or `package.module:name`.
+        name: `ocr`, `jpeg_compressibility`, `jpeg_incompressibility`, `pickscore`, `aesthetic`, `vlm_judge`, `http`
+            or `package.module:name`.
         weight: its factor in the sum.
         options: keyword arguments of the reward.
+        normalize: in training, take the term relative to its prompt's mean and divide it by the std of its `group`
+            (GDPO, together with `algorithm.advantage_std: global`), or of all rewards of the step (`global`), before
+            it is summed; `none` sums raw scores. What is logged and evaluated is always raw.
     """
 
     name: str
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    normalize: Literal["none", "group", "global"] = "none"
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
@@ -264,15 +269,24 @@ class RewardConfig:
 
     Attributes:
         terms: the rewards that are summed.
+        gold: held-out rewards, logged as `reward/gold/<name>` and `eval/gold/<name>` and never optimised: where the
+            sum rises and they fall, the policy exploits the reward.
         on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
     """
 
     terms: tuple[RewardTerm, ...] = (RewardTerm(name="ocr"),)
+    gold: tuple[RewardTerm, ...] = ()
     on_error: Literal["fail", "drop_group"] = "fail"
 
     def __post_init__(self) -> None:
         if not self.terms:
             raise ConfigError("reward.terms=[] scores nothing; give at least one, such as [{name: ocr}]")
+        for term in self.gold:
+            if term.weight != 1 or term.normalize != "none":
+                raise ConfigError(
+                    f"reward.gold[{term.name}] has a weight or normalize, and a gold reward is never optimised; "
+                    "leave both out, or move it to reward.terms"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

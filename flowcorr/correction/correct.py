@@ -29,6 +29,7 @@ from flowcorr.correction.ratios import (
     on_steps,
     scale_factor,
     scaled_ratios,
+    sum_steps,
 )
 from flowcorr.correction.rejection import judge, log_prob_resolution, robust_z
 from flowcorr.correction.weights import Weights, batch_mean, importance_weights
@@ -252,13 +253,12 @@ def _correct(batch: _Batch, plan: _Plan) -> _Part:
         weights, seq_weights = importance_weights(plan.level, ratios, scaled, plan.cap)
         diagnostics.add_weights(columns, weights, seq_weights)
 
-    kept = _kept(columns, batch, plan, scaled)
-    diagnostics.add_outcome(columns, kept)
+    keep = _keep(columns, batch, plan, scaled)
     if batch.step_indices is not None:
-        diagnostics.add_steps(columns, batch.mask, kept, excess, weights)
+        diagnostics.add_steps(columns, batch.mask, keep, excess, weights)
     return _Part(
         weights=_weights_of_terms(weights, ratios.valid) if plan.apply else None,
-        keep=kept.bool(),
+        keep=keep,
         columns=columns,
         block=columns.pack(batch.step_indices, plan.num_steps),
     )
@@ -279,10 +279,10 @@ def _join(parts: list[_Part]) -> _Part:
     )
 
 
-def _kept(columns: Columns, batch: _Batch, plan: _Plan, scaled: Scaled) -> Tensor:
-    """`[B, T]`, 1 for the terms that every criterion and the veto let pass, else 0."""
+def _keep(columns: Columns, batch: _Batch, plan: _Plan, scaled: Scaled) -> Tensor:
+    """`[B, T]` bool, the terms that every criterion and the veto let pass."""
     ratios = columns.ratios
-    kept = ratios.valid
+    kept, num_kept = ratios.valid, ratios.num_valid
     spoilt = torch.zeros_like(ratios.num_valid)
     if plan.needs_whole_samples:
         spoilt = (ratios.num_masked_on - ratios.num_valid).clamp_(max=1.0)
@@ -291,20 +291,22 @@ def _kept(columns: Columns, batch: _Batch, plan: _Plan, scaled: Scaled) -> Tenso
         diagnostics.add_verdict(columns, criterion.mode, verdict)
         if criterion.per_step:
             kept = kept * (1.0 - verdict.out)
+            num_kept = sum_steps(kept)
         else:
             spoilt = torch.maximum(spoilt, verdict.out)
     if plan.veto is not None:
         catastrophic = below(scaled.values, math.log(plan.veto)).mul_(ratios.valid)
         spoilt = torch.maximum(spoilt, diagnostics.add_veto(columns, catastrophic))
-    return on_steps(1.0 - spoilt, kept)
+    diagnostics.add_outcome(columns, num_kept * (1.0 - spoilt))
+    return on_steps(spoilt == 0.0, kept).logical_and_(kept.bool())
 
 
 def _weights_of_terms(weights: Weights | None, valid: Tensor) -> Tensor | None:
     """`[B, T]` float32 weights, 0 where invalid."""
     if weights is None:
         return None
-    weight = weights.excess + 1.0
-    return (weight * valid if weight.dim() == 2 else on_steps(weight, valid)).float()
+    weight = (weights.excess + 1.0).float()
+    return (weight if weight.dim() == 2 else on_steps(weight, valid)).mul_(valid.float())
 
 
 def _parse_level(rollout_is: str | None) -> str | None:

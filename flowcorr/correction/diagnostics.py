@@ -17,7 +17,7 @@ from torch import Tensor
 from flowcorr.correction.bounds import Criterion
 from flowcorr.correction.columns import Columns, Names, Spec
 from flowcorr.correction.columns import layout as columns_layout
-from flowcorr.correction.ratios import EXPONENT_BOUND, above, below, bounded_expm1, sum_steps
+from flowcorr.correction.ratios import EXPONENT_BOUND, above, below, bounded_expm1
 from flowcorr.correction.rejection import Verdict
 from flowcorr.correction.weights import Weights
 from flowcorr.metrics import Layout
@@ -154,7 +154,8 @@ def add_drift(columns: Columns, excess: Tensor) -> None:
     del size  # its memory, still in the cache, serves the next column
     columns.add_steps("k3", excess - ratios.delta)
     # exp(delta)^2 - 1 = e (e + 2) with e = expm1(delta)
-    columns.totals["chi2/terms"] = torch.dot(excess.flatten(), excess.flatten()) + 2.0 * excess.sum()
+    flat = excess.flatten()
+    columns.totals["chi2/terms"] = torch.dot(flat, flat) + 2.0 * excess.sum()
     columns.add("chi2_seq", (seq_ratio + 2.0).mul_(seq_ratio), "samples")
     columns.add("ppl_ratio", ppl_ratio, "samples")
     columns.add("training_ppl", target_ppl, "samples")
@@ -244,19 +245,19 @@ def add_veto(columns: Columns, catastrophic: Tensor) -> Tensor:
     return vetoed
 
 
-def add_outcome(columns: Columns, kept: Tensor) -> None:
-    """Add what is left; `kept` is `[B, T]`, 1 or 0."""
+def add_outcome(columns: Columns, num_kept: Tensor) -> None:
+    """Add what is left: `num_kept` `[B]` terms."""
     num_masked_on = columns.ratios.num_masked_on
-    rejected = num_masked_on - sum_steps(kept)
+    rejected = num_masked_on - num_kept
     columns.add_all("rejected", rejected)
     columns.add_all("touched", rejected.clamp(max=1.0))
     columns.add_all("in_use", num_masked_on.clamp(max=1.0))
 
 
 def add_steps(
-    columns: Columns, mask: Tensor | None, kept: Tensor, excess: Tensor, weights: Weights | None
+    columns: Columns, mask: Tensor | None, keep: Tensor, excess: Tensor, weights: Weights | None
 ) -> None:
-    """Add the sums of each step index; `excess` `[B, T]` is `expm1(delta)`, `kept` `[B, T]` 1 or 0."""
+    """Add the sums of each step index; `excess` `[B, T]` is `expm1(delta)`."""
     delta, valid = columns.ratios.delta, columns.ratios.valid
     masked_on = torch.ones_like(valid) if mask is None else mask.bool().double()
     columns.steps = {
@@ -265,7 +266,7 @@ def add_steps(
         "k3": excess - delta,
         "abs": delta.abs(),
         "masked_on": masked_on,
-        "rejected": masked_on - kept,
+        "rejected": masked_on - keep.double(),
     }
     if weights is not None:
         weight = weights.excess if weights.excess.dim() == 2 else weights.excess.unsqueeze(1)

@@ -131,10 +131,12 @@ def below(values: Tensor, bound: float | Tensor) -> Tensor:
     return torch.lt(values, bound, out=torch.empty_like(values))
 
 
-def on_steps(values: Tensor, steps: Tensor) -> Tensor:
-    """`[B]` values on each of a sample's `[B, T]` steps, times `steps`."""
-    # Copied out first: arithmetic that broadcasts a short last axis is three times slower.
-    return values.unsqueeze(1).expand_as(steps).contiguous().mul_(steps)
+def on_steps(values: Tensor, like: Tensor) -> Tensor:
+    """`[B]` values on each of a sample's steps, in the shape of `like` `[B, T]`.
+
+    A copy, since arithmetic that broadcasts over a short last axis is three times slower than making it.
+    """
+    return values.unsqueeze(1).expand_as(like).contiguous()
 
 
 def bounded_expm1(exponent: Tensor) -> Tensor:

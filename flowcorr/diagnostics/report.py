@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+QUANTILES = (0.5, 0.9, 0.99)
 Status = Literal["PASS", "WARN", "FAIL", "SKIP"]
 EXIT_CODES: Mapping[str, int] = {"PASS": 0, "SKIP": 0, "WARN": 1, "FAIL": 2}
 
@@ -15,15 +17,15 @@ class Finding:
     """The outcome of one check.
 
     Attributes:
-        check: what was looked at.
-        status: SKIP where another finding explains whatever this check would have seen.
+        check: what was looked at; the table of checks names it.
+        status: SKIP where a failed check would upset this one, or there is nothing to look at.
+        message: what was found, in words.
         value: the measured number, if there is one.
         threshold: what it is held against.
-        message: what was found, in words.
         remedy: what to do about it.
     """
 
-    check: str
+    check: str = ""
     status: Status
     message: str
     value: float | None = None
@@ -38,14 +40,14 @@ class StepNoise:
     Attributes:
         step_index: place in the schedule.
         sigma: noise level before the step.
-        abs_delta: quantiles .5, .9 and .99 of `|delta log p|`, nats per latent element.
+        abs_delta: the `QUANTILES` of `|delta log p|`, nats per latent element.
         exact_kl: mean exact KL, nats per latent element.
         outside_clip: share of terms whose ratio is outside the clip range.
     """
 
     step_index: int
     sigma: float
-    abs_delta: tuple[float, float, float]
+    abs_delta: tuple[float, ...]
     exact_kl: float
     outside_clip: float
 
@@ -76,5 +78,13 @@ class DoctorReport:
         return [finding.check for finding in self.findings if finding.status == "FAIL"]
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"exit_code": self.exit_code, **asdict(self)}
+        """Plain values for JSON; what is not finite becomes null."""
+        return _plain({"exit_code": self.exit_code, **asdict(self)})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Protocol
 
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.imports import import_target
 from flowcorr.losses.flow_dppo import flow_dppo
 from flowcorr.losses.flow_grpo import flow_grpo
 from flowcorr.losses.grpo_guard import grpo_guard
@@ -137,19 +137,11 @@ def resolve_loss(name: str) -> Loss:
     if ":" not in name:
         message = unknown_choice("actor.loss_mode", name, LOSSES)
         raise ConfigError(f"{message}; a loss of your own is given as 'package.module:name'")
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"actor.loss_mode={name!r}: the module {module_name!r} cannot be imported ({error}); "
-            "check its spelling, and that it is installed or on PYTHONPATH"
-        ) from error
-    loss = getattr(module, attribute, None)
+    loss = import_target("actor.loss_mode", name, "a function")
     if not callable(loss):
         raise ConfigError(
-            f"actor.loss_mode={name!r}: the module {module_name!r} has no function {attribute!r}; "
-            "name one that takes (policy_step, batch_step, actor_config) and returns a LossOutput"
+            f"actor.loss_mode={name!r} is of type {type(loss).__name__}; name a function that takes "
+            "(policy_step, batch_step, actor_config) and returns a LossOutput"
         )
     return loss
 

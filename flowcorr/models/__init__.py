@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import warnings
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.imports import import_target
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.flux import Flux
 from flowcorr.models.qwen_image import QwenImage
@@ -54,19 +54,9 @@ def resolve_family(name: str) -> type[ModelFamily]:
     if ":" not in name:
         message = unknown_choice("model.family", name, ("auto", *FAMILIES))
         raise ConfigError(f"{message}; {GUIDE}")
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"model.family={name!r}: the module {module_name!r} cannot be imported ({error}); "
-            "check its spelling, and that it is installed or on PYTHONPATH"
-        ) from error
-    family = getattr(module, attribute, None)
+    family = import_target("model.family", name, "a ModelFamily")
     if not (isinstance(family, type) and issubclass(family, ModelFamily)):
-        raise ConfigError(
-            f"model.family={name!r}: the module {module_name!r} has no ModelFamily called {attribute!r}; {GUIDE}"
-        )
+        raise ConfigError(f"model.family={name!r} is no ModelFamily; {GUIDE}")
     return family
 
 

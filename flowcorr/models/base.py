@@ -140,7 +140,9 @@ class PackedFamily(ModelFamily):
         rows, columns, _ = latent_shape
         scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
         config = scheduler.config
-        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+        slope = (config.max_shift - config.base_shift) / (
+            config.max_image_seq_len - config.base_image_seq_len
+        )
         mu = config.base_shift + slope * (rows * columns - config.base_image_seq_len)
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), mu=mu)
         return Schedule(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.errors import ConfigError
-from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
+from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule, check_size, to_images
 
 DEFAULT_MAX_SEQUENCE_LENGTH = 256
 
@@ -37,16 +36,12 @@ class SD3(ModelFamily):
         height = height or config.sample_size * factor
         width = width or config.sample_size * factor
         multiple = factor * config.patch_size
+        check_size(height, width, multiple)
+        largest = multiple * config.pos_embed_max_size
         for key, value in (("height", height), ("width", width)):
-            if value % multiple:
+            if value > largest:
                 raise ConfigError(
-                    f"sampling.{key}={value} does not fit the model: it must be a multiple of {multiple}, "
-                    f"such as {max(value // multiple, 1) * multiple}"
-                )
-            if value // multiple > config.pos_embed_max_size:
-                raise ConfigError(
-                    f"sampling.{key}={value} is larger than the model's positions allow; "
-                    f"use at most {multiple * config.pos_embed_max_size}"
+                    f"sampling.{key}={value} is larger than the model's positions allow; use at most {largest}"
                 )
         return (config.in_channels, height // factor, width // factor)
 
@@ -90,10 +85,6 @@ class SD3(ModelFamily):
             }
         return conditioning
 
-    def free_text_encoders(self) -> None:
-        self.pipeline.text_encoder = self.pipeline.text_encoder_2 = self.pipeline.text_encoder_3 = None
-        gc.collect()
-
     def velocity(
         self,
         transformer: Callable[..., Any],
@@ -125,14 +116,4 @@ class SD3(ModelFamily):
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
         latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0].float()
-        return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
-
-    def save_lora(
-        self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
-    ) -> None:
-        type(self.pipeline).save_lora_weights(
-            directory,
-            transformer_lora_layers=dict(lora_state),
-            transformer_lora_adapter_metadata=dict(metadata),
-        )
+        return to_images(vae.decode(latents.to(vae.dtype), return_dict=False)[0])

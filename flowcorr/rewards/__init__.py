@@ -1,21 +1,30 @@
 """Rewards: callables from images and prompts to scores."""
 
+from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.base import OnError, Reward, RewardOutput, as_reward_output, reward_name, score_batch
-from flowcorr.rewards.combine import REWARDS, WeightedSum, build_reward
+from flowcorr.rewards.combine import REWARDS, WeightedSum, build_reward, training_scores
+from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
+from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rewards.vlm_judge import VlmJudge
 
 __all__ = [
     "REWARDS",
+    "Aesthetic",
+    "HttpReward",
     "JpegCompressibility",
     "JpegIncompressibility",
     "OcrReward",
     "OnError",
+    "PickScore",
     "Reward",
     "RewardOutput",
+    "VlmJudge",
     "WeightedSum",
     "as_reward_output",
     "build_reward",
     "reward_name",
     "score_batch",
+    "training_scores",
 ]

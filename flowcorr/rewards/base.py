@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 OnError: TypeAlias = Literal["fail", "drop_group"]
 
 _REMEDY = "mend the reward, or set reward.on_error: drop_group to go on without the groups that it fails on"
-# Mistakes in the set-up: every sample would fail, and no later step could succeed.
-_SETUP_ERRORS = (ConfigError, BatchError, MissingExtraError)
+# Mistakes in the set-up, and services that are down: no sample is to blame, and each would fail by itself.
+_NO_SAMPLES_FAULT = (ConfigError, BatchError, MissingExtraError, BackendError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,12 +26,24 @@ class RewardOutput:
     """The scores of one batch.
 
     Attributes:
-        scores: `[B]` float64, what the policy is trained on.
+        scores: `[B]` float64, what the policy is trained on; not finite where a sample failed.
         extra: `[B]` float64 arrays that are only logged, such as `exact_match`.
+        terms: `[B]` float64, the score of each term of a sum, before its weight.
+        errors: why a sample failed, by its place in the batch; a reward that knows says it here.
     """
 
     scores: np.ndarray
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+    terms: Mapping[str, np.ndarray] = field(default_factory=dict)
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+    def map(self, function: Callable[[np.ndarray], np.ndarray]) -> RewardOutput:
+        """`function` of every array; the errors are left out."""
+        return RewardOutput(
+            scores=function(self.scores),
+            extra={key: function(array) for key, array in self.extra.items()},
+            terms={key: function(array) for key, array in self.terms.items()},
+        )
 
 
 Reward: TypeAlias = Callable[[np.ndarray, list[Prompt]], RewardOutput]
@@ -51,6 +63,8 @@ def as_reward_output(value: Any, batch_size: int, name: str) -> RewardOutput:
             key: _as_vector(array, batch_size, f"{name}.extra[{key!r}]")
             for key, array in output.extra.items()
         },
+        terms=output.terms,
+        errors=output.errors,
     )
 
 
@@ -60,7 +74,8 @@ def score_batch(
     """Score a batch, and find the samples that cannot be scored.
 
     Where the call for the whole batch raises, samples are scored one by one to find those that are to blame.
-    A mistake in the set-up (a missing target, a missing package, scores of the wrong shape) always raises.
+    A mistake in the set-up (a missing target, a missing package, scores of the wrong shape) always raises, and so
+    does a `BackendError`: a service that is down would fail for every sample, each time after all its retries.
 
     Args:
         reward: the reward.
@@ -72,7 +87,8 @@ def score_batch(
         The output, NaN where a sample failed, and `[B]` bool, True where it did.
 
     Raises:
-        BackendError: a sample failed under `fail`; the message names sample, prompt, reward and cause.
+        BackendError: a sample failed under `fail`; the message names sample, prompt, reward and cause. Or a
+            service that the reward needs is down.
         BatchError: the images are not `[B, H, W, 3]` uint8, or the reward's output has another shape.
     """
     _check_images(images, prompts)
@@ -80,7 +96,7 @@ def score_batch(
     try:
         output = as_reward_output(reward(images, prompts), len(prompts), name)
         causes: dict[int, Exception | str] = {}
-    except _SETUP_ERRORS:
+    except _NO_SAMPLES_FAULT:
         raise
     except Exception as error:
         output, causes = _score_one_by_one(reward, images, prompts, name, stop_at_first=on_error == "fail")
@@ -90,7 +106,7 @@ def score_batch(
                 f"scores each of them alone; {_REMEDY}"
             ) from error
     for index in np.flatnonzero(~np.isfinite(output.scores)).tolist():
-        causes.setdefault(index, f"it returned {_scores_of(output, index)}")
+        causes.setdefault(index, output.errors.get(index) or f"it returned {_scores_of(output, index)}")
     if causes:
         _report(name, prompts, causes, on_error)
     failed = np.zeros(len(prompts), dtype=bool)
@@ -111,7 +127,7 @@ def _score_one_by_one(
     for index, prompt in enumerate(prompts):
         try:
             scored[index] = as_reward_output(reward(images[index : index + 1], [prompt]), 1, name)
-        except _SETUP_ERRORS:
+        except _NO_SAMPLES_FAULT:
             raise
         except Exception as error:
             causes[index] = error
@@ -121,14 +137,28 @@ def _score_one_by_one(
 
 
 def _gather(scored: Mapping[int, RewardOutput], batch_size: int) -> RewardOutput:
-    keys = {key: None for output in scored.values() for key in output.extra}
-    scores = np.full(batch_size, np.nan)
-    extra = {key: np.full(batch_size, np.nan) for key in keys}
-    for index, output in scored.items():
-        scores[index] = output.scores[0]
-        for key, array in output.extra.items():
-            extra[key][index] = array[0]
-    return RewardOutput(scores=scores, extra=extra)
+    return RewardOutput(
+        scores=_place({index: output.scores for index, output in scored.items()}, batch_size),
+        extra=_place_all({index: output.extra for index, output in scored.items()}, batch_size),
+        terms=_place_all({index: output.terms for index, output in scored.items()}, batch_size),
+        errors={index: output.errors[0] for index, output in scored.items() if output.errors},
+    )
+
+
+def _place_all(parts: Mapping[int, Mapping[str, np.ndarray]], batch_size: int) -> dict[str, np.ndarray]:
+    keys = {key: None for arrays in parts.values() for key in arrays}
+    return {
+        key: _place({index: arrays[key] for index, arrays in parts.items() if key in arrays}, batch_size)
+        for key in keys
+    }
+
+
+def _place(parts: Mapping[int, np.ndarray], batch_size: int) -> np.ndarray:
+    """`[B]`, NaN where there is no part."""
+    vector = np.full(batch_size, np.nan)
+    for index, array in parts.items():
+        vector[index] = array[0]
+    return vector
 
 
 def _report(
@@ -148,10 +178,7 @@ def _report(
 def _with_nan(output: RewardOutput, failed: np.ndarray) -> RewardOutput:
     if not failed.any():
         return output
-    return RewardOutput(
-        scores=np.where(failed, np.nan, output.scores),
-        extra={key: np.where(failed, np.nan, array) for key, array in output.extra.items()},
-    )
+    return output.map(lambda array: np.where(failed, np.nan, array))
 
 
 def _scores_of(output: RewardOutput, index: int) -> str:

@@ -1,4 +1,4 @@
-"""From the terms of a recipe to one reward: a weighted sum."""
+"""From the terms of a recipe to one reward: a weighted sum, beside it held-out rewards that nobody optimises."""
 
 from __future__ import annotations
 
@@ -10,18 +10,31 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from flowcorr.advantages import AdvantageStd, group_advantages
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.records import Prompt
+from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output
+from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
+from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rewards.vlm_judge import VlmJudge
 
 REWARDS: Mapping[str, Callable[..., Reward]] = {
     "ocr": OcrReward,
     "jpeg_compressibility": JpegCompressibility,
     "jpeg_incompressibility": JpegIncompressibility,
+    "pickscore": PickScore,
+    "aesthetic": Aesthetic,
+    "vlm_judge": VlmJudge,
+    "http": HttpReward,
 }
+
+GOLD = "gold/"
 
 
 class Term(Protocol):
@@ -39,13 +52,19 @@ class Term(Protocol):
     def options(self) -> Mapping[str, Any]:
         """Keyword arguments of the reward."""
 
+    @property
+    def normalize(self) -> AdvantageStd:
+        """What `training_scores` divides the term by."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSum:
     """`sum_k weight_k * reward_k`.
 
     One term keeps the names of its extras. With several, each extra is called `<label>_<extra>`, and the
-    term's own score, before its weight, is logged as `<label>`.
+    term's own score, before its weight, is logged as `<label>`. Held-out rewards are terms of weight 0 whose label
+    begins with `gold/`. A sample that any of them cannot score has failed, so that all are compared on the same
+    samples.
 
     Attributes:
         labels: a short name for each term.
@@ -64,15 +83,20 @@ class WeightedSum:
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
         """Score images `[B, H, W, 3]` uint8."""
-        outputs = [
-            as_reward_output(self._score(label, reward, images, prompts), len(prompts), label)
+        outputs = {
+            label: as_reward_output(self._score(label, reward, images, prompts), len(prompts), label)
             for label, reward in zip(self.labels, self.rewards, strict=True)
-        ]
-        scores = sum(
-            (weight * output.scores for weight, output in zip(self.weights, outputs, strict=True)),
-            start=np.zeros(len(prompts)),
+        }
+        scores = np.zeros(len(prompts))
+        with np.errstate(invalid="ignore"):  # 0 * inf: the sample has failed
+            for weight, output in zip(self.weights, outputs.values(), strict=True):
+                scores += weight * output.scores
+        return RewardOutput(
+            scores=scores,
+            extra=self._extras(outputs),
+            terms={label: output.scores for label, output in outputs.items() if not label.startswith(GOLD)},
+            errors=self._errors(outputs),
         )
-        return RewardOutput(scores=scores, extra=self._extras(outputs))
 
     def _score(
         self, label: str, reward: Callable[..., Any], images: np.ndarray, prompts: list[Prompt]
@@ -84,38 +108,88 @@ class WeightedSum:
                 error.add_note(f"from reward {label}")
             raise
 
-    def _extras(self, outputs: Sequence[RewardOutput]) -> dict[str, np.ndarray]:
-        if len(outputs) == 1:
-            return dict(outputs[0].extra)
+    def _extras(self, outputs: Mapping[str, RewardOutput]) -> dict[str, np.ndarray]:
+        lone = sum(not label.startswith(GOLD) for label in self.labels) == 1
         extras: dict[str, np.ndarray] = {}
-        for label, output in zip(self.labels, outputs, strict=True):
-            extras[label] = output.scores
-            extras.update({f"{label}_{key}": array for key, array in output.extra.items()})
+        for label, output in outputs.items():
+            if lone and not label.startswith(GOLD):
+                extras.update(output.extra)
+            else:
+                extras[label] = output.scores
+                extras.update({f"{label}_{key}": array for key, array in output.extra.items()})
         return extras
 
+    def _errors(self, outputs: Mapping[str, RewardOutput]) -> dict[int, str]:
+        errors: dict[int, str] = {}
+        for label, output in outputs.items():
+            for index, error in output.errors.items():
+                errors.setdefault(index, f"{label}: {error}" if len(outputs) > 1 else error)
+        return errors
 
-def build_reward(terms: Sequence[Term]) -> WeightedSum:
-    """The reward of a recipe, the weighted sum of its terms.
+
+def training_scores(output: RewardOutput, terms: Sequence[Term], group_ids: Tensor) -> Tensor:
+    """What advantages are taken of: `sum_k weight_k * reward_k`, each term normalised as it asks.
+
+    `normalize: group` makes a term `(reward - mean of its group) / (std of its group)` before it is weighted and
+    summed, so that its weight says how much it counts whatever its unit and spread: with
+    `algorithm.advantage_std: global` these are the advantages of GDPO, arXiv:2601.05242, section 3, and so are those
+    of several rewards in DanceGRPO, arXiv:2505.07818, but for the last division. `global` divides by the std of all
+    rewards of the step. Raw scores are what is logged and evaluated, since a normalised one has mean 0 by
+    construction.
+
+    Args:
+        output: the scores of a `WeightedSum`, of samples that did not fail.
+        terms: its terms.
+        group_ids: `[B]`; samples of one prompt share one.
+
+    Returns:
+        `[B]` float64, on the device of `group_ids`; the output's scores where no term is normalised.
+    """
+    device = group_ids.device
+    if all(term.normalize == "none" for term in terms):
+        return torch.as_tensor(output.scores, device=device)
+    total = torch.zeros(len(output.scores), dtype=torch.float64, device=device)
+    for term in terms:
+        scores = torch.as_tensor(output.terms[_label(term)], device=device)
+        if term.normalize != "none":
+            scores = group_advantages(scores, group_ids, std=term.normalize)
+        total += term.weight * scores
+    return total
+
+
+def build_reward(terms: Sequence[Term], gold: Sequence[Term] = ()) -> WeightedSum:
+    """The reward of a recipe, the weighted sum of its terms, with its held-out rewards at weight 0.
 
     A term's name is a key of `REWARDS`, or `package.module:name` for a user's own: a function is called as
     `name(images, prompts, **options)`, a class is built with `name(**options)` and its instance called as
     `instance(images, prompts)`. Either returns `[B]` numbers or a `RewardOutput`.
 
+    Args:
+        terms: what is optimised.
+        gold: what is only logged, as `gold/<name>`.
+
     Raises:
         ConfigError: an unknown name, an option that the reward does not take, two terms of one name.
         MissingExtraError: a reward needs a package that is not installed.
     """
-    labels = tuple(term.name.rpartition(":")[2] for term in terms)
-    repeated = [label for label in labels if labels.count(label) > 1]
-    if repeated:
-        raise ConfigError(
-            f"reward.terms has several terms named {repeated[0]!r}; give each name once, with one weight"
-        )
+    labels = (*_labels("reward.terms", terms), *(f"{GOLD}{label}" for label in _labels("reward.gold", gold)))
     return WeightedSum(
         labels=labels,
-        weights=tuple(float(term.weight) for term in terms),
-        rewards=tuple(_build_term(term) for term in terms),
+        weights=(*(float(term.weight) for term in terms), *(0.0 for _ in gold)),
+        rewards=tuple(_build_term(term) for term in (*terms, *gold)),
     )
+
+
+def _labels(key: str, terms: Sequence[Term]) -> list[str]:
+    labels = [_label(term) for term in terms]
+    repeated = [label for label in labels if labels.count(label) > 1]
+    if repeated:
+        raise ConfigError(f"{key} has several terms named {repeated[0]!r}; give each name once")
+    return labels
+
+
+def _label(term: Term) -> str:
+    return term.name.rpartition(":")[2]
 
 
 def _build_term(term: Term) -> Callable[..., Any]:

@@ -11,9 +11,7 @@ from flowcorr.errors import ConfigError, unknown_choice
 def check_whole(reward: str, option: str, value: object, minimum: int) -> None:
     """Check a whole number of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(
-            f"reward {reward}: {option}={value!r} must be a whole number of at least {minimum}"
-        )
+        raise ConfigError(f"reward {reward}: {option}={value!r} must be a whole number of at least {minimum}")
 
 
 def check_positive(reward: str, option: str, value: object) -> None:

@@ -12,11 +12,12 @@ import logging
 import os
 import re
 import ssl
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -231,16 +232,29 @@ class Endpoint:
 def map_in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], num_threads: int
 ) -> list[Result]:
-    """`[function(item) for item in items]` in threads; after an error, what has not begun is not begun."""
-    with ThreadPoolExecutor(num_threads) as pool:
-        futures = [pool.submit(function, item) for item in items]
+    """`[function(item) for item in items]` in threads; after an error, what has not begun is not begun.
+
+    Raises:
+        Exception: the error of the first item that has one.
+    """
+    stopping = threading.Event()
+
+    def run(item: Item) -> Result:
+        if stopping.is_set():
+            raise CancelledError
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            return function(item)
+        except BaseException:
+            stopping.set()
+            raise
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        # Items begin in order, so that a real error comes before all that were not begun.
+        futures = [pool.submit(run, item) for item in items]
+        try:
             return [future.result() for future in futures]
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            stopping.set()
 
 
 def png_base64(image: np.ndarray) -> str:
@@ -281,13 +295,16 @@ def _check_url(reward: str, url: object) -> SplitResult:
 def _check_verify(reward: str, verify: object) -> None:
     if isinstance(verify, bool):
         return
-    try:
-        ssl.create_default_context(cafile=verify if isinstance(verify, str) else "")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"reward {reward}: verify={verify!r} must be true, false or a PEM file of certificate authorities "
-            f"({error})"
-        ) from None
+    problem: object = "it is no text"
+    if isinstance(verify, str):
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=verify)
+            return
+        except (OSError, ValueError) as error:
+            problem = error
+    raise ConfigError(
+        f"reward {reward}: verify={verify!r} must be true, false or a PEM file of certificate authorities ({problem})"
+    )
 
 
 def _is_loopback(host: str) -> bool:

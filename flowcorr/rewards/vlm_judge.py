@@ -164,7 +164,12 @@ class VlmJudge:
 
     def _question(self, prompt: Prompt) -> str:
         low, high = self.score_range
-        values = {"prompt": prompt.text, "target": prompt.target or "", "low": f"{low:g}", "high": f"{high:g}"}
+        values = {
+            "prompt": prompt.text,
+            "target": prompt.target or "",
+            "low": f"{low:g}",
+            "high": f"{high:g}",
+        }
         template = self.template or TEMPLATES[self.mode]
         return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
@@ -208,7 +213,9 @@ def _objects(text: str) -> list[dict[str, Any]]:
 
 
 def _check_score_range(score_range: Any) -> None:
-    good = isinstance(score_range, (list, tuple)) and len(score_range) == 2 and all(map(is_number, score_range))
+    good = (
+        isinstance(score_range, (list, tuple)) and len(score_range) == 2 and all(map(is_number, score_range))
+    )
     if not good or not score_range[0] < score_range[1]:
         raise ConfigError(
             f"reward vlm_judge: score_range={score_range!r} must be the lowest and the highest score, such as [0, 10]"

@@ -57,14 +57,15 @@ class InProcessEngine:
             negative_prompt=sampling.negative_prompt,
         )
         self.latent_shape = family.latent_shape(sampling.height, sampling.width)
-        self.schedule: Schedule = family.schedule(sampling.num_inference_steps, self.latent_shape)
+        self.dtype = DTYPES[rollout.dtype]
+        schedule = family.schedule(sampling.num_inference_steps, self.latent_shape)
+        self.schedule: Schedule = family.in_dtype(schedule, self.dtype)
         sde.check_schedule(
             sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
         )
-        self.dtype = DTYPES[rollout.dtype]
         self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.staleness == 0
         self._merge = merge
-        self._copy = None if self.shared else copy.deepcopy(base).to(self.dtype).requires_grad_(False)
+        self._copy = None if self.shared else _frozen_copy(base, self.dtype)
         self._history: deque[Weights] = deque(maxlen=rollout.staleness + 1)
         self._loaded: Weights | None = None
 
@@ -186,3 +187,8 @@ class InProcessEngine:
             group_ids=torch.tensor(groups, device=device),
             policy_versions=torch.full((len(groups),), self.version, device=device),
         ).validate()
+
+
+def _frozen_copy(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    # By nn.Module's own `to`: that of diffusers warns whenever it is given a dtype.
+    return nn.Module.to(copy.deepcopy(transformer), dtype).requires_grad_(False)

@@ -126,7 +126,10 @@ def test_prompts_of_any_length_become_rows_of_one_shape(family):
             torch.testing.assert_close(embeds[row, :count], alone[0])
             assert (embeds[row, count:] == 0).all()
     assert got["prompt_embeds_mask"][0].sum() < got["prompt_embeds_mask"][1].sum()
-    assert set(family.encode(PROMPTS, Guidance(guidance_scale=4.0))) == {"prompt_embeds", "prompt_embeds_mask"}
+    assert set(family.encode(PROMPTS, Guidance(guidance_scale=4.0))) == {
+        "prompt_embeds",
+        "prompt_embeds_mask",
+    }
 
 
 def test_a_long_prompt_is_cut_and_said_so(family, caplog):
@@ -158,9 +161,7 @@ def test_velocity_is_the_pipelines_in_one_forward(family, guidance):
     hook.remove()
     assert len(calls) == 1
     for row, prompt in enumerate(PROMPTS):
-        expected = pipeline_velocity(
-            family.pipeline, latents[row], timesteps[row].item(), prompt, guidance
-        )
+        expected = pipeline_velocity(family.pipeline, latents[row], timesteps[row].item(), prompt, guidance)
         torch.testing.assert_close(got[row : row + 1], expected, rtol=1e-4, atol=1e-5)
     assert got.std() > 0.1
 

@@ -159,3 +159,44 @@ def test_wrong_number_of_scores_is_never_dropped():
 def test_images_are_checked(images):
     with pytest.raises(BatchError, match="images"):
         score_batch(first_pixel, images, PROMPTS)
+
+
+def test_reward_that_knows_why_says_so(caplog):
+    def unsure(images, prompts):
+        scores = np.where(images[:, 0, 0, 0] == 1, np.nan, 5.0)
+        return RewardOutput(scores=scores, errors={1: "too dark to tell"})
+
+    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'prompt 1'\): too dark to tell; mend"):
+        score_batch(unsure, IMAGES, PROMPTS)
+    output, failed = score_batch(unsure, IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, True, False, False]
+    assert "too dark to tell" in caplog.text
+
+
+@pytest.mark.parametrize("on_error", ["fail", "drop_group"])
+def test_service_that_is_down_is_asked_once(on_error):
+    calls = []
+
+    def down(images, prompts):
+        calls.append(len(prompts))
+        raise BackendError("the scorer is down")
+
+    with pytest.raises(BackendError, match="^the scorer is down$"):
+        score_batch(down, IMAGES, PROMPTS, on_error=on_error)
+    assert calls == [4]
+
+
+def test_terms_and_errors_survive_scoring_one_by_one(caplog):
+    def one_at_a_time(images, prompts):
+        if len(prompts) > 1:
+            raise ValueError("too many")
+        value = first_pixel(images, prompts)
+        scores = np.where(value == 2, np.nan, value)
+        return RewardOutput(
+            scores=scores, terms={"a": value + 10}, errors={0: "no two"} if value == 2 else {}
+        )
+
+    output, failed = score_batch(one_at_a_time, IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, False, True, False]
+    np.testing.assert_array_equal(output.terms["a"], [10, 11, np.nan, 13])
+    assert "sample 2 (prompt 'prompt 2'): no two" in caplog.text

@@ -3,10 +3,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from flowcorr.advantages import group_advantages
+from flowcorr.config import load
+from flowcorr.config.schema import RewardTerm
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.records import Prompt
-from flowcorr.rewards import build_reward, score_batch
+from flowcorr.rewards import REWARDS, RewardOutput, build_reward, score_batch, training_scores
 
 IMAGES = np.array([0, 100, 200], dtype=np.uint8)[:, None, None, None] * np.ones((3, 8, 8, 3), dtype=np.uint8)
 PROMPTS = [Prompt(text=text) for text in ("a", "bb", "ccc")]
@@ -29,6 +35,9 @@ class Length:
 
 def no_arguments():
     return []
+
+def infinite_at_bb(images, prompts):
+    return [float("inf") if prompt.text == "bb" else 1.0 for prompt in prompts]
 
 def fails_at_bb(images, prompts):
     if any(prompt.text == "bb" for prompt in prompts):
@@ -117,3 +126,162 @@ def test_bad_terms_are_refused(terms, message):
 def test_error_inside_the_users_module_is_shown_as_it_is():
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_absent"):
         build_reward([term("users_broken_rewards:anything")])
+
+
+def test_gold_is_logged_and_never_optimised():
+    terms = [term("users_rewards:Length", 3)]
+    alone = build_reward(terms)(IMAGES, PROMPTS)
+    watched = build_reward(
+        terms, gold=[term("users_rewards:brightness"), term("users_rewards:Length", offset=2)]
+    )(IMAGES, PROMPTS)
+    np.testing.assert_array_equal(watched.scores, alone.scores)
+    assert list(watched.extra) == ["odd", "gold/brightness", "gold/Length", "gold/Length_odd"]
+    np.testing.assert_array_equal(watched.extra["odd"], alone.extra["odd"])
+    np.testing.assert_allclose(watched.extra["gold/brightness"], [0, 100, 200])
+    np.testing.assert_array_equal(watched.extra["gold/Length"], [3, 4, 5])
+    assert list(watched.terms) == ["Length"]
+
+
+@pytest.mark.parametrize("name", ["nan_at_bb", "infinite_at_bb", "fails_at_bb"])
+def test_gold_that_cannot_score_a_sample_fails_it(name):
+    reward = build_reward([term("jpeg_compressibility")], gold=[term(f"users_rewards:{name}")])
+    with pytest.raises(BackendError, match=rf"sample 1 \(prompt 'bb'\).*gold/{name}|gold/{name}"):
+        score_batch(reward, IMAGES, PROMPTS)
+    output, failed = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, True, False]
+    np.testing.assert_array_equal(output.extra[f"gold/{name}"], [1, np.nan, 1])
+
+
+def test_reason_of_a_term_is_passed_on_with_its_name(monkeypatch):
+    import users_rewards
+
+    def unsure(images, prompts):
+        return RewardOutput(scores=np.array([1.0, np.nan, 1.0]), errors={1: "too dark"})
+
+    monkeypatch.setattr(users_rewards, "brightness", unsure)
+    reward = build_reward([term("jpeg_compressibility"), term("users_rewards:brightness")])
+    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'bb'\): brightness: too dark"):
+        score_batch(reward, IMAGES, PROMPTS)
+
+
+def sum_of(*columns):
+    """An output of the terms a, b, ... and those columns; its own scores are never read here."""
+    terms = {name: np.asarray(column, dtype=float) for name, column in zip("abc", columns, strict=False)}
+    return RewardOutput(scores=np.full(len(columns[0]), np.nan), terms=terms)
+
+
+def test_without_normalisation_the_scores_are_trained_on():
+    output = RewardOutput(scores=np.array([1.0, 2.0]), terms={"a": np.array([7.0, 7.0])})
+    scores = training_scores(output, [RewardTerm(name="a", weight=3)], torch.tensor([0, 0]))
+    assert scores.tolist() == [1.0, 2.0]
+    assert scores.dtype == torch.float64
+
+
+def test_normalised_terms_by_hand():
+    # a: groups (0, 2) and (10, 30) with unbiased std sqrt(2) and 10 sqrt(2); b: constant in the second group.
+    output, groups = sum_of([0, 2, 10, 30], [5, 1, 4, 4]), torch.tensor([0, 0, 1, 1])
+    terms = [
+        RewardTerm(name="mine:a", weight=2, normalize="group"),
+        RewardTerm(name="b", weight=-1, normalize="group"),
+    ]
+    half = 0.5**0.5
+    expected = [-2 * half - half, 2 * half + half, -2 * half, 2 * half]
+    np.testing.assert_allclose(training_scores(output, terms, groups), expected, rtol=2e-4)
+
+
+def test_raw_and_normalised_terms_mix():
+    output, groups = sum_of([0, 2, 10, 30], [5, 1, 4, 4]), torch.tensor([0, 0, 1, 1])
+    terms = [RewardTerm(name="a", weight=0.1), RewardTerm(name="b", normalize="global")]
+    std = np.std([5, 1, 4, 4], ddof=1)
+    expected = [0 + 2 / std, 0.2 - 2 / std, 1, 3]
+    np.testing.assert_allclose(training_scores(output, terms, groups), expected, rtol=2e-4)
+
+
+@given(
+    values=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 20)),
+        min_size=6,
+        max_size=6,
+        unique_by=lambda pair: pair[0],
+    ),
+    scale=st.sampled_from([1e-2, 1.0, 1e3]),
+    shift=st.floats(-100, 100),
+)
+def test_normalised_terms_do_not_depend_on_units(values, scale, shift):
+    first, second = np.array(values, dtype=float).T
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    terms = [RewardTerm(name=name, normalize="group") for name in "ab"]
+    plain = training_scores(sum_of(first, second), terms, groups)
+    moved = training_scores(sum_of(first * scale + shift, second), terms, groups)
+    np.testing.assert_allclose(moved, plain, atol=2e-2)  # group_advantages adds 1e-4 to every std
+
+
+def test_gdpo_is_group_normalisation_with_a_global_std():
+    rng = np.random.default_rng(0)
+    columns, groups = rng.normal(size=(2, 12)) * [[1], [50]], torch.arange(3).repeat_interleave(4)
+    terms = [
+        RewardTerm(name="a", weight=1, normalize="group"),
+        RewardTerm(name="b", weight=0.5, normalize="group"),
+    ]
+    summed = np.zeros((3, 4))
+    for column, weight in zip(columns.reshape(2, 3, 4), (1, 0.5), strict=True):
+        spread = column.std(1, ddof=1, keepdims=True) + 1e-4
+        summed += weight * (column - column.mean(1, keepdims=True)) / spread
+    expected = ((summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)).ravel()
+    scores = training_scores(sum_of(*columns), terms, groups)
+    np.testing.assert_allclose(group_advantages(scores, groups, std="global"), expected, atol=1e-9)
+
+
+RECIPE = """
+algorithm: {advantage_std: global}
+reward:
+  terms:
+    - {name: jpeg_compressibility, weight: 0.5, normalize: group}
+    - {name: users_rewards:Length, normalize: group, options: {offset: 1}}
+  gold:
+    - {name: users_rewards:brightness}
+"""
+
+
+def test_recipe_with_normalised_terms_and_gold(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    config = load(path).reward
+    assert [(term.name, term.weight, term.normalize) for term in config.terms] == [
+        ("jpeg_compressibility", 0.5, "group"),
+        ("users_rewards:Length", 1.0, "group"),
+    ]
+    output, failed = score_batch(build_reward(config.terms, config.gold), IMAGES, PROMPTS)
+    assert not failed.any()
+    assert list(output.extra) == ["jpeg_compressibility", "Length", "Length_odd", "gold/brightness"]
+    scores = training_scores(output, config.terms, torch.tensor([0, 0, 0]))
+    np.testing.assert_allclose(scores.sum(), 0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "reward.terms=[{name: ocr, normalize: batch}]",
+            r"normalize='batch' is unknown; choose from none, group, global",
+        ),
+        ("reward.gold=[{name: ocr, weight: 2}]", r"reward.gold\[ocr\] has a weight or normalize"),
+        ("reward.gold=[{name: ocr, normalize: group}]", r"reward.gold\[ocr\] has a weight or normalize"),
+        ("reward.gold=[ocr]", r"reward.gold\[0\]='ocr' must be a section"),
+    ],
+    ids=str,
+)
+def test_bad_recipes_are_refused(tmp_path, override, message):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    with pytest.raises(ConfigError, match=message):
+        load(path, [override])
+
+
+def test_gold_names_are_given_once():
+    with pytest.raises(ConfigError, match="reward.gold has several terms named 'jpeg_compressibility'"):
+        build_reward([term("jpeg_compressibility")], gold=[term("jpeg_compressibility")] * 2)
+
+
+def test_schema_names_every_reward():
+    assert all(f"`{name}`" in RewardTerm.__doc__ for name in REWARDS)

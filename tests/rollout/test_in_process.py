@@ -6,6 +6,7 @@ from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import InProcessEngine
 
 EMULATED = ["int8", "fp8", "int4"]
+SAME = 2e-6  # nats per latent element: what float32 rounding leaves of a difference
 
 
 def mismatch(run):
@@ -71,12 +72,12 @@ def test_every_training_step_has_its_own_noise(make_run):
 def test_a_shared_engine_holds_no_copy_and_follows_the_actor(make_run):
     run = make_run()
     assert run.engine.shared
-    before = run.sample().log_probs
+    before = run.sample().means
     run.stir()
     rollout = run.sample()
-    assert not torch.equal(rollout.log_probs, before)
+    assert (rollout.means - before).abs().max() > 1e-3
     assert rollout.policy_versions.tolist() == [1] * 8
-    assert mismatch(run) < 1e-6
+    assert mismatch(run) < SAME
 
 
 def test_a_copy_in_the_same_precision_agrees_with_the_actor(make_run):
@@ -85,7 +86,7 @@ def test_a_copy_in_the_same_precision_agrees_with_the_actor(make_run):
     run.engine.sync(run.actor.snapshot())
     assert not run.engine.shared
     assert run.engine.version == run.actor.version
-    assert mismatch(run) < 1e-6
+    assert mismatch(run) < SAME
 
 
 def test_emulated_precisions_disagree_in_their_order(make_run):
@@ -94,7 +95,7 @@ def test_emulated_precisions_disagree_in_their_order(make_run):
         run = make_run(rollout={"emulate": emulate})
         run.stir()
         found[emulate] = mismatch(run)
-    assert 1e-6 < found["int8"] < found["fp8"] < found["int4"] < 0.1
+    assert 2 * SAME < found["int8"] < found["fp8"] < found["int4"] < 0.1
 
 
 def test_a_bfloat16_engine_disagrees_with_a_float32_actor(make_run):
@@ -102,7 +103,7 @@ def test_a_bfloat16_engine_disagrees_with_a_float32_actor(make_run):
     rollout = run.sample()
     assert rollout.latents.dtype == rollout.log_probs.dtype == torch.float32
     assert rollout.conditioning["prompt_embeds"].dtype == torch.float32
-    assert 1e-6 < mismatch(run) < 0.1
+    assert 2 * SAME < mismatch(run) < 0.1
 
 
 def test_emulation_leaves_the_actor_alone(make_run):
@@ -114,14 +115,14 @@ def test_emulation_leaves_the_actor_alone(make_run):
 
 def test_a_stale_engine_samples_with_weights_of_k_syncs_ago(make_run):
     run, fresh = make_run(rollout={"staleness": 2}), make_run()
+    expected = []
     for update in range(5):
+        expected.append(fresh.sample().means)
         rollout, old = run.sample(), max(0, update - 2)
         assert rollout.policy_versions.unique().tolist() == [old]
-        if update >= 2:
-            torch.testing.assert_close(rollout.log_probs, expected[old], rtol=0, atol=2e-6)
-        else:
-            expected = {} if update == 0 else expected
-        expected[update] = fresh.sample().log_probs
+        torch.testing.assert_close(rollout.means, expected[old], rtol=1e-4, atol=1e-4)
+        if old != update:
+            assert (rollout.means - expected[update]).abs().max() > 1e-3
         run.stir(seed=update)
         fresh.stir(seed=update)
     assert [weights.version for weights in run.engine.history] == [3, 4, 5]
@@ -134,7 +135,7 @@ def test_restore_continues_with_the_history(make_run):
     other = restarted(run)
     other.restore(run.engine.history)
     again = other.sample(run.conditioning, range(2), training_step=1, with_means=True)
-    assert torch.equal(again.log_probs, run.sample().log_probs)
+    assert torch.equal(again.means, run.sample().means)
     assert other.version == run.engine.version == 1
     run.stir(seed=9)
     other.sync(run.actor.snapshot())
@@ -152,7 +153,7 @@ def test_guidance_reaches_the_engine(make_run):
     guided = make_run(sampling={"guidance_scale": 3.0})
     assert "negative_prompt_embeds" in guided.conditioning
     assert not torch.allclose(guided.sample().latents[:, 1], make_run().sample().latents[:, 1], atol=1e-3)
-    assert mismatch(guided) < 1e-6
+    assert mismatch(guided) < SAME
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
-from flowcorr.lora import ADAPTER
-
 BUCKET_BYTES = 2**29  # of whole weights in one call, so that no message holds all of a large transformer
 
 
-def peft_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An adapter's parameters on the CPU, under the names of peft's files."""
+RENAMED = {"qwen_image": (".to_out.0", ".to_out")}
+"""Layers that vllm-omni names otherwise than diffusers, by model family."""
+
+
+def peft_tensors(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """An adapter's parameters on the CPU, under the names of peft's files and of the engine's layers."""
     return {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.detach().cpu().contiguous()
+        f"base_model.model.{_layer(name, family)}.{_side(name)}.weight": tensor.detach().cpu().contiguous()
         for name, tensor in tensors.items()
     }
 
 
-def peft_config(tensors: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[str, Any]:
+def peft_config(tensors: Mapping[str, Tensor], family: str, *, rank: int, alpha: float) -> dict[str, Any]:
     """What peft stores beside an adapter; the targets are the very layers that `tensors` belong to."""
-    targets = sorted({name.partition(".lora_")[0] for name in tensors})
+    targets = sorted({_layer(name, family) for name in tensors})
     return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
 
 
@@ -49,3 +51,13 @@ def buckets(state: Mapping[str, Tensor], limit: int = BUCKET_BYTES) -> Iterator[
         size += tensor.nbytes
     if part:
         yield part
+
+
+def _layer(name: str, family: str) -> str:
+    layer = name.partition(".lora_")[0]
+    theirs, ours = RENAMED.get(family, ("", ""))
+    return layer.removesuffix(theirs) + ours if theirs and layer.endswith(theirs) else layer
+
+
+def _side(name: str) -> str:
+    return "lora_A" if ".lora_A." in name else "lora_B"

@@ -7,11 +7,11 @@ import concurrent.futures
 import contextlib
 import json
 import logging
+import logging.config
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,25 +34,25 @@ class OmniClient:
     Args:
         model: a pipeline folder or hub name.
         options: further arguments of `vllm_omni.AsyncOmni`.
+        log: the file that its processes, and its part in this one, log to.
 
     Raises:
-        MissingExtraError: vllm-omni is not installed.
         BackendError: the engine does not start.
     """
 
-    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-vllm-omni-")
-        self.log = Path(self._folder.name) / "engine.log"
+    def __init__(self, model: str, options: Mapping[str, Any], log: Path) -> None:
+        self.log = log
         self._omni: Any = None
-        with _engine_log(self.log):
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
-            self._thread.start()
-            try:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
+        self._thread.start()
+        logging.config.dictConfig(_log_config(log))
+        try:
+            with _log_of_children(log):
                 self._omni = self._start(model, options)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, model: str, options: Mapping[str, Any]) -> Any:
         logger.info("starting vllm-omni with %s; its log is %s", model, self.log)
@@ -66,8 +66,6 @@ class OmniClient:
                 if future.done():
                     raise
                 logger.info("vllm-omni is loading, %.0f s so far", time.monotonic() - began)
-            except MissingExtraError:
-                raise
             except Exception as error:
                 raise self._failure("did not start", error) from error
         logger.info("vllm-omni is ready after %.0f s", time.monotonic() - began)
@@ -117,7 +115,7 @@ class OmniClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._folder.cleanup()
+        _stop_logging()
 
     def _wait(self, what: str, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
         if self._loop.is_closed():
@@ -167,11 +165,28 @@ class OmniClient:
         return output
 
 
-async def _create(model: str, options: Mapping[str, Any]) -> Any:
+def import_vllm_omni() -> None:
+    """Import vllm-omni, without the lines that it prints on the way.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    level = os.environ.get("VLLM_LOGGING_LEVEL")
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     try:
-        from vllm_omni.entrypoints.async_omni import AsyncOmni
+        import vllm_omni.entrypoints.async_omni  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("rollout.name=vllm_omni", "vllm-omni", "vllm-omni", error) from error
+    finally:
+        if level is None:
+            del os.environ["VLLM_LOGGING_LEVEL"]
+        else:
+            os.environ["VLLM_LOGGING_LEVEL"] = level
+
+
+async def _create(model: str, options: Mapping[str, Any]) -> Any:
+    from vllm_omni.entrypoints.async_omni import AsyncOmni
+
     return AsyncOmni(model=model, **options)
 
 
@@ -182,6 +197,13 @@ async def _cancel_tasks() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
+def _stop_logging() -> None:
+    for name in LOGGERS:
+        for handler in list(logging.getLogger(name).handlers):
+            logging.getLogger(name).removeHandler(handler)
+            handler.close()
+
+
 def _leaves(answer: Any) -> list[Any]:
     if isinstance(answer, list | tuple):
         return [leaf for part in answer for leaf in _leaves(part)]
@@ -189,22 +211,10 @@ def _leaves(answer: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _engine_log(path: Path) -> Any:
-    """Send the engine's log to `path`: that of its processes by vLLM's own configuration file, and ours."""
-    path.touch()
-    config = {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
-        "handlers": {
-            "file": {"class": "logging.FileHandler", "filename": str(path), "formatter": "plain", "delay": True}
-        },
-        "loggers": {
-            name: {"handlers": ["file"], "level": "INFO", "propagate": False} for name in LOGGERS
-        },
-    }
+def _log_of_children(path: Path) -> Iterator[None]:
+    """Let the processes that start meanwhile log to `path`, by vLLM's own configuration file."""
     file = path.with_name("logging.json")
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(_log_config(path)))
     before = os.environ.get("VLLM_LOGGING_CONFIG_PATH")
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(file)
     try:
@@ -214,3 +224,14 @@ def _engine_log(path: Path) -> Any:
             del os.environ["VLLM_LOGGING_CONFIG_PATH"]
         else:
             os.environ["VLLM_LOGGING_CONFIG_PATH"] = before
+
+
+def _log_config(path: Path) -> dict[str, Any]:
+    file = {"class": "logging.FileHandler", "filename": str(path), "formatter": "plain"}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
+        "handlers": {"file": file},
+        "loggers": {name: {"handlers": ["file"], "level": "INFO", "propagate": False} for name in LOGGERS},
+    }

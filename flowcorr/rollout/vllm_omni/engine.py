@@ -58,21 +58,22 @@ class VllmOmniEngine:
             negative_prompt=sampling.negative_prompt,
         )
         self.latent_shape = family.latent_shape(sampling.height, sampling.width)
-        self.schedule = family.schedule(sampling.num_inference_steps, self.latent_shape)
+        self._dtype = DTYPES[config.rollout.dtype]
+        exact = family.schedule(sampling.num_inference_steps, self.latent_shape)
+        self.schedule = family.in_dtype(exact, self._dtype)
         sde.check_schedule(
             sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
         )
         options, self.weight_sync = engine_options(config, family)
-        self._asleep = False
-        self._sleeps = bool(options.get("enable_sleep_mode"))
-        self._dtype = DTYPES[config.rollout.dtype]
+        self._sleeps, self._asleep = bool(options.get("enable_sleep_mode")), False
         self._merge = merge
         self._history: deque[Weights] = deque(maxlen=config.rollout.staleness + 1)
         self._loaded: Weights | None = None
         self._adapter_id = 0
         self._point = probe.probe_point(family, self.guidance, self.schedule, self.latent_shape)
-        self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-adapter-")
-        self._client = OmniClient(resolve_path(config.model.path), options)
+        self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-vllm-omni-")
+        log = Path(self._folder.name) / "engine.log"
+        self._client = OmniClient(resolve_path(config.model.path), options, log)
         try:
             self._moves = probe.MoveCheck(
                 self._velocities(probe.untrained(tensors)), tolerance=probe.tolerance(config.rollout)
@@ -126,8 +127,8 @@ class VllmOmniEngine:
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         lora = self.config.model.lora
-        facts = adapter.peft_config(tensors, rank=lora.rank, alpha=lora.alpha)
-        named: dict[str, Tensor] | None = adapter.peft_tensors(tensors)
+        facts = adapter.peft_config(tensors, self.family.name, rank=lora.rank, alpha=lora.alpha)
+        named: dict[str, Tensor] | None = adapter.peft_tensors(tensors, self.family.name)
         self._adapter_id += 1
         folder = None
         if self.weight_sync == "lora_path":

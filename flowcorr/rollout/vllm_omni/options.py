@@ -6,8 +6,9 @@ from dataclasses import fields
 from typing import Any, Literal, get_args
 
 from flowcorr.config.schema import Config
-from flowcorr.errors import ConfigError, MissingExtraError, unknown_choice
+from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily
+from flowcorr.rollout.vllm_omni.client import import_vllm_omni
 from flowcorr.rollout.vllm_omni.plugin import PIPELINES
 
 WeightSync = Literal["lora_tensors", "lora_path", "merged"]
@@ -23,7 +24,11 @@ OURS = {
 }
 """Arguments that flowcorr decides on, with what to do instead."""
 
-BATCH_WAIT_MS = 200.0  # a step's requests arrive together: time enough to gather them, and nothing beside a sample
+WITHOUT_QUANTIZATION = ("sd3",)  # its transformer in vllm-omni 0.30 takes no quantization
+
+BATCH_WAIT_MS = (
+    200.0  # a step's requests arrive together: time enough to gather them, and nothing beside a sample
+)
 
 
 def engine_options(config: Config, family: ModelFamily) -> tuple[dict[str, Any], WeightSync]:
@@ -40,11 +45,17 @@ def engine_options(config: Config, family: ModelFamily) -> tuple[dict[str, Any],
         )
     asked = dict(config.rollout.engine)
     weight_sync = _weight_sync(config, asked.pop("weight_sync", None))
+    known = _known_options()
     for key in asked:
         if key in OURS:
             raise ConfigError(f"rollout.engine.{key} cannot be set: {OURS[key]}")
-        if key not in (known := _known_options()):
+        if key not in known:
             raise ConfigError(unknown_choice("rollout.engine", key, ["weight_sync", *sorted(known)]))
+    if family.name in WITHOUT_QUANTIZATION and _quantization(config):
+        raise ConfigError(
+            f"rollout.engine.quantization={_quantization(config)!r} would have no effect: vllm-omni does not quantize "
+            f"{family.name}"
+        )
     rollout = config.rollout
     options = {
         "max_num_seqs": rollout.batch_size or rollout.prompts_per_step * rollout.n,
@@ -68,7 +79,9 @@ def _weight_sync(config: Config, asked: str | None) -> WeightSync:
             f"rollout.engine.weight_sync={weight_sync!r} needs an adapter, and model.lora.rank=0 trains all "
             "weights: use merged"
         )
-    quantization = config.rollout.engine.get("quantization") or config.rollout.engine.get("quantization_config")
+    quantization = config.rollout.engine.get("quantization") or config.rollout.engine.get(
+        "quantization_config"
+    )
     if weight_sync == "merged" and quantization:
         raise ConfigError(
             f"rollout.engine.weight_sync='merged' cannot load into weights with quantization={quantization!r}; "
@@ -82,15 +95,20 @@ def _weight_sync(config: Config, asked: str | None) -> WeightSync:
     return weight_sync
 
 
+def _quantization(config: Config) -> Any:
+    engine = config.rollout.engine
+    return engine.get("quantization") or engine.get("quantization_config")
+
+
 def _known_options() -> set[str]:
     """What the engine and its parallel layout can be told; it would silently ignore anything else."""
-    try:
-        from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
-    except ImportError as error:
-        raise MissingExtraError("rollout.name=vllm_omni", "vllm-omni", "vllm-omni", error) from error
+    import_vllm_omni()
+    from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
+
     named = {entry.name for kind in (DiffusionParallelConfig, OmniDiffusionConfig) for entry in fields(kind)}
     return (named - OURS.keys()) | {
         "diffusion_attention_backend",
+        "quantization",
         "gpu_memory_utilization",
         "init_timeout",
         "stage_init_timeout",

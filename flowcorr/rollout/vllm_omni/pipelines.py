@@ -3,7 +3,7 @@
 Only vllm-omni imports this module, in its workers. A pipeline holds a transformer and a VAE. It holds no text
 encoder, because requests bring the conditioning as the actor encoded it: encoding twice would cost the
 encoders' memory a second time, and add their rounding to what the actor and the engine disagree on.
-Timesteps are fed in float32, as flowcorr's model families do, and are not rounded to the model's dtype.
+Timesteps come with the request, as the actor's family states them for the engine's dtype.
 """
 
 from __future__ import annotations
@@ -18,14 +18,22 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl import DistributedAutoencoderKL
+from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_qwenimage import (
+    DistributedAutoencoderKLQwenImage,
+)
 from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
+from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
+from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
 from vllm_omni.diffusion.models.sd3.sd3_transformer import SD3Transformer2DModel
+from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowcorr import sde
 from flowcorr.models import Guidance, ModelFamily
+from flowcorr.models.flux import Flux
+from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
 from flowcorr.rollout.sampler import sample_sde_window
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe, from_extra
@@ -45,13 +53,14 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
     """
 
     supports_request_batch = True
-    dummy_run_num_frames = 0  # no warm-up request: ours need conditioning, and the first probe warms up as well
+    dummy_run_num_frames = (
+        0  # no warm-up request: ours need conditioning, and the first probe warms up as well
+    )
     _dit_modules: ClassVar[list[str]] = ["transformer"]
     _encoder_modules: ClassVar[list[str]] = []
     _vae_modules: ClassVar[list[str]] = ["vae"]
 
     family_class: ClassVar[type[ModelFamily]]
-    transformer_class: ClassVar[type[nn.Module]]
     vae_class: ClassVar[Any]
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
@@ -63,7 +72,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
                 model_or_path=od_config.model, subfolder="transformer", revision=None, prefix="transformer."
             )
         ]
-        self.transformer = self.transformer_class(od_config=od_config)
+        self.transformer = self.build_transformer(od_config)
         self.vae = self.vae_class.from_pretrained(
             od_config.model,
             subfolder="vae",
@@ -72,6 +81,14 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
         ).to(self.device)
         self.family = self.family_class(self, dtype=od_config.dtype)
         self.adapters: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
+
+    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
+        """The engine's transformer, which the loader then fills."""
+        raise NotImplementedError
+
+    def call_transformer(self, **inputs: Any) -> Any:
+        """The transformer as the family calls diffusers' one."""
+        return self.transformer(**inputs)
 
     # Sampling --------------------------------------------------------------------------------------------
 
@@ -100,7 +117,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
         )
 
         def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
-            return self.family.velocity(self.transformer, latents, timesteps, conditioning, guidance)
+            return self.family.velocity(self.call_transformer, latents, timesteps, conditioning, guidance)
 
         def noise(step_index: int, rows: Tensor) -> Tensor:
             return torch.cat([_step_noise(jobs[row], step_index) for row in rows.tolist()]).to(self.device)
@@ -128,7 +145,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
         guidance = Guidance(guidance_scale=probe.guidance_scale, true_cfg_scale=probe.true_cfg_scale)
         latents = prompt[LATENTS].to(self.device)[None]
         velocity = self.family.velocity(
-            self.transformer,
+            self.call_transformer,
             latents,
             latents.new_tensor([prompt[TIMESTEP]]),
             self._rows([prompt[CONDITIONING]]),
@@ -176,8 +193,46 @@ class FlowcorrSD3Pipeline(RolloutPipeline):
     """Stable Diffusion 3 and 3.5."""
 
     family_class = SD3
-    transformer_class = SD3Transformer2DModel
     vae_class = DistributedAutoencoderKL
+
+    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
+        return SD3Transformer2DModel(od_config=od_config)
+
+
+class FlowcorrQwenImagePipeline(RolloutPipeline):
+    """Qwen-Image."""
+
+    family_class = QwenImage
+    vae_class = DistributedAutoencoderKLQwenImage
+
+    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
+        options = get_transformer_config_kwargs(od_config.tf_model_config, QwenImageTransformer2DModel)
+        return QwenImageTransformer2DModel(
+            od_config=od_config, quant_config=od_config.quantization_config, **options
+        )
+
+    def call_transformer(self, **inputs: Any) -> Any:
+        samples, length = inputs["encoder_hidden_states"].shape[:2]
+        return self.transformer(**inputs, txt_seq_lens=[length] * samples)
+
+
+class FlowcorrFluxPipeline(RolloutPipeline):
+    """FLUX.1."""
+
+    family_class = Flux
+    vae_class = DistributedAutoencoderKL
+
+    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
+        options = get_transformer_config_kwargs(od_config.tf_model_config, FluxTransformer2DModel)
+        transformer = FluxTransformer2DModel(
+            od_config=od_config, quant_config=od_config.quantization_config, **options
+        )
+        transformer.config = od_config.tf_model_config  # where the family looks for `guidance_embeds`
+        # Where vllm-omni looks for what its fused layers are made of; only this transformer does not say.
+        transformer.stacked_params_mapping = [
+            (fused, part, "") for fused, parts in transformer.packed_modules_mapping.items() for part in parts
+        ]
+        return transformer
 
 
 def _initial_noise(job: Job) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 PIPELINES = {
     "sd3": "FlowcorrSD3Pipeline",
+    "qwen_image": "FlowcorrQwenImagePipeline",
+    "flux": "FlowcorrFluxPipeline",
 }
 """Model family -> its class in `pipelines`, which is also the name that vllm-omni knows it by."""
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.config.schema import RolloutConfig
 from flowcorr.errors import BackendError
 from flowcorr.models import Conditioning, Guidance, ModelFamily, Schedule
 
-PROMPT = "a photo of a cat"
+PROMPT = "cat"
 LARGEST_GAP = 0.25  # of the velocity, between two stacks that hold the same model
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}  # by the engine's dtype, see `MoveCheck`
 COARSE = 0.2  # the same for quantized weights
@@ -67,11 +67,11 @@ def actor_velocity(family: ModelFamily, tensors: Mapping[str, Tensor], point: Pr
     transformer = family.transformer
     device = next(transformer.parameters()).device
 
-    def with_tensors(*args: object, **kwargs: object) -> object:
+    def with_tensors(*args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(transformer, dict(tensors), args, kwargs)
 
     velocity = family.velocity(
-        cast(nn.Module, with_tensors),  # a family only calls it
+        with_tensors,
         point.latents.to(device)[None],
         torch.tensor([point.timestep], device=device),
         {name: row.to(device)[None] for name, row in point.conditioning.items()},

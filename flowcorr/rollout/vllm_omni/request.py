@@ -90,4 +90,6 @@ def from_extra(extra: Mapping[str, Any] | None) -> Job | Probe:
     sampling["sde_window_range"] = tuple(sampling["sde_window_range"])
     schedule = {name: tuple(entries) for name, entries in plan.pop("schedule").items()}
     plan["latent_shape"] = tuple(plan["latent_shape"])
-    return Job(plan=Plan(sampling=SamplingConfig(**sampling), schedule=Schedule(**schedule), **plan), **values)
+    return Job(
+        plan=Plan(sampling=SamplingConfig(**sampling), schedule=Schedule(**schedule), **plan), **values
+    )

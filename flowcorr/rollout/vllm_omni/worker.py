@@ -24,7 +24,11 @@ class RolloutWorker(CustomPipelineWorkerExtension):
     lora_manager: Any
 
     def flowcorr_adapter(
-        self, adapter_id: int, path: str | None, tensors: Mapping[str, Tensor] | None, config: Mapping[str, Any]
+        self,
+        adapter_id: int,
+        path: str | None,
+        tensors: Mapping[str, Tensor] | None,
+        config: Mapping[str, Any],
     ) -> dict[str, int]:
         """Load an adapter from `path`, or from `tensors` where that is None, and bind it to its layers.
 

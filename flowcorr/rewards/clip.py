@@ -1,0 +1,145 @@
+"""Unit embeddings of images and texts by a CLIP checkpoint, for the rewards that are built on one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from flowcorr.errors import ConfigError
+from flowcorr.rewards.options import check_choice, check_whole
+
+ClipDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Clip:
+    """A CLIP model with its processor.
+
+    Attributes:
+        model: a `transformers.CLIPModel` without gradients.
+        processor: its `CLIPProcessor`.
+        device: where the model lies.
+        dtype: of its weights and arithmetic; embeddings are normalised in float32.
+    """
+
+    model: Any
+    processor: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Length of an embedding."""
+        return self.model.config.projection_dim
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor of cosines that the checkpoint was trained with."""
+        return self.model.logit_scale.float().exp().item()
+
+    @torch.no_grad()
+    def embed_images(self, images: np.ndarray, batch_size: int) -> Tensor:
+        """Unit embeddings `[B, width]` float32, on the CPU, of images `[B, H, W, 3]` uint8."""
+        parts = []
+        for batch in _batches(images, batch_size):
+            inputs = self.processor.image_processor(
+                images=list(batch), input_data_format="channels_last", return_tensors="pt"
+            )
+            pixels = inputs["pixel_values"].to(self.device, self.dtype)
+            parts.append(_unit(self.model.get_image_features(pixel_values=pixels).pooler_output))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def embed_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
+        """Unit embeddings `[B, width]` float32, on the CPU; each text is computed once, and cut to fit the model."""
+        unique = list(dict.fromkeys(texts))
+        parts = []
+        for batch in _batches(unique, batch_size):
+            tokens = self.processor.tokenizer(
+                list(batch),
+                padding="max_length",  # so that no embedding depends on the other texts
+                truncation=True,
+                max_length=self.model.config.text_config.max_position_embeddings,
+                return_tensors="pt",
+            ).to(self.device)
+            features = self.model.get_text_features(
+                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+            )
+            parts.append(_unit(features.pooler_output))
+        return torch.cat(parts)[[unique.index(text) for text in texts]]
+
+
+# One model a process: it is large, and rewards must stay cheap to copy and to pickle.
+@functools.cache
+def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDtype) -> Clip:
+    """Load a CLIP checkpoint for a reward.
+
+    Args:
+        reward: the name of the reward, for messages.
+        path: a folder or hub name of a `CLIPModel`.
+        processor: a folder or hub name of its processor.
+        device: a torch device; `auto` takes CUDA if there is any.
+        dtype: of the weights and the arithmetic.
+
+    Raises:
+        ConfigError: nothing can be loaded from there, it is no CLIP model, or there is no such device.
+    """
+    from transformers import AutoModel, AutoProcessor, CLIPModel
+
+    where = _device(reward, device)
+    try:
+        # Pillow resizes alike on every machine, whether torchvision is there or not.
+        loaded = AutoProcessor.from_pretrained(processor, backend="pil")
+        model = AutoModel.from_pretrained(path, dtype=DTYPES[dtype])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"reward {reward}: path={path!r} with processor={processor!r} cannot be loaded: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(model, CLIPModel):
+        raise ConfigError(
+            f"reward {reward}: path={path!r} holds a {type(model).__name__}; it must be a CLIPModel"
+        )
+    return Clip(
+        model=model.eval().requires_grad_(False).to(where),
+        processor=loaded,
+        device=where,
+        dtype=DTYPES[dtype],
+    )
+
+
+def check_clip_options(reward: str, dtype: str, batch_size: int) -> None:
+    """Check the options that all rewards on CLIP share."""
+    check_choice(reward, "dtype", dtype, list(DTYPES))
+    check_whole(reward, "batch_size", batch_size, 1)
+
+
+def _device(reward: str, name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"reward {reward}: device={name!r} cannot be used here ({reason}); use auto, cpu or cuda"
+        ) from error
+    return device
+
+
+def _batches(items: Any, batch_size: int) -> Iterator[Any]:
+    for begin in range(0, len(items), batch_size):
+        yield items[begin : begin + batch_size]
+
+
+def _unit(features: Tensor) -> Tensor:
+    return normalize(features.float(), dim=-1).cpu()

@@ -1,0 +1,57 @@
+"""PickScore: which image people pick for a prompt. Source: Kirstain et al. 2023, arXiv:2305.01569, section 4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowcorr.records import Prompt
+from flowcorr.rewards.base import RewardOutput
+from flowcorr.rewards.clip import Clip, ClipDtype, check_clip_options, load_clip
+from flowcorr.rewards.options import check_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickScore:
+    """`logit_scale * cos(text, image) / divisor`, by a CLIP-H that was trained on people's choices.
+
+    Published scores, about 17 to 24, are undivided; they are logged as `logit`. The default divisor is that of
+    Flow-GRPO's recipes, which brings them near 1, and weights beside other rewards count on it.
+
+    Attributes:
+        path: a folder or hub name of the checkpoint.
+        processor: a folder or hub name of its processor, which the published checkpoint has elsewhere.
+        divisor: of the score; 1 leaves it as published.
+        device: a torch device; `auto` takes CUDA if there is any.
+        dtype: of the model; a group's scores differ by some percent, and bfloat16 rounds to 0.4 percent.
+        batch_size: images a forward pass.
+
+    Raises:
+        ConfigError: at construction, for options that cannot work and a checkpoint that cannot be loaded.
+    """
+
+    path: str = "yuvalkirstain/PickScore_v1"
+    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    divisor: float = 26.0
+    device: str = "auto"
+    dtype: ClipDtype = "float32"
+    batch_size: int = 16
+
+    name = "pickscore"
+
+    def __post_init__(self) -> None:
+        check_clip_options(self.name, self.dtype, self.batch_size)
+        check_positive(self.name, "divisor", self.divisor)
+        self._clip()
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+        """Score images `[B, H, W, 3]` uint8 against the texts of their prompts."""
+        clip = self._clip()
+        image = clip.embed_images(images, self.batch_size)
+        text = clip.embed_texts([prompt.text for prompt in prompts], self.batch_size)
+        logits = clip.logit_scale * (image * text).sum(-1).double().numpy()
+        return RewardOutput(scores=logits / self.divisor, extra={"logit": logits})
+
+    def _clip(self) -> Clip:
+        return load_clip(self.name, self.path, self.processor, self.device, self.dtype)

@@ -1,0 +1,108 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModel, AutoProcessor
+
+from flowcorr.errors import ConfigError
+from flowcorr.records import Prompt
+from flowcorr.rewards import PickScore
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (5, 24, 40, 3), dtype=np.uint8)
+PROMPTS = [
+    Prompt(text=text) for text in ("a cat", "dog", "a cat", "a very long prompt that must be cut", "x")
+]
+
+
+@pytest.fixture(scope="module")
+def options(clip_folder):
+    return {"path": clip_folder, "processor": clip_folder, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def logits(clip_folder):
+    """Temperature times cosine, from the model's own forward pass over images and texts, one pair at a time."""
+    model, processor = AutoModel.from_pretrained(clip_folder), AutoProcessor.from_pretrained(clip_folder)
+    values = []
+    for image, prompt in zip(IMAGES, PROMPTS, strict=True):
+        inputs = processor(
+            text=[prompt.text],
+            images=[Image.fromarray(image)],
+            truncation=True,
+            max_length=16,
+            return_tensors="pt",
+        )
+        with torch.no_grad():
+            values.append(model(**inputs).logits_per_image.item())
+    return np.array(values)
+
+
+def test_logits_are_those_of_the_model(options, logits):
+    output = PickScore(**options)(IMAGES, PROMPTS)
+    np.testing.assert_allclose(output.extra["logit"], logits, rtol=1e-4, atol=1e-4)
+    assert np.ptp(logits) > 0.1
+    assert np.abs(logits).max() <= 14.2858  # the temperature that CLIP starts with is exp(2.6592)
+
+
+def test_divisor_is_that_of_flow_grpo_unless_given(options, logits):
+    np.testing.assert_allclose(
+        PickScore(**options)(IMAGES, PROMPTS).scores, logits / 26, rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        PickScore(**options, divisor=1)(IMAGES, PROMPTS).scores, logits, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_scores_do_not_depend_on_the_batch(options, batch_size):
+    scores = PickScore(**options, batch_size=batch_size)(IMAGES, PROMPTS).scores
+    np.testing.assert_allclose(scores, PickScore(**options)(IMAGES, PROMPTS).scores, rtol=1e-5, atol=1e-6)
+
+
+def test_scores_depend_on_the_prompt_and_the_image(options):
+    same_image = PickScore(**options)(IMAGES[[0, 0]], PROMPTS[:2]).scores
+    same_prompt = PickScore(**options)(IMAGES[:2], [PROMPTS[0]] * 2).scores
+    assert same_image[0] != same_image[1]
+    assert same_prompt[0] != same_prompt[1]
+
+
+def test_bfloat16_stays_close(options, logits):
+    output = PickScore(**options, dtype="bfloat16")(IMAGES, PROMPTS)
+    np.testing.assert_allclose(output.extra["logit"], logits, atol=0.6)
+    assert not np.array_equal(output.extra["logit"], logits)
+
+
+def test_reward_can_be_pickled_and_holds_no_model(options):
+    reward = PickScore(**options)
+    stored = pickle.dumps(reward)
+    assert len(stored) < 1000
+    np.testing.assert_array_equal(
+        pickle.loads(stored)(IMAGES, PROMPTS).scores, reward(IMAGES, PROMPTS).scores
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dtype": "float8"}, "reward pickscore: dtype='float8' is unknown; choose from float32"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"divisor": 0}, "divisor=0"),
+        ({"device": "tpu"}, "device='tpu' cannot be used here"),
+        ({"path": "/no/such/folder"}, "path='/no/such/folder' with processor=.* cannot be loaded"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(options, changed, message):
+    with pytest.raises(ConfigError, match=message):
+        PickScore(**{**options, **changed})
+
+
+def test_other_models_are_refused(options, tmp_path):
+    from transformers import BertConfig, BertModel
+
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=8, **shape)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="holds a BertModel; it must be a CLIPModel"):
+        PickScore(**{**options, "path": str(tmp_path)})

@@ -1,0 +1,327 @@
+import base64
+import io
+import logging
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowcorr.errors import BackendError, ConfigError
+from flowcorr.rewards.service import Endpoint, map_in_threads, png_base64
+
+TOKEN = "s3cret-t0ken/+="
+OPTIONS = {
+    "reward": "http",
+    "token_env": None,
+    "timeout": 5.0,
+    "retries": 2,
+    "backoff": 0.001,
+    "verify": True,
+    "max_response_bytes": 1000,
+}
+
+
+def endpoint(server_or_url, **options):
+    url = getattr(server_or_url, "url", server_or_url)
+    return Endpoint(**{**OPTIONS, "url": url, **options})
+
+
+def post(point):
+    return point.post(b"{}", "application/json")
+
+
+@pytest.fixture
+def token(monkeypatch):
+    monkeypatch.setenv("SCORER_TOKEN", TOKEN)
+    return "SCORER_TOKEN"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate for 127.0.0.1 that no authority has signed, with its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-days", "2", "-subj", "/CN=scorer", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", "key.pem", "-out", "cert.pem"),
+        ],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    return folder / "cert.pem", folder / "key.pem"
+
+
+@pytest.fixture
+def secure(serve, certificate):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    return serve(lambda request: [1], ssl_context=context)
+
+
+def test_body_and_headers_arrive(serve, token):
+    server = serve(lambda request: {"length": len(request.body)})
+    point = endpoint(f"{server.url}/score?model=a", token_env=token)
+    assert point.post(b"12345", "text/plain") == {"length": 5}
+    (request,) = server.requests
+    assert request.path == "/score?model=a"
+    assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+    assert request.headers["Content-Type"] == "text/plain"
+
+
+def test_no_token_is_sent_unless_asked(serve, token):
+    server = serve(lambda request: [])
+    post(endpoint(server))
+    assert "Authorization" not in server.requests[0].headers
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_transient_statuses_are_tried_again(serve, status, caplog):
+    replies = [(status, {"no": 1}, {}), (status, {"no": 2}, {}), (200, {"yes": 3}, {})]
+    server = serve(lambda request: replies[len(server.requests) - 1])
+    assert post(endpoint(server)) == {"yes": 3}
+    assert len(server.requests) == 3
+    assert f"answered status {status}" in caplog.text
+    assert "trying again" in caplog.text
+
+
+def test_waits_double_and_retry_after_counts(serve, monkeypatch):
+    waits = []
+    monkeypatch.setattr("flowcorr.rewards.service.time.sleep", waits.append)
+    server = serve(lambda request: (503, b"", {}))
+    with pytest.raises(BackendError):
+        post(endpoint(server, backoff=2, retries=5))
+    assert waits == [2, 4, 8, 16, 30]
+    waits.clear()
+    server = serve(lambda request: (429, b"", {"Retry-After": "7"}))
+    with pytest.raises(BackendError):
+        post(endpoint(server, retries=2))
+    assert waits == [7, 7]
+
+
+def test_error_after_all_attempts_names_reward_address_status_and_text(serve):
+    server = serve(lambda request: (500, b"out of\n  memory\x00", {}))
+    with pytest.raises(BackendError) as caught:
+        post(endpoint(f"{server.url}/score?key=hidden"))
+    assert str(caught.value) == (
+        f"reward http: {server.url}/score answered status 500: out of memory (attempt 3)"
+    )
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+def test_refusals_are_not_tried_again(serve, status):
+    server = serve(lambda request: (status, b"no", {}))
+    with pytest.raises(BackendError, match=f"status {status}.*: no .*attempt 1"):
+        post(endpoint(server))
+    assert len(server.requests) == 1
+
+
+def test_refused_token_is_named_by_its_variable(serve, token):
+    server = serve(lambda request: (401, b"", {}))
+    with pytest.raises(BackendError, match="with the token of SCORER_TOKEN"):
+        post(endpoint(server, token_env=token))
+    with pytest.raises(BackendError, match="without a token"):
+        post(endpoint(server))
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_redirects_are_refused_and_carry_no_token(serve, token, status):
+    other = serve(lambda request: [1])
+    server = serve(lambda request: (status, b"", {"Location": other.url}))
+    with pytest.raises(BackendError, match="a redirect, which is not followed"):
+        post(endpoint(server, token_env=token))
+    assert other.requests == []
+
+
+def test_slow_server_ends_in_a_timeout(serve):
+    server = serve(lambda request: server.stopping.wait(10) or [])
+    with pytest.raises(BackendError, match=r"did not answer within timeout=0.1 s \(attempt 2\)"):
+        post(endpoint(server, timeout=0.1, retries=1))
+
+
+def test_trickling_answer_ends_in_a_timeout():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stopping = threading.Event()
+
+        def trickle():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                while not stopping.wait(0.02):
+                    try:
+                        connection.sendall(b" ")
+                    except OSError:
+                        return
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            with pytest.raises(BackendError, match="did not answer within timeout=0.2 s"):
+                post(endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2, retries=0))
+        finally:
+            stopping.set()
+            thread.join()
+
+
+def test_nobody_listens(serve):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(BackendError, match=r"cannot be reached: ConnectionRefusedError.*attempt 3"):
+        post(endpoint(f"http://127.0.0.1:{port}"))
+
+
+def test_answer_that_is_broken_off_is_asked_for_again(serve):
+    server = serve(lambda request: (200, b"[1", {"Content-Length": "5"} if len(server.requests) < 2 else {}))
+    with pytest.raises(BackendError, match="answered no JSON"):
+        post(endpoint(server))
+    assert len(server.requests) == 2
+
+
+def test_garbage_instead_of_http():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def talk():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"\x00\xffgarbage\r\n\r\n")
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        with pytest.raises(BackendError, match="cannot be reached: BadStatusLine"):
+            post(endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", retries=0))
+        thread.join()
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"\xff\xfe\x00", b"[" * 900], ids=repr)
+def test_answer_that_is_no_json(serve, body):
+    server = serve(lambda request: body)
+    with pytest.raises(BackendError, match="answered no JSON"):
+        post(endpoint(server, max_response_bytes=10_000))
+    assert len(server.requests) == 1
+
+
+def test_deeply_nested_answer(serve):
+    server = serve(lambda request: b"[" * 200_000)
+    with pytest.raises(BackendError, match="answered no JSON"):
+        post(endpoint(server, max_response_bytes=1_000_000))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_answer_that_is_too_long(serve, chunked):
+    body = b"3f0\r\n" + b"1" * 0x3F0 + b"\r\n0\r\n\r\n" if chunked else b"1" * 1008
+    headers = {"Transfer-Encoding": "chunked"} if chunked else {}
+    server = serve(lambda request: (200, body, headers))
+    with pytest.raises(BackendError, match="answered more than max_response_bytes=1000"):
+        post(endpoint(server))
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda request: (500, request.headers["Authorization"].encode(), {}),
+        lambda request: (403, request.headers["Authorization"].encode() * 99, {}),
+        lambda request: request.headers["Authorization"].encode(),
+    ],
+    ids=["500", "403", "no json"],
+)
+def test_echoed_token_is_neither_raised_nor_logged(serve, token, reply, caplog):
+    server = serve(reply)
+    point = endpoint(server, token_env=token)
+    with caplog.at_level(logging.DEBUG, logger="flowcorr"), pytest.raises(BackendError) as caught:
+        post(point)
+    assert "***" in str(caught.value)
+    assert TOKEN not in f"{caught.value} {caplog.text} {point!r}"
+    assert caught.value.__cause__ is None
+
+
+def test_certificate_is_checked(secure, certificate):
+    with pytest.raises(BackendError, match="certificate that cannot be verified.*set verify to"):
+        post(endpoint(secure))
+    assert secure.requests == []
+    assert post(endpoint(secure, verify=str(certificate[0]))) == [1]
+    assert post(endpoint(secure, verify=False)) == [1]
+
+
+def test_unencrypted_token_is_warned_of(token, caplog):
+    endpoint("http://127.0.0.1:1", token_env=token)
+    endpoint("https://scorer.example", token_env=token)
+    assert caplog.text == ""
+    endpoint("http://scorer.example", token_env=token)
+    assert "unencrypted to scorer.example" in caplog.text
+    assert TOKEN not in caplog.text
+
+
+@pytest.mark.parametrize("value", ["", "  ", "two words", "line\r\nbreak", "ключ"])
+def test_unusable_token_is_refused_at_construction_without_showing_it(monkeypatch, value):
+    monkeypatch.setenv("SCORER_TOKEN", value)
+    with pytest.raises(ConfigError, match="SCORER_TOKEN") as caught:
+        endpoint("http://localhost", token_env="SCORER_TOKEN")
+    assert not value.strip() or value not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "localhost:8000"}, "must be an http:// or https:// address"),
+        ({"url": "file:///etc/passwd"}, "must be an http:// or https:// address"),
+        ({"url": "http://"}, "must be an http:// or https:// address"),
+        ({"url": "http://host:port"}, "must be an http:// or https:// address"),
+        ({"url": "https://me:pass@host/"}, "address of host holds a user's name or password"),
+        ({"token_env": "NOT_SET_ANYWHERE"}, "'NOT_SET_ANYWHERE' is not set"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"retries": -1}, "retries=-1"),
+        ({"retries": True}, "retries=True"),
+        ({"backoff": "1"}, "backoff='1'"),
+        ({"max_response_bytes": 0}, "max_response_bytes=0"),
+        ({"verify": "/no/such/file.pem"}, "verify='/no/such/file.pem'"),
+        ({"verify": ""}, "verify=''"),
+        ({"verify": 1}, "verify=1"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        endpoint("http://localhost", **options)
+    assert "pass@" not in str(caught.value)
+
+
+def test_threads_keep_the_order_and_overlap():
+    barrier = threading.Barrier(3, timeout=5)
+
+    def square(number):
+        barrier.wait()
+        return number**2
+
+    assert map_in_threads(square, range(6), 3) == [0, 1, 4, 9, 16, 25]
+    assert map_in_threads(square, [], 3) == []
+
+
+def test_threads_stop_at_the_first_error():
+    begun = []
+
+    def fail(number):
+        begun.append(number)
+        raise ValueError(f"no {number}")
+
+    with pytest.raises(ValueError, match="no 0"):
+        map_in_threads(fail, range(1000), 1)
+    assert begun == [0]
+
+
+def test_png_keeps_every_pixel():
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    decoded = Image.open(io.BytesIO(base64.b64decode(png_base64(image))))
+    np.testing.assert_array_equal(np.asarray(decoded), image)

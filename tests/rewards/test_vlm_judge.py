@@ -1,0 +1,210 @@
+import base64
+import io
+import pickle
+import re
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowcorr.errors import BackendError, BatchError, ConfigError, MissingExtraError
+from flowcorr.records import Prompt
+from flowcorr.rewards import VlmJudge, score_batch
+from flowcorr.rewards.vlm_judge import last_value
+
+IMAGES = (10 * np.arange(4, dtype=np.uint8))[:, None, None, None] * np.ones((4, 8, 8, 3), dtype=np.uint8)
+PROMPTS = [
+    Prompt(text=f'a sign that says "{word}"', target=word) for word in ("open", "shut", "Enter", "exit")
+]
+
+
+def completion(content):
+    return {"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": "stop"}]}
+
+
+def place_of(request):
+    """Which of the images a request shows; their pixels are 10 times their place."""
+    url = request.json()["messages"][0]["content"][0]["image_url"]["url"]
+    header, _, data = url.partition(",")
+    assert header == "data:image/png;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))[0, 0, 0] // 10
+
+
+def answers(*contents):
+    return lambda request: completion(contents[place_of(request)])
+
+
+def question(request):
+    return request.json()["messages"][0]["content"][1]["text"]
+
+
+def judge(server, **options):
+    return VlmJudge(
+        **{"base_url": f"{server.url}/v1", "model": "vlm", "backoff": 0.001, "timeout": 5.0, **options}
+    )
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_scores_are_mapped_onto_the_unit_interval(serve, concurrency):
+    server = serve(
+        answers('{"score": 0}', '{"score": 2.5}', '```json\n{"score": 5}\n```', 'Fine. {"score": 10}')
+    )
+    output = judge(server, concurrency=concurrency)(IMAGES, PROMPTS)
+    assert output.scores.tolist() == [0.0, 0.25, 0.5, 1.0]
+    assert not output.errors
+
+
+def test_score_range_is_an_option(serve):
+    server = serve(answers(*['{"score": 4}'] * 4))
+    assert judge(server, score_range=[1, 5])(IMAGES, PROMPTS).scores.tolist() == [0.75] * 4
+    assert "from 1 to 5" in question(server.requests[0])
+
+
+def test_request_is_a_chat_completion_at_temperature_0(serve, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    server = serve(answers(*['{"score": 4}'] * 4))
+    judge(server, api_key_env="JUDGE_KEY", max_tokens=99)(IMAGES[:1], PROMPTS[:1])
+    (request,) = server.requests
+    assert request.path == "/v1/chat/completions"
+    assert request.headers["Authorization"] == "Bearer s3cret"
+    body = request.json()
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("vlm", 0, 99)
+    assert 'a sign that says "open"' in question(request)
+    assert re.search(r"\{(prompt|low|high)\}", question(request)) is None
+
+
+def test_transcription_is_compared_as_ocr_compares(serve):
+    texts = ('{"text": "open"}', '{"text": "shot"}', '{"text": "EN TER!"}', '{"text": ""}')
+    output = judge(serve(answers(*texts)), mode="transcribe")(IMAGES, PROMPTS)
+    np.testing.assert_allclose(output.scores, [1, 3 / 4, 5 / 6, 0])
+    assert output.extra["exact_match"].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_transcriber_is_not_told_what_to_read(serve):
+    server = serve(answers(*['{"text": "x"}'] * 4))
+    judge(server, mode="transcribe")(IMAGES, PROMPTS)
+    assert all("says" not in question(request) for request in server.requests)
+
+
+def test_own_template_takes_prompt_and_target_once(serve):
+    server = serve(answers(*['{"score": 1}'] * 4))
+    template = 'Shows {prompt} the word {target}? {"score": 0 or 10} {other}'
+    prompt = Prompt(text="{target}", target="{prompt}")
+    judge(server, template=template)(IMAGES[:1], [prompt])
+    assert question(server.requests[0]) == 'Shows {target} the word {prompt}? {"score": 0 or 10} {other}'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("I cannot say.", r"vlm answered 'I cannot say.', which holds no JSON object with the key \"score\""),
+        ("", 'holds no JSON object with the key "score"'),
+        (None, 'holds no JSON object with the key "score"'),
+        ('{"rating": 3}', 'holds no JSON object with the key "score"'),
+        ('{"score": 3', 'holds no JSON object with the key "score"'),
+        ('{"score": "high"}', 'whose "score" is str'),
+        ('{"score": true}', 'whose "score" is bool'),
+        ('{"score": null}', 'whose "score" is NoneType'),
+        ('{"score": 11}', r"not within score_range=\[0, 10\]"),
+        ('{"score": NaN}', r"not within score_range=\[0, 10\]"),
+    ],
+    ids=str,
+)
+def test_unreadable_answer_fails_its_sample_alone_with_the_reason(serve, content, message, caplog):
+    server = serve(answers('{"score": 1}', content, '{"score": 3}', '{"score": 4}'))
+    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'a sign that says \"shut\"'\): .*" + message):
+        score_batch(judge(server), IMAGES, PROMPTS)
+    server.requests.clear()
+    output, failed = score_batch(judge(server), IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, True, False, False]
+    np.testing.assert_allclose(output.scores, [0.1, np.nan, 0.3, 0.4])
+    assert re.search(message, caplog.text)
+    assert len(server.requests) == 4
+
+
+def test_unreadable_transcription_fails_its_sample(serve):
+    server = serve(answers('{"text": "open"}', '{"text": 3}', '{"text": "enter"}', '{"text": "exit"}'))
+    output = judge(server, mode="transcribe")(IMAGES, PROMPTS)
+    np.testing.assert_array_equal(output.scores, [1, np.nan, 1, 1])
+    np.testing.assert_array_equal(output.extra["exact_match"], [1, np.nan, 1, 1])
+    assert list(output.errors) == [1]
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, [], {"choices": []}, {"choices": [{"text": "hi"}]}, {"error": "no such model"}], ids=str
+)
+def test_answer_that_is_no_completion(serve, answer):
+    with pytest.raises(BackendError, match="answered no chat completion"):
+        judge(serve(lambda request: answer))(IMAGES, PROMPTS)
+
+
+def test_limited_rate_is_waited_for(serve):
+    def limited(request):
+        if len(server.requests) % 2:
+            return 429, b"slow down", {"Retry-After": "0"}
+        return completion('{"score": 10}')
+
+    server = serve(limited)
+    assert judge(server, concurrency=1)(IMAGES, PROMPTS).scores.tolist() == [1.0] * 4
+    assert len(server.requests) == 8
+
+
+def test_endpoint_that_times_out_ends_in_one_error(serve):
+    server = serve(lambda request: server.stopping.wait(10) or {})
+    with pytest.raises(BackendError, match="vlm_judge.*did not answer within timeout=0.1 s"):
+        score_batch(
+            judge(server, timeout=0.1, retries=0, concurrency=2), IMAGES, PROMPTS, on_error="drop_group"
+        )
+    assert len(server.requests) <= 2
+
+
+def test_missing_target_names_the_prompt(serve):
+    server = serve(answers(*['{"text": "x"}'] * 4))
+    for options in ({"mode": "transcribe"}, {"template": "Does it say {target}?"}):
+        with pytest.raises(BatchError, match=r"reward vlm_judge: sample 0 \(prompt 'a cat'\) has no target"):
+            judge(server, **options)(IMAGES[:1], [Prompt(text="a cat")])
+    assert server.requests == []
+
+
+def test_key_is_neither_stored_nor_shown(serve, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    server = serve(lambda request: (401, request.headers["Authorization"].encode(), {}))
+    reward = pickle.loads(pickle.dumps(judge(server, api_key_env="JUDGE_KEY")))
+    assert b"s3cret" not in pickle.dumps(reward)
+    with pytest.raises(BackendError, match="token of JUDGE_KEY") as caught:
+        reward(IMAGES, PROMPTS)
+    assert "s3cret" not in f"{caught.value} {reward!r}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "scores"}, "mode='scores' is unknown; choose from transcribe, score .did you mean score"),
+        ({"score_range": [5, 5]}, "score_range=.5, 5."),
+        ({"score_range": 10}, "score_range=10"),
+        ({"score_range": [0, "a"]}, "score_range"),
+        ({"template": " "}, "template=' '"),
+        ({"mode": "transcribe", "template": "Is it {target}?"}, "tells the model what it ought to read"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"concurrency": 0}, "concurrency=0"),
+        ({"base_url": "localhost"}, "must be an http"),
+        ({"api_key_env": "NOT_SET_ANYWHERE"}, "'NOT_SET_ANYWHERE' is not set"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=f"reward vlm_judge: .*{message}"):
+        VlmJudge(**{"base_url": "http://localhost/v1", "model": "vlm", **options})
+
+
+def test_missing_package_is_said_at_construction(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidfuzz", None)
+    VlmJudge(base_url="http://localhost/v1", model="vlm")
+    with pytest.raises(MissingExtraError, match=r"pip install 'flowcorr\[ocr\]'"):
+        VlmJudge(base_url="http://localhost/v1", model="vlm", mode="transcribe")
+
+
+def test_last_object_with_the_key_counts():
+    text = '<think>{"score": 1} or {{"a": {"score": 9}}</think> {"score": 2, "why": "}{"} {"note": 1} {'
+    assert last_value(text, "score", (int, float)) == 2
