@@ -58,6 +58,8 @@ def log_ratios(
     """Compare two `[B, T]` log-probs where `mask` is on (everywhere, if None) and all values are finite."""
     rollout = rollout_log_prob.detach().to(torch.float64, copy=True)
     delta = target_log_prob.detach().to(torch.float64, copy=True).sub_(rollout)
+    if mask is None and step_kl is None and _all_finite_on_cpu(delta):
+        return _all_valid(delta, rollout)
     # x - x is 0 for a finite x and NaN for any other: validity as a float costs a third of a bool's.
     taint = delta - delta
     if step_kl is not None:
@@ -85,6 +87,28 @@ def log_ratios(
         num_valid=num_valid,
         has_valid=num_valid.clamp(max=1.0),
         share=num_valid.clamp(min=1.0).reciprocal_(),
+    )
+
+
+def _all_finite_on_cpu(delta: Tensor) -> bool:
+    """Whether everything is finite, where looking costs no copy to the host: a sum is, only if its terms are."""
+    return delta.device.type == "cpu" and math.isfinite(delta.sum())
+
+
+def _all_valid(delta: Tensor, rollout: Tensor) -> LogRatios:
+    """The usual case without the passes that look for what is not finite."""
+    samples, steps = delta.shape
+    counts = torch.full((samples,), float(steps), dtype=torch.float64)
+    return LogRatios(
+        delta=delta,
+        valid=torch.ones_like(delta),
+        step_kl=None,
+        delta_sum=sum_steps(delta),
+        rollout_sum=sum_steps(rollout),
+        num_masked_on=counts,
+        num_valid=counts,
+        has_valid=torch.ones_like(counts),
+        share=torch.full_like(counts, 1.0 / steps),
     )
 
 

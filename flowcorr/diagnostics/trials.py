@@ -81,7 +81,7 @@ class Trials:
         again: the same once more.
         alone: the last prompt of `base` in a batch of its own.
         bare: without the adapter (B = 0); `base` where its B is 0 anyway, and where all weights are trained.
-        moved: under moved weights, sent right after other ones.
+        moved: under weights that were moved from those of `bare`, sent right after other such ones.
         moved_under: `moved.rollout` scored under the older weights `bare`, `current` and `previous`.
         conditioning: the actor's own, a row a sample.
         schedule: the actor's own.
@@ -139,8 +139,8 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         again, alone = draw(range(count)), draw([count - 1])
         without = _without_adapter(current)
         bare = base if without is current else trial(without)
-        scale = _move_scale(actor, base, current)
-        previous, newest = (_moved(current, seed, scale, version=current.version + seed) for seed in (1, 2))
+        scale = _move_scale(actor, bare, without)
+        previous, newest = (_moved(without, seed, scale, version=current.version + seed) for seed in (1, 2))
         tell(previous)
         moved = trial(newest)
         moved_under = {}
@@ -216,10 +216,10 @@ def _without_adapter(weights: Weights) -> Weights:
     return Weights(version=weights.version + 3, tensors={**weights.tensors, **zeros})
 
 
-def _move_scale(actor: DiffusionActor, base: Trial, current: Weights) -> float:
+def _move_scale(actor: DiffusionActor, bare: Trial, without: Weights) -> float:
     """The scale at which random moves change the velocity by `MOVE`, as if it were linear in them."""
-    actor.load_weights(_moved(current, 2, _FIRST_TRY, version=0).tensors)
-    change = velocity_gap(score_means(actor, base.rollout), base.means, base.still)
+    actor.load_weights(_moved(without, 2, _FIRST_TRY, version=0).tensors)
+    change = velocity_gap(score_means(actor, bare.rollout), bare.means, bare.still)
     return _FIRST_TRY * MOVE / change if math.isfinite(change) and change > 0 else _FIRST_TRY
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from flowcorr.advantages import AdvantageStd, group_advantages
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.imports import import_target
 from flowcorr.records import Prompt
 from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output
@@ -203,7 +203,7 @@ def _build_term(term: Term) -> Callable[..., Any]:
 
 
 def _users_own(term: Term) -> Callable[..., Any]:
-    target = _import_target(term.name)
+    target = import_target("reward.terms.name", term.name, "a function or class")
     if inspect.isclass(target):
         _check_options(term, target)
         target = target(**term.options)
@@ -216,24 +216,6 @@ def _users_own(term: Term) -> Callable[..., Any]:
         )
     _check_call(term, target, options)
     return functools.partial(target, **options) if options else target
-
-
-def _import_target(path: str) -> Any:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks something that it imports itself
-        raise ConfigError(
-            f"reward {path}: there is no module {error.name!r} on the Python path; "
-            "install it, or add its folder to PYTHONPATH"
-        ) from error
-    if not attribute or not hasattr(module, attribute):
-        raise ConfigError(
-            f"reward {path}: module {module_name} has no {attribute!r}; name a function or class of it"
-        )
-    return getattr(module, attribute)
 
 
 def _check_options(term: Term, factory: Callable[..., Any]) -> None:

@@ -27,7 +27,7 @@ def build_parts(config: Config) -> tuple[Parts, PromptSet]:
         num_heldout=config.data.num_heldout,
         seed=0,
     )
-    reward = build_reward(config.reward.terms)
+    reward = build_reward(config.reward.terms, config.reward.gold)
     family = load_family(
         config.model.path,
         family=config.model.family,

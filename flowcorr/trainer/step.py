@@ -22,7 +22,7 @@ from flowcorr.errors import BackendError, BatchError
 from flowcorr.metrics import Metrics, Stat, maximum, mean, minimum, std, total
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import ActorBatch, Prompt, Rollout
-from flowcorr.rewards import Reward, RewardOutput, score_batch
+from flowcorr.rewards import Reward, RewardOutput, score_batch, training_scores
 from flowcorr.rollout import RolloutEngine
 from flowcorr.trainer.timing import Stopwatch
 
@@ -72,8 +72,9 @@ def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> Step
         scored, failed = score_batch(parts.reward, images, prompts, on_error=config.reward.on_error)
         kept, metrics = drop_failed_groups(rollout, failed), _reward_metrics(scored, failed, rollout)
 
-    rewards = torch.as_tensor(scored.scores, device=actor.device)[kept]
     rollout = replace(rollout, images=None).select(kept)
+    succeeded = scored.map(lambda values: values[kept.cpu().numpy()])
+    rewards = training_scores(succeeded, config.reward.terms, rollout.group_ids)
     advantages = group_advantages(rewards, rollout.group_ids, std=config.algorithm.advantage_std)
     batch = ActorBatch(rollout=rollout, advantages=advantages)
 

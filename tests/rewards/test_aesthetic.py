@@ -47,7 +47,10 @@ def head_file(tmp_path_factory):
 
 
 def test_scores_are_those_of_the_published_head(clip_folder, head_file):
-    model, processor = AutoModel.from_pretrained(clip_folder), AutoProcessor.from_pretrained(clip_folder)
+    model, processor = (
+        AutoModel.from_pretrained(clip_folder),
+        AutoProcessor.from_pretrained(clip_folder, backend="pil"),
+    )
     inputs = processor(images=[Image.fromarray(image) for image in IMAGES], return_tensors="pt")
     with torch.no_grad():
         features = model.get_image_features(**inputs).pooler_output

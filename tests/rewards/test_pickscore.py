@@ -24,7 +24,10 @@ def options(clip_folder):
 @pytest.fixture(scope="module")
 def logits(clip_folder):
     """Temperature times cosine, from the model's own forward pass over images and texts, one pair at a time."""
-    model, processor = AutoModel.from_pretrained(clip_folder), AutoProcessor.from_pretrained(clip_folder)
+    model, processor = (
+        AutoModel.from_pretrained(clip_folder),
+        AutoProcessor.from_pretrained(clip_folder, backend="pil"),
+    )
     values = []
     for image, prompt in zip(IMAGES, PROMPTS, strict=True):
         inputs = processor(

@@ -178,6 +178,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
         if waiting is None:
             return None
         tensors, config = waiting
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # vllm-omni scales them in place
         helper = PEFTHelper.from_dict(config)
         model = LoRAModel.from_lora_tensors(
             lora_model_id=lora_request.lora_int_id,
