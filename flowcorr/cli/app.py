@@ -39,6 +39,21 @@ examples:
   flowcorr eval runs/tiny_ocr_lora
   flowcorr eval runs/tiny_ocr_lora --checkpoint last data.num_heldout=512
 """
+_DOCTOR = """\
+Tell whether the rollout engine and the training stack of a recipe agree, and if not, which part is to blame:
+weights, LoRA, schedule, timesteps, latents, guidance, embeddings, windows, seeds, log-probs, images. A few prompts
+are sampled and scored under weights that are moved by known amounts; nothing is trained or written.
+Then the noise floor: how far log-probs differ at each step before anything was learned.
+With trainer.doctor=true, flowcorr train does this first and stops where a check fails.
+
+examples:
+  flowcorr doctor tiny_ocr_lora
+  flowcorr doctor tiny_ocr_lora rollout.emulate=fp8 --prompts 8
+  flowcorr doctor tiny_ocr_lora --json | jq '.findings[] | select(.status != "PASS")'
+
+exit codes: 0 all passed, 1 something warned (or the engine could not be examined), 2 something failed (or bad
+configuration)
+"""
 _CONFIG = """\
 Print the whole configuration of a recipe as YAML, defaults and overrides resolved, and check it.
 
@@ -113,6 +128,17 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
     evaluate.add_argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best")
     _add_overrides(evaluate)
+
+    doctor = _add(
+        subparsers,
+        "doctor",
+        "tell whether engine and trainer agree, and which part is to blame",
+        _DOCTOR,
+        commands.doctor,
+    )
+    _add_recipe(doctor)
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
+    doctor.add_argument("--prompts", type=int, default=3, metavar="N", help="prompts to sample (default: 3)")
 
     _add_recipe(_add(subparsers, "config", "print a resolved recipe", _CONFIG, commands.config))
     _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)

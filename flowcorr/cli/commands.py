@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,14 +24,17 @@ Command = Callable[[argparse.Namespace], int]
 
 def train(arguments: argparse.Namespace) -> int:
     """Train by a recipe; 128 plus the signal's number if it was interrupted."""
+    from flowcorr.cli.doctor import show_report
     from flowcorr.cli.progress import TerminalObserver
     from flowcorr.config import load
+    from flowcorr.diagnostics import examine_before_start
     from flowcorr.trainer import train as run
 
     config = load(arguments.recipe, arguments.overrides)
     out_dir = Path(arguments.out or Path("runs") / Path(arguments.recipe).stem)
+    doctor = examine_before_start(show_report) if config.trainer.doctor else None
     with TerminalObserver() as observer:
-        result = run(config, out_dir, resume=arguments.resume, observer=observer)
+        result = run(config, out_dir, resume=arguments.resume, observer=observer, before_start=doctor)
     return 0 if result.signal is None else 128 + result.signal
 
 
@@ -45,6 +49,20 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for name, value in evaluation.metrics.items():
         print(f"{name:<24} {value:.4f}")
     return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Examine a recipe's two stacks; the exit code is that of the worst finding."""
+    from flowcorr.cli.doctor import show_report
+    from flowcorr.config import load
+    from flowcorr.diagnostics import diagnose
+
+    report = diagnose(load(arguments.recipe, arguments.overrides), num_prompts=arguments.prompts)
+    if arguments.json:
+        print(json.dumps(report.to_mapping(), indent=2, allow_nan=False))
+    else:
+        show_report(report)
+    return report.exit_code
 
 
 def config(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ class LoraConfig:
         alpha: the adapter's output is scaled by `alpha / rank`.
         targets: names of the layers that get an adapter; null takes the model family's own.
         dtype: dtype of the adapter's weights.
-        init: `gaussian` draws A from N(0, 1/rank), `kaiming` is peft's default; B starts at 0 in both.
+        init: `gaussian` draws A with std 1/rank, `kaiming` is peft's default; B starts at 0 in both.
         warm_start: a LoRA folder or file (peft or diffusers format) to start from.
     """
 
@@ -132,7 +132,7 @@ class RolloutConfig:
         engine: options handed to the engine, such as `tensor_parallel_size`; `in_process` has none.
         dtype: dtype of the engine's weights and arithmetic.
         emulate: weights rounded to this format before sampling, to produce a real mismatch on any machine.
-        staleness: the engine samples with the weights of this many optimizer updates ago.
+        staleness: the engine samples with the weights of this many training steps ago.
         prompts_per_step: prompts (groups) a training step.
         n: images a prompt.
         batch_size: images a forward pass; null samples all of a step at once.
@@ -330,6 +330,7 @@ class TrainerConfig:
         trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`.
         device: `auto` takes CUDA if there is any.
         num_threads: CPU threads of torch; null leaves torch's own choice.
+        doctor: let `flowcorr train` examine both stacks first, as `flowcorr doctor` does, and stop if a check fails.
     """
 
     total_steps: int = 30
@@ -343,6 +344,7 @@ class TrainerConfig:
     trackers: tuple[str, ...] = ()
     device: str = "auto"
     num_threads: int | None = None
+    doctor: bool = False
 
     def __post_init__(self) -> None:
         for key in ("total_steps", "save_every", "keep_checkpoints"):

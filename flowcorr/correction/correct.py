@@ -22,6 +22,7 @@ from flowcorr.correction.bounds import (
 )
 from flowcorr.correction.columns import Columns
 from flowcorr.correction.ratios import (
+    LogRatios,
     Scaled,
     below,
     bounded_expm1,
@@ -257,7 +258,7 @@ def _correct(batch: _Batch, plan: _Plan) -> _Part:
     if batch.step_indices is not None:
         diagnostics.add_steps(columns, batch.mask, keep, excess, weights)
     return _Part(
-        weights=_weights_of_terms(weights, ratios.valid) if plan.apply else None,
+        weights=_weights_of_terms(weights, ratios) if plan.apply else None,
         keep=keep,
         columns=columns,
         block=columns.pack(batch.step_indices, plan.num_steps),
@@ -298,15 +299,17 @@ def _keep(columns: Columns, batch: _Batch, plan: _Plan, scaled: Scaled) -> Tenso
         catastrophic = below(scaled.values, math.log(plan.veto)).mul_(ratios.valid)
         spoilt = torch.maximum(spoilt, diagnostics.add_veto(columns, catastrophic))
     diagnostics.add_outcome(columns, num_kept * (1.0 - spoilt))
-    return on_steps(spoilt == 0.0, kept).logical_and_(kept.bool())
+    keep = on_steps(spoilt == 0.0, kept)
+    return keep if kept is ratios.valid and ratios.all_valid else keep.logical_and_(kept.bool())
 
 
-def _weights_of_terms(weights: Weights | None, valid: Tensor) -> Tensor | None:
+def _weights_of_terms(weights: Weights | None, ratios: LogRatios) -> Tensor | None:
     """`[B, T]` float32 weights, 0 where invalid."""
     if weights is None:
         return None
     weight = (weights.excess + 1.0).float()
-    return (weight if weight.dim() == 2 else on_steps(weight, valid)).mul_(valid.float())
+    weight = weight if weight.dim() == 2 else on_steps(weight, ratios.delta)
+    return weight if ratios.all_valid else weight.mul_(ratios.valid.float())
 
 
 def _parse_level(rollout_is: str | None) -> str | None:

@@ -29,6 +29,7 @@ class LogRatios:
     Attributes:
         delta: `[B, T]`, target minus rollout log-prob; 0 where invalid.
         valid: `[B, T]`, 1 where valid, else 0.
+        all_valid: whether `valid` is known to be 1 everywhere.
         step_kl: `[B, T]`, the exact KL of each step; 0 where invalid; None if unknown.
         delta_sum: `[B]`, sums of `delta` over steps.
         rollout_sum: `[B]`, sums of the rollout log-prob over valid steps.
@@ -40,6 +41,7 @@ class LogRatios:
 
     delta: Tensor
     valid: Tensor
+    all_valid: bool
     step_kl: Tensor | None
     delta_sum: Tensor
     rollout_sum: Tensor
@@ -80,6 +82,7 @@ def log_ratios(
     return LogRatios(
         delta=delta,
         valid=valid,
+        all_valid=False,
         step_kl=step_kl,
         delta_sum=sum_steps(delta),
         rollout_sum=sum_steps(rollout),
@@ -101,7 +104,8 @@ def _all_valid(delta: Tensor, rollout: Tensor) -> LogRatios:
     counts = torch.full((samples,), float(steps), dtype=torch.float64)
     return LogRatios(
         delta=delta,
-        valid=torch.ones_like(delta),
+        valid=delta.new_ones(()).expand_as(delta),
+        all_valid=True,
         step_kl=None,
         delta_sum=sum_steps(delta),
         rollout_sum=sum_steps(rollout),

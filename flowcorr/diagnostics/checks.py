@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from flowcorr.diagnostics.trials import Trials, score_means, velocity_gap
 from flowcorr.rollout import RolloutEngine
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 
+NO_GAP = 1e-5  # of the velocity: nothing to explain; float32 stacks agree to 4e-7 (2e-6 under guidance)
 EXPLAINED = 0.75  # of r^2, so that the rest is half as large: planted faults reach 0.95 and more, others 0.3
 SIGMA_TOLERANCE = 1e-5  # float32 tables agree to 6e-8; bfloat16 sigmas are off by 2e-3
 STD_TOLERANCE = 1e-4  # float32 stds agree to 2e-7
@@ -33,7 +34,11 @@ NOISE_GAP = 0.05  # rms of latents of unit scale; other noise gives 0.5 and more
 SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance)
 EMBEDDING_TOLERANCE = 2e-2  # relative; rounding to bfloat16 costs 2e-3, another word 0.3 and more
 Z_LIMIT = 6.0  # standard deviations, over a few hundred terms at most
-MISSING_MOVE = 0.1  # of the move; 0.00 to 0.02 if bound, 0.4 and more for half of the layers
+UNGUIDED = (
+    0.3  # like EXPLAINED, where guidance is off: precision alone gives 0, an fp8 engine without guidance 0.45
+)
+# Of the move: up to 0.02 if all layers are bound (0.08 for a random FLUX in bfloat16), 0.55 for half of them.
+MISSING_WARN, MISSING_FAIL = 0.1, 0.25
 # Grey levels of 255: images round to 0.5, and a velocity gap g costs 14 g (bfloat16 0.13, fp8 0.5, int4 2.0).
 # Decoding without the VAE's scaling costs 4.7, another decoder 30.
 IMAGE_ROUNDING, IMAGE_GAIN = 0.5, 60.0
@@ -166,7 +171,7 @@ def _timesteps(exam: Exam) -> Finding:
         return _failed(
             f"timesteps are off the schedule's by up to {gap:.3g}, and not by rounding", gap, 0.0, feed
         )
-    if trial.velocity_gap() > PRECISION_GAP["float32"]:
+    if trial.velocity_gap() > NO_GAP:
         for name, change in {**_ROUNDINGS, **_UNITS}.items():
             share = _explained_by_timesteps(exam, change(expected))
             if share < EXPLAINED:
@@ -299,7 +304,7 @@ def _embeddings(exam: Exam) -> Finding:
         return _failed(
             f"the engine's {name} is off by {100 * worst:.2g} %", worst, EMBEDDING_TOLERANCE, remedy
         )
-    if exam.trials.base.velocity_gap() > PRECISION_GAP["float32"]:
+    if exam.trials.base.velocity_gap() > NO_GAP:
         share = exam.trials.base.explained_by(_other_prompts(exam))
         if share >= EXPLAINED:
             return _failed(
@@ -319,11 +324,12 @@ def _guidance(exam: Exam) -> Finding:
     configured = getattr(actor.guidance, key)
     if configured <= 1:
         return _passed("guidance is off")
-    if trial.velocity_gap() <= PRECISION_GAP["float32"]:
+    if trial.velocity_gap() <= NO_GAP:
         return _passed(f"{key}={configured:g} acts on both sides", configured, configured)
     before = actor.guidance
     try:
-        actor.guidance = replace(before, **{key: 1.0})
+        off: dict[str, Any] = {key: 1.0}
+        actor.guidance = replace(before, **off)
         plain = score_means(actor, trial.rollout)
     finally:
         actor.guidance = before
@@ -331,7 +337,7 @@ def _guidance(exam: Exam) -> Finding:
     factor = _fit(push, trial.engine_means - plain)
     found = 1 + (configured - 1) * factor
     share = trial.explained_by([plain + factor * push])
-    if share >= EXPLAINED:
+    if share >= EXPLAINED or trial.explained_by([plain]) >= UNGUIDED:
         return _failed(
             f"the steps fit {key}={found:.3g} instead of {configured:g}, which is {100 * share:.0f} % of the gap",
             found,
@@ -404,19 +410,21 @@ def _arrival(exam: Exam, what: str) -> Finding:
     missing = math.sqrt(max(gap**2 - 1.5 * precision**2, 0.0)) / max(size, 1e-12)
     share = _fit(move, trial.engine_means - without)
     message = f"{100 * share:.0f} % of what the {what} changes in the actor's steps arrives in the engine"
-    if missing <= MISSING_MOVE:
-        return _passed(message, missing, MISSING_MOVE)
+    if missing <= MISSING_WARN:
+        return _passed(message, missing, MISSING_WARN)
     names = "compare the names of the engine's layers with those that are sent"
+    if missing <= MISSING_FAIL:
+        return _warned(message, missing, MISSING_WARN, f"{names}: a few may be left out")
     if trial.explained_by([without]) >= EXPLAINED:
         message = f"nothing of the {what} acts in the engine: it binds to no layer, or never arrives"
         remedy = f"{names}, pass the adapter with every request, and check the answer of every sync"
-    elif trial.explained_by([without + share * move]) >= EXPLAINED:
+    elif share > 1 + MISSING_FAIL or trial.explained_by([without + share * move]) >= EXPLAINED:
         message += ": its scale differs"
         remedy = "apply the adapter once, scaled by model.lora.alpha / model.lora.rank"
     else:
         message += ": some layers are left out"
         remedy = f"{names}; fused projections need a mapping"
-    return _failed(message, missing, MISSING_MOVE, remedy)
+    return _failed(message, missing, MISSING_FAIL, remedy)
 
 
 def _attention(exam: Exam) -> Finding:

@@ -109,7 +109,7 @@ def _first_prompts(config: Config, count: int) -> list[str]:
         num_heldout=config.data.num_heldout,
         seed=0,
     )
-    texts = list(dict.fromkeys(prompt.text for prompt in data.train))[:count]
+    texts = list(dict.fromkeys(prompt.text for prompt in data.train))[: max(count, 0)]
     if len(texts) < 2:
         raise ConfigError(
             f"the doctor needs at least 2 different prompts, and got {len(texts)}: give --prompts 2 or more, and "

@@ -77,6 +77,10 @@ class DoctorReport:
         """The checks that failed."""
         return [finding.check for finding in self.findings if finding.status == "FAIL"]
 
+    def count(self, status: Status) -> int:
+        """How many findings have this status."""
+        return sum(finding.status == status for finding in self.findings)
+
     def to_mapping(self) -> dict[str, Any]:
         """Plain values for JSON; what is not finite becomes null."""
         return _plain({"exit_code": self.exit_code, **asdict(self)})

@@ -42,8 +42,9 @@ class Toy:
         num_elements: `D`, latent elements of a sample.
         num_steps: `T`, SDE steps of the window, the first of a schedule of 10.
         r: root mean square shift of the rollout's step means, in stds a latent element.
-        alignment: share of the shift's length that lies in the plane the reward sees, half along the truth and
-            half across: `1 / sqrt(D)` is about that of a random direction (rounding), 1 the worst.
+        alignment: share of the shift's length that lies in the plane the reward sees, as much along the truth
+            as across: `random_alignment(D)` is a random direction's, as of rounding; 1 is a rollout policy that
+            is all ahead of the target, -1 one that is behind, as a stale one.
         curvature: `kappa` of the reward `y1 - kappa (y1^2 + y2^2) / 2`, `y` being the last latent's coordinates
             in units of their std. With 0, the gradient is the same for every shift.
 
@@ -62,8 +63,8 @@ class Toy:
             raise ConfigError(f"num_elements={self.num_elements}; the toy needs 3 latent elements or more")
         if not 1 <= self.num_steps <= SCHEDULE_STEPS:
             raise ConfigError(f"num_steps={self.num_steps}; the schedule has 1 to {SCHEDULE_STEPS} steps")
-        if not (self.r >= 0 and 0 <= self.alignment <= 1):
-            raise ConfigError(f"r={self.r}, alignment={self.alignment}; use r >= 0 and 0 <= alignment <= 1")
+        if not (self.r >= 0 and abs(self.alignment) <= 1):
+            raise ConfigError(f"r={self.r}, alignment={self.alignment}; use r >= 0, and an alignment from -1 to 1")
 
     @property
     def shift(self) -> Tensor:
@@ -81,6 +82,11 @@ class Toy:
     def expected_reward(self, offset: Tensor) -> Tensor:
         """Expected reward where `y` has the mean `offset` `[..., 2]` and unit variances."""
         return offset[..., 0] - self.curvature * (offset.square().sum(-1) / 2 + 1)
+
+
+def random_alignment(num_elements: int) -> float:
+    """`sqrt(2 / D)`, the root mean square share of a random direction that lies in a plane."""
+    return math.sqrt(2 / num_elements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -315,8 +321,10 @@ class Quality:
         bias_across: signed, perpendicular to the truth: a wrong direction; standard error `bias_across_se`.
         variance: trace of the covariance of a batch's estimate.
         mse: mean squared error, bias and variance; standard error `mse_se`.
-        free_mse: the least mean squared error that a fixed positive factor on the estimate leaves, 0 to 1: what
-            counts where step sizes are tuned or normalised; standard error `free_mse_se`.
+        on_policy_variance: variance, and mean squared error, of samples of the target policy itself.
+        worth: how many samples of the target policy itself do as well as one of these, each with the best fixed
+            factor on its gradient, as tuned or normalised step sizes find it; standard error `worth_se`. Where
+            there is bias, it depends on the size of the batch; above 1, the bias is along the truth by luck.
         kept: share of terms that were not rejected.
         mean_weight: mean importance weight, after the cap; 1 without weights.
         ess: effective sample size of the weights, a share; 1 without weights.
@@ -329,27 +337,37 @@ class Quality:
     variance: float
     mse: float
     mse_se: float
-    free_mse: float
-    free_mse_se: float
+    on_policy_variance: float
+    worth: float
+    worth_se: float
     kept: float
     mean_weight: float
     ess: float
 
     @property
     def bias(self) -> float:
-        """Length of the bias."""
+        """Length of the bias; noise of the size of its standard error makes it larger than it is."""
         return math.hypot(self.bias_along, self.bias_across)
+
+    @property
+    def bias_se(self) -> float:
+        """Standard error of the longer of both components."""
+        return max(self.bias_along_se, self.bias_across_se)
 
 
 def assess(toy: Toy, trajectories: Trajectories, estimates: Estimates, batch_size: int) -> Quality:
-    """Bias, variance and mean squared error of batches of `batch_size` samples, with their standard errors."""
+    """Bias, variance and mean squared error of batches of `batch_size` samples, with their standard errors.
+
+    Bias and `worth` compare with the same samples' twins of the target policy, whose expectation is the truth.
+    Weights without a cap have such heavy tails where `T D r^2` is above 1 that no standard error can be trusted.
+    """
     length = toy.truth.norm()
+    truth = toy.truth / length
     batches = estimates.batches(batch_size) / length
     twins = trajectories.twin[: len(batches) * batch_size].reshape(-1, batch_size, 2).mean(1) / length
-    error = batches - toy.truth / length
-    bias, bias_se = _mean(batches - twins)
-    mse, mse_se = _mean(error.square().sum(1))
-    free_mse, free_mse_se = _free_mse(batches[:, 0], batches.square().sum(1))
+    bias, bias_se = _mean(_without_common_noise(batches - truth, twins - truth))
+    mse, mse_se = _mean((batches - truth).square().sum(1))
+    worth, worth_se = _worth(batches, twins)
     return Quality(
         bias_along=float(bias[0]),
         bias_along_se=float(bias_se[0]),
@@ -358,8 +376,9 @@ def assess(toy: Toy, trajectories: Trajectories, estimates: Estimates, batch_siz
         variance=float(batches.var(0).sum()),
         mse=float(mse),
         mse_se=float(mse_se),
-        free_mse=free_mse,
-        free_mse_se=free_mse_se,
+        on_policy_variance=float(twins.var(0).sum()),
+        worth=worth,
+        worth_se=worth_se,
         kept=1.0 - estimates.metrics["rollout_corr/rollout_rs_masked_fraction"],
         mean_weight=estimates.metrics.get("rollout_corr/rollout_is_mean", 1.0),
         ess=estimates.metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0),
@@ -371,37 +390,55 @@ def _mean(values: Tensor) -> tuple[Tensor, Tensor]:
     return values.mean(0), values.std(0) / math.sqrt(len(values))
 
 
-def _free_mse(along: Tensor, squared: Tensor) -> tuple[float, float]:
-    """`min_c E|c g - truth|^2 = 1 - E[along]^2 / E|g|^2` over `c >= 0`, its standard error by the delta method."""
-    mean, power = float(along.mean()), float(squared.mean())
-    if mean <= 0 or power == 0:
-        return 1.0, 0.0
-    influence = -2 * mean / power * along + (mean / power) ** 2 * squared
-    return 1 - mean**2 / power, float(_mean(influence)[1])
+def _without_common_noise(values: Tensor, noise: Tensor) -> Tensor:
+    """`values` less what they share with `noise`, whose expectation is 0: a control variate."""
+    share = (noise * (values - values.mean(0))).sum(0) / noise.square().sum(0)
+    return values - share * noise
+
+
+def _worth(batches: Tensor, twins: Tensor) -> tuple[float, float]:
+    """Noise-to-signal ratio of `twins` over that of `batches`, and its standard error by the delta method.
+
+    With the best factor `c >= 0`, `min_c E|c g - truth|^2` is `q / (1 + q)` with
+    `q = E|g|^2 / E[g along truth]^2 - 1`, which for an unbiased estimate falls as one over the batch size.
+    """
+    if float(batches[:, 0].mean()) <= 0:
+        return 0.0, 0.0
+    ratio, influence = _noise_to_signal(batches)
+    twin_ratio, twin_influence = _noise_to_signal(twins)
+    worth = float(twin_ratio / ratio)
+    return worth, worth * float(_mean(twin_influence / twin_ratio - influence / ratio)[1])
+
+
+def _noise_to_signal(batches: Tensor) -> tuple[Tensor, Tensor]:
+    """`E|g|^2 / E[g along truth]^2 - 1`, and what each batch contributes to its error."""
+    along, squared = batches[:, 0], batches.square().sum(1)
+    signal, power = along.mean(), squared.mean()
+    return power / signal**2 - 1, squared / signal**2 - 2 * power / signal**3 * along
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A correction to compare: the name of its preset, the scale of its log-ratios, and the config."""
+    """A correction to compare: its name (a preset's), the scale of its log-ratios (`-` where none acts), its config."""
 
-    preset: str
+    name: str
     scale: str
     config: RolloutCorrectionConfig
 
 
 def arms(scales: Sequence[str] = SCALES) -> Iterator[Arm]:
-    """Every preset but aliases, at every scale where the scale matters; last, uncapped sequence weights."""
+    """Every preset but aliases, at every scale where one acts; last `exact_seq_is`, uncapped density ratios."""
     for preset, meaning in PRESETS.items():
         if meaning.startswith("= "):
             continue
         config = RolloutCorrectionConfig.from_preset(preset)
         if config.rollout_is is None and config.rollout_rs is None:
-            yield Arm(preset=preset, scale="-", config=config)
+            yield Arm(name=preset, scale="-", config=config)
             continue
         for scale in scales:
             scaled = RolloutCorrectionConfig.from_preset(preset, log_ratio_scale=scale)
-            yield Arm(preset=preset, scale=scale, config=scaled)
+            yield Arm(name=preset, scale=scale, config=scaled)
     exact = RolloutCorrectionConfig.from_preset(
         "decoupled_seq_is", rollout_is_threshold=math.inf, log_ratio_scale="sum"
     )
-    yield Arm(preset="exact sequence weights", scale="sum", config=exact)
+    yield Arm(name="exact_seq_is", scale="sum", config=exact)

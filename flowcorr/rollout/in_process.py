@@ -168,10 +168,13 @@ class InProcessEngine:
             noise,
             with_means=with_means,
         )
-        if not torch.isfinite(drawn.final).all():
+        finite = torch.isfinite(drawn.final).flatten(1).all(1).tolist()
+        if not all(finite):
+            bad = finite.index(False)
             raise BatchError(
-                f"sampling ended in latents that are not finite (groups {sorted(set(groups))} of training step "
-                f"{training_step}): the weights have diverged, or rollout.dtype={self.config.dtype} overflows"
+                f"the final latents are not finite for image {members[bad]} of prompt {groups[bad]} of training "
+                f"step {training_step}: the weights have diverged, or rollout.dtype={self.config.dtype} overflows; "
+                "lower actor.lr, or use another rollout.dtype"
             )
         return Rollout(
             latents=drawn.latents,

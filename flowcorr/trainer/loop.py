@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flowcorr import config as configs
@@ -18,13 +18,18 @@ from flowcorr.trainer.images import before_after, image_grid, labelled, save_ima
 from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.setup import build_parts
 from flowcorr.trainer.signals import StopSignals
-from flowcorr.trainer.step import StepResult, train_step
+from flowcorr.trainer.step import Parts, StepResult, train_step
 
 logger = logging.getLogger(__name__)
 
 
 def train(
-    config: Config, out_dir: str | Path, *, resume: bool = False, observer: Observer | None = None
+    config: Config,
+    out_dir: str | Path,
+    *,
+    resume: bool = False,
+    observer: Observer | None = None,
+    before_start: Callable[[Parts], None] | None = None,
 ) -> RunResult:
     """Train to `trainer.total_steps` and leave everything in `out_dir`.
 
@@ -36,6 +41,7 @@ def train(
         out_dir: the run's folder; nothing is written outside of it.
         resume: continue from the newest intact checkpoint, or start if there is none.
         observer: told of every step.
+        before_start: looks at the run's parts before its first step, and raises what is to stop it.
 
     Raises:
         ConfigError: `out_dir` holds another run, or something in `config` cannot work.
@@ -46,7 +52,7 @@ def train(
     folder = Path(out_dir)
     run_folder.claim(folder, config, resume=resume)
     try:
-        return _Run(config, folder, resume, observer or Silent()).run()
+        return _Run(config, folder, resume, observer or Silent()).run(before_start)
     except Exception:
         run_folder.write_failure(folder, traceback.format_exc())
         raise
@@ -65,7 +71,7 @@ class _Run:
         if not self.resumed:
             self.parts.engine.sync(self.parts.actor.snapshot())
 
-    def run(self) -> RunResult:
+    def run(self, before_start: Callable[[Parts], None] | None) -> RunResult:
         total_steps = self.config.trainer.total_steps
         with contextlib.ExitStack() as endings:
             endings.callback(self.parts.engine.close)
@@ -77,6 +83,8 @@ class _Run:
                 tracker.log_config(configs.to_mapping(self.config))
             self.observer.on_start(self.config, self.out_dir, self.step)
             signals = endings.enter_context(StopSignals(self.observer.on_message))
+            if before_start is not None:
+                before_start(self.parts)
             if not self.resumed:
                 self._log({}, self._evaluate())
                 self._save()

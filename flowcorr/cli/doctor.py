@@ -1,0 +1,75 @@
+"""A doctor's report on the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flowcorr.diagnostics.report import QUANTILES, DoctorReport, Finding, Status
+
+_STYLES: dict[Status, str] = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIP": "dim"}
+_VERDICTS = {
+    0: "rollout engine and actor agree",
+    1: "rollout engine and actor agree, with remarks",
+    2: "rollout engine and actor do not agree",
+}
+_WIDTH = 140  # where there is no terminal to ask
+
+
+def show_report(report: DoctorReport, console: Console | None = None) -> None:
+    """Print all findings, what to do about them, and the noise floor."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH, highlight=False)
+    console.print(_findings(report))
+    console.print(_noise_floor(report))
+    counts = ", ".join(f"{report.count(status)} {status}" for status in _STYLES if report.count(status))
+    console.print(f"{_VERDICTS[report.exit_code]}: {counts}", markup=False)
+
+
+def _findings(report: DoctorReport) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("", "check", "number", "threshold"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what was found", overflow="fold")
+    for finding in report.findings:
+        table.add_row(
+            Text(finding.status, _STYLES[finding.status]),
+            finding.check,
+            _number(finding.value),
+            _number(finding.threshold),
+            _message(finding),
+        )
+    return table
+
+
+def _message(finding: Finding) -> Text:
+    text = Text(finding.message, "dim" if finding.status == "SKIP" else "")
+    if finding.remedy:
+        text.append(f"\n-> {finding.remedy}", "bold")
+    return text
+
+
+def _noise_floor(report: DoctorReport) -> Table:
+    title = (
+        f"noise floor before any update, nats a latent element; D = {report.num_elements}, "
+        f"clip range {report.clip_ratio:g}"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    quantiles = [f"|delta log p| {quantile:.0%}" for quantile in QUANTILES]
+    for column in ("step", "sigma", *quantiles, "exact KL", "outside clip"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for step in report.noise:
+        numbers = (*step.abs_delta, step.exact_kl)
+        table.add_row(
+            str(step.step_index),
+            f"{step.sigma:.3f}",
+            *(f"{number:.1e}" for number in numbers),
+            f"{step.outside_clip:.0%}",
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

@@ -1,0 +1,97 @@
+"""`flowcorr doctor` and `trainer.doctor` on the embedded model, from the command to the exit code."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from flowcorr.cli import main
+from flowcorr.rollout import InProcessEngine
+
+SMALL = [
+    "rollout.n=2",
+    "sampling.num_inference_steps=3",
+    "sampling.sde_window_range=[0,2]",
+    "data.num_train=8",
+]
+
+
+def doctor(*arguments):
+    return main(["doctor", "tiny_jpeg_lora", *SMALL, *arguments])
+
+
+@pytest.fixture
+def half_bound(monkeypatch):
+    """Every engine's adapter acts at half of its strength."""
+    load = InProcessEngine._load
+
+    def weaker(self, weights):
+        halved = {name: value / 2 if "lora_B" in name else value for name, value in weights.tensors.items()}
+        load(self, replace(weights, tensors=halved))
+        self._loaded = weights
+
+    monkeypatch.setattr(InProcessEngine, "_load", weaker)
+
+
+def test_a_healthy_recipe(capsys):
+    assert doctor("--prompts", "2") == 0
+    out = capsys.readouterr().out
+    assert "PASS  bookkeeping" in out
+    assert "noise floor before any update" in out
+    assert "D = 512" in out
+    assert out.rstrip().endswith("rollout engine and actor agree: 17 PASS, 1 SKIP")
+    assert max(map(len, out.splitlines())) <= 140
+
+
+def test_json_is_all_that_is_printed(capsys, half_bound):
+    assert doctor("rollout.emulate=int8", "--json", "--prompts", "2") == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["exit_code"] == 2
+    failed = [finding for finding in report["findings"] if finding["status"] == "FAIL"]
+    assert [finding["check"] for finding in failed] == ["lora"]
+    assert set(failed[0]) == {"check", "status", "message", "value", "threshold", "remedy"}
+    assert [step["step_index"] for step in report["noise"]] == [0, 1]
+
+
+def test_a_failure_comes_with_its_remedy(capsys, half_bound):
+    assert doctor("rollout.emulate=int8", "--prompts", "2") == 2
+    out = capsys.readouterr().out
+    assert "FAIL  lora" in out
+    assert "-> apply the adapter once, scaled by" in out
+    assert "rollout engine and actor do not agree: " in out
+
+
+@pytest.mark.parametrize("prompts", ["1", "-3"])
+def test_too_few_prompts(prompts, capsys):
+    assert doctor(f"--prompts={prompts}") == 2
+    assert "the doctor needs at least 2 different prompts" in capsys.readouterr().err
+
+
+def test_training_begins_with_the_doctor(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train(out) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("rollout engine and actor agree") < printed.index("eval at step 0")
+    plain = tmp_path / "plain"
+    assert train(plain, "trainer.doctor=false") == 0
+    assert "PASS" not in capsys.readouterr().out
+    # The doctor leaves no trace in what is learned.
+    assert losses(out) == losses(plain)
+
+
+def test_training_stops_where_the_doctor_fails(tmp_path, capsys, half_bound):
+    assert train(tmp_path / "run", "rollout.emulate=int8") == 1
+    captured = capsys.readouterr()
+    assert "FAIL  lora" in captured.out
+    assert "the rollout engine and the actor disagree on lora" in captured.err
+    assert "eval at step 0" not in captured.out
+
+
+def train(out, *arguments):
+    few = ["rollout.prompts_per_step=2", "data.num_heldout=4", "trainer.total_steps=1", "trainer.doctor=true"]
+    return main(["train", "tiny_jpeg_lora", *SMALL, *few, "--out", str(out), *arguments])
+
+
+def losses(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["actor/loss"] for record in records if "actor/loss" in record]

@@ -1,0 +1,48 @@
+"""What the recipes for real models promise: a source, a machine, a word on their clip range, prompts at hand."""
+
+from pathlib import Path
+
+import pytest
+
+from flowcorr.config import find_recipe, load, recipe_names
+from flowcorr.data import load_prompts
+
+ROOT = Path(__file__).parents[2]
+REAL = [name for name in recipe_names() if not name.startswith("tiny_")]
+# Mean |delta| of SD3.5 in bfloat16 that verl-omni issue 280 reports, lowest and highest.
+NOISE_FLOOR = (2e-5, 5e-4)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_header_says_where_from_how_large_and_how_the_clip_stands(name):
+    text = find_recipe(name).read_text(encoding="utf-8")
+    header = " ".join(line.lstrip("# ") for line in text.split("\nmodel:")[0].splitlines())
+    clip = load(name).actor.clip_ratio
+    low, high = NOISE_FLOOR
+    assert clip < high  # else there is nothing to warn of
+    for promise in (
+        "Source: ",
+        "Needs (estimated) ",
+        f"Clip: {clip:.0e}".replace("e-0", "e-") if "rollout_corr" not in name else "Clip: here it sees",
+        f"lies {'below' if clip < low else 'within'} the noise floor",
+        f"`flowcorr doctor {name}`",
+    ):
+        assert promise in header, promise
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_it_samples_with_the_engine_in_bfloat16(name):
+    config = load(name)
+    assert config.rollout.name == "vllm_omni"
+    assert config.rollout.dtype == config.model.dtype == "bfloat16"
+    assert config.rollout.calculate_log_probs
+    assert config.algorithm.rollout_correction is not None  # so that the gap is measured
+
+
+@pytest.mark.parametrize("path", sorted({load(name).data.path for name in REAL}))
+def test_its_prompts_are_at_hand_and_have_targets(path):
+    prompts = load_prompts(ROOT / path, heldout_fraction=0.1, num_train=0, num_heldout=128, seed=0)
+    every = (*prompts.train, *prompts.heldout)
+    assert len(every) == len({prompt.text for prompt in every}) == 240
+    assert len(prompts.heldout) >= 16
+    assert all(prompt.target and f'"{prompt.target}"' in prompt.text for prompt in every)

@@ -1,0 +1,134 @@
+"""Every recipe for a real model trains, with the tiny random pipeline of its family in place of the model."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_pipelines
+import torch
+
+from flowcorr.config import load, recipe_names
+from flowcorr.config.schema import RewardTerm
+from flowcorr.trackers.jsonl import read_metrics
+from flowcorr.trainer import train
+
+ROOT = Path(__file__).parents[2]
+RECIPES = [name for name in recipe_names() if not name.startswith("tiny_")]
+FAMILIES = {
+    "sd35": (tiny_pipelines.build_tiny_sd3, (32, 32)),
+    "qwen": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
+    "flux": (tiny_pipelines.build_tiny_flux, tiny_pipelines.FLUX_SIZE),
+}
+# On images of noise OCR reads nothing, and equal rewards teach nothing: this one tells them apart.
+JPEG = RewardTerm(name="jpeg_incompressibility")
+SMALL = (
+    "model.max_sequence_length=16",
+    "rollout.prompts_per_step=2",
+    "rollout.n=2",
+    "data.heldout_fraction=0.5",
+    "data.num_heldout=2",
+    "trainer.device=cpu",
+    "trainer.total_steps=2",
+    "trainer.eval_every=0",
+    "trainer.eval_num_inference_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """Recipe -> folder of its family's tiny pipeline in bfloat16, and image size; each is built once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def get(recipe):
+        build, size = FAMILIES[recipe.split("_")[0]]
+        folder = root / build.__name__
+        if not folder.exists():
+            build(folder, dtype=torch.bfloat16)
+        return folder, size
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def tiny_pickscore(tmp_path_factory):
+    """A CLIP checkpoint with random weights, and its processor."""
+    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
+
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 54, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1}
+    config = CLIPConfig(
+        text_config={**shape, **text, "pad_token_id": 1},
+        vision_config={**shape, "image_size": 16, "patch_size": 8},
+        projection_dim=16,
+    )
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    folder = tmp_path_factory.mktemp("pickscore")
+    CLIPModel(config).save_pretrained(folder)
+    CLIPProcessor(image_processor=images, tokenizer=tiny_pipelines.clip_tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def small(tiny_model, tmp_path):
+    """`small(recipe, *overrides)` loads a recipe with its tiny model, few samples and the first of its prompts."""
+
+    def small(recipe, *overrides):
+        folder, (height, width) = tiny_model(recipe)
+        prompts = tmp_path / "prompts.jsonl"
+        lines = (ROOT / load(recipe).data.path).read_text(encoding="utf-8").splitlines(keepends=True)
+        prompts.write_text("".join(lines[:8]), encoding="utf-8")
+        swap = (
+            f"model.path={folder}",
+            f"sampling.height={height}",
+            f"sampling.width={width}",
+            f"data.path={prompts}",
+        )
+        return load(recipe, [*SMALL, *swap, *overrides])
+
+    return small
+
+
+def with_rewards(config, **sections):
+    return replace(config, reward=replace(config.reward, **sections))
+
+
+def assert_trains(config, folder):
+    result = train(config, folder)
+    assert (result.status, result.step) == ("finished", 2)
+    records = [record for record in read_metrics(folder / "metrics.jsonl") if "reward/mean" in record]
+    assert len(records) == 2
+    for record in records:
+        assert all(math.isfinite(value) for value in record.values())
+        assert record["actor/updates"] == config.actor.mini_batches
+        assert record["actor/grad_norm"] > 0
+        assert record["rollout_corr/logprob_abs_diff_mean"] < 1e-2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_runs_in_process(recipe, small, tiny_pickscore, tmp_path):
+    config = small(recipe, "rollout.name=in_process")
+    options = {
+        "ocr": {"detect": False},  # the detector enlarges every image: a second each
+        "pickscore": {"path": tiny_pickscore, "processor": tiny_pickscore},
+    }
+    own = [replace(term, options=options[term.name]) for term in config.reward.terms]
+    gold = tuple(replace(term, options=options[term.name]) for term in config.reward.gold)
+    assert_trains(with_rewards(config, terms=(*own, JPEG), gold=gold), tmp_path / "run")
+
+
+@pytest.mark.vllm_omni
+@pytest.mark.filterwarnings("ignore")  # of vLLM's own
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_runs_with_its_engine(recipe, small, tmp_path, monkeypatch):
+    from flowcorr.rollout.vllm_omni import VllmOmniEngine
+
+    sample, rollouts = VllmOmniEngine.sample, []
+
+    def spy(*args, **options):
+        rollouts.append(sample(*args, **options))
+        return rollouts[-1]
+
+    monkeypatch.setattr(VllmOmniEngine, "sample", spy)
+    assert_trains(with_rewards(small(recipe), terms=(JPEG,), gold=()), tmp_path / "run")
+    assert len(rollouts) == 2

@@ -1,0 +1,156 @@
+"""One engine for most tests: starting it costs more than all that they ask of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from flowcorr.actor import DiffusionActor
+    from flowcorr.config.schema import Config
+    from flowcorr.models import ModelFamily
+    from flowcorr.records import Rollout
+    from flowcorr.rollout import InProcessEngine
+    from flowcorr.rollout.vllm_omni import VllmOmniEngine
+
+PROMPTS = ("cat", "dog")
+SIZES = {"tiny_ocr": (32, 64), "sd3": (64, 64), "qwen_image": (32, 48), "flux": (16, 24)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stack:
+    """An actor, and the real engine beside it."""
+
+    config: Config
+    family: ModelFamily
+    actor: DiffusionActor
+    engine: VllmOmniEngine
+    conditioning: dict[str, Tensor]
+
+    def sample(self, groups: Sequence[int] = (0, 1), *, training_step: int = 1) -> Rollout:
+        rows = {name: rows[list(groups)] for name, rows in self.conditioning.items()}
+        return self.engine.sample(rows, groups, training_step=training_step, with_means=True)
+
+    def stir(self, scale: float = 0.02, seed: int = 0) -> None:
+        """Move the trained weights, as training would."""
+        draw = torch.Generator().manual_seed(seed)
+        for parameter in self.actor.parameters.values():
+            parameter.data += scale * torch.randn(parameter.shape, generator=draw).to(parameter)
+        self.actor.version += 1
+
+    def sync(self) -> None:
+        self.engine.sync(self.actor.snapshot())
+
+    def mismatch(self, rollout: Rollout) -> Tensor:
+        """|log-prob of the actor - log-prob of the engine|, nats per latent element."""
+        return (self.actor.log_probs(rollout).log_probs - rollout.log_probs).abs()
+
+    def in_process(self) -> InProcessEngine:
+        """The same sampling in this process, with the actor's weights as they are."""
+        from flowcorr.rollout import InProcessEngine
+
+        rollout = replace(self.config.rollout, name="in_process", engine={})
+        engine = InProcessEngine(
+            self.family, rollout, self.config.sampling, seed=self.config.trainer.seed,
+            merge=self.actor.merged_weights, base=self.actor.base,
+        )  # fmt: skip
+        engine.sync(self.actor.snapshot())
+        return engine
+
+
+def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: dict[str, Any]) -> Config:
+    from flowcorr.config.schema import (
+        ActorConfig,
+        Config,
+        LoraConfig,
+        ModelConfig,
+        RolloutConfig,
+        SamplingConfig,
+        TrainerConfig,
+    )
+
+    height, width = SIZES[family]
+    sampling = {
+        "height": height, "width": width, "num_inference_steps": 5, "sde_window_range": (0, 3),
+        **sections.get("sampling", {}),
+    }  # fmt: skip
+    rollout = {
+        "name": "vllm_omni", "prompts_per_step": 2, "n": 4, "dtype": dtype, **sections.get("rollout", {}),
+    }  # fmt: skip
+    return Config(
+        model=ModelConfig(
+            path=path, max_sequence_length=8, dtype=dtype, lora=LoraConfig(**sections.get("lora", {}))
+        ),
+        sampling=SamplingConfig(**sampling),
+        rollout=RolloutConfig(**rollout),
+        actor=ActorConfig(mini_batches=1, **sections.get("actor", {})),
+        trainer=TrainerConfig(device="cpu"),
+    )
+
+
+@contextlib.contextmanager
+def running(config: Config) -> Iterator[Stack]:
+    """The engine that `config` asks for, synchronised with a new actor."""
+    from flowcorr.actor import DiffusionActor
+    from flowcorr.models import DTYPES, load_family
+    from flowcorr.rollout.vllm_omni import VllmOmniEngine
+
+    family = load_family(
+        config.model.path,
+        dtype=DTYPES[config.model.dtype],
+        max_sequence_length=config.model.max_sequence_length,
+    )
+    actor = DiffusionActor(family, config)
+    conditioning = family.encode(PROMPTS, actor.guidance)
+    engine = VllmOmniEngine(family, config, tensors=actor.snapshot().tensors, merge=actor.merged_weights)
+    try:
+        stack = Stack(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
+        stack.sync()
+        yield stack
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[tuple[Stack, dict[str, Tensor]]]:
+    with running(stack_config("tiny_ocr", "tiny_ocr")) as stack:
+        yield stack, stack.actor.snapshot().tensors
+
+
+@pytest.fixture
+def stack(shared: tuple[Stack, dict[str, Tensor]]) -> Iterator[Stack]:
+    """The embedded model in float32, in an engine of its own process, at its initial weights."""
+    stack, initial = shared
+    stack.actor.load_weights(initial)
+    stack.engine.weight_sync = "lora_tensors"
+    stack.sync()
+    return stack
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
+    """Start a further engine, in this process, on a tiny pipeline with random weights."""
+    import tiny_pipelines
+
+    with contextlib.ExitStack() as engines:
+
+        def enter(family: str, *, dtype: str = "float32", backend: str = "uni", **sections: Any) -> Stack:
+            from flowcorr.models import DTYPES
+
+            build = getattr(tiny_pipelines, f"build_tiny_{family}")
+            path = build(tmp_path / family, DTYPES[dtype])
+            rollout = sections.pop("rollout", {})
+            engine = {"distributed_executor_backend": backend, **rollout.pop("engine", {})}
+            config = stack_config(
+                str(path), family, dtype=dtype, rollout={**rollout, "engine": engine}, **sections
+            )
+            return engines.enter_context(running(config))
+
+        yield enter

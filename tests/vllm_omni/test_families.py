@@ -1,0 +1,36 @@
+"""Every family in bfloat16 and float32, through the real engine on tiny pipelines with random weights."""
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
+
+GUIDED = {
+    "sd3": {"guidance_scale": 2.0},
+    "qwen_image": {"true_cfg_scale": 2.0},
+    "flux": {"guidance_scale": 2.0},
+}
+
+
+@pytest.mark.parametrize("family", sorted(GUIDED))
+def test_float32(start, family):
+    stack = start(family, sampling=GUIDED[family])
+    assert stack.mismatch(stack.sample()).mean() <= 1e-6
+    stack.stir()
+    stack.sync()
+    found = stack.sample()
+    assert stack.mismatch(found).mean() <= 1e-6
+    expected = stack.in_process().sample(stack.conditioning, range(2), training_step=1, with_means=True)
+    torch.testing.assert_close(found.latents, expected.latents, rtol=0, atol=1e-4)
+    assert (found.images.int() - expected.images.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("family", sorted(GUIDED))
+def test_bfloat16(start, family):
+    stack = start(family, dtype="bfloat16")
+    rollout = stack.sample()
+    assert rollout.latents.dtype == rollout.log_probs.dtype == torch.float32
+    assert stack.mismatch(rollout).mean() <= 2e-5
+    assert rollout.timesteps.float().equal(
+        torch.tensor(stack.engine.schedule.timesteps)[rollout.step_indices]
+    )

@@ -1,0 +1,66 @@
+"""A training step, and an engine that dies in it."""
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from flowcorr.config.schema import RewardTerm
+from flowcorr.data import PromptStream
+from flowcorr.errors import BackendError
+from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.records import Prompt
+from flowcorr.rewards import build_reward
+from flowcorr.trainer.step import Parts, train_step
+
+pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
+
+
+def parts(stack):
+    prompts = [Prompt(text=text) for text in ("cat", "dog", "owl", "fox")]
+    return Parts(
+        config=stack.config,
+        actor=stack.actor,
+        engine=stack.engine,
+        cache=PromptCache(stack.family, stack.actor.guidance, [prompt.text for prompt in prompts]),
+        prompts=PromptStream(prompts, seed=0),
+        reward=build_reward((RewardTerm(name="jpeg_compressibility"),)),
+    )
+
+
+def test_training_steps(start):
+    connected = parts(stack := start("sd3"))
+    first = train_step(connected, 1, lambda phase: None).metrics.compute()
+    second = train_step(connected, 2, lambda phase: None).metrics.compute()
+    assert stack.engine.version == stack.actor.version == 2
+    for values in (first, second):
+        assert values["actor/grad_norm"] > 0
+        assert values["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert stack.mismatch(stack.sample()).mean() <= 1e-6
+
+
+def test_an_engine_that_dies_is_an_error_and_can_be_closed(start):
+    stack = start("sd3", backend="mp")
+    assert stack.sample().num_samples == 8
+    (worker,) = [child for child in multiprocessing.active_children() if _is_worker_of(stack, child)]
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(BackendError, match=r"(?s)vllm-omni engine.*last lines of its log"):
+        stack.sample()
+    with pytest.raises(BackendError, match="vllm-omni engine"):
+        stack.sync()
+    stack.engine.close()
+    with pytest.raises(BackendError, match="is closed"):
+        stack.sample()
+
+
+def _is_worker_of(stack, child):
+    executor = stack.engine._client._omni.engine.stage_pools[0].clients[0]._engine.executor
+    return child.pid in {process.pid for process in executor._processes}
+
+
+def test_a_model_that_the_engine_cannot_load_is_an_error(tmp_path):
+    from flowcorr.rollout.vllm_omni.client import OmniClient
+
+    with pytest.raises(BackendError, match="did not start"):
+        OmniClient(str(tmp_path), {"model_class_name": "FlowcorrSD3Pipeline"}, tmp_path / "engine.log")

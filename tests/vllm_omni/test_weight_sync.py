@@ -1,0 +1,76 @@
+"""New weights reach the real engine, in every way, and a sync that fails is an error."""
+
+import pytest
+import torch
+
+from flowcorr.errors import BackendError
+from flowcorr.rollout.vllm_omni import adapter
+
+pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("way", ["lora_tensors", "lora_path"])
+def test_an_adapter_reaches_the_engine(stack, way):
+    stack.engine.weight_sync = way
+    before = stack.sample()
+    stack.stir(seed=3)
+    stale = stack.mismatch(stack.sample()).mean()
+    stack.sync()
+    rollout = stack.sample()
+    assert rollout.policy_versions.unique().tolist() == [stack.actor.version]
+    assert stack.mismatch(rollout).mean() <= 1e-6 < 1e-4 < stale
+    assert not torch.equal(rollout.latents[:, 1:], before.latents[:, 1:])
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_merged_weights_reach_the_engine(start, rank):
+    stack = start("sd3", lora={"rank": rank}, rollout={"engine": {"weight_sync": "merged"}})
+    before = stack.sample()
+    stack.stir(scale=0.02 if rank else 0.005)
+    assert stack.mismatch(before).mean() > 1e-5
+    stack.sync()
+    rollout = stack.sample()
+    assert rollout.policy_versions.unique().tolist() == [1]
+    assert stack.mismatch(rollout).mean() <= 1e-6
+
+
+def test_a_stale_engine_samples_with_older_weights_and_can_be_restored(start):
+    stack = start("sd3", rollout={"staleness": 1})
+    stack.stir(seed=1)
+    stack.sync()
+    assert stack.sample().policy_versions.unique().tolist() == [0]
+    history = stack.engine.history
+    stack.stir(seed=2)
+    stack.sync()
+    newer = stack.sample()
+    assert newer.policy_versions.unique().tolist() == [1]
+    stack.engine.restore(history)
+    assert stack.sample().policy_versions.unique().tolist() == [0]
+    assert not torch.equal(stack.sample().latents, newer.latents)
+
+
+def test_weights_that_the_engine_does_not_know_are_an_error(stack, monkeypatch):
+    stack.stir()
+    real = adapter.peft_tensors
+
+    def misnamed(tensors, family):
+        return {
+            name.replace("attn.to_q", "attention.query"): row for name, row in real(tensors, family).items()
+        }
+
+    monkeypatch.setattr(adapter, "peft_tensors", misnamed)
+    with pytest.raises(BackendError, match=r"flowcorr_adapter.*incomplete"):
+        stack.sync()
+
+
+def test_a_sync_that_changes_nothing_is_an_error(stack, monkeypatch):
+    old = adapter.peft_tensors(stack.actor.snapshot().tensors, "sd3")
+    stack.stir()
+    monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, family: old)
+    with pytest.raises(BackendError, match="did not take effect"):
+        stack.sync()
+
+
+def test_a_worker_that_fails_is_an_error(stack):
+    with pytest.raises(BackendError, match=r"(?s)no_such_method.*last lines of its log"):
+        stack.engine._client.rpc("no_such_method")
