@@ -13,6 +13,7 @@ direction is the same for all samples: shifts that differ from sample to sample 
 
 import argparse
 import csv
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -147,10 +148,15 @@ def table(rows: list[Row], size: int = BATCHES[-1]) -> str:
 def _cell(row: Row) -> str:
     bias, error = 100 * row["bias"], 100 * row["bias_se"]
     digits = 0 if error >= 1 else 1 if error >= 0.1 else 2
-    variance = row["variance"] / row["on_policy_variance"]
-    if variance < 1e-6:
+    if _vanishes(row):
         return "100 · 0 · vanishes"
+    variance = row["variance"] / row["on_policy_variance"]
     return f"{bias:.{digits}f}±{error:.{digits}f} · {variance:.2g} · {row['worth']:.2f}"
+
+
+def _vanishes(row: Row) -> bool:
+    """Whether nothing is kept, or all weights are at the lower bound of their exponent, -20."""
+    return row["variance"] < 1e-6 * row["on_policy_variance"]
 
 
 CURVES = (
@@ -187,7 +193,8 @@ def draw(rows: list[Row], path: Path, size: int = BATCHES[-1], steps: int = WIND
             top.errorbar(
                 r, [100 * row["bias"] for row in line], [100 * row["bias_se"] for row in line], **look
             )
-            bottom.plot(r, [row["worth"] for row in line], label=label, **look)
+            worth = [math.nan if _vanishes(row) else row["worth"] for row in line]
+            bottom.plot(r, worth, label=label, **look)
         top.set(title=f"{direction}, D={d}", xscale="log", yscale="log", ylim=(0.03, 300))
         bottom.set(xlabel="r, stds a latent element", ylim=(0, 1.1))
         top.grid(alpha=0.3)

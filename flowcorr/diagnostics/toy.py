@@ -64,7 +64,9 @@ class Toy:
         if not 1 <= self.num_steps <= SCHEDULE_STEPS:
             raise ConfigError(f"num_steps={self.num_steps}; the schedule has 1 to {SCHEDULE_STEPS} steps")
         if not (self.r >= 0 and abs(self.alignment) <= 1):
-            raise ConfigError(f"r={self.r}, alignment={self.alignment}; use r >= 0, and an alignment from -1 to 1")
+            raise ConfigError(
+                f"r={self.r}, alignment={self.alignment}; use r >= 0, and an alignment from -1 to 1"
+            )
 
     @property
     def shift(self) -> Tensor:
