@@ -25,7 +25,7 @@ ALIGNED_SIZE = 512  # under `sum`, an aligned shift acts by `sqrt(D) r` alone
 SHIFTS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 WINDOWS = (2, 10)
 BATCHES = (64, 512)
-SAMPLES = 24576
+SAMPLES = 16384
 TABLE_ROWS = (
     ("disabled", "-", "uncorrected"),
     ("decoupled_token_is", "mean", "token TIS, `mean`"),

@@ -296,14 +296,16 @@ def estimate(
         num_elements=toy.num_elements,
         num_steps=toy.num_steps,
     )
-    shared = {"adv_clip_max": math.inf, "weight": correction.weights, "keep": correction.keep}
+    weight, keep = correction.weights, correction.keep
     if config.bypass_mode and config.loss_type == "reinforce":
-        output = reinforce(log_prob, advantage, **shared)
+        output = reinforce(log_prob, advantage, adv_clip_max=math.inf, weight=weight, keep=keep)
     else:
         old = behaviour if config.bypass_mode else log_prob.detach()
-        output = flow_grpo(log_prob, old, advantage, clip_ratio=clip_ratio, **shared)
+        output = flow_grpo(
+            log_prob, old, advantage, clip_ratio=clip_ratio, adv_clip_max=math.inf, weight=weight, keep=keep
+        )
     (slope,) = torch.autograd.grad(output.loss_sum, log_prob)
-    keep = correction.keep.reshape(target.shape)
+    keep = keep.reshape(target.shape)
     counted = keep if config.rollout_rs_denominator == "kept" else torch.ones_like(keep)
     return Estimates(
         gradient=-(slope.reshape(target.shape)[..., None] * trajectories.score).sum(1),
@@ -394,7 +396,8 @@ def _mean(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _without_common_noise(values: Tensor, noise: Tensor) -> Tensor:
     """`values` less what they share with `noise`, whose expectation is 0: a control variate."""
-    share = (noise * (values - values.mean(0))).sum(0) / noise.square().sum(0)
+    centred = noise - noise.mean(0)
+    share = (centred * values).sum(0) / centred.square().sum(0)
     return values - share * noise
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flowcorr import config as configs
 from flowcorr.config.schema import Config
+from flowcorr.correction.rejection import idle_modes
 from flowcorr.errors import CheckpointError
 from flowcorr.trackers import Tracker, build_trackers
 from flowcorr.trainer import checkpoint, run_folder, state
@@ -67,6 +68,7 @@ class _Run:
         self.best: tuple[int, float] | None = None
         self.evaluation: Evaluation | None = None
         self.saved_step: int | None = None
+        self._warned: set[str] = set()
         self.resumed = resume and self._restore()
         if not self.resumed:
             self.parts.engine.sync(self.parts.actor.snapshot())
@@ -100,6 +102,7 @@ class _Run:
         self.step += 1
         values = result.metrics.compute()
         self.observer.on_step(self.step, values)
+        self._warn_of_idle_bands(values)
         last = self.step == trainer.total_steps
         evaluates = last or (trainer.eval_every > 0 and self.step % trainer.eval_every == 0)
         self._log(values, self._evaluate() if evaluates else {})
@@ -126,6 +129,18 @@ class _Run:
             self._save()
         except CheckpointError as error:
             logger.warning("%s", error)  # the failure that led here is the one to report
+
+    def _warn_of_idle_bands(self, values: Mapping[str, float]) -> None:
+        """Say once which rejection bands cannot act on a gap of the size that was measured."""
+        correction = self.config.algorithm.rollout_correction
+        idle = [] if correction is None else idle_modes(correction.criteria, values)
+        for mode in set(idle) - self._warned:
+            self._warned.add(mode)
+            logger.warning(
+                "algorithm.rollout_correction.rollout_rs=%s cannot reject anything here: its threshold lies more than "
+                "ten times beyond the largest value measured; tighten it, or set log_ratio_scale: sqrt or sum",
+                mode,
+            )
 
     # Scores and images -----------------------------------------------------------------------------------
 

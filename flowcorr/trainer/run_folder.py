@@ -31,6 +31,7 @@ _MAY_CHANGE = frozenset(
         "trackers",
         "best_metric",
         "num_threads",
+        "doctor",
         "device",
     )
 )

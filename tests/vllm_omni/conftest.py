@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flowcorr.rollout.vllm_omni import VllmOmniEngine
 
 PROMPTS = ("cat", "dog")
-SIZES = {"tiny_ocr": (32, 64), "sd3": (64, 64), "qwen_image": (32, 48), "flux": (16, 24)}
+SIZES = {"tiny_ocr": (32, 64), "sd3": (64, 64), "qwen_image": (64, 96), "flux": (32, 48)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

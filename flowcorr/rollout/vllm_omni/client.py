@@ -95,11 +95,11 @@ class OmniClient:
 
     def sleep(self) -> None:
         """Move the weights to main memory, so that the trainer has the device to itself."""
-        self._wait("sleep", self._omni.sleep(level=1))
+        self._acknowledged("sleep", self._omni.sleep(level=1))
 
     def wake_up(self) -> None:
         """Undo `sleep`."""
-        self._wait("wake_up", self._omni.wake_up())
+        self._acknowledged("wake_up", self._omni.wake_up())
 
     def close(self) -> None:
         """Stop the engine and its processes; calling it again does nothing."""
@@ -116,6 +116,11 @@ class OmniClient:
         self._thread.join()
         self._loop.close()
         _stop_logging()
+
+    def _acknowledged(self, what: str, coroutine: Coroutine[Any, Any, list[Any]]) -> None:
+        for answer in self._wait(what, coroutine):
+            if getattr(answer, "status", None) != "SUCCESS":
+                raise self._failure(f"answered {what} with {answer!r}")
 
     def _wait(self, what: str, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
         if self._loop.is_closed():
@@ -159,10 +164,8 @@ class OmniClient:
                 task.cancel()
 
     async def _generate(self, prompt: Mapping[str, Any], params: Any) -> Any:
-        output = None
-        async for output in self._omni.generate(prompt=dict(prompt), sampling_params_list=[params]):
-            pass
-        return output
+        outputs = self._omni.generate(prompt=dict(prompt), sampling_params_list=[params])
+        return [output async for output in outputs][-1]
 
 
 def import_vllm_omni() -> None:

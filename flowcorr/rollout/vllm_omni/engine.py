@@ -116,8 +116,8 @@ class VllmOmniEngine:
             self._load_transformer(weights.tensors)
         else:
             self._load_adapter(weights.tensors)
-        self._loaded = weights
         self._moves.check(self._velocities(weights.tensors))
+        self._loaded = weights
         self._rest()
 
     def _load_transformer(self, tensors: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError, unknown_choice
@@ -71,9 +71,9 @@ def engine_options(config: Config, family: ModelFamily) -> tuple[dict[str, Any],
 
 def _weight_sync(config: Config, asked: str | None) -> WeightSync:
     rank = config.model.lora.rank
-    weight_sync = asked or ("lora_tensors" if rank else "merged")
-    if weight_sync not in get_args(WeightSync):
-        raise ConfigError(unknown_choice("rollout.engine.weight_sync", weight_sync, get_args(WeightSync)))
+    if asked not in (None, *get_args(WeightSync)):
+        raise ConfigError(unknown_choice("rollout.engine.weight_sync", asked, get_args(WeightSync)))
+    weight_sync = cast(WeightSync, asked or ("lora_tensors" if rank else "merged"))
     if rank == 0 and weight_sync != "merged":
         raise ConfigError(
             f"rollout.engine.weight_sync={weight_sync!r} needs an adapter, and model.lora.rank=0 trains all "

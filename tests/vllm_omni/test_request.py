@@ -1,0 +1,165 @@
+"""What needs no engine: requests, adapters, options and the probe's verdict."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowcorr.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig, SamplingConfig
+from flowcorr.errors import BackendError, ConfigError
+from flowcorr.models import Schedule
+from flowcorr.rollout.vllm_omni import adapter, options
+from flowcorr.rollout.vllm_omni.probe import MoveCheck, Velocities, tolerance, untrained
+from flowcorr.rollout.vllm_omni.request import Job, Plan, Probe, from_extra
+
+JOB = Job(
+    plan=Plan(
+        sampling=SamplingConfig(num_inference_steps=2, sde_window_range=(0, 2)),
+        schedule=Schedule(sigmas=(1.0, 0.5, 0.0), timesteps=(1000.0, 500.0)),
+        latent_shape=(4, 8, 8),
+    ),
+    seed=1, training_step=2, group=3, member=4, start=0, same_initial_noise=True, policy_version=5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("job", [JOB, Probe(guidance_scale=1.0, true_cfg_scale=4.0)], ids=["job", "probe"])
+def test_requests_survive_a_transport_of_plain_values(job):
+    found = from_extra(json.loads(json.dumps(job.to_extra())))
+    assert found == job
+    assert hash(found) == hash(job)
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"other": 1}])
+def test_foreign_requests_are_refused(extra):
+    with pytest.raises(ValueError, match="training rollouts"):
+        from_extra(extra)
+
+
+def test_adapters_get_the_names_of_peft_and_of_the_engine():
+    tensors = {
+        "blocks.0.attn.to_out.0.lora_A.default.weight": torch.zeros(2, 3),
+        "blocks.0.attn.to_out.0.lora_B.default.weight": torch.zeros(3, 2),
+    }
+    assert list(adapter.peft_tensors(tensors, "sd3")) == [
+        "base_model.model.blocks.0.attn.to_out.0.lora_A.weight",
+        "base_model.model.blocks.0.attn.to_out.0.lora_B.weight",
+    ]
+    assert "base_model.model.blocks.0.attn.to_out.lora_A.weight" in adapter.peft_tensors(
+        tensors, "qwen_image"
+    )
+    config = adapter.peft_config(tensors, "qwen_image", rank=2, alpha=4.0)
+    assert config["target_modules"] == ["blocks.0.attn.to_out"]
+    assert (config["r"], config["lora_alpha"]) == (2, 4.0)
+
+
+def test_buckets_hold_everything_once_and_no_more_than_the_limit():
+    state = {name: torch.full((size,), float(size)) for name, size in zip("abcd", (3, 4, 20, 1), strict=True)}
+    parts = list(adapter.buckets(state, limit=32))
+    assert [list(part) for part in parts] == [["a", "b"], ["c"], ["d"]]
+    assert list(adapter.buckets({})) == []
+
+
+def velocities(engine, actor):
+    return Velocities(engine=torch.tensor(engine), actor=torch.tensor(actor))
+
+
+def test_a_move_must_be_the_actors():
+    start = velocities([1.0, 0.0], [1.0, 0.0])
+    MoveCheck(start, tolerance=1e-3).check(velocities([1.0, 0.1], [1.0, 0.1]))
+    for engine in ([1.0, 0.0], [1.0, -0.1], [1.0, 0.3]):
+        with pytest.raises(BackendError, match="did not take effect"):
+            MoveCheck(start, tolerance=1e-3).check(velocities(engine, [1.0, 0.1]))
+    with pytest.raises(BackendError, match="did not take effect"):
+        MoveCheck(start, tolerance=1e-3).check(velocities([1.0, float("nan")], [1.0, 0.1]))
+
+
+def test_moves_within_the_noise_add_up_until_they_prove_something():
+    checked = MoveCheck(velocities([1.0, 0.01], [1.0, 0.0]), tolerance=0.05)
+    for step in (0.01, 0.02, 0.03):
+        checked.check(velocities([1.0, 0.01], [1.0, step]))  # an engine that never moves
+    with pytest.raises(BackendError, match="did not take effect"):
+        checked.check(velocities([1.0, 0.01], [1.0, 0.05]))
+
+
+def test_after_a_conclusive_move_the_next_is_counted_from_there():
+    checked = MoveCheck(velocities([1.0, 0.0], [1.0, 0.0]), tolerance=1e-3)
+    checked.check(velocities([1.0, 0.5], [1.0, 0.5]))
+    with pytest.raises(BackendError, match="did not take effect"):
+        checked.check(velocities([1.0, 0.5], [1.0, 0.55]))
+
+
+def test_another_model_is_told_apart_before_training():
+    with pytest.raises(BackendError, match="different models"):
+        MoveCheck(velocities([0.0, 1.0], [1.0, 0.0]), tolerance=0.05)
+
+
+def test_tolerance_follows_the_precision():
+    kinds = [
+        RolloutConfig(),
+        RolloutConfig(dtype="bfloat16"),
+        RolloutConfig(dtype="bfloat16", engine={"quantization": "fp8"}),
+    ]
+    found = [tolerance(kind) for kind in kinds]
+    assert found == sorted(set(found))
+
+
+def test_an_untrained_adapter_has_no_effect():
+    tensors = {"x.lora_A.default.weight": torch.ones(2, 2), "x.lora_B.default.weight": torch.ones(2, 2)}
+    still = untrained(tensors)
+    assert still["x.lora_A.default.weight"].all()
+    assert not still["x.lora_B.default.weight"].any()
+
+
+def config(engine, *, rank=4, **rollout):
+    return Config(
+        model=ModelConfig(lora=LoraConfig(rank=rank)),
+        rollout=RolloutConfig(name="vllm_omni", engine=engine, **rollout),
+    )
+
+
+class Family:
+    name = "flux"
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (config({"dtype": "float16"}), r"rollout\.engine\.dtype cannot be set: set rollout\.dtype"),
+        (config({"max_num_seq": 4}), r"rollout\.engine='max_num_seq' is unknown.*max_num_seqs\?"),
+        (config({"weight_sync": "lora"}), r"weight_sync='lora' is unknown"),
+        (config({"weight_sync": "lora_path"}, rank=0), r"rank=0 trains all"),
+        (config({"weight_sync": "merged", "quantization": "fp8"}), r"quantization='fp8'"),
+        (config({}, emulate="int8"), r"rollout\.emulate='int8'"),
+    ],
+)
+def test_options_that_cannot_be_passed_on(monkeypatch, bad, message):
+    monkeypatch.setattr(options, "_known_options", lambda: {"max_num_seqs", "quantization"})
+    with pytest.raises(ConfigError, match=message):
+        options.engine_options(bad, Family())
+
+
+def test_options_are_completed(monkeypatch):
+    monkeypatch.setattr(options, "_known_options", lambda: {"max_num_seqs", "quantization"})
+    found, way = options.engine_options(config({}, prompts_per_step=3, n=5, dtype="bfloat16"), Family())
+    assert way == "lora_tensors"
+    assert found["max_num_seqs"] == 15
+    assert found["dtype"] == "bfloat16"
+    assert found["model_class_name"] == "FlowcorrFluxPipeline"
+    told, way = options.engine_options(config({"max_num_seqs": 2}, rank=0), Family())
+    assert (told["max_num_seqs"], way) == (2, "merged")
+
+
+def test_families_without_a_pipeline_or_quantization(monkeypatch):
+    monkeypatch.setattr(options, "_known_options", lambda: {"quantization"})
+    other, sd3 = Family(), Family()
+    other.name, sd3.name = "aura_flow", "sd3"
+    with pytest.raises(ConfigError, match="no pipeline for the model family aura_flow"):
+        options.engine_options(config({}), other)
+    with pytest.raises(ConfigError, match="does not quantize sd3"):
+        options.engine_options(config({"quantization": "fp8"}), sd3)
+
+
+def test_jobs_with_the_same_plan_may_share_a_batch():
+    assert replace(JOB, member=1).plan == JOB.plan
+    assert replace(JOB.plan, with_means=True) != JOB.plan
