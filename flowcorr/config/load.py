@@ -29,6 +29,7 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
     Args:
         recipe: a YAML file, or the name of a recipe that ships with flowcorr.
         overrides: `dotted.key=value` strings; values are YAML, so `key=[0, 4]` and `key=null` work.
+            `data.path` may also name a file beside the recipe.
 
     Raises:
         ConfigError: no such recipe, no YAML, or a key, value or combination that cannot be used. The message names
@@ -40,7 +41,7 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
     """
     path = find_recipe(recipe)
     try:
-        return load_mapping(_resolve(_read(path), overrides))
+        return load_mapping(_beside(path, _resolve(_read(path), overrides)))
     except ConfigError as error:
         origin = f" with {' '.join(overrides)}" if overrides else ""
         raise ConfigError(f"{path}{origin}: {error}") from None
@@ -76,6 +77,17 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     if not shipped.is_file():
         raise ConfigError(unknown_choice("recipe", str(recipe), recipe_names()) + ", or give a YAML file")
     return shipped
+
+
+def _beside(recipe: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values with a prompts file that lies beside the recipe, and not in the current folder, found there."""
+    data = values.get("data")
+    if not isinstance(data, Mapping) or not isinstance(data.get("path"), str):
+        return values
+    there = recipe.parent / data["path"]
+    if Path(data["path"]).exists() or not there.is_file():
+        return values
+    return {**values, "data": {**data, "path": str(there.resolve())}}
 
 
 def _listed_recipes() -> str:

@@ -11,7 +11,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.models import DTYPES, load_family
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.rewards import build_reward
-from flowcorr.rollout import InProcessEngine
+from flowcorr.rollout import InProcessEngine, RolloutEngine
 from flowcorr.trainer.step import Parts
 
 
@@ -42,8 +42,14 @@ def build_parts(config: Config) -> tuple[Parts, PromptSet]:
     return Parts(config=config, actor=actor, engine=engine, cache=cache, prompts=stream, reward=reward), data
 
 
-def build_engine(config: Config, actor: DiffusionActor) -> InProcessEngine:
-    """The rollout engine that `rollout.name` asks for."""
+def build_engine(config: Config, actor: DiffusionActor) -> RolloutEngine:
+    """The rollout engine that `rollout.name` asks for; the family's text encoders must still be in place."""
+    if config.rollout.name == "vllm_omni":
+        from flowcorr.rollout.vllm_omni import VllmOmniEngine
+
+        return VllmOmniEngine(
+            actor.family, config, tensors=actor.snapshot().tensors, merge=actor.merged_weights
+        )
     return InProcessEngine(
         actor.family,
         config.rollout,

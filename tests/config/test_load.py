@@ -50,6 +50,11 @@ def test_every_recipe_says_how_to_run_it(name):
 
 def test_shipped_recipes():
     assert recipe_names() == [
+        "flux_dev_pickscore_lora",
+        "qwen_image_ocr_grpo_guard_lora",
+        "qwen_image_ocr_lora_decoupled",
+        "qwen_image_ocr_lora_rollout_corr",
+        "sd35_medium_ocr_lora",
         "tiny_jpeg_lora",
         "tiny_ocr_lora",
         "tiny_ocr_lora_bypass",
@@ -268,6 +273,6 @@ def test_missing_recipe():
     ):
         load("tiny_ocr_lra")
     with pytest.raises(
-        ConfigError, match=r"'gone/away\.yaml': no such file; give a YAML file or one of tiny_jpeg"
+        ConfigError, match=r"'gone/away\.yaml': no such file; give a YAML file or one of flux_dev"
     ):
         load("gone/away.yaml")
