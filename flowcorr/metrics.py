@@ -8,6 +8,7 @@ copies everything at once.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,14 @@ class Layout:
     """The fields of one packed block, the same for every micro-batch that a producer sees."""
 
     fields: tuple[Field, ...]
+    # Layouts are dictionary keys on the hot path, and have dozens of fields: hash them once.
+    _hash: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.fields))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def prefixed(self, prefix: str) -> Layout:
         """The same fields under `prefix + name`."""

@@ -328,7 +328,8 @@ class Quality:
         on_policy_variance: variance, and mean squared error, of samples of the target policy itself.
         worth: how many samples of the target policy itself do as well as one of these, each with the best fixed
             factor on its gradient, as tuned or normalised step sizes find it; standard error `worth_se`. Where
-            there is bias, it depends on the size of the batch; above 1, the bias is along the truth by luck.
+            there is bias, it depends on the size of the batch. Above 1, the rollout policy's samples happen to
+            tell more than the target's own, or the bias lies along the truth.
         kept: share of terms that were not rejected.
         mean_weight: mean importance weight, after the cap; 1 without weights.
         ess: effective sample size of the weights, a share; 1 without weights.

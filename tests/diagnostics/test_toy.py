@@ -314,10 +314,10 @@ def test_example_writes_its_files(tmp_path, monkeypatch, capsys):
     spec.loader.exec_module(example)
     monkeypatch.setattr(example, "WINDOWS", (2,))
     monkeypatch.setattr(example, "SIZES", (512, 16384))
-    example.main(tmp_path, samples=4096, shifts=[1e-2])
+    example.main(tmp_path, samples=2048, shifts=[1e-2, 3e-2])
     with (tmp_path / "ground_truth.csv").open() as file:
         rows = list(csv.DictReader(file))
-    settings = 1 + 2 + 2  # without a shift, a random one at two sizes, ahead and behind
+    settings = 1 + 2 * (2 + 2)  # without a shift, and each in a random direction at two sizes, ahead, behind
     assert len(rows) == settings * len(ARMS) * len(example.BATCHES)
     uncorrected = [row for row in rows if row["preset"] == "disabled" and row["n"] == "64"]
     for row in uncorrected:
