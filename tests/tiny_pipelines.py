@@ -2,15 +2,21 @@
 
 Import it as `tiny_pipelines` (pytest puts `tests/` on the path). Every builder draws from `seed` alone, writes a
 folder that `from_pretrained` reads, and returns it.
+
+As a script it builds one and prints the overrides that fit a recipe to it:
+
+    flowcorr train qwen_image_ocr_lora_rollout_corr $(python tests/tiny_pipelines.py qwen_image /tmp/tiny_qwen)
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
 
 TEXT_WIDTH = 32
+SD3_SIZE = (64, 64)
 QWEN_SIZE = (32, 48)
 FLUX_SIZE = (16, 24)
 AURA_FLOW_SIZE = (16, 24)
@@ -304,3 +310,47 @@ def flow_grpo_log_prob(latents, following, velocity, sigma, sigma_next, noise_le
     drift = velocity + c**2 / (2 * sigma) * (latents + (1 - sigma) * velocity)
     density = torch.distributions.Normal(latents - drift * step, c * step**0.5)
     return density.log_prob(following).flatten(1).mean(1)
+
+
+def overrides(path, size: tuple[int, int], dtype: str) -> list[str]:
+    """What makes a recipe for a large model one for the tiny model at `path`, three steps long."""
+    height, width = size
+    return [
+        f"model.path={path}",
+        f"model.dtype={dtype}",
+        f"rollout.dtype={dtype}",
+        "model.max_sequence_length=16",
+        f"sampling.height={height}",
+        f"sampling.width={width}",
+        "rollout.prompts_per_step=2",
+        "rollout.n=4",
+        "trainer.device=cpu",
+        "trainer.total_steps=3",
+        "trainer.eval_every=0",
+        # Nothing can be read on images of noise, and equal rewards teach nothing.
+        'reward.terms=[{"name":"jpeg_incompressibility"}]',
+    ]
+
+
+def main() -> None:
+    """Build the pipeline that the command line names."""
+    builders = {
+        "sd3": (build_tiny_sd3, SD3_SIZE),
+        "qwen_image": (build_tiny_qwen_image, QWEN_SIZE),
+        "flux": (build_tiny_flux, FLUX_SIZE),
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", choices=builders)
+    parser.add_argument("folder", type=Path)
+    # Not the recipes' bfloat16, whose matrix instructions not every virtual machine lets through.
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    arguments = parser.parse_args()
+    build, size = builders[arguments.family]
+    folder = build(arguments.folder, getattr(torch, arguments.dtype))
+    print(*overrides(folder, size, arguments.dtype))
+
+
+if __name__ == "__main__":
+    main()

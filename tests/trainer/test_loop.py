@@ -540,7 +540,9 @@ def test_a_stopped_process_can_be_resumed(number, plain_runs, tmp_path):
 
 def test_a_band_that_cannot_act_is_named_once(tmp_path, caplog):
     settings = small_config(
-        "algorithm.rollout_correction.preset=decoupled_seq_is_rs", "rollout.emulate=int8", "trainer.eval_every=0"
+        "algorithm.rollout_correction.preset=decoupled_seq_is_rs",
+        "rollout.emulate=int8",
+        "trainer.eval_every=0",
     )
     trainer.train(settings, tmp_path / "run")
     idle = [message for message in caplog.messages if "cannot reject anything" in message]
