@@ -354,9 +354,14 @@ class DiffusionActor:
             self.ema[name].lerp_(parameter, 1 - decay)
 
     def _needs_base(self) -> bool:
+        """Whether the untrained transformer is kept: for an engine that cannot share ours, or as the reference.
+
+        An engine in processes of its own has read the model itself.
+        """
         rollout, model = self.config.rollout, self.config.model
-        copied = rollout.staleness or rollout.emulate != "none" or rollout.dtype != model.dtype
-        return bool(copied or (self.config.actor.kl_coef and not model.lora.rank))
+        differs = rollout.staleness or rollout.emulate != "none" or rollout.dtype != model.dtype
+        reference = self.config.actor.kl_coef and not model.lora.rank
+        return bool((rollout.name == "in_process" and differs) or reference)
 
 
 def sum_over_ranks(gradients: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:

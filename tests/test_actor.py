@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import BatchError
@@ -34,6 +35,25 @@ def updated(make_run, batch_of=None, **sections):
     batch = run.batch() if batch_of is None else batch_of(run)
     metrics = run.actor.update(batch, training_step=1).compute()
     return run, metrics
+
+
+@pytest.mark.parametrize(
+    ("rollout", "rank", "kl_coef", "kept"),
+    [
+        ({}, 4, 0.1, False),
+        ({"dtype": "bfloat16"}, 4, 0.0, True),
+        ({"staleness": 1}, 4, 0.0, True),
+        ({"name": "vllm_omni", "dtype": "bfloat16", "staleness": 1}, 4, 0.1, False),
+        ({"name": "vllm_omni"}, 0, 0.1, True),
+        ({"name": "vllm_omni"}, 0, 0.0, False),
+    ],
+)
+def test_the_untrained_transformer_is_kept_only_where_it_is_needed(make_config, rollout, rank, kl_coef, kept):
+    config = make_config(
+        model={**FULL, "lora": LoraConfig(rank=rank)}, rollout=rollout, actor={"kl_coef": kl_coef}
+    )
+    actor = DiffusionActor(load_family("tiny_ocr", max_sequence_length=8), config)
+    assert (actor.base is not actor.transformer) == kept
 
 
 # Scoring -------------------------------------------------------------------------------------------------

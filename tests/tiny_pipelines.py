@@ -319,7 +319,7 @@ def overrides(path, size: tuple[int, int], dtype: str) -> list[str]:
         f"model.path={path}",
         f"model.dtype={dtype}",
         f"rollout.dtype={dtype}",
-        "model.max_sequence_length=16",
+        "model.max_sequence_length=128",
         f"sampling.height={height}",
         f"sampling.width={width}",
         "rollout.prompts_per_step=2",

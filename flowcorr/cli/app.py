@@ -54,6 +54,41 @@ examples:
 exit codes: 0 all passed, 1 something warned (or the engine could not be examined), 2 something failed (or bad
 configuration)
 """
+_AUDIT = """\
+Measure how far the log-probs of a recipe's rollout engine and training stack lie apart, and say what to do about it:
+bypass or decoupled, which clip range, which weights and rejection, or no correction at all, with lines to paste.
+A few rollout batches are sampled and recomputed; no reward is computed and no run is started. With
+rollout.staleness=N, N training steps on random advantages first let the engine fall behind.
+
+How to read it, with delta the log-prob of the training stack less that of the engine, a latent element:
+  |delta| 99%    bypass needs a clip range of about 4 times this, else PPO clips noise
+  joint nats     D times the exact KL of a trajectory's window; exact weights keep exp(-2 x) of the samples
+  ESS            the share of samples that weights keep at scale mean, sqrt or sum: 1 at mean says that the weights
+                 do nothing, not that there is no gap
+  rejected       what each preset drops at its own band; 0 may mean that the band cannot act
+
+examples:
+  flowcorr audit tiny_ocr_lora
+  flowcorr audit tiny_ocr_lora rollout.emulate=int4 --out runs/audit_int4
+  flowcorr audit tiny_ocr_lora rollout.staleness=4 --batches 4
+  flowcorr audit tiny_ocr_lora --json | jq -r .advice.yaml
+
+DIR gets audit.json, audit.html (one page that needs nothing else) and, with matplotlib, audit.png.
+If engine and training stack disagree by more than rounding, flowcorr doctor says which part is to blame.
+
+exit codes: 0 audited, whatever it advises; 1 failed, 2 bad configuration
+"""
+_REPORT = """\
+Put runs on one HTML page, without scripts or anything to load, to read at a desk or on a phone: findings in words
+with the number, its limit and what to do, curves with healthy ranges, drift by timestep, time, images, and the
+settings in which the runs differ. Runs that differ by seed only are drawn as one, with a band from the smallest
+to the largest value. The same rules run during training, where each is told once.
+
+examples:
+  flowcorr report runs/tiny_ocr_lora
+  flowcorr report runs/seed0 runs/seed1 runs/seed2 --out seeds.html
+  flowcorr report runs/bypass runs/decoupled --out compare.html
+"""
 _CONFIG = """\
 Print the whole configuration of a recipe as YAML, defaults and overrides resolved, and check it.
 
@@ -139,6 +174,22 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(doctor)
     doctor.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
     doctor.add_argument("--prompts", type=int, default=3, metavar="N", help="prompts to sample (default: 3)")
+
+    audit = _add(
+        subparsers, "audit", "measure the rollout gap and advise on its correction", _AUDIT, commands.audit
+    )
+    _add_recipe(audit)
+    audit.add_argument("--batches", type=int, default=2, metavar="N", help="rollout batches (default: 2)")
+    audit.add_argument("--out", metavar="DIR", help="the folder to write (default: runs/RECIPE_audit)")
+    audit.add_argument("--json", action="store_true", help="print audit.json, and nothing else")
+
+    report = _add(
+        subparsers, "report", "put runs on one page, with findings in words", _REPORT, commands.report
+    )
+    report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the folder of a run")
+    report.add_argument(
+        "--out", metavar="FILE", help="the page to write (default: report.html in the first RUN_DIR)"
+    )
 
     _add_recipe(_add(subparsers, "config", "print a resolved recipe", _CONFIG, commands.config))
     _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)

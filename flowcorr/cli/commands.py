@@ -65,6 +65,33 @@ def doctor(arguments: argparse.Namespace) -> int:
     return report.exit_code
 
 
+def audit(arguments: argparse.Namespace) -> int:
+    """Measure the gap between a recipe's two stacks, save what was found, and advise."""
+    from flowcorr.cli.audit import show_audit
+    from flowcorr.config import load
+    from flowcorr.diagnostics import audit_page
+    from flowcorr.diagnostics.audit import audit as measure
+
+    report = measure(load(arguments.recipe, arguments.overrides), num_batches=arguments.batches)
+    out_dir = Path(arguments.out or Path("runs") / f"{Path(arguments.recipe).stem}_audit")
+    title = " ".join((arguments.recipe, *arguments.overrides))
+    files = audit_page.save(report, out_dir, title=title)
+    if arguments.json:
+        print(audit_page.as_json(report))
+    else:
+        show_audit(report, files)
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the page of some runs and say where it is."""
+    from flowcorr.diagnostics.report_page import write_report
+
+    folders = [Path(folder) for folder in arguments.run_dirs]
+    print(write_report(folders, Path(arguments.out) if arguments.out else folders[0] / "report.html"))
+    return 0
+
+
 def config(arguments: argparse.Namespace) -> int:
     """Print a resolved recipe."""
     from flowcorr.config import load, to_yaml

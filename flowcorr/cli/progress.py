@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 if TYPE_CHECKING:
     from flowcorr.config import Config
+    from flowcorr.diagnostics.health import HealthMonitor
     from flowcorr.trainer import RunResult
 
 _STEP_METRICS = {
@@ -45,6 +46,7 @@ class TerminalObserver:
         self._start_step = self._total = 0
         self._note = ""
         self._evals: list[Mapping[str, float]] = []
+        self._health: HealthMonitor | None = None
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -57,6 +59,9 @@ class TerminalObserver:
 
     def on_start(self, config: Config, out_dir: Path, start_step: int) -> None:
         """The run is set up and begins after `start_step`."""
+        from flowcorr.diagnostics.health import HealthMonitor, units_of
+
+        self._health = HealthMonitor(units_of(config))
         self._start = self._first_step_start = self._clock()
         self._start_step, self._total = start_step, config.trainer.total_steps
         begin = f"resumes after step {start_step}" if start_step else f"{self._total} steps"
@@ -74,6 +79,7 @@ class TerminalObserver:
         self._progress.update(self._task, completed=step, note=self._note)
         if not self._live:
             self._say(f"step {step}/{self._total}  {self._note}  {self._remaining(step)}")
+        self._say_what_is_unhealthy(metrics)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation is done."""
@@ -94,6 +100,11 @@ class TerminalObserver:
             self._say(f"held out: {_changes(self._evals[0], self._evals[-1])}")
         if result.resume_command is not None:
             self._say(f"resume with: {result.resume_command}")
+
+    def _say_what_is_unhealthy(self, metrics: Mapping[str, float]) -> None:
+        for finding in self._health.update(metrics) if self._health else ():
+            if finding.level != "note":
+                self._say(f"{finding.level}: {finding.message} ({finding.metric}); {finding.advice}")
 
     def _remaining(self, step: int) -> str:
         per_step = (self._clock() - self._first_step_start) / max(1, step - self._start_step)

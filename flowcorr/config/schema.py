@@ -129,7 +129,10 @@ class RolloutConfig:
 
     Attributes:
         name: `in_process` samples with diffusers in the trainer's process; `vllm_omni` with that engine.
-        engine: options handed to the engine, such as `tensor_parallel_size`; `in_process` has none.
+        engine: options of the engine; `in_process` has none. `weight_sync` says how vllm-omni gets new weights:
+            `lora_tensors` in memory (default), `lora_path` through files, or `merged`, all weights (default and
+            only choice for `model.lora.rank: 0`). The rest passes through to it, such as `tensor_parallel_size`,
+            `quantization`, `diffusion_attention_config`, `gpu_memory_utilization` or `enable_sleep_mode`.
         dtype: dtype of the engine's weights and arithmetic.
         emulate: weights rounded to this format before sampling, to produce a real mismatch on any machine.
         staleness: the engine samples with the weights of this many training steps ago.

@@ -22,6 +22,7 @@ from flowcorr.config.schema import Config
 from flowcorr.diagnostics.report import Finding
 from flowcorr.diagnostics.trials import Trials, score_means, velocity_gap
 from flowcorr.rollout import RolloutEngine
+from flowcorr.rollout.base import attention_name
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 
 NO_GAP = 1e-5  # of the velocity: nothing to explain; float32 stacks agree to 4e-7 (2e-6 under guidance)
@@ -431,8 +432,7 @@ def _attention(exam: Exam) -> Finding:
     if not isinstance(exam.engine, Describes):
         return _skipped("the engine does not describe itself")
     facts = exam.engine.describe()
-    processors = getattr(exam.actor.transformer, "attn_processors", {})
-    own = ", ".join(sorted({type(processor).__name__ for processor in processors.values()})) or "its own"
+    own = attention_name(exam.actor.transformer)
     message = f"engine: {', '.join(f'{key} {value}' for key, value in facts.items())}; actor: attention {own}"
     gap, usual = exam.trials.base.velocity_gap(), _usual_gap(exam.config)
     if gap > usual and facts.get("attention") != own:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,7 +25,11 @@ class Weights:
 
 
 class RolloutEngine(Protocol):
-    """Samples trajectories; its weights change only by `sync`."""
+    """Samples trajectories; its weights change only by `sync`.
+
+    An engine may also have `describe() -> Mapping[str, str]`, plain facts for a report, such as
+    `{"attention": "FLASH_ATTN", "dtype": "bfloat16"}`.
+    """
 
     @property
     def history(self) -> Sequence[Weights]:
@@ -56,3 +60,9 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release the engine's memory and processes."""
+
+
+def attention_name(transformer: Any) -> str:
+    """What computes attention in a transformer of diffusers."""
+    processors = getattr(transformer, "attn_processors", {}).values()
+    return ", ".join(sorted({type(processor).__name__ for processor in processors})) or "its own"

@@ -14,7 +14,7 @@ from flowcorr.config.schema import RolloutConfig, SamplingConfig
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, Guidance, ModelFamily, Schedule
 from flowcorr.records import Rollout
-from flowcorr.rollout.base import Weights
+from flowcorr.rollout.base import Weights, attention_name
 from flowcorr.rollout.emulate import round_weights
 from flowcorr.rollout.sampler import sample_sde_window
 
@@ -115,8 +115,19 @@ class InProcessEngine:
         ]
         return Rollout.concatenate(parts)
 
+    def describe(self) -> dict[str, str]:
+        """What it computes with."""
+        return {
+            "attention": attention_name(self._transformer),
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
     def close(self) -> None:
         self._copy = None
+
+    @property
+    def _transformer(self) -> nn.Module:
+        return self.family.transformer if self._copy is None else self._copy
 
     def _load(self, weights: Weights) -> None:
         self._loaded = weights
@@ -131,7 +142,7 @@ class InProcessEngine:
         training_step: int,
         with_means: bool,
     ) -> Rollout:
-        transformer = self.family.transformer if self._copy is None else self._copy
+        transformer = self._transformer
         device = next(transformer.parameters()).device
         inputs = {
             name: rows.to(device, self.dtype if rows.is_floating_point() else None)

@@ -55,6 +55,17 @@ def test_one_plain_line_a_step_where_there_is_no_terminal():
     assert "\x1b" not in console.file.getvalue()
 
 
+def test_what_is_unhealthy_is_told_once(console):
+    with TerminalObserver(console) as observer:
+        observer.on_start(load("tiny_ocr_lora"), Path("runs/x"), 0)
+        for step in (1, 2):
+            observer.on_step(step, {"rollout_corr/kl": 0.5, "rollout_corr/clip_noise_fraction": 0.9})
+    text = console.file.getvalue()
+    assert text.count("warning: ") == 1
+    assert "|KL| of old and rollout policy is 0.5, above 0.1" in text
+    assert "(rollout_corr/kl); " in text
+
+
 def test_an_interrupted_run_says_how_to_resume(console):
     result = RunResult(
         status="interrupted",

@@ -88,7 +88,7 @@ def full_run(small_run, make_config):
 def test_healthy_float32_passes_everything(small_run, shared, sections):
     run = small_run(**sections)
     report = check(run, run.engine if shared else separate(run))
-    assert set(statuses(report, "PASS")) == {finding.check for finding in report.findings} - {"attention"}
+    assert set(statuses(report, "PASS")) == {finding.check for finding in report.findings}
     assert report.exit_code == 0
 
 
@@ -112,7 +112,7 @@ def test_lost_precision_is_no_failure(small_run, rollout, sampling):
 def test_full_fine_tuning(full_run):
     report = check(full_run, full_run.engine)
     assert report.failed() == []
-    assert statuses(report, "SKIP") == ["lora", "attention"]
+    assert statuses(report, "SKIP") == ["lora"]
     assert "trained weights" in finding_of(report, "sync").message
 
 

@@ -134,6 +134,23 @@ def stack(shared: tuple[Stack, dict[str, Tensor]]) -> Iterator[Stack]:
     return stack
 
 
+@pytest.fixture(scope="session")
+def shared_guided() -> Iterator[tuple[Stack, dict[str, Tensor]]]:
+    sampling = {"guidance_scale": 3.0}
+    with running(stack_config("tiny_ocr", "tiny_ocr", sampling=sampling)) as stack:
+        yield stack, stack.actor.snapshot().tensors
+
+
+@pytest.fixture
+def guided(shared_guided: tuple[Stack, dict[str, Tensor]]) -> Stack:
+    """As `stack`, with guidance and an adapter that has learned something."""
+    stack, initial = shared_guided
+    stack.actor.load_weights(initial)
+    stack.stir()
+    stack.sync()
+    return stack
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
     """Start a further engine, in this process, on a tiny pipeline with random weights."""

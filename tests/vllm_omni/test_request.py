@@ -10,7 +10,7 @@ from flowcorr.config.schema import Config, LoraConfig, ModelConfig, RolloutConfi
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.models import Schedule
 from flowcorr.rollout.vllm_omni import adapter, options
-from flowcorr.rollout.vllm_omni.probe import MoveCheck, Velocities, tolerance, untrained
+from flowcorr.rollout.vllm_omni.probe import MoveCheck, Velocities, disagreement, untrained
 from flowcorr.rollout.vllm_omni.request import Job, Plan, Probe, from_extra
 
 JOB = Job(
@@ -60,22 +60,25 @@ def test_buckets_hold_everything_once_and_no_more_than_the_limit():
     assert list(adapter.buckets({})) == []
 
 
+FLOAT32, BFLOAT16 = (disagreement(RolloutConfig(dtype=dtype)) for dtype in ("float32", "bfloat16"))
+
+
 def velocities(engine, actor):
     return Velocities(engine=torch.tensor(engine), actor=torch.tensor(actor))
 
 
 def test_a_move_must_be_the_actors():
     start = velocities([1.0, 0.0], [1.0, 0.0])
-    MoveCheck(start, tolerance=1e-3).check(velocities([1.0, 0.1], [1.0, 0.1]))
+    MoveCheck(start, disagreement=FLOAT32).check(velocities([1.0, 0.1], [1.0, 0.1]))
     for engine in ([1.0, 0.0], [1.0, -0.1], [1.0, 0.3]):
         with pytest.raises(BackendError, match="did not take effect"):
-            MoveCheck(start, tolerance=1e-3).check(velocities(engine, [1.0, 0.1]))
+            MoveCheck(start, disagreement=FLOAT32).check(velocities(engine, [1.0, 0.1]))
     with pytest.raises(BackendError, match="did not take effect"):
-        MoveCheck(start, tolerance=1e-3).check(velocities([1.0, float("nan")], [1.0, 0.1]))
+        MoveCheck(start, disagreement=FLOAT32).check(velocities([1.0, float("nan")], [1.0, 0.1]))
 
 
 def test_moves_within_the_noise_add_up_until_they_prove_something():
-    checked = MoveCheck(velocities([1.0, 0.01], [1.0, 0.0]), tolerance=0.05)
+    checked = MoveCheck(velocities([1.0, 0.01], [1.0, 0.0]), disagreement=BFLOAT16)
     for step in (0.01, 0.02, 0.03):
         checked.check(velocities([1.0, 0.01], [1.0, step]))  # an engine that never moves
     with pytest.raises(BackendError, match="did not take effect"):
@@ -83,7 +86,7 @@ def test_moves_within_the_noise_add_up_until_they_prove_something():
 
 
 def test_after_a_conclusive_move_the_next_is_counted_from_there():
-    checked = MoveCheck(velocities([1.0, 0.0], [1.0, 0.0]), tolerance=1e-3)
+    checked = MoveCheck(velocities([1.0, 0.0], [1.0, 0.0]), disagreement=FLOAT32)
     checked.check(velocities([1.0, 0.5], [1.0, 0.5]))
     with pytest.raises(BackendError, match="did not take effect"):
         checked.check(velocities([1.0, 0.5], [1.0, 0.55]))
@@ -91,17 +94,26 @@ def test_after_a_conclusive_move_the_next_is_counted_from_there():
 
 def test_another_model_is_told_apart_before_training():
     with pytest.raises(BackendError, match="different models"):
-        MoveCheck(velocities([0.0, 1.0], [1.0, 0.0]), tolerance=0.05)
+        MoveCheck(velocities([0.0, 1.0], [1.0, 0.0]), disagreement=BFLOAT16)
 
 
-def test_tolerance_follows_the_precision():
+def test_disagreement_follows_the_precision():
     kinds = [
         RolloutConfig(),
         RolloutConfig(dtype="bfloat16"),
         RolloutConfig(dtype="bfloat16", engine={"quantization": "fp8"}),
     ]
-    found = [tolerance(kind) for kind in kinds]
-    assert found == sorted(set(found))
+    most = [disagreement(kind)[1] for kind in kinds]
+    assert most == sorted(set(most))
+    assert FLOAT32[0] < BFLOAT16[0]
+
+
+def test_kernels_that_agree_bit_for_bit_at_the_start_may_differ_by_rounding_later():
+    for bounds, rounding in ((FLOAT32, 1e-6), (BFLOAT16, 3e-3)):
+        checked = MoveCheck(velocities([1.0, 0.0], [1.0, 0.0]), disagreement=bounds)
+        checked.check(velocities([1.0 + rounding, 0.0], [1.0, rounding / 4]))
+        with pytest.raises(BackendError, match="did not take effect"):
+            checked.check(velocities([1.0 + 4 * rounding, 0.0], [1.0, rounding]))
 
 
 def test_an_untrained_adapter_has_no_effect():

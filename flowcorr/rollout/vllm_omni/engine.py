@@ -76,7 +76,7 @@ class VllmOmniEngine:
         self._client = OmniClient(resolve_path(config.model.path), options, log)
         try:
             self._moves = probe.MoveCheck(
-                self._velocities(probe.untrained(tensors)), tolerance=probe.tolerance(config.rollout)
+                self._velocities(probe.untrained(tensors)), disagreement=probe.disagreement(config.rollout)
             )
             self._rest()
         except BaseException:
@@ -253,6 +253,10 @@ class VllmOmniEngine:
         }
 
     # Lifecycle -------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, str]:
+        """What its first worker computes with."""
+        return dict(self._client.rpc("flowcorr_facts")[0])
 
     def close(self) -> None:
         """Stop the engine's processes."""

@@ -8,6 +8,8 @@ Timesteps come with the request, as the actor's family states them for the engin
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -168,7 +170,8 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
         """Load tensors under diffusers' names, each with its component in front."""
         from vllm.model_executor.models.utils import AutoWeightsLoader
 
-        return AutoWeightsLoader(self).load_weights(weights)
+        with contextlib.redirect_stderr(io.StringIO()):  # vLLM's bar, drawn as `weights` reads its files
+            return AutoWeightsLoader(self).load_weights(weights)
 
     def _load_diffusion_lora_adapter(
         self, *, lora_request: Any, lora_path: str, dtype: torch.dtype

@@ -16,8 +16,8 @@ from flowcorr.models import Conditioning, Guidance, ModelFamily, Schedule
 
 PROMPT = "cat"
 LARGEST_GAP = 0.25  # of the velocity, between two stacks that hold the same model
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}  # by the engine's dtype, see `MoveCheck`
-COARSE = 0.2  # the same for quantized weights
+DISAGREEMENT = {"float32": (2e-6, 1e-3), "bfloat16": (2e-3, 0.05)}  # by the engine's dtype, see `MoveCheck`
+COARSE = 0.2  # the larger of both for quantized weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,10 +55,11 @@ def probe_point(
     )
 
 
-def tolerance(rollout: RolloutConfig) -> float:
-    """The share of the velocity by which an engine of this precision may differ from the actor."""
+def disagreement(rollout: RolloutConfig) -> tuple[float, float]:
+    """The least and the most, as shares of the velocity, by which an engine of this precision and the actor differ."""
     quantized = rollout.engine.get("quantization") or rollout.engine.get("quantization_config")
-    return COARSE if quantized or rollout.emulate != "none" else TOLERANCE[rollout.dtype]
+    least, most = DISAGREEMENT[rollout.dtype]
+    return least, COARSE if quantized or rollout.emulate != "none" else most
 
 
 @torch.no_grad()
@@ -95,20 +96,22 @@ class MoveCheck:
 
     Args:
         start: both velocities before the first sync.
-        tolerance: the disagreement to expect of the engine's precision, as a share of the velocity.
+        disagreement: what to expect of the engine's precision. At least the first of both, because kernels that
+            happen to agree bit for bit on the untrained weights no longer do so once an adapter acts.
 
     Raises:
         BackendError: the two are so far apart that they cannot hold the same model.
     """
 
-    def __init__(self, start: Velocities, *, tolerance: float) -> None:
+    def __init__(self, start: Velocities, *, disagreement: tuple[float, float]) -> None:
         if not start.gap() <= LARGEST_GAP:
             raise BackendError(
                 f"before training, the velocities of engine and actor differ by {start.gap():.0%}: they hold different "
                 "models, or sample differently; compare model.path and rollout.engine, and run flowcorr doctor"
             )
         self._anchor = start
-        self._noise = min(start.gap(), tolerance) * float(start.actor.norm())
+        least, most = disagreement
+        self._noise = min(max(start.gap(), least), most) * float(start.actor.norm())
 
     def check(self, reached: Velocities) -> None:
         """Compare the moves since the last conclusive check.

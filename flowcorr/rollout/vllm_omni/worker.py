@@ -1,4 +1,4 @@
-"""What the trainer can call inside vllm-omni's workers: new weights, in three ways."""
+"""What the trainer can call inside vllm-omni's workers: new weights, in three ways, and what they run on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from vllm.lora.request import LoRARequest
+from vllm_omni.diffusion.attention.layer import Attention
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 IN_MEMORY = "/flowcorr/in-memory"  # vllm-omni wants an absolute path, even where nothing is read from it
@@ -51,3 +52,14 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         named = ((f"transformer.{name}", tensor) for name, tensor in tensors.items())
         self.model_runner.pipeline.load_weights(named)
         return {"tensors": len(tensors)}
+
+    def flowcorr_facts(self) -> dict[str, str]:
+        """The attention backends that vllm-omni chose for the transformer, and its dtype."""
+        transformer = self.model_runner.pipeline.transformer
+        backends = {
+            layer.attn_backend.get_name()
+            for layer in transformer.modules()
+            if isinstance(layer, Attention) and layer.attn_backend is not None
+        }
+        dtype = str(self.model_runner.pipeline.od_config.dtype).removeprefix("torch.")
+        return {"attention": ", ".join(sorted(backends)) or "its own", "dtype": dtype}

@@ -1,0 +1,69 @@
+"""An audit on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from flowcorr.diagnostics import audit_page as page
+from flowcorr.diagnostics.audit import AuditReport
+from flowcorr.diagnostics.audit_advice import Kind
+
+_STYLES: dict[Kind, str] = {
+    "none": "bold green",
+    "leave": "bold yellow",
+    "correct": "bold yellow",
+    "repair": "bold red",
+}
+_WIDTH = 140  # where there is no terminal to ask
+
+
+def show_audit(report: AuditReport, files: Sequence[Path], console: Console | None = None) -> None:
+    """Print what was measured, then the recommendation with the lines to paste, and where it was saved."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH, highlight=False)
+    advice = report.advice
+    for line in page.facts(report):
+        console.print(line, markup=False)
+    console.print()
+    console.print(
+        _table(
+            "delta log p by step, nats a latent element", page.STEP_HEADER, map(page.step_row, report.steps)
+        )
+    )
+    console.print()
+    console.print(
+        _table(
+            "weights without a cap (expected: from the exact KL, for many samples)",
+            page.SCALE_HEADER,
+            map(page.scale_row, report.scales),
+        )
+    )
+    console.print()
+    console.print(
+        _table("presets at their own thresholds", page.PRESET_HEADER, map(page.preset_row, report.presets))
+    )
+    console.print()
+    console.print(advice.verdict, style=_STYLES[advice.kind], markup=False)
+    for reason in advice.reasons:
+        console.print(f"- {reason}", markup=False)
+    console.print("\nfor the recipe:", markup=False)
+    console.print(advice.yaml, markup=False)
+    if advice.alternative:
+        console.print("or bypass, with a clip range above the noise:", markup=False)
+        console.print(advice.alternative, markup=False)
+    console.print(f"saved: {', '.join(map(str, files))}", markup=False, soft_wrap=True)
+
+
+def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    for place, column in enumerate(header):
+        first = place == 0
+        table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,497 @@
+"""How large is the gap between rollout engine and actor, and what would each correction make of it?
+
+A few rollout batches are sampled with the configured engine and scored again by the actor, as decoupled mode
+does. Nothing is trained, with one exception: a stale engine differs from the actor only once something was
+learned, so before its batches are taken, `rollout.staleness` training steps are made on random advantages.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.algorithm.apply import correct
+from flowcorr.config.schema import ActorConfig, Config
+from flowcorr.correction import (
+    PRESETS,
+    RolloutCorrectionConfig,
+    compute_rollout_correction_and_rejection_mask,
+)
+from flowcorr.correction.ratios import SCALES, scale_factor
+from flowcorr.data import PromptStream, load_prompts
+from flowcorr.diagnostics.audit_advice import OUTLIER_Z, Advice, Facts, advise, clip_limit, clip_needed
+from flowcorr.diagnostics.report import QUANTILES
+from flowcorr.diagnostics.trials import r_squared
+from flowcorr.errors import BackendError, ConfigError
+from flowcorr.models import DTYPES, load_family
+from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.records import ActorBatch, Rollout
+from flowcorr.rollout import RolloutEngine
+from flowcorr.trainer.setup import build_engine, choose_device
+
+NUM_BATCHES = 2
+MAD_TO_STD = 1.4826  # of a normal distribution
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGap:
+    """The gap at one step of the schedule.
+
+    Attributes:
+        step_index: place in the schedule.
+        sigma: noise level before the step.
+        num_terms: terms measured.
+        mean_delta: mean of `delta log p`, nats per latent element: how far the ratios of bypass start off-centre.
+        abs_delta: the `QUANTILES` of `|delta log p|`.
+        exact_kl: mean exact KL, nats per latent element.
+        outside_clip: share of terms whose ratio, as the loss uses it, is outside its limit; None without a limit.
+        clip_needed: clip range that bypass needs here.
+    """
+
+    step_index: int
+    sigma: float
+    num_terms: int
+    mean_delta: float
+    abs_delta: tuple[float, ...]
+    exact_kl: float
+    outside_clip: float | None
+    clip_needed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleWorth:
+    """What importance weights without a cap would be worth.
+
+    Attributes:
+        scale: of the log-ratios, `mean`, `sqrt` or `sum`.
+        level: `token` or `sequence`.
+        ess: effective sample size of the measured weights, a share; too high where few samples were measured.
+        chi2: their mean square less 1; None where it overflows.
+        expected_ess: the share that the exact KL implies for many samples.
+    """
+
+    scale: str
+    level: str
+    ess: float
+    chi2: float | None
+    expected_ess: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetOutcome:
+    """What a preset does to the measured batches, at its own thresholds.
+
+    Attributes:
+        name: the preset's.
+        aliases: its other names.
+        rejected_terms, rejected_samples: shares; a sample counts if one of its terms is rejected.
+        mean_weight, ess: of the weights that multiply the loss; None where none do.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    rejected_terms: float
+    rejected_samples: float
+    mean_weight: float | None
+    ess: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds of one batch, of the fastest that was measured, so that warming up does not count.
+
+    Attributes:
+        rollout: sampling and decoding.
+        recompute: scoring again with the actor, which bypass saves.
+    """
+
+    rollout: float
+    recompute: float
+
+    @property
+    def share(self) -> float:
+        """The recompute pass as a share of rollout and recompute; reward and update are in no part of it."""
+        return self.recompute / (self.rollout + self.recompute)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """All that was measured, and what follows.
+
+    Attributes:
+        advice: the recommendation.
+        num_samples: `B`, over all batches.
+        num_steps: `T`, SDE steps of the window.
+        num_elements: `D`.
+        loss_mode: the configured loss.
+        clip_limit: how far its ratio may be from 1; None where it has no such limit.
+        staleness: training steps that the engine lags behind.
+        joint_nats: mean over samples of the exact KL of the whole window, `D` times its sum over steps.
+        precision_nats: the part of it that is there before anything was learned.
+        outside_clip: share of terms outside the limit, over all steps.
+        outliers: share of terms that `step_z` would reject.
+        outlier_band: largest distance of a ratio from 1 that is no outlier at any step.
+        cost: of the recompute pass.
+        steps: by step index.
+        scales: by scale and level.
+        presets: by preset.
+    """
+
+    advice: Advice
+    num_samples: int
+    num_steps: int
+    num_elements: int
+    loss_mode: str
+    clip_limit: float | None
+    staleness: int
+    joint_nats: float
+    precision_nats: float
+    outside_clip: float | None
+    outliers: float
+    outlier_band: float
+    cost: Cost
+    steps: Sequence[StepGap]
+    scales: Sequence[ScaleWorth]
+    presets: Sequence[PresetOutcome]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain, finite values for JSON."""
+        mapping = asdict(self)
+        mapping["cost"]["share"] = self.cost.share
+        return mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gap:
+    """What the actor makes of a rollout, `[B, T]` each.
+
+    Attributes:
+        log_probs: the actor's, nats per latent element.
+        rollout_log_probs: the engine's.
+        step_kl: exact KL of each step a latent element, float64.
+        stds: full standard deviations of the steps.
+        sigmas, step_indices: noise levels before the steps, and their places in the schedule.
+    """
+
+    log_probs: Tensor
+    rollout_log_probs: Tensor
+    step_kl: Tensor
+    stds: Tensor
+    sigmas: Tensor
+    step_indices: Tensor
+
+    @property
+    def delta(self) -> Tensor:
+        """Actor less rollout, float64."""
+        return self.log_probs.double() - self.rollout_log_probs.double()
+
+    def joint_nats(self, num_elements: int) -> float:
+        """Mean over samples of the exact KL of the window, by the chain rule."""
+        return num_elements * float(self.step_kl.sum(1).mean())
+
+    @staticmethod
+    def concatenate(parts: Sequence[Gap]) -> Gap:
+        """The samples of all parts."""
+        names = [entry.name for entry in fields(Gap)]
+        return Gap(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+def audit(config: Config, *, num_batches: int = NUM_BATCHES) -> AuditReport:
+    """Build the actor and the engine of a configuration, and audit them on its first training prompts.
+
+    Args:
+        config: the run's configuration; nothing is rewarded, so its reward is not even built.
+        num_batches: rollout batches, each of `rollout.prompts_per_step * rollout.n` images.
+
+    Raises:
+        ConfigError: `num_batches` is below 1, or something in `config` cannot work.
+        BackendError: the engine returns no step means, or a log-prob is not finite.
+    """
+    if num_batches < 1:
+        raise ConfigError(f"--batches {num_batches} measures nothing; use 1 or more")
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    data = load_prompts(
+        config.data.path,
+        heldout_fraction=config.data.heldout_fraction,
+        num_train=config.data.num_train,
+        num_heldout=config.data.num_heldout,
+        seed=0,
+    )
+    family = load_family(
+        config.model.path,
+        family=config.model.family,
+        dtype=DTYPES[config.model.dtype],
+        device=choose_device(config.trainer.device),
+        max_sequence_length=config.model.max_sequence_length,
+    )
+    # The steps that make an engine stale are to move the weights as far as those of a run that is under way.
+    actor = DiffusionActor(family, replace(config, actor=replace(config.actor, warmup_steps=0)))
+    engine = build_engine(config, actor)
+    stream = PromptStream(data.train, seed=config.trainer.seed)
+    texts = [
+        [prompt.text for prompt in stream.next(config.rollout.prompts_per_step)]
+        for _ in range(config.rollout.staleness + num_batches)
+    ]
+    cache = PromptCache(family, actor.guidance, [text for batch in texts for text in batch])
+    try:
+        engine.sync(actor.snapshot())
+        return examine_batches(actor, engine, cache, texts)
+    finally:
+        engine.close()
+
+
+def examine_batches(
+    actor: DiffusionActor, engine: RolloutEngine, cache: PromptCache, texts: Sequence[Sequence[str]]
+) -> AuditReport:
+    """Audit an actor and its engine; the first `rollout.staleness` batches of `texts` make the engine stale.
+
+    Raises:
+        BackendError: the engine returns no step means, or a log-prob is not finite.
+    """
+    config, seconds = actor.config, _Seconds(actor.device)
+    staleness = config.rollout.staleness
+    before, gaps, num_elements = None, [], 0
+    for step, batch in enumerate(texts):
+        sample = partial(
+            engine.sample, cache(batch), range(len(batch)), training_step=step + 1, with_means=True
+        )
+        rollout = seconds.timed("rollout", sample).to(actor.device)
+        num_elements = rollout.num_elements
+        gap = seconds.timed("recompute", partial(score, actor, rollout))
+        before = gap if before is None else before
+        if step < staleness:
+            _learn_anything(actor, rollout, gap, training_step=step + 1)
+            engine.sync(actor.snapshot())
+        else:
+            gaps.append(gap)
+    whole = Gap.concatenate(gaps)
+    precision = (before if staleness and before is not None else whole).joint_nats(num_elements)
+    cost = Cost(rollout=seconds.fastest("rollout"), recompute=seconds.fastest("recompute"))
+    return _report(config, whole, num_elements, precision, cost)
+
+
+def score(actor: DiffusionActor, rollout: Rollout) -> Gap:
+    """The actor's view of a rollout.
+
+    Raises:
+        BackendError: the rollout has no step means, or a log-prob is not finite.
+    """
+    if rollout.means is None or rollout.stds is None:
+        raise BackendError("the rollout engine returns no step means, from which the audit has the exact KL")
+    scores = actor.log_probs(rollout, with_means=True)
+    assert scores.means is not None
+    if not (scores.log_probs.isfinite() & rollout.log_probs.isfinite()).all():
+        raise BackendError(
+            "log-probs of the rollout engine or the actor are not finite; flowcorr doctor tells which part is to blame"
+        )
+    return Gap(
+        log_probs=scores.log_probs.cpu(),
+        rollout_log_probs=rollout.log_probs.cpu(),
+        step_kl=r_squared(rollout.means, scores.means, rollout.stds).double().cpu() / 2,
+        stds=rollout.stds.cpu(),
+        sigmas=rollout.sigmas.cpu(),
+        step_indices=rollout.step_indices.cpu(),
+    )
+
+
+class _Seconds:
+    """The time that phases take; a device is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: dict[str, list[float]] = {}
+
+    def timed(self, phase: str, work: Callable[[], Result]) -> Result:
+        begin = time.perf_counter()
+        result = work()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seen.setdefault(phase, []).append(time.perf_counter() - begin)
+        return result
+
+    def fastest(self, phase: str) -> float:
+        return min(self._seen[phase])
+
+
+def _learn_anything(actor: DiffusionActor, rollout: Rollout, gap: Gap, *, training_step: int) -> None:
+    """One training step on random advantages: it moves the weights about as far as one that learns."""
+    draw = torch.Generator().manual_seed(training_step)
+    advantages = torch.randn(rollout.num_samples, generator=draw).to(actor.device)
+    batch = ActorBatch(
+        rollout=replace(rollout, images=None),
+        advantages=advantages,
+        old_log_probs=gap.log_probs.to(actor.device),
+        old_means=rollout.means,
+    )
+    actor.update(batch, training_step=training_step)
+
+
+def _report(config: Config, gap: Gap, num_elements: int, precision: float, cost: Cost) -> AuditReport:
+    limit = clip_limit(config.actor)
+    distance = ratio_distance(gap, config.actor)
+    steps = _steps(gap, distance, limit)
+    joint = gap.joint_nats(num_elements)
+    outliers, band = _outliers(gap, num_elements)
+    facts = Facts(
+        num_steps=gap.delta.shape[1],
+        num_elements=num_elements,
+        joint_nats=joint,
+        # Both gaps are of independent causes, so that their squared distances add up.
+        stale_nats=max(joint - precision, 0.0) if config.rollout.staleness else 0.0,
+        clip_limit=limit,
+        clip_by_step={step.step_index: step.clip_needed for step in steps},
+        loss_mode=config.actor.loss_mode,
+        outliers=outliers,
+        outlier_band=band,
+        recompute_share=cost.share,
+    )
+    return AuditReport(
+        advice=advise(facts),
+        num_samples=len(gap.delta),
+        num_steps=facts.num_steps,
+        num_elements=num_elements,
+        loss_mode=config.actor.loss_mode,
+        clip_limit=limit,
+        staleness=config.rollout.staleness,
+        joint_nats=joint,
+        precision_nats=precision,
+        outside_clip=_share(distance > limit) if limit is not None else None,
+        outliers=outliers,
+        outlier_band=band,
+        cost=cost,
+        steps=steps,
+        scales=_scales(gap, num_elements, joint),
+        presets=_presets(gap, num_elements, config.sampling.num_inference_steps),
+    )
+
+
+def ratio_distance(gap: Gap, actor: ActorConfig) -> Tensor:
+    """`[B, T]`, `|ratio - 1|` of the ratio that the loss would start with in bypass mode."""
+    log_ratio = gap.delta
+    if actor.loss_mode == "grpo_guard":
+        log_ratio = (log_ratio + gap.step_kl) * gap.stds
+    if actor.ratio_level == "trajectory_mean":
+        log_ratio = log_ratio.mean(1, keepdim=True).expand_as(log_ratio)
+    if actor.ratio_level == "trajectory_sum":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    return log_ratio.expm1().abs()
+
+
+def _steps(gap: Gap, distance: Tensor, limit: float | None) -> list[StepGap]:
+    delta, steps = gap.delta, []
+    for index in gap.step_indices.unique().tolist():
+        here = gap.step_indices == index
+        quantiles = torch.quantile(delta[here].abs(), delta.new_tensor(QUANTILES)).tolist()
+        steps.append(
+            StepGap(
+                step_index=index,
+                sigma=float(gap.sigmas[here][0]),
+                num_terms=int(here.sum()),
+                mean_delta=float(delta[here].mean()),
+                abs_delta=tuple(quantiles),
+                exact_kl=float(gap.step_kl[here].mean()),
+                outside_clip=_share(distance[here] > limit) if limit is not None else None,
+                clip_needed=clip_needed(distance[here]),
+            )
+        )
+    return steps
+
+
+def _scales(gap: Gap, num_elements: int, joint_nats: float) -> list[ScaleWorth]:
+    """Weights without a cap at every scale, by the definitions of ESS and chi-squared.
+
+    With `R` the sum of `r^2` over the steps that a weight is of, `delta` is normal with variance `R / D`, so that
+    weights `exp(c delta)` have an effective share of `exp(-c^2 R / D)`.
+    """
+    delta, worth = gap.delta, []
+    squared_distance = 2 * joint_nats / num_elements
+    levels = {
+        "token": (delta.flatten(), squared_distance / delta.shape[1]),
+        "sequence": (delta.sum(1), squared_distance),
+    }
+    for scale in SCALES:
+        factor = scale_factor(scale, num_elements)
+        for level, (log_ratio, distance) in levels.items():
+            scaled, count = factor * log_ratio, len(log_ratio)
+            first = float(scaled.logsumexp(0)) - math.log(count)
+            second = float((2 * scaled).logsumexp(0)) - math.log(count)
+            worth.append(
+                ScaleWorth(
+                    scale=scale,
+                    level=level,
+                    ess=math.exp(2 * first - second),
+                    chi2=math.expm1(second) if second < 700 else None,
+                    expected_ess=math.exp(-(factor**2) * distance / num_elements),
+                )
+            )
+    return worth
+
+
+def _presets(gap: Gap, num_elements: int, num_steps: int) -> list[PresetOutcome]:
+    outcomes = []
+    for name, description in PRESETS.items():
+        if description.startswith("= "):
+            continue
+        config = RolloutCorrectionConfig.from_preset(name)
+        # In bypass, scope step, every term is a trajectory of its own.
+        shape = (-1, 1) if config.bypass_mode and config.bypass_scope == "step" else gap.log_probs.shape
+        correction = correct(
+            gap.log_probs.reshape(shape),
+            gap.rollout_log_probs.reshape(shape),
+            config,
+            mask=None,
+            step_index=gap.step_indices.reshape(shape),
+            num_elements=num_elements,
+            num_steps=num_steps,
+        )
+        weights, kept = correction.weights, correction.keep.reshape(gap.log_probs.shape)
+        outcomes.append(
+            PresetOutcome(
+                name=name,
+                aliases=tuple(alias for alias, text in PRESETS.items() if text == f"= {name}"),
+                rejected_terms=_share(~kept),
+                rejected_samples=_share(~kept.all(1)),
+                mean_weight=None if weights is None else float(weights.double().mean()),
+                ess=None if weights is None else _effective_share(weights.double()),
+            )
+        )
+    return outcomes
+
+
+def _effective_share(weights: Tensor) -> float:
+    squares = float(weights.square().mean())
+    return float(weights.mean()) ** 2 / squares if squares else 0.0
+
+
+def _outliers(gap: Gap, num_elements: int) -> tuple[float, float]:
+    """The share of terms that `step_z` rejects, and the largest `|ratio - 1|` that is no outlier at any step."""
+    keep = compute_rollout_correction_and_rejection_mask(
+        gap.log_probs,
+        gap.rollout_log_probs,
+        rollout_rs="step_z",
+        rollout_rs_threshold=OUTLIER_Z,
+        step_indices=gap.step_indices,
+        num_elements=num_elements,
+    ).keep
+    widths = []
+    for index in gap.step_indices.unique().tolist():
+        delta = gap.delta[gap.step_indices == index]
+        median = delta.median()
+        deviation = MAD_TO_STD * (delta - median).abs().median()
+        widths.append(float(median.abs() + OUTLIER_Z * deviation))
+    return _share(~keep), math.expm1(max(widths))
+
+
+def _share(where: Tensor) -> float:
+    return float(where.double().mean())

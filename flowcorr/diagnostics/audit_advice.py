@@ -1,0 +1,276 @@
+"""From the measured gap to a recommendation: the rules of `flowcorr audit`, each constant with its reason.
+
+The reasons are measurements on the flow with a known gradient (`toy`; T = 2, 512 samples, "behind" being a shift
+wholly against the direction in which the policy learns, as stale weights have it). With x = T D r^2, which is twice
+the joint nats of the window, exact weights keep `exp(-x)` of their samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, quantile
+
+from flowcorr.config.schema import ActorConfig
+
+Kind = Literal["none", "leave", "correct", "repair"]
+
+# Uncorrected bias, behind, is 28 sqrt(x / 0.1) % of the gradient: below 3 % at x = 1e-3, for any shift there is.
+NEGLIGIBLE_NATS = 5e-4
+# Random shifts, uncorrected, D = 16384: bias 2 % at r = .01 and 5 % at .03 (a sample is worth .95), 18 % at .1 (.53).
+LARGE_R = 0.03
+# Behind, sequence TIS at scale `sum`: a sample is worth 1.38 at x = .3 (uncorrected .24), .80 at .7 (.15), and .08
+# at 1.5 (.10), where its cap takes back what its weights gain. exp(-.7) = .5.
+MIN_ESS = 0.5
+IS_CAP = 2.0  # the cap those numbers were measured with
+# Bypass, random: clip ranges of .5, 1, 2 and more times the .99 quantile give a bias of 15, 2.3 and 1.8 % (1.8 without
+# a clip). The rest of the range is left to learning, which a clip at 2 would leave none.
+CLIP_HEADROOM = 4.0
+CLIP_QUANTILE = 0.99
+# A normal gap passes 6 robust standard deviations once in 5e8 terms: what does is no noise.
+OUTLIER_Z = 6.0
+MAX_OUTLIERS = 0.05  # more are no outliers but the distribution; rejecting them hides its cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the rules look at; see `AuditReport` for what is not said here.
+
+    Attributes:
+        stale_nats: the part of `joint_nats` that older weights explain.
+        clip_by_step: clip range that bypass needs, by step index.
+        recompute_share: of the time of rollout and recompute.
+    """
+
+    num_steps: int
+    num_elements: int
+    joint_nats: float
+    stale_nats: float
+    clip_limit: float | None
+    clip_by_step: Mapping[int, float]
+    loss_mode: str
+    outliers: float
+    outlier_band: float
+    recompute_share: float
+
+    @property
+    def clip_needed(self) -> float:
+        """The largest clip range that bypass needs at any step."""
+        return max(self.clip_by_step.values())
+
+    @property
+    def r(self) -> float:
+        """Root mean square gap of the step means, in stds a latent element."""
+        return math.sqrt(2 * self.joint_nats / (self.num_steps * self.num_elements))
+
+    @property
+    def ess(self) -> float:
+        """Share of samples that exact weights keep."""
+        return math.exp(-2 * self.joint_nats)
+
+    @property
+    def negligible(self) -> bool:
+        return self.joint_nats <= NEGLIGIBLE_NATS
+
+    @property
+    def has_headroom(self) -> bool:
+        """Whether bypass may start its ratios this far off."""
+        return self.negligible if self.clip_limit is None else self.clip_needed <= self.clip_limit
+
+    @property
+    def systematic(self) -> bool:
+        """Whether most of the gap lies along what was learned; rounding points anywhere."""
+        return self.stale_nats > self.joint_nats / 2
+
+    @property
+    def has_outliers(self) -> bool:
+        return not self.negligible and 0 < self.outliers <= MAX_OUTLIERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A recommendation.
+
+    Attributes:
+        kind: `none` needed, `leave` it uncorrected, `correct` it, or `repair` its source first.
+        mode: whether old log-probs are recomputed.
+        verdict: one line.
+        reasons: a sentence on each decision: gap, mode, clip range, weights, rejection.
+        yaml: lines for the recipe.
+        alternative: lines for bypass with a clip range above the noise, where the configured one is not; else empty.
+    """
+
+    kind: Kind
+    mode: Literal["bypass", "decoupled"]
+    verdict: str
+    reasons: tuple[str, ...]
+    yaml: str
+    alternative: str
+
+
+def advise(facts: Facts) -> Advice:
+    """Apply the rules."""
+    kind = _kind(facts)
+    bypass = facts.has_headroom and kind != "correct"
+    reasons = (_about_gap(facts, kind), _about_mode(facts, bypass), _about_weights(facts, kind))
+    return Advice(
+        kind=kind,
+        mode="bypass" if bypass else "decoupled",
+        verdict=_verdict(kind, bypass),
+        reasons=(*reasons, _about_rejection(facts, bypass)),
+        yaml=_yaml(_keys(facts, kind, bypass)),
+        alternative=_alternative(facts, bypass),
+    )
+
+
+def clip_limit(actor: ActorConfig) -> float | None:
+    """How far the loss lets a ratio be from 1; None where it bounds no ratio."""
+    if actor.loss_mode == "flow_dppo":
+        return None
+    return actor.importance_cap - 1 if actor.loss_mode == "importance_cap" else actor.clip_ratio
+
+
+def clip_needed(distance: Tensor) -> float:
+    """The clip range that leaves learning its room above the noise, from `|ratio - 1|` before any update."""
+    return CLIP_HEADROOM * float(quantile(distance.flatten(), CLIP_QUANTILE))
+
+
+def round_up(value: float) -> float:
+    """Up to two digits."""
+    if value <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.2g}")
+
+
+def _kind(facts: Facts) -> Kind:
+    if facts.negligible:
+        return "none"
+    if facts.systematic and facts.ess >= MIN_ESS:
+        return "correct"
+    return "repair" if facts.systematic or facts.r > LARGE_R else "leave"
+
+
+def _verdict(kind: Kind, bypass: bool) -> str:
+    mode = "bypass, without a recompute pass" if bypass else "decoupled, old log-probs recomputed"
+    what = {
+        "none": "no correction needed",
+        "leave": "there is a gap, and leaving it uncorrected is best",
+        "correct": "correct it with weights of the steps' density ratio",
+        "repair": "the gap is too large to correct: close it at its source",
+    }
+    return f"{what[kind]}; {mode}"
+
+
+def _about_gap(facts: Facts, kind: Kind) -> str:
+    gap = (
+        f"r = {facts.r:.1e} stds a latent element over {facts.num_steps} steps of D = {facts.num_elements} is "
+        f"{facts.joint_nats:.2g} joint nats: exact weights would keep {facts.ess:.0%} of the samples."
+    )
+    match kind:
+        case "none":
+            return f"{gap} Below {NEGLIGIBLE_NATS:g}, even a shift wholly against learning costs under 3 % of bias."
+        case "leave":
+            return f"{gap} Rounding points in a random direction, and up to r = {LARGE_R:g} costs 5 % of bias at most."
+        case "correct":
+            return f"{gap} Most of it is staleness, which lies along what is learned and biases the gradient."
+    if facts.systematic:
+        return f"{gap} It is mostly staleness: lower rollout.staleness, or actor.lr."
+    return (
+        f"{gap} Beyond r = {LARGE_R:g} bias grows past 5 %, and no weights mend it: let the rollout compute at higher "
+        "precision, and flowcorr doctor tell what else is to blame."
+    )
+
+
+def _about_mode(facts: Facts, bypass: bool) -> str:
+    needed = (
+        f"{CLIP_HEADROOM:g} times the {CLIP_QUANTILE:g} quantile of |ratio - 1| is {facts.clip_needed:.1e}"
+    )
+    cost = f"{facts.recompute_share:.0%} of rollout and recompute time"
+    if facts.clip_limit is None:
+        held = f"The loss {facts.loss_mode} bounds no ratio, so only the gap itself decides:"
+    elif facts.has_headroom:
+        held = f"{needed}, within the range of {facts.clip_limit:g}:"
+    else:
+        held = f"{needed}, above the range of {facts.clip_limit:g}: bypass would clip noise."
+        return f"{held} Recomputing costs {cost} and starts every ratio at 1."
+    if bypass:
+        return f"{held} bypass loses nothing and saves {cost}."
+    return f"{held} but the gap is to be corrected, which needs recomputed log-probs, {cost}."
+
+
+def _about_weights(facts: Facts, kind: Kind) -> str:
+    if kind == "correct":
+        return (
+            f"Weights: sequence TIS at scale sum, capped at {IS_CAP:g}; scales mean and sqrt correct next to nothing. "
+            f"It holds while exact weights keep {MIN_ESS:.0%} of the samples."
+        )
+    if kind == "none":
+        return "Weights: none; they would be 1."
+    if facts.ess < MIN_ESS:
+        return (
+            "Weights: none; scales mean and sqrt correct nothing, and scale sum would keep too few samples."
+        )
+    return "Weights: none; of a random shift, they add variance and remove no bias worth it."
+
+
+def _about_rejection(facts: Facts, bypass: bool) -> str:
+    share = f"{facts.outliers:.2%} of terms lie beyond {OUTLIER_Z:g} robust standard deviations"
+    if facts.negligible:
+        return "Rejection: none; there is nothing to reject."
+    if facts.outliers > MAX_OUTLIERS:
+        return f"Rejection: none; {share}, too many for outliers. Find the cause first: flowcorr doctor."
+    if not facts.outliers:
+        band = _band(facts.outlier_band)
+        return f"Rejection: none; there are no outliers. A token_k1 band that spares this noise is {band}."
+    how = "a band around the noise" if bypass else "step_z, which follows the noise"
+    return f"Rejection: {share}; {how} takes them out. They may have a cause: flowcorr doctor."
+
+
+def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
+    """Keys of `algorithm.rollout_correction`."""
+    if kind == "correct":
+        keys = {
+            "bypass_mode": "false",
+            "rollout_is": "sequence",
+            "rollout_is_threshold": f"{IS_CAP}",
+            "log_ratio_scale": "sum",
+        }
+    else:
+        keys = {"bypass_mode": "true" if bypass else "false"}
+    if not facts.has_outliers:
+        return keys
+    if bypass:
+        return keys | {"rollout_rs": "token_k1", "rollout_rs_threshold": _band(facts.outlier_band)}
+    return keys | {"rollout_rs": "step_z", "rollout_rs_threshold": f"{OUTLIER_Z}"}
+
+
+def _alternative(facts: Facts, bypass: bool) -> str:
+    if bypass or facts.has_headroom or facts.clip_limit is None:
+        return ""
+    needed = round_up(facts.clip_needed)
+    key, value = (
+        ("importance_cap", 1 + needed) if facts.loss_mode == "importance_cap" else ("clip_ratio", needed)
+    )
+    by_step = ", ".join(f"{index}: {round_up(clip):g}" for index, clip in facts.clip_by_step.items())
+    return f"actor:\n  {key}: {_number(value)}  # needed by step index: {by_step}\n" + _yaml(
+        _keys(facts, "leave", bypass=True)
+    )
+
+
+def _yaml(keys: dict[str, str]) -> str:
+    lines = [f"    {key}: {value}\n" for key, value in keys.items()]
+    return "algorithm:\n  rollout_correction:\n" + "".join(lines)
+
+
+def _band(width: float) -> str:
+    return f"[{1 / (1 + width):.9g}, {1 + width:.9g}]"
+
+
+def _number(value: float) -> str:
+    """As YAML 1.1 reads a float: with a point."""
+    mantissa, exponent, power = f"{value:.6g}".partition("e")
+    return (mantissa if "." in mantissa else f"{mantissa}.0") + exponent + power

@@ -1,0 +1,364 @@
+"""Whether a run's numbers are healthy: fixed rules over its metrics, each with a number, a limit and advice.
+
+The limits are those in common use for rollout correction of language models, where a log-ratio is that of a token.
+Here log-ratios are means over latent elements; weights and rejection are judged as they were applied, and drift
+(KL, log-perplexity) after it is multiplied by `log_ratio_scale`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from flowcorr.config.schema import Config
+from flowcorr.correction.ratios import scale_factor
+
+Level = Literal["serious", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("serious", "warning", "note")
+_DOCTOR = "find the cause with `flowcorr doctor` first"
+_BENIGN = f"{_DOCTOR}; widen rollout_rs_threshold only if the drift is benign, such as plain rounding"
+_PERSISTENT = 3  # consecutive steps: chance does it in a single one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """In what units the numbers of a run are judged.
+
+    Attributes:
+        scale: `algorithm.rollout_correction.log_ratio_scale`.
+        factor: that scale as a factor on mean-pooled log-ratios; None where it depends on an image size that
+            is left to the model, and drift is not judged.
+        cap: cap of the importance weights; None where there are none, or no single cap.
+        bypass: whether the PPO ratio contains drift 1, so that noise can use up the clip range.
+    """
+
+    scale: str | float = "mean"
+    factor: float | None = 1.0
+    cap: float | None = None
+    bypass: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A healthy range of one metric.
+
+    Attributes:
+        name: of the rule.
+        metric: below `rollout_corr/`, or a whole name.
+        what: the metric in words.
+        low, high: the healthy range.
+        serious: beyond it the finding is serious, if it is given.
+        advice: what to do outside the range.
+        drift: judge the absolute value, in the units of the scale.
+        applied: judge what acted on the update, `actor/rollout_corr/`, where that is logged.
+        patience: consecutive steps outside the range that make a finding.
+    """
+
+    name: str
+    metric: str
+    what: str
+    advice: str
+    low: float = -math.inf
+    high: float = math.inf
+    serious: float = math.inf
+    drift: bool = False
+    applied: bool = False
+    patience: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthFinding:
+    """One rule that does not hold.
+
+    Attributes:
+        rule: its name.
+        level: how bad it is.
+        metric: the whole name of the metric.
+        value: what was judged, in the units of the scale.
+        threshold: the limit that it crossed.
+        message: what is wrong, with both numbers.
+        advice: what to do.
+        step: the step of `value`, the worst of the run; None for a single step.
+        num_steps: steps on which the rule did not hold.
+    """
+
+    rule: str
+    level: Level
+    metric: str
+    value: float
+    threshold: float
+    message: str
+    advice: str
+    step: int | None = None
+    num_steps: int = 1
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="mean_weight",
+        metric="rollout_is_mean",
+        what="mean importance weight",
+        low=0.5,
+        high=2.0,
+        applied=True,
+        advice=f"both policies differ as a whole, not by noise: {_DOCTOR}, and check that the rollout's weights "
+        "are fresh (rollout.staleness)",
+    ),
+    Rule(
+        name="weight_std",
+        metric="rollout_is_std",
+        what="std of the importance weights",
+        high=1.0,
+        applied=True,
+        advice="few samples carry the gradient: lower rollout_is_threshold, or take a gentler log_ratio_scale "
+        "(sqrt instead of sum, mean instead of sqrt)",
+    ),
+    Rule(
+        name="effective_sample_size",
+        metric="rollout_is_eff_sample_size",
+        what="effective sample size (a share of the batch)",
+        low=0.3,
+        applied=True,
+        advice="few samples carry the gradient: take a gentler log_ratio_scale, or rejection instead of weights",
+    ),
+    Rule(
+        name="cap",
+        metric="rollout_is_raw_max",
+        what="largest importance weight before its cap",
+        applied=True,
+        patience=_PERSISTENT,
+        advice="the cap binds on step after step, so the weights are biased: look at "
+        "rollout_corr/rollout_is_ratio_fraction_high; where it is more than some percent, find the cause of "
+        "the drift before raising rollout_is_threshold",
+    ),
+    Rule(
+        name="kl",
+        metric="kl",
+        what="|KL| of old and rollout policy",
+        high=0.1,
+        drift=True,
+        advice=f"the stacks score the same trajectory differently: {_DOCTOR}",
+    ),
+    Rule(
+        name="log_ppl",
+        metric="log_ppl_diff",
+        what="|difference of log-perplexities|",
+        high=1.0,
+        drift=True,
+        advice=f"log-probs are off by more than rounding can do: {_DOCTOR} (schedule, timesteps, latents)",
+    ),
+    Rule(
+        name="veto",
+        metric="rollout_is_veto_fraction",
+        what="share of vetoed samples",
+        high=0.1,
+        applied=True,
+        advice=f"{_DOCTOR}; lower rollout_token_veto_threshold only if the drift is benign",
+    ),
+    Rule(
+        name="catastrophic",
+        metric="rollout_is_catastrophic_token_fraction",
+        what="share of catastrophic steps, with a ratio below the veto",
+        high=0.01,
+        applied=True,
+        advice=f"single steps are far off, as with a wrong prompt, weights or step index: {_DOCTOR}",
+    ),
+    Rule(
+        name="masked",
+        metric="rollout_rs_masked_fraction",
+        what="share of rejected terms",
+        high=0.3,
+        applied=True,
+        advice=_BENIGN,
+    ),
+    Rule(
+        name="rejected",
+        metric="rejected_ratio",
+        what="share of samples with a rejected step",
+        high=0.05,
+        serious=0.1,
+        applied=True,
+        advice=_BENIGN,
+    ),
+    Rule(
+        name="clip_noise",
+        metric="clip_noise_fraction",
+        what="share of ratios outside the clip range before anything was learned",
+        high=0.1,
+        advice="the clip range lies below the noise floor: raise actor.clip_ratio above the noise that "
+        "`flowcorr doctor` prints, or recompute old log-probs (bypass_mode: false)",
+    ),
+    Rule(
+        name="flat_groups",
+        metric="reward/zero_std_group_fraction",
+        what="share of groups whose rewards are all equal",
+        high=0.5,
+        patience=_PERSISTENT,
+        advice="they teach nothing: raise rollout.n or sampling.noise_level, or take a finer reward or prompts "
+        "that are neither solved nor hopeless",
+    ),
+)
+_BY_NAME = {rule.name: rule for rule in RULES}
+
+
+def units_of(config: Config) -> Units:
+    """The units in which a run of this configuration is judged."""
+    correction = config.algorithm.rollout_correction
+    if correction is None:
+        return Units()
+    cap, scale, size = correction.rollout_is_threshold, correction.log_ratio_scale, latent_elements(config)
+    return Units(
+        scale=scale,
+        factor=None if scale in ("sqrt", "sum") and size is None else scale_factor(scale, size),
+        cap=cap if correction.rollout_is is not None and isinstance(cap, float) else None,
+        bypass=correction.bypass_mode,
+    )
+
+
+def latent_elements(config: Config) -> int | None:
+    """`D` of an image with 16 latent channels at an eighth of its size, as in all three model families.
+
+    None if the size is left to the model.
+    """
+    height, width = config.sampling.height, config.sampling.width
+    return None if height is None or width is None else 16 * (height // 8) * (width // 8)
+
+
+def healthy_range(metric: str, units: Units) -> tuple[float, float]:
+    """Limits of a metric as it is logged; infinite where there is none.
+
+    Args:
+        metric: its whole name.
+        units: the run's.
+    """
+    short = metric.removeprefix("actor/").removeprefix("rollout_corr/")
+    for rule in RULES:
+        if rule.metric == short:
+            low, high = _limits(rule, units)
+            if not rule.drift:
+                return low, high
+            if units.factor is not None:
+                return -high / units.factor, high / units.factor
+    return -math.inf, math.inf
+
+
+def examine_step(metrics: Mapping[str, Any], units: Units) -> list[HealthFinding]:
+    """What one step breaks, whatever the rules' patience.
+
+    Args:
+        metrics: the step's, as logged; what is missing or null is not judged.
+        units: the run's.
+    """
+    findings = (_examine(rule, metrics, units) for rule in RULES)
+    return [finding for finding in findings if finding is not None]
+
+
+def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[HealthFinding]:
+    """What a run breaks: each rule once, at its worst step, the worst levels first."""
+    monitor = HealthMonitor(units)
+    broken: dict[str, list[HealthFinding]] = {}
+    lasting: set[str] = set()
+    for record in records:
+        lasting.update(finding.rule for finding in monitor.update(record))
+        for finding in examine_step(record, units):
+            broken.setdefault(finding.rule, []).append(replace(finding, step=record.get("step")))
+    findings = [
+        replace(max(hits, key=_distance), num_steps=len(hits))
+        for rule, hits in broken.items()
+        if rule in lasting
+    ]
+    return sorted(findings, key=lambda finding: _rank(finding.level))
+
+
+class HealthMonitor:
+    """Follows a run and tells each broken rule once; a finding that becomes serious is told again."""
+
+    def __init__(self, units: Units) -> None:
+        self._units = units
+        self._streaks: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+
+    def update(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
+        """What is newly broken after this step; records without training metrics, as of evaluations, are skipped."""
+        if not _is_step(metrics):
+            return []
+        found = examine_step(metrics, self._units)
+        self._streaks = {finding.rule: self._streaks.get(finding.rule, 0) + 1 for finding in found}
+        lasting = [
+            finding for finding in found if self._streaks[finding.rule] >= _BY_NAME[finding.rule].patience
+        ]
+        new = [
+            finding for finding in lasting if _rank(finding.level) < self._told.get(finding.rule, len(LEVELS))
+        ]
+        self._told.update({finding.rule: _rank(finding.level) for finding in new})
+        return new
+
+
+def _rank(level: Level) -> int:
+    return LEVELS.index(level)
+
+
+def _is_step(metrics: Mapping[str, Any]) -> bool:
+    return any(not name.startswith("eval/") for name in metrics if name != "step")
+
+
+def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> HealthFinding | None:
+    metric = _logged_name(rule, metrics)
+    value = metrics.get(metric)
+    if value is None:
+        return None
+    if rule.drift:
+        if units.factor is None:
+            return None
+        value = abs(value) * units.factor
+    low, high = _limits(rule, units)
+    if low <= value <= high:
+        return None
+    threshold = low if value < low else high
+    if value > rule.serious:
+        threshold = rule.serious
+    return HealthFinding(
+        rule=rule.name,
+        level=_level(rule, value, units),
+        metric=metric,
+        value=value,
+        threshold=threshold,
+        message=f"{rule.what} is {value:.3g}, {'below' if value < low else 'above'} {threshold:.3g}"
+        f"{_unit(rule, units)}",
+        advice=_advice(rule, units),
+    )
+
+
+def _logged_name(rule: Rule, metrics: Mapping[str, Any]) -> str:
+    if "/" in rule.metric:
+        return rule.metric
+    applied = f"actor/rollout_corr/{rule.metric}"
+    return applied if rule.applied and applied in metrics else f"rollout_corr/{rule.metric}"
+
+
+def _limits(rule: Rule, units: Units) -> tuple[float, float]:
+    if rule.name == "cap":
+        return -math.inf, math.inf if units.cap is None else units.cap
+    return rule.low, rule.high
+
+
+def _level(rule: Rule, value: float, units: Units) -> Level:
+    if rule.name == "clip_noise" and not units.bypass:
+        return "note"
+    return "serious" if value > rule.serious else "warning"
+
+
+def _advice(rule: Rule, units: Units) -> str:
+    if rule.name == "clip_noise" and not units.bypass:
+        return "harmless while old log-probs are recomputed; bypass_mode: true would clip noise at this clip_ratio"
+    return rule.advice
+
+
+def _unit(rule: Rule, units: Units) -> str:
+    return f" at log_ratio_scale {units.scale}, a factor of {units.factor:.4g}" if rule.drift else ""
+
+
+def _distance(finding: HealthFinding) -> float:
+    return abs(finding.value - finding.threshold)

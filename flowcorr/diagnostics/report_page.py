@@ -1,0 +1,449 @@
+"""Runs on one page: `write_report` makes a single HTML file without scripts, which loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import median
+
+import flowcorr
+from flowcorr.config import Config
+from flowcorr.diagnostics.health import HealthFinding, examine_run, healthy_range, latent_elements, units_of
+from flowcorr.diagnostics.run_data import Group, Run, differences, group_by_seed, read_run
+from flowcorr.diagnostics.svg import COLOURS, Line, heat_map, limit_in_view, line_chart
+from flowcorr.errors import ConfigError
+from flowcorr.trackers import IMAGES_FOLDER
+from flowcorr.trainer.timing import PHASES
+
+MAX_GRIDS = 4
+_DRIFT = (
+    ("rollout_corr/kl", "KL of rollout and old policy", "nats per latent element"),
+    ("rollout_corr/k3_kl", "KL, estimator K3", "nats per latent element"),
+    ("rollout_corr/logprob_abs_diff_mean", "mean |Δ log p|", "nats per latent element"),
+    ("rollout_corr/ppl_ratio", "perplexity ratio", "training / rollout"),
+    ("rollout_corr/chi2_token", "χ² of one step", "of mean-pooled ratios"),
+    ("rollout_corr/chi2_seq", "χ² of the window", "of mean-pooled ratios"),
+)
+_CORRECTION = (
+    ("rollout_corr/rollout_is_mean", "mean importance weight", "after its cap"),
+    ("rollout_corr/rollout_is_std", "std of the importance weights", "after their cap"),
+    ("rollout_corr/rollout_is_eff_sample_size", "effective sample size", "share of the batch"),
+    ("rollout_corr/rejected_ratio", "rejected samples", "share with a rejected step"),
+    (
+        "actor/rollout_corr/rejected_ratio",
+        "rejected samples in the update",
+        "share; current against rollout policy",
+    ),
+    ("rollout_corr/rollout_is_veto_fraction", "vetoed samples", "share"),
+    ("rollout_corr/clip_noise_fraction", "outside the clip before learning", "share of drift-1 ratios"),
+)
+_UPDATE = (
+    ("actor/pg_clipfrac", "clipped terms", "share of the update's"),
+    ("actor/ratio_std", "std of the PPO ratio", ""),
+    ("actor/ppo_kl", "KL of the update", "nats per latent element"),
+    ("actor/grad_norm", "gradient norm", ""),
+)
+_HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")
+_STEP_DRIFT = re.compile(r"rollout_corr/step_(\d+)/logprob_abs_diff")
+
+_STYLE = """
+:root { color-scheme: light; --ink: #1c2430; --soft: #5b6675; --line: #dde2e8; --card: #fff; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f5f6f8; color: var(--ink);
+  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+main { max-width: 1240px; margin: 0 auto; padding: 20px 16px 60px; }
+h1 { font-size: 24px; margin: 8px 0 2px; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 36px 0 10px; }
+h3 { font-size: 14px; margin: 0; }
+section > h3 { margin: 20px 0 8px; }
+p { margin: 4px 0 10px; max-width: 75ch; }
+.soft, figcaption { color: var(--soft); font-size: 13px; }
+.grid { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)); }
+.card, .finding { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
+.card { margin: 0; min-width: 0; }
+.finding { margin: 0; border-left: 5px solid #15915b; overflow-wrap: anywhere; }
+.finding.serious { border-left-color: #c0392b; }
+.finding.warning { border-left-color: #dc9410; }
+.finding.note { border-left-color: #7b8794; }
+.finding p { margin: 2px 0; }
+svg { display: block; width: 100%; height: auto; margin: 6px 0 2px; }
+svg text { font: 11px system-ui, sans-serif; fill: #5b6675; }
+.wide { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid var(--line); vertical-align: top; }
+tr:last-child td { border-bottom: 0; }
+th { color: var(--soft); font-weight: 600; white-space: nowrap; }
+td:first-child { min-width: 10em; }
+td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
+.key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 5px; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; margin: 6px 0; }
+.bar { display: flex; height: 22px; border-radius: 4px; overflow: hidden; margin: 6px 0; }
+.images { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); }
+.images .full { grid-column: 1 / -1; }
+.scroll { overflow-x: auto; }
+.images img { display: block; width: 100%; height: auto; margin-top: 6px; }
+.images .full img { min-width: 900px; }
+code { font-size: 13px; overflow-wrap: anywhere; }
+"""
+
+
+def write_report(folders: Sequence[Path], out: Path) -> Path:
+    """Write the page of one or more runs; those that differ by seed only are drawn as one, with a band.
+
+    Args:
+        folders: the runs' folders.
+        out: the file; its folder is made.
+
+    Raises:
+        ConfigError: a folder holds no run, or the file cannot be written.
+    """
+    page = report_page(group_by_seed([read_run(folder) for folder in folders]))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out} cannot be written ({error.strerror or error}); name another file"
+        ) from error
+    return out
+
+
+def report_page(groups: Sequence[Group]) -> str:
+    """The page as HTML text."""
+    title = " · ".join(group.label for group in groups)
+    sections = [
+        _summary(groups),
+        _health(groups),
+        _charts(groups, "Learning", _learning_metrics(groups), _learning_text(groups)),
+        _charts(groups, "Drift between rollout and training", _DRIFT, _drift_text(groups)),
+        _heat_maps(groups),
+        _charts(groups, "What the correction did", _CORRECTION, ""),
+        _charts(groups, "The update", _UPDATE, ""),
+        _timing(groups),
+        _images(groups),
+        _differences(groups),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>{escape(title)} – flowcorr report</title><style>{_STYLE}</style></head>\n<body><main>"
+        f"<h1>{escape(title)}</h1><p class='soft'>flowcorr report {escape(flowcorr.__version__)} · "
+        f"{_plural(sum(len(group.runs) for group in groups), 'run')}, "
+        f"{_plural(len(groups), 'configuration')}</p>\n"
+        + "\n".join(filter(None, sections))
+        + "</main></body></html>\n"
+    )
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
+# Summary and health --------------------------------------------------------------------------------------------
+
+
+def _summary(groups: Sequence[Group]) -> str:
+    metrics = [name for name in _HEADLINES if any(group.band(name) for group in groups)]
+    head = "".join(f"<th>{escape(name)}</th>" for name in metrics)
+    rows = []
+    for group, colour in zip(groups, _colours(groups), strict=True):
+        cells = "".join(f'<td class="number">{_change(group, metric)}</td>' for metric in metrics)
+        last = max(record["step"] for run in group.runs for record in run.records)
+        rows.append(
+            f"<tr><td>{_key(colour)}{escape(group.label)}</td><td>{escape(_treatment(group.config))}</td>"
+            f'<td class="number">{last}</td>{cells}</tr>'
+        )
+    table = f"<tr><th>runs</th><th>correction</th><th>steps</th>{head}</tr>{''.join(rows)}"
+    note = "First to last value; with several seeds their mean, and in brackets the smallest and largest last one."
+    return _section("Summary", f'<div class="wide"><table>{table}</table></div><p class="soft">{note}</p>')
+
+
+def _change(group: Group, metric: str) -> str:
+    band = group.band(metric)
+    if not band:
+        return "–"
+    first, (_, mean, low, high) = band[0][1], band[-1]
+    spread = f" ({low:.3g}–{high:.3g})" if len(group.runs) > 1 else ""
+    return f"{first:.3g} → {mean:.3g}{spread}"
+
+
+def _treatment(config: Config) -> str:
+    correction = config.algorithm.rollout_correction
+    if correction is None:
+        return "off"
+    return correction.preset or ("bypass" if correction.bypass_mode else "decoupled")
+
+
+def _health(groups: Sequence[Group]) -> str:
+    healthy: list[str] = []
+    cards: list[str] = []
+    for group in groups:
+        units = units_of(group.config)
+        for run in group.runs:
+            findings = examine_run(run.records, units)
+            steps = len(run.series("timing/step"))
+            cards += [_finding(run, finding, steps) for finding in findings]
+            if not findings:
+                healthy.append(run.folder.name)
+    if healthy:
+        text = f"<b>healthy</b> · {escape(', '.join(healthy))}<p>No rule was broken.</p>"
+        cards.insert(0, f'<div class="finding">{text}</div>')
+    return _section("Health", f'<div class="grid">{"".join(cards)}</div>')
+
+
+def _finding(run: Run, finding: HealthFinding, steps: int) -> str:
+    where = f"worst at step {finding.step}; on {finding.num_steps} of {_plural(steps, 'step')}"
+    return (
+        f'<div class="finding {finding.level}"><b>{finding.level}</b> · {escape(run.folder.name)}'
+        f'<p>{_sentence(finding.message)} <span class="soft">({escape(where)})</span></p>'
+        f'<p>{_sentence(finding.advice)}</p><p class="soft"><code>{escape(finding.metric)}</code></p></div>'
+    )
+
+
+def _sentence(text: str) -> str:
+    """The text as HTML, with what stands between backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(f"{text[0].upper()}{text[1:]}."))
+
+
+# Charts --------------------------------------------------------------------------------------------------------
+
+
+def _learning_metrics(groups: Sequence[Group]) -> tuple[tuple[str, str, str], ...]:
+    logged = dict.fromkeys(
+        name
+        for prefix in ("eval/", "reward/")
+        for group in groups
+        for run in group.runs
+        for record in run.records
+        for name in record
+        if name.startswith(prefix)
+    )
+    skipped = ("_std", "/std", "/min", "/max", "/failed_samples")
+    return tuple(
+        (name, name, "held out" if name.startswith("eval/") else "training samples")
+        for name in logged
+        if not name.endswith(skipped)
+    )
+
+
+def _learning_text(groups: Sequence[Group]) -> str:
+    if max(len(group.runs) for group in groups) == 1:
+        return ""
+    return "Lines are means over seeds, bands reach from the smallest to the largest."
+
+
+def _drift_text(groups: Sequence[Group]) -> str:
+    text = "Log-probs are means over the elements of a latent, so these numbers are small"
+    sizes = {latent_elements(group.config) for group in groups}
+    known = sorted(size for size in sizes if size is not None)
+    return (
+        f"{text}: of whole steps, they are {' or '.join(map(str, known))} times as large."
+        if known
+        else f"{text}."
+    )
+
+
+def _charts(groups: Sequence[Group], title: str, metrics: Sequence[tuple[str, str, str]], text: str) -> str:
+    cards = [card for card in (_chart(groups, *metric) for metric in metrics) if card]
+    if not cards:
+        return ""
+    intro = f"<p class='soft'>{escape(text)}</p>" if text else ""
+    return _section(title, intro, _legend(groups), f'<div class="grid">{"".join(cards)}</div>')
+
+
+def _chart(groups: Sequence[Group], metric: str, title: str, unit: str) -> str:
+    lines = [
+        Line(label=group.label, colour=colour, band=band)
+        for group, colour in zip(groups, _colours(groups), strict=True)
+        if (band := group.band(metric))
+    ]
+    if not lines:
+        return ""
+    ranges = {healthy_range(metric, units_of(group.config)) for group in groups if group.band(metric)}
+    healthy, limits = (-math.inf, math.inf), "its healthy range depends on log_ratio_scale"
+    if len(ranges) == 1:
+        healthy = ranges.pop()
+        limits = _healthy_text(lines, healthy)
+    caption = "; ".join(filter(None, [unit, limits]))
+    name = "" if title == metric else f"<br><code>{escape(metric)}</code>"
+    return (
+        f'<figure class="card"><h3>{escape(title)}</h3>{line_chart(title, lines, healthy)}'
+        f"<figcaption>{escape(caption)}{name}</figcaption></figure>"
+    )
+
+
+def _healthy_text(lines: Sequence[Line], healthy: tuple[float, float]) -> str:
+    low, high = healthy
+    if math.isfinite(low) and math.isfinite(high):
+        text = f"healthy from {low:.3g} to {high:.3g}"
+    elif math.isfinite(high):
+        text = f"healthy up to {high:.3g}"
+    elif math.isfinite(low):
+        text = f"healthy from {low:.3g}"
+    else:
+        return ""
+    return text if limit_in_view(lines, healthy) else f"{text}, far from all values here"
+
+
+def _heat_maps(groups: Sequence[Group]) -> str:
+    cards = [card for card in map(_heat_map, groups) if card]
+    if not cards:
+        return ""
+    text = "Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch."
+    return _section(
+        "Drift by timestep", f"<p class='soft'>{text}</p>", f'<div class="grid">{"".join(cards)}</div>'
+    )
+
+
+def _heat_map(group: Group) -> str:
+    names = {name for run in group.runs for record in run.records for name in record}
+    found = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
+    cells = {
+        (f"step {index}", step): value for index, name in found.items() for step, value in group.means(name)
+    }
+    if not cells:
+        return ""
+    rows = [f"step {index}" for index in sorted(found)]
+    columns = sorted({step for _, step in cells})
+    low, high = min(cells.values()), max(cells.values())
+    scale = (
+        f"palest {low:.2g}, darkest {high:.2g} nats per latent element; logarithmic"
+        if high > 0
+        else "0 everywhere: both stacks score alike, to the last bit"
+    )
+    title = f"drift by timestep, {group.label}"
+    return (
+        f'<figure class="card"><h3>{escape(group.label)}</h3>{heat_map(title, rows, columns, cells)}'
+        f"<figcaption>across: training step; blank: not in the window; {escape(scale)}</figcaption></figure>"
+    )
+
+
+# Timing, images, configuration ---------------------------------------------------------------------------------
+
+
+def _timing(groups: Sequence[Group]) -> str:
+    cards = [card for card in map(_timing_card, groups) if card]
+    return _section("Where the time goes", f'<div class="grid">{"".join(cards)}</div>') if cards else ""
+
+
+def _timing_card(group: Group) -> str:
+    whole = _median(group, "timing/step")
+    if not whole:
+        return ""
+    seconds = {phase: _median(group, f"timing/{phase}") for phase in PHASES}
+    seconds["other"] = max(0.0, whole - sum(seconds.values()))
+    total = sum(seconds.values())
+    colours = dict(zip(seconds, COLOURS, strict=False))
+    bar = "".join(
+        f'<span style="width:{100 * value / total:.2f}%;background:{colours[phase]}"></span>'
+        for phase, value in seconds.items()
+    )
+    legend = "".join(
+        f"<span>{_key(colours[phase])}{phase} {value:.2g} s ({value / total:.0%})</span>"
+        for phase, value in seconds.items()
+        if value / total >= 0.005
+    )
+    return (
+        f'<div class="card"><h3>{escape(group.label)}</h3><div class="bar">{bar}</div>'
+        f'<div class="legend">{legend}</div><div class="soft">median step {whole:.3g} s</div></div>'
+    )
+
+
+def _median(group: Group, metric: str) -> float:
+    values = [value for run in group.runs for _, value in run.series(metric)]
+    return median(values) if values else 0.0
+
+
+def _images(groups: Sequence[Group]) -> str:
+    parts = []
+    for group in groups:
+        run = group.runs[0]
+        figures = _figures(run)
+        if figures:
+            parts.append(
+                f"<h3>{escape(run.folder.name)}</h3>" + f'<div class="images">{"".join(figures)}</div>'
+            )
+    seeds = max(len(group.runs) for group in groups) > 1
+    note = "<p class='soft'>Of runs that differ by seed only, the first one's.</p>" if seeds else ""
+    return _section("Images", note, *parts) if parts else ""
+
+
+def _figures(run: Run) -> list[str]:
+    folder = run.folder / IMAGES_FOLDER
+    figures = []
+    pair = folder / "before_after.png"
+    if pair.is_file():
+        figures.append(_figure(pair, "held out, before and after", full=True))
+    else:
+        figures += [_figure(path, f"held out, {path.stem[5:]}") for path in sorted(folder.glob("eval_*.png"))]
+    figures += [
+        _figure(path, _rollout_caption(path)) for path in _spread(sorted(folder.glob("rollout_*.png")))
+    ]
+    return figures
+
+
+def _spread(paths: Sequence[Path]) -> list[Path]:
+    """The first, the last and some between."""
+    if len(paths) <= MAX_GRIDS:
+        return list(paths)
+    return [paths[round(i * (len(paths) - 1) / (MAX_GRIDS - 1))] for i in range(MAX_GRIDS)]
+
+
+def _rollout_caption(path: Path) -> str:
+    match = re.match(r"rollout_(\d+)", path.stem)
+    return f"rollouts at step {int(match[1])}" if match else path.stem
+
+
+def _figure(path: Path, caption: str, *, full: bool = False) -> str:
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return (
+        f'<figure class="card{" full" if full else ""}"><h3>{escape(caption)}</h3><div class="scroll">'
+        f'<img alt="{escape(caption)}" src="data:image/png;base64,{data}"></div></figure>'
+    )
+
+
+def _differences(groups: Sequence[Group]) -> str:
+    if len(groups) < 2:
+        return ""
+    head = "".join(
+        f"<th>{_key(colour)}{escape(group.label)}</th>"
+        for group, colour in zip(groups, _colours(groups), strict=True)
+    )
+    rows = "".join(
+        f"<tr><td><code>{escape(key)}</code></td>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+        for key, values in differences(groups).items()
+    )
+    return _section(
+        "Configuration: what differs",
+        f'<div class="wide"><table><tr><th>key</th>{head}</tr>{rows}</table></div>',
+    )
+
+
+# Small things --------------------------------------------------------------------------------------------------
+
+
+def _colours(groups: Sequence[Group]) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(len(groups))]
+
+
+def _key(colour: str) -> str:
+    return f'<span class="key" style="background:{colour}"></span>'
+
+
+def _legend(groups: Sequence[Group]) -> str:
+    if len(groups) < 2:
+        return ""
+    entries = "".join(
+        f"<span>{_key(colour)}{escape(group.label)}</span>"
+        for group, colour in zip(groups, _colours(groups), strict=True)
+    )
+    return f'<div class="legend">{entries}</div>'
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,78 @@
+"""`flowcorr audit` on the embedded model, from the command to its files."""
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from flowcorr.cli import main
+from flowcorr.config import load
+from flowcorr.correction import PRESETS
+
+SMALL = [
+    "rollout.n=4",
+    "rollout.prompts_per_step=2",
+    "sampling.num_inference_steps=3",
+    "sampling.sde_window_range=[0,2]",
+    "data.num_train=8",
+]
+
+
+def audit(*arguments):
+    return main(["audit", "tiny_jpeg_lora", *SMALL, *arguments])
+
+
+def test_a_recipe_without_a_gap(tmp_path, capsys):
+    assert audit("--batches", "1", "--out", str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert "joint nats of a window" in out
+    assert "no correction needed" in out
+    assert "of the two together (reward and update not counted)" in out
+    assert all(name in out for name in PRESETS)
+    assert max(map(len, out.splitlines()[:-1])) <= 140
+    assert str(tmp_path / "audit.html") in out
+
+
+def test_json_is_what_is_saved(tmp_path, capsys):
+    assert audit("rollout.emulate=int4", "--json", "--batches", "1", "--out", str(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    report = json.loads(printed)
+    assert printed == (tmp_path / "audit.json").read_text(encoding="utf-8")
+    assert report["advice"]["kind"] != "none"
+    assert len(report["scales"]) == 6
+    assert [step["step_index"] for step in report["steps"]] == [0, 1]
+    assert "tiny_jpeg_lora rollout.n=4" in (tmp_path / "audit.html").read_text(encoding="utf-8")
+
+
+def test_the_advice_can_be_trained_with(tmp_path, capsys):
+    assert audit("rollout.emulate=int4", "--json", "--batches", "1", "--out", str(tmp_path)) == 0
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    for name in ("yaml", "alternative"):
+        recipe = tmp_path / f"{name}.yaml"
+        recipe.write_text(advice[name], encoding="utf-8")
+        loaded = load(recipe)
+        assert loaded.algorithm.rollout_correction.bypass_mode == (name == "alternative")
+        assert loaded.actor.clip_ratio == yaml.safe_load(advice[name]).get("actor", {}).get(
+            "clip_ratio", 1e-3
+        )
+
+
+def test_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert audit("--batches", "1", "--out", str(tmp_path)) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["audit.html", "audit.json"]
+    assert "<img" not in (tmp_path / "audit.html").read_text(encoding="utf-8")
+
+
+def test_bad_batches(capsys):
+    assert audit("--batches=0") == 2
+    assert "--batches 0 measures nothing; use 1 or more" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        main(["audit", "--help"])
+    text = capsys.readouterr().out
+    for piece in ("flowcorr audit tiny_ocr_lora", "joint nats", "scale mean, sqrt or sum", "--batches", "jq"):
+        assert piece in text

@@ -1,0 +1,33 @@
+import shutil
+
+import pytest
+
+from flowcorr.cli import main
+from flowcorr.config import load, to_yaml
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(load("tiny_ocr_lora")), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n', encoding="utf-8")
+    return folder
+
+
+def test_the_page_lies_in_the_first_run(run_dir, tmp_path, capsys):
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    assert main(["report", str(run_dir), str(other)]) == 0
+    assert capsys.readouterr().out == f"{run_dir / 'report.html'}\n"
+    assert "run, other" in (run_dir / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_goes_where_it_is_wanted(run_dir, tmp_path):
+    assert main(["report", str(run_dir), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").is_file()
+    assert not (run_dir / "report.html").exists()
+
+
+def test_what_is_no_run_is_named(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no run" in capsys.readouterr().err

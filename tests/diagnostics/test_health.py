@@ -1,0 +1,160 @@
+import math
+
+import pytest
+
+from flowcorr.config import load
+from flowcorr.correction import diagnostics as logged
+from flowcorr.diagnostics.health import (
+    RULES,
+    HealthMonitor,
+    Units,
+    examine_run,
+    examine_step,
+    healthy_range,
+    units_of,
+)
+
+SECTION = "algorithm.rollout_correction"
+CAPPED = Units(cap=2.0, bypass=True)
+CASES = {
+    "mean_weight": ("rollout_corr/rollout_is_mean", [0.5, 1.0, 2.0], [0.49, 2.01]),
+    "weight_std": ("rollout_corr/rollout_is_std", [0.0, 1.0], [1.01]),
+    "effective_sample_size": ("rollout_corr/rollout_is_eff_sample_size", [0.3, 1.0], [0.29]),
+    "cap": ("rollout_corr/rollout_is_raw_max", [1.0, 2.0], [2.1]),
+    "kl": ("rollout_corr/kl", [-0.1, 0.0, 0.1], [-0.11, 0.11]),
+    "log_ppl": ("rollout_corr/log_ppl_diff", [-1.0, 1.0], [-1.1, 1.1]),
+    "veto": ("rollout_corr/rollout_is_veto_fraction", [0.0, 0.1], [0.11]),
+    "catastrophic": ("rollout_corr/rollout_is_catastrophic_token_fraction", [0.01], [0.011]),
+    "masked": ("rollout_corr/rollout_rs_masked_fraction", [0.3], [0.31]),
+    "rejected": ("rollout_corr/rejected_ratio", [0.0, 0.05], [0.051, 0.2]),
+    "clip_noise": ("rollout_corr/clip_noise_fraction", [0.1], [0.2]),
+    "flat_groups": ("reward/zero_std_group_fraction", [0.5], [0.6]),
+}
+
+
+def rules(metrics, units=CAPPED):
+    return [finding.rule for finding in examine_step(metrics, units)]
+
+
+def test_every_rule_has_a_case():
+    assert list(CASES) == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_rule_fires_outside_its_range_only(rule):
+    metric, healthy, broken = CASES[rule]
+    assert [rules({metric: value}) for value in healthy] == [[]] * len(healthy)
+    assert [rules({metric: value}) for value in broken] == [[rule]] * len(broken)
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_finding_tells_number_limit_and_advice(rule):
+    metric, _, broken = CASES[rule]
+    (finding,) = examine_step({metric: broken[-1]}, CAPPED)
+    assert f"{finding.value:.3g}" in finding.message
+    assert f"{finding.threshold:.3g}" in finding.message
+    assert len(finding.advice) > 40
+    assert finding.metric == metric
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_rules_name_metrics_that_are_logged(rule):
+    names = {name for name, _, _ in (*logged._DRIFT, *logged._WEIGHTS, *logged._OUTCOME)}
+    assert rule.metric in names | {"reward/zero_std_group_fraction"}
+
+
+def test_what_was_not_measured_is_not_judged():
+    assert rules({}) == []
+    assert rules({"rollout_corr/kl": None}) == []
+
+
+def test_rejection_above_a_tenth_is_serious_and_says_to_look_for_the_cause_first():
+    levels = {}
+    for value in (0.07, 0.12):
+        (finding,) = examine_step({"rollout_corr/rejected_ratio": value}, Units())
+        levels[value] = (finding.level, finding.threshold)
+        assert finding.advice.index("flowcorr doctor") < finding.advice.index("widen rollout_rs_threshold")
+    assert levels == {0.07: ("warning", 0.05), 0.12: ("serious", 0.1)}
+
+
+def test_drift_is_judged_in_the_units_of_the_scale():
+    metrics = {"rollout_corr/kl": 1e-3}
+    assert rules(metrics, Units(scale="mean", factor=1.0)) == []
+    (finding,) = examine_step(metrics, Units(scale="sum", factor=512.0))
+    assert finding.value == pytest.approx(0.512)
+    assert "log_ratio_scale sum" in finding.message
+    assert healthy_range("rollout_corr/kl", Units(factor=512.0)) == pytest.approx((-0.1 / 512, 0.1 / 512))
+    assert healthy_range("rollout_corr/rollout_is_mean", Units(factor=512.0)) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor"), [("mean", 1.0), ("sqrt", 512**0.5), ("sum", 512.0), ("3.0", 3.0)]
+)
+def test_units_of_a_configuration(scale, factor):
+    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.log_ratio_scale={scale}"]))
+    assert (units.factor, units.cap, units.bypass) == (pytest.approx(factor), 2.0, False)
+
+
+def test_drift_is_not_judged_in_units_that_are_not_known():
+    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.log_ratio_scale=sum", "sampling.height=null"]))
+    assert units.factor is None
+    assert rules({"rollout_corr/kl": 9.0}, units) == []
+    assert healthy_range("rollout_corr/kl", units) == (-math.inf, math.inf)
+
+
+def test_units_without_correction_and_without_one_cap():
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}=null"])) == Units()
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"])).cap is None
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=bypass_ppo_clip"])).bypass
+
+
+def test_noise_beyond_the_clip_harms_bypass_only():
+    metrics = {"rollout_corr/clip_noise_fraction": 0.9}
+    assert examine_step(metrics, Units(bypass=True))[0].level == "warning"
+    assert examine_step(metrics, Units(bypass=False))[0].level == "note"
+
+
+def test_what_acted_on_the_update_is_judged_where_it_is_logged():
+    metrics = {"rollout_corr/rejected_ratio": 0.0, "actor/rollout_corr/rejected_ratio": 0.2}
+    (finding,) = examine_step(metrics, Units())
+    assert finding.metric == "actor/rollout_corr/rejected_ratio"
+    drift = {"rollout_corr/kl": 0.0, "actor/rollout_corr/kl": 1.0}  # the latter contains what was learned
+    assert examine_step(drift, Units()) == []
+
+
+def test_a_monitor_tells_once_and_again_when_it_gets_serious():
+    monitor = HealthMonitor(Units())
+    told = [
+        [finding.level for finding in monitor.update({"rollout_corr/rejected_ratio": value})]
+        for value in (0.0, 0.07, 0.08, 0.2, 0.2, 0.07)
+    ]
+    assert told == [[], ["warning"], [], ["serious"], [], []]
+
+
+def test_a_monitor_does_not_tell_what_is_milder_than_what_it_told():
+    monitor = HealthMonitor(Units())
+    told = [len(monitor.update({"rollout_corr/rejected_ratio": value})) for value in (0.2, 0.07, 0.2)]
+    assert told == [1, 0, 0]
+
+
+def test_a_monitor_waits_where_a_single_step_may_be_chance():
+    monitor = HealthMonitor(Units())
+    shares = (0.9, 0.9, 0.1, 0.9, None, 0.9, 0.9, 0.9)
+    records = [
+        {"eval/reward": 1.0} if share is None else {CASES["flat_groups"][0]: share} for share in shares
+    ]
+    told = [[finding.rule for finding in monitor.update(record)] for record in records]
+    assert told == [[], [], [], [], [], [], ["flat_groups"], []]
+
+
+def test_a_run_is_judged_by_its_worst_steps():
+    kl = [0.0, 0.2, -0.5, 0.3]
+    records = [{"step": 0, "eval/reward": 0.5}] + [
+        {"step": step, "rollout_corr/kl": value, "rollout_corr/rejected_ratio": 0.2 * (step == 4)}
+        for step, value in enumerate(kl, start=1)
+    ]
+    found = examine_run(records, Units())
+    assert [(finding.rule, finding.level, finding.step, finding.num_steps) for finding in found] == [
+        ("rejected", "serious", 4, 1),
+        ("kl", "warning", 3, 3),
+    ]

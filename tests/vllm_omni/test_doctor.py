@@ -1,0 +1,157 @@
+"""The doctor on the real engine: silent where it is healthy, and naming each fault that is planted in it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import tiny_pipelines
+import torch
+
+from flowcorr.cli import main
+from flowcorr.diagnostics import examine
+from flowcorr.errors import BackendError
+from flowcorr.rollout.vllm_omni import adapter
+from flowcorr.rollout.vllm_omni import engine as engine_module
+
+pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
+
+GUIDED = {"guidance_scale": 3.0, "true_cfg_scale": 1.0}
+
+
+def check(stack):
+    return examine(stack.actor, stack.engine, stack.conditioning)
+
+
+def finding_of(report, name):
+    return next(finding for finding in report.findings if finding.check == name)
+
+
+def test_a_healthy_engine_passes_everything_and_is_left_as_it_was(stack):
+    stack.stir()
+    stack.sync()
+    before = stack.sample()
+    report = check(stack)
+    assert report.exit_code == 0
+    assert finding_of(report, "attention").message.startswith("engine: attention SDPA, dtype float32")
+    assert max(noise.exact_kl for noise in report.noise) <= 1e-9
+    after = stack.sample()
+    assert torch.equal(after.latents, before.latents)
+    assert torch.equal(after.policy_versions, before.policy_versions)
+
+
+def test_bfloat16_and_staleness_are_no_failure(start):
+    stack = start("sd3", dtype="bfloat16", rollout={"staleness": 1}, sampling=GUIDED)
+    stack.stir()
+    stack.sync()
+    history = stack.engine.history
+    report = check(stack)
+    assert report.failed() == []
+    assert finding_of(report, "attention").message.startswith("engine: attention SDPA, dtype bfloat16")
+    assert stack.engine.history == history
+    assert stack.sample().policy_versions.unique().tolist() == [0]
+
+
+def test_the_command_on_a_recipe(tmp_path, capfd):
+    folder = tiny_pipelines.build_tiny_qwen_image(tmp_path / "model")
+    overrides = tiny_pipelines.overrides(folder, tiny_pipelines.QWEN_SIZE, "float32")
+    engine = "rollout.engine.distributed_executor_backend=uni"
+    assert main(["doctor", "qwen_image_ocr_lora_rollout_corr", *overrides, engine, "--prompts", "2"]) == 0
+    assert "rollout engine and actor agree: 18 PASS" in capfd.readouterr().out
+
+
+# Faults: each changes what the engine is told --------------------------------------------------------------
+
+
+def plan(**changes):
+    """Another way of sampling in every request; `schedule` as a function of the true one."""
+
+    def plant(stack, monkeypatch):
+        true = engine_module.Plan
+        monkeypatch.setattr(engine_module, "Plan", lambda **fields: true(**{**fields, **new(fields)}))
+
+    def new(fields):
+        sampling = {name: value for name, value in changes.items() if name != "schedule"}
+        schedule = changes.get("schedule", lambda exact: exact)
+        return {
+            "sampling": replace(fields["sampling"], **sampling), "schedule": schedule(fields["schedule"])
+        }  # fmt: skip
+
+    return plant
+
+
+def fewer_steps(stack, monkeypatch):
+    schedule = stack.family.schedule(stack.config.sampling.num_inference_steps - 1, stack.engine.latent_shape)
+    plan(schedule=lambda exact: schedule)(stack, monkeypatch)
+
+
+def prompts_mixed_up(stack, monkeypatch):
+    generate, count = stack.engine._client.generate, stack.config.rollout.n
+
+    def mixed(requests):
+        prompts = [prompt for prompt, _ in requests]
+        rolled = prompts[count:] + prompts[:count]
+        return generate([(prompt, params) for prompt, (_, params) in zip(rolled, requests, strict=True)])
+
+    monkeypatch.setattr(stack.engine._client, "generate", mixed)
+
+
+def weights(change):
+    """Other weights than those that are synced, which the engine's own check is kept from seeing."""
+
+    def plant(stack, monkeypatch):
+        load = stack.engine._load_adapter
+        monkeypatch.setattr(stack.engine, "_load_adapter", lambda tensors: load(change(tensors)))
+        monkeypatch.setattr(stack.engine._moves, "check", lambda reached: None)
+
+    return plant
+
+
+def scaled(tensors):
+    return {name: tensor / 2 if ".lora_B." in name else tensor for name, tensor in tensors.items()}
+
+
+def half_of_the_layers(tensors):
+    return {name: tensor for name, tensor in tensors.items() if ".to_q." in name or ".to_v." in name}
+
+
+def one_sync_late():
+    seen: list[Mapping[str, torch.Tensor]] = []
+
+    def late(tensors):
+        seen.append(tensors)
+        return seen[-2] if len(seen) > 1 else tensors
+
+    return late
+
+
+@pytest.mark.parametrize(
+    ("plant", "named"),
+    [
+        (plan(guidance_scale=1.0), "guidance"),
+        (plan(guidance_scale=5.0), "guidance"),
+        (plan(noise_level=0.9), "transition"),
+        (fewer_steps, "schedule"),
+        (prompts_mixed_up, "embeddings"),
+        (weights(scaled), "lora"),
+        (weights(half_of_the_layers), "lora"),
+        (weights(one_sync_late()), "sync"),
+    ],
+)
+def test_a_planted_fault_is_named_and_no_other(guided, plant, named, monkeypatch):
+    plant(guided, monkeypatch)
+    report = check(guided)
+    assert report.failed() == [named]
+
+
+def test_an_adapter_that_does_not_arrive_ends_in_an_error(guided, monkeypatch):
+    old = adapter.peft_tensors(guided.actor.snapshot().tensors, "sd3")
+    monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, family: old)
+    with pytest.raises(BackendError, match="did not take effect"):
+        check(guided)
+
+
+def test_another_checkpoint_ends_in_an_error(start, monkeypatch, tmp_path):
+    other = tiny_pipelines.build_tiny_sd3(tmp_path / "other", seed=1)
+    monkeypatch.setattr(engine_module, "resolve_path", lambda path: str(other))
+    with pytest.raises(BackendError, match=r"hold different models.*model\.path"):
+        start("sd3")
