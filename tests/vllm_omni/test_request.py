@@ -113,7 +113,7 @@ def test_kernels_that_agree_bit_for_bit_at_the_start_may_differ_by_rounding_late
         checked = MoveCheck(velocities([1.0, 0.0], [1.0, 0.0]), disagreement=bounds)
         checked.check(velocities([1.0 + rounding, 0.0], [1.0, rounding / 4]))
         with pytest.raises(BackendError, match="did not take effect"):
-            checked.check(velocities([1.0 + 4 * rounding, 0.0], [1.0, rounding]))
+            checked.check(velocities([1.0 + 8 * rounding, 0.0], [1.0, rounding]))
 
 
 def test_an_untrained_adapter_has_no_effect():
