@@ -126,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")  # their advice on packages that are not needed here
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("flowcorr.rollout").setLevel(logging.INFO)  # a large engine loads for minutes
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:

@@ -38,6 +38,8 @@ Z_LIMIT = 6.0  # standard deviations, over a few hundred terms at most
 # Like EXPLAINED, for guidance that is off: without it, about 0.45 of an fp8 engine's gap goes on a random model
 # that guidance hardly moves; precision alone stays below.
 UNGUIDED = 0.3
+# Tried where guidance is an input of the model, and its effect is any function of the scale.
+USUAL_SCALES = (0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 7.0, 7.5, 10.0)
 # Of the move: up to 0.02 if all layers are bound (0.08 for a random FLUX in bfloat16), 0.55 for half of them.
 MISSING_WARN, MISSING_FAIL = 0.1, 0.25
 # Grey levels of 255: images round to 0.5, and a velocity gap g costs 14 g (bfloat16 0.13, fp8 0.5, int4 2.0).
@@ -318,33 +320,38 @@ def _embeddings(exam: Exam) -> Finding:
 
 
 def _guidance(exam: Exam) -> Finding:
-    """Fits the scale: means are linear in it, or nearly so where guidance is distilled."""
-    actor, trial = exam.actor, exam.trials.base
-    sampling = exam.config.sampling
+    """Finds the scale that the engine's steps fit: means are linear in it, unless guidance is distilled."""
+    actor, trial, sampling = exam.actor, exam.trials.base, exam.config.sampling
+    distilled = actor.family.distills_guidance
     key = "true_cfg_scale" if sampling.true_cfg_scale > 1 else "guidance_scale"
     configured = getattr(actor.guidance, key)
-    if configured <= 1:
+    if configured <= 1 and not distilled:
         return _passed("guidance is off")
     if trial.velocity_gap() <= NO_GAP:
         return _passed(f"{key}={configured:g} acts on both sides", configured, configured)
-    before = actor.guidance
-    try:
-        off: dict[str, Any] = {key: 1.0}
-        actor.guidance = replace(before, **off)
-        plain = score_means(actor, trial.rollout)
-    finally:
-        actor.guidance = before
-    push = trial.means - plain
-    factor = _fit(push, trial.engine_means - plain)
-    found = 1 + (configured - 1) * factor
-    share = trial.explained_by([plain + factor * push])
-    if share >= EXPLAINED or trial.explained_by([plain]) >= UNGUIDED:
+    if distilled:
+        scales = [scale for scale in USUAL_SCALES if scale != configured]
+        found, means = min(
+            ((scale, _guided(exam, key, scale)) for scale in scales),
+            key=lambda guided: float(trial.squared_distance(guided[1]).mean()),
+        )
+        share = trial.explained_by([means])
+        unguided = 0.0
+    else:
+        plain = _guided(exam, key, 1.0)
+        push = trial.means - plain
+        factor = _fit(push, trial.engine_means - plain)
+        found = 1 + (configured - 1) * factor
+        share, unguided = trial.explained_by([plain + factor * push]), trial.explained_by([plain])
+    if share >= EXPLAINED or unguided >= UNGUIDED:
         return _failed(
             f"the steps fit {key}={found:.3g} instead of {configured:g}, which is {100 * share:.0f} % of the gap",
             found,
             configured,
             f"pass sampling.{key} and the negative prompt to the engine; a scale of 1 means that guidance is off",
         )
+    if distilled:
+        return _passed(f"no usual {key} fits the steps better than {configured:g}", configured, configured)
     return _passed(f"the steps fit {key}={found:.3g}", found, configured)
 
 
@@ -376,7 +383,7 @@ def _sync(exam: Exam) -> Finding:
 
 def _weights(exam: Exam) -> Finding:
     trial = exam.trials.bare
-    gap, usual = trial.velocity_gap(), _usual_gap(exam.config)
+    gap, usual = trial.velocity_gap(), _usual_gap(exam)
     kl = float(trial.squared_distance().mean() / 2)
     message = f"velocities differ by {100 * gap:.2g} %, an exact KL of {kl:.2g} nats a latent element a step"
     limit = min(WARN_FACTOR * usual, LARGEST_GAP)
@@ -434,7 +441,7 @@ def _attention(exam: Exam) -> Finding:
     facts = exam.engine.describe()
     own = attention_name(exam.actor.transformer)
     message = f"engine: {', '.join(f'{key} {value}' for key, value in facts.items())}; actor: attention {own}"
-    gap, usual = exam.trials.base.velocity_gap(), _usual_gap(exam.config)
+    gap, usual = exam.trials.base.velocity_gap(), _usual_gap(exam)
     if gap > usual and facts.get("attention") != own:
         return _warned(
             message, gap, usual, "try the engine's plain attention (SDPA) to see whether the gap goes"
@@ -457,7 +464,7 @@ def _images(exam: Exam) -> Finding:
         )
     gap = float((found - expected).abs().mean())
     message = f"images differ by {gap:.2g} grey levels of 255 from the actor's of the same trajectories"
-    usual = IMAGE_ROUNDING + IMAGE_GAIN * _usual_gap(exam.config)
+    usual = IMAGE_ROUNDING + IMAGE_GAIN * _usual_gap(exam)
     if gap > WARN_FACTOR * usual:
         remedy = "compare the VAEs, their scaling and shift, and the Euler steps after the window"
         return _failed(message, gap, WARN_FACTOR * usual, remedy)
@@ -501,6 +508,17 @@ _UNITS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "divided by 1000": lambda timesteps: timesteps / 1000,
     "times 1000": lambda timesteps: timesteps * 1000,
 }
+
+
+def _guided(exam: Exam, key: str, scale: float) -> Tensor:
+    """The actor's step means `[B, T, *L]` of the base trial at another guidance scale."""
+    actor, before = exam.actor, exam.actor.guidance
+    changed: dict[str, Any] = {key: scale}
+    try:
+        actor.guidance = replace(before, **changed)
+        return score_means(actor, exam.trials.base.rollout)
+    finally:
+        actor.guidance = before
 
 
 def _explained_by_timesteps(exam: Exam, timesteps: Tensor) -> float:
@@ -582,15 +600,17 @@ def _continued(exam: Exam, rows: Tensor) -> Tensor:
     return actor.family.decode(latents)
 
 
-def _usual_gap(config: Config) -> float:
+def _usual_gap(exam: Exam) -> float:
     """The largest velocity gap that the precision of both sides accounts for."""
-    rollout = config.rollout
+    config, rollout = exam.config, exam.config.rollout
     names = {rollout.dtype, config.model.dtype, "bfloat16" if config.actor.autocast else "float32"}
     if rollout.emulate != "none":
         names.add(rollout.emulate)
     if rollout.engine.get("quantization") or rollout.engine.get("quantization_config"):
         names.add("fp8")
-    amplified = max(1.0, config.sampling.guidance_scale, config.sampling.true_cfg_scale)
+    distilled = exam.actor.family.distills_guidance
+    scale = 1.0 if distilled else config.sampling.guidance_scale
+    amplified = max(1.0, scale, config.sampling.true_cfg_scale)
     return amplified * max(PRECISION_GAP[name] for name in names)
 
 

@@ -60,6 +60,11 @@ class ModelFamily(ABC):
     def transformer(self) -> Any:
         return self.pipeline.transformer
 
+    @property
+    def distills_guidance(self) -> bool:
+        """Whether `guidance_scale` is an input of the transformer, instead of a second forward pass."""
+        return False
+
     @abstractmethod
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
         """`L`, the latent shape of one image of `height` x `width` pixels (null: the native size).

@@ -34,6 +34,10 @@ class Flux(PackedFamily):
         "ff_context.net.2",
     )
 
+    @property
+    def distills_guidance(self) -> bool:
+        return bool(self.transformer.config.guidance_embeds)
+
     def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
         timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
         return replace(schedule, timesteps=tuple((timesteps.to(dtype) * 1000).tolist()))
@@ -58,11 +62,10 @@ class Flux(PackedFamily):
     ) -> Tensor:
         embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
-        distilled = self.transformer.config.guidance_embeds
         velocity = transformer(
             hidden_states=latents.flatten(1, 2).to(embeds.dtype),
             timestep=timesteps / 1000,
-            guidance=torch.full_like(timesteps, guidance.guidance_scale) if distilled else None,
+            guidance=torch.full_like(timesteps, guidance.guidance_scale) if self.distills_guidance else None,
             pooled_projections=conditioning["pooled_prompt_embeds"],
             encoder_hidden_states=embeds,
             txt_ids=embeds.new_zeros(embeds.shape[1], 3),

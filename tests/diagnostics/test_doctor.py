@@ -526,6 +526,26 @@ def test_another_family(tmp_path, make_config, rollout):
     assert examine(actor, engine, conditioning).failed() == ["guidance"]
 
 
+@pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}])
+def test_distilled_guidance(tmp_path, make_config, rollout):
+    import tiny_pipelines
+
+    height, width = tiny_pipelines.FLUX_SIZE
+    config = make_config(
+        model={"path": str(tiny_pipelines.build_tiny_flux(tmp_path)), "max_sequence_length": 16},
+        sampling={**SHORT, "height": height, "width": width, "guidance_scale": 3.5},
+        rollout={**SMALL, **rollout},
+    )
+    _, actor, engine, conditioning = tiny_pipelines.connect(config, ["cat", "dog"])
+    tiny_pipelines.stir(actor)
+    engine.sync(actor.snapshot())
+    assert examine(actor, engine, conditioning).failed() == []
+    another_guidance(guidance_scale=1.0)(engine)
+    report = examine(actor, engine, conditioning)
+    assert report.failed() == ["guidance"]
+    assert "guidance_scale=1 instead of 3.5" in finding_of(report, "guidance").message
+
+
 # What only warns -----------------------------------------------------------------------------------------
 
 

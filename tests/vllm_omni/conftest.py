@@ -153,7 +153,7 @@ def guided(shared_guided: tuple[Stack, dict[str, Tensor]]) -> Stack:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
-    """Start a further engine, in this process, on a tiny pipeline with random weights."""
+    """Start a further engine, in this process: on `tiny_ocr`, or on a tiny pipeline with random weights."""
     import tiny_pipelines
 
     with contextlib.ExitStack() as engines:
@@ -161,8 +161,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
         def enter(family: str, *, dtype: str = "float32", backend: str = "uni", **sections: Any) -> Stack:
             from flowcorr.models import DTYPES
 
-            build = getattr(tiny_pipelines, f"build_tiny_{family}")
-            path = build(tmp_path / family, DTYPES[dtype])
+            path: str | Path = family
+            if family != "tiny_ocr":
+                build = getattr(tiny_pipelines, f"build_tiny_{family}")
+                path = build(tmp_path / family, DTYPES[dtype])
             rollout = sections.pop("rollout", {})
             engine = {"distributed_executor_backend": backend, **rollout.pop("engine", {})}
             config = stack_config(
