@@ -1,4 +1,9 @@
-"""Group-relative advantages: how much better a sample is than the others of its prompt."""
+"""Group-relative advantages: how much better a sample is than the others of its prompt.
+
+Where terms were rejected, a group is compared with what is left of it. The loss sums over terms, so a sample counts
+there once for each of its steps that is kept: that is its weight in its group's mean, and with every step rejected it
+is no member any more.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowcorr import metrics
+from flowcorr.distributed import gather_rows
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Metrics
 from flowcorr.records import check_shape
@@ -27,7 +33,8 @@ def group_advantages(
     Args:
         rewards: `[B]`.
         group_ids: `[B]`, any integers in any order; samples of one prompt share one.
-        std: unbiased standard deviation of the `group`, of all rewards (`global`), or `none` for 1.
+        std: unbiased standard deviation of the `group`, of all rewards (`global`), those of other ranks included, or
+            `none` for 1.
         eps: added to the standard deviation; unused with `none`.
 
     Returns:
@@ -57,9 +64,72 @@ def advantage_stats(rewards: Tensor, group_ids: Tensor) -> Metrics:
     return Metrics.from_stats({"reward/zero_std_group_fraction": metrics.mean(equal.sum(), counts.numel())})
 
 
+def recentre(advantages: Tensor, group_ids: Tensor, keep: Tensor) -> Tensor:
+    """Advantages whose mean over the kept terms of each group is 0 again.
+
+    A group of which every term is kept, and one of which none is, keep theirs to the last bit; a sample that is left
+    alone gets 0. Nothing is divided by the std again.
+
+    Args:
+        advantages: `[B]`, with mean 0 over each whole group.
+        group_ids: `[B]`, any integers in any order; groups must be whole.
+        keep: `[B, T]` bool, False where a term was rejected.
+
+    Returns:
+        `[B]` like `advantages`; computed in float64.
+
+    Raises:
+        BatchError: shapes differ.
+    """
+    groups, sizes, kept = _kept_terms(group_ids, keep)
+    check_shape("advantages", advantages, tuple(group_ids.shape))
+    values, num_kept = advantages.double(), _sum_by_group(kept, groups, sizes)
+    mean = _sum_by_group(kept * values, groups, sizes) / num_kept.clamp(min=1)
+    partly = (num_kept > 0) & (num_kept < sizes * keep.shape[1])
+    return torch.where(partly[groups], (values - mean[groups]).to(advantages.dtype), advantages)
+
+
+def drop_small_groups(keep: Tensor, group_ids: Tensor) -> Tensor:
+    """`keep` `[B, T]` without the groups of which fewer than two samples have a kept term.
+
+    Raises:
+        BatchError: shapes differ.
+    """
+    groups, sizes, kept = _kept_terms(group_ids, keep)
+    members = _sum_by_group((kept > 0).double(), groups, sizes)
+    return keep & (members >= 2)[groups].unsqueeze(1)
+
+
+def rejection_stats(keep: Tensor, group_ids: Tensor) -> Metrics:
+    """What rejection left of the groups.
+
+    `rollout_corr/dropped_group_fraction` are those of which no term is kept, `rollout_corr/partial_group_fraction`
+    those of which some are, and that `recentre` shifts.
+    """
+    groups, sizes, kept = _kept_terms(group_ids, keep)
+    num_kept = _sum_by_group(kept, groups, sizes)
+    dropped, whole = num_kept == 0, num_kept == sizes * keep.shape[1]
+    return Metrics.from_stats(
+        {
+            "rollout_corr/dropped_group_fraction": metrics.mean(dropped.sum(), sizes.numel()),
+            "rollout_corr/partial_group_fraction": metrics.mean((~(dropped | whole)).sum(), sizes.numel()),
+        }
+    )
+
+
+def _kept_terms(group_ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each sample's group as 0..G-1 `[B]`, group sizes `[G]`, and each sample's kept terms `[B]` float64."""
+    if keep.dim() != 2:
+        raise BatchError(f"keep has shape {list(keep.shape)}; it must be [B, T]")
+    check_shape("group_ids", group_ids, (keep.shape[0],))
+    _, groups, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    return groups, sizes, keep.double().sum(1)
+
+
 def _scale(values: Tensor, centred: Tensor, groups: Tensor, counts: Tensor, std: str) -> Tensor:
     if std == "global":
-        return values.std() if values.numel() > 1 else values.new_ones(())
+        everything = gather_rows(values, "the rewards of a step")
+        return everything.std() if everything.numel() > 1 else values.new_ones(())
     squares = _sum_by_group(centred.square(), groups, counts)
     return torch.sqrt(squares / (counts - 1).clamp(min=1))[groups]
 

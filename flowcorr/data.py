@@ -105,9 +105,13 @@ class PromptStream:
 
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts; they may reach into the next epoch."""
-        dealt = [self._at(self.position + offset) for offset in range(n)]
+        dealt = self.peek(n)
         self.position += n
         return dealt
+
+    def peek(self, n: int, *, skip: int = 0) -> list[Prompt]:
+        """The `n` prompts after the next `skip`, which are dealt later all the same."""
+        return [self._at(self.position + skip + offset) for offset in range(n)]
 
     def _at(self, position: int) -> Prompt:
         epoch, place = divmod(position, len(self._prompts))

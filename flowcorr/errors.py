@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class FlowcorrError(Exception):
@@ -32,16 +33,36 @@ class MissingExtraError(FlowcorrError, ImportError):
     Args:
         feature: what the user asked for, as they wrote it.
         package: the package that could not be imported.
-        extra: the flowcorr extra that brings it.
+        extra: the flowcorr extra that brings it, or None where none does.
         cause: the import error, if it says more than that the package is absent.
+        install: the command that installs it, where no extra does.
     """
 
-    def __init__(self, feature: str, package: str, extra: str, cause: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        feature: str,
+        package: str,
+        extra: str | None,
+        cause: BaseException | None = None,
+        *,
+        install: str | None = None,
+    ) -> None:
         if cause is None or isinstance(cause, ModuleNotFoundError):
-            message = f"{feature} needs {package}; install it with: pip install 'flowcorr[{extra}]'"
+            install = install or f"pip install 'flowcorr[{extra}]'"
+            message = f"{feature} needs {package}; install it with: {install}"
         else:
             message = f"{feature} needs {package}, which is installed but cannot be loaded: {cause}"
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by message, as workers hand errors to the trainer."""
+        return _restore, (type(self), str(self))
+
+
+def _restore(kind: type[Exception], message: str) -> Exception:
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    return error
 
 
 def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:

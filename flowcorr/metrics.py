@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from flowcorr.distributed import Group, gather, world_size
 
 Number = Tensor | float | int
 
@@ -204,24 +205,26 @@ class Metrics:
             }
         )
 
-    def across_ranks(self, group: dist.ProcessGroup | None = None) -> Metrics:
-        """The metrics of all ranks together, by one collective; every rank must hold the same layouts.
+    def sums(self, name: str) -> Tensor:
+        """The packed sums `[S]` of the producer of metric `name`, which may keep more of them than its metrics read."""
+        for layout, block in self._blocks.items():
+            if any(field.name == name for field in layout.fields):
+                return block.sums
+        raise KeyError(name)
+
+    def across_ranks(self, group: Group = None) -> Metrics:
+        """The metrics of all ranks together, by one collective; a rank may lack some, such as where it had no samples.
 
         Sums are added in rank order, so every rank gets the same bits.
         """
-        if not dist.is_initialized() or dist.get_world_size(group) == 1 or not self._blocks:
+        if world_size(group) == 1:
             return self
-        packed = torch.cat([part for block in self._blocks.values() for part in (block.sums, block.maxima)])
-        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, packed, group=group)
-        ranks = torch.stack(gathered)
-        blocks, start = {}, 0
-        for layout, block in self._blocks.items():
-            middle = start + block.sums.numel()
-            end = middle + block.maxima.numel()
-            blocks[layout] = Block(ranks[:, start:middle].sum(0), ranks[:, middle:end].amax(0))
-            start = end
-        return Metrics(blocks)
+        mine = [(layout.fields, *parts) for layout, parts in zip(self._blocks, self._to_host(), strict=True)]
+        return Metrics.merged(
+            Metrics({Layout(fields): Block(*(torch.tensor(part, dtype=torch.float64) for part in parts))})
+            for rank in gather(mine, "the metrics", group)
+            for fields, *parts in rank
+        )
 
     def compute(self) -> dict[str, float]:
         """All values, by one copy to the host; metrics that saw no term are left out."""

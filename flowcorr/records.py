@@ -73,7 +73,7 @@ class Rollout:
     @property
     def num_elements(self) -> int:
         """`D`, the number of latent elements of one sample."""
-        return self.latents[0, 0].numel()
+        return self.latents.shape[2:].numel()
 
     def validate(self) -> Self:
         """Return the record if its shapes fit together.
@@ -148,6 +148,8 @@ class ActorBatch:
         old_means: `[B, T, *L]`, the step means of the policy of `old_log_probs`, where the loss needs them.
         rollout_is_weights: `[B, T]` detached weights that multiply the loss, or None.
         keep: `[B, T]` bool, False where a term was rejected, or None.
+        clip_centers: `[B, T]`, what the loss takes log-ratios relative to, or None for 0.
+        places: `[B, T]` int64, where each term stood in the flattened batch that this one was cut from, or None.
     """
 
     rollout: Rollout
@@ -156,6 +158,8 @@ class ActorBatch:
     old_means: Tensor | None = None
     rollout_is_weights: Tensor | None = None
     keep: Tensor | None = None
+    clip_centers: Tensor | None = None
+    places: Tensor | None = None
 
     def select(self, index: Tensor | slice) -> ActorBatch:
         """The samples at `index` along the batch axis."""
@@ -168,7 +172,7 @@ class ActorBatch:
     def step(self, t: int) -> ActorBatch:
         """The window's step `t` alone, as a window of one step."""
         columns = slice(t, t + 1)
-        names = ("old_log_probs", "old_means", "rollout_is_weights", "keep")
+        names = ("old_log_probs", "old_means", "rollout_is_weights", "keep", "clip_centers", "places")
         parts = {name: value[:, columns] for name in names if (value := getattr(self, name)) is not None}
         return replace(self, rollout=self.rollout.step(t), **parts)
 
@@ -207,6 +211,7 @@ class BatchStep:
         reference_mean: likewise of the reference policy that `kl_coef` holds the policy to, or None.
         weight: detached importance weights, or None for 1.
         keep: bool, False where a term takes no part, or None for all.
+        clip_center: what the loss takes the log-ratio relative to, or None for 0.
         step_index: int64, the step's place in the schedule.
     """
 
@@ -219,6 +224,7 @@ class BatchStep:
     reference_mean: Tensor | None = None
     weight: Tensor | None = None
     keep: Tensor | None = None
+    clip_center: Tensor | None = None
 
     @classmethod
     def of(cls, batch: ActorBatch, reference_means: Tensor | None = None) -> BatchStep:
@@ -234,6 +240,7 @@ class BatchStep:
             reference_mean=reference_means,
             weight=batch.rollout_is_weights,
             keep=batch.keep,
+            clip_center=batch.clip_centers,
         )
 
     def per_term(self) -> BatchStep:
@@ -250,12 +257,15 @@ class LossOutput:
         count_all: 0-d, valid terms, kept or not.
         count_kept: 0-d, terms that entered the sum.
         metrics: what the loss saw, mergeable over micro-batches and ranks.
+        drift: `[2, S]` float64, sum and number of the kept log-ratios by step index, before their `clip_center` is
+            taken off; None without one.
     """
 
     loss_sum: Tensor
     count_all: Tensor
     count_kept: Tensor
     metrics: Metrics
+    drift: Tensor | None = None
 
     def mean(self, denominator: Literal["kept", "all"] = "kept") -> Tensor:
         """The mean loss over kept terms, or over all; 0 where there is none."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Some virtual machines announce AMX and then forbid it: bfloat16 would end in an illegal instruction.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import copy
-from collections.abc import Callable, Sequence
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -129,7 +133,7 @@ def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
     return Run(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_config() -> Callable[..., Config]:
     return small_config
 
@@ -142,3 +146,22 @@ def make_run() -> Callable[..., Run]:
         return start_run(small_config(**sections))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """Ray, on a small cluster of this machine, started once."""
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path must be short
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=200_000_000,
+        logging_level=logging.ERROR,
+        _temp_dir=folder,
+    )
+    yield ray
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)

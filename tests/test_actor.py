@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flowcorr.actor import DiffusionActor
+from flowcorr.actor import DiffusionActor, deal_groups
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import BatchError
@@ -173,6 +175,39 @@ def test_mini_batches_hold_whole_groups_in_an_order_of_their_own(make_run):
         assert parts == again
         orders.add(parts[0][0])
     assert orders == {0, 1}
+
+
+@given(
+    groups=st.integers(1, 40),
+    parts=st.integers(1, 9),
+    ranks=st.integers(1, 8),
+    training_step=st.integers(0, 99),
+)
+def test_groups_are_dealt_evenly_whatever_the_ranks(groups, parts, ranks, training_step):
+    key = {"seed": 1, "training_step": training_step, "epoch": 0}
+    dealt = deal_groups(torch.arange(groups), parts, **key)
+    for begin in range(0, groups, parts):
+        block = dealt[begin : begin + parts].tolist()
+        assert len(set(block)) == len(block)
+        assert set(block) <= set(range(parts))
+    for share in torch.arange(groups).tensor_split(ranks):
+        counts = dealt[share].bincount(minlength=parts)
+        assert counts.max() - counts.min() <= 2
+        assert torch.equal(
+            deal_groups(share.repeat_interleave(2), parts, **key), dealt[share].repeat_interleave(2)
+        )
+
+
+def test_each_group_comes_to_each_mini_batch_equally_often():
+    dealt = torch.stack(
+        [
+            deal_groups(torch.arange(7), 3, seed=0, training_step=step, epoch=epoch)
+            for step in range(300)
+            for epoch in range(2)
+        ]
+    )
+    share = torch.nn.functional.one_hot(dealt, 3).double().mean(0)
+    assert (share - 1 / 3).abs().max() < 0.1
 
 
 def test_the_learning_rate_warms_up(make_run):

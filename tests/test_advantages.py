@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcorr.advantages import advantage_stats, group_advantages
+from flowcorr.advantages import (
+    advantage_stats,
+    drop_small_groups,
+    group_advantages,
+    recentre,
+    rejection_stats,
+)
 from flowcorr.errors import BatchError, ConfigError
 
 
@@ -108,3 +114,95 @@ def test_groups_that_teach_nothing_are_counted():
     rewards = torch.tensor([0.1, 0.1, 0.0, 1.0, 5.0, 2.0, 2.0])
     groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
     assert advantage_stats(rewards, groups).compute() == {"reward/zero_std_group_fraction": 0.75}
+
+
+# After rejection ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def rejected_batches(draw):
+    """Advantages of whole groups, their groups, and which terms are kept."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    samples, steps = sum(sizes), draw(st.integers(1, 3))
+    rewards = draw(st.lists(st.floats(-10, 10, width=32), min_size=samples, max_size=samples))
+    keep = draw(st.lists(st.booleans(), min_size=samples * steps, max_size=samples * steps))
+    groups = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    groups = groups[torch.tensor(draw(st.permutations(range(samples))))] * 17 - 5
+    advantages = group_advantages(torch.tensor(rewards), groups)
+    return advantages, groups, torch.tensor(keep).view(samples, steps)
+
+
+def kept_mean(advantages, keep):
+    terms = advantages.double().unsqueeze(1).expand_as(keep)[keep]
+    return terms.mean().item()
+
+
+def test_recentring_against_hand_computed_numbers():
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    advantages = torch.tensor([-1.0, 0.5, 0.5, -2.0, 2.0, -3.0, 3.0])
+    keep = torch.tensor([[1, 0], [1, 1], [0, 0], [1, 1], [1, 1], [0, 0], [0, 1]]).bool()
+    # Group 0 keeps -1 once and .5 twice: mean 0. Group 1 is whole. Group 2 keeps one term of 3.
+    expected = [-1.0, 0.5, 0.5, -2.0, 2.0, -6.0, 0.0]
+    assert recentre(advantages, groups, keep).tolist() == expected
+    keep[1, 1] = False  # now -1 and .5, mean -.25
+    assert recentre(advantages, groups, keep).tolist()[:2] == [-0.75, 0.75]
+    assert drop_small_groups(keep, groups).any(1).tolist() == [True, True, False, True, True, False, False]
+    # Group 0 is partly kept, group 1 whole; group 2 is partly kept, and then dropped.
+    before, after = (
+        rejection_stats(mask, groups).compute() for mask in (keep, drop_small_groups(keep, groups))
+    )
+    assert list(before.values()) == [0.0, pytest.approx(2 / 3)]
+    assert list(after.values()) == [pytest.approx(1 / 3), pytest.approx(1 / 3)]
+
+
+@settings(max_examples=200)
+@given(rejected_batches())
+def test_the_mean_advantage_of_the_kept_terms_of_a_group_is_zero(batch):
+    advantages, groups, keep = batch
+    recentred = recentre(advantages, groups, keep)
+    for group in groups.unique():
+        here = groups == group
+        kept = keep[here]
+        if kept.all() or not kept.any():
+            assert torch.equal(recentred[here], advantages[here])
+        else:
+            assert kept_mean(recentred[here], kept) == pytest.approx(0.0, abs=1e-6)
+            differences = advantages[here].double() - recentred[here].double()
+            assert (differences.max() - differences.min()).item() == pytest.approx(0.0, abs=1e-5)
+
+
+@settings(max_examples=100)
+@given(rejected_batches())
+def test_with_everything_kept_nothing_changes(batch):
+    advantages, groups, keep = batch
+    everything = torch.ones_like(keep)
+    recentred = recentre(advantages, groups, everything)
+    assert recentred.dtype == advantages.dtype
+    assert torch.equal(recentred, advantages)
+    sizes = (groups.unsqueeze(1) == groups).sum(1)
+    assert torch.equal(drop_small_groups(everything, groups), (sizes >= 2).unsqueeze(1).expand_as(everything))
+
+
+@settings(max_examples=100)
+@given(rejected_batches())
+def test_dropped_are_the_groups_with_fewer_than_two_members_left(batch):
+    advantages, groups, keep = batch
+    dropped = drop_small_groups(keep, groups)
+    for group in groups.unique():
+        here = groups == group
+        members = int(keep[here].any(1).sum())
+        assert torch.equal(dropped[here], keep[here] if members >= 2 else torch.zeros_like(keep[here]))
+    fraction = rejection_stats(dropped, groups).compute()["rollout_corr/dropped_group_fraction"]
+    assert fraction == sum(not dropped[groups == group].any() for group in groups.unique()) / len(
+        groups.unique()
+    )
+
+
+def test_shapes_after_rejection():
+    groups = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(BatchError, match=r"keep has shape \[2\]; it must be \[B, T\]"):
+        recentre(torch.zeros(2), groups, torch.ones(2).bool())
+    with pytest.raises(BatchError, match=r"group_ids has shape \[2\]; it must be \[3\]"):
+        drop_small_groups(torch.ones(3, 1).bool(), groups)
+    with pytest.raises(BatchError, match=r"advantages has shape \[3\]; it must be \[2\]"):
+        recentre(torch.zeros(3), groups, torch.ones(2, 1).bool())

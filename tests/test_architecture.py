@@ -11,17 +11,18 @@ import flowcorr
 
 PACKAGE = Path(flowcorr.__file__).parent
 FLOORS = {
-    "errors": 0, "imports": 0, "records": 0, "metrics": 0,
+    "errors": 0, "imports": 0, "distributed": 0, "records": 0, "metrics": 0,
     "sde": 1, "correction": 1, "losses": 1, "advantages": 1,
     "config": 2,
     "algorithm": 3,
     "models": 4, "rewards": 4, "data": 4, "words": 4, "trackers": 4, "lora": 4,
+    "ray_workers": 4, "fsdp": 4,
     "actor": 5, "rollout": 5, "tiny": 5,
     "trainer": 6,
     "diagnostics": 7, "integrations": 7,
     "cli": 8, "__main__": 9,
 }  # fmt: skip
-HEAVY = {"diffusers", "transformers", "peft", "vllm_omni", "accelerate"}
+HEAVY = {"diffusers", "transformers", "peft", "vllm_omni", "accelerate", "ray"}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

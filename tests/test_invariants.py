@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flowcorr.algorithm import (
+    ClipCenter,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
 )
@@ -63,6 +64,14 @@ CASES |= {
     f"decoupled {loss} {denominator}": (loss, decoupled(denominator))
     for loss, denominator in zip(LOSSES, ("all", "kept", "all", "kept"), strict=True)
 }
+CASES["bypass flow_grpo step centred"] = ("flow_grpo", bypass("flow_grpo", "step", "kept"))
+CASES["bypass grpo_guard trajectory centred"] = ("grpo_guard", bypass("grpo_guard", "trajectory", "all"))
+CASES["decoupled flow_grpo auto bands"] = (
+    "flow_grpo",
+    RolloutCorrectionConfig(
+        rollout_rs="token_k1,step_z,seq_mean_k2", rollout_rs_threshold=[BAND, "auto", "auto"]
+    ),
+)
 SOME_CASES = ("bypass grpo_guard step kept", "bypass reinforce trajectory all", "decoupled flow_grpo all")
 
 
@@ -70,6 +79,8 @@ def configure(case, **actor):
     loss, correction = CASES[case]
     settings = {"clip_ratio": 0.02, "importance_cap": 1.01, "kl_threshold": 1e-4, "mini_batches": 1}
     settings |= {"loss_mode": "flow_grpo" if loss == "reinforce" else loss, "grad_clip": 1e9}
+    if case.endswith("centred"):
+        settings |= {"clip_center": "drift", "clip_ratio": (0.02, 0.03)}
     return small_config(
         model={"path": "tiny_ocr", "max_sequence_length": 8, "lora": LoraConfig(rank=4)},
         sampling={**SMALL["sampling"], "sde_window_range": (0, 2)},
@@ -110,6 +121,8 @@ def one_update(case, batch, **actor):
     run = start_run(config)
     run.stir()
     run.actor.transformer.double()
+    if run.actor.clip_center is not None:  # something is known, and more is measured
+        run.actor.clip_center = ClipCenter(sums=torch.tensor([[0.1, -0.3, 0, 0], [4, 8, 0, 0]]).double())
     correction = config.algorithm.rollout_correction
     if correction.bypass_mode:
         metrics = run.actor.update(apply_bypass_mode_to_diffusion_batch(batch), training_step=1)

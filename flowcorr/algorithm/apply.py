@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+
 from torch import Tensor
 
+from flowcorr.algorithm.noise import clip_noise, term_limit
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import (
     Correction,
     RolloutCorrectionConfig,
     compute_rollout_correction_and_rejection_mask,
 )
+from flowcorr.correction.bounds import SECTION
+from flowcorr.errors import ConfigError
 from flowcorr.losses import needs_means
-from flowcorr.metrics import Metrics, mean
 from flowcorr.sde.transition import mean_over_elements
 
 
@@ -29,6 +32,7 @@ def correct(
     actor_config: ActorConfig | None = None,
     num_elements: int | None = None,
     num_steps: int | None = None,
+    clip_center: Tensor | None = None,
 ) -> Correction:
     """Correct `[B, T]` terms as `config` says; weights come back only where they multiply the loss.
 
@@ -40,14 +44,22 @@ def correct(
         step_index: int64, the steps' places in the schedule.
         target_mean, rollout_mean: `[B, T, *L]` step means, where both are known.
         std: full standard deviations of the steps, with the means.
-        actor_config: the loss, whose clip range `clip_noise_fraction` is measured against.
+        actor_config: the loss, against whose clip range noise is measured.
         num_elements: `D`.
         num_steps: steps of the schedule, for the metrics by step.
+        clip_center: what the loss takes log-ratios relative to, or None for 0.
+
+    Raises:
+        ConfigError: `config` leaves the mode open.
     """
+    if config.bypass_mode == "auto":
+        raise ConfigError(
+            f"{SECTION}.bypass_mode='auto' is no mode of a batch; take the correction of each training step from "
+            "flowcorr.algorithm.AutoMode, as the trainer does"
+        )
     step_kl = None
     if target_mean is not None and rollout_mean is not None and std is not None:
-        step_kl = mean_over_elements((target_mean - rollout_mean).square(), std.dim()) / (2 * std.square())
-    guarded = actor_config is not None and actor_config.loss_mode == "grpo_guard"
+        step_kl = exact_kl(target_mean, rollout_mean, std)
     correction = compute_rollout_correction_and_rejection_mask(
         target_log_prob,
         rollout_log_prob,
@@ -64,18 +76,25 @@ def correct(
         step_indices=step_index,
         num_elements=num_elements,
         num_steps=num_steps,
-        clip_ratio=None if actor_config is None or guarded else actor_config.clip_ratio,
         log_legacy_names=config.log_legacy_names,
     )
-    if not guarded or step_kl is None or std is None:
+    limit = None if actor_config is None else term_limit(actor_config, step_index)
+    if actor_config is None or limit is None:
         return correction
-    assert actor_config is not None
-    log_ratio = (target_log_prob - rollout_log_prob + step_kl) * std
-    return Correction(
-        weights=correction.weights,
-        keep=correction.keep,
-        metrics=correction.metrics.merge(_clip_noise(log_ratio, mask, actor_config.clip_ratio)),
-    )
+    log_ratio = target_log_prob - rollout_log_prob
+    if clip_center is not None:
+        log_ratio = log_ratio - clip_center
+    if actor_config.loss_mode == "grpo_guard":
+        if step_kl is None or std is None:
+            return correction
+        log_ratio = (log_ratio + step_kl) * std
+    noise = clip_noise(log_ratio, mask, actor_config.ratio_level, limit)
+    return replace(correction, metrics=correction.metrics.merge(noise))
+
+
+def exact_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
+    """Exact KL of steps that share their standard deviation, like `std`, nats per latent element."""
+    return mean_over_elements((mean - other_mean).square(), std.dim()) / (2 * std.square())
 
 
 def needs_old_means(config: Config) -> bool:
@@ -91,11 +110,3 @@ def needs_rollout_means(config: Config) -> bool:
         return False
     bypass_loss = correction.bypass_mode and correction.loss_type == "ppo_clip"
     return correction.needs_means or (bypass_loss and needs_means(config.actor.loss_mode))
-
-
-def _clip_noise(log_ratio: Tensor, mask: Tensor | None, clip_ratio: float) -> Metrics:
-    """`clip_noise_fraction` of a loss that does not exponentiate the plain log-ratio."""
-    valid = torch.isfinite(log_ratio) if mask is None else mask & torch.isfinite(log_ratio)
-    excess = torch.where(valid, log_ratio, 0.0).double().expm1()
-    outside = (excess.abs() > clip_ratio).sum()
-    return Metrics.from_stats({"rollout_corr/clip_noise_fraction": mean(outside, valid.sum())})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flowcorr.advantages import drop_small_groups, recentre, rejection_stats
 from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
@@ -28,7 +29,8 @@ def apply_rollout_correction_to_diffusion_batch(
         num_steps: steps of the schedule, for the metrics by step; None reads it off the batch.
 
     Returns:
-        The batch with `rollout_is_weights` and `keep`, and the `rollout_corr/*` metrics.
+        The batch with `rollout_is_weights` and `keep`, with `rejection_groups` other advantages as well, and the
+        `rollout_corr/*` metrics; those of rejection are from before groups are dropped.
 
     Raises:
         BatchError: `old_log_probs` are missing, or shapes differ.
@@ -52,4 +54,12 @@ def apply_rollout_correction_to_diffusion_batch(
         num_elements=rollout.num_elements,
         num_steps=num_steps,
     )
-    return replace(batch, rollout_is_weights=correction.weights, keep=correction.keep), correction.metrics
+    batch = replace(batch, rollout_is_weights=correction.weights, keep=correction.keep)
+    if config.rejection_groups == "none":
+        return batch, correction.metrics
+    keep, group_ids = correction.keep, rollout.group_ids
+    if config.rejection_groups == "drop_small":
+        keep = drop_small_groups(keep, group_ids)
+    advantages = recentre(batch.advantages, group_ids, keep)
+    metrics = correction.metrics.merge(rejection_stats(keep, group_ids))
+    return replace(batch, advantages=advantages, keep=keep), metrics

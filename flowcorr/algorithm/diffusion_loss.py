@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowcorr.algorithm.apply import correct
+from flowcorr.algorithm.apply import correct, exact_kl
+from flowcorr.algorithm.clip_center import drift_by_step
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.losses import kl_to_reference, reinforce, resolve_loss
@@ -48,6 +49,9 @@ def diffusion_loss(
         batch_step, corrected = _correct_terms(
             policy_step, batch_step, correction_config, actor_config, num_steps
         )
+    drift = None
+    if batch_step.clip_center is not None:
+        drift = _drift(policy_step, batch_step, actor_config, num_steps)
     if correction_config is not None and bypass and correction_config.loss_type == "reinforce":
         output = reinforce(
             policy_step.log_prob,
@@ -61,7 +65,7 @@ def diffusion_loss(
         output = resolve_loss(actor_config.loss_mode)(policy_step, batch_step, actor_config)
     if actor_config.kl_coef and batch_step.reference_mean is not None:
         output = _with_reference_kl(output, policy_step, batch_step, actor_config)
-    return replace(output, metrics=output.metrics.merge(corrected))
+    return replace(output, metrics=output.metrics.merge(corrected), drift=drift)
 
 
 def _correct_terms(
@@ -89,11 +93,24 @@ def _correct_terms(
         actor_config=actor_config,
         num_elements=policy_step.mean[(0,) * policy_step.log_prob.dim()].numel(),
         num_steps=num_steps,
+        clip_center=window(batch_step.clip_center),
     )
     weights, keep = correction.weights, correction.keep
     if single:
         weights, keep = None if weights is None else weights.squeeze(1), keep.squeeze(1)
     return replace(batch_step, weight=weights, keep=keep), correction.metrics
+
+
+def _drift(
+    policy_step: PolicyStep, batch_step: BatchStep, actor_config: ActorConfig, num_steps: int | None
+) -> Tensor:
+    """`LossOutput.drift`: the kept log-ratios by step index, as the loss centres them."""
+    log_ratio = policy_step.log_prob.detach() - batch_step.old_log_prob
+    if actor_config.loss_mode == "grpo_guard" and batch_step.old_mean is not None:
+        log_ratio = log_ratio + exact_kl(policy_step.mean.detach(), batch_step.old_mean, policy_step.std)
+    keep = torch.ones_like(log_ratio, dtype=torch.bool) if batch_step.keep is None else batch_step.keep
+    num_steps = int(batch_step.step_index.max()) + 1 if num_steps is None else num_steps
+    return drift_by_step(log_ratio, keep, batch_step.step_index, num_steps)
 
 
 def _with_reference_kl(

@@ -26,6 +26,7 @@ examples:
   flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=bypass_ppo_clip --out runs/bypass
   flowcorr train tiny_ocr_lora algorithm.rollout_correction=null --out runs/uncorrected
   flowcorr train runs/seed1/config.yaml --out runs/seed1 --resume
+  torchrun --nproc_per_node 2 -m flowcorr train tiny_ocr_lora        on two ranks, with the result of one
 
 The run's folder gets config.yaml, metrics.jsonl, checkpoints/ and images/. Ctrl-C finishes the step, saves and
 prints the command that resumes; a second Ctrl-C stops at once.
@@ -78,14 +79,39 @@ If engine and training stack disagree by more than rounding, flowcorr doctor say
 
 exit codes: 0 audited, whatever it advises; 1 failed, 2 bad configuration
 """
+_LAB = """\
+Replay every preset of rollout correction on the steps of a run that was trained with trainer.dump_log_probs=true,
+from its log-probs alone: what its weights and rejection would have been, its loss, and how far its gradient would have
+been from that of no correction, which is the run's loss on its old log-probs without weights and rejection. Nothing is
+sampled, and no model is loaded; 1,000 steps of 512 images take seconds.
+
+How to read it; shares are of terms, one a sample and SDE step:
+  cosine     of the coefficients d loss / d log_prob with uncorrected ones, mean and lowest over steps. At 1 a
+             preset's gradient is the uncorrected one but for its length, which Adam does not see
+  norm       that length, times the uncorrected one
+  changed    terms whose coefficient changes its sign, is lost, or appears
+  clipped    kept terms whose ratio lies outside the clip range
+All presets see the policies of this run, so later steps say what they would do here, not where they would have led.
+
+examples:
+  flowcorr train tiny_jpeg_lora rollout.emulate=int4 trainer.dump_log_probs=true --out runs/int4
+  flowcorr lab runs/int4
+  flowcorr lab runs/int4 --presets decoupled_seq_is,bypass_ppo_clip --scales mean,sqrt,sum
+  flowcorr lab runs/int4 --json | jq -r .reading
+
+DIR gets lab.json and, with matplotlib, lab.png. Presets of decoupled mode need old log-probs, so a run in bypass
+mode replays those of bypass only.
+"""
 _REPORT = """\
 Put runs on one HTML page, without scripts or anything to load, to read at a desk or on a phone: findings in words
 with the number, its limit and what to do, curves with healthy ranges, drift by timestep, time, images, and the
 settings in which the runs differ. Runs that differ by seed only are drawn as one, with a band from the smallest
 to the largest value. The same rules run during training, where each is told once.
+With trainer.dump_log_probs=true, histograms show the ratios in their clip range and the rollout mismatch by step.
 
 examples:
   flowcorr report runs/tiny_ocr_lora
+  flowcorr report runs/tiny_ocr_lora --out shared/    # report.html, and report_charts/*.png
   flowcorr report runs/seed0 runs/seed1 runs/seed2 --out seeds.html
   flowcorr report runs/bypass runs/decoupled --out compare.html
 """
@@ -125,14 +151,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")  # their advice on packages that are not needed here
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("flowcorr.rollout").setLevel(logging.INFO)  # a large engine loads for minutes
+    rank = int(os.environ.get("RANK", "0"))  # of several that a launcher started: the first speaks for all
+    level = logging.ERROR if rank else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    # A large engine loads for minutes.
+    logging.getLogger("flowcorr.rollout").setLevel(logging.ERROR if rank else logging.INFO)
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _show_no_warning if rank else _show_warning
         try:
             return arguments.command(arguments)
         except FlowcorrError as error:
-            print(f"flowcorr: error: {error}", file=sys.stderr)
+            print(f"flowcorr: error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr)
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
         except BrokenPipeError:
             # The reader of a pipe, such as `head`, has gone: say nothing more, not even at interpreter exit.
@@ -184,13 +213,27 @@ def build_parser() -> argparse.ArgumentParser:
     audit.add_argument("--out", metavar="DIR", help="the folder to write (default: runs/RECIPE_audit)")
     audit.add_argument("--json", action="store_true", help="print audit.json, and nothing else")
 
+    lab = _add(subparsers, "lab", "replay every preset on a run's dumped log-probs", _LAB, commands.lab)
+    lab.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
+    lab.add_argument("--presets", default="all", metavar="all|NAME,NAME", help="default: all")
+    lab.add_argument(
+        "--scales",
+        metavar="SCALE,SCALE",
+        help="try mean, sqrt, sum or a number besides each preset's own scale",
+    )
+    lab.add_argument("--out", metavar="DIR", help="the folder to write (default: RUN_DIR)")
+    lab.add_argument("--json", action="store_true", help="print lab.json, and nothing else")
+
     report = _add(
         subparsers, "report", "put runs on one page, with findings in words", _REPORT, commands.report
     )
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the folder of a run")
     report.add_argument(
-        "--out", metavar="FILE", help="the page to write (default: report.html in the first RUN_DIR)"
+        "--out",
+        metavar="FILE|DIR",
+        help="the .html to write (default: report.html in the first RUN_DIR), or a folder for it and its charts",
     )
+    report.add_argument("--png", action="store_true", help="write the charts as PNG files beside the page")
 
     _add_recipe(_add(subparsers, "config", "print a resolved recipe", _CONFIG, commands.config))
     _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)
@@ -248,3 +291,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     print(f"flowcorr: warning: {message}", file=sys.stderr)
+
+
+def _show_no_warning(*_: object, **__: object) -> None:
+    """Say nothing, as the main rank says it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -23,18 +24,23 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train by a recipe; 128 plus the signal's number if it was interrupted."""
+    """Train by a recipe, shown by the main one of several ranks; 128 plus the signal's number if it was interrupted."""
+    from flowcorr import distributed
     from flowcorr.cli.doctor import show_report
     from flowcorr.cli.progress import TerminalObserver
     from flowcorr.config import load
     from flowcorr.diagnostics import examine_before_start
+    from flowcorr.trainer import leave_ranks, start_ranks
     from flowcorr.trainer import train as run
 
     config = load(arguments.recipe, arguments.overrides)
     out_dir = Path(arguments.out or Path("runs") / Path(arguments.recipe).stem)
-    doctor = examine_before_start(show_report) if config.trainer.doctor else None
-    with TerminalObserver() as observer:
+    start_ranks(config)
+    shows = distributed.is_main()
+    doctor = examine_before_start(show_report if shows else lambda _: None) if config.trainer.doctor else None
+    with TerminalObserver() if shows else contextlib.nullcontext() as observer:
         result = run(config, out_dir, resume=arguments.resume, observer=observer, before_start=doctor)
+    leave_ranks()
     return 0 if result.signal is None else 128 + result.signal
 
 
@@ -84,11 +90,41 @@ def audit(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Write the page of some runs and say where it is."""
+    """Write the page of some runs and say where it is; a folder gets the charts as PNG as well."""
     from flowcorr.diagnostics.report_page import write_report
 
     folders = [Path(folder) for folder in arguments.run_dirs]
-    print(write_report(folders, Path(arguments.out) if arguments.out else folders[0] / "report.html"))
+    out = Path(arguments.out) if arguments.out else folders[0] / "report.html"
+    into_folder = out.suffix.lower() not in (".html", ".htm")
+    page = out / "report.html" if into_folder else out
+    charts = page.with_name(f"{page.stem}_charts") if arguments.png or into_folder else None
+    print(write_report(folders, page, charts=charts))
+    if charts is not None:
+        print(charts)
+    return 0
+
+
+def lab(arguments: argparse.Namespace) -> int:
+    """Replay presets on a run's dumped steps, print what they would have changed, and save it."""
+    from flowcorr.cli.lab import show_lab
+    from flowcorr.diagnostics import lab as laboratory
+    from flowcorr.diagnostics import lab_page
+
+    run_dir = Path(arguments.run_dir)
+    out_dir = Path(arguments.out) if arguments.out else run_dir
+    report = laboratory.replay_run(
+        run_dir,
+        presets=[] if arguments.presets == "all" else arguments.presets.split(","),
+        scales=laboratory.parse_scales(arguments.scales) if arguments.scales else [],
+    )
+    data = lab_page.save(report, out_dir)
+    if arguments.json:
+        print(lab_page.as_json(report))
+    else:
+        show_lab(report)
+    picture = lab_page.draw(report, out_dir / "lab.png")
+    if not arguments.json:
+        print(f"saved: {data}, {picture}")
     return 0
 
 

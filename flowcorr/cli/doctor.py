@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flowcorr.diagnostics.report import QUANTILES, DoctorReport, Finding, Status
+from flowcorr.diagnostics.report import QUANTILES, DoctorReport, Finding, Status, clip_text
 
 _STYLES: dict[Status, str] = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIP": "dim"}
 _VERDICTS = {
@@ -54,7 +54,7 @@ def _message(finding: Finding) -> Text:
 def _noise_floor(report: DoctorReport) -> Table:
     title = (
         f"noise floor before any update, nats a latent element; D = {report.num_elements}, "
-        f"clip range {report.clip_ratio:g}"
+        f"clip range {clip_text(report.clip_ratio)}"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
     quantiles = [f"|delta log p| {quantile:.0%}" for quantile in QUANTILES]

@@ -154,8 +154,7 @@ def _treatment(config: Config) -> str:
     correction = config.algorithm.rollout_correction
     if correction is None:
         return "rollout correction off"
-    mode = "bypass" if correction.bypass_mode else "decoupled"
-    return f"rollout correction {correction.preset or mode}"
+    return f"rollout correction {correction.label}"
 
 
 def _scores(metrics: Mapping[str, float]) -> str:

@@ -63,8 +63,10 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and types.NoneType in arguments:
             return None
-        (inner,) = (argument for argument in arguments if argument is not types.NoneType)
-        return _convert(key, value, inner)
+        choices = [argument for argument in arguments if argument is not types.NoneType]
+        # Of a number and a list, the one that the value looks like.
+        alike = [choice for choice in choices if (get_origin(choice) is tuple) == _is_list(value)]
+        return _convert(key, value, (alike or choices)[0])
     if origin is Literal:
         if value not in arguments:
             raise ConfigError(unknown_choice(key, value, arguments))
@@ -83,7 +85,7 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
 def _convert_tuple(key: str, value: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     any_length = len(arguments) == 2 and arguments[1] is Ellipsis
     wanted = "a list" if any_length else f"a list of {len(arguments)}"
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if not _is_list(value):
         raise ConfigError(f"{key}={value!r} must be {wanted}, such as [{value}]")
     if not any_length and len(value) != len(arguments):
         raise ConfigError(f"{key}={list(value)!r} must be {wanted} values")
@@ -100,6 +102,10 @@ def _convert_scalar(key: str, value: Any, hint: type) -> Any:
     if type(value) is not hint:
         raise ConfigError(f"{key}={value!r} must be {_KINDS[hint]}")
     return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _field_names(section: type) -> list[str]:

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
-from flowcorr.losses import LOSSES, resolve_loss
+from flowcorr.losses import LOSSES, UNCLIPPED, resolve_loss
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -23,8 +23,11 @@ def check(config: Config) -> None:
         UserWarning: a key that differs from its default and has no effect.
     """
     _check_loss(config)
+    _check_clip(config)
+    _check_auto_mode(config)
     _check_log_probs(config)
     _check_mini_batches(config)
+    _check_fsdp(config)
     default = Config()
     for key, reason in _unused(config):
         value = attrgetter(key)(config)
@@ -54,6 +57,44 @@ def _check_loss(config: Config) -> None:
         )
 
 
+def _check_clip(config: Config) -> None:
+    clip, (low, high) = config.actor.clip_ratio, config.sampling.sde_window_range
+    if not isinstance(clip, tuple):
+        return
+    steps = config.sampling.num_inference_steps
+    if not high <= len(clip) <= steps:
+        raise ConfigError(
+            f"actor.clip_ratio={list(clip)} has {len(clip)} values for sampling.num_inference_steps={steps}; give one "
+            f"for each step from the first on: {steps}, or as few as the {high} that "
+            f"sampling.sde_window_range=[{low}, {high}] can reach"
+        )
+    if config.actor.ratio_level != "step" and len(set(clip[low:high])) > 1:
+        raise ConfigError(
+            f"actor.clip_ratio={list(clip)} differs by step, and actor.ratio_level={config.actor.ratio_level!r} has "
+            "one ratio for the whole window; give one number, or set ratio_level=step"
+        )
+
+
+def _check_auto_mode(config: Config) -> None:
+    actor, correction = config.actor, config.algorithm.rollout_correction
+    if correction is None or correction.bypass_mode != "auto":
+        return
+    key = f"{_CORRECTION}.bypass_mode='auto'"
+    without_range = {"flow_dppo": "actor.loss_mode='flow_dppo'"}
+    if actor.importance_cap <= 1:
+        without_range["importance_cap"] = f"actor.importance_cap={actor.importance_cap:g}"
+    if actor.loss_mode in without_range:
+        raise ConfigError(
+            f"{key} measures noise in clip ranges, and {without_range[actor.loss_mode]} has none; set bypass_mode to "
+            "true or false (`flowcorr audit` tells which)"
+        )
+    if actor.clip_center != "none":
+        raise ConfigError(
+            f"{key} measures noise against the clip range, and actor.clip_center={actor.clip_center!r} moves that by "
+            "what bypass mode alone sees; set clip_center: none, or bypass_mode: true"
+        )
+
+
 def _check_log_probs(config: Config) -> None:
     if config.rollout.calculate_log_probs or config.algorithm.rollout_correction is None:
         return
@@ -73,10 +114,33 @@ def _check_mini_batches(config: Config) -> None:
         )
 
 
+def _check_fsdp(config: Config) -> None:
+    if not config.actor.fsdp:
+        return
+    if config.model.lora.rank:
+        raise ConfigError(
+            f"actor.fsdp=True shards the weights that are trained, and an adapter of model.lora.rank="
+            f"{config.model.lora.rank} is small: ranks add up its gradients by one collective an update; leave "
+            "actor.fsdp out, or set model.lora.rank=0"
+        )
+    if config.rollout.name != "in_process" or config.rollout.placement != "local":
+        raise ConfigError(
+            f"actor.fsdp=True cannot hand sharded weights to rollout.name={config.rollout.name!r} with "
+            f"placement={config.rollout.placement!r}, which take whole ones; set name: in_process and placement: "
+            "local, or fsdp: false"
+        )
+    if config.trainer.doctor:
+        raise ConfigError(
+            "trainer.doctor=True examines whole weights, which no rank has under actor.fsdp=True; run `flowcorr "
+            "doctor` with actor.fsdp=false first"
+        )
+
+
 def _unused(config: Config) -> Iterator[tuple[str, str]]:
     """Keys without effect under this config, each with the reason."""
     yield from _unused_by_model(config)
     yield from _unused_by_loss(config)
+    yield from _unused_by_placement(config)
     sampling, data = config.sampling, config.data
     if sampling.sde_type != "cps":
         yield "sampling.cps_unscaled", f"it belongs to sde_type=cps, and sde_type={sampling.sde_type}"
@@ -100,16 +164,32 @@ def _unused_by_model(config: Config) -> Iterator[tuple[str, str]]:
             yield f"model.lora.{key}", "model.lora.rank=0 trains all weights, without an adapter"
 
 
+def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
+    placements = {"rollout": config.rollout.placement, "reward": config.reward.placement}
+    for section, placement in placements.items():
+        if placement == "local":
+            for key in ("num_workers", "worker_resources", "timeout"):
+                yield f"{section}.{key}", f"{section}.placement=local has no workers"
+    if config.rollout.placement == "local":
+        yield "rollout.scheduling", "rollout.placement=local has no workers"
+    if "ray" not in placements.values():
+        yield "rollout.ray_address", "neither rollout.placement nor reward.placement is ray"
+
+
 def _unused_by_loss(config: Config) -> Iterator[tuple[str, str]]:
     actor, correction = config.actor, config.algorithm.rollout_correction
     reinforce = correction is not None and correction.bypass_mode and correction.loss_type == "reinforce"
     loss = "reinforce" if reinforce else actor.loss_mode
     if actor.kl_coef == 0:
         yield "actor.kl_weighting", "actor.kl_coef=0"
+    if correction is None or not correction.bypass_mode:
+        yield "actor.clip_center", "drift is in the ratio in bypass mode only"
+    elif loss in UNCLIPPED:
+        yield "actor.clip_center", f"the loss {loss} does not clip"
     if loss not in LOSSES:
         return
     reason = f"the loss {loss} does not read it"
-    if loss in ("flow_dppo", "importance_cap", "reinforce"):
+    if loss in UNCLIPPED:
         yield "actor.clip_ratio", reason
     if loss == "reinforce":
         yield "actor.ratio_level", reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from flowcorr.correction.config import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
+Placement = Literal["local", "ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,18 +135,35 @@ class RolloutConfig:
             `lora_tensors` in memory (default), `lora_path` through files, or `merged`, all weights (default and
             only choice for `model.lora.rank: 0`). The rest passes through to it, such as `tensor_parallel_size`,
             `quantization`, `diffusion_attention_config`, `gpu_memory_utilization` or `enable_sleep_mode`.
+        placement: `local` samples in the trainer's process; `ray` in workers of their own, each with its own engine.
+        num_workers: rollout workers.
+        worker_resources: what Ray reserves for each, such as `{num_cpus: 1, num_gpus: 1}` or resources of your own; a
+            worker computes on a GPU if it has one here.
+        ray_address: the Ray cluster to join; null takes `RAY_ADDRESS`, and without that starts a local cluster.
+        scheduling: where Ray puts the workers: `default`, `spread` over nodes, or the id of one node.
+        timeout: seconds that a worker may take for its share of the prompts; it then counts as hung, and is replaced.
+        max_staleness: sampling runs this many training steps ahead, so with weights that old, and overlaps with
+            training; 0 alternates. It needs `placement: ray`.
         dtype: dtype of the engine's weights and arithmetic.
         emulate: weights rounded to this format before sampling, to produce a real mismatch on any machine.
-        staleness: the engine samples with the weights of this many training steps ago.
-        prompts_per_step: prompts (groups) a training step.
+        staleness: the engine samples with the weights of this many training steps ago, to study that.
+        prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images a prompt.
-        batch_size: images a forward pass; null samples all of a step at once.
+        batch_size: images a forward pass; null samples all of a step at once. With `placement: ray` also what a worker
+            is given at a time, in whole prompts; null gives it one prompt.
         same_initial_noise: all images of a prompt start from one noise.
         calculate_log_probs: let the engine score its own steps; bypass and correction need it.
     """
 
     name: Literal["in_process", "vllm_omni"] = "in_process"
     engine: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement = "local"
+    num_workers: int = 1
+    worker_resources: Mapping[str, float] = field(default_factory=dict)
+    ray_address: str | None = None
+    scheduling: str = "default"
+    timeout: float = 1800.0
+    max_staleness: int = 0
     dtype: Dtype = "float32"
     emulate: Literal["none", "fp8", "int8", "int4"] = "none"
     staleness: int = 0
@@ -164,6 +183,28 @@ class RolloutConfig:
             )
         if self.batch_size is not None:
             _at_least("rollout.batch_size", self.batch_size, 1)
+        _check_workers("rollout", self.num_workers, self.worker_resources, self.timeout)
+        if self.scheduling not in ("default", "spread") and not re.fullmatch("[0-9a-f]{56}", self.scheduling):
+            raise ConfigError(
+                f"rollout.scheduling={self.scheduling!r} is unknown; choose from default, spread, or the id of a node "
+                "(56 hexadecimal digits, as ray.nodes() tells it)"
+            )
+        _at_least("rollout.max_staleness", self.max_staleness, 0)
+        if self.max_staleness and self.placement != "ray":
+            raise ConfigError(
+                f"rollout.max_staleness={self.max_staleness} needs workers that sample while the trainer trains; set "
+                "rollout.placement=ray, or rollout.staleness to sample with old weights in the trainer's process"
+            )
+        if self.max_staleness and self.staleness:
+            raise ConfigError(
+                f"rollout.staleness={self.staleness} imitates what rollout.max_staleness={self.max_staleness} does; "
+                "set one of them"
+            )
+
+    @property
+    def lag(self) -> int:
+        """Training steps between the weights that sample and those that are trained, once a run is under way."""
+        return self.staleness or self.max_staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +213,10 @@ class ActorConfig:
 
     Attributes:
         loss_mode: `flow_grpo`, `grpo_guard`, `flow_dppo`, `importance_cap` or `package.module:name`.
-        clip_ratio: PPO clip range on mean-pooled ratios.
+        clip_ratio: PPO clip range on mean-pooled ratios; or a list, one for each step of the schedule from the
+            first on, which may end where the SDE window cannot reach.
+        clip_center: what the log-ratio is taken relative to before it is clipped: `drift`, in bypass mode, its mean
+            at the same step before anything was learned, see `ClipCenter`; `none` leaves it.
         ratio_level: what the ratio is taken over: one step, or the window's mean or sum.
         adv_clip_max: advantages are clamped to +- this.
         kl_threshold: `flow_dppo` drops terms above this exact KL, nats per latent element.
@@ -189,11 +233,13 @@ class ActorConfig:
         autocast: bfloat16 autocast around the transformer.
         gradient_checkpointing: trade compute for memory in the transformer.
         compile: `torch.compile` the transformer.
+        fsdp: with several ranks, spread weights, gradients and optimizer state over them; for `model.lora.rank: 0`.
         ema: decay of an exponential moving average of the trained weights, used for evaluation; null is off.
     """
 
     loss_mode: str = "flow_grpo"
-    clip_ratio: float = 1e-3
+    clip_ratio: float | tuple[float, ...] = 1e-3
+    clip_center: Literal["none", "drift"] = "none"
     ratio_level: Literal["step", "trajectory_mean", "trajectory_sum"] = "step"
     adv_clip_max: float = 5.0
     kl_threshold: float = 1e-6
@@ -212,11 +258,14 @@ class ActorConfig:
     autocast: bool = False
     gradient_checkpointing: bool = False
     compile: bool = False
+    fsdp: bool = False
     ema: float | None = None
 
     def __post_init__(self) -> None:
-        for key in ("clip_ratio", "adv_clip_max", "kl_threshold", "importance_cap", "lr", "grad_clip"):
+        for key in ("adv_clip_max", "kl_threshold", "importance_cap", "lr", "grad_clip"):
             _above(f"actor.{key}", getattr(self, key), 0)
+        for clip in self.clip_ratio if isinstance(self.clip_ratio, tuple) else (self.clip_ratio,):
+            _above("actor.clip_ratio", clip, 0)
         for key in ("kl_coef", "weight_decay", "warmup_steps"):
             _at_least(f"actor.{key}", getattr(self, key), 0)
         for key in ("epochs", "mini_batches"):
@@ -275,13 +324,23 @@ class RewardConfig:
         gold: held-out rewards, logged as `reward/gold/<name>` and `eval/gold/<name>` and never optimised: where the
             sum rises and they fall, the policy exploits the reward.
         on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
+        placement: `local` scores in the trainer's process; `ray` in workers, which begin with the first images. Each
+            image is then scored beside a few others, and not with all of its step.
+        num_workers: reward workers; each has the whole reward.
+        worker_resources: what Ray reserves for each, as in `rollout.worker_resources`.
+        timeout: seconds that a worker may take for what it is given at a time; it then counts as hung.
     """
 
     terms: tuple[RewardTerm, ...] = (RewardTerm(name="ocr"),)
     gold: tuple[RewardTerm, ...] = ()
     on_error: Literal["fail", "drop_group"] = "fail"
+    placement: Placement = "local"
+    num_workers: int = 1
+    worker_resources: Mapping[str, float] = field(default_factory=dict)
+    timeout: float = 1800.0
 
     def __post_init__(self) -> None:
+        _check_workers("reward", self.num_workers, self.worker_resources, self.timeout)
         if not self.terms:
             raise ConfigError("reward.terms=[] scores nothing; give at least one, such as [{name: ocr}]")
         for term in self.gold:
@@ -333,7 +392,10 @@ class TrainerConfig:
         trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`.
         device: `auto` takes CUDA if there is any.
         num_threads: CPU threads of torch; null leaves torch's own choice.
+        collective_timeout: seconds that a rank waits for the others before it gives up.
         doctor: let `flowcorr train` examine both stacks first, as `flowcorr doctor` does, and stop if a check fails.
+        dump_log_probs: write the log-probs of every training step to `log_probs/`, which `flowcorr lab` replays and
+            `flowcorr report` draws; some 50 bytes a term.
     """
 
     total_steps: int = 30
@@ -347,7 +409,9 @@ class TrainerConfig:
     trackers: tuple[str, ...] = ()
     device: str = "auto"
     num_threads: int | None = None
+    collective_timeout: float = 1800.0
     doctor: bool = False
+    dump_log_probs: bool = False
 
     def __post_init__(self) -> None:
         for key in ("total_steps", "save_every", "keep_checkpoints"):
@@ -358,6 +422,7 @@ class TrainerConfig:
             _at_least("trainer.eval_num_inference_steps", self.eval_num_inference_steps, 1)
         if self.num_threads is not None:
             _at_least("trainer.num_threads", self.num_threads, 1)
+        _above("trainer.collective_timeout", self.collective_timeout, 0)
         if not self.best_metric.startswith("eval/"):
             raise ConfigError(
                 f"trainer.best_metric={self.best_metric!r} is not an evaluation metric; use one under eval/, "
@@ -387,3 +452,12 @@ def _at_least(key: str, value: float, bound: float) -> None:
 def _above(key: str, value: float, bound: float) -> None:
     if not (math.isfinite(value) and value > bound):
         raise ConfigError(f"{key}={value} is out of range; it must be above {bound}")
+
+
+def _check_workers(section: str, number: int, resources: Mapping[str, float], timeout: float) -> None:
+    _at_least(f"{section}.num_workers", number, 1)
+    _above(f"{section}.timeout", timeout, 0)
+    for name, amount in resources.items():
+        if isinstance(amount, bool) or not isinstance(amount, int | float):
+            raise ConfigError(f"{section}.worker_resources.{name}={amount!r} must be a number")
+        _at_least(f"{section}.worker_resources.{name}", amount, 0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from flowcorr.correction.robust import OUTLIER_Z
 from flowcorr.errors import ConfigError, unknown_choice
 
 SECTION = "algorithm.rollout_correction"
@@ -23,6 +24,7 @@ RS_MODES = (
 RS_ALIASES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 EXACT_KL_MODES = ("step_kl", "seq_kl")
 GLOBAL_MODES = ("step_z",)
+AUTO = "auto"  # a threshold that is measured
 
 Band = tuple[float, float]
 Threshold = float | Band | str | Sequence[object]
@@ -36,11 +38,18 @@ class Criterion:
         mode: one of `RS_MODES`.
         lower: for k1 modes the log of the smallest ratio `exp(delta)`, else `-inf`.
         upper: for k1 modes the log of the largest ratio, else the largest divergence.
+        auto: whether the bounds, infinite here, are to be measured on the batch.
     """
 
     mode: str
     lower: float
     upper: float
+    auto: bool = False
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether it looks at the whole batch."""
+        return self.auto or self.mode in GLOBAL_MODES
 
     @property
     def per_step(self) -> bool:
@@ -122,7 +131,8 @@ def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple
         rollout_rs: modes chained by commas, or None.
         threshold: one threshold for all modes, or as many as there are modes, in their order: chained by
             commas in text (`"0.5_2,0.01"`) or as a list whose entries are text or lists. Two bare numbers
-            in a list are a band.
+            in a list are a band. `auto` is a band that is measured on each batch; for `step_z`, which measures
+            by itself, 6.
 
     Raises:
         ConfigError: a mode is unknown, its threshold is missing, or is not of its kind.
@@ -163,7 +173,8 @@ def canonical_threshold(rollout_rs: str | None, threshold: Threshold | None) -> 
     """The threshold of a chain as a number, a band, or text where the modes have several."""
     if threshold is None:
         return None
-    entries = [parse_band(entry, f"{SECTION}.rollout_rs_threshold") for entry in _entries(threshold)]
+    key = f"{SECTION}.rollout_rs_threshold"
+    entries = [AUTO if entry == AUTO else parse_band(entry, key) for entry in _entries(threshold)]
     if len(entries) == 1:
         return entries[0]
     return ",".join(_written(entry) for entry in entries)
@@ -179,6 +190,10 @@ def _entries(threshold: Threshold) -> list[object]:
 
 
 def _criterion(mode: str, entry: object, key: str) -> Criterion:
+    if entry == AUTO and mode == "step_z":
+        return Criterion(mode, -math.inf, OUTLIER_Z)
+    if entry == AUTO:
+        return Criterion(mode, -math.inf, math.inf, auto=True)
     band = parse_band(entry, key)
     if mode not in K1_MODES:
         if isinstance(band, tuple):
@@ -213,7 +228,9 @@ def _positive(number: object, value: object, key: str) -> float:
     return parsed
 
 
-def _written(entry: float | Band) -> str:
+def _written(entry: float | Band | str) -> str:
+    if entry == AUTO:
+        return AUTO
     return f"{entry[0]!r}_{entry[1]!r}" if isinstance(entry, tuple) else repr(entry)
 
 

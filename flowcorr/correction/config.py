@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, cast, get_args, overload
 
 from flowcorr.correction.bounds import (
+    AUTO,
     EXACT_KL_MODES,
     GLOBAL_MODES,
     IS_LEVELS,
@@ -30,6 +32,8 @@ LossType = Literal["ppo_clip", "reinforce"]
 Scope = Literal["step", "trajectory"]
 Denominator = Literal["kept", "all"]
 Level = Literal["token", "sequence", "geometric"]
+Mode = bool | Literal["auto"]
+Groups = Literal["none", "recentre", "drop_small"]
 
 
 class _Preset:
@@ -57,7 +61,10 @@ class RolloutCorrectionConfig(PresetMethods):
 
     Attributes:
         preset: the preset these values came from, if any; two configs are equal if their values are.
-        bypass_mode: take the rollout's log-probs as the old ones, and correct inside the loss.
+        bypass_mode: take the rollout's log-probs as the old ones, and correct inside the loss; `auto` starts so and
+            recomputes them while the rollout's noise does not fit the clip range, see `algorithm.auto_mode`.
+        auto_enter: with `auto`, noise above this many clip ranges ends bypass mode.
+        auto_leave: with `auto`, noise below this many clip ranges brings it back.
         loss_type: the loss in bypass mode; `reinforce` weights its terms, `ppo_clip` holds the ratio itself.
         rollout_is: level of the importance weights; None computes none.
         rollout_is_threshold: a number caps the weights (TIS), a pair zeroes those outside (IcePop), `inf`
@@ -66,12 +73,16 @@ class RolloutCorrectionConfig(PresetMethods):
         rollout_is_batch_normalize: divide the weights by their mean over the global batch.
         rollout_rs: rejection mode, or several chained by commas, all of which must hold; None rejects none.
         rollout_rs_threshold: a threshold for all modes, or one for each, in order: a band of ratios or a
-            number `u` for `[1/u, u]` for k1 modes, an upper bound for the others.
+            number `u` for `[1/u, u]` for k1 modes, an upper bound for the others; `auto` measures it on each
+            batch, as `flowcorr audit` does, and needs decoupled mode.
         rollout_token_veto_threshold: a step with a ratio below it rejects its sample.
         bypass_scope: whether the loss in bypass mode sees single steps or whole trajectories.
         log_ratio_scale: factor on the mean-pooled log-ratios of weights, bands and veto: `mean` (1),
             `sqrt` (`sqrt(D)`), `sum` (`D`) or a number.
         rollout_rs_denominator: what the loss is divided by, the terms kept or all.
+        rejection_groups: after rejection, `recentre` shifts the advantages of each group so that their mean over its
+            kept terms is 0 again; `drop_small` does so, and rejects groups left with fewer than two samples.
+            Needs decoupled mode.
         log_legacy_names: log the `mismatch/*` names of the older dialect as well.
 
     Raises:
@@ -79,7 +90,9 @@ class RolloutCorrectionConfig(PresetMethods):
     """
 
     preset: _Preset = field(default=_Preset(), compare=False)
-    bypass_mode: bool = False
+    bypass_mode: Mode = False
+    auto_enter: float = 1.0
+    auto_leave: float = 0.5
     loss_type: LossType = "ppo_clip"
     rollout_is: Level | None = None
     rollout_is_threshold: float | Band | None = 2.0
@@ -91,6 +104,7 @@ class RolloutCorrectionConfig(PresetMethods):
     bypass_scope: Scope = "step"
     log_ratio_scale: ScaleName | float = "mean"
     rollout_rs_denominator: Denominator = "kept"
+    rejection_groups: Groups = "none"
     log_legacy_names: bool = False
 
     def __post_init__(self) -> None:
@@ -134,6 +148,19 @@ class RolloutCorrectionConfig(PresetMethods):
 
         return cls.from_mapping(translate_section(mapping))
 
+    def in_mode(self, *, bypass: bool) -> Self:
+        """This correction in one of the two modes, where `bypass_mode` is `auto`."""
+        idle = ("auto_enter", "auto_leave") if bypass else ("auto_enter", "auto_leave", "bypass_scope")
+        values = {**_as_dict(self), "preset": None, "bypass_mode": bypass}
+        return type(self)(**{key: value for key, value in values.items() if key not in idle})
+
+    @property
+    def label(self) -> str:
+        """What it is called where people read it: its preset, else its mode."""
+        if self.bypass_mode == AUTO:
+            return AUTO if self.preset is None else f"{self.preset}, {AUTO}"
+        return self.preset or ("bypass" if self.bypass_mode else "decoupled")
+
     @property
     def criteria(self) -> tuple[Criterion, ...]:
         """The rejection criteria, parsed."""
@@ -152,15 +179,18 @@ class RolloutCorrectionConfig(PresetMethods):
 
 
 DEFINING_KEYS = ("bypass_mode", "loss_type", "rollout_is", "rollout_rs")
-_FLAGS = ("bypass_mode", "rollout_is_apply", "rollout_is_batch_normalize", "log_legacy_names")
+_FLAGS = ("rollout_is_apply", "rollout_is_batch_normalize", "log_legacy_names")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "loss_type": get_args(LossType),
     "bypass_scope": get_args(Scope),
     "rollout_rs_denominator": get_args(Denominator),
+    "rejection_groups": get_args(Groups),
 }
 
 
 def _check_types(config: RolloutCorrectionConfig) -> None:
+    if not isinstance(config.bypass_mode, bool) and config.bypass_mode != AUTO:
+        raise ConfigError(f"{SECTION}.bypass_mode={config.bypass_mode!r} must be true, false or auto")
     for key in _FLAGS:
         value = getattr(config, key)
         if not isinstance(value, bool):
@@ -172,6 +202,15 @@ def _check_types(config: RolloutCorrectionConfig) -> None:
     if config.rollout_is is not None and config.rollout_is not in IS_LEVELS:
         raise ConfigError(unknown_choice(f"{SECTION}.rollout_is", config.rollout_is, (*IS_LEVELS, "null")))
     check_scale(config.log_ratio_scale)
+    for key in ("auto_enter", "auto_leave"):
+        value = getattr(config, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{SECTION}.{key}={value!r} must be a positive number of clip ranges")
+    if config.auto_leave >= config.auto_enter:
+        raise ConfigError(
+            f"{SECTION}.auto_leave={config.auto_leave:g} must be below auto_enter={config.auto_enter:g}, or the mode "
+            "would flap; half of it is usual"
+        )
 
 
 def _normalize(config: RolloutCorrectionConfig) -> None:
@@ -195,23 +234,34 @@ def _normalize(config: RolloutCorrectionConfig) -> None:
 
 
 def _check_combinations(config: RolloutCorrectionConfig) -> None:
+    """Refuse what the mode cannot do; what `auto` is given must work in both."""
+    if config.bypass_mode is not True and config.loss_type == "reinforce":
+        raise ConfigError(
+            f"{SECTION}.loss_type='reinforce' needs bypass_mode: true; "
+            f"decoupled mode uses actor.loss_mode, so leave loss_type out"
+        )
     if not config.bypass_mode:
-        if config.loss_type == "reinforce":
-            raise ConfigError(
-                f"{SECTION}.loss_type='reinforce' needs bypass_mode: true; "
-                f"decoupled mode uses actor.loss_mode, so leave loss_type out"
-            )
         return
     if config.rollout_is_batch_normalize:
         raise ConfigError(
             f"{SECTION}.rollout_is_batch_normalize=True needs the whole batch, which bypass mode never sees "
             f"at once; set it to false, or bypass_mode to false"
         )
-    for mode in parse_modes(config.rollout_rs):
-        if mode in GLOBAL_MODES:
+    if config.rejection_groups != "none":
+        raise ConfigError(
+            f"{SECTION}.rejection_groups={config.rejection_groups!r} needs the whole batch, which bypass mode never "
+            f"sees at once; set it to none, or bypass_mode to false"
+        )
+    for criterion in config.criteria:
+        if criterion.mode in GLOBAL_MODES:
             raise ConfigError(
-                f"{SECTION}.rollout_rs={mode!r} needs the whole batch, which bypass mode never sees at once; "
+                f"{SECTION}.rollout_rs={criterion.mode!r} needs the whole batch, which bypass mode never sees at once; "
                 f"choose another mode, or set bypass_mode: false"
+            )
+        if criterion.auto:
+            raise ConfigError(
+                f"{SECTION}.rollout_rs_threshold='auto' for {criterion.mode} needs the whole batch, which bypass mode "
+                f"never sees at once; write a number, as `flowcorr audit` measures it, or set bypass_mode: false"
             )
     if config.bypass_scope == "step" and config.applies_weights and config.rollout_is != "token":
         raise ConfigError(
@@ -226,7 +276,7 @@ def _check_preset(config: RolloutCorrectionConfig) -> None:
     keys = DEFINING_KEYS if preset.bypass_scope == "step" else (*DEFINING_KEYS, "bypass_scope")
     for key in keys:
         value, expected = getattr(config, key), getattr(preset, key)
-        if value != expected:
+        if value != expected and value != AUTO:  # a preset says what is done in either mode
             raise ConfigError(
                 f"{SECTION}.{key}={value!r} contradicts preset={name!r}, which has {expected!r}; leave the key "
                 f"out, or the preset (RolloutCorrectionConfig.preset({name!r}) builds it in code)"
@@ -242,12 +292,12 @@ def _without_effect(config: RolloutCorrectionConfig) -> list[str]:
         reasons["rollout_rs_threshold"] = "rollout_rs is null"
     if not config.bypass_mode:
         reasons["bypass_scope"] = "bypass_mode is false"
-    if (
-        config.rollout_is is None
-        and config.rollout_rs is None
-        and config.rollout_token_veto_threshold is None
-    ):
-        reasons["log_ratio_scale"] = "there are no weights, bands or veto to scale"
+    if config.bypass_mode != AUTO:
+        reasons["auto_enter"] = reasons["auto_leave"] = "bypass_mode is not auto"
+    if config.rollout_rs is None and config.rollout_token_veto_threshold is None:
+        reasons["rejection_groups"] = "no mode or veto rejects anything"
+        if config.rollout_is is None:
+            reasons["log_ratio_scale"] = "there are no weights, bands or veto to scale"
     defaults = {field.name: field.default for field in fields(config)}
     return [
         f"{SECTION}.{key}={value!r} has no effect: {reason}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flowcorr.correction import diagnostics
@@ -32,10 +31,12 @@ from flowcorr.correction.ratios import (
     scaled_ratios,
     sum_steps,
 )
-from flowcorr.correction.rejection import judge, log_prob_resolution, robust_z
+from flowcorr.correction.rejection import judge, log_prob_resolution, measured_bounds
+from flowcorr.correction.robust import robust_z
 from flowcorr.correction.weights import Weights, batch_mean, importance_weights
+from flowcorr.distributed import Group, world_size
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
-from flowcorr.metrics import Block, Metrics
+from flowcorr.metrics import Block, Metrics, Stat, maximum, minimum
 
 # Terms at a time: a CPU then works on the same few megabytes again and again.
 _CHUNK_TERMS = 163840
@@ -77,7 +78,7 @@ def compute_rollout_correction_and_rejection_mask(
     num_steps: int | None = None,
     clip_ratio: float | Tensor | None = None,
     log_legacy_names: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> Correction:
     """Weigh and reject terms by the drift from the rollout policy to a target policy, and describe the drift.
 
@@ -96,7 +97,8 @@ def compute_rollout_correction_and_rejection_mask(
         rollout_is_apply: False computes weights for the metrics only.
         rollout_is_batch_normalize: divide by the mean weight over all terms (`token`) or samples, of all ranks.
         rollout_rs: a rejection mode, or several chained by commas; see `bounds.RS_MODES`.
-        rollout_rs_threshold: its threshold, or theirs; see `bounds.parse_criteria`.
+        rollout_rs_threshold: its threshold, or theirs; see `bounds.parse_criteria`. `auto` is measured on this
+            batch, over all ranks, and logged as `rollout_rs_<mode>_threshold_low` and `_high`.
         rollout_token_veto_threshold: a step with a ratio below it rejects its sample.
         log_ratio_scale: `mean`, `sqrt`, `sum` or a number; `sqrt` and `sum` need `num_elements`.
         step_kl: `[B, T]`, exact KL of each step a latent element, for `step_kl`, `seq_kl` (the sum over a
@@ -106,7 +108,7 @@ def compute_rollout_correction_and_rejection_mask(
         num_steps: length of the schedule; without it, `step_indices` cost a host read.
         clip_ratio: the loss's clip range, one number or one a term, for `clip_noise_fraction`.
         log_legacy_names: add the `mismatch/*` names.
-        group: ranks that share the batch; every rank must bring the same shape for `step_z`.
+        group: ranks that share the batch; one of several may have no samples.
 
     Raises:
         ConfigError: a choice or threshold is bad.
@@ -120,7 +122,10 @@ def compute_rollout_correction_and_rejection_mask(
         step_indices=step_indices,
         clip_ratio=clip_ratio,
     )
-    batch.validate()
+    batch.validate(may_be_empty=world_size(group) > 1)
+    samples = len(target_log_prob)
+    if not samples:
+        batch = batch.one_masked_sample()  # which counts nowhere, and keeps this rank in step with the others
     if step_indices is not None and num_steps is None:
         num_steps = int(step_indices.max()) + 1
     plan = _Plan(
@@ -135,13 +140,8 @@ def compute_rollout_correction_and_rejection_mask(
         num_steps=num_steps or 0,
         legacy_names=log_legacy_names,
     )
-    if plan.needs_robust_z:
-        ratios = log_ratios(target_log_prob, rollout_log_prob, mask, step_kl)
-        floor = log_prob_resolution(target_log_prob, rollout_log_prob)
-        if num_elements is not None:
-            floor = floor.clamp(min=0.01 / num_elements)
-        z = robust_z(ratios, step_indices, plan.num_steps, floor=floor, group=group)
-        batch = replace(batch, robust_z=z)
+    if any(criterion.needs_batch for criterion in plan.criteria):
+        batch, plan = _measured(batch, plan, group)
 
     part = _join([_correct(rows, plan) for rows in batch.chunks()])
     weights, names, over = part.weights, part.columns.names(), plan.normalize_over
@@ -149,12 +149,15 @@ def compute_rollout_correction_and_rejection_mask(
         sums, slots = part.block.sums, names.sum_slots()
         weights /= batch_mean(sums[slots[f"weight/{over}"]], sums[slots[f"n/{over}"]], group)
     layout = diagnostics.layout(names, plan.criteria, over, plan.legacy_names, plan.num_steps)
-    return Correction(weights=weights, keep=part.keep, metrics=Metrics({layout: part.block}))
+    metrics = Metrics({layout: part.block}).merge(_threshold_metrics(plan))
+    return Correction(
+        weights=None if weights is None else weights[:samples], keep=part.keep[:samples], metrics=metrics
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """The choices of one call, parsed."""
+    """The choices of one call, parsed; `measured` holds the bounds that the batch gave, by mode."""
 
     level: str | None
     cap: float | Band
@@ -166,16 +169,13 @@ class _Plan:
     num_elements: int | None
     num_steps: int
     legacy_names: bool
+    measured: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def normalize_over(self) -> str | None:
         if self.level is None or not self.normalize:
             return None
         return "terms" if self.level == "token" else "samples"
-
-    @property
-    def needs_robust_z(self) -> bool:
-        return any(criterion.mode == "step_z" for criterion in self.criteria)
 
     @property
     def needs_whole_samples(self) -> bool:
@@ -196,9 +196,9 @@ class _Batch:
     clip_ratio: float | Tensor | None = None
     robust_z: Tensor | None = None
 
-    def validate(self) -> None:
+    def validate(self, *, may_be_empty: bool) -> None:
         shape = self.target_log_prob.shape
-        if len(shape) != 2 or 0 in shape:
+        if len(shape) != 2 or 0 in (shape[1:] if may_be_empty else shape):
             raise BatchError(
                 f"target_log_prob has shape {list(shape)}; it must be [B, T] with at least one term"
             )
@@ -208,6 +208,11 @@ class _Batch:
                     f"{name} has shape {list(value.shape)} and target_log_prob {list(shape)}; "
                     f"they must be the same, nothing is broadcast"
                 )
+
+    def one_masked_sample(self) -> _Batch:
+        """A batch of one sample that takes no part, in place of none."""
+        terms = {name: value.new_zeros(1, value.shape[1]) for name, value in self._tensors().items()}
+        return replace(self, **{**terms, "mask": torch.zeros_like(terms["target_log_prob"])})
 
     def chunks(self) -> Iterator[_Batch]:
         """The batch in runs of samples that fit a CPU's cache; whole on other devices."""
@@ -222,7 +227,7 @@ class _Batch:
             )
 
     def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
@@ -234,6 +239,47 @@ class _Part:
     keep: Tensor
     columns: Columns
     block: Block
+
+
+def _measured(batch: _Batch, plan: _Plan, group: Group) -> tuple[_Batch, _Plan]:
+    """Batch and plan with what only the whole batch tells: robust z of its terms, and bounds that are `auto`."""
+    ratios = log_ratios(batch.target_log_prob, batch.rollout_log_prob, batch.mask, batch.step_kl)
+    floor = log_prob_resolution(batch.target_log_prob, batch.rollout_log_prob)
+    if plan.num_elements is not None:
+        floor = floor.clamp(min=0.01 / plan.num_elements)
+    rows, num_rows = batch.step_indices, plan.num_steps
+    if rows is None:
+        samples, num_rows = ratios.delta.shape
+        rows = torch.arange(num_rows, device=ratios.delta.device).repeat(samples, 1)
+    if any(criterion.mode == "step_z" for criterion in plan.criteria):
+        z = robust_z(ratios.delta, ratios.valid, rows, num_rows, floor=floor, group=group)
+        batch = replace(batch, robust_z=z)
+    automatic = [criterion for criterion in plan.criteria if criterion.auto]
+    if not automatic:
+        return batch, plan
+    scaled = scaled_ratios(ratios, bounded_expm1(ratios.delta), plan.scale)
+    floor = (floor * ratios.valid).amax()
+    measured = {
+        criterion.mode: measured_bounds(
+            criterion, ratios, scaled, plan.scale, rows=rows, num_rows=num_rows, floor=floor, group=group
+        )
+        for criterion in automatic
+    }
+    return batch, replace(plan, measured=measured)
+
+
+def _threshold_metrics(plan: _Plan) -> Metrics:
+    """The bounds that were measured, as they would be written: of ratios for k1 modes."""
+    stats: dict[str, Stat] = {}
+    for criterion in plan.criteria:
+        if criterion.auto:
+            name = f"rollout_corr/rollout_rs_{criterion.mode}_threshold"
+            low, high = plan.measured[criterion.mode]
+            if criterion.bounds_ratio:
+                low, high = low.exp(), high.exp()
+                stats[f"{name}_low"] = minimum(low)
+            stats[f"{name}_high"] = maximum(high)
+    return Metrics.from_stats(stats)
 
 
 def _correct(batch: _Batch, plan: _Plan) -> _Part:
@@ -288,7 +334,8 @@ def _keep(columns: Columns, batch: _Batch, plan: _Plan, scaled: Scaled) -> Tenso
     if plan.needs_whole_samples:
         spoilt = (ratios.num_masked_on - ratios.num_valid).clamp_(max=1.0)
     for criterion in plan.criteria:
-        verdict = judge(criterion, ratios, scaled, batch.robust_z)
+        bounds = plan.measured.get(criterion.mode, (criterion.lower, criterion.upper))
+        verdict = judge(criterion, bounds, ratios, scaled, batch.robust_z)
         diagnostics.add_verdict(columns, criterion.mode, verdict)
         if criterion.per_step:
             kept = kept * (1.0 - verdict.out)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flowcorr.correction.bounds import Band
 from flowcorr.correction.ratios import LogRatios, Scaled, above, below, bounded_expm1, sum_steps
+from flowcorr.distributed import Group, add_up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,10 +69,8 @@ def cap(raw_excess: Tensor, threshold: float | Band) -> Weights:
     return Weights(raw_excess.clamp(max=threshold - 1.0), raw_excess, high, low, high)
 
 
-def batch_mean(excess_sum: Tensor, count: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def batch_mean(excess_sum: Tensor, count: Tensor, group: Group = None) -> Tensor:
     """The mean weight over all ranks from each rank's sum of excesses; 1 where it would be 0 or undefined."""
-    total = torch.stack((excess_sum, count))
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(total, group=group)
-    mean = 1.0 + total[0] / total[1]
+    total, terms = add_up(torch.stack((excess_sum, count)), "the mean weight", group)
+    mean = 1.0 + total / terms
     return torch.where(mean > 0.0, mean, 1.0)

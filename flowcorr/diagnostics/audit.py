@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.actor import DiffusionActor
+from flowcorr.algorithm import centered
 from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import (
@@ -26,11 +27,13 @@ from flowcorr.correction import (
     compute_rollout_correction_and_rejection_mask,
 )
 from flowcorr.correction.ratios import SCALES, scale_factor
+from flowcorr.correction.robust import OUTLIER_Z, outlier_band
 from flowcorr.data import PromptStream, load_prompts
-from flowcorr.diagnostics.audit_advice import OUTLIER_Z, Advice, Facts, advise, clip_limit, clip_needed
+from flowcorr.diagnostics.audit_advice import Advice, Facts, advise, clip_limit, clip_needed, limit_at
 from flowcorr.diagnostics.report import QUANTILES
 from flowcorr.diagnostics.trials import r_squared
 from flowcorr.errors import BackendError, ConfigError
+from flowcorr.losses import UNCLIPPED, clip_by_term
 from flowcorr.models import DTYPES, load_family
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import ActorBatch, Rollout
@@ -38,7 +41,6 @@ from flowcorr.rollout import RolloutEngine
 from flowcorr.trainer.setup import build_engine, choose_device
 
 NUM_BATCHES = 2
-MAD_TO_STD = 1.4826  # of a normal distribution
 
 Result = TypeVar("Result")
 
@@ -134,7 +136,7 @@ class AuditReport:
         num_steps: `T`, SDE steps of the window.
         num_elements: `D`.
         loss_mode: the configured loss.
-        clip_limit: how far its ratio may be from 1; None where it has no such limit.
+        clip_limit: how far its ratio may be from 1, at all steps or by step index; None where it has no such limit.
         staleness: training steps that the engine lags behind.
         joint_nats: mean over samples of the exact KL of the whole window, `D` times its sum over steps.
         precision_nats: the part of it that is there before anything was learned.
@@ -152,7 +154,7 @@ class AuditReport:
     num_steps: int
     num_elements: int
     loss_mode: str
-    clip_limit: float | None
+    clip_limit: float | Sequence[float] | None
     staleness: int
     joint_nats: float
     precision_nats: float
@@ -241,7 +243,7 @@ def audit(config: Config, *, num_batches: int = NUM_BATCHES) -> AuditReport:
     stream = PromptStream(data.train, seed=config.trainer.seed)
     texts = [
         [prompt.text for prompt in stream.next(config.rollout.prompts_per_step)]
-        for _ in range(config.rollout.staleness + num_batches)
+        for _ in range(config.rollout.lag + num_batches)
     ]
     cache = PromptCache(family, actor.guidance, [text for batch in texts for text in batch])
     try:
@@ -260,7 +262,7 @@ def examine_batches(
         BackendError: the engine returns no step means, or a log-prob is not finite.
     """
     config, seconds = actor.config, _Seconds(actor.device)
-    staleness = config.rollout.staleness
+    staleness = config.rollout.lag
     before, gaps, num_elements = None, [], 0
     for step, batch in enumerate(texts):
         sample = partial(
@@ -341,6 +343,9 @@ def _report(config: Config, gap: Gap, num_elements: int, precision: float, cost:
     limit = clip_limit(config.actor)
     distance = ratio_distance(gap, config.actor)
     steps = _steps(gap, distance, limit)
+    needed = {step.step_index: step.clip_needed for step in steps}
+    if config.actor.ratio_level != "step":  # the window has one ratio
+        needed = dict.fromkeys(needed, max(needed.values()))
     joint = gap.joint_nats(num_elements)
     outliers, band = _outliers(gap, num_elements)
     facts = Facts(
@@ -348,9 +353,10 @@ def _report(config: Config, gap: Gap, num_elements: int, precision: float, cost:
         num_elements=num_elements,
         joint_nats=joint,
         # Both gaps are of independent causes, so that their squared distances add up.
-        stale_nats=max(joint - precision, 0.0) if config.rollout.staleness else 0.0,
+        stale_nats=max(joint - precision, 0.0) if config.rollout.lag else 0.0,
         clip_limit=limit,
-        clip_by_step={step.step_index: step.clip_needed for step in steps},
+        clip_by_step=needed,
+        window_end=config.sampling.sde_window_range[1],
         loss_mode=config.actor.loss_mode,
         outliers=outliers,
         outlier_band=band,
@@ -363,10 +369,10 @@ def _report(config: Config, gap: Gap, num_elements: int, precision: float, cost:
         num_elements=num_elements,
         loss_mode=config.actor.loss_mode,
         clip_limit=limit,
-        staleness=config.rollout.staleness,
+        staleness=config.rollout.lag,
         joint_nats=joint,
         precision_nats=precision,
-        outside_clip=_share(distance > limit) if limit is not None else None,
+        outside_clip=None if limit is None else _share(distance > clip_by_term(limit, gap.step_indices)),
         outliers=outliers,
         outlier_band=band,
         cost=cost,
@@ -380,7 +386,11 @@ def ratio_distance(gap: Gap, actor: ActorConfig) -> Tensor:
     """`[B, T]`, `|ratio - 1|` of the ratio that the loss would start with in bypass mode."""
     log_ratio = gap.delta
     if actor.loss_mode == "grpo_guard":
-        log_ratio = (log_ratio + gap.step_kl) * gap.stds
+        log_ratio = log_ratio + gap.step_kl
+    if actor.clip_center == "drift" and actor.loss_mode not in UNCLIPPED:
+        log_ratio = centered(log_ratio, gap.step_indices)
+    if actor.loss_mode == "grpo_guard":
+        log_ratio = log_ratio * gap.stds
     if actor.ratio_level == "trajectory_mean":
         log_ratio = log_ratio.mean(1, keepdim=True).expand_as(log_ratio)
     if actor.ratio_level == "trajectory_sum":
@@ -388,11 +398,12 @@ def ratio_distance(gap: Gap, actor: ActorConfig) -> Tensor:
     return log_ratio.expm1().abs()
 
 
-def _steps(gap: Gap, distance: Tensor, limit: float | None) -> list[StepGap]:
+def _steps(gap: Gap, distance: Tensor, limit: float | Sequence[float] | None) -> list[StepGap]:
     delta, steps = gap.delta, []
     for index in gap.step_indices.unique().tolist():
         here = gap.step_indices == index
         quantiles = torch.quantile(delta[here].abs(), delta.new_tensor(QUANTILES)).tolist()
+        limit_here = None if limit is None else limit_at(limit, index)
         steps.append(
             StepGap(
                 step_index=index,
@@ -401,7 +412,7 @@ def _steps(gap: Gap, distance: Tensor, limit: float | None) -> list[StepGap]:
                 mean_delta=float(delta[here].mean()),
                 abs_delta=tuple(quantiles),
                 exact_kl=float(gap.step_kl[here].mean()),
-                outside_clip=_share(distance[here] > limit) if limit is not None else None,
+                outside_clip=None if limit_here is None else _share(distance[here] > limit_here),
                 clip_needed=clip_needed(distance[here]),
             )
         )
@@ -484,13 +495,9 @@ def _outliers(gap: Gap, num_elements: int) -> tuple[float, float]:
         step_indices=gap.step_indices,
         num_elements=num_elements,
     ).keep
-    widths = []
-    for index in gap.step_indices.unique().tolist():
-        delta = gap.delta[gap.step_indices == index]
-        median = delta.median()
-        deviation = MAD_TO_STD * (delta - median).abs().median()
-        widths.append(float(median.abs() + OUTLIER_Z * deviation))
-    return _share(~keep), math.expm1(max(widths))
+    everywhere, num_steps = torch.ones_like(gap.delta), int(gap.step_indices.max()) + 1
+    low, high = outlier_band(gap.delta, everywhere, gap.step_indices, num_steps, floor=0.01 / num_elements)
+    return _share(~keep), math.expm1(max(-float(low), float(high)))
 
 
 def _share(where: Tensor) -> float:

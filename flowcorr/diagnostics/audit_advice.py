@@ -8,13 +8,15 @@ the joint nats of the window, exact weights keep `exp(-x)` of their samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, quantile
 
 from flowcorr.config.schema import ActorConfig
+from flowcorr.correction.robust import OUTLIER_Z
+from flowcorr.diagnostics.report import clip_text
 
 Kind = Literal["none", "leave", "correct", "repair"]
 
@@ -30,8 +32,8 @@ IS_CAP = 2.0  # the cap those numbers were measured with
 # a clip). The rest of the range is left to learning, which a clip at 2 would leave none.
 CLIP_HEADROOM = 4.0
 CLIP_QUANTILE = 0.99
-# A normal gap passes 6 robust standard deviations once in 5e8 terms: what does is no noise.
-OUTLIER_Z = 6.0
+# That quantile of one noise, measured at four steps on 100 terms each, differs by a factor of 1.25 (1.5 in one of 20).
+CLIP_SPREAD = 1.5
 MAX_OUTLIERS = 0.05  # more are no outliers but the distribution; rejecting them hides its cause
 
 
@@ -42,6 +44,7 @@ class Facts:
     Attributes:
         stale_nats: the part of `joint_nats` that older weights explain.
         clip_by_step: clip range that bypass needs, by step index.
+        window_end: one more than the last step index that the SDE window can reach.
         recompute_share: of the time of rollout and recompute.
     """
 
@@ -49,8 +52,9 @@ class Facts:
     num_elements: int
     joint_nats: float
     stale_nats: float
-    clip_limit: float | None
+    clip_limit: float | Sequence[float] | None
     clip_by_step: Mapping[int, float]
+    window_end: int
     loss_mode: str
     outliers: float
     outlier_band: float
@@ -78,7 +82,9 @@ class Facts:
     @property
     def has_headroom(self) -> bool:
         """Whether bypass may start its ratios this far off."""
-        return self.negligible if self.clip_limit is None else self.clip_needed <= self.clip_limit
+        if self.clip_limit is None:
+            return self.negligible
+        return all(needed <= limit_at(self.clip_limit, index) for index, needed in self.clip_by_step.items())
 
     @property
     def systematic(self) -> bool:
@@ -126,11 +132,16 @@ def advise(facts: Facts) -> Advice:
     )
 
 
-def clip_limit(actor: ActorConfig) -> float | None:
-    """How far the loss lets a ratio be from 1; None where it bounds no ratio."""
+def clip_limit(actor: ActorConfig) -> float | Sequence[float] | None:
+    """How far the loss lets a ratio be from 1, at all steps or by step index; None where it bounds no ratio."""
     if actor.loss_mode == "flow_dppo":
         return None
     return actor.importance_cap - 1 if actor.loss_mode == "importance_cap" else actor.clip_ratio
+
+
+def limit_at(limit: float | Sequence[float], step_index: int) -> float:
+    """What `clip_limit` is at one step."""
+    return limit[step_index] if isinstance(limit, Sequence) else limit
 
 
 def clip_needed(distance: Tensor) -> float:
@@ -193,9 +204,9 @@ def _about_mode(facts: Facts, bypass: bool) -> str:
     if facts.clip_limit is None:
         held = f"The loss {facts.loss_mode} bounds no ratio, so only the gap itself decides:"
     elif facts.has_headroom:
-        held = f"{needed}, within the range of {facts.clip_limit:g}:"
+        held = f"{needed}, within the range of {clip_text(facts.clip_limit)}:"
     else:
-        held = f"{needed}, above the range of {facts.clip_limit:g}: bypass would clip noise."
+        held = f"{needed}, above the range of {clip_text(facts.clip_limit)}: bypass would clip noise."
         return f"{held} Recomputing costs {cost} and starts every ratio at 1."
     if bypass:
         return f"{held} bypass loses nothing and saves {cost}."
@@ -251,14 +262,25 @@ def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
 def _alternative(facts: Facts, bypass: bool) -> str:
     if bypass or facts.has_headroom or facts.clip_limit is None:
         return ""
-    needed = round_up(facts.clip_needed)
-    key, value = (
-        ("importance_cap", 1 + needed) if facts.loss_mode == "importance_cap" else ("clip_ratio", needed)
-    )
-    by_step = ", ".join(f"{index}: {round_up(clip):g}" for index, clip in facts.clip_by_step.items())
-    return f"actor:\n  {key}: {_number(value)}  # needed by step index: {by_step}\n" + _yaml(
-        _keys(facts, "leave", bypass=True)
-    )
+    return f"actor:\n  {_clip_line(facts)}\n" + _yaml(_keys(facts, "leave", bypass=True))
+
+
+def _clip_line(facts: Facts) -> str:
+    """The key that widens the range above the noise: for all steps, or by step index where their noise differs."""
+    assert facts.clip_limit is not None
+    widest = round_up(facts.clip_needed)
+    if facts.loss_mode == "importance_cap":
+        return f"importance_cap: {_number(1 + widest)}"
+    if facts.clip_needed <= CLIP_SPREAD * min(facts.clip_by_step.values()):
+        return f"clip_ratio: {_number(widest)}"
+    # What is wider than its noise stays; a step that was not sampled may be as noisy as any.
+    by_step = [
+        max(round_up(facts.clip_by_step[index]), limit_at(facts.clip_limit, index))
+        if index in facts.clip_by_step
+        else widest
+        for index in range(facts.window_end)
+    ]
+    return f"clip_ratio: [{', '.join(map(_number, by_step))}]  # by step index"
 
 
 def _yaml(keys: dict[str, str]) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from flowcorr.diagnostics.audit import AuditReport, PresetOutcome, ScaleWorth, StepGap
-from flowcorr.diagnostics.report import QUANTILES
+from flowcorr.diagnostics.audit_advice import limit_at
+from flowcorr.diagnostics.report import QUANTILES, clip_text
 from flowcorr.errors import BackendError
 
 STEP_HEADER = (
@@ -84,10 +85,11 @@ def facts(report: AuditReport) -> list[str]:
         f"recompute pass: {cost.recompute:.2g} s a batch beside {cost.rollout:.2g} s of rollout, {cost.share:.0%} of "
         "the two together (reward and update not counted)",
     ]
-    if report.outside_clip is not None:
+    if report.outside_clip is not None and report.clip_limit is not None:
         lines.insert(
             2,
-            f"terms outside the clip range of {report.clip_limit:.3g} before any update: {report.outside_clip:.1%}",
+            f"terms outside the clip range of {clip_text(report.clip_limit)} before any update: "
+            f"{report.outside_clip:.1%}",
         )
     if report.staleness:
         lines.append(
@@ -177,7 +179,8 @@ def _draw_gap(axes: Any, report: AuditReport) -> None:
     needed = [step.clip_needed for step in report.steps]
     axes.plot(positions, needed, "k^--", label="clip range that bypass needs")
     if report.clip_limit is not None:
-        axes.axhline(report.clip_limit, color="tab:red", label="clip range")
+        limits = [limit_at(report.clip_limit, step.step_index) for step in report.steps]
+        axes.plot(positions, limits, "_-", color="tab:red", label="clip range")
     axes.set_xticks(positions, [f"{step.step_index}\nσ {step.sigma:.2f}" for step in report.steps])
     if all(step.abs_delta[0] > 0 for step in report.steps):
         axes.set_yscale("log")

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.actor import DiffusionActor
+from flowcorr.algorithm import centered
 from flowcorr.config.schema import Config
-from flowcorr.diagnostics.report import Finding
+from flowcorr.diagnostics.report import Finding, clip_text
 from flowcorr.diagnostics.trials import Trials, score_means, velocity_gap
+from flowcorr.losses import UNCLIPPED, clip_by_term
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import attention_name
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
@@ -478,10 +480,11 @@ def _clip(exam: Exam) -> Finding:
     correction = config.algorithm.rollout_correction
     if correction is None or not correction.bypass_mode:
         return _passed("the clip is anchored at recomputed log-probs, which this gap does not reach")
-    if correction.loss_type != "ppo_clip" or config.actor.loss_mode not in ("flow_grpo", "grpo_guard"):
+    if correction.loss_type != "ppo_clip" or config.actor.loss_mode in UNCLIPPED:
         return _passed("the loss does not clip")
     share = float(outside_clip(exam).double().mean())
-    message = f"{100 * share:.0f} % of terms lie outside actor.clip_ratio={config.actor.clip_ratio:g} before any update"
+    clip = clip_text(config.actor.clip_ratio)
+    message = f"{100 * share:.0f} % of terms lie outside actor.clip_ratio={clip} before any update"
     if share > CLIP_SHARE:
         return _warned(message, share, CLIP_SHARE, "widen actor.clip_ratio, or train decoupled")
     return _passed(message, share, CLIP_SHARE)
@@ -493,8 +496,11 @@ def _clip(exam: Exam) -> Finding:
 def outside_clip(exam: Exam) -> Tensor:
     """`[B, T]`: terms whose mean-pooled ratio is outside the clip range though nothing was learned."""
     trial = exam.trials.base
+    step_indices, actor = trial.rollout.step_indices, exam.config.actor
     delta = (trial.log_probs - trial.rollout.log_probs).double()
-    return delta.expm1().abs() > exam.config.actor.clip_ratio
+    if actor.clip_center == "drift":
+        delta = centered(delta, step_indices)
+    return delta.expm1().abs() > clip_by_term(actor.clip_ratio, step_indices)
 
 
 _ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from flowcorr.config.schema import Config
+from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction.ratios import scale_factor
+from flowcorr.diagnostics.report import clip_text
 
 Level = Literal["serious", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("serious", "warning", "note")
@@ -31,13 +32,15 @@ class Units:
         factor: that scale as a factor on mean-pooled log-ratios; None where it depends on an image size that
             is left to the model, and drift is not judged.
         cap: cap of the importance weights; None where there are none, or no single cap.
-        bypass: whether the PPO ratio contains drift 1, so that noise can use up the clip range.
+        bypass: whether the ratio that PPO clips contains drift 1, so that noise can use up the clip range.
+        clip_range: the key that noise is measured against, with its value.
     """
 
     scale: str | float = "mean"
     factor: float | None = 1.0
     cap: float | None = None
     bypass: bool = False
+    clip_range: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +190,9 @@ RULES: tuple[Rule, ...] = (
         metric="clip_noise_fraction",
         what="share of ratios outside the clip range before anything was learned",
         high=0.1,
-        advice="the clip range lies below the noise floor: raise actor.clip_ratio above the noise that "
-        "`flowcorr doctor` prints, or recompute old log-probs (bypass_mode: false)",
+        patience=2,  # in a run's first step, clip_center has no centre yet
+        advice="the clip range lies below the noise floor, so chance decides which terms are learned from: take the "
+        "range from `flowcorr audit`, or recompute old log-probs (bypass_mode: false)",
     ),
     Rule(
         name="flat_groups",
@@ -213,7 +217,8 @@ def units_of(config: Config) -> Units:
         scale=scale,
         factor=None if scale in ("sqrt", "sum") and size is None else scale_factor(scale, size),
         cap=cap if correction.rollout_is is not None and isinstance(cap, float) else None,
-        bypass=correction.bypass_mode,
+        bypass=correction.bypass_mode is True and correction.loss_type == "ppo_clip",
+        clip_range=_clip_range(config.actor),
     )
 
 
@@ -326,7 +331,7 @@ def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> HealthFind
         value=value,
         threshold=threshold,
         message=f"{rule.what} is {value:.3g}, {'below' if value < low else 'above'} {threshold:.3g}"
-        f"{_unit(rule, units)}",
+        f"{_unit(rule, units)}{_noise(rule, metrics, units)}",
         advice=_advice(rule, units),
     )
 
@@ -352,12 +357,28 @@ def _level(rule: Rule, value: float, units: Units) -> Level:
 
 def _advice(rule: Rule, units: Units) -> str:
     if rule.name == "clip_noise" and not units.bypass:
-        return "harmless while old log-probs are recomputed; bypass_mode: true would clip noise at this clip_ratio"
+        return (
+            "harmless where the ratio that is clipped starts at 1; in bypass mode, the clip would see noise"
+        )
     return rule.advice
 
 
 def _unit(rule: Rule, units: Units) -> str:
     return f" at log_ratio_scale {units.scale}, a factor of {units.factor:.4g}" if rule.drift else ""
+
+
+def _noise(rule: Rule, metrics: Mapping[str, Any], units: Units) -> str:
+    if rule.name != "clip_noise":
+        return ""
+    noise = metrics.get("rollout_corr/logprob_abs_diff_mean")
+    measured = "" if noise is None else f", and the noise, mean |delta log p|, is {noise:.2g}"
+    return f": {units.clip_range}{measured}"
+
+
+def _clip_range(actor: ActorConfig) -> str:
+    if actor.loss_mode == "importance_cap":
+        return f"actor.importance_cap={actor.importance_cap:g}"
+    return f"actor.clip_ratio={clip_text(actor.clip_ratio)}"
 
 
 def _distance(finding: HealthFinding) -> float:

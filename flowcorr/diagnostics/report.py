@@ -60,13 +60,13 @@ class DoctorReport:
         findings: one a check, in the order they were made.
         noise: one entry a step index that was seen.
         num_elements: `D`.
-        clip_ratio: the configured clip range.
+        clip_ratio: the configured clip range, a number or one by step index.
     """
 
     findings: Sequence[Finding]
     noise: Sequence[StepNoise]
     num_elements: int
-    clip_ratio: float
+    clip_ratio: float | Sequence[float]
 
     @property
     def exit_code(self) -> int:
@@ -84,6 +84,13 @@ class DoctorReport:
     def to_mapping(self) -> dict[str, Any]:
         """Plain values for JSON; what is not finite becomes null."""
         return _plain({"exit_code": self.exit_code, **asdict(self)})
+
+
+def clip_text(clip_ratio: float | Sequence[float]) -> str:
+    """A clip range in words: the number, or those by step index."""
+    if isinstance(clip_ratio, Sequence):
+        return "[" + ", ".join(f"{value:g}" for value in clip_ratio) + "]"
+    return f"{clip_ratio:g}"
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,11 @@
-"""Runs on one page: `write_report` makes a single HTML file without scripts, which loads nothing from anywhere."""
+"""Runs on one page: `write_report` makes a single HTML file without scripts, which loads nothing from anywhere.
+
+On request its charts lie beside it as PNG files, for where a page cannot go.
+"""
 
 from __future__ import annotations
 
 import base64
-import math
 import re
 from collections.abc import Sequence
 from html import escape
@@ -12,43 +14,17 @@ from statistics import median
 
 import flowcorr
 from flowcorr.config import Config
-from flowcorr.diagnostics.health import HealthFinding, examine_run, healthy_range, latent_elements, units_of
+from flowcorr.diagnostics.health import HealthFinding, examine_run, units_of
+from flowcorr.diagnostics.report_charts import Chart, ChartSection, chart_sections, colours
+from flowcorr.diagnostics.report_png import save_charts
 from flowcorr.diagnostics.run_data import Group, Run, differences, group_by_seed, read_run
-from flowcorr.diagnostics.svg import COLOURS, Line, heat_map, limit_in_view, line_chart
+from flowcorr.diagnostics.svg import COLOURS
 from flowcorr.errors import ConfigError
 from flowcorr.trackers import IMAGES_FOLDER
 from flowcorr.trainer.timing import PHASES
 
 MAX_GRIDS = 4
-_DRIFT = (
-    ("rollout_corr/kl", "KL of rollout and old policy", "nats per latent element"),
-    ("rollout_corr/k3_kl", "KL, estimator K3", "nats per latent element"),
-    ("rollout_corr/logprob_abs_diff_mean", "mean |Δ log p|", "nats per latent element"),
-    ("rollout_corr/ppl_ratio", "perplexity ratio", "training / rollout"),
-    ("rollout_corr/chi2_token", "χ² of one step", "of mean-pooled ratios"),
-    ("rollout_corr/chi2_seq", "χ² of the window", "of mean-pooled ratios"),
-)
-_CORRECTION = (
-    ("rollout_corr/rollout_is_mean", "mean importance weight", "after its cap"),
-    ("rollout_corr/rollout_is_std", "std of the importance weights", "after their cap"),
-    ("rollout_corr/rollout_is_eff_sample_size", "effective sample size", "share of the batch"),
-    ("rollout_corr/rejected_ratio", "rejected samples", "share with a rejected step"),
-    (
-        "actor/rollout_corr/rejected_ratio",
-        "rejected samples in the update",
-        "share; current against rollout policy",
-    ),
-    ("rollout_corr/rollout_is_veto_fraction", "vetoed samples", "share"),
-    ("rollout_corr/clip_noise_fraction", "outside the clip before learning", "share of drift-1 ratios"),
-)
-_UPDATE = (
-    ("actor/pg_clipfrac", "clipped terms", "share of the update's"),
-    ("actor/ratio_std", "std of the PPO ratio", ""),
-    ("actor/ppo_kl", "KL of the update", "nats per latent element"),
-    ("actor/grad_norm", "gradient norm", ""),
-)
 _HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")
-_STEP_DRIFT = re.compile(r"rollout_corr/step_(\d+)/logprob_abs_diff")
 
 _STYLE = """
 :root { color-scheme: light; --ink: #1c2430; --soft: #5b6675; --line: #dde2e8; --card: #fff; }
@@ -91,20 +67,26 @@ code { font-size: 13px; overflow-wrap: anywhere; }
 """
 
 
-def write_report(folders: Sequence[Path], out: Path) -> Path:
+def write_report(folders: Sequence[Path], out: Path, *, charts: Path | None = None) -> Path:
     """Write the page of one or more runs; those that differ by seed only are drawn as one, with a band.
 
     Args:
         folders: the runs' folders.
         out: the file; its folder is made.
+        charts: a folder that gets every chart as PNG, or None for none.
 
     Raises:
-        ConfigError: a folder holds no run, or the file cannot be written.
+        ConfigError: a folder holds no run, or a file cannot be written.
+        MissingExtraError: charts are asked for, and what draws them is not installed.
     """
-    page = report_page(group_by_seed([read_run(folder) for folder in folders]))
+    groups = group_by_seed([read_run(folder) for folder in folders])
+    sections = chart_sections(groups)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
+        out.write_text(report_page(groups, sections), encoding="utf-8")
+        if charts is not None:
+            keys = [(group.label, colour) for group, colour in zip(groups, colours(groups), strict=True)]
+            save_charts(sections, keys, charts)
     except OSError as error:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror or error}); name another file"
@@ -112,17 +94,13 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def report_page(groups: Sequence[Group]) -> str:
+def report_page(groups: Sequence[Group], sections: Sequence[ChartSection]) -> str:
     """The page as HTML text."""
     title = " · ".join(group.label for group in groups)
-    sections = [
+    parts = [
         _summary(groups),
         _health(groups),
-        _charts(groups, "Learning", _learning_metrics(groups), _learning_text(groups)),
-        _charts(groups, "Drift between rollout and training", _DRIFT, _drift_text(groups)),
-        _heat_maps(groups),
-        _charts(groups, "What the correction did", _CORRECTION, ""),
-        _charts(groups, "The update", _UPDATE, ""),
+        *(_charts(groups, section) for section in sections),
         _timing(groups),
         _images(groups),
         _differences(groups),
@@ -135,7 +113,7 @@ def report_page(groups: Sequence[Group]) -> str:
         f"<h1>{escape(title)}</h1><p class='soft'>flowcorr report {escape(flowcorr.__version__)} · "
         f"{_plural(sum(len(group.runs) for group in groups), 'run')}, "
         f"{_plural(len(groups), 'configuration')}</p>\n"
-        + "\n".join(filter(None, sections))
+        + "\n".join(filter(None, parts))
         + "</main></body></html>\n"
     )
 
@@ -151,7 +129,7 @@ def _summary(groups: Sequence[Group]) -> str:
     metrics = [name for name in _HEADLINES if any(group.band(name) for group in groups)]
     head = "".join(f"<th>{escape(name)}</th>" for name in metrics)
     rows = []
-    for group, colour in zip(groups, _colours(groups), strict=True):
+    for group, colour in zip(groups, colours(groups), strict=True):
         cells = "".join(f'<td class="number">{_change(group, metric)}</td>' for metric in metrics)
         last = max(record["step"] for run in group.runs for record in run.records)
         rows.append(
@@ -176,7 +154,7 @@ def _treatment(config: Config) -> str:
     correction = config.algorithm.rollout_correction
     if correction is None:
         return "off"
-    return correction.preset or ("bypass" if correction.bypass_mode else "decoupled")
+    return correction.label
 
 
 def _health(groups: Sequence[Group]) -> str:
@@ -210,116 +188,18 @@ def _sentence(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(f"{text[0].upper()}{text[1:]}."))
 
 
-# Charts --------------------------------------------------------------------------------------------------------
+def _charts(groups: Sequence[Group], section: ChartSection) -> str:
+    intro = f"<p class='soft'>{escape(section.text)}</p>" if section.text else ""
+    legend = _legend(groups) if section.by_colour else ""
+    cards = "".join(map(_card, section.charts))
+    return _section(section.title, intro, legend, f'<div class="grid">{cards}</div>' if cards else "")
 
 
-def _learning_metrics(groups: Sequence[Group]) -> tuple[tuple[str, str, str], ...]:
-    logged = dict.fromkeys(
-        name
-        for prefix in ("eval/", "reward/")
-        for group in groups
-        for run in group.runs
-        for record in run.records
-        for name in record
-        if name.startswith(prefix)
-    )
-    skipped = ("_std", "/std", "/min", "/max", "/failed_samples")
-    return tuple(
-        (name, name, "held out" if name.startswith("eval/") else "training samples")
-        for name in logged
-        if not name.endswith(skipped)
-    )
-
-
-def _learning_text(groups: Sequence[Group]) -> str:
-    if max(len(group.runs) for group in groups) == 1:
-        return ""
-    return "Lines are means over seeds, bands reach from the smallest to the largest."
-
-
-def _drift_text(groups: Sequence[Group]) -> str:
-    text = "Log-probs are means over the elements of a latent, so these numbers are small"
-    sizes = {latent_elements(group.config) for group in groups}
-    known = sorted(size for size in sizes if size is not None)
+def _card(chart: Chart) -> str:
+    metric = f"<br><code>{escape(chart.metric)}</code>" if chart.metric else ""
     return (
-        f"{text}: of whole steps, they are {' or '.join(map(str, known))} times as large."
-        if known
-        else f"{text}."
-    )
-
-
-def _charts(groups: Sequence[Group], title: str, metrics: Sequence[tuple[str, str, str]], text: str) -> str:
-    cards = [card for card in (_chart(groups, *metric) for metric in metrics) if card]
-    if not cards:
-        return ""
-    intro = f"<p class='soft'>{escape(text)}</p>" if text else ""
-    return _section(title, intro, _legend(groups), f'<div class="grid">{"".join(cards)}</div>')
-
-
-def _chart(groups: Sequence[Group], metric: str, title: str, unit: str) -> str:
-    lines = [
-        Line(label=group.label, colour=colour, band=band)
-        for group, colour in zip(groups, _colours(groups), strict=True)
-        if (band := group.band(metric))
-    ]
-    if not lines:
-        return ""
-    ranges = {healthy_range(metric, units_of(group.config)) for group in groups if group.band(metric)}
-    healthy, limits = (-math.inf, math.inf), "its healthy range depends on log_ratio_scale"
-    if len(ranges) == 1:
-        healthy = ranges.pop()
-        limits = _healthy_text(lines, healthy)
-    caption = "; ".join(filter(None, [unit, limits]))
-    name = "" if title == metric else f"<br><code>{escape(metric)}</code>"
-    return (
-        f'<figure class="card"><h3>{escape(title)}</h3>{line_chart(title, lines, healthy)}'
-        f"<figcaption>{escape(caption)}{name}</figcaption></figure>"
-    )
-
-
-def _healthy_text(lines: Sequence[Line], healthy: tuple[float, float]) -> str:
-    low, high = healthy
-    if math.isfinite(low) and math.isfinite(high):
-        text = f"healthy from {low:.3g} to {high:.3g}"
-    elif math.isfinite(high):
-        text = f"healthy up to {high:.3g}"
-    elif math.isfinite(low):
-        text = f"healthy from {low:.3g}"
-    else:
-        return ""
-    return text if limit_in_view(lines, healthy) else f"{text}, far from all values here"
-
-
-def _heat_maps(groups: Sequence[Group]) -> str:
-    cards = [card for card in map(_heat_map, groups) if card]
-    if not cards:
-        return ""
-    text = "Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch."
-    return _section(
-        "Drift by timestep", f"<p class='soft'>{text}</p>", f'<div class="grid">{"".join(cards)}</div>'
-    )
-
-
-def _heat_map(group: Group) -> str:
-    names = {name for run in group.runs for record in run.records for name in record}
-    found = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
-    cells = {
-        (f"step {index}", step): value for index, name in found.items() for step, value in group.means(name)
-    }
-    if not cells:
-        return ""
-    rows = [f"step {index}" for index in sorted(found)]
-    columns = sorted({step for _, step in cells})
-    low, high = min(cells.values()), max(cells.values())
-    scale = (
-        f"palest {low:.2g}, darkest {high:.2g} nats per latent element; logarithmic"
-        if high > 0
-        else "0 everywhere: both stacks score alike, to the last bit"
-    )
-    title = f"drift by timestep, {group.label}"
-    return (
-        f'<figure class="card"><h3>{escape(group.label)}</h3>{heat_map(title, rows, columns, cells)}'
-        f"<figcaption>across: training step; blank: not in the window; {escape(scale)}</figcaption></figure>"
+        f'<figure class="card"><h3>{escape(chart.title)}</h3>{chart.svg}'
+        f"<figcaption>{escape(chart.caption)}{metric}</figcaption></figure>"
     )
 
 
@@ -412,7 +292,7 @@ def _differences(groups: Sequence[Group]) -> str:
         return ""
     head = "".join(
         f"<th>{_key(colour)}{escape(group.label)}</th>"
-        for group, colour in zip(groups, _colours(groups), strict=True)
+        for group, colour in zip(groups, colours(groups), strict=True)
     )
     rows = "".join(
         f"<tr><td><code>{escape(key)}</code></td>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
@@ -427,10 +307,6 @@ def _differences(groups: Sequence[Group]) -> str:
 # Small things --------------------------------------------------------------------------------------------------
 
 
-def _colours(groups: Sequence[Group]) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(len(groups))]
-
-
 def _key(colour: str) -> str:
     return f'<span class="key" style="background:{colour}"></span>'
 
@@ -440,7 +316,7 @@ def _legend(groups: Sequence[Group]) -> str:
         return ""
     entries = "".join(
         f"<span>{_key(colour)}{escape(group.label)}</span>"
-        for group, colour in zip(groups, _colours(groups), strict=True)
+        for group, colour in zip(groups, colours(groups), strict=True)
     )
     return f'<div class="legend">{entries}</div>'
 

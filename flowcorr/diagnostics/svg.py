@@ -1,8 +1,10 @@
-"""Charts as SVG text: lines with bands and healthy ranges, and heat maps. Nothing is loaded from anywhere."""
+"""Charts as SVG text: lines with bands and healthy ranges, heat maps, histograms. Nothing is loaded from anywhere."""
 
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -10,6 +12,9 @@ from html import escape
 COLOURS = ("#2563eb", "#dc7310", "#15915b", "#9333ea", "#c02650", "#0891b2", "#7a6a00", "#64748b")
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 10, 26
+_ROW = 44
+_CAPTION_COLUMNS = 66
+_INSIDE, _OUTSIDE, _LIMIT = "#2563eb", "#dc7310", "#c0392b"
 _RAMP = ((226, 234, 243), (134, 182, 220), (37, 99, 176), (16, 32, 84))
 
 
@@ -96,6 +101,93 @@ def heat_map(
     for j in sorted({0, len(columns) - 1}):
         parts.append(_label(_LEFT + (j + 0.5) * width, _HEIGHT - 8, f"{columns[j]:g}", "middle"))
     return _svg(title, parts)
+
+
+def histogram(
+    title: str,
+    rows: Sequence[tuple[str, Sequence[float]]],
+    span: tuple[float, float],
+    limits: tuple[float, float] | None = None,
+) -> str:
+    """Shares by bin, one row above the other, each as high as its largest bin; bins outside `limits` stand out.
+
+    Args:
+        title: what it shows, for those who cannot see it.
+        rows: their names and their shares in bins of one width, the top one first.
+        span: the lower edge of the first bin and the upper one of the last.
+        limits: a range to draw in; a bin is outside if its middle is.
+    """
+    x = _Axis(*span, _LEFT, _WIDTH - _RIGHT)
+    row_height = max(_ROW, (_HEIGHT - _TOP - _BOTTOM) / len(rows))
+    bottom = _TOP + row_height * len(rows)
+    parts = []
+    for tick in _ticks(*span):
+        parts.append(
+            f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{_TOP}" y2="{bottom:.1f}" stroke="#e3e6ea"/>'
+        )
+        if x(tick) < _WIDTH - 2 * _RIGHT:  # else it is cut off
+            parts.append(_label(x(tick), bottom + 18, _number(tick), "middle"))
+    for place, (name, shares) in enumerate(rows):
+        base = _TOP + row_height * (place + 1)
+        parts.append(_label(_LEFT - 6, base - 4, name, "end"))
+        parts += _bars(
+            name, shares, span, x, _Axis(0.0, max(*shares, 1e-9), base, base - row_height + 6), limits
+        )
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="#b7bec8"/>'
+        )
+    for limit in limits or ():
+        if span[0] <= limit <= span[1]:
+            parts.append(
+                f'<line x1="{x(limit):.1f}" x2="{x(limit):.1f}" y1="{_TOP}" y2="{bottom:.1f}" stroke="{_LIMIT}" '
+                'stroke-dasharray="4 3"/>'
+            )
+    return _svg(title, parts, bottom + _BOTTOM)
+
+
+def poster(title: str, chart: str, caption: str, keys: Sequence[tuple[str, str]]) -> str:
+    """A chart that stands alone: below its title, above its caption, with names and colours of `keys`."""
+    height = float(re.search(r'viewBox="0 0 \d+ (\d+)"', chart)[1])  # type: ignore[index]  # of our own making
+    parts = [
+        f'<text x="10" y="20" style="font-size: 14px; font-weight: bold; fill: #1c2430">{escape(title)}</text>',
+        chart.replace("<svg ", f'<svg y="28" width="{_WIDTH}" height="{height:.0f}" ', 1),
+    ]
+    y = height + 42
+    for name, colour in keys:
+        parts.append(f'<rect x="10" y="{y - 9:.0f}" width="10" height="10" fill="{colour}"/>')
+        parts.append(_label(25, y, name, "start"))
+        y += 15
+    y += 5 if keys else 0
+    for line in textwrap.wrap(caption, _CAPTION_COLUMNS):
+        parts.append(_label(10, y, line, "start"))
+        y += 15
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y:.0f}">'
+        f'<rect width="{_WIDTH}" height="{y:.0f}" fill="#fff"/>{"".join(parts)}</svg>'
+    )
+
+
+def _bars(
+    name: str,
+    shares: Sequence[float],
+    span: tuple[float, float],
+    x: _Axis,
+    y: _Axis,
+    limits: tuple[float, float] | None,
+) -> list[str]:
+    low, high = limits or (-math.inf, math.inf)
+    width = (span[1] - span[0]) / len(shares)
+    parts = []
+    for index, share in enumerate(shares):
+        left = span[0] + index * width
+        if share > 0:
+            colour = _INSIDE if low <= left + width / 2 <= high else _OUTSIDE
+            parts.append(
+                f'<rect x="{x(left):.1f}" y="{y(share):.1f}" width="{x(left + width) - x(left) - 0.3:.1f}" '
+                f'height="{y.begin - y(share):.1f}" fill="{colour}">'
+                f"<title>{escape(name)}, {left:.3g} to {left + width:.3g}: {share:.2%}</title></rect>"
+            )
+    return parts
 
 
 def _limits_in_view(low: float, high: float, healthy: tuple[float, float]) -> list[float]:
@@ -192,5 +284,5 @@ def _label(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _svg(title: str, parts: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+def _svg(title: str, parts: Sequence[str], height: float = _HEIGHT) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'

@@ -120,7 +120,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
 
     def tell(weights: Weights) -> None:
         actor.load_weights(weights.tensors)
-        for _ in range(actor.config.rollout.staleness + 1):  # until a stale engine has arrived at them
+        for _ in range(actor.config.rollout.lag + 1):  # until a stale engine has arrived at them
             engine.sync(weights)
 
     def draw(groups: Sequence[int]) -> Rollout:

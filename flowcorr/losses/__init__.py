@@ -1,19 +1,21 @@
 """Policy losses: pure functions from the tensors of a few steps to a sum with its counts."""
 
-from flowcorr.losses.dispatch import LOSSES, Loss, LossSettings, needs_means, resolve_loss
+from flowcorr.losses.dispatch import LOSSES, UNCLIPPED, Loss, LossSettings, needs_means, resolve_loss
 from flowcorr.losses.flow_dppo import flow_dppo
 from flowcorr.losses.flow_grpo import flow_grpo
 from flowcorr.losses.grpo_guard import grpo_guard
 from flowcorr.losses.importance_cap import importance_cap
 from flowcorr.losses.kl import kl_to_reference
 from flowcorr.losses.reinforce import reinforce
-from flowcorr.losses.terms import RatioLevel, pool_log_ratio
+from flowcorr.losses.terms import RatioLevel, clip_by_term, pool_log_ratio
 
 __all__ = [
     "LOSSES",
+    "UNCLIPPED",
     "Loss",
     "LossSettings",
     "RatioLevel",
+    "clip_by_term",
     "flow_dppo",
     "flow_grpo",
     "grpo_guard",

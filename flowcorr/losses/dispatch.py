@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from flowcorr.errors import ConfigError, unknown_choice
@@ -12,7 +12,7 @@ from flowcorr.losses.flow_grpo import flow_grpo
 from flowcorr.losses.grpo_guard import grpo_guard
 from flowcorr.losses.importance_cap import importance_cap
 from flowcorr.losses.reinforce import reinforce
-from flowcorr.losses.terms import RatioLevel
+from flowcorr.losses.terms import RatioLevel, clip_by_term
 from flowcorr.records import BatchStep, LossOutput, PolicyStep
 
 
@@ -20,8 +20,8 @@ class LossSettings(Protocol):
     """What losses read of the `actor` section."""
 
     @property
-    def clip_ratio(self) -> float:
-        """Half-width of the range that a ratio is clipped to."""
+    def clip_ratio(self) -> float | Sequence[float]:
+        """Half-width of the range that a ratio is clipped to, a number or one for each step of the schedule."""
 
     @property
     def adv_clip_max(self) -> float:
@@ -48,10 +48,11 @@ def _flow_grpo(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> 
         policy.log_prob,
         batch.old_log_prob,
         batch.advantage,
-        clip_ratio=settings.clip_ratio,
+        clip_ratio=clip_by_term(settings.clip_ratio, batch.step_index),
         adv_clip_max=settings.adv_clip_max,
         weight=batch.weight,
         keep=batch.keep,
+        clip_center=batch.clip_center,
         ratio_level=settings.ratio_level,
     )
 
@@ -65,10 +66,11 @@ def _grpo_guard(policy: PolicyStep, batch: BatchStep, settings: LossSettings) ->
         old_mean=batch.old_mean,
         std=policy.std,
         step=policy.step,
-        clip_ratio=settings.clip_ratio,
+        clip_ratio=clip_by_term(settings.clip_ratio, batch.step_index),
         adv_clip_max=settings.adv_clip_max,
         weight=batch.weight,
         keep=batch.keep,
+        clip_center=batch.clip_center,
         ratio_level=settings.ratio_level,
     )
 
@@ -121,13 +123,15 @@ LOSSES: dict[str, Loss] = {
     "reinforce": _reinforce,
 }
 NEED_MEANS = frozenset({"grpo_guard", "flow_dppo"})
+UNCLIPPED = frozenset({"flow_dppo", "importance_cap", "reinforce"})  # read no `clip_ratio`
 
 
 def resolve_loss(name: str) -> Loss:
     """The loss called `name`, or the function at `package.module:name`.
 
     A user's function takes `(policy_step, batch_step, actor_config)` and returns a `LossOutput`, as those of
-    `LOSSES` do; with an attribute `needs_means = True` it is given `batch_step.old_mean`.
+    `LOSSES` do; with an attribute `needs_means = True` it is given `batch_step.old_mean`. The clip range of each
+    term is `clip_by_term(actor_config.clip_ratio, batch_step.step_index)`, and `batch_step.clip_center` its centre.
 
     Raises:
         ConfigError: the name is unknown, or nothing callable can be imported from the path.

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from flowcorr.losses.terms import (
     RatioLevel,
+    clip_range,
     clipped_surrogate,
     exp_ratio,
     make_terms,
@@ -26,12 +27,13 @@ def flow_grpo(
     adv_clip_max: float,
     weight: Tensor | None = None,
     keep: Tensor | None = None,
+    clip_center: Tensor | None = None,
     ratio_level: RatioLevel = "step",
 ) -> LossOutput:
     """Sum of `w max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip))`, `ratio = exp(log_prob - old_log_prob)`.
 
-    Log-probabilities are mean-pooled, so `ratio` is the D-th root of a density ratio. Source: Flow-GRPO,
-    arXiv:2505.05470, section 4.1.
+    Log-probabilities are mean-pooled, so `ratio` is the D-th root of a density ratio; with a `clip_center` it is
+    that over `exp(clip_center)`. Source: Flow-GRPO, arXiv:2505.05470, section 4.1.
 
     Args:
         log_prob: `[b]` or `[b, T]`, nats per latent element, differentiable.
@@ -41,13 +43,23 @@ def flow_grpo(
         adv_clip_max: largest magnitude of an advantage.
         weight: like `log_prob`, importance weights, used detached; None for 1.
         keep: like `log_prob`, bool, False where a term was rejected; None for all.
+        clip_center: like `log_prob`, taken off the log-ratio, used detached; None for 0.
         ratio_level: what a ratio is taken over, see `pool_log_ratio`.
 
     Raises:
         BatchError: shapes differ.
     """
-    terms = make_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
+    terms = make_terms(
+        log_prob,
+        old_log_prob,
+        advantage,
+        adv_clip_max=adv_clip_max,
+        weight=weight,
+        keep=keep,
+        clip_center=clip_center,
+    )
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
     ratio = exp_ratio(log_ratio)
-    loss = clipped_surrogate(terms, ratio, clip_ratio)
-    return output(loss, terms, ratio_stats(terms, log_ratio, *outside(ratio, clip_ratio)))
+    clip = clip_range(ratio, clip_ratio)
+    loss = clipped_surrogate(terms, ratio, clip)
+    return output(loss, terms, ratio_stats(terms, log_ratio, *outside(ratio, clip)))

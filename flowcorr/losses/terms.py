@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +24,7 @@ class Terms:
     """The terms of a loss, `[b]` or `[b, T]`, harmless where they take no part.
 
     Attributes:
-        log_ratio: `log_prob - old_log_prob`, differentiable; 0 where `keep` is false.
+        log_ratio: `log_prob - old_log_prob - clip_center`, differentiable; 0 where `keep` is false.
         advantage: clamped; 0 where `keep` is false.
         weight: detached; 0 where `keep` is false.
         valid: bool, finite terms.
@@ -46,6 +46,7 @@ def make_terms(
     adv_clip_max: float,
     weight: Tensor | None,
     keep: Tensor | None,
+    clip_center: Tensor | None = None,
 ) -> Terms:
     """Check shapes, and mask what is rejected or not finite before anything is computed from it.
 
@@ -65,9 +66,13 @@ def make_terms(
         valid = valid & torch.isfinite(weight)
     if keep is not None:
         check_shape("keep", keep, shape)
+    log_ratio = torch.where(valid, log_prob, 0.0) - torch.where(valid, old_log_prob.detach(), 0.0)
+    if clip_center is not None:
+        check_shape("clip_center", clip_center, shape)
+        log_ratio = log_ratio - clip_center.detach()
     weight = torch.ones_like(advantage) if weight is None else weight.detach()
     terms = Terms(
-        log_ratio=torch.where(valid, log_prob, 0.0) - torch.where(valid, old_log_prob.detach(), 0.0),
+        log_ratio=log_ratio,
         advantage=advantage.clamp(-adv_clip_max, adv_clip_max),
         weight=weight,
         valid=valid,
@@ -161,10 +166,38 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clipped_surrogate(terms: Terms, ratio: Tensor, clip_ratio: float | Tensor) -> Tensor:
-    """`w max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip))`; PPO, arXiv:1707.06347, eq. 7."""
-    clip = clip_ratio if isinstance(clip_ratio, Tensor) else ratio.new_full((), clip_ratio)
-    clipped = torch.clamp(ratio, 1 - clip, 1 + clip)
+def clip_by_term(clip_ratio: float | Sequence[float], step_index: Tensor) -> float | Tensor:
+    """The clip range of each term: the number that holds for all, or the value of its step.
+
+    Args:
+        clip_ratio: `actor.clip_ratio`, a number or one for each step of the schedule, from the first on.
+        step_index: int64, the terms' places in the schedule.
+
+    Returns:
+        A number, or a tensor like `step_index`, float64.
+    """
+    if isinstance(clip_ratio, Sequence):
+        return torch.tensor(clip_ratio, dtype=torch.float64, device=step_index.device)[step_index]
+    return clip_ratio
+
+
+def clip_range(ratio: Tensor, clip_ratio: float | Tensor) -> tuple[Tensor, Tensor]:
+    """`1 - clip` and `1 + clip`, for all terms or for each.
+
+    Raises:
+        BatchError: `clip_ratio` is a tensor that is not like `ratio`.
+    """
+    if isinstance(clip_ratio, Tensor):
+        check_shape("clip_ratio", clip_ratio, tuple(ratio.shape))
+        clip = clip_ratio.to(ratio.dtype)
+    else:
+        clip = ratio.new_full((), clip_ratio)
+    return 1 - clip, 1 + clip
+
+
+def clipped_surrogate(terms: Terms, ratio: Tensor, clip: tuple[Tensor, Tensor]) -> Tensor:
+    """`w max(-A ratio, -A clamp(ratio, *clip))`; PPO, arXiv:1707.06347, eq. 7."""
+    clipped = torch.clamp(ratio, *clip)
     return terms.weight * torch.maximum(-terms.advantage * ratio, -terms.advantage * clipped)
 
 
@@ -207,7 +240,7 @@ def ratio_stats(
     return stats | {name: metrics.mean(value, count) for name, value in sums.items()}
 
 
-def outside(ratio: Tensor, clip_ratio: float | Tensor) -> tuple[Tensor, Tensor]:
+def outside(ratio: Tensor, clip: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Where a ratio is above, and where it is below, the clip range."""
-    ratio = ratio.detach()
-    return ratio > 1 + clip_ratio, ratio < 1 - clip_ratio
+    low, high = clip
+    return ratio.detach() > high, ratio.detach() < low

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from flowcorr.config.schema import Config
 from flowcorr.records import Rollout
 
 
@@ -60,6 +61,13 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release the engine's memory and processes."""
+
+
+def needs_base(config: Config) -> bool:
+    """Whether an engine in process keeps the untrained transformer, as it cannot share the one that is trained."""
+    rollout = config.rollout
+    differs = rollout.lag > 0 or rollout.emulate != "none" or rollout.dtype != config.model.dtype
+    return rollout.name == "in_process" and differs
 
 
 def attention_name(transformer: Any) -> str:

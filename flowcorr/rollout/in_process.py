@@ -18,6 +18,8 @@ from flowcorr.rollout.base import Weights, attention_name
 from flowcorr.rollout.emulate import round_weights
 from flowcorr.rollout.sampler import sample_sde_window
 
+DECODE_BATCH = 16  # images that the VAE decodes at a time: more take memory, and on a CPU time as well
+
 Merge = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Trained tensors -> the transformer's full state dict under diffusers' names, adapters merged."""
 
@@ -63,7 +65,7 @@ class InProcessEngine:
         sde.check_schedule(
             sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
         )
-        self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.staleness == 0
+        self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.lag == 0
         self._merge = merge
         self._copy = None if self.shared else _frozen_copy(base, self.dtype)
         self._history: deque[Weights] = deque(maxlen=rollout.staleness + 1)
@@ -162,8 +164,9 @@ class InProcessEngine:
             self.latent_shape, groups, members, **key, same_in_group=self.config.same_initial_noise
         )
 
-        def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
-            return self.family.velocity(transformer, latents, timesteps, inputs, self.guidance)
+        def velocity(latents: Tensor, timesteps: Tensor, rows: Tensor | slice) -> Tensor:
+            chosen = {name: values[rows] for name, values in inputs.items()}
+            return self.family.velocity(transformer, latents, timesteps, chosen, self.guidance)
 
         def noise(step_index: int, rows: Tensor) -> Tensor:
             chosen = rows.tolist()
@@ -177,6 +180,7 @@ class InProcessEngine:
             self.sampling,
             starts.to(device),
             noise,
+            twins=groups if self.config.same_initial_noise else None,
             with_means=with_means,
         )
         finite = torch.isfinite(drawn.final).flatten(1).all(1).tolist()
@@ -197,7 +201,7 @@ class InProcessEngine:
             means=drawn.means,
             stds=drawn.stds,
             conditioning=dict(conditioning),
-            images=self.family.decode(drawn.final),
+            images=torch.cat([self.family.decode(part) for part in drawn.final.split(DECODE_BATCH)]),
             group_ids=torch.tensor(groups, device=device),
             policy_versions=torch.full((len(groups),), self.version, device=device),
         ).validate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from flowcorr.sde.transition import over_elements
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """`(latents [B, *L], timesteps [B]) -> velocity [B, *L]`."""
+VelocityOf = Callable[[Tensor, Tensor, Tensor | slice], Tensor]
+"""`(latents [b, *L], timesteps [b], rows) -> velocity [b, *L]`, of the samples that `rows` picks from the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,16 +47,20 @@ def sample_ode(velocity: Velocity, initial: Tensor, schedule: Schedule) -> Tenso
 
 @torch.no_grad()
 def sample_sde_window(
-    velocity: Velocity,
+    velocity: VelocityOf,
     initial: Tensor,
     schedule: Schedule,
     sampling: SamplingConfig,
     starts: Tensor,
     noise: Callable[[int, Tensor], Tensor],
     *,
+    twins: Sequence[int] | None = None,
     with_means: bool = False,
 ) -> Trajectories:
     """Trajectories whose window of `sampling.sde_window_size` steps is stochastic.
+
+    Twins share a trajectory until one of them enters its window, and it is computed once. A window's own steps are
+    always computed for each sample: the actor will score them so.
 
     Args:
         velocity: the model, with conditioning and guidance bound.
@@ -63,6 +69,7 @@ def sample_sde_window(
         sampling: transition, noise level and window size.
         starts: `[B]` int64, first window step of each sample.
         noise: `(step index, rows [b])` -> standard normal noise `[b, *L]` of those samples.
+        twins: a number for each sample, equal for those of the same initial noise and conditioning; None if none are.
         with_means: also keep the step means.
     """
     size = sampling.sde_window_size
@@ -73,9 +80,15 @@ def sample_sde_window(
     means = torch.empty_like(states[:, 1:]) if with_means else None
     log_probs, stds = initial.new_empty(len(initial), size), initial.new_empty(len(initial), size)
     host_starts = starts.tolist()
+    twins = range(len(initial)) if twins is None else twins
     latents = initial
     for index in range(len(schedule.timesteps)):
-        drift = velocity(latents, fed[index].expand(len(latents)))
+        first, places = _distinct(twins, host_starts, index)
+        if len(first) < len(latents):
+            chosen = torch.tensor(first, device=latents.device)
+            drift = velocity(latents[chosen], fed[index].expand(len(first)), chosen)[places]
+        else:
+            drift = velocity(latents, fed[index].expand(len(latents)), slice(None))
         sigma, sigma_next = table[index].expand(len(latents)), table[index + 1].expand(len(latents))
         following = latents - over_elements(sigma - sigma_next, latents) * drift
         members = [row for row, start in enumerate(host_starts) if start <= index < start + size]
@@ -110,3 +123,19 @@ def sample_sde_window(
         stds=stds,
         final=latents,
     )
+
+
+def _distinct(twins: Sequence[int], starts: Sequence[int], index: int) -> tuple[list[int], list[int]]:
+    """The samples whose latents differ at step `index`, and each sample's place among them."""
+    first: list[int] = []
+    places: list[int] = []
+    waiting: dict[int, int] = {}
+    for row, (twin, start) in enumerate(zip(twins, starts, strict=True)):
+        if index < start and twin in waiting:
+            places.append(waiting[twin])
+            continue
+        if index < start:
+            waiting[twin] = len(first)
+        places.append(len(first))
+        first.append(row)
+    return first, places

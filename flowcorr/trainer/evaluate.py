@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowcorr import sde
+from flowcorr import distributed, sde
 from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_choice
 from flowcorr.records import Prompt
 from flowcorr.rewards import score_batch
@@ -27,7 +28,10 @@ _NOISE_SEED = 20_240_501
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """One evaluation: `metrics` named `eval/...`, `images` `[B, H, W, 3]` uint8 and their `scores` `[B]`."""
+    """One evaluation: `metrics` named `eval/...`, `images` `[B, H, W, 3]` uint8 and their `scores` `[B]`.
+
+    Every rank has all scores; a rank other than the main one has no images but its own.
+    """
 
     metrics: dict[str, float]
     images: np.ndarray
@@ -36,26 +40,37 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(parts: Parts, prompts: Sequence[Prompt]) -> Evaluation:
-    """Sample one image a held-out prompt and score it.
+    """Sample one image a held-out prompt and score it, each rank its share.
 
-    The noise depends on a prompt's place alone, so that evaluations of all runs and steps are paired.
+    The noise depends on a prompt's place alone, so that evaluations of all runs and steps, and on any number of ranks,
+    are paired.
 
     Raises:
         BatchError: the model's latents are not finite.
         BackendError: the reward failed on a sample, whatever `reward.on_error` says of training.
     """
-    with parts.actor.averaged():
-        drawn = np.concatenate(
-            [
-                _sample(parts, prompts[begin : begin + BATCH_SIZE], begin)
-                for begin in range(0, len(prompts), BATCH_SIZE)
-            ]
-        )
-    output, _ = score_batch(parts.reward, drawn, list(prompts))
-    scores = {"reward": output.scores, **output.extra}
+    share = distributed.share(len(prompts))
+    # Sharded weights need as many forward passes on every rank: one with fewer prompts draws the first as well.
+    size = math.ceil(len(prompts) / distributed.world_size())
+    places = [*share, *[0] * (size - len(share))]
+    mine: dict[str, np.ndarray] = {}
+    with distributed.together("an evaluation"):
+        with parts.actor.averaged():
+            batches = [places[begin : begin + BATCH_SIZE] for begin in range(0, size, BATCH_SIZE)]
+            drawn = np.concatenate([_sample(parts, prompts, batch) for batch in batches])[: len(share)]
+        if share:
+            output, _ = score_batch(parts.reward, drawn, [prompts[place] for place in share])
+            mine = {"reward": output.scores, **output.extra}
+    shares = [scores for scores in distributed.gather(mine, "the scores of an evaluation") if scores]
+    images = distributed.gather_on_main(drawn, "the images of an evaluation")
+    scores = {name: np.concatenate([part[name] for part in shares]) for name in shares[0]}
     metrics = {f"eval/{name}": float(values.mean()) for name, values in scores.items()}
-    metrics["eval/reward_std"] = float(output.scores.std(ddof=1)) if len(prompts) > 1 else 0.0
-    return Evaluation(metrics=metrics, images=drawn, scores=output.scores)
+    metrics["eval/reward_std"] = float(scores["reward"].std(ddof=1)) if len(prompts) > 1 else 0.0
+    return Evaluation(
+        metrics=metrics,
+        images=drawn if images is None else np.concatenate(images),
+        scores=scores["reward"],
+    )
 
 
 def check_best_metric(name: str, metrics: Mapping[str, float]) -> None:
@@ -77,21 +92,28 @@ def evaluate_run(
     config = run_folder.load_config(folder, overrides)
     chosen, state = _choose(folder / run_folder.CHECKPOINTS, which)
     # Nothing is rolled out: let the engine share the actor's weights.
-    rollout = replace(config.rollout, dtype=config.model.dtype, emulate="none", staleness=0)
-    parts, data = build_parts(replace(config, rollout=rollout))
+    rollout = replace(
+        config.rollout,
+        placement="local",
+        dtype=config.model.dtype,
+        emulate="none",
+        staleness=0,
+        max_staleness=0,
+    )
+    reward = replace(config.reward, placement="local")
+    parts, data = build_parts(replace(config, rollout=rollout, reward=reward))
     restore_actor(parts.actor, chosen, state)
     return chosen, evaluate(parts, data.heldout)
 
 
-def _sample(parts: Parts, prompts: Sequence[Prompt], first_place: int) -> np.ndarray:
-    """Images `[b, H, W, 3]` uint8 of prompts whose places begin at `first_place`."""
+def _sample(parts: Parts, prompts: Sequence[Prompt], places: Sequence[int]) -> np.ndarray:
+    """Images `[b, H, W, 3]` uint8 of the prompts at `places`."""
     actor, config = parts.actor, parts.config
     family = actor.family
     shape = family.latent_shape(config.sampling.height, config.sampling.width)
     steps = config.trainer.eval_num_inference_steps or config.sampling.num_inference_steps
-    conditioning = parts.cache([prompt.text for prompt in prompts])
-    places = range(first_place, first_place + len(prompts))
-    noise = sde.initial_noise(shape, places, [0] * len(prompts), seed=_NOISE_SEED, training_step=0)
+    conditioning = parts.cache([prompts[place].text for place in places])
+    noise = sde.initial_noise(shape, places, [0] * len(places), seed=_NOISE_SEED, training_step=0)
 
     def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
         return family.velocity(actor.transformer, latents, timesteps, conditioning, actor.guidance)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from flowcorr import config as configs
+from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.correction.rejection import idle_modes
 from flowcorr.errors import CheckpointError
 from flowcorr.trackers import Tracker, build_trackers
-from flowcorr.trainer import checkpoint, run_folder, state
+from flowcorr.trainer import checkpoint, log_probs, run_folder, state
+from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.evaluate import Evaluation, check_best_metric, evaluate
+from flowcorr.trainer.events import EventLog
 from flowcorr.trainer.images import before_after, image_grid, labelled, save_image
+from flowcorr.trainer.log_probs import LoggedTerms
 from flowcorr.trainer.observer import Observer, RunResult, Silent
+from flowcorr.trainer.ranks import start_ranks
 from flowcorr.trainer.setup import build_parts
 from flowcorr.trainer.signals import StopSignals
 from flowcorr.trainer.step import Parts, StepResult, train_step
@@ -34,78 +41,104 @@ def train(
 ) -> RunResult:
     """Train to `trainer.total_steps` and leave everything in `out_dir`.
 
-    The folder holds `config.yaml`, `metrics.jsonl`, `checkpoints/`, `images/` and, where a run died,
-    `failure.txt` with its reason.
+    The folder holds `config.yaml`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `images/`, with
+    `trainer.dump_log_probs` `log_probs/`, and, where a run died, `failure.txt` with its reason.
+
+    Where torchrun or accelerate started several ranks, they share the work of each step, and the result is that of
+    one rank: the main one writes the folder and tells the observer, any other only its `failure_rank1.txt`. A signal
+    to one of them, or a failure, ends all. The folder has to be one that all of them see.
 
     Args:
         config: the configuration.
         out_dir: the run's folder; nothing is written outside of it.
-        resume: continue from the newest intact checkpoint, or start if there is none.
+        resume: continue from the newest intact checkpoint, or start if there is none; on any number of ranks.
         observer: told of every step.
-        before_start: looks at the run's parts before its first step, and raises what is to stop it.
+        before_start: looks at the run's parts before its first step, on every rank, and raises what is to stop it.
 
     Raises:
         ConfigError: `out_dir` holds another run, or something in `config` cannot work.
         CheckpointError: no checkpoint of an earlier run is intact, or one cannot be written.
         BackendError: the reward failed, or the folder can no longer be written to.
         BatchError: the rollout returned values that cannot be trained on.
+        RankError: another rank failed, or did not come within `trainer.collective_timeout`.
     """
     folder = Path(out_dir)
-    run_folder.claim(folder, config, resume=resume)
-    try:
-        return _Run(config, folder, resume, observer or Silent()).run(before_start)
-    except Exception:
-        run_folder.write_failure(folder, traceback.format_exc())
-        raise
+    start_ranks(config)
+    with distributed.together("taking the run's folder"):
+        if distributed.is_main():
+            run_folder.claim(folder, config, resume=resume)
+    with EventLog(folder) as events:
+        with run_folder.failure_noted(folder, events):
+            shown = observer if observer is not None and distributed.is_main() else Silent()
+            run = _Run(config, folder, resume, shown, events)
+        return run.run(before_start)
 
 
 class _Run:
-    def __init__(self, config: Config, out_dir: Path, resume: bool, observer: Observer) -> None:
-        self.config, self.out_dir, self.observer = config, out_dir, observer
-        self.trackers: list[Tracker] = build_trackers(config.trainer.trackers)
-        self.parts, self.data = build_parts(config)
+    def __init__(
+        self, config: Config, out_dir: Path, resume: bool, observer: Observer, events: EventLog
+    ) -> None:
+        self.config, self.out_dir, self.observer, self.events = config, out_dir, observer, events
+        trackers = build_trackers(config.trainer.trackers)
+        self.trackers: list[Tracker] = trackers if distributed.is_main() else []
+        self.parts, self.data = build_parts(config, on_event=events)
         self.step = 0
         self.best: tuple[int, float] | None = None
         self.evaluation: Evaluation | None = None
         self.saved_step: int | None = None
         self._warned: set[str] = set()
-        self.resumed = resume and self._restore()
-        if not self.resumed:
-            self.parts.engine.sync(self.parts.actor.snapshot())
+        try:
+            self.resumed = resume and self._restore()
+            if not self.resumed:
+                self.parts.engine.sync(self.parts.actor.snapshot())
+        except BaseException:
+            self.parts.close()
+            raise
+        if distributed.is_main():
+            events("resume" if self.resumed else "start", total_steps=config.trainer.total_steps)
 
     def run(self, before_start: Callable[[Parts], None] | None) -> RunResult:
         total_steps = self.config.trainer.total_steps
         with contextlib.ExitStack() as endings:
-            endings.callback(self.parts.engine.close)
+            # What ends the other ranks may end this one too: by a signal, which is not to cut its endings short.
+            signals = endings.enter_context(StopSignals(self._on_signal))
+            endings.enter_context(run_folder.failure_noted(self.out_dir, self.events))
+            endings.callback(self.parts.close)
             for tracker in self.trackers:
                 endings.callback(tracker.finish)
                 tracker.start(
                     self.out_dir.name, self.out_dir, resume_step=self.step if self.resumed else None
                 )
                 tracker.log_config(configs.to_mapping(self.config))
+            if distributed.is_main():
+                log_probs.discard_after(self.out_dir, self.step)
             self.observer.on_start(self.config, self.out_dir, self.step)
-            signals = endings.enter_context(StopSignals(self.observer.on_message))
-            if before_start is not None:
-                before_start(self.parts)
+            with distributed.together("what is done before the start"):
+                if before_start is not None:
+                    before_start(self.parts)
             if not self.resumed:
                 self._log({}, self._evaluate())
                 self._save()
-            while self.step < total_steps and signals.received is None:
+            signal = None
+            while self.step < total_steps and (signal := _received(signals)) is None:
                 self._train_one_step()
-            if signals.received is not None and self.step < total_steps:
-                return self._interrupted(signals.received)
-            return self._finished()
+            result = self._finished() if signal is None else self._interrupted(signal)
+            # Launchers stop all ranks as soon as one is gone.
+            distributed.gather(None, "the end of the run")
+            return result
 
     def _train_one_step(self) -> None:
         trainer = self.config.trainer
         result = self._attempt(self.step + 1)
-        self.step += 1
+        self.step = self.events.step = self.step + 1
         values = result.metrics.compute()
         self.observer.on_step(self.step, values)
         self._warn_of_idle_bands(values)
         last = self.step == trainer.total_steps
         evaluates = last or (trainer.eval_every > 0 and self.step % trainer.eval_every == 0)
         self._log(values, self._evaluate() if evaluates else {})
+        if trainer.dump_log_probs:
+            self._dump(result.terms)
         if trainer.image_every and self.step % trainer.image_every == 0:
             self._log_images(result)
         is_best = self.best is not None and self.best[0] == self.step
@@ -119,14 +152,15 @@ class _Run:
         try:
             return train_step(self.parts, step, self.observer.on_phase)
         except Exception:
-            if actor.version == version and self.saved_step != self.step:
+            # Sharded weights take all ranks to be saved, and one of them has failed.
+            if actor.version == version and self.saved_step != self.step and not actor.sharded:
                 prompts.position = position
                 self._rescue()
             raise
 
     def _rescue(self) -> None:
         try:
-            self._save()
+            self._write(*self._captured())
         except CheckpointError as error:
             logger.warning("%s", error)  # the failure that led here is the one to report
 
@@ -152,9 +186,10 @@ class _Run:
         check_best_metric(trainer.best_metric, metrics)
         if self.best is None or metrics[trainer.best_metric] > self.best[1]:
             self.best = (self.step, metrics[trainer.best_metric])
-        pictures = labelled(self.evaluation.images, self.data.heldout, self.evaluation.scores)
-        name = "before" if self.step == 0 else "after"
-        save_image(image_grid(pictures), self.out_dir / run_folder.IMAGES / f"eval_{name}.png")
+        if distributed.is_main():
+            pictures = labelled(self.evaluation.images, self.data.heldout, self.evaluation.scores)
+            name = "before" if self.step == 0 else "after"
+            save_image(image_grid(pictures), self.out_dir / run_folder.IMAGES / f"eval_{name}.png")
         self.observer.on_eval(self.step, metrics)
         return metrics
 
@@ -162,7 +197,17 @@ class _Run:
         for tracker in self.trackers:
             tracker.log({**values, **evaluated}, self.step)
 
+    def _dump(self, terms: LoggedTerms | None) -> None:
+        """Save what the losses of a training step were computed from, on whatever rank."""
+        parts = distributed.gather_on_main(terms, "the log-probs of a step")
+        if parts is not None:
+            everything = LoggedTerms.concatenate([part for part in parts if part is not None])
+            log_probs.save(self.out_dir / log_probs.FOLDER, self.step, everything, self.config)
+
     def _log_images(self, result: StepResult) -> None:
+        """Show samples of the main rank."""
+        if not self.trackers:
+            return
         grid = image_grid(labelled(result.images, result.prompts, result.scores))
         for tracker in self.trackers:
             tracker.log_images({"rollout": [grid]}, self.step)
@@ -170,22 +215,41 @@ class _Run:
     # Checkpoints -----------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        root = self.out_dir / run_folder.CHECKPOINTS
-        captured = state.capture(self.parts, step=self.step, best=self.best)
-        checkpoint.save(root, captured, self.parts.actor.save_adapter)
+        captured = self._captured()
+        with distributed.together("writing a checkpoint"):
+            self._write(*captured)
         self.saved_step = self.step
+
+    def _captured(self) -> tuple[TrainingState, dict[str, Tensor]]:
+        """What a checkpoint holds: state, and weights for a pipeline; all ranks of a sharded actor take part."""
+        captured = state.capture(self.parts, step=self.step, best=self.best)
+        return captured, self.parts.actor.exported()
+
+    def _write(self, captured: TrainingState, weights: Mapping[str, Tensor]) -> None:
+        if not distributed.is_main():
+            return
+        root = self.out_dir / run_folder.CHECKPOINTS
+        folder = checkpoint.save(root, captured, partial(self.parts.actor.save_adapter, tensors=weights))
+        self.events("checkpoint", folder=folder.name)
         best_step = self.best[0] if self.best is not None else None
         checkpoint.prune(root, keep=self.config.trainer.keep_checkpoints, best=best_step)
 
     def _restore(self) -> bool:
         """Load the newest intact checkpoint; False if there never was one."""
         root = self.out_dir / run_folder.CHECKPOINTS
-        if not checkpoint.folders(root):
+        latest: tuple[Path, TrainingState] | None = None
+        with distributed.together("looking for a checkpoint"):
+            if distributed.is_main() and checkpoint.folders(root):
+                latest = checkpoint.load_latest(root)
+        folder = distributed.decide(None if latest is None else latest[0], "the choice of a checkpoint")
+        if folder is None:
             return False
-        folder, found = checkpoint.load_latest(root)
+        with distributed.together("reading a checkpoint"):
+            found = checkpoint.load(folder) if latest is None else latest[1]
         state.restore(self.parts, folder, found)
-        checkpoint.discard_after(root, found.step)
-        self.step = self.saved_step = found.step
+        if distributed.is_main():
+            checkpoint.discard_after(root, found.step)
+        self.step = self.saved_step = self.events.step = found.step
         # A best score counts only against scores of its own metric.
         same_metric = found.facts["config"]["trainer"]["best_metric"] == self.config.trainer.best_metric
         if same_metric and found.facts["best"] is not None:
@@ -195,16 +259,26 @@ class _Run:
 
     # Endings ---------------------------------------------------------------------------------------------
 
+    def _on_signal(self, text: str) -> None:
+        self.events("signal", says=text)
+        self.observer.on_message(text)
+
+    def _end(self, result: RunResult) -> RunResult:
+        if distributed.is_main():
+            self.events("end", status=result.status)
+        self.observer.on_finish(result)
+        return result
+
     def _finished(self) -> RunResult:
         if self.evaluation is None:
             self._evaluate()
         assert self.evaluation is not None
-        before_after(self.out_dir / run_folder.IMAGES)
+        if distributed.is_main():
+            before_after(self.out_dir / run_folder.IMAGES)
         result = RunResult(
             status="finished", step=self.step, out_dir=self.out_dir, metrics=self.evaluation.metrics
         )
-        self.observer.on_finish(result)
-        return result
+        return self._end(result)
 
     def _interrupted(self, number: int) -> RunResult:
         if self.saved_step != self.step:
@@ -217,5 +291,10 @@ class _Run:
             signal=number,
             resume_command=run_folder.resume_command(self.out_dir),
         )
-        self.observer.on_finish(result)
-        return result
+        return self._end(result)
+
+
+def _received(signals: StopSignals) -> int | None:
+    """The signal that ends the run, whatever rank it came to."""
+    numbers = distributed.gather(signals.received, "the end of a step")
+    return next((number for number in numbers if number is not None), None)

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shlex
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flowcorr import config as configs
+from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.trackers import redact
 from flowcorr.trackers.jsonl import METRICS_FILE
 from flowcorr.trainer import checkpoint
+from flowcorr.trainer.events import EVENTS_FILE, EventLog
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS, CONFIG_FILE, FAILURE_FILE, IMAGES = "checkpoints", "config.yaml", "failure.txt", "images"
-_MAY_CHANGE = frozenset(
+_FAILURES = "failure_rank{}.txt"
+_WORKERS = frozenset(
+    f"{section}.{key}"
+    for section in ("rollout", "reward")
+    for key in ("num_workers", "worker_resources", "timeout")
+)
+_MAY_CHANGE = _WORKERS | {"actor.fsdp", "rollout.ray_address", "rollout.scheduling"} | frozenset(
     f"trainer.{key}"
     for key in (
         "total_steps",
@@ -31,7 +41,9 @@ _MAY_CHANGE = frozenset(
         "trackers",
         "best_metric",
         "num_threads",
+        "collective_timeout",
         "doctor",
+        "dump_log_probs",
         "device",
     )
 )
@@ -56,7 +68,10 @@ def claim(folder: Path, config: Config, *, resume: bool) -> None:
         mapping = configs.to_mapping(config)
         # The file must load again, so it keeps secrets such as a reward's API key: for its owner alone.
         checkpoint.write_text(path, configs.to_yaml(config), private=redact(mapping) != mapping)
-        (folder / FAILURE_FILE).unlink(missing_ok=True)
+        if not resume:
+            (folder / EVENTS_FILE).unlink(missing_ok=True)
+        for failure in (folder / FAILURE_FILE, *folder.glob(_FAILURES.format("*"))):
+            failure.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"the run's folder {folder} cannot be written: {error}") from error
 
@@ -75,12 +90,25 @@ def load_config(folder: Path, overrides: tuple[str, ...] = ()) -> Config:
         return configs.load(path, overrides)
 
 
-def write_failure(folder: Path, reason: str) -> None:
-    """Leave the reason why a run died in its folder, if anything can still be written there."""
+@contextlib.contextmanager
+def failure_noted(folder: Path, events: EventLog) -> Iterator[None]:
+    """Where a run dies, leave the reason in its folder, and word of it for the other ranks."""
     try:
-        checkpoint.write_text(folder / FAILURE_FILE, reason)
+        yield
+    except Exception as error:
+        write_failure(folder, traceback.format_exc())
+        events("failure", error=f"{type(error).__name__}: {error}")
+        distributed.report_failure(error)
+        raise
+
+
+def write_failure(folder: Path, reason: str) -> None:
+    """Leave the reason why a run died in its folder, if anything can still be written there; each rank has its file."""
+    path = folder / (FAILURE_FILE if distributed.is_main() else _FAILURES.format(distributed.rank()))
+    try:
+        checkpoint.write_text(path, reason)
     except OSError as error:
-        logger.warning("%s could not be written: %s", folder / FAILURE_FILE, error)
+        logger.warning("%s could not be written: %s", path, error)
 
 
 def resume_command(folder: Path) -> str:
@@ -110,8 +138,10 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -
     changes = []
     for key in sorted(old.keys() | new.keys()):
         before, after, name = old.get(key), new.get(key), f"{prefix}{key}"
+        if name in _MAY_CHANGE:
+            continue
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             changes += _changes(before, after, f"{name}.")
-        elif before != after and name not in _MAY_CHANGE:
+        elif before != after:
             changes.append(f"{name} was {json.dumps(redact(before))}, now {json.dumps(redact(after))}")
     return changes

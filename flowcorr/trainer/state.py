@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from flowcorr import config as configs
+from flowcorr import fsdp
 from flowcorr.actor import DiffusionActor
+from flowcorr.algorithm import ClipCenter
 from flowcorr.errors import CheckpointError
 from flowcorr.rollout import Weights
 from flowcorr.trackers import redact
@@ -18,7 +20,9 @@ from flowcorr.trainer.step import Parts
 
 
 def capture(parts: Parts, *, step: int, best: tuple[int, float] | None) -> TrainingState:
-    """The state of a run after `step` training steps.
+    """The state of a run after `step` training steps, the same on any number of ranks.
+
+    Sharded weights are collected on the main rank, for which every rank has to call.
 
     Args:
         parts: the run's parts.
@@ -30,12 +34,15 @@ def capture(parts: Parts, *, step: int, best: tuple[int, float] | None) -> Train
         "weights": actor.snapshot().tensors,
         "optimizer": actor.optimizer_state(),
         "ema": actor.ema or {},
+        "clip_center": {} if actor.clip_center is None else {"sums": actor.clip_center.sums},
+        "auto_mode": parts.mode.state(),
         "rng": {"cpu": torch.get_rng_state()},
     }
     groups |= {f"history_{place}": weights.tensors for place, weights in enumerate(history[:-1])}
+    tensors = {f"{group}/{name}": value for group, part in groups.items() for name, value in part.items()}
     return TrainingState(
         step=step,
-        tensors={f"{group}/{name}": value for group, part in groups.items() for name, value in part.items()},
+        tensors=fsdp.collected(tensors),
         facts={
             "version": actor.version,
             "data_position": parts.prompts.position,
@@ -55,10 +62,11 @@ def restore(parts: Parts, folder: Path, state: TrainingState) -> None:
     actor = parts.actor
     restore_actor(actor, folder, state)
     older = [
-        Weights(version=version, tensors=_on_device(state.group(f"history_{place}"), actor.device))
+        Weights(version=version, tensors=actor.laid_out(state.group(f"history_{place}")))
         for place, version in enumerate(state.facts["history_versions"][:-1])
     ]
     parts.engine.restore([*older, actor.snapshot()])
+    parts.mode.restore(state.group("auto_mode"))
     parts.prompts.position = state.facts["data_position"]
     torch.set_rng_state(state.tensors["rng/cpu"])
 
@@ -69,16 +77,14 @@ def restore_actor(actor: DiffusionActor, folder: Path, state: TrainingState) -> 
     Raises:
         CheckpointError: the checkpoint belongs to another model or adapter.
     """
-    device = actor.device
     try:
-        actor.load_weights(_on_device(state.group("weights"), device))
+        actor.load_weights(state.group("weights"))
     except ValueError as error:
         raise CheckpointError(f"checkpoint {folder} does not fit this run: {error}") from error
-    actor.load_optimizer_state(_on_device(state.group("optimizer"), device))
+    actor.load_optimizer_state(state.group("optimizer"))
     if actor.ema is not None:
-        actor.ema = _on_device(state.group("ema"), device)
+        actor.ema = actor.laid_out(state.group("ema"))
+    center = state.group("clip_center")
+    if actor.clip_center is not None and center:
+        actor.clip_center = ClipCenter(sums=center["sums"].to(actor.device))
     actor.version = state.facts["version"]
-
-
-def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}

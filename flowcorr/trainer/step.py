@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
 from flowcorr.advantages import group_advantages
 from flowcorr.algorithm import (
+    AutoMode,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
     needs_old_means,
-    needs_rollout_means,
 )
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError, BatchError
-from flowcorr.metrics import Metrics, Stat, maximum, mean, minimum, std, total
+from flowcorr.metrics import Metrics, maximum, mean, minimum, std, total
 from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.ray_workers import OnEvent, ignore_event
 from flowcorr.records import ActorBatch, Prompt, Rollout
-from flowcorr.rewards import Reward, RewardOutput, score_batch, training_scores
+from flowcorr.rewards import Reward, RewardOutput, training_scores
+from flowcorr.rewards.ray_pool import RayReward
 from flowcorr.rollout import RolloutEngine
+from flowcorr.trainer.collect import Pending, collect, prefetch, score
+from flowcorr.trainer.log_probs import LoggedTerms, TermRecorder
 from flowcorr.trainer.timing import Stopwatch
 
 
@@ -37,41 +43,56 @@ class Parts:
     cache: PromptCache
     prompts: PromptStream
     reward: Reward
+    on_event: OnEvent = ignore_event
+    in_flight: dict[int, Pending] = field(default_factory=dict)
+    mode: AutoMode = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mode = AutoMode(self.config.algorithm.rollout_correction)
+
+    def close(self) -> None:
+        """End the processes that belong to the parts."""
+        self.engine.close()
+        if isinstance(self.reward, RayReward):
+            self.reward.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What a training step leaves for logging; `images` `[B, H, W, 3]` belong to `prompts`."""
+    """What a training step leaves for logging: metrics of all ranks, and the rest of this one.
+
+    `images` `[B, H, W, 3]` and `scores` belong to `prompts`.
+    """
 
     metrics: Metrics
     images: np.ndarray
     prompts: list[Prompt]
     scores: np.ndarray
+    terms: LoggedTerms | None = None
 
 
 def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> StepResult:
     """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> update."""
     config, actor = parts.config, parts.actor
-    correction = config.algorithm.rollout_correction
+    correction = actor.correction = parts.mode.correction
     watch = Stopwatch(on_phase, actor.device)
 
-    with watch("rollout"):
-        drawn = parts.prompts.next(config.rollout.prompts_per_step)
-        prompts = [prompt for prompt in drawn for _ in range(config.rollout.n)]
-        rollout = parts.engine.sample(
-            parts.cache([prompt.text for prompt in drawn]),
-            range(len(drawn)),
-            training_step=step,
-            with_means=needs_rollout_means(config),
-        ).to(actor.device)
+    prefetch(parts, step)
+    drawn = parts.prompts.next(config.rollout.prompts_per_step)
+    groups = distributed.share(len(drawn))
+    prompts = [drawn[group] for group in groups for _ in range(config.rollout.n)]
+    with distributed.together("the rollout and its rewards"):
+        with watch("rollout"):
+            collected = collect(parts, drawn, groups, step)
+            rollout = collected.rollout
+        check_latents(rollout, prompts)
+        with watch("reward"):
+            assert rollout.images is not None, "an engine's rollout has images"
+            images = rollout.images.cpu().numpy()
+            scored, failed = score(parts, collected.reward, images, prompts)
 
-    check_latents(rollout, prompts)
-    with watch("reward"):
-        assert rollout.images is not None, "an engine's rollout has images"
-        images = rollout.images.cpu().numpy()
-        scored, failed = score_batch(parts.reward, images, prompts, on_error=config.reward.on_error)
-        kept, metrics = drop_failed_groups(rollout, failed), _reward_metrics(scored, failed, rollout)
-
+    kept = drop_failed_groups(rollout, failed | collected.stale)
+    metrics = collected.metrics.merge(_reward_metrics(scored, failed, rollout))
     rollout = replace(rollout, images=None).select(kept)
     succeeded = scored.map(lambda values: values[kept.cpu().numpy()])
     rewards = training_scores(succeeded, config.reward.terms, rollout.group_ids)
@@ -94,13 +115,20 @@ def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> Step
                 )
                 metrics = metrics.merge(corrected)
 
+    recorder = None
+    if config.trainer.dump_log_probs:
+        bypass = correction is not None and correction.bypass_mode is True
+        recorder = TermRecorder(batch, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
     with watch("update"):
-        metrics = metrics.merge(actor.update(batch, training_step=step))
+        metrics = metrics.merge(actor.update(batch, training_step=step, record=recorder))
     with watch("sync"):
         parts.engine.sync(actor.snapshot())
+        prefetch(parts, step + 1)
 
-    metrics = metrics.merge(watch.metrics(num_images=len(prompts)))
-    return StepResult(metrics=metrics, images=images, prompts=prompts, scores=scored.scores)
+    metrics = metrics.merge(watch.metrics(num_images=len(drawn) * config.rollout.n)).across_ranks()
+    metrics = metrics.merge(parts.mode.observe(metrics))
+    terms = recorder.terms() if recorder is not None and rollout.num_samples else None
+    return StepResult(metrics=metrics, images=images, prompts=prompts, scores=scored.scores, terms=terms)
 
 
 def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
@@ -119,33 +147,34 @@ def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
 
 
 def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> torch.Tensor:
-    """Indices `[B']` of the samples whose group was scored whole.
+    """Indices `[B']` of the samples whose group was scored whole; there may be none on one of several ranks.
 
     Raises:
-        BackendError: no group is left.
+        BackendError: no group is left on any rank.
     """
     spoiled = rollout.group_ids[torch.as_tensor(failed, device=rollout.group_ids.device)].unique()
     kept = (~torch.isin(rollout.group_ids, spoiled)).nonzero().squeeze(1)
-    if not len(kept):
+    if not sum(distributed.gather(len(kept), "the rewards that succeeded")):
         raise BackendError("the reward failed on every group of this step, so nothing is left to train on")
     return kept
 
 
 def _reward_metrics(scored: RewardOutput, failed: np.ndarray, rollout: Rollout) -> Metrics:
-    stats: dict[str, Stat] = {"reward/failed_samples": total(int(failed.sum()))}
     good = scored.scores[~failed]
-    if len(good):
-        stats |= {
-            "reward/mean": mean(good.sum(), len(good)),
-            "reward/std": std(good.sum(), np.square(good).sum(), len(good)),
-            "reward/min": minimum(good.min()),
-            "reward/max": maximum(good.max()),
-        }
-    for name, values in scored.extra.items():
-        finite = values[np.isfinite(values)]
-        stats[f"reward/{name}"] = mean(finite.sum(), len(finite))
     groups = rollout.group_ids.cpu().numpy()
     members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]
     flat = sum(int(len(scores) < 2 or np.ptp(scores) == 0) for scores in members)
-    stats["reward/zero_std_group_fraction"] = mean(flat, len(members))
-    return Metrics.from_stats(stats)
+    metrics = Metrics.from_stats(
+        {
+            "reward/mean": mean(good.sum(), len(good)),
+            "reward/std": std(good.sum(), np.square(good).sum(), len(good)),
+            "reward/min": minimum(good.min(initial=math.inf)),
+            "reward/max": maximum(good.max(initial=-math.inf)),
+            "reward/failed_samples": total(int(failed.sum())),
+            "reward/zero_std_group_fraction": mean(flat, len(members)),
+        }
+    )
+    for name, values in scored.extra.items():  # each by itself, as a rank may lack one
+        finite = values[np.isfinite(values)]
+        metrics = metrics.merge(Metrics.from_stats({f"reward/{name}": mean(finite.sum(), len(finite))}))
+    return metrics

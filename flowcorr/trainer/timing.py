@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from flowcorr.metrics import Metrics, mean, total
+from flowcorr.metrics import Metrics, maximum, mean
 
 PHASES = ("rollout", "reward", "old_log_prob", "correction", "update", "sync")
 
@@ -37,11 +37,15 @@ class Stopwatch:
         self._seconds[phase] += time.perf_counter() - begin
 
     def metrics(self, *, num_images: int) -> Metrics:
-        """`timing/<phase>` in seconds, their sum `timing/step`, and `perf/`."""
+        """`timing/<phase>` and `timing/step` in seconds, of the slowest rank, and `perf/` of all ranks together.
+
+        Args:
+            num_images: images that all ranks sampled.
+        """
         step = time.perf_counter() - self._begin
-        stats = {f"timing/{phase}": total(seconds) for phase, seconds in self._seconds.items()}
-        stats["timing/step"] = total(step)
+        stats = {f"timing/{phase}": maximum(seconds) for phase, seconds in self._seconds.items()}
+        stats["timing/step"] = maximum(step)
         stats["perf/images_per_second"] = mean(num_images, step)
         if self._device.type == "cuda":
-            stats["perf/max_memory_gb"] = mean(torch.cuda.max_memory_allocated(self._device) / 2**30, 1)
+            stats["perf/max_memory_gb"] = maximum(torch.cuda.max_memory_allocated(self._device) / 2**30)
         return Metrics.from_stats(stats)

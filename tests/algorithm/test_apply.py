@@ -12,7 +12,7 @@ from flowcorr.algorithm import (
 )
 from flowcorr.config.schema import ActorConfig, AlgorithmConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.errors import BatchError
+from flowcorr.errors import BatchError, ConfigError
 from flowcorr.records import ActorBatch, Rollout
 
 SHAPE = (2, 3)
@@ -90,6 +90,36 @@ def test_terms_rejected_before_stay_rejected():
     assert metrics.compute()["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize(
+    ("groups", "advantages", "keep"),
+    [
+        ("none", [-1.0, -0.5, 1.5, -2.0, 2.0], [1, 1, 0, 1, 0]),
+        ("recentre", [-0.25, 0.25, 2.25, 0.0, 4.0], [1, 1, 0, 1, 0]),
+        ("drop_small", [-0.25, 0.25, 2.25, -2.0, 2.0], [1, 1, 0, 0, 0]),
+    ],
+)
+def test_groups_after_rejection(groups, advantages, keep):
+    far = math.log(3.0)
+    batch = make_batch([[0.0, 0.0], [0.0, 0.0], [far, far], [0.0, 0.0], [far, far]])
+    batch = replace(
+        batch,
+        rollout=replace(batch.rollout, group_ids=torch.tensor([7, 7, 7, 3, 3])),
+        advantages=torch.tensor([-1.0, -0.5, 1.5, -2.0, 2.0]),
+    )
+    config = RolloutCorrectionConfig(
+        rollout_rs="seq_mean_k1", rollout_rs_threshold=2.0, rejection_groups=groups
+    )
+    corrected, metrics = apply_rollout_correction_to_diffusion_batch(batch, config)
+    assert corrected.advantages.tolist() == advantages
+    assert corrected.keep.tolist() == [[bool(kept)] * 2 for kept in keep]
+    values = metrics.compute()
+    assert values["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
+    assert ("rollout_corr/dropped_group_fraction" in values) == (groups != "none")
+    if groups == "drop_small":
+        assert values["rollout_corr/dropped_group_fraction"] == 0.5
+        assert values["rollout_corr/partial_group_fraction"] == 0.5
+
+
 def test_the_exact_kl_comes_from_both_means():
     batch = make_batch([[0.0, 0.0], [0.0, 0.0]])
     shift = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
@@ -126,6 +156,13 @@ def test_missing_old_log_probs_are_an_error():
         apply_rollout_correction_to_diffusion_batch(batch, RolloutCorrectionConfig())
 
 
+def test_a_mode_that_is_left_open_is_an_error():
+    with pytest.raises(ConfigError, match=r"bypass_mode='auto' is no mode of a batch; take .*AutoMode"):
+        apply_rollout_correction_to_diffusion_batch(
+            make_batch([[0.0, 0.0]]), RolloutCorrectionConfig(bypass_mode="auto")
+        )
+
+
 def test_old_log_probs_of_another_shape_are_an_error():
     batch = make_batch([[0.0, 0.0], [0.0, 0.0]])
     with pytest.raises(BatchError, match="nothing is broadcast"):
@@ -144,6 +181,8 @@ def test_old_log_probs_of_another_shape_are_an_error():
         (RolloutCorrectionConfig(bypass_mode=True), "flow_grpo", False, False),
         (RolloutCorrectionConfig(bypass_mode=True), "flow_dppo", True, True),
         (RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce"), "grpo_guard", True, False),
+        (RolloutCorrectionConfig(bypass_mode="auto"), "flow_grpo", False, False),
+        (RolloutCorrectionConfig(bypass_mode="auto"), "grpo_guard", True, True),
     ],
 )
 def test_means_are_asked_for_where_they_are_read(correction, loss_mode, old, rollout):

@@ -51,11 +51,11 @@ def test_the_advice_can_be_trained_with(tmp_path, capsys):
     for name in ("yaml", "alternative"):
         recipe = tmp_path / f"{name}.yaml"
         recipe.write_text(advice[name], encoding="utf-8")
-        loaded = load(recipe)
+        loaded = load(recipe, SMALL)
         assert loaded.algorithm.rollout_correction.bypass_mode == (name == "alternative")
-        assert loaded.actor.clip_ratio == yaml.safe_load(advice[name]).get("actor", {}).get(
-            "clip_ratio", 1e-3
-        )
+    pasted = yaml.safe_load(advice["alternative"])["actor"]["clip_ratio"]
+    assert loaded.actor.clip_ratio == tuple(pasted)
+    assert len(pasted) == 2
 
 
 def test_without_matplotlib(tmp_path, monkeypatch, capsys):

@@ -34,11 +34,11 @@ def half_bound(monkeypatch):
 
 
 def test_a_healthy_recipe(capsys):
-    assert doctor("--prompts", "2") == 0
+    assert doctor("--prompts", "2", "actor.clip_ratio=[1e-3, 2e-3]") == 0
     out = capsys.readouterr().out
     assert "PASS  bookkeeping" in out
     assert "noise floor before any update" in out
-    assert "D = 512" in out
+    assert "D = 512, clip range [0.001, 0.002]" in out
     assert out.rstrip().endswith("rollout engine and actor agree: 18 PASS")
     assert max(map(len, out.splitlines())) <= 140
 

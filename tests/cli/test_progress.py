@@ -66,6 +66,18 @@ def test_what_is_unhealthy_is_told_once(console):
     assert "(rollout_corr/kl); " in text
 
 
+def test_a_clip_range_below_the_noise_is_told_once(console):
+    noisy = {"rollout_corr/clip_noise_fraction": 0.9, "rollout_corr/logprob_abs_diff_mean": 0.0047}
+    with TerminalObserver(console) as observer:
+        observer.on_start(load("tiny_ocr_lora_bypass"), Path("runs/x"), 0)
+        for step in (1, 2, 3, 4):
+            observer.on_step(step, noisy)
+    text = console.file.getvalue()
+    assert text.count("warning: ") == 1
+    assert "actor.clip_ratio=0.001, and the noise, mean |delta log p|, is 0.0047" in text
+    assert "take the range from `flowcorr audit`" in text
+
+
 def test_an_interrupted_run_says_how_to_resume(console):
     result = RunResult(
         status="interrupted",

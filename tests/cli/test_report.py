@@ -1,6 +1,8 @@
 import shutil
+import sys
 
 import pytest
+from PIL import Image
 
 from flowcorr.cli import main
 from flowcorr.config import load, to_yaml
@@ -26,6 +28,27 @@ def test_the_page_goes_where_it_is_wanted(run_dir, tmp_path):
     assert main(["report", str(run_dir), "--out", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").is_file()
     assert not (run_dir / "report.html").exists()
+
+
+@pytest.mark.parametrize("folder", ["shared", "shared.d/"])
+def test_a_folder_gets_the_charts_as_well(run_dir, folder, tmp_path, capsys):
+    out = tmp_path / folder
+    assert main(["report", str(run_dir), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out / 'report.html'}\n{out / 'report_charts'}\n"
+    assert [path.name for path in (out / "report_charts").iterdir()] == ["reward_mean.png"]
+
+
+def test_charts_beside_a_page(run_dir, tmp_path, capsys):
+    assert main(["report", str(run_dir), "--out", str(tmp_path / "page.html"), "--png"]) == 0
+    with Image.open(tmp_path / "page_charts" / "reward_mean.png") as picture:
+        assert picture.format == "PNG"
+
+
+def test_charts_need_the_extra(run_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    assert main(["report", str(run_dir), "--out", str(tmp_path / "page.html"), "--png"]) == 1
+    assert "pip install 'flowcorr[plot]'" in capsys.readouterr().err
+    assert (tmp_path / "page.html").is_file()
 
 
 def test_what_is_no_run_is_named(tmp_path, capsys):

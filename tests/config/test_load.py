@@ -77,7 +77,7 @@ def test_values_and_their_types(recipe):
         recipe(
             """
             model: {lora: {alpha: 8, targets: [to_q, to_k]}}
-            actor: {lr: 1e-4, betas: [0, 0.5]}
+            actor: {lr: 1e-4, betas: [0, 0.5], clip_ratio: [1, 2e-4, 3e-4, 4e-4]}
             reward: {terms: [{name: ocr, weight: 2, options: {detect: false}}, {name: jpeg_compressibility}]}
             trainer: {total_steps: 7, seed: "${.total_steps}"}
             """
@@ -88,6 +88,9 @@ def test_values_and_their_types(recipe):
     assert config.model.lora.targets == ("to_q", "to_k")
     assert config.actor.lr == 1e-4
     assert config.actor.betas == (0.0, 0.5)
+    assert config.actor.clip_ratio == (1.0, 2e-4, 3e-4, 4e-4)
+    assert all(isinstance(value, float) for value in config.actor.clip_ratio)
+    assert load(recipe(to_yaml(config))) == config
     assert [(term.name, term.weight, dict(term.options)) for term in config.reward.terms] == [
         ("ocr", 2.0, {"detect": False}),
         ("jpeg_compressibility", 1.0, {}),
@@ -169,6 +172,11 @@ def test_text_that_looks_like_something_else_round_trips(recipe, text):
         ("actor.lr=null", r"actor\.lr=None must be a number"),
         ("actor.lr=0", r"actor\.lr=0\.0 is out of range; it must be above 0"),
         ("actor.lr=.nan", r"actor\.lr=nan is out of range"),
+        ("actor.clip_ratio=wide", r"actor\.clip_ratio='wide' must be a number"),
+        ("actor.clip_ratio=0", r"actor\.clip_ratio=0\.0 is out of range; it must be above 0"),
+        ("actor.clip_ratio=[0.1, x]", r"actor\.clip_ratio\[1\]='x' must be a number"),
+        ("actor.clip_ratio=[0.1, -1]", r"actor\.clip_ratio=-1\.0 is out of range; it must be above 0"),
+        ("actor.clip_center=drifts", r"actor\.clip_center='drifts' is unknown; .*did you mean drift\?"),
         ("actor.compile=1", r"actor\.compile=1 must be true or false"),
         ("actor.compile=off", r"actor\.compile='off' must be true or false"),
         ("trainer.total_steps=2.5", r"trainer\.total_steps=2\.5 must be a whole number"),

@@ -4,9 +4,11 @@ from flowcorr.config import load_mapping
 from flowcorr.errors import ConfigError
 
 BYPASS = {"algorithm": {"rollout_correction": {"preset": "bypass_ppo_clip"}}}
+AUTO = {"algorithm": {"rollout_correction": {"bypass_mode": "auto"}}}
 REINFORCE = {"algorithm": {"rollout_correction": {"preset": "bypass_pg_is"}}}
 DECOUPLED = {"algorithm": {"rollout_correction": {"preset": "decoupled_seq_is"}}}
 
+SHARDED = {"actor": {"fsdp": True}, "model": {"lora": {"rank": 0}}}
 QWEN = {"path": "some/pipeline", "family": "qwen_image"}
 
 
@@ -19,6 +21,24 @@ QWEN = {"path": "some/pipeline", "family": "qwen_image"}
         ({**REINFORCE, "actor": {"loss_mode": "grpo_guard"}}, r"loss_mode='grpo_guard' contradicts .*reinforce"),
         ({"actor": {"loss_mode": "reinforce"}}, r"loss_mode='reinforce' is chosen by the correction"),
         ({**BYPASS, "actor": {"ratio_level": "trajectory_sum"}}, r"ratio_level='trajectory_sum' needs"),
+        ({**AUTO, "actor": {"loss_mode": "flow_dppo"}}, r"='auto' measures noise .*loss_mode='flow_dppo' has none"),
+        (
+            {**AUTO, "actor": {"loss_mode": "importance_cap", "importance_cap": 0.9}},
+            r"actor\.importance_cap=0\.9 has none; set bypass_mode to true or false",
+        ),
+        ({**AUTO, "actor": {"clip_center": "drift"}}, r"clip_center='drift' moves that .*; set clip_center: none"),
+        ({**AUTO, "actor": {"ratio_level": "trajectory_sum"}}, r"ratio_level='trajectory_sum' needs"),
+        ({"actor": {"clip_ratio": [0.1, 0.1, 0.1]}}, r"has 3 values for .*num_inference_steps=10; .* the 4 that"),
+        ({"actor": {"clip_ratio": [0.1] * 11}}, r"has 11 values for sampling\.num_inference_steps=10"),
+        ({"actor": {"clip_ratio": []}}, r"has 0 values for sampling\.num_inference_steps=10"),
+        (
+            {"actor": {"clip_ratio": [0.1, 0.1, 0.1, 0.2], "ratio_level": "trajectory_sum"}},
+            r"differs by step, and .*'trajectory_sum' has one ratio for the whole window; give one number, or set",
+        ),
+        ({"actor": {"fsdp": True}}, r"actor\.fsdp=True .* an adapter of model\.lora\.rank=16 is small"),
+        ({**SHARDED, "rollout": {"name": "vllm_omni"}}, r"sharded weights to rollout\.name='vllm_omni'"),
+        ({**SHARDED, "rollout": {"placement": "ray"}}, r"placement='ray', which take whole ones; set"),
+        ({**SHARDED, "trainer": {"doctor": True}}, r"trainer\.doctor=True examines whole weights"),
     ],
 )  # fmt: skip
 def test_contradictions_between_sections(values, message):
@@ -41,6 +61,13 @@ def test_contradictions_between_sections(values, message):
         {"actor": {"loss_mode": "flow_dppo", "kl_threshold": 1e-5}},
         {"actor": {"loss_mode": "importance_cap", "importance_cap": 1.1}},
         {"actor": {"kl_threshold": 1e-6}},
+        {"actor": {"clip_ratio": [0.1, 0.2, 0.3, 0.4]}},
+        {"actor": {"clip_ratio": [0.1] * 10}},
+        SHARDED,
+        {"actor": {"clip_ratio": [0.1] * 4 + [0.2], "ratio_level": "trajectory_mean"}},
+        {**BYPASS, "actor": {"clip_center": "drift"}},
+        {**BYPASS, "actor": {"clip_center": "drift", "loss_mode": "grpo_guard"}},
+        {**DECOUPLED, "actor": {"clip_center": "none"}},
     ],
 )
 def test_sound_combinations_are_silent(values):
@@ -59,6 +86,11 @@ def test_sound_combinations_are_silent(values):
         ({"actor": {"kl_weighting": "flow_grpo"}}, "actor.kl_weighting=flow_grpo"),
         ({"actor": {"loss_mode": "flow_dppo", "clip_ratio": 0.1}}, "actor.clip_ratio=0.1"),
         ({**REINFORCE, "actor": {"clip_ratio": 0.1}}, "actor.clip_ratio=0.1"),
+        ({"actor": {"clip_center": "drift"}}, "actor.clip_center=drift"),
+        ({**DECOUPLED, "actor": {"clip_center": "drift"}}, "actor.clip_center=drift"),
+        ({**REINFORCE, "actor": {"clip_center": "drift"}}, "actor.clip_center=drift"),
+        ({**BYPASS, "actor": {"clip_center": "drift", "loss_mode": "flow_dppo"}}, "actor.clip_center=drift"),
+        ({**BYPASS, "actor": {"clip_center": "drift", "loss_mode": "importance_cap"}}, "actor.clip_center=drift"),
         ({"model": {"lora": {"rank": 0, "alpha": 8}}}, "model.lora.alpha=8.0"),
         ({"data": {"heldout_fraction": 0.5}}, "data.heldout_fraction=0.5"),
         ({"data": {"path": "prompts.txt", "num_train": 5}}, "data.num_train=5"),

@@ -109,3 +109,4 @@ def test_bands_beyond_the_noise_floor_are_idle():
     }
     assert idle_modes(criteria, quiet) == ["seq_mean_k1"]
     assert idle_modes(criteria, {}) == []
+    assert idle_modes(parse_criteria("seq_mean_k1", "auto"), quiet) == []

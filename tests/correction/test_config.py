@@ -18,6 +18,8 @@ ICEPOP = {"rollout_is": "token", "rollout_is_threshold": (0.5, 5.0)}
 SEQ_RS = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": (0.5, 2.0)}
 GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": (0.999, 1.001)}
 K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+AUTO = {"bypass_mode": "auto"}
+K1_AUTO = {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto"}
 VETO = {"rollout_token_veto_threshold": 1e-4}
 
 EXPECTED = {
@@ -118,7 +120,20 @@ def test_an_unknown_key_shows_the_nearest():
         ({"loss_type": "ppo"}, r"loss_type='ppo' is unknown"),
         ({"bypass_scope": "steps"}, r"bypass_scope='steps'.*did you mean step"),
         ({"rollout_rs_denominator": "some"}, r"rollout_rs_denominator='some'"),
-        ({"bypass_mode": "yes"}, r"bypass_mode='yes' must be true or false"),
+        ({"bypass_mode": "yes"}, r"bypass_mode='yes' must be true, false or auto"),
+        ({"bypass_mode": 1}, r"bypass_mode=1 must be true, false or auto"),
+        ({"rejection_groups": "recenter"}, r"rejection_groups='recenter'.*did you mean recentre"),
+        (BYPASS | {"rejection_groups": "recentre"}, r"rejection_groups='recentre' needs the whole batch"),
+        (BYPASS | K1_AUTO, r"rollout_rs_threshold='auto' for token_k1 needs .*`flowcorr audit` measures it"),
+        (AUTO | K1_AUTO, r"rollout_rs_threshold='auto' for token_k1 needs the whole batch"),
+        (AUTO | {"rollout_rs": "step_z", "rollout_rs_threshold": 6}, r"rollout_rs='step_z' needs the whole"),
+        (AUTO | TOKEN | {"rollout_is_batch_normalize": True}, r"rollout_is_batch_normalize=True needs"),
+        (AUTO | {"rejection_groups": "drop_small"}, r"rejection_groups='drop_small' needs the whole batch"),
+        (AUTO | {"loss_type": "reinforce"}, r"loss_type='reinforce' needs bypass_mode: true"),
+        (AUTO | {"auto_enter": 0.0}, r"auto_enter=0.0 must be a positive number"),
+        (AUTO | {"auto_leave": math.inf}, r"auto_leave=inf must be a positive number"),
+        (AUTO | {"auto_enter": 0.4}, r"auto_leave=0.5 must be below auto_enter=0.4"),
+        (AUTO | {"auto_leave": 1.0}, r"auto_leave=1 must be below auto_enter=1"),
         ({"rollout_is_apply": 1}, r"rollout_is_apply=1 must be true or false"),
         (
             {"rollout_is": "token", "rollout_is_threshold": None},
@@ -160,6 +175,9 @@ def test_bad_values_name_their_key(values, message):
         ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold"),
         ({"rollout_is": "token", "bypass_scope": "trajectory"}, "bypass_scope"),
         ({"log_ratio_scale": "sum"}, "log_ratio_scale"),
+        ({"rollout_is": "token", "rejection_groups": "recentre"}, "rejection_groups"),
+        ({"auto_enter": 2.0}, "auto_enter"),
+        (BYPASS | {"auto_leave": 0.1}, "auto_leave"),
     ],
 )
 def test_keys_without_effect_warn(values, key):
@@ -172,6 +190,47 @@ def test_weights_in_bypass_ppo_clip_are_for_diagnostics():
     assert not config.applies_weights
     assert RolloutCorrectionConfig.pg_is().applies_weights
     assert not RolloutCorrectionConfig(rollout_is="token", rollout_is_apply=False).applies_weights
+
+
+def test_auto_is_one_mode_or_the_other():
+    config = RolloutCorrectionConfig(
+        **AUTO,
+        **SEQUENCE,
+        rollout_rs="token_k1",
+        rollout_rs_threshold=1.01,
+        bypass_scope="trajectory",
+        auto_enter=2.0,
+    )
+    bypass, decoupled = config.in_mode(bypass=True), config.in_mode(bypass=False)
+    shared = SEQUENCE | {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.01}
+    assert bypass == RolloutCorrectionConfig(**BYPASS, **shared, bypass_scope="trajectory")
+    assert decoupled == RolloutCorrectionConfig(**shared)
+    assert (bypass.applies_weights, decoupled.applies_weights) == (False, True)
+
+
+@pytest.mark.parametrize("preset", ["seq_is_rs", "bypass_ppo_clip_geo_rs"])
+def test_auto_beside_a_preset_does_in_both_modes_what_the_preset_does(preset):
+    config = RolloutCorrectionConfig.from_mapping({"preset": preset, "bypass_mode": "auto"})
+    assert (config.preset, config.bypass_mode) == (preset, "auto")
+    plain = RolloutCorrectionConfig.preset(preset)
+    for bypass in (True, False):
+        concrete = config.in_mode(bypass=bypass)
+        assert (concrete.bypass_mode, concrete.preset) == (bypass, None)
+        assert (concrete.rollout_is, concrete.criteria) == (plain.rollout_is, plain.criteria)
+
+
+@pytest.mark.parametrize(
+    ("values", "label"),
+    [
+        ({}, "decoupled"),
+        (BYPASS, "bypass"),
+        (AUTO, "auto"),
+        ({"preset": "seq_is"}, "seq_is"),
+        ({"preset": "seq_is", **AUTO}, "seq_is, auto"),
+    ],
+)
+def test_what_a_correction_is_called(values, label):
+    assert RolloutCorrectionConfig.from_mapping(values).label == label
 
 
 def test_exact_kl_asks_for_means():
@@ -191,6 +250,11 @@ def test_values_are_normalised_and_survive_a_round_trip():
     assert config.rollout_rs == "token_k1,seq_sum_k1"
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     assert RolloutCorrectionConfig.from_mapping(values) == config
+    automatic = RolloutCorrectionConfig(rollout_rs="token_k1,step_z", rollout_rs_threshold=["auto", 6])
+    assert automatic.rollout_rs_threshold == "auto,6.0"
+    written = {field.name: getattr(automatic, field.name) for field in fields(automatic)}
+    assert RolloutCorrectionConfig.from_mapping(written) == automatic
+    assert RolloutCorrectionConfig(**K1_AUTO).rollout_rs_threshold == "auto"
     listed = {**values, "rollout_is_threshold": [0.5, 2.0]}
     assert RolloutCorrectionConfig.from_mapping(listed) == config
     assert hash(config) == hash(RolloutCorrectionConfig.from_mapping(values))

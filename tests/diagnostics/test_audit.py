@@ -45,6 +45,7 @@ FACTS = Facts(
     stale_nats=0.0,
     clip_limit=1e-3,
     clip_by_step={0: 5e-4, 1: 2e-4},
+    window_end=2,
     loss_mode="flow_grpo",
     outliers=0.0,
     outlier_band=4e-3,
@@ -133,6 +134,19 @@ def test_distance_is_of_the_ratio_that_the_loss_uses(actor, expected):
     torch.testing.assert_close(ratio_distance(gap, ActorConfig(**actor)), log_ratio.expm1().abs())
 
 
+@pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard", "importance_cap"])
+def test_distance_is_from_the_centre_that_the_loss_takes_off(loss_mode):
+    gap, plain = normal_gap(0.03), ActorConfig(loss_mode=loss_mode)
+    gap.log_probs[:, 1] += 0.01
+    distance = ratio_distance(gap, replace(plain, clip_center="drift"))
+    if loss_mode == "importance_cap":
+        assert torch.equal(distance, ratio_distance(gap, plain))
+        return
+    exponent = gap.delta + (gap.step_kl if loss_mode == "grpo_guard" else 0.0)
+    exponent = (exponent - exponent.mean(0)) * (gap.stds if loss_mode == "grpo_guard" else 1.0)
+    torch.testing.assert_close(distance, exponent.expm1().abs(), rtol=1e-4, atol=1e-7)
+
+
 def test_cost_is_a_share_of_rollout_and_recompute():
     assert Cost(rollout=3.0, recompute=1.0).share == 0.25
 
@@ -154,9 +168,33 @@ def test_bypass_needs_headroom_in_the_clip_range():
     assert advice.mode == "decoupled"
     assert correction_of(advice) == RolloutCorrectionConfig.disabled()
     other = yaml.safe_load(advice.alternative)
-    assert other["actor"] == {"clip_ratio": 5e-3}
+    # A step whose noise fits keeps its range.
+    assert other["actor"] == {"clip_ratio": [5e-3, 1e-3]}
     assert other["algorithm"]["rollout_correction"] == {"bypass_mode": True}
-    assert "# needed by step index: 0: 0.005, 1: 0.0002\n" in advice.alternative
+
+
+@pytest.mark.parametrize(
+    ("limit", "needed", "window_end", "pasted"),
+    [
+        (1e-3, {0: 5e-3, 1: 4e-3}, 2, 5e-3),  # alike, but for chance
+        (1e-3, {0: 5e-3, 1: 2.2e-3}, 2, [5e-3, 2.2e-3]),
+        (1e-3, {1: 5e-3, 2: 2.2e-3}, 4, [5e-3, 5e-3, 2.2e-3, 5e-3]),  # not sampled: as the noisiest
+        ((1e-3, 4e-3), {0: 5e-3, 1: 2e-3}, 2, [5e-3, 4e-3]),
+        ((5e-3, 1e-3), {0: 5e-3, 1: 2e-3}, 2, [5e-3, 2e-3]),
+    ],
+)
+def test_a_range_a_step_where_the_noise_differs(limit, needed, window_end, pasted):
+    facts = replace(FACTS, clip_limit=limit, clip_by_step=needed, window_end=window_end)
+    assert not facts.has_headroom
+    assert yaml.safe_load(advise(facts).alternative)["actor"] == {"clip_ratio": pasted}
+
+
+def test_headroom_is_judged_step_by_step():
+    needed = {0: 5e-3, 1: 2e-3}
+    assert replace(FACTS, clip_limit=(5e-3, 2e-3), clip_by_step=needed).has_headroom
+    assert not replace(FACTS, clip_limit=(1e-2, 1.9e-3), clip_by_step=needed).has_headroom
+    reasons = " ".join(advise(replace(FACTS, clip_limit=(1e-2, 1.9e-3), clip_by_step=needed)).reasons)
+    assert "above the range of [0.01, 0.0019]" in reasons
 
 
 def test_clip_range_is_four_times_the_noise():
@@ -244,9 +282,27 @@ def test_rounded_weights_change_the_advice(make_config, shared):
     for step in report.steps:
         assert 0 < step.abs_delta[0] <= step.abs_delta[1] <= step.abs_delta[2]
         assert step.clip_needed == pytest.approx(4 * step.abs_delta[2], rel=0.1)
-    assert yaml.safe_load(report.advice.alternative)["actor"]["clip_ratio"] >= max(
-        step.clip_needed for step in report.steps
+    pasted = yaml.safe_load(report.advice.alternative)["actor"]["clip_ratio"]
+    assert len(pasted) == 2  # the second step is noisier by far
+    assert pasted == [max(1e-3, rules.round_up(step.clip_needed)) for step in report.steps]
+    wide = {"clip_ratio": tuple(pasted)}
+    sections = {
+        "rollout": {"prompts_per_step": 2, "n": 4, "emulate": "int4"},
+        "actor": {"mini_batches": 1, **wide},
+    }
+    again = audit(small(make_config, **sections))
+    assert again.advice.mode == "bypass"
+    assert again.outside_clip == 0
+    assert [step.outside_clip for step in again.steps] == [0, 0]
+
+
+def test_one_ratio_a_window_has_one_range(make_config):
+    actor = {"mini_batches": 1, "ratio_level": "trajectory_sum"}
+    report = audit(
+        small(make_config, rollout={"prompts_per_step": 2, "n": 4, "emulate": "int4"}, actor=actor),
+        num_batches=1,
     )
+    assert isinstance(yaml.safe_load(report.advice.alternative)["actor"]["clip_ratio"], float)
 
 
 def test_staleness_is_measured_after_something_was_learned(make_config):

@@ -679,12 +679,14 @@ def test_velocity_gap_is_that_of_the_velocities(small_run):
     assert rollout.num_steps == trial.means.shape[1]
 
 
-def test_noise_floor_by_hand(small_run):
-    run = small_run(rollout={"emulate": "int8"}, actor={"clip_ratio": 1e-4})
+@pytest.mark.parametrize(("clip", "center"), [(1e-4, "none"), ((1e-4, 5e-4), "drift")])
+def test_noise_floor_by_hand(small_run, clip, center):
+    run = small_run(rollout={"emulate": "int8"}, actor={"clip_ratio": clip, "clip_center": center})
     report = check(run, run.engine)
     rollout = run.engine.sample(run.conditioning, range(2), training_step=0, with_means=True)
     scores = run.actor.log_probs(rollout, with_means=True)
-    delta = (scores.log_probs - rollout.log_probs).double().abs()
+    signed = (scores.log_probs - rollout.log_probs).double()
+    delta, off = signed.abs(), (signed - (signed.mean(0) if center == "drift" else 0.0)).expm1().abs()
     r_squared = (scores.means - rollout.means).square().flatten(2).mean(-1) / rollout.stds.square()
     assert [step.step_index for step in report.noise] == [0, 1]
     for place, step in enumerate(report.noise):
@@ -692,7 +694,8 @@ def test_noise_floor_by_hand(small_run):
         assert step.abs_delta[0] == pytest.approx(delta[:, place].quantile(0.5).item())
         assert step.abs_delta[0] <= step.abs_delta[1] <= step.abs_delta[2]
         assert step.exact_kl == pytest.approx(r_squared[:, place].mean().item() / 2)
-        assert step.outside_clip == pytest.approx((delta[:, place] > 1e-4).double().mean().item())
+        limit = clip[place] if isinstance(clip, tuple) else clip
+        assert step.outside_clip == pytest.approx((off[:, place] > limit).double().mean().item())
     assert report.num_elements == 4 * 8 * 16
 
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from flowcorr.config import load
+from flowcorr.config import load, load_mapping
 from flowcorr.correction import diagnostics as logged
 from flowcorr.diagnostics.health import (
     RULES,
@@ -112,6 +112,27 @@ def test_noise_beyond_the_clip_harms_bypass_only():
     metrics = {"rollout_corr/clip_noise_fraction": 0.9}
     assert examine_step(metrics, Units(bypass=True))[0].level == "warning"
     assert examine_step(metrics, Units(bypass=False))[0].level == "note"
+
+
+@pytest.mark.parametrize(
+    ("actor", "correction", "clip_range", "level"),
+    [
+        ({}, {}, "actor.clip_ratio=0.001", "warning"),
+        ({"clip_ratio": [0.1, 0.2, 0.3, 0.4]}, {}, "actor.clip_ratio=[0.1, 0.2, 0.3, 0.4]", "warning"),
+        ({"loss_mode": "importance_cap"}, {}, "actor.importance_cap=1.001", "warning"),
+        ({}, {"loss_type": "reinforce"}, "actor.clip_ratio=0.001", "note"),
+        ({}, {"bypass_mode": "auto"}, "actor.clip_ratio=0.001", "note"),  # it changes the mode by itself
+    ],
+)
+def test_noise_beyond_the_clip_names_the_range_the_noise_and_what_to_do(actor, correction, clip_range, level):
+    algorithm = {"rollout_correction": {"bypass_mode": True, **correction}}
+    units = units_of(load_mapping({"actor": actor, "algorithm": algorithm}))
+    metrics = {"rollout_corr/clip_noise_fraction": 0.9, "rollout_corr/logprob_abs_diff_mean": 4.7e-3}
+    (finding,) = examine_step(metrics, units)
+    assert finding.level == level
+    assert f": {clip_range}, and the noise, mean |delta log p|, is 0.0047" in finding.message
+    if level == "warning":
+        assert "`flowcorr audit`" in finding.advice
 
 
 def test_what_acted_on_the_update_is_judged_where_it_is_logged():

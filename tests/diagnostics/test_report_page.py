@@ -1,16 +1,22 @@
 import json
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from flowcorr.config import load, to_yaml
+from flowcorr.diagnostics import report_terms
+from flowcorr.diagnostics.report_charts import chart_sections
 from flowcorr.diagnostics.report_page import MAX_GRIDS, write_report
 from flowcorr.diagnostics.run_data import differences, group_by_seed, read_run
 from flowcorr.errors import ConfigError
+from flowcorr.trainer import log_probs
+from flowcorr.trainer.log_probs import LoggedTerms
 
 EVIL = "<script>alert(1)</script>\"'&"
 CORRECTION = "algorithm.rollout_correction"
@@ -161,6 +167,134 @@ def test_a_run_that_was_just_begun_has_a_page(tmp_path):
     assert Page(write_report([folder], tmp_path / "report.html")).open == []
 
 
+def dump(folder: Path, *, bypass=False, clip_centers=None, scale=1e-3, steps=2) -> None:
+    """Terms of 64 samples, two steps each; their ratios are 1 for the first half."""
+    draw = torch.Generator().manual_seed(0)
+    settings = load(folder / "config.yaml")
+    for step in range(1, steps + 1):
+        rollout = torch.randn(64, 2, generator=draw)
+        old = (
+            rollout
+            if bypass
+            else rollout + scale * torch.tensor([1.0, 3.0]) * torch.randn(64, 2, generator=draw)
+        )
+        update = scale * torch.randn(64, 2, generator=draw)
+        update[:32] = 0
+        flat = torch.ones(64, 2)
+        terms = LoggedTerms(
+            rollout_log_probs=rollout,
+            old_log_probs=old,
+            current_log_probs=old + update,
+            advantages=flat[:, 0],
+            rewards=flat[:, 0],
+            timesteps=flat,
+            sigmas=flat,
+            sigmas_next=flat,
+            stds=0.5 * flat,
+            step_indices=torch.tensor([0, 1]).repeat(64, 1),
+            group_ids=torch.arange(64),
+            policy_versions=torch.arange(64),
+            num_elements=512,
+            bypass=bypass,
+            current_old_kl=torch.full((64, 2), 2e-3),
+            clip_centers=clip_centers,
+        )
+        log_probs.save(folder / log_probs.FOLDER, step, terms, settings)
+
+
+def text_of(*folders, charts=None):
+    out = folders[0].parent / "report.html"
+    return "".join(Page(write_report(list(folders), out, charts=charts)).text)
+
+
+def test_without_dumped_terms_one_sentence_tells_how(tmp_path):
+    text = text_of(write_run(tmp_path / "a"))
+    assert "Train with trainer.dump_log_probs=true to see here" in text
+    assert "clip range dashed" not in text
+
+
+def test_dumped_terms_are_drawn(tmp_path):
+    folder = write_run(tmp_path / "a", "actor.clip_ratio=1e-3")
+    dump(folder)
+    text = text_of(folder)
+    assert "dump_log_probs" not in text
+    terms = [log_probs.load(path) for path in log_probs.files(folder).values()]
+    ratio = torch.cat([part.current_log_probs - part.old_log_probs for part in terms]).exp()
+    above, below = ((ratio > 1.001).double().mean(), (ratio < 0.999).double().mean())
+    assert f"clip range dashed: {above:.1%} above, {below:.1%} below" in text
+    assert "256 terms of 2 training steps" in text
+    assert "50% are 0, scored before the first optimizer step" in text
+    gap = torch.cat([part.old_log_probs - part.rollout_log_probs for part in terms])
+    stds = [f"{step}: {gap[:, step].mean():.1e} ± {gap[:, step].std(correction=0):.1e}" for step in (0, 1)]
+    assert f"mean ± std of step {', '.join(stds)}" in text
+
+
+def test_bars_outside_the_clip_range_stand_out(tmp_path):
+    folder = write_run(tmp_path / "a", "actor.clip_ratio=1e-3")
+    dump(folder)
+    (chart,) = [
+        chart
+        for section in chart_sections(group_by_seed([read_run(folder)]))
+        for chart in section.charts
+        if chart.name == "ratios_0"
+    ]
+    bars = re.findall(r'fill="(#\w+)"><title>, (\S+) to (\S+): ([\d.]+)%', chart.svg)
+    assert sum(float(share) for *_, share in bars) == pytest.approx(100, abs=1)
+    for colour, left, right, _ in bars:
+        outside = abs(float(left) + float(right)) / 2 > 1e-3
+        assert colour == ("#dc7310" if outside else "#2563eb")
+    assert {colour for colour, *_ in bars} == {"#dc7310", "#2563eb"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dumped", "expected"),
+    [
+        ([f"{CORRECTION}.preset=bypass_ppo_clip"], {"bypass": True}, "clips it: current less rollout,"),
+        ([], {"scale": 1e-5}, "clip range far from all values here: 0.0% above, 0.0% below"),
+        ([], {"scale": 0.0}, "0 everywhere: both stacks score alike, to the last bit"),
+        (["actor.clip_ratio=[1e-3, 1e-9, 1e-3, 1e-3]"], {}, "in clip ranges of its step: current"),
+        (["actor.loss_mode=flow_dppo"], {}, "this loss has no clip range"),
+        ([f"{CORRECTION}.preset=bypass_pg_is"], {"bypass": True}, "this loss has no clip range"),
+        # exp((0 + 2e-3) / 2) leaves a range of 9e-4 wherever nothing was learned yet
+        (["actor.loss_mode=grpo_guard", "actor.clip_ratio=9e-4"], {"scale": 0.0}, "100.0% above, 0.0% below"),
+        (
+            [f"{CORRECTION}.preset=bypass_ppo_clip", "actor.clip_center=drift"],
+            {"bypass": True, "clip_centers": torch.full((64, 2), -1.0), "scale": 0.0},
+            "100.0% above, 0.0% below",
+        ),
+    ],
+)
+def test_ratios_are_those_that_the_loss_clips(overrides, dumped, expected, tmp_path):
+    folder = write_run(tmp_path / "a", *overrides)
+    dump(folder, **dumped)
+    assert expected in text_of(folder)
+
+
+def test_of_many_steps_some_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_terms, "MAX_STEPS", 3)
+    folder = write_run(tmp_path / "a")
+    dump(folder, steps=7)
+    assert "384 terms of 3 training steps" in text_of(folder)
+
+
+def test_charts_are_pictures_too(runs, tmp_path):
+    dump(runs[0])
+    write_report(runs, tmp_path / "report.html", charts=tmp_path / "charts")
+    pictures = {path.stem: path for path in (tmp_path / "charts").iterdir()}
+    names = [
+        chart.name
+        for section in chart_sections(group_by_seed([read_run(folder) for folder in runs]))
+        for chart in section.charts
+    ]
+    assert sorted(pictures) == sorted(names)
+    assert {"reward_mean", "ratios_0", "mismatch_by_step_0", "drift_by_timestep_1"} <= pictures.keys()
+    for path in pictures.values():
+        with Image.open(path) as picture:
+            assert picture.width == 800
+            colours = picture.convert("RGB").getcolors(maxcolors=10**6)
+        assert len(colours) > 5  # text is anti-aliased, so it was drawn
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         write_report([tmp_path], tmp_path / "report.html")
@@ -176,6 +310,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_browser_shows_it_without_complaint(runs, width, tmp_path):
+    dump(runs[0])
     out = write_report(runs, tmp_path / "report.html")
     # Windows have a least width of about 500 pixels, frames have none; the framed page tells how wide it got.
     tell = "<script>parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>"

@@ -30,12 +30,19 @@ def test_correction_equals_the_cpus_and_reads_the_device_once():
     assert found.metrics.compute() == pytest.approx(expected.metrics.compute(), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("preset", ["decoupled_seq_is", "bypass_ppo_clip"])
-def test_a_training_step_runs_in_bfloat16(preset):
+@pytest.mark.parametrize(
+    ("preset", "clip"),
+    [
+        ("decoupled_seq_is", ()),
+        ("bypass_ppo_clip", ("actor.clip_center=drift", "actor.clip_ratio=[1e-3, 1e-3, 2e-3, 4e-3]")),
+    ],
+)
+def test_a_training_step_runs_in_bfloat16(preset, clip):
     settings = config.load(
         "tiny_ocr_lora",
         [
             f"algorithm.rollout_correction.preset={preset}",
+            *clip,
             "reward.terms=[{name: jpeg_compressibility}]",
             "rollout.dtype=bfloat16",
             "rollout.prompts_per_step=2",

@@ -22,9 +22,12 @@ def initial():
 
 def bound_velocity(family, guidance):
     conditioning = family.encode(PROMPTS, guidance)
-    return lambda latents, timesteps: family.velocity(
-        family.transformer, latents, timesteps, conditioning, guidance
-    )
+
+    def velocity(latents, timesteps, rows=slice(None)):
+        chosen = {name: values[rows] for name, values in conditioning.items()}
+        return family.velocity(family.transformer, latents, timesteps, chosen, guidance)
+
+    return velocity
 
 
 def step_noise(index, rows):
@@ -144,3 +147,33 @@ def test_little_noise_leads_where_the_ode_leads(family, initial):
     sampling = SamplingConfig(noise_level=1e-6, num_inference_steps=STEPS)
     got = sample_sde_window(velocity, initial, schedule, sampling, torch.tensor([1, 2]), step_noise)
     torch.testing.assert_close(got.final, sample_ode(velocity, initial, schedule), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("starts", [[2, 2, 0, 2, 3, 1], [0] * 6])
+def test_twins_share_what_is_the_same(family, starts):
+    """Rows 0, 1, 3 and 2, 4 are twins; each waits for its own window."""
+    twins, starts = [7, 7, 5, 7, 5, 9], torch.tensor(starts)
+    guidance = Guidance(guidance_scale=3.0)
+    conditioning = family.encode(["cat", "cat", "dog", "cat", "dog", "sun"], guidance)
+    noises = torch.randn(10, 4, 8, 16, generator=torch.Generator().manual_seed(3))
+    called = []
+
+    def velocity(latents, timesteps, rows):
+        called.append(len(latents))
+        chosen = {name: values[rows] for name, values in conditioning.items()}
+        return family.velocity(family.transformer, latents, timesteps, chosen, guidance)
+
+    sampling = SamplingConfig(num_inference_steps=STEPS)
+    arguments = (velocity, noises[twins], family.schedule(STEPS, (4, 8, 16)), sampling, starts, step_noise)
+    together = sample_sde_window(*arguments, twins=twins, with_means=True)
+    shared, called = called, []
+    alone = sample_sde_window(*arguments, with_means=True)
+    assert called == [6] * STEPS
+    # Distinct at step i: every row whose window has begun, and one of each set of twins that still wait.
+    assert shared == ([4, 4, 6, 6, 6, 6] if starts.any() else [6] * STEPS)
+    for name in ("latents", "means", "log_probs", "stds", "final"):
+        torch.testing.assert_close(
+            getattr(together, name), getattr(alone, name), rtol=1e-4, atol=1e-5, msg=name
+        )
+    for name in ("step_indices", "timesteps", "sigmas", "sigmas_next"):
+        assert torch.equal(getattr(together, name), getattr(alone, name)), name

@@ -35,7 +35,14 @@ SMALL = (
     "trainer.save_every=2",
     "trainer.image_every=0",
 )
-STALE = ("rollout.staleness=2", "rollout.emulate=int8", "actor.ema=0.9", "actor.warmup_steps=5")
+STALE = (
+    "rollout.staleness=2",
+    "rollout.emulate=int8",
+    "actor.ema=0.9",
+    "actor.warmup_steps=5",
+    "actor.clip_center=drift",
+    "algorithm.rollout_correction.preset=bypass_ppo_clip",
+)
 
 
 class Recorder(Silent):
@@ -103,7 +110,7 @@ def plain_runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stale_runs(tmp_path_factory):
-    """The same with a stale, rounded rollout engine, averaged weights and a warm-up."""
+    """The same with a stale, rounded rollout engine, centred clip, averaged weights and a warm-up."""
     return _whole_and_killed(tmp_path_factory.mktemp("stale"), small_config(*STALE))
 
 

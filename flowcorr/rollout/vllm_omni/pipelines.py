@@ -118,8 +118,9 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
             guidance_scale=plan.sampling.guidance_scale, true_cfg_scale=plan.sampling.true_cfg_scale
         )
 
-        def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
-            return self.family.velocity(self.call_transformer, latents, timesteps, conditioning, guidance)
+        def velocity(latents: Tensor, timesteps: Tensor, rows: Tensor | slice) -> Tensor:
+            chosen = {name: values[rows] for name, values in conditioning.items()}
+            return self.family.velocity(self.call_transformer, latents, timesteps, chosen, guidance)
 
         def noise(step_index: int, rows: Tensor) -> Tensor:
             return torch.cat([_step_noise(jobs[row], step_index) for row in rows.tolist()]).to(self.device)

@@ -1,0 +1,315 @@
+"""From runs to an answer: paired differences with intervals, Holm's correction, the table and the figure."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from arms import SCREEN, UNCORRECTED, Arm
+
+ALPHA = 0.05
+SHARED_PHASES = ("rollout", "reward", "correction", "update")
+Rows = Sequence[Mapping[str, str]]
+
+
+# Statistics ----------------------------------------------------------------------------------------------
+
+
+def t_two_sided(t: float, dof: int) -> float:
+    """P(|T| > |t|) of Student's t: the finite series for whole `dof` of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    theta = math.atan(abs(t) / math.sqrt(dof))
+    odd = dof % 2
+    term, series = (math.cos(theta) if odd else 1.0), 0.0
+    for k in range(odd, dof - 1, 2):
+        series += term
+        term *= math.cos(theta) ** 2 * (k + 1) / (k + 2)
+    inside = math.sin(theta) * series
+    return 1 - (2 / math.pi * (theta + inside) if odd else inside)
+
+
+def t_quantile(alpha: float, dof: int) -> float:
+    """The t that |T| exceeds with probability `alpha`, by bisection."""
+    low, high = 0.0, 1e9
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_two_sided(middle, dof) > alpha else (low, middle)
+    return high
+
+
+def paired_t(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, half width of its 95 % t interval, and two-sided p; without two pairs the last two are NaN."""
+    mean, count = statistics.fmean(differences), len(differences)
+    if count < 2:
+        return mean, math.nan, math.nan
+    error = statistics.stdev(differences) / math.sqrt(count)
+    if error == 0:
+        return mean, 0.0, float(mean == 0)
+    return mean, t_quantile(ALPHA, count - 1) * error, t_two_sided(mean / error, count - 1)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjusted p-values, in the order given. Source: Holm (1979)."""
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = largest
+    return adjusted
+
+
+# Comparisons ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Held-out exact match of an arm against a reference, paired by seed.
+
+    Attributes:
+        differences: arm minus reference, one a seed.
+        mean: of the differences.
+        half_width: of the 95 % t interval of `mean`.
+        p: two-sided, of a paired t test.
+        adjusted: `p` by Holm over all comparisons of the family.
+    """
+
+    arm: Arm
+    reference: Arm
+    differences: tuple[float, ...]
+    mean: float
+    half_width: float
+    p: float
+    adjusted: float = math.nan
+
+    @property
+    def label(self) -> str:
+        return f"{self.arm} against {self.reference}"
+
+
+class Study:
+    """The runs of one phase.
+
+    Args:
+        rows: of its file, one a run and evaluation.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.runs: dict[Arm, dict[int, list[Mapping[str, str]]]] = {}
+        for row in sorted(rows, key=lambda row: int(row["step"])):
+            self.runs.setdefault(Arm.parse(row["arm"]), {}).setdefault(int(row["seed"]), []).append(row)
+
+    def last(self, arm: Arm, column: str) -> list[float]:
+        """A column at the end of each of the arm's runs."""
+        return [float(run[-1][column]) for run in self.runs[arm].values()]
+
+    @property
+    def cpu_hours(self) -> float:
+        """Of all runs, evaluations included."""
+        return sum(sum(self.last(arm, "cpu_total")) for arm in self.runs) / 3600
+
+    def seconds_a_step(self, arm: Arm) -> float:
+        """Seconds of one thread for a training step.
+
+        Only the recompute pass is the arm's own: the rest is the median over all arms with the same window, as an
+        emulated engine and the second rollout of a corrupted one say nothing of what such a rollout would cost.
+        """
+        alike = [other for other in self.runs if other.window == arm.window and not other.corrupted]
+
+        def seconds(arms: Sequence[Arm], phase: str) -> float:
+            runs = [run[-1] for one in arms for run in self.runs[one].values()]
+            return statistics.median(float(row[f"cpu_{phase}"]) / int(row["step"]) for row in runs)
+
+        return sum(seconds(alike or [arm], phase) for phase in SHARED_PHASES) + seconds([arm], "old_log_prob")
+
+    def equal_steps(self) -> list[Comparison]:
+        """Every arm against its references after all steps."""
+        return self._compare(lambda arm, _, run: float(run[-1]["exact_match"]))
+
+    def equal_time(self) -> list[Comparison]:
+        """Arms that save the recompute pass against references that do not, when the cheaper one ends.
+
+        The dearer one's curve is interpolated between its evaluations.
+        """
+
+        def score(arm: Arm, other: Arm, run: Sequence[Mapping[str, str]]) -> float:
+            budget = min(1.0, self.seconds_a_step(other) / self.seconds_a_step(arm))
+            return interpolate(run, budget * int(run[-1]["step"]))
+
+        saving = [
+            pair
+            for pair in self.pairs()
+            if self.seconds_a_step(pair[0]) < 0.98 * self.seconds_a_step(pair[1])
+            and pair[1].correction == UNCORRECTED
+            and pair[0].correction != UNCORRECTED
+        ]
+        return self._compare(score, saving)
+
+    def pairs(self) -> list[tuple[Arm, Arm]]:
+        """Every arm with each of its references that was run."""
+        return [(arm, other) for arm in self.runs for other in arm.references if other in self.runs]
+
+    def _compare(
+        self,
+        score: Callable[[Arm, Arm, Sequence[Mapping[str, str]]], float],
+        pairs: Sequence[tuple[Arm, Arm]] | None = None,
+    ) -> list[Comparison]:
+        found = []
+        for arm, other in self.pairs() if pairs is None else pairs:
+            mine, theirs = self.runs[arm], self.runs[other]
+            differences = tuple(
+                score(arm, other, mine[seed]) - score(other, arm, theirs[seed])
+                for seed in sorted(mine.keys() & theirs.keys())
+            )
+            if differences:
+                mean, half_width, p = paired_t(differences)
+                found.append(
+                    Comparison(
+                        arm=arm,
+                        reference=other,
+                        differences=differences,
+                        mean=mean,
+                        half_width=half_width,
+                        p=p,
+                    )
+                )
+        adjusted = holm([comparison.p for comparison in found])
+        return [replace(one, adjusted=value) for one, value in zip(found, adjusted, strict=True)]
+
+
+def interpolate(run: Sequence[Mapping[str, str]], step: float) -> float:
+    """Held-out exact match at a step between the last two evaluations of a run."""
+    if len(run) < 2:
+        return float(run[-1]["exact_match"])
+    before, after = run[-2:]
+    share = (step - int(before["step"])) / (int(after["step"]) - int(before["step"]))
+    return (1 - share) * float(before["exact_match"]) + share * float(after["exact_match"])
+
+
+# Table ---------------------------------------------------------------------------------------------------
+
+
+def table(screen: Study, confirmation: Study) -> str:
+    """Markdown: what was confirmed, in words and numbers, then the whole screen."""
+    parts = [
+        f"CPU time: {screen.cpu_hours:.1f} h of screening, {confirmation.cpu_hours:.1f} h of confirmation."
+    ]
+    if confirmation.runs:
+        parts += _confirmed(confirmation)
+    return "\n".join([*parts, *_screened(screen)]) + "\n"
+
+
+def _confirmed(study: Study) -> list[str]:
+    steps, time = study.equal_steps(), study.equal_time()
+    seeds = sorted({len(comparison.differences) for comparison in steps})
+    return [
+        "",
+        "## Confirmed",
+        "",
+        f"Paired differences of held-out exact match, over {' or '.join(map(str, seeds))} seeds, with 95 % t "
+        "intervals; p of paired t tests, and by Holm over the table.",
+        "",
+        *verdict(steps, "at equal steps"),
+        *verdict(time, "at equal time"),
+        "",
+        *_comparisons(study, steps, "At equal steps"),
+        "",
+        *_comparisons(study, time, "At equal time of one thread"),
+    ]
+
+
+def verdict(comparisons: Sequence[Comparison], where: str) -> list[str]:
+    """What was and what was not significant, one line each."""
+    sure = [one for one in comparisons if one.adjusted < ALPHA]
+    unsure = [one for one in comparisons if not one.adjusted < ALPHA]
+    lines = [f"- {one.label}, {where}: {_signed(one)}, significant." for one in sure]
+    if unsure:
+        width = max((one.half_width for one in unsure), default=math.nan)
+        names = "; ".join(one.label for one in unsure)
+        lines.append(f"- No significant difference {where} (intervals up to ±{width:.3f}): {names}.")
+    return lines
+
+
+def _comparisons(study: Study, comparisons: Sequence[Comparison], title: str) -> list[str]:
+    lines = [f"| {title} | exact match | against | difference | p | by Holm |", "|---" * 6 + "|"]
+    for one in comparisons:
+        exact = statistics.fmean(study.last(one.arm, "exact_match"))
+        lines.append(
+            f"| {one.arm} | {exact:.3f} | {one.reference} | {_signed(one)} | {one.p:.2g} | {one.adjusted:.2g} |"
+        )
+    return lines
+
+
+def _signed(comparison: Comparison) -> str:
+    return f"{comparison.mean:+.3f} ± {comparison.half_width:.3f}"
+
+
+def _screened(study: Study) -> list[str]:
+    differences = {
+        one.arm: one.differences for one in study.equal_steps() if one.reference == one.arm.references[0]
+    }
+    lines = [
+        "",
+        "## Screened",
+        "",
+        "Exact match, and its difference to uncorrected training (for that, to fp32) by seed: for choosing arms, and "
+        "too few seeds to conclude from. Gap: mean |delta log p|, nats per latent element. Noise: terms outside the "
+        "clip range before any update. Seconds of one thread a step.",
+        "",
+        "| arm | exact match | differences | gap | noise | clipped | rejected | ESS | s |",
+        "|---" * 9 + "|",
+    ]
+    for arm in study.runs:
+        exact, gap, noise, clipped, rejected, ess = (
+            statistics.fmean(study.last(arm, column))
+            for column in ("exact_match", "gap", "clip_noise", "clipped", "rejected", "ess")
+        )
+        shown = " ".join(f"{value:+.3f}" for value in differences.get(arm, ()))
+        numbers = f"{gap:.1e} | {noise:.0%} | {clipped:.0%} | {rejected:.0%} | " + (
+            "" if math.isnan(ess) else f"{ess:.2f}"
+        )
+        lines.append(f"| {arm} | {exact:.3f} | {shown} | {numbers} | {study.seconds_a_step(arm):.2f} |")
+    reasons = [f"- {setting}: {reason}." for setting, (_, reason) in SCREEN.items()]
+    return [*lines, "", "Why these:", "", *reasons]
+
+
+# Figure --------------------------------------------------------------------------------------------------
+
+
+def draw(screen: Study, confirmation: Study, path: Path) -> None:
+    """Differences at equal steps: by seed in the screen, with intervals where they were confirmed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [
+        (study, title) for study, title in ((screen, "screen"), (confirmation, "confirmation")) if study.runs
+    ]
+    rows = max(len(study.pairs()) for study, _ in panels)
+    figure, all_axes = pyplot.subplots(
+        1, len(panels), figsize=(6.2 * len(panels), 1.2 + 0.19 * rows), dpi=120, squeeze=False
+    )
+    for axes, (study, title) in zip(all_axes[0], panels, strict=True):
+        comparisons = study.equal_steps()
+        for place, one in enumerate(comparisons):
+            sure = one.adjusted < ALPHA
+            colour = "tab:red" if sure and one.mean < 0 else "tab:green" if sure else "tab:gray"
+            if study is confirmation:
+                axes.errorbar(one.mean, place, xerr=one.half_width, fmt="o", color=colour, markersize=4)
+            axes.plot(one.differences, [place] * len(one.differences), ".", color=colour, alpha=0.4)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(comparisons)), [one.label for one in comparisons], fontsize=6)
+        axes.set(title=title, xlabel="difference in held-out exact match")
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def analyse(screen_rows: Rows, confirmation_rows: Rows, folder: Path) -> str:
+    """Write `table.md` and `figure.png` into `folder` and return the table."""
+    screen, confirmation = Study(screen_rows), Study(confirmation_rows)
+    text = table(screen, confirmation)
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    draw(screen, confirmation, folder / "figure.png")
+    return text

@@ -1,0 +1,146 @@
+"""What is compared: a rollout, a window and a correction make an arm; the table of screened arms says why each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+CORRUPTED_SHARE = 0.1
+
+# Corrupted: a tenth of the samples were drawn for another prompt, see `hooks.WrongPrompts`.
+ROLLOUTS = {
+    "fp32": (),
+    "bf16": ("rollout.dtype=bfloat16",),
+    "fp8": ("rollout.emulate=fp8",),
+    "int4": ("rollout.emulate=int4",),
+    "stale": ("rollout.staleness=4",),
+    "fp32+corrupted": (),
+    "int4+corrupted": ("rollout.emulate=int4",),
+}
+# `all`: every step but the last, whose std is 7e-4. Smaller micro-batches halve its time and change no gradient.
+WINDOWS = {
+    "two": (),
+    "all": (
+        "sampling.sde_window_size=9",
+        "sampling.sde_window_range=[0, 9]",
+        "actor.micro_batch_size=24",
+    ),
+}
+UNCORRECTED, CONTROL = "uncorrected", "step_mean"
+# The section `algorithm.rollout_correction`, and keys elsewhere.
+CORRECTIONS = {
+    UNCORRECTED: ("preset: disabled",),
+    "bypass": ("preset: bypass_ppo_clip",),
+    "bypass_rs": ("preset: bypass_ppo_clip_geo_rs",),
+    "centred": ("preset: bypass_ppo_clip", "actor.clip_center=drift"),
+    "auto": ("bypass_mode: auto",),
+    "is_mean": ("preset: decoupled_token_is",),
+    "is_sqrt": ("preset: decoupled_token_is, log_ratio_scale: sqrt",),
+    "is_sum": ("preset: decoupled_token_is, log_ratio_scale: sum",),
+    "seq_sum": ("preset: decoupled_seq_is, log_ratio_scale: sum",),
+    "step_z": ("rollout_rs: step_z, rollout_rs_threshold: 5",),
+    # Between samples of the right prompt (at most 6e-4 with fp8) and of a wrong one (at least 4e-3).
+    "step_kl": ("rollout_rs: step_kl, rollout_rs_threshold: 2.0e-3",),
+    CONTROL: ("preset: decoupled_token_is, log_ratio_scale: sum",),  # and hooks.StepMeanWeights
+}
+
+# Setting -> corrections, and why these. Without a gap all weights are 1, nothing is rejected, and bypass is the same
+# computation as uncorrected.
+SCREEN = {
+    "fp32/two": ("uncorrected", "the reference; without a gap every correction is the identity"),
+    "fp32/all": ("uncorrected", "the reference"),
+    "bf16/two": (
+        "uncorrected bypass is_sum",
+        "the usual gap, a tenth of the clip range: the ends of what can be done about it",
+    ),
+    "fp8/two": (
+        "uncorrected bypass bypass_rs centred auto is_sum step_mean",
+        "a tenth of the terms starts outside the clip; weights but those of scale sum are 1 within 1 %",
+    ),
+    "int4/two": (
+        "uncorrected bypass bypass_rs centred auto is_mean is_sqrt is_sum seq_sum step_z step_kl step_mean",
+        "the largest gap: everything",
+    ),
+    "stale/two": (
+        "uncorrected bypass bypass_rs centred auto is_sqrt is_sum seq_sum step_mean",
+        "a shift along what is learned, for which the exact gradient recommends seq_sum; nothing to reject",
+    ),
+    "fp8/all": (
+        "uncorrected bypass centred auto is_sum step_mean",
+        "late steps have a hundred times the gap of early ones",
+    ),
+    "int4/all": (
+        "uncorrected bypass bypass_rs centred auto is_mean is_sqrt is_sum step_mean",
+        "where a feasibility study saw harm and a cure that its control explained; step_kl rejects all late steps",
+    ),
+    "stale/all": ("uncorrected bypass centred auto is_sqrt is_sum step_mean", "as stale/two"),
+    "fp32+corrupted/two": (
+        "uncorrected bypass bypass_rs centred is_sum step_z step_kl",
+        "outliers without any other gap: whatever rejects or shrinks them",
+    ),
+    "int4+corrupted/two": (
+        "uncorrected is_sum step_z step_kl",
+        "outliers within a gap that is as large as a fixed bound on the KL",
+    ),
+    "fp32+corrupted/all": ("uncorrected bypass step_z", "outliers where most of the gradient is"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to train: names in `ROLLOUTS`, `WINDOWS` and `CORRECTIONS`."""
+
+    rollout: str
+    window: str
+    correction: str
+
+    @classmethod
+    def parse(cls, name: str) -> "Arm":
+        """From `rollout/window/correction`."""
+        arm = cls(*name.split("/"))
+        for part, known in ((arm.rollout, ROLLOUTS), (arm.window, WINDOWS), (arm.correction, CORRECTIONS)):
+            if part not in known:
+                raise ValueError(f"arm {name!r}: {part!r} is unknown; choose from {', '.join(known)}")
+        return arm
+
+    def __str__(self) -> str:
+        return f"{self.setting}/{self.correction}"
+
+    @property
+    def setting(self) -> str:
+        """What a correction is to repair."""
+        return f"{self.rollout}/{self.window}"
+
+    @property
+    def corrupted(self) -> bool:
+        return self.rollout.endswith("+corrupted")
+
+    @property
+    def references(self) -> list["Arm"]:
+        """What it is compared with: uncorrected training, and for weights their control; for that, no gap."""
+        plain = Arm(self.rollout, self.window, UNCORRECTED)
+        if self == plain:
+            return [Arm("fp32", self.window, UNCORRECTED)] if self.rollout != "fp32" else []
+        control = Arm(self.rollout, self.window, CONTROL)
+        return [plain, control] if self.correction == "is_sum" else [plain]
+
+    def overrides(self) -> list[str]:
+        """Configuration keys on top of the recipe."""
+        section, *others = CORRECTIONS[self.correction]
+        key = "algorithm.rollout_correction"  # null first: else the keys of the recipe's own would remain
+        correction = [f"{key}=null", f"{key}={{{section}}}"]
+        return [*ROLLOUTS[self.rollout], *WINDOWS[self.window], *correction, *others]
+
+
+def screened() -> list[Arm]:
+    """All arms of the table."""
+    return [
+        Arm(*setting.split("/"), correction)
+        for setting, (corrections, _) in SCREEN.items()
+        for correction in corrections.split()
+    ]
+
+
+def chosen(path: Path) -> list[Arm]:
+    """The arms of a file `{name: reason}`, those chosen for confirmation."""
+    return [Arm.parse(name) for name in yaml.safe_load(path.read_text(encoding="utf-8"))]

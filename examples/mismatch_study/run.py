@@ -1,0 +1,243 @@
+"""When does a mismatch between rollout and training hurt FlowGRPO, and which correction repairs it?
+
+    python examples/mismatch_study/run.py all --jobs 2
+
+`screen` trains the arms of `arms.py` on two seeds; `confirm` those of `arms.yaml`, chosen from the screen before it
+ran, on eight other seeds; `analyse` writes `table.md` and `figure.png` from both. A run is one arm with one seed. Its
+rows in `results/*.csv` are written when it ends; runs that have rows are not done again, so an interrupted study goes
+on where it was. About five CPU-hours; needs `pip install -e '.[ocr,plot]'`.
+"""
+
+import argparse
+import csv
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from analysis import analyse
+from arms import CONTROL, CORRUPTED_SHARE, Arm, chosen, screened
+from hooks import StepMeanWeights, WrongPrompts
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flowcorr import config
+from flowcorr.trainer import train_step
+from flowcorr.trainer.evaluate import evaluate
+from flowcorr.trainer.setup import build_parts
+
+HERE = Path(__file__).parent
+RECIPE = "tiny_ocr_lora"
+PHASES = ("rollout", "reward", "old_log_prob", "correction", "update")
+METRICS = {  # column -> metric, meaned over the training steps since the last evaluation
+    "train_reward": "reward/mean",
+    "gap": "rollout_corr/logprob_abs_diff_mean",
+    "kl": "rollout_corr/kl",
+    "clip_noise": "rollout_corr/clip_noise_fraction",
+    "ess": "rollout_corr/rollout_is_eff_sample_size",
+    "rejected": "rollout_corr/rollout_rs_masked_fraction",
+    "clipped": "actor/pg_clipfrac",
+    "grad_norm": "actor/grad_norm",
+}
+COLUMNS = (
+    *("arm", "seed", "step", "exact_match", "reward", *METRICS),
+    *("wall_seconds", "cpu_seconds", "cpu_total", *(f"cpu_{phase}" for phase in PHASES)),
+)
+Row = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A part of the study.
+
+    Attributes:
+        name: of its file.
+        arms: what is compared.
+        seeds: training seeds; every arm gets all of them, and no two phases share one.
+        words: held-out words of an evaluation.
+        steps: training steps by window; evaluated half way and at the end.
+        overrides: configuration keys for all its runs.
+    """
+
+    name: str
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    words: int
+    steps: Mapping[str, int]
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm with one seed."""
+
+    phase: Phase
+    arm: Arm
+    seed: int
+
+
+def screen() -> Phase:
+    return Phase(name="screen", arms=tuple(screened()), seeds=(0, 1), words=128, steps={"two": 12, "all": 8})
+
+
+def confirm() -> Phase:
+    return Phase(
+        name="confirm",
+        arms=tuple(chosen(HERE / "arms.yaml")),
+        seeds=tuple(range(10, 18)),
+        words=512,
+        steps={"two": 16, "all": 10},
+    )
+
+
+class PhaseClock:
+    """CPU seconds of each phase of a step; a wall clock would also count what else the machine does."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._phase, self._since = "", time.process_time()
+
+    def __call__(self, phase: str) -> None:
+        now = time.process_time()
+        self.seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+
+def train(run: Run) -> list[Row]:
+    """Train and evaluate; one row an evaluation. Its times are of training alone, but for `cpu_total`."""
+    born = time.process_time()
+    steps = run.phase.steps[run.arm.window]
+    keys = [f"trainer.seed={run.seed}", f"data.num_heldout={run.phase.words}", *run.phase.overrides]
+    parts, data = build_parts(config.load(RECIPE, [*run.arm.overrides(), *keys]))
+    if run.arm.corrupted:
+        parts = replace(parts, engine=WrongPrompts(parts.engine, share=CORRUPTED_SHARE, seed=run.seed))
+    if run.arm.correction == CONTROL:
+        parts = replace(parts, actor=StepMeanWeights(parts.actor))
+    parts.engine.sync(parts.actor.snapshot())
+
+    rows: list[Row] = []
+    seen: list[Mapping[str, float]] = []
+    clock, wall = PhaseClock(), 0.0
+    for step in range(1, steps + 1):
+        begin = time.perf_counter()
+        clock("other")
+        result = train_step(parts, step, clock)
+        clock("other")
+        wall += time.perf_counter() - begin
+        seen.append(result.metrics.compute())
+        if step in (steps // 2, steps):
+            scores = evaluate(parts, data.heldout).metrics
+            rows.append(
+                {
+                    "arm": str(run.arm),
+                    "seed": run.seed,
+                    "step": step,
+                    "exact_match": scores["eval/exact_match"],
+                    "reward": scores["eval/reward"],
+                    **{column: _mean(seen, name) for column, name in METRICS.items()},
+                    "wall_seconds": wall,
+                    "cpu_seconds": sum(clock.seconds[name] for name in PHASES),
+                    "cpu_total": time.process_time() - born,
+                    **{f"cpu_{name}": clock.seconds[name] for name in PHASES},
+                }
+            )
+            seen = []
+            clock("other")
+    parts.engine.close()
+    return rows
+
+
+def do(phase: Phase, out: Path, jobs: int) -> None:
+    """Do the runs of a phase that `out` does not hold yet, seed by seed, so that a part of it is paired too."""
+    path = out / f"{phase.name}.csv"
+    done = {(row["arm"], int(row["seed"])) for row in read(path)}
+    todo = [
+        Run(phase, arm, seed) for seed in phase.seeds for arm in phase.arms if (str(arm), seed) not in done
+    ]
+    with _mapper(jobs) as mapper, _progress(phase.name, len(todo)) as report:
+        for rows in mapper(train, todo):
+            append(path, rows)
+            report(rows[-1])
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a phase; none if it has not begun."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def append(path: Path, rows: Sequence[Row]) -> None:
+    """Add the rows of a run in one write, so that the file never holds half of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [] if path.exists() else [",".join(COLUMNS)]
+    lines += [",".join(_text(row[column]) for column in COLUMNS) for row in rows]
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+
+
+def _text(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:
+    """Mean of a metric over steps; NaN where the arm does not have it."""
+    values = [record[name] for record in records if name in record]
+    return sum(values) / len(values) if values else float("nan")
+
+
+@contextmanager
+def _mapper(jobs: int) -> Iterator:
+    """`map` in this process, or over `jobs` processes in the order in which runs end."""
+    if jobs == 1:
+        yield map
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield pool.imap_unordered
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator:
+    """A bar on a terminal, a line a run elsewhere; both estimate the time that is left."""
+    console = Console(highlight=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}"))
+    bar = Progress(
+        *(TextColumn(name), *columns),
+        speed_estimate_period=3600,
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task, begin = bar.add_task(name, total=total, last=""), time.monotonic()
+    count = 0
+
+    def report(row: Row) -> None:
+        nonlocal count
+        count += 1
+        last = f"{row['arm']} seed {row['seed']}: {row['exact_match']:.3f}"
+        bar.update(task, completed=count, last=last)
+        if not console.is_terminal:
+            left = (time.monotonic() - begin) / count * (total - count) / 60
+            console.print(f"{name} {count}/{total}  {last}  {left:.0f} min left", soft_wrap=True)
+
+    with bar:
+        yield report
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("phase", choices=("screen", "confirm", "analyse", "all"), nargs="?", default="all")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one thread")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    if arguments.phase in ("screen", "all"):
+        do(screen(), arguments.out, arguments.jobs)
+    if arguments.phase in ("confirm", "all"):
+        do(confirm(), arguments.out, arguments.jobs)
+    if arguments.phase in ("analyse", "all"):
+        print(analyse(read(arguments.out / "screen.csv"), read(arguments.out / "confirm.csv"), arguments.out))

@@ -1,0 +1,1 @@
+"""flowcorr inside other trainers: their batches are converted here, and nowhere else."""

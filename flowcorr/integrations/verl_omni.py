@@ -1,0 +1,280 @@
+"""Rollout correction and losses inside verl-omni, by its own batches and its own registry; nothing is patched.
+
+verl-omni is not on PyPI. This follows version 0.2, as read in these files and commits of
+https://github.com/verl-project/verl-omni: `trainer/diffusion/rollout_correction.py` 01ed447, `diffusion_algos.py`
+073521e and `v1/trainer_base.py` 0318e04 beside it, `workers/utils/losses.py` 92d2e23,
+`workers/engine/fsdp/diffusers_impl.py` 04e7572 and `pipelines/schedulers/flow_match_sde.py` 39809f6. Its own
+`algorithm.rollout_correction` calls verl's helper; to let flowcorr do it instead, set `rollout_is` and `rollout_rs` to
+null there, leave `bypass_mode` as it is to be, and set `actor_rollout_ref.rollout.calculate_log_probs=true`. Then hand
+the batch over before the update, in a subclass of its trainer:
+
+    class Trainer(PolicyGradientDiffusionTrainerV1Sync):
+        def _update_actor(self, data):
+            data, metrics = correct_batch(data, RolloutCorrectionConfig.seq_is())
+            output = super()._update_actor(data)
+            output.meta_info["metrics"].update(metrics)
+            return output
+
+For the losses, name a module that calls `register_losses()` in `actor_rollout_ref.model.external_lib`, which every
+worker imports.
+
+Its log-probs are mean-pooled per step, as flowcorr's are. Those of `sde_type=cps` lack `1 / (2 s^2)` and the
+normaliser: they are no log-densities, and weights, bands and metrics have no unit there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flowcorr.algorithm import diffusion_loss
+from flowcorr.config.schema import ActorConfig
+from flowcorr.correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
+from flowcorr.errors import BatchError, ConfigError, MissingExtraError
+from flowcorr.losses import needs_means
+from flowcorr.records import BatchStep, PolicyStep, check_shape
+from flowcorr.sde import SdeType
+from flowcorr.sde.transition import mean_over_elements
+
+LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo")
+"""The names that both know; verl-omni's configuration admits no others."""
+INSTALL = "pip install git+https://github.com/verl-project/verl-omni"
+
+_REMEDIES = {
+    "rollout_log_probs": "set actor_rollout_ref.rollout.calculate_log_probs=true",
+    "old_log_probs": "let the trainer recompute them, or correct in bypass mode",
+    "all_timesteps": "leave out `schedule`",
+}
+_ROUNDING = 2.0**-8  # relative; timesteps may have been rounded to bfloat16
+
+BatchT = TypeVar("BatchT")
+
+
+def correct_batch(
+    batch: BatchT,
+    config: RolloutCorrectionConfig | Mapping[str, Any],
+    *,
+    schedule: Sequence[float] | None = None,
+    clip_ratio: float | None = None,
+) -> tuple[BatchT, dict[str, float]]:
+    """Correct a whole batch, once `old_log_probs` are known (decoupled), or instead of computing them (bypass).
+
+    Read are `old_log_probs`, `rollout_log_probs`, `response_mask` and `step_indices` `[B, T]` and `all_latents`
+    `[B, T+1, *L]`, which gives `D`; the first two are needed, the first in decoupled mode only. A rollout adapter that
+    keeps its step means adds `rollout_prev_sample_mean` `[B, T, *L]` and the full stds `prev_sample_std` `[B, T]`, for
+    the exact KL to `old_prev_sample_mean`; these two are no names of verl-omni's.
+
+    Decoupled mode writes `rollout_is_weights` `[B, T]`, the one form of weights and rejection that verl-omni's losses
+    read: 0 where a term was rejected. As they divide by all terms, `rollout_rs_denominator: kept` multiplies what is
+    left by `B T / kept`. Their 0 times NaN is NaN: terms that are not finite are only left out by the losses of
+    `register_losses`. Bypass mode writes `old_log_probs`; what is left to do is done inside the loss.
+
+    Args:
+        batch: verl's `DataProto`, or its TensorDict, or a dict of tensors. It is left as it is.
+        config: the correction, or a mapping with its keys or verl's, such as `config.algorithm.rollout_correction`.
+        schedule: timesteps of the whole schedule, for metrics by step: tells which step each of `all_timesteps` is.
+        clip_ratio: the loss's clip range, for `rollout_corr/clip_noise_fraction`.
+
+    Returns:
+        A batch of the same type that shares all other tensors, and the `rollout_corr/*` metrics; none in bypass mode.
+
+    Raises:
+        ConfigError: the correction is bad, or needs flowcorr's own trainer.
+        BatchError: a tensor is missing or has another shape.
+    """
+    config = _as_config(config)
+    tensors: Any = batch if isinstance(batch, Mapping) else getattr(batch, "batch", batch)
+    rollout_log_probs = _tensor(tensors, "rollout_log_probs")
+    if config.bypass_mode:
+        return _with(batch, tensors, old_log_probs=rollout_log_probs), {}
+    old_log_probs = _tensor(tensors, "old_log_probs")
+    latents = tensors.get("all_latents")
+    correction = compute_rollout_correction_and_rejection_mask(
+        old_log_probs,
+        rollout_log_probs,
+        tensors.get("response_mask"),
+        rollout_is=config.rollout_is,
+        rollout_is_threshold=config.rollout_is_threshold,
+        rollout_is_apply=config.rollout_is_apply,
+        rollout_is_batch_normalize=config.rollout_is_batch_normalize,
+        rollout_rs=config.rollout_rs,
+        rollout_rs_threshold=config.rollout_rs_threshold,
+        rollout_token_veto_threshold=config.rollout_token_veto_threshold,
+        log_ratio_scale=config.log_ratio_scale,
+        step_kl=_step_kl(tensors),
+        step_indices=_step_indices(tensors, schedule),
+        num_elements=None if latents is None else latents[0, 0].numel(),
+        num_steps=None if schedule is None else len(schedule),
+        clip_ratio=clip_ratio,
+        log_legacy_names=config.log_legacy_names,
+    )
+    keep = correction.keep
+    weights = keep.float() if correction.weights is None else torch.where(keep, correction.weights, 0.0)
+    if config.rollout_rs_denominator == "kept":
+        weights = weights * (keep.numel() / keep.sum().clamp(min=1))
+    corrected = _with(batch, tensors, rollout_is_weights=weights.to(old_log_probs.dtype))
+    return corrected, correction.metrics.compute()
+
+
+def register_losses(correction: RolloutCorrectionConfig | None = None, *, sde_type: SdeType = "sde") -> None:
+    """Put flowcorr's `LOSSES` into verl-omni's registry, in place of its own of these names.
+
+    They leave rejected and non-finite terms out before anything is computed from them, take the full std of each
+    sample where verl-omni's take the mean over the batch, and in bypass mode correct with flowcorr. Like verl-omni's,
+    they return the mean over all terms of a micro-batch, rejected ones included, so that its accumulation adds up.
+
+    Args:
+        correction: in bypass mode, what is done about the drift of each single step; None in decoupled mode, whose
+            outcome is in the batch. `rollout_rs_denominator` has no effect here: no worker knows what others keep.
+        sde_type: `actor_rollout_ref.rollout.algo.sde_type`, which says what `std_dev_t` is.
+
+    Raises:
+        ConfigError: `correction` is not one of single steps in bypass mode.
+        MissingExtraError: verl-omni is not installed.
+    """
+    if correction is not None and (correction.bypass_mode is not True or correction.bypass_scope != "step"):
+        raise ConfigError(
+            f"register_losses(correction=...) has bypass_mode={correction.bypass_mode}, "
+            f"bypass_scope={correction.bypass_scope!r}; verl-omni's losses see single steps, so give bypass_mode: true "
+            "with bypass_scope: step, or None in decoupled mode"
+        )
+    try:
+        from verl_omni.trainer.diffusion.diffusion_algos import (
+            DiffusionLossFn,
+            DiffusionLossResult,
+            register_diffusion_loss,
+        )
+    except ImportError as error:
+        raise MissingExtraError("register_losses", "verl-omni", None, error, install=INSTALL) from error
+
+    def register(name: str) -> None:
+        @register_diffusion_loss(name)
+        class Loss(DiffusionLossFn):
+            required_model_output_keys = ("log_probs", "prev_sample_mean", "std_dev_t", "sqrt_dt")
+            required_data_keys = ("old_log_probs", "advantages") + needs_means(name) * (
+                "old_prev_sample_mean",
+            )
+
+            @classmethod
+            def compute_loss(cls, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
+                return step_loss(name, correction=correction, sde_type=sde_type, **inputs)
+
+            def __call__(self, **inputs: Any) -> Any:
+                loss, metrics = self.compute_loss(**inputs)
+                return DiffusionLossResult(loss=loss, metrics=metrics)
+
+    for name in LOSSES:
+        register(name)
+
+
+def step_loss(
+    name: str,
+    *,
+    config: Any,
+    model_output: Mapping[str, Tensor],
+    data: Mapping[str, Tensor],
+    correction: RolloutCorrectionConfig | None = None,
+    sde_type: SdeType = "sde",
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss called `name` of one micro-batch at one step, from what verl-omni hands its losses.
+
+    Args:
+        name: one of `LOSSES`.
+        config: its `DiffusionActorConfig`; `diffusion_loss` has the clip ranges.
+        model_output: `log_probs` `[b]`, `prev_sample_mean` `[b, *L]`, `std_dev_t` `[b, 1, ...]` or a number, `sqrt_dt`.
+        data: `old_log_probs` and `advantages` `[b]`; `rollout_is_weights` `[b]` and `old_prev_sample_mean`, if there.
+        correction: see `register_losses`.
+        sde_type: see `register_losses`.
+
+    Returns:
+        The mean over all `b` terms, and metrics as floats.
+    """
+    settings, log_prob = config.diffusion_loss, model_output["log_probs"]
+    bounds = {"kl_threshold": settings.kl_mask_threshold} if name == "flow_dppo" else {}
+    if name == "flow_dppo" and not settings.add_kl_coefficient:
+        raise ConfigError(
+            "actor_rollout_ref.actor.diffusion_loss.add_kl_coefficient=false bounds a squared distance, and flowcorr's "
+            "flow_dppo an exact KL; set it to true"
+        )
+    actor = ActorConfig(
+        loss_mode=name, clip_ratio=settings.clip_ratio, adv_clip_max=settings.adv_clip_max, **bounds
+    )
+    root = model_output["sqrt_dt"].reshape(-1).expand_as(log_prob)
+    std = model_output["std_dev_t"].reshape(-1).expand_as(log_prob)
+    policy = PolicyStep(
+        log_prob=log_prob,
+        mean=model_output["prev_sample_mean"],
+        std=std * root if sde_type == "sde" else std,
+        step=root.square(),
+    )
+    weight = data.get("rollout_is_weights")
+    batch = BatchStep(
+        old_log_prob=data["old_log_probs"],
+        rollout_log_prob=data["old_log_probs"],  # in bypass mode they are; in decoupled mode nobody asks
+        advantage=data["advantages"],
+        step_index=torch.zeros_like(log_prob, dtype=torch.int64),
+        old_mean=data.get("old_prev_sample_mean"),
+        weight=weight,
+        keep=None if weight is None else weight != 0,
+    )
+    output = diffusion_loss(policy, batch, actor, correction, num_steps=1)
+    # The step's place in the schedule is not known here, so that there are no metrics by step.
+    metrics = {key: value for key, value in output.metrics.compute().items() if "/step_" not in key}
+    return output.loss_sum / log_prob.numel(), metrics
+
+
+def _as_config(config: RolloutCorrectionConfig | Mapping[str, Any]) -> RolloutCorrectionConfig:
+    if isinstance(config, Mapping):
+        config = RolloutCorrectionConfig.from_legacy({k: v for k, v in config.items() if k != "_target_"})
+    if config.bypass_mode not in (True, False) or config.rejection_groups != "none":
+        raise ConfigError(
+            f"bypass_mode={config.bypass_mode} with rejection_groups={config.rejection_groups!r} needs flowcorr's own "
+            "trainer; in verl-omni set bypass_mode to true or false, and rejection_groups to none"
+        )
+    return config
+
+
+def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    value = tensors.get(name)
+    if value is None:
+        raise BatchError(f"{name} is not in the batch, which has {', '.join(tensors)}; {_REMEDIES[name]}")
+    return value
+
+
+def _step_kl(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Exact KL `[B, T]` of each step a latent element, where both step means are known."""
+    names = ("old_prev_sample_mean", "rollout_prev_sample_mean", "prev_sample_std")
+    old, rollout, std = (tensors.get(name) for name in names)
+    if old is None or rollout is None or std is None:
+        return None
+    check_shape(names[1], rollout, tuple(old.shape))
+    check_shape(names[2], std, tuple(old.shape[:2]))
+    return mean_over_elements((old - rollout).square(), 2) / (2 * std.square())
+
+
+def _step_indices(tensors: Mapping[str, Tensor], schedule: Sequence[float] | None) -> Tensor | None:
+    """Places `[B, T]` in the schedule, of the batch itself or from its timesteps."""
+    given = tensors.get("step_indices")
+    if given is not None or schedule is None:
+        return given
+    timesteps = _tensor(tensors, "all_timesteps").double()
+    table = torch.as_tensor(schedule, dtype=torch.float64, device=timesteps.device)
+    distance, index = (timesteps.unsqueeze(-1) - table).abs().min(-1)
+    strange = timesteps[distance > _ROUNDING * table[index].abs()]
+    if strange.numel():
+        raise BatchError(
+            f"all_timesteps holds {strange[0].item():g}, which is not in schedule={table.tolist()}; give the timesteps "
+            "that the rollout was sampled with, in the unit of the batch"
+        )
+    return index
+
+
+def _with(batch: BatchT, tensors: Any, **written: Tensor) -> BatchT:
+    """The batch with `written` in it; nothing that was given is changed."""
+    copied = tensors.copy()
+    copied.update(written)
+    return copied if tensors is batch else dataclasses.replace(batch, batch=copied)  # type: ignore[type-var]

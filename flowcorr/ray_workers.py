@@ -1,0 +1,500 @@
+"""Workers in Ray: each does one task at a time; who dies or hangs is replaced, and the task runs again elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flowcorr.errors import BackendError, ConfigError, FlowcorrError, MissingExtraError
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # times that a task is tried, and that a lost worker's place is filled
+START_TIMEOUT = 1800.0  # seconds for a worker to load its model
+HEARTBEAT = 60.0  # seconds between warnings that workers are still missing
+CLOSE_TIMEOUT = 10.0  # seconds for workers to end by themselves
+_REASON_LENGTH = 500
+_STARTED_HERE: set[str] = set()  # addresses of local clusters, of which several pools may use one
+
+
+class OnEvent(Protocol):
+    """Told of what happens to workers."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None: ...
+
+
+def ignore_event(kind: str, /, **fields: Any) -> None:
+    """For those who keep no record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer:
+    """What a task returned, and references to it in Ray's object store, from which other workers may read it."""
+
+    values: Sequence[Any]
+    references: Sequence[Any]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Task:
+    label: str
+    method: str
+    arguments: tuple[Any, ...]
+    num_returns: int
+    future: Future[Answer]
+    attempts: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Worker:
+    name: str
+    actor: Any = None
+    starting: Any = None
+    place: dict[str, Any] = field(default_factory=dict)
+    busy: bool = False
+
+    def __str__(self) -> str:
+        where = f" (process {self.place['pid']} on node {self.place['node']})" if self.place else ""
+        return f"{self.name}{where}"
+
+
+class WorkerPool:
+    """Workers that each hold the object that `build` makes, and call its methods.
+
+    Tasks begin in the order in which they are submitted; the next one goes to whoever is idle, so that others take a
+    slow worker's share. A worker that dies, takes longer than `timeout`, or fails otherwise than by the task's own
+    fault, is killed and replaced; its task runs again on whoever is free first, `ATTEMPTS` times in all. (Ray's own
+    `ActorPool` hands the next task to a worker that died, and waits for one that hangs.)
+
+    Args:
+        section: `rollout` or `reward`, the configuration's section, for messages.
+        build: makes what works; it travels to each worker, and so does the path on which Python finds modules.
+        num_workers: their number.
+        resources: what Ray reserves for each: `num_cpus`, `num_gpus`, `memory`, or resources of the cluster's own.
+        scheduling: `default`, `spread`, or a node's id.
+        timeout: seconds for a task.
+        address: see `Cluster`.
+        num_threads: CPU threads of torch in each worker; None leaves torch's own choice.
+        own_errors: errors that are a task's own fault: it would fail anywhere, and is not tried again.
+        on_event: told of `worker_lost`, `worker_restarted` and `shard_retried`, in a thread.
+
+    Raises:
+        ConfigError: the workers cannot be built, or do not fit the cluster.
+        MissingExtraError: Ray, or what `build` needs, is not installed.
+        BackendError: a worker does not start.
+    """
+
+    def __init__(
+        self,
+        section: str,
+        build: Callable[[], Any],
+        *,
+        num_workers: int,
+        resources: Mapping[str, float],
+        timeout: float,
+        address: str | None,
+        num_threads: int | None,
+        own_errors: tuple[type[Exception], ...],
+        on_event: OnEvent,
+        scheduling: str = "default",
+    ) -> None:
+        self._section = section
+        self._build = build
+        self._timeout = timeout
+        self._num_threads = num_threads
+        self._own_errors = own_errors
+        self._on_event = on_event
+        self._tasks: deque[_Task] = deque()
+        self._news = threading.Condition()
+        self._closing = False
+        self._failure: BackendError | None = None
+        self._threads: list[threading.Thread] = []
+        self._workers = [_Worker(name=f"{section} worker {place}") for place in range(num_workers)]
+        self._cluster = Cluster(address, feature=f"{section}.placement=ray")
+        try:
+            self._options = _actor_options(section, num_workers, resources, scheduling)
+            if self._cluster.local:
+                _check_resources(section, num_workers, resources)
+            for worker in self._workers:
+                self._launch(worker)
+            for worker in self._workers:
+                self._await_start(worker)
+        except BaseException:
+            self.close()
+            raise
+        self._serving = num_workers
+        for worker in self._workers:
+            thread = threading.Thread(target=self._serve, args=(worker,), name=worker.name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    @property
+    def places(self) -> list[Mapping[str, Any]]:
+        """Node and process of each worker."""
+        return [dict(worker.place) for worker in self._workers]
+
+    def submit(
+        self,
+        label: str,
+        method: str,
+        *arguments: Any,
+        num_returns: int = 1,
+        future: Future[Answer] | None = None,
+    ) -> Future[Answer]:
+        """Let a worker call `method`; arguments that are references to objects arrive as those objects.
+
+        Args:
+            label: what the task is called in messages and events.
+            method: of what `build` made.
+            arguments: its arguments.
+            num_returns: values that it returns; more than one have a reference each.
+            future: gets the answer; None makes a new one.
+        """
+        future = Future() if future is None else future
+        task = _Task(label=label, method=method, arguments=arguments, num_returns=num_returns, future=future)
+        with self._news:
+            if not (self._closing or self._failure):
+                self._tasks.append(task)
+                self._news.notify()
+                return future
+        future.set_exception(self._failure or BackendError(f"the {self._section} workers are closed"))
+        return future
+
+    def close(self) -> None:
+        """Stop the workers, and the cluster if it is ours; what was not done will not be. May be called again."""
+        with self._news:
+            self._closing = True
+            left = list(self._tasks)
+            self._tasks.clear()
+            self._news.notify_all()
+        for task in left:
+            task.future.cancel()
+        if any(worker.actor is not None for worker in self._workers):
+            import ray
+
+            idle = [worker.actor for worker in self._workers if worker.place and not worker.busy]
+            endings = [actor.close.remote() for actor in idle if actor is not None]
+            if endings:
+                ray.wait(endings, num_returns=len(endings), timeout=CLOSE_TIMEOUT)
+            for worker in self._workers:
+                _kill(worker)
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT)
+        self._cluster.close()
+
+    # Serving ---------------------------------------------------------------------------------------------
+
+    def _serve(self, worker: _Worker) -> None:
+        """Do tasks with `worker`, and with those that replace it, until the pool closes."""
+        while (task := self._next()) is not None:
+            try:
+                answer = self._do(worker, task)
+            except _OwnError as error:
+                task.future.set_exception(error.cause)
+            except Exception as error:
+                if self._closing:
+                    task.future.cancel()
+                    return
+                self._lose(worker, task, error)
+                if not self._replace(worker):
+                    return
+            else:
+                task.future.set_result(answer)
+
+    def _next(self) -> _Task | None:
+        with self._news:
+            self._news.wait_for(lambda: self._tasks or self._closing)
+            return None if self._closing else self._tasks.popleft()
+
+    def _do(self, worker: _Worker, task: _Task) -> Answer:
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        task.attempts += 1
+        worker.busy = True
+        call = worker.actor.call.options(num_returns=task.num_returns)
+        references = call.remote(task.method, *task.arguments)
+        references = references if task.num_returns > 1 else [references]
+        try:
+            return Answer(values=ray.get(references, timeout=self._timeout), references=references)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, self._own_errors) and not isinstance(cause, RayError):
+                cause.__cause__ = error  # its text holds the worker's traceback
+                raise _OwnError(cause) from None
+            raise
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"no answer within {self._section}.timeout={self._timeout:g} s") from None
+        finally:
+            worker.busy = False
+
+    def _lose(self, worker: _Worker, task: _Task, error: Exception) -> None:
+        """Give up a worker that failed; its task goes to whoever is free next, or has failed for good."""
+        reason = _reason(error)
+        logger.warning("%s is lost at %s: %s", worker, task.label, reason)
+        self._on_event("worker_lost", worker=worker.name, **worker.place, task=task.label, error=reason)
+        if task.attempts >= ATTEMPTS:
+            task.future.set_exception(
+                BackendError(f"{task.label} failed {task.attempts} times, at last on {worker}: {reason}")
+            )
+            return
+        self._on_event("shard_retried", task=task.label, attempt=task.attempts + 1)
+        with self._news:
+            self._tasks.appendleft(task)
+            self._news.notify()
+
+    def _replace(self, worker: _Worker) -> bool:
+        """Fill a lost worker's place; False if nobody can. The last one who finds so fails all that is left."""
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            _kill(worker)
+            time.sleep(attempt)
+            try:
+                self._launch(worker)
+                self._await_start(worker)
+            except Exception as error:
+                if self._closing:
+                    return False
+                reason = _reason(error)
+                logger.warning("%s could not be replaced: %s", worker, reason)
+                continue
+            self._on_event("worker_restarted", worker=worker.name, **worker.place)
+            return True
+        _kill(worker)
+        self._on_event("worker_lost", worker=worker.name, task="restart", error=reason)
+        with self._news:
+            self._serving -= 1
+            if self._serving:
+                return False
+            self._failure = BackendError(
+                f"no {self._section} worker is left; {worker.name} at last: {reason}"
+            )
+            left = list(self._tasks)
+            self._tasks.clear()
+        for task in left:
+            task.future.set_exception(self._failure)
+        return False
+
+    # Starting --------------------------------------------------------------------------------------------
+
+    def _launch(self, worker: _Worker) -> None:
+        """Begin to start a worker."""
+        import ray
+
+        worker.place = {}
+        worker.actor = ray.remote(_Host).options(**self._options).remote(sys.path)
+        worker.starting = worker.actor.start.remote(self._build, self._num_threads)
+        if self._closing:
+            _kill(worker)
+
+    def _await_start(self, worker: _Worker) -> None:
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        begin = time.monotonic()
+        while not ray.wait([worker.starting], timeout=HEARTBEAT)[0]:
+            waited = time.monotonic() - begin
+            if waited > START_TIMEOUT:
+                raise BackendError(f"{worker} did not start within {waited:.0f} s")
+            logger.warning("%s is not there after %.0f s; free in the cluster: %s", worker, waited, _free())
+        try:
+            worker.place = ray.get(worker.starting)
+        except RayTaskError as error:
+            if isinstance(error.cause, FlowcorrError):
+                raise error.cause from error
+            raise BackendError(f"{worker} did not start: {_reason(error)}") from error
+        except RayError as error:
+            raise BackendError(f"{worker} did not start: {_reason(error)}") from error
+
+
+class Cluster:
+    """The Ray cluster that this process works with.
+
+    Args:
+        address: the cluster to join; None takes the one that `RAY_ADDRESS` names, and without that starts a local one,
+            which ends with this object. Where the process is already connected, it stays with that.
+        feature: what needs Ray, for messages.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        BackendError: the cluster cannot be joined or started.
+    """
+
+    def __init__(self, address: str | None, *, feature: str) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a report of it would leave this machine
+        # A worker that reserves no GPU is to see none, and not to share the trainer's.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingExtraError(feature, "ray", "ray", error) from error
+        self._connected = not ray.is_initialized()
+        self._folder: str | None = None
+        if not self._connected:
+            return
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
+        if address == "local":
+            self._folder = tempfile.mkdtemp(
+                prefix="flowcorr-ray-", dir="/tmp"
+            )  # a socket's path must be short
+            options |= {
+                "include_dashboard": False,
+                "_temp_dir": self._folder,
+                # A worker's own children, such as an engine's, end with it even if it was killed.
+                "_system_config": {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True},
+            }
+        try:
+            with _own_signal_handlers():
+                ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            self.close()
+            where = (
+                f"no Ray cluster at {address}"
+                if address != "local"
+                else "no local Ray cluster can be started"
+            )
+            raise BackendError(f"{where}: {_reason(error)}") from error
+        if address == "local":
+            _STARTED_HERE.add(_address())
+
+    @property
+    def local(self) -> bool:
+        """Whether the cluster was started by this process, so that it cannot grow."""
+        return _address() in _STARTED_HERE
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        if not self._connected:
+            return
+        import ray
+
+        self._connected = False
+        if ray.is_initialized():
+            _STARTED_HERE.discard(_address())
+        with _own_signal_handlers():
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _OwnError(Exception):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _Host:
+    """The Ray actor: it holds what works."""
+
+    def __init__(self, path: Sequence[str]) -> None:
+        sys.path += [folder for folder in path if folder not in sys.path]
+
+    def start(self, build: Callable[[], Any], num_threads: int | None) -> dict[str, Any]:
+        """Make what works; returns node and process."""
+        import ray
+
+        if num_threads is not None:
+            import torch
+
+            torch.set_num_threads(num_threads)
+        self._works = build()
+        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of what works."""
+        return getattr(self._works, method)(*arguments)
+
+    def close(self) -> None:
+        """Let go of what works, if it holds processes of its own."""
+        with contextlib.suppress(AttributeError):
+            self._works.close()
+
+
+def _actor_options(
+    section: str, num_workers: int, resources: Mapping[str, float], scheduling: str
+) -> dict[str, Any]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    own = ("num_cpus", "num_gpus", "memory")
+    options: dict[str, Any] = {name: amount for name, amount in resources.items() if name in own}
+    options["resources"] = {name: amount for name, amount in resources.items() if name not in own}
+    if scheduling in ("default", "spread"):
+        options["scheduling_strategy"] = scheduling.upper()
+        return options
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    if scheduling not in alive:
+        raise ConfigError(
+            f"{section}.scheduling={scheduling!r} is no node of the cluster; there are {', '.join(alive)}"
+        )
+    options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(scheduling, soft=False)
+    return options
+
+
+def _check_resources(section: str, num_workers: int, resources: Mapping[str, float]) -> None:
+    """Raise `ConfigError` where a cluster that cannot grow will never have room for all workers."""
+    import ray
+
+    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    there = ray.cluster_resources()
+    for name, amount in resources.items():
+        if num_workers * amount > (most := there.get(names.get(name, name), 0.0)):
+            raise ConfigError(
+                f"{section}.worker_resources.{name}={amount:g} for {section}.num_workers={num_workers} is more than "
+                f"the {most:g} of this machine; ask for less, or join a cluster with rollout.ray_address"
+            )
+
+
+def _address() -> str:
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
+def _free() -> str:
+    import ray
+
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(ray.available_resources().items()))
+
+
+def _kill(worker: _Worker) -> None:
+    import ray
+
+    actor, worker.actor = worker.actor, None
+    if actor is not None and ray.is_initialized():
+        ray.kill(actor)
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line, without Ray's preamble and a worker's traceback."""
+    from ray.exceptions import RayTaskError
+
+    if isinstance(error, RayTaskError):
+        error = error.cause
+    says = str(error).rpartition("The actor is dead because ")[2]
+    text = " ".join(f"{type(error).__name__}: {says}".split())
+    return text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}..."
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep Ray's handler of SIGTERM, which it leaves behind, out of this process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)

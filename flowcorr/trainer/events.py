@@ -1,0 +1,97 @@
+"""`events.jsonl`: what happened to a run, one record an event, to be read after something went wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flowcorr import distributed
+
+logger = logging.getLogger(__name__)
+
+EVENTS_FILE = "events.jsonl"
+
+
+class EventLog:
+    """Appends `{"time": ..., "step": n, "kind": ..., ...}` to `events.jsonl`; a context manager.
+
+    Times are UTC; `step` counts the training steps that are done. Kinds are `start`, `resume`, `checkpoint`, `signal`,
+    `end`, `failure`; `worker_lost`, `worker_restarted`, `shard_retried` of Ray's workers; `reward_failed` and
+    `stale_dropped` of samples.
+
+    A record is one write of a whole line, after those that are there. A run that is continued keeps all records, also
+    those of steps that it does again: they happened; only a line that a crash left torn goes. What cannot be written,
+    such as on a full disk, is a warning: whatever it tells of is worse. With several ranks, records name theirs.
+
+    Args:
+        folder: the run's folder.
+
+    Attributes:
+        step: what records carry.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.step = 0
+        self._path = folder / EVENTS_FILE
+        self._lock = threading.Lock()  # workers are watched in threads
+        self._file: int | None = None
+        self._torn = False
+
+    def __enter__(self) -> Self:
+        try:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            if distributed.is_main():
+                _drop_torn_end(self._path)
+        except OSError as error:
+            self._warn(error)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+    def __call__(self, kind: str, /, **fields: Any) -> None:
+        """Append a record of what just happened."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        place = {"rank": distributed.rank()} if distributed.world_size() > 1 else {}
+        record = {"time": now, "step": self.step, "kind": kind, **place, **fields}
+        line = json.dumps(record, default=str).encode() + b"\n"
+        with self._lock:
+            if self._file is None:
+                return
+            line = b"\n" + line if self._torn else line
+            try:
+                self._torn = os.write(self._file, line) < len(line)
+            except OSError as error:
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        logger.warning("%s cannot be written: %s", self._path, error.strerror or error)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The records of an `events.jsonl`, without lines that are not whole."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and "kind" in record:
+            records.append(record)
+    return records
+
+
+def _drop_torn_end(path: Path) -> None:
+    text = path.read_bytes()
+    os.truncate(path, text.rfind(b"\n") + 1)

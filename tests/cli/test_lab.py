@@ -1,0 +1,111 @@
+"""`flowcorr lab` from the command to its files."""
+
+import json
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+from flowcorr.cli import main
+from flowcorr.config import load, to_yaml
+from flowcorr.correction import PRESETS
+from flowcorr.trainer import log_probs
+from flowcorr.trainer.log_probs import LoggedTerms
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A bypass run with two dumped steps."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = load("tiny_ocr_lora_bypass")
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    draw = torch.Generator().manual_seed(0)
+    for step in (1, 2):
+        rollout = torch.randn(16, 2, generator=draw)
+        flat = torch.ones(16, 2)
+        terms = LoggedTerms(
+            rollout_log_probs=rollout,
+            old_log_probs=rollout,
+            current_log_probs=rollout + 1e-3 * torch.randn(16, 2, generator=draw),
+            advantages=torch.randn(16, generator=draw),
+            rewards=torch.rand(16, generator=draw),
+            timesteps=900 * flat,
+            sigmas=0.9 * flat,
+            sigmas_next=0.8 * flat,
+            stds=0.3 * flat,
+            step_indices=torch.arange(2).repeat(16, 1),
+            group_ids=torch.arange(16) // 4,
+            policy_versions=torch.zeros(16, dtype=torch.int64),
+            num_elements=512,
+            bypass=True,
+        )
+        log_probs.save(folder / log_probs.FOLDER, step, terms, config)
+    return folder
+
+
+def test_a_run(run_dir, capsys):
+    assert main(["lab", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2 steps, 1 to 2: 32 samples of 2 SDE steps, D = 512; loss flow_grpo, bypass"
+    assert lines[1].split() == [
+        *("preset", "weight", "std", "largest", "ESS", "rejected", "samples", "clipped", "loss"),
+        *("cosine", "lowest", "norm", "changed"),
+    ]
+    assert lines[2].startswith("bypass_ppo_clip (this run) ")
+    assert lines[2].split()[-4:] == ["1.000", "1.000", "1.000", "0.0%"]
+    text = "\n".join(lines)
+    assert all(name in text for name, what in PRESETS.items() if not what.startswith("= "))
+    assert "not replayed: decoupled_token_is, " in text
+    assert "leave the gradient as it is but for its length: bypass_ppo_clip, " in text
+    assert lines[-1] == f"saved: {run_dir / 'lab.json'}, {run_dir / 'lab.png'}"
+    assert max(map(len, lines[:-1])) <= 140
+    with Image.open(run_dir / "lab.png") as picture:
+        assert picture.format == "PNG"
+        assert picture.width > 1000
+
+
+def test_json_is_what_is_saved(run_dir, tmp_path, capsys):
+    arguments = ["--presets", "bypass_pg_is,pg_rs", "--scales", "sqrt,2", "--out", str(tmp_path / "out")]
+    assert main(["lab", str(run_dir), "--json", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "out" / "lab.json").read_text(encoding="utf-8")
+    report = json.loads(printed)
+    assert {(found["name"], found["scale"]) for found in report["replays"]} == {
+        *(("bypass_pg_is", scale) for scale in ("mean", "sqrt", 2.0)),
+        *(("pg_rs", scale) for scale in ("mean", "sqrt", 2.0)),
+        ("bypass_ppo_clip", "mean"),
+    }
+    assert (tmp_path / "out" / "lab.png").is_file()
+    assert not (run_dir / "lab.json").exists()
+
+
+def test_without_matplotlib_the_numbers_are_kept(run_dir, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["lab", str(run_dir)]) == 1
+    out, err = capsys.readouterr()
+    assert "bypass_ppo_clip (this run)" in out
+    assert err == "flowcorr: error: lab.png needs matplotlib; install it with: pip install 'flowcorr[plot]'\n"
+    assert json.loads((run_dir / "lab.json").read_text())["steps"] == [1, 2]
+    assert not (run_dir / "lab.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--presets", "pg_iss"], "did you mean pg_is?"),
+        (["--scales", "summ"], "did you mean sum?"),
+    ],
+)
+def test_mistakes_are_one_line(run_dir, arguments, message, capsys):
+    assert main(["lab", str(run_dir), *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written(run_dir, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["lab", str(run_dir), "--out", str(tmp_path / "file")]) == 1
+    assert "lab.json cannot be written" in capsys.readouterr().err

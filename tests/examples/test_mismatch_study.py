@@ -1,0 +1,203 @@
+"""The study's statistics against numbers worked out by hand, its hooks on real parts, and the whole of it, tiny."""
+
+import csv
+import importlib
+import math
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+STUDY = Path(__file__).parents[2] / "examples" / "mismatch_study"
+MODULES = ("arms", "analysis", "hooks", "run")
+SMALL = (
+    "rollout.prompts_per_step=2",
+    "rollout.n=4",
+    "sampling.num_inference_steps=4",
+    "sampling.sde_window_range=[0, 3]",
+    "data.num_train=8",
+)
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """The study's modules, imported as its command does."""
+    monkeypatch.syspath_prepend(str(STUDY))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    for name in MODULES:
+        sys.modules.pop(name)
+
+
+def test_holm_against_an_example_by_hand(study):
+    # Sorted .005 .01 .03 .04 times 4 3 2 1 is .02 .03 .06 .04, and none may be below the one before.
+    assert study.analysis.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert study.analysis.holm([0.6, 0.4]) == pytest.approx([0.8, 0.8])
+    assert study.analysis.holm([0.9, 0.9, 0.9]) == [1.0, 1.0, 1.0]
+    assert study.analysis.holm([]) == []
+
+
+def test_paired_t_against_an_example_by_hand(study):
+    # Differences 1 2 3 4: mean 2.5, std sqrt(5/3), error .6455, t = 3.873 on 3 degrees; the table has t = 3.182.
+    mean, half_width, p = study.analysis.paired_t([1, 2, 3, 4])
+    assert mean == 2.5
+    assert half_width == pytest.approx(3.18245 * math.sqrt(5 / 12), rel=1e-5)
+    assert p == pytest.approx(0.030466, rel=1e-4)
+    assert study.analysis.paired_t([0.1, 0.1]) == (0.1, 0.0, 0.0)
+    assert study.analysis.paired_t([0.0, 0.0]) == (0.0, 0.0, 1.0)
+    assert study.analysis.paired_t([0.5])[0] == 0.5
+    assert math.isnan(study.analysis.paired_t([0.5])[1])
+
+
+@pytest.mark.parametrize(
+    ("dof", "critical"),
+    [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (7, 2.36462), (30, 2.04227)],
+)
+def test_t_against_its_table(study, dof, critical):
+    assert study.analysis.t_quantile(0.05, dof) == pytest.approx(critical, rel=1e-5)
+
+
+def test_t_against_scipy(study):
+    stats = pytest.importorskip("scipy.stats")
+    for dof in range(1, 31):
+        for t in (0.0, 0.3, 1.0, 2.5, 8.0):
+            assert study.analysis.t_two_sided(t, dof) == pytest.approx(2 * stats.t.sf(t, dof), abs=1e-12)
+
+
+def rows(arm, exact, *, old_log_prob, seeds=(0, 1, 2)):
+    """Runs of 8 steps at 10 s a step and `old_log_prob` s more, with `exact` half way and at the end by seed."""
+    return [
+        {
+            "arm": arm,
+            "seed": str(seed),
+            "step": str(step),
+            "exact_match": str(exact[place][seed]),
+            "cpu_total": str(100 * (place + 1)),
+            **{f"cpu_{name}": str(2.5 * step) for name in ("rollout", "reward", "correction", "update")},
+            "cpu_old_log_prob": str(old_log_prob * step),
+            **dict.fromkeys(("gap", "clip_noise", "clipped", "rejected", "ess"), "0.5"),
+        }
+        for seed in seeds
+        for place, step in enumerate((4, 8))
+    ]
+
+
+@pytest.fixture
+def results(study):
+    """Bypass, at 10 s a step, is as good as uncorrected at 12.5 s after as many steps."""
+    plain = rows("int4/two/uncorrected", ([0.2, 0.3, 0.4], [0.6, 0.7, 0.8]), old_log_prob=2.5)
+    bypass = rows("int4/two/bypass", ([0.3, 0.3, 0.3], [0.6, 0.7, 0.8]), old_log_prob=0)
+    return [*plain, *bypass, *rows("fp32/two/uncorrected", ([0] * 3, [0.6, 0.8, 0.95]), old_log_prob=2.5)]
+
+
+def test_comparisons_at_equal_steps_and_at_equal_time(study, results):
+    found = study.analysis.Study(results)
+    steps = {one.label: one for one in found.equal_steps()}
+    assert steps.keys() == {
+        "int4/two/uncorrected against fp32/two/uncorrected",
+        "int4/two/bypass against int4/two/uncorrected",
+    }
+    harm = steps["int4/two/uncorrected against fp32/two/uncorrected"]
+    assert harm.differences == pytest.approx((0.0, -0.1, -0.15))
+    assert harm.adjusted == pytest.approx(2 * harm.p)
+    assert steps["int4/two/bypass against int4/two/uncorrected"].p == 1
+
+    # Bypass ends at 80 s, when uncorrected has done 6.4 steps: 0.4 of the first evaluation, 0.6 of the second.
+    (saved,) = found.equal_time()
+    assert str(saved.arm) == "int4/two/bypass"
+    assert saved.differences == pytest.approx((0.16, 0.16, 0.16))
+    assert found.cpu_hours == pytest.approx(9 * 200 / 3600)
+
+
+def test_words_name_what_is_sure_and_what_is_not(study, results):
+    text = study.analysis.table(study.analysis.Study([]), study.analysis.Study(results))
+    assert (
+        "- int4/two/bypass against int4/two/uncorrected, at equal time: +0.160 ± 0.000, significant." in text
+    )
+    assert "No significant difference at equal steps" in text
+    assert "at equal steps: " not in text
+
+
+def test_arms_are_known_distinct_and_load(study):
+    from flowcorr import config
+
+    arms = study.arms.screened()
+    assert len(set(arms)) == len(arms)
+    for arm in arms:
+        assert study.arms.Arm.parse(str(arm)) == arm
+        assert set(arm.references[:1]) <= set(arms)
+        settings = config.load(study.run.RECIPE, arm.overrides())
+        assert settings.algorithm.rollout_correction is not None
+    assert set(study.run.confirm().arms) <= set(arms)
+    assert not set(study.run.confirm().seeds) & set(study.run.screen().seeds)
+    with pytest.raises(ValueError, match="'fp4' is unknown; choose from fp32, "):
+        study.arms.Arm.parse("fp4/two/bypass")
+
+
+def test_step_means_by_hand(study):
+    weights = torch.tensor([[1.0, 4.0], [3.0, 6.0], [5.0, 8.0]])
+    steps = torch.tensor([[0, 1], [0, 1], [1, 3]])
+    expected = torch.tensor([[2.0, 5.0], [2.0, 5.0], [5.0, 8.0]])
+    assert torch.equal(study.hooks.step_means(weights, steps), expected)
+
+
+def test_wrong_prompts_are_sampled_as_such_and_scored_as_if_right(study):
+    from flowcorr import config
+    from flowcorr.trainer.setup import build_parts
+
+    parts, _ = build_parts(config.load(study.run.RECIPE, [*SMALL, "data.num_heldout=2"]))
+    parts.engine.sync(parts.actor.snapshot())
+    engine = study.hooks.WrongPrompts(parts.engine, share=0.3, seed=0)
+    conditioning = parts.cache([prompt.text for prompt in parts.prompts.next(2)])
+    sampling = {"training_step": 1, "with_means": True}
+    plain, drawn = (one.sample(conditioning, range(2), **sampling) for one in (parts.engine, engine))
+    is_wrong = engine.is_wrong(8, 1)
+    assert 0 < is_wrong.sum() < 8
+    same = (drawn.images == plain.images).flatten(1).all(1)
+    assert torch.equal(same, ~is_wrong)
+    for name, rows_of_prompt in drawn.conditioning.items():
+        assert torch.equal(rows_of_prompt, plain.conditioning[name])
+    gap = (parts.actor.log_probs(drawn).log_probs - drawn.log_probs).abs().amax(1)
+    assert torch.equal(gap > 1e-5, is_wrong)
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_tiny_screen_is_cached_and_analysed(study, tmp_path, capsys, jobs):
+    names = ("int4/two/uncorrected", "int4/two/step_mean")
+    phase = replace(
+        study.run.screen(),
+        arms=tuple(map(study.arms.Arm.parse, names)),
+        seeds=(0,),
+        words=4,
+        steps={"two": 1},
+        overrides=SMALL,
+    )
+    study.run.do(phase, tmp_path, jobs)
+    with (tmp_path / "screen.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    found.sort(key=lambda row: row["arm"], reverse=True)
+    assert [(row["arm"], row["seed"], row["step"]) for row in found] == [(name, "0", "1") for name in names]
+    for row in found:
+        assert 0 <= float(row["exact_match"]) <= 1
+        assert float(row["gap"]) > 1e-4
+        assert float(row["cpu_seconds"]) < float(row["cpu_total"])
+    assert float(found[0]["grad_norm"]) != float(found[1]["grad_norm"])
+    assert "screen 2/2  int4/two/" in capsys.readouterr().out
+
+    before = (tmp_path / "screen.csv").read_bytes()
+    study.run.do(phase, tmp_path, jobs)
+    assert (tmp_path / "screen.csv").read_bytes() == before
+
+    text = study.analysis.analyse(study.run.read(tmp_path / "screen.csv"), [], tmp_path)
+    assert "| int4/two/step_mean |" in text
+    assert (tmp_path / "table.md").read_text() == text
+    assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+def test_differences_of_noise_are_rarely_significant(study):
+    rng = random.Random(0)
+    ps = [study.analysis.paired_t([rng.gauss(0, 1) for _ in range(8)])[2] for _ in range(2000)]
+    assert sum(p < 0.05 for p in ps) / 2000 == pytest.approx(0.05, abs=0.015)

@@ -1,0 +1,129 @@
+"""Workers that are killed, stopped and slow in the middle of a run: the run is the same, and its events tell."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from flowcorr import trainer
+from flowcorr.errors import BackendError
+from flowcorr.trainer import Silent
+
+WORKERS = ("rollout.placement=ray", "rollout.num_workers=2", "reward.placement=ray")
+
+
+class Meanwhile(Silent):
+    """Does things to a run's parts as steps begin to sample; `parts` is the run's hook before its start."""
+
+    def __init__(self, deeds):
+        self.deeds, self.done, self._parts = deeds, 0, None
+
+    def parts(self, parts):
+        self._parts = parts
+
+    def on_phase(self, name):
+        if name == "rollout" and self.done + 1 in self.deeds:
+            self.deeds[self.done + 1](self._parts)
+
+    def on_step(self, step, metrics):
+        self.done = step
+
+
+def kill(pool, place):
+    return lambda parts: os.kill(getattr(parts, pool).places[place]["pid"], signal.SIGKILL)
+
+
+def train(bench, out, deeds, *overrides):
+    meanwhile = Meanwhile(deeds)
+    settings = bench.settings(*WORKERS, *overrides)
+    return trainer.train(settings, out, observer=meanwhile, before_start=meanwhile.parts)
+
+
+@pytest.mark.faults
+def test_rollout_and_reward_workers_killed_in_mid_batch(bench, ray_cluster, tmp_path, events):
+    """The step in which a worker dies is in flight: it was submitted when the one before ended."""
+    deeds = {2: kill("engine", 0), 4: kill("reward", 0), 5: kill("engine", 1)}
+    result = train(bench, tmp_path, deeds)
+    assert (result.status, result.step) == ("finished", 6)
+    bench.assert_same(tmp_path, bench.whole())
+    lost = events(tmp_path, "worker_lost")
+    assert [(event["worker"], event["step"]) for event in lost] == [
+        ("rollout worker 0", 1),
+        ("reward worker 0", 3),
+        ("rollout worker 1", 4),
+    ]
+    assert all("ActorDied" in event["error"] for event in lost)
+    assert len(events(tmp_path, "shard_retried")) == 3
+    restarted = events(tmp_path, "worker_restarted")
+    assert {event["worker"] for event in restarted} <= {event["worker"] for event in lost}
+    assert {event["pid"] for event in restarted}.isdisjoint(event["pid"] for event in lost)
+    assert events(tmp_path, "failure") == []
+
+
+@pytest.mark.faults
+def test_a_worker_that_is_slow_holds_up_nothing_but_itself(bench, ray_cluster, tmp_path, events):
+    """It stops for some seconds, so that the other one takes its share; nobody takes it for dead."""
+
+    def pause(parts):
+        pid = parts.engine.places[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(3.0, os.kill, (pid, signal.SIGCONT)).start()
+
+    begin = time.monotonic()
+    train(bench, tmp_path, {2: pause})
+    assert time.monotonic() - begin > 3
+    bench.assert_same(tmp_path, bench.whole())
+    assert set(events(tmp_path)) == {"start", "checkpoint", "end"}
+
+
+@pytest.mark.faults
+def test_a_worker_that_hangs_is_replaced(bench, ray_cluster, tmp_path, events):
+    def stop(parts):
+        os.kill(parts.engine.places[0]["pid"], signal.SIGSTOP)
+
+    train(bench, tmp_path, {2: stop}, "rollout.timeout=6")
+    bench.assert_same(tmp_path, bench.whole())
+    (lost,) = events(tmp_path, "worker_lost")
+    assert lost["error"] == "TimeoutError: no answer within rollout.timeout=6 s"
+    assert not psutil.pid_exists(lost["pid"])
+
+
+@pytest.mark.faults
+def test_where_workers_die_again_and_again_the_run_ends_and_later_goes_on(
+    bench, ray_cluster, tmp_path, events
+):
+    over = threading.Event()
+
+    def hunt(parts):
+        """Kill every rollout worker as soon as it is there."""
+        while not over.is_set():
+            for place in parts.engine.places:
+                with contextlib.suppress(KeyError, ProcessLookupError):
+                    os.kill(place["pid"], signal.SIGKILL)
+            over.wait(0.05)
+
+    hunters = []
+
+    def doom(parts):
+        hunters.append(threading.Thread(target=hunt, args=(parts,)))
+        hunters[0].start()
+
+    message = (
+        r"sampling of groups .* of training step 4 failed 3 times, at last on rollout worker \d .* on node "
+    )
+    try:
+        with pytest.raises(BackendError, match=message):
+            train(bench, tmp_path, {4: doom})
+    finally:
+        over.set()
+        hunters[0].join()
+    assert events(tmp_path)[-1] == "failure"
+    assert "failed 3 times" in (tmp_path / "failure.txt").read_text()
+
+    trainer.train(bench.settings(*WORKERS), tmp_path, resume=True)
+    bench.assert_same(tmp_path, bench.whole())
+    assert [event["step"] for event in events(tmp_path, "resume")] == [3]

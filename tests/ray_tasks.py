@@ -1,0 +1,61 @@
+"""What workers do in tests. Ray's workers import this module, as pytest does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from flowcorr.errors import ConfigError, MissingExtraError
+
+
+class Tasks:
+    """A worker without a model, which starts in no time."""
+
+    def __init__(self, flag: str | None = None) -> None:
+        if flag is not None and Path(flag).exists():
+            raise ConfigError(Path(flag).read_text())
+
+    def pid(self, seconds: float = 0.0) -> int:
+        time.sleep(seconds)
+        return os.getpid()
+
+    def pair(self, value: object) -> tuple[object, object]:
+        return value, [value]
+
+    def die(self, flag: str | None = None) -> int:
+        """Die, or only if nobody has before."""
+        if flag is None or not Path(flag).exists():
+            if flag is not None:
+                Path(flag).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()
+
+    def hang(self, flag: str) -> int:
+        """Take for ever, or only if nobody has before."""
+        if not Path(flag).exists():
+            Path(flag).touch()
+            time.sleep(600)
+        return os.getpid()
+
+    def fail(self, kind: str) -> None:
+        if kind == "config":
+            raise ConfigError("this cannot work")
+        if kind == "extra":
+            raise MissingExtraError("reward ocr", "rapidocr", "ocr")
+        raise RuntimeError("out of memory")
+
+
+def broken() -> None:
+    raise RuntimeError("no such model")
+
+
+def brightness(images: np.ndarray, prompts: list, dark: float = -1.0) -> np.ndarray:
+    """A reward that raises where an image is darker than `dark`."""
+    scores = images.mean(axis=(1, 2, 3))
+    if (scores < dark).any():
+        raise ValueError(f"an image of brightness {scores.min():.1f}")
+    return scores

@@ -1,0 +1,234 @@
+"""Workers that die, hang and fail, with tasks that need no model."""
+
+import os
+import time
+from functools import partial
+
+import pytest
+from ray_tasks import Tasks, broken
+
+from flowcorr import ray_workers
+from flowcorr.errors import BackendError, ConfigError, MissingExtraError
+from flowcorr.ray_workers import Cluster, WorkerPool
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+NODE = "0" * 56
+
+
+class Events(list):
+    def __call__(self, kind, /, **fields):
+        self.append({"kind": kind, **fields})
+
+    def kinds(self):
+        return [event["kind"] for event in self]
+
+
+def start(build=Tasks, events=None, **options):
+    defaults = {
+        "num_workers": 2,
+        "resources": {},
+        "timeout": 60.0,
+        "address": None,
+        "num_threads": None,
+        "own_errors": (ConfigError, MissingExtraError),
+        "on_event": Events() if events is None else events,
+    }
+    return WorkerPool("rollout", build, **{**defaults, **options})
+
+
+@pytest.fixture(scope="module")
+def events():
+    return Events()
+
+
+@pytest.fixture(scope="module")
+def shared(ray_cluster, events):
+    pool = start(events=events, timeout=5.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def pool(shared, events):
+    events.clear()
+    return shared
+
+
+def value(future):
+    (only,) = future.result(timeout=60).values
+    return only
+
+
+def wait_for(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "this did not happen in time"
+        time.sleep(0.05)
+
+
+def runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_tasks_go_to_all_workers(pool):
+    found = {value(future) for future in [pool.submit("a pause", "pid", 0.2) for _ in range(6)]}
+    assert found == {place["pid"] for place in pool.places}
+    assert os.getpid() not in found
+
+
+def test_others_take_the_share_of_a_slow_worker(pool):
+    slow = pool.submit("a long pause", "pid", 2.0)
+    quick = [value(future) for future in [pool.submit("a pause", "pid", 0.01) for _ in range(10)]]
+    assert not slow.done()
+    assert set(quick) == {place["pid"] for place in pool.places} - {value(slow)}
+
+
+def test_several_values_have_references_that_other_workers_read(pool):
+    answer = pool.submit("a pair", "pair", "a").result()
+    assert answer.values == [("a", ["a"])]
+    answer = pool.submit("a pair", "pair", "a", num_returns=2).result()
+    assert answer.values == ["a", ["a"]]
+    assert value(pool.submit("another", "pair", answer.references[1])) == (["a"], [["a"]])
+
+
+def test_a_killed_worker_is_replaced_and_its_task_done_elsewhere(pool, events, tmp_path):
+    before = {place["pid"] for place in pool.places}
+    survivor = value(pool.submit("a fatal task", "die", str(tmp_path / "flag")))
+    assert survivor in before
+    wait_for(lambda: "worker_restarted" in events.kinds())
+    after = {place["pid"] for place in pool.places}
+    assert after & before == {survivor}
+    assert events.kinds() == ["worker_lost", "shard_retried", "worker_restarted"]
+    lost, retried, restarted = events
+    assert lost["pid"] in before - {survivor}
+    assert lost["task"] == retried["task"] == "a fatal task"
+    assert "SYSTEM_ERROR" in lost["error"]
+    assert (retried["attempt"], lost["worker"], restarted["pid"]) == (
+        2,
+        restarted["worker"],
+        (after - before).pop(),
+    )
+
+
+def test_a_task_that_kills_every_worker_is_given_up(pool, events):
+    pattern = (
+        r"a fatal task failed 3 times, at last on rollout worker \d \(process \d+ on node \w{56}\): ActorDied"
+    )
+    with pytest.raises(BackendError, match=pattern):
+        pool.submit("a fatal task", "die").result(timeout=60)
+    wait_for(lambda: events.kinds().count("worker_restarted") == 3)
+    assert events.kinds().count("shard_retried") == 2
+    assert value(pool.submit("a pause", "pid")) in {place["pid"] for place in pool.places}
+
+
+def test_a_worker_that_hangs_is_replaced(pool, events, tmp_path):
+    begin = time.monotonic()
+    found = value(pool.submit("an endless task", "hang", str(tmp_path / "flag")))
+    assert 5 <= time.monotonic() - begin < 20
+    assert events[0]["kind"] == "worker_lost"
+    assert events[0]["error"] == "TimeoutError: no answer within rollout.timeout=5 s"
+    assert found != events[0]["pid"]
+    wait_for(lambda: "worker_restarted" in events.kinds())
+    wait_for(lambda: not runs(events[0]["pid"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("config", ConfigError, "^this cannot work$"),
+        (
+            "extra",
+            MissingExtraError,
+            r"^reward ocr needs rapidocr; install it with: pip install 'flowcorr\[ocr\]'$",
+        ),
+    ],
+)
+def test_a_tasks_own_error_comes_back_as_it_is(pool, events, kind, error, message):
+    before = pool.places
+    with pytest.raises(error, match=message):
+        pool.submit("a task", "fail", kind).result(timeout=60)
+    assert events == []
+    assert pool.places == before
+
+
+def test_any_other_error_costs_the_worker_its_place(pool, events):
+    with pytest.raises(
+        BackendError, match=r"a task failed 3 times, .* on node .*: RuntimeError: out of memory$"
+    ):
+        pool.submit("a task", "fail", "memory").result(timeout=60)
+    assert events.kinds().count("worker_lost") == 3
+    wait_for(lambda: events.kinds().count("worker_restarted") == 3)
+
+
+def test_workers_that_cannot_start_say_why(tmp_path):
+    flag = tmp_path / "flag"
+    flag.write_text("model.path='nowhere' is no pipeline")
+    with pytest.raises(ConfigError, match="^model.path='nowhere' is no pipeline$"):
+        start(partial(Tasks, str(flag)), num_workers=1)
+    with pytest.raises(BackendError, match="rollout worker 0 did not start: RuntimeError: no such model"):
+        start(broken, num_workers=1)
+
+
+def test_without_a_worker_left_everything_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_workers, "ATTEMPTS", 1)
+    events = Events()
+    pool = start(partial(Tasks, str(tmp_path / "flag")), events, num_workers=1)
+    (tmp_path / "flag").write_text("the file system is gone")
+    doomed, waiting = pool.submit("a fatal task", "die"), pool.submit("a pause", "pid")
+    with pytest.raises(BackendError, match="a fatal task failed 1 times"):
+        doomed.result(timeout=60)
+    message = "no rollout worker is left; rollout worker 0 at last: ConfigError: the file system is gone"
+    with pytest.raises(BackendError, match=message):
+        waiting.result(timeout=60)
+    with pytest.raises(BackendError, match=message):
+        pool.submit("a pause", "pid").result()
+    assert events.kinds() == ["worker_lost", "worker_lost"]
+    pool.close()
+
+
+def test_close_ends_workers_at_work():
+    pool = start(num_workers=1)
+    busy, waiting = pool.submit("a long pause", "pid", 600.0), pool.submit("a pause", "pid")
+    (place,) = pool.places
+    wait_for(lambda: pool._workers[0].busy)
+    begin = time.monotonic()
+    pool.close()
+    assert time.monotonic() - begin < ray_workers.CLOSE_TIMEOUT / 2
+    pool.close()
+    assert waiting.cancelled()
+    assert busy.cancelled()
+    with pytest.raises(BackendError, match="the rollout workers are closed"):
+        pool.submit("a pause", "pid").result()
+    wait_for(lambda: not runs(place["pid"]))
+
+
+def test_a_node_may_be_chosen(pool):
+    node = pool.places[0]["node"]
+    chosen = start(num_workers=1, scheduling=node)
+    assert chosen.places[0]["node"] == node
+    chosen.close()
+    with pytest.raises(
+        ConfigError, match=f"rollout.scheduling='{NODE}' is no node of the cluster; there are {node}"
+    ):
+        start(scheduling=NODE)
+
+
+def test_what_a_local_cluster_cannot_hold_is_an_error_at_once(monkeypatch):
+    monkeypatch.setattr(Cluster, "local", True)
+    with pytest.raises(
+        ConfigError, match=r"worker_resources.num_gpus=1 for rollout.num_workers=2 is more than the 0"
+    ):
+        start(resources={"num_gpus": 1})
+    with pytest.raises(ConfigError, match=r"worker_resources.tpu_slice=0.5 for .* is more than the 0"):
+        start(resources={"tpu_slice": 0.5})
+
+
+def test_the_cluster_that_is_there_is_used_and_left_alone(ray_cluster):
+    cluster = Cluster("10.0.0.1:6379", feature="rollout.placement=ray")
+    assert not cluster.local
+    cluster.close()
+    assert ray_cluster.is_initialized()

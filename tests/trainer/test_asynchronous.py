@@ -1,0 +1,204 @@
+"""Runs whose sampling runs ahead in Ray workers: what they train on, stop at and go on from."""
+
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowcorr import config, trainer
+from flowcorr.errors import BackendError
+from flowcorr.trackers.jsonl import read_metrics
+from flowcorr.trainer import Silent, checkpoint
+from flowcorr.trainer.events import read_events
+from flowcorr.trainer.setup import build_parts
+from flowcorr.trainer.step import train_step
+
+SMALL = (
+    "model.lora.rank=4",
+    "sampling.num_inference_steps=4",
+    "sampling.sde_window_range=[0, 3]",
+    "rollout.prompts_per_step=2",
+    "rollout.n=2",
+    "rollout.batch_size=2",
+    "data.num_train=5",
+    "data.num_heldout=4",
+    "trainer.total_steps=6",
+    "trainer.eval_every=3",
+    "trainer.save_every=3",
+    "trainer.image_every=0",
+)
+WORKERS = ("rollout.placement=ray", "rollout.num_workers=2", "reward.placement=ray")
+AHEAD = (*WORKERS, "rollout.max_staleness=2")
+
+
+class AtPhase(Silent):
+    """Does something as a phase of a step begins."""
+
+    def __init__(self, step, phase, then):
+        self.step, self.phase, self.then, self.done = step, phase, then, 0
+
+    def on_phase(self, name):
+        if (name, self.done + 1) == (self.phase, self.step):
+            self.then()
+
+    def on_step(self, step, metrics):
+        self.done = step
+
+
+def small_config(*overrides):
+    return config.load("tiny_jpeg_lora", [*SMALL, *overrides])
+
+
+def records(folder):
+    """The run's records, without what depends on the clock."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
+        for record in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def kinds(folder):
+    return [(event["kind"], event["step"]) for event in read_events(folder / "events.jsonl")]
+
+
+def assert_same_weights(one, other, step):
+    ours, theirs = (
+        load_file(checkpoint.folder_of(folder / "checkpoints", step) / "state.safetensors")
+        for folder in (one, other)
+    )
+    assert ours.keys() == theirs.keys()
+    assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []
+
+
+@pytest.fixture(scope="module")
+def runs(ray_cluster, tmp_path_factory):
+    """A synchronous run with old weights, one ahead, and that one's folder as a kill in step 5 leaves it."""
+    folder = tmp_path_factory.mktemp("runs")
+    torch.manual_seed(0)
+    trainer.train(small_config("rollout.staleness=2"), folder / "stale")
+    torch.manual_seed(0)
+    copy = AtPhase(5, "update", lambda: shutil.copytree(folder / "ahead", folder / "killed"))
+    trainer.train(small_config(*AHEAD), folder / "ahead", observer=copy)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _same_seed():
+    torch.manual_seed(0)
+
+
+def test_sampling_ahead_equals_sampling_with_old_weights(runs):
+    assert records(runs / "ahead") == records(runs / "stale")
+    assert_same_weights(runs / "ahead", runs / "stale", 6)
+    ages = [record["rollout/staleness_max"] for record in records(runs / "ahead")[1:]]
+    assert ages == [0, 1, 2, 2, 2, 2]
+    for record in read_metrics(runs / "ahead" / "metrics.jsonl")[1:]:
+        assert record["rollout/staleness_mean"] == record["rollout/staleness_max"]
+        assert record["rollout/dropped_stale_samples"] == 0
+        assert 0 <= record["timing/rollout_wait"] <= record["timing/rollout"]
+    assert all(
+        "timing/rollout_wait" not in record for record in read_metrics(runs / "stale" / "metrics.jsonl")
+    )
+
+
+def test_events_tell_the_story_of_a_run(runs):
+    story = [("start", 0), ("checkpoint", 0), ("checkpoint", 3), ("checkpoint", 6), ("end", 6)]
+    best = checkpoint.load_latest(runs / "stale" / "checkpoints")[1].facts["best"][0]
+    assert best in (0, 3, 6)
+    for folder in (runs / "ahead", runs / "stale"):
+        assert kinds(folder) == story
+    first, *_, last = read_events(runs / "ahead" / "events.jsonl")
+    assert first["time"].endswith("+00:00")
+    assert first["time"] < last["time"]
+    assert (first["total_steps"], last["status"]) == (6, "finished")
+
+
+def test_resumed_after_a_kill_samples_again_what_was_in_flight(runs, tmp_path):
+    folder = shutil.copytree(runs / "killed", tmp_path / "run")
+    assert [record["step"] for record in records(folder)] == [0, 1, 2, 3, 4]
+    trainer.train(config.load(folder / "config.yaml"), folder, resume=True)
+    assert records(folder) == records(runs / "ahead")
+    assert_same_weights(folder, runs / "ahead", 6)
+    assert kinds(folder) == [*kinds(runs / "killed"), ("resume", 3), ("checkpoint", 6), ("end", 6)]
+
+
+def test_a_signal_ends_a_run_with_a_checkpoint_and_without_workers(runs, tmp_path):
+    settings = small_config(*AHEAD)
+    stop = AtPhase(4, "rollout", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    result = trainer.train(settings, tmp_path / "run", observer=stop)
+    assert (result.status, result.step) == ("interrupted", 4)
+    assert kinds(tmp_path / "run")[3:] == [("signal", 3), ("checkpoint", 4), ("end", 4)]
+    wait_until_workers_are_gone()
+    assert trainer.train(settings, tmp_path / "run", resume=True).status == "finished"
+    assert records(tmp_path / "run") == records(runs / "ahead")
+    assert_same_weights(tmp_path / "run", runs / "ahead", 6)
+
+
+def wait_until_workers_are_gone():
+    """Ray kills them a moment after it was asked to."""
+    end = time.monotonic() + 20
+    while any("ray::_Host" in child.name() for child in psutil.Process().children(recursive=True)):
+        assert time.monotonic() < end, "workers outlive their run"
+        time.sleep(0.1)
+
+
+def test_samples_older_than_the_bound_are_dropped_and_counted(tmp_path):
+    settings = small_config("rollout.staleness=1", "trainer.total_steps=3")
+    told = []
+    parts, _ = build_parts(settings, on_event=lambda kind, **fields: told.append((kind, fields)))
+    parts.engine.sync(parts.actor.snapshot())
+    sample, seen = parts.engine.sample, {}
+    for step in (1, 2):
+        train_step(parts, step, lambda phase: None)
+
+    def forgetful(*args, **kwargs):
+        """An engine that missed a sync for its second group."""
+        rollout = sample(*args, **kwargs)
+        versions = torch.where(rollout.group_ids == 1, 0, rollout.policy_versions)
+        return replace(rollout, policy_versions=versions)
+
+    parts.engine.sample = forgetful
+    update = parts.actor.update
+
+    def remember(batch, **kwargs):
+        seen["groups"] = batch.rollout.group_ids.tolist()
+        return update(batch, **kwargs)
+
+    parts.actor.update = remember
+    values = train_step(parts, 3, lambda phase: None).metrics.compute()
+    assert seen["groups"] == [0, 0]
+    assert values["rollout/dropped_stale_samples"] == 2
+    assert (values["rollout/staleness_mean"], values["rollout/staleness_max"]) == (1.5, 2)
+    assert told == [("stale_dropped", {"samples": 2, "of": 4, "oldest": 2})]
+
+    parts.engine.sample = lambda *args, **kwargs: all_old(sample(*args, **kwargs))
+    with pytest.raises(BackendError, match="2 or more training steps ago, and 1 were asked for"):
+        train_step(parts, 4, lambda phase: None)
+
+
+def all_old(rollout):
+    return replace(rollout, policy_versions=torch.zeros_like(rollout.policy_versions))
+
+
+def test_failed_rewards_are_recorded(tmp_path):
+    settings = small_config(
+        "reward.terms=[{name: 'ray_tasks:brightness', options: {dark: 300}}]", "reward.on_error=drop_group"
+    )
+    told = []
+    parts, _ = build_parts(settings, on_event=lambda kind, **fields: told.append((kind, fields)))
+    parts.engine.sync(parts.actor.snapshot())
+    with pytest.raises(BackendError, match="failed on every group"):
+        train_step(parts, 1, lambda phase: None)
+    assert told == [("reward_failed", {"samples": 4, "of": 4})]
+    strict = replace(settings.reward, on_error="fail")
+    parts.config = replace(settings, reward=strict)
+    with pytest.raises(BackendError, match="failed on sample 0") as caught:
+        train_step(parts, 1, lambda phase: None)
+    kind, fields = told[1]
+    assert (kind, fields["error"][:60]) == ("reward_failed", str(caught.value)[:60])

@@ -1,0 +1,235 @@
+"""The dumped terms of training steps: what they hold, how they are written, and that they change nothing."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributions import Normal, kl_divergence
+
+from flowcorr import config, trainer
+from flowcorr.errors import BackendError, ConfigError
+from flowcorr.trackers import read_metrics
+from flowcorr.trainer import checkpoint, log_probs
+from flowcorr.trainer.log_probs import LoggedTerms, TermRecorder
+
+SMALL = (
+    "model.lora.rank=4",
+    "sampling.num_inference_steps=4",
+    "sampling.sde_window_range=[0, 3]",
+    "rollout.prompts_per_step=2",
+    "rollout.n=2",
+    "rollout.emulate=int4",
+    "data.num_train=5",
+    "data.num_heldout=2",
+    "trainer.total_steps=3",
+    "trainer.eval_every=0",
+    "trainer.save_every=2",
+    "trainer.image_every=0",
+)
+
+
+def small_config(*overrides):
+    return config.load("tiny_jpeg_lora", [*SMALL, *overrides])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same run with and without a dump."""
+    folder = tmp_path_factory.mktemp("runs")
+    trainer.train(small_config("trainer.dump_log_probs=true"), folder / "dumped")
+    trainer.train(small_config(), folder / "plain")
+    return folder / "dumped", folder / "plain"
+
+
+def terms(**changes):
+    """Two samples of two steps."""
+    window = torch.tensor([[-0.5, -0.25], [0.125, 1.0]])
+    values = {
+        name: window + place
+        for place, name in enumerate(
+            (
+                *("rollout_log_probs", "old_log_probs", "current_log_probs"),
+                *("timesteps", "sigmas", "sigmas_next", "stds"),
+            )
+        )
+    }
+    rows = torch.tensor([3, 5])
+    values |= {"advantages": rows / 2, "rewards": rows / 4, "group_ids": rows, "policy_versions": rows}
+    values |= {"step_indices": torch.tensor([[0, 1], [1, 2]]), "num_elements": 12, "bypass": False}
+    return LoggedTerms(**(values | changes))
+
+
+def assert_same(one, other):
+    assert (one.num_elements, one.bypass) == (other.num_elements, other.bypass)
+    assert one.tensors().keys() == other.tensors().keys()
+    for name, value in one.tensors().items():
+        torch.testing.assert_close(value, other.tensors()[name], rtol=0, atol=0, equal_nan=True)
+
+
+def records(folder):
+    return [
+        {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
+        for record in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_a_dump_changes_nothing_else(runs):
+    dumped, plain = runs
+    assert records(dumped) == records(plain)
+    ours, theirs = (
+        checkpoint.load_latest(folder / "checkpoints")[1].group("weights") for folder in (dumped, plain)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert list(log_probs.files(dumped)) == [1, 2, 3]
+    assert not (plain / "log_probs").exists()
+
+
+def test_terms_are_those_of_the_step(runs):
+    dumped, _ = runs
+    logged = {record["step"]: record for record in records(dumped) if "actor/ppo_kl" in record}
+    for step, path in log_probs.files(dumped).items():
+        found, metrics = log_probs.load(path), logged[step]
+        gap = found.rollout_log_probs.double() - found.old_log_probs.double()
+        assert gap.mean().item() == pytest.approx(metrics["rollout_corr/kl"], rel=1e-9)
+        update = (found.old_log_probs - found.current_log_probs).double()
+        assert update.mean().item() == pytest.approx(metrics["actor/ppo_kl"], rel=1e-9)
+        assert found.rewards.double().mean().item() == pytest.approx(metrics["reward/mean"], rel=1e-6)
+        assert found.advantages.sum().item() == pytest.approx(0, abs=1e-6)
+        assert found.num_elements == 512
+        assert not found.bypass
+
+
+def test_the_first_mini_batch_is_scored_by_the_old_policy(runs):
+    found = log_probs.load(log_probs.files(runs[0])[1])
+    still = found.current_log_probs == found.old_log_probs
+    by_group = [still[found.group_ids == group] for group in found.group_ids.unique()]
+    assert sorted(part.double().mean().item() for part in by_group) == [0, 1]
+
+
+def test_a_resumed_run_drops_what_is_later_and_writes_it_again(runs, tmp_path):
+    whole, _ = runs
+    killed = tmp_path / "killed"
+    trainer.train(small_config("trainer.dump_log_probs=true", "trainer.total_steps=2"), killed)
+    late = log_probs.files(killed)[2].with_name("step_000009.safetensors")
+    late.write_bytes(b"of a step that never was")
+    trainer.train(small_config("trainer.dump_log_probs=true"), killed, resume=True)
+    assert not late.exists()
+    assert list(log_probs.files(killed)) == [1, 2, 3]
+    for step, path in log_probs.files(killed).items():
+        assert_same(log_probs.load(path), log_probs.load(log_probs.files(whole)[step]))
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [
+        {"mini_batches": 2, "micro_batch_size": 3},
+        {"mini_batches": 2, "fold_steps": False},
+        {"epochs": 2},
+    ],
+)
+def test_each_term_is_recorded_where_it_stands(make_run, actor):
+    run = make_run(actor={"lr": 1e-3, "mini_batches": 1, "loss_mode": "grpo_guard", **actor})
+    run.stir()
+    batch = run.batch()
+    recorder = TermRecorder(
+        batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=False
+    )
+    last = {}
+
+    def record(part, policy):
+        recorder(part, policy)
+        for place, value in zip(part.places.flatten(), policy.log_prob.flatten(), strict=True):
+            last[place.item()] = value.item()
+        torch.testing.assert_close(
+            batch.rollout.log_probs.flatten()[part.places], part.rollout.log_probs, rtol=0, atol=0
+        )
+
+    run.actor.update(batch, training_step=1, record=record)
+    found = recorder.terms()
+    assert found.current_log_probs.flatten().tolist() == [last[place] for place in range(len(last))]
+    assert len(last) == batch.rollout.log_probs.numel()
+    assert not torch.equal(found.current_log_probs, found.old_log_probs)
+    torch.testing.assert_close(found.current_log_probs, found.old_log_probs, rtol=0, atol=0.05)
+
+
+def test_kls_are_those_of_the_steps(make_run):
+    run = make_run(rollout={"prompts_per_step": 2, "n": 4, "emulate": "int4"}, actor={"mini_batches": 2})
+    batch = run.batch()
+    recorder = TermRecorder(
+        batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=False
+    )
+    run.actor.update(batch, training_step=1, record=recorder)
+    found = recorder.terms()
+    stds = batch.rollout.stds[(...,) + (None,) * 3].double()
+    old, rollout = (Normal(means.double(), stds) for means in (batch.old_means, batch.rollout.means))
+    expected = kl_divergence(old, rollout).flatten(2).mean(-1)
+    torch.testing.assert_close(found.old_rollout_kl.double(), expected, rtol=1e-4, atol=1e-12)
+    still = (found.current_log_probs == found.old_log_probs).all(1)
+    assert still.double().mean() == 0.5
+    assert (found.current_old_kl[still] == 0).all()
+    assert (found.current_old_kl[~still] > 0).all()
+    torch.testing.assert_close(found.current_rollout_kl[still], found.old_rollout_kl[still])
+
+
+def test_without_means_there_are_no_kls(make_run):
+    run = make_run()
+    rollout = replace(run.sample(), means=None, stds=None)
+    batch = replace(run.batch(rollout), old_means=None)
+    recorder = TermRecorder(
+        batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=False
+    )
+    run.actor.update(batch, training_step=1, record=recorder)
+    assert not {name for name in recorder.terms().tensors() if name.endswith("_kl")}
+
+
+def test_a_file_holds_all_of_it(tmp_path):
+    found = terms(current_old_kl=torch.full((2, 1), 0.5).expand(2, 2), bypass=True)
+    found = replace(found, old_log_probs=found.rollout_log_probs)
+    folder = tmp_path / "log_probs"
+    log_probs.save(folder, 7, found, small_config("actor.loss_mode=grpo_guard", "actor.clip_ratio=2e-3"))
+    assert [path.name for path in folder.iterdir()] == ["step_000007.safetensors"]
+    assert_same(log_probs.load(log_probs.files(tmp_path)[7]), found)
+    with safe_open(folder / "step_000007.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata.pop("clip_ratio")) == 2e-3
+    assert metadata == {
+        "format_version": "1",
+        "step": "7",
+        "num_elements": "12",
+        "mode": "bypass",
+        "loss_mode": "grpo_guard",
+    }
+
+
+def test_steps_can_be_joined():
+    one, other = terms(), terms(rewards=torch.tensor([8.0, 9.0]))
+    whole = LoggedTerms.concatenate([one, other])
+    assert whole.rewards.tolist() == [0.75, 1.25, 8, 9]
+    assert whole.sigmas.shape == (4, 2)
+
+
+def test_what_cannot_be_written_says_what_to_do(tmp_path):
+    (tmp_path / "log_probs").write_text("a file, where a folder should be")
+    with pytest.raises(
+        BackendError, match=r"step_000001.safetensors cannot be written.*dump_log_probs=false"
+    ):
+        log_probs.save(tmp_path / "log_probs", 1, terms(), small_config())
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "step_000001.safetensors"
+    path.write_bytes(b"torn")
+    with pytest.raises(ConfigError, match=r"step_000001.safetensors is damaged"):
+        log_probs.load(path)
+    whole = {name: value.clone() for name, value in terms().tensors().items()}
+    save_file(whole, path, {"format_version": "2", "num_elements": "12", "mode": "bypass"})
+    with pytest.raises(ConfigError, match="format_version 2, and this flowcorr reads 1"):
+        log_probs.load(path)
+    del whole["sigmas"]
+    save_file(whole, path, {"format_version": "1", "num_elements": "12", "mode": "bypass"})
+    with pytest.raises(ConfigError, match="sigmas"):
+        log_probs.load(path)

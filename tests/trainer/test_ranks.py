@@ -1,0 +1,299 @@
+"""Runs on two ranks are those of one; run as a script, this file is one of the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowcorr import config, distributed, trainer
+from flowcorr.errors import FlowcorrError
+from flowcorr.models import DTYPES
+from flowcorr.rewards.jpeg import JpegCompressibility
+from flowcorr.trackers.jsonl import read_metrics
+from flowcorr.trainer import checkpoint, log_probs
+from tests.ranks import end_with_first, run_ranks, start_ranks
+
+SMALL = (
+    "model.lora.rank=4",
+    "sampling.num_inference_steps=3",
+    "sampling.sde_window_range=[0, 3]",
+    "rollout.prompts_per_step=5",
+    "rollout.n=3",
+    "actor.micro_batch_size=3",
+    "data.num_train=5",
+    "data.num_heldout=3",
+    "trainer.total_steps=2",
+    "trainer.eval_every=1",
+    "trainer.save_every=1",
+)
+OWN = "reward.terms=[{name: 'tests.trainer.test_ranks:Fragile', options: {fails_for: [oask, zmwg]}}]"
+CORRECTION = "algorithm.rollout_correction"
+# Name -> overrides. Each has five groups, three of them on the first rank, where nothing else is said.
+CASES = {
+    "decoupled": (
+        "rollout.emulate=int8",
+        "actor.ema=0.9",
+        "actor.epochs=2",
+        "algorithm.advantage_std=global",
+        "reward.terms=[{name: jpeg_compressibility, normalize: global}, {name: jpeg_incompressibility, weight: 0.1}]",
+        f"{CORRECTION}={{preset: null, rollout_is: token, rollout_is_batch_normalize: true, rollout_rs: "
+        "'token_k1,step_z', rollout_rs_threshold: [auto, 2.0], rejection_groups: drop_small}",
+        "trainer.dump_log_probs=true",
+    ),
+    "grpo_guard": (
+        "rollout.staleness=1",
+        "actor.loss_mode=grpo_guard",
+        "actor.fold_steps=false",
+        "actor.kl_coef=0.01",
+        f"{CORRECTION}={{preset: null, bypass_mode: true, rollout_rs: token_k1, rollout_rs_threshold: [0.997, 1.003]}}",
+    ),
+    "clip_center": (  # a rank has no group in some mini-batches
+        "rollout.prompts_per_step=3",
+        "rollout.emulate=int4",
+        "actor.mini_batches=3",
+        "actor.clip_center=drift",
+        f"{CORRECTION}={{preset: null, bypass_mode: true}}",
+        "trainer.dump_log_probs=true",
+    ),
+    "auto": (
+        "rollout.emulate=int4",
+        "actor.clip_ratio=1e-4",
+        f"{CORRECTION}={{preset: null, bypass_mode: auto}}",
+    ),
+    "dropped": (
+        "rollout.prompts_per_step=2",
+        "reward.on_error=drop_group",
+        OWN,
+    ),  # a rank has no group at all
+    "full": ("rollout.prompts_per_step=3", "rollout.n=2", "actor.ema=0.5", "model.lora.rank=0"),
+}
+CASES["eight"] = (*CASES["decoupled"], "rollout.prompts_per_step=8", "rollout.n=2", "actor.epochs=1")
+CASES["fsdp"] = (*CASES["full"], "actor.fsdp=true")
+CASES["fsdp, apart"] = (
+    *CASES["fsdp"],
+    "rollout.emulate=int8",
+    "actor.fold_steps=false",
+    "actor.mini_batches=3",
+    "actor.gradient_checkpointing=true",
+    "reward.on_error=drop_group",
+    OWN,
+)
+SOME = ("decoupled", "dropped", "fsdp")
+CONTINUED = ("decoupled", "fsdp, apart")  # on another number of ranks
+SLOW = tuple(case for case in CASES if case not in SOME)
+
+
+class Fragile:
+    """The JPEG reward, which fails for some prompts, and on the second rank does something at its `call`-th call."""
+
+    def __init__(self, fails_for=(), call=None, then="raise"):
+        self.fails_for, self.call, self.then = fails_for, call, then
+        self.reward, self.calls = JpegCompressibility(), 0
+
+    def __call__(self, images, prompts):
+        self.calls += 1
+        if self.calls == self.call and distributed.rank() == 1:
+            if self.then == "raise":
+                raise RuntimeError("the scorer is gone")
+            if self.then == "hang":
+                time.sleep(600)
+            os.kill(os.getpid(), getattr(signal, self.then))
+        scores = np.array(self.reward(images, prompts).scores)
+        scores[[prompt.text in self.fails_for for prompt in prompts]] = np.nan
+        return scores
+
+
+def settings(case, *overrides):
+    return config.load("tiny_jpeg_lora", [*SMALL, *CASES.get(case, ()), *overrides])
+
+
+def fragile(call, then):
+    return f"reward.terms=[{{name: 'tests.trainer.test_ranks:Fragile', options: {{call: {call}, then: {then}}}}}]"
+
+
+def on_ranks(folder, cases):
+    """What two ranks do, each case in a folder of its own."""
+    for case in cases:
+        trainer.train(settings(case), folder / f"{case}, many")
+        if case in CONTINUED:
+            trainer.train(settings(case, "trainer.total_steps=1"), folder / f"{case}, 2 to 1")
+            trainer.train(settings(case), folder / f"{case}, 1 to 2", resume=True)
+
+
+def endings(folder):
+    """A signal to the second rank, and a reward that fails on it, both in the second training step."""
+    result = trainer.train(settings(None, fragile(4, "SIGTERM"), "trainer.total_steps=9"), folder / "signal")
+    error = None
+    try:
+        trainer.train(settings(None, fragile(4, "raise"), "trainer.save_every=9"), folder / "failure")
+    except FlowcorrError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    found = {"status": result.status, "signal": result.signal, "step": result.step, "error": error}
+    (folder / f"{distributed.rank()}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def in_float64():
+    """Models that compute in float64: then a sample's log-probs are the same whatever batch it is scored in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DTYPES, "float32", torch.float64)
+        yield
+
+
+def both(folder, cases, ranks=2):
+    """A folder with each case on one rank and on more, and begun on one to be continued on more and the other way."""
+    continued = [case for case in cases if case in CONTINUED]
+    for case in continued:
+        trainer.train(settings(case, "trainer.total_steps=1"), folder / f"{case}, 1 to 2")
+    run_ranks(ranks, Path(__file__), "cases", folder, *cases)
+    for case in continued:
+        trainer.train(settings(case), folder / f"{case}, 2 to 1", resume=True)
+    for case in cases:
+        trainer.train(settings(case), folder / f"{case}, one")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def usual(in_float64, tmp_path_factory):
+    return both(tmp_path_factory.mktemp("usual"), SOME)
+
+
+@pytest.fixture(scope="module")
+def rare(in_float64, tmp_path_factory):
+    return both(tmp_path_factory.mktemp("rare"), SLOW)
+
+
+def records(folder):
+    return [
+        {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
+        for record in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def ways():
+    for case in CASES:
+        for way in ("many", "2 to 1", "1 to 2") if case in CONTINUED else ("many",):
+            yield pytest.param(case, way, marks=[] if case in SOME else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("case", "way"), list(ways()))
+def test_two_ranks_are_one(case, way, request):
+    folder = request.getfixturevalue("usual" if case in SOME else "rare")
+    assert_same_run(folder / f"{case}, {way}", folder / f"{case}, one")
+
+
+@pytest.mark.slow
+def test_four_ranks_are_one(in_float64, tmp_path):
+    both(tmp_path, ["eight"], ranks=4)
+    assert_same_run(tmp_path / "eight, many", tmp_path / "eight, one")
+
+
+def assert_same_run(two, one):
+    """Metrics, weights, averages, optimizer state and dumped log-probs agree to rounding."""
+    expected, got = records(one), records(two)
+    assert len(expected) == len(got) == 3
+    for theirs, ours in zip(expected, got, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
+    theirs, ours = (checkpoint.load(path / "checkpoints" / "step_000002") for path in (one, two))
+    assert_close(ours.tensors, theirs.tensors)
+    best, expected_best = ours.facts.pop("best"), theirs.facts.pop("best")
+    assert best == pytest.approx(expected_best, rel=1e-6)
+    assert ours.facts == theirs.facts
+    if (one / log_probs.FOLDER).exists():
+        dumped = [log_probs.load(path / log_probs.FOLDER / "step_000002.safetensors") for path in (two, one)]
+        assert_close(*(terms.tensors() for terms in dumped))
+
+
+def assert_close(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if name != "rng/cpu":
+            torch.testing.assert_close(
+                ours[name], value, rtol=1e-5, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_the_cases_are_what_they_are_for(usual):
+    """Some terms are rejected, a rank is left without samples, and weights move."""
+    second = records(usual / "decoupled, one")[2]
+    assert 0 < second["rollout_corr/rollout_rs_masked_fraction"] < 0.5
+    first = records(usual / "dropped, one")[1]
+    assert (first["reward/failed_samples"], first["actor/updates"], first["actor/skipped_updates"]) == (
+        3,
+        1,
+        1,
+    )
+    for case in SOME:
+        weights = [
+            checkpoint.load(usual / f"{case}, one" / "checkpoints" / f"step_{step:06d}").group("weights")
+            for step in (1, 2)
+        ]
+        assert max((weights[1][name] - value).abs().max() for name, value in weights[0].items()) > 1e-4
+
+
+def test_sharded_weights_are_saved_whole(usual):
+    one, many = (usual / f"fsdp, {number}" / "checkpoints" / "step_000002" for number in ("one", "many"))
+    assert_close(*(load_file(next((path / "transformer").glob("*.safetensors"))) for path in (many, one)))
+    assert (many / "transformer" / "config.json").read_text() == (
+        one / "transformer" / "config.json"
+    ).read_text()
+
+
+def test_a_signal_to_any_rank_ends_all_after_the_same_step(usual):
+    found = [json.loads((usual / f"{rank}.json").read_text()) for rank in range(2)]
+    for ending in found:
+        assert (ending["status"], ending["signal"], ending["step"]) == ("interrupted", signal.SIGTERM, 2)
+    assert checkpoint.load_latest(usual / "signal" / "checkpoints")[1].step == 2
+
+
+def test_a_failure_of_any_rank_ends_all_with_its_reason(usual):
+    first, second = (json.loads((usual / f"{rank}.json").read_text())["error"] for rank in range(2))
+    assert second.startswith("BackendError: reward Fragile raised RuntimeError: the scorer is gone")
+    assert first == f"RankError: rank 1 failed at the rollout and its rewards: {second}"
+    assert "rank 1 failed at" in (usual / "failure" / "failure.txt").read_text()
+    assert "the scorer is gone" in (usual / "failure" / "failure_rank1.txt").read_text()
+    assert checkpoint.load_latest(usual / "failure" / "checkpoints")[1].step == 1
+
+
+def test_one_rank_alone_writes(usual):
+    assert {path.name for path in (usual / "decoupled, many").iterdir()} == {
+        path.name for path in (usual / "decoupled, one").iterdir()
+    }
+    steps = [record["step"] for record in read_metrics(usual / "decoupled, many" / "metrics.jsonl")]
+    assert steps == [0, 1, 2]
+    kinds = [
+        json.loads(line)["kind"] for line in (usual / "signal" / "events.jsonl").read_text().splitlines()
+    ]
+    assert kinds.count("end") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["SIGKILL", "hang"])
+def test_a_rank_that_is_gone_or_hangs_is_named_in_bounded_time(then, tmp_path):
+    processes = start_ranks(2, Path(__file__), "silence", tmp_path, then)
+    first, _ = end_with_first(processes, timeout=120)
+    said = "rank 0 of 2 waited in vain at the rollout and its rewards: rank 1 ended or hangs after the end of a step"
+    assert said in first.stderr
+    assert said in (tmp_path / "run" / "failure.txt").read_text()
+
+
+if __name__ == "__main__":
+    DTYPES["float32"] = torch.float64
+    task, folder, *names = sys.argv[1:]
+    if task == "cases":
+        on_ranks(Path(folder), names)
+        if set(names) == set(SOME):
+            endings(Path(folder))
+    else:
+        quick = ("trainer.collective_timeout=8", "trainer.eval_every=0")
+        trainer.train(settings(None, fragile(2, names[0]), *quick), Path(folder) / "run")
+    trainer.leave_ranks()
