@@ -142,19 +142,16 @@ def main(epochs: int) -> None:
                         parts = accelerator.gradient_accumulation_steps * world
                         accelerator.backward(loss.loss_sum * parts / kept.clamp(min=1))
                         if accelerator.sync_gradients:
-                            accelerator.clip_grad_norm_(transformer.parameters(), 1.0)
+                            grad_norm = accelerator.clip_grad_norm_(transformer.parameters(), 1.0)
                         optimizer.step()
                         optimizer.zero_grad()
                     metrics = metrics.merge(loss.metrics)
 
         # + Sums of all processes, exact, by one collective and one copy to the host.
-        logged = metrics.across_ranks().compute() | {"reward": rewards.mean().item()}
-        names = (
-            "reward",
-            "rollout_corr/logprob_abs_diff_mean",
-            "rollout_corr/rollout_is_mean",
-            "actor/ppo_kl",
-        )
+        logged = metrics.across_ranks().compute()
+        logged |= {"reward": rewards.mean().item(), "grad_norm": grad_norm.item()}
+        gap = ("rollout_corr/logprob_abs_diff_mean", "rollout_corr/rollout_is_mean")
+        names = ("reward", *gap, "actor/ppo_kl", "grad_norm")
         accelerator.print(f"epoch {epoch}: " + "  ".join(f"{name} {logged[name]:.6g}" for name in names))
     accelerator.end_training()
 

@@ -3,10 +3,12 @@
 verl-omni is not on PyPI. This follows version 0.2, as read in these files and commits of
 https://github.com/verl-project/verl-omni: `trainer/diffusion/rollout_correction.py` 01ed447, `diffusion_algos.py`
 073521e and `v1/trainer_base.py` 0318e04 beside it, `workers/utils/losses.py` 92d2e23,
-`workers/engine/fsdp/diffusers_impl.py` 04e7572 and `pipelines/schedulers/flow_match_sde.py` 39809f6. Its own
-`algorithm.rollout_correction` calls verl's helper; to let flowcorr do it instead, set `rollout_is` and `rollout_rs` to
-null there, leave `bypass_mode` as it is to be, and set `actor_rollout_ref.rollout.calculate_log_probs=true`. Then hand
-the batch over before the update, in a subclass of its trainer:
+`workers/engine/fsdp/diffusers_impl.py` 04e7572 and `pipelines/schedulers/flow_match_sde.py` 39809f6.
+
+Its own `algorithm.rollout_correction` calls verl's helper. To let flowcorr correct instead, set `rollout_is` and
+`rollout_rs` to null there, `bypass_mode` as in flowcorr's configuration, and
+`actor_rollout_ref.rollout.calculate_log_probs=true`; then hand the batch over before the update, in a subclass of its
+trainer:
 
     class Trainer(PolicyGradientDiffusionTrainerV1Sync):
         def _update_actor(self, data):
@@ -15,8 +17,8 @@ the batch over before the update, in a subclass of its trainer:
             output.meta_info["metrics"].update(metrics)
             return output
 
-For the losses, name a module that calls `register_losses()` in `actor_rollout_ref.model.external_lib`, which every
-worker imports.
+For the losses, write a module that calls `register_losses()`, and name it in `actor_rollout_ref.model.external_lib`,
+which every worker imports.
 
 Its log-probs are mean-pooled per step, as flowcorr's are. Those of `sde_type=cps` lack `1 / (2 s^2)` and the
 normaliser: they are no log-densities, and weights, bands and metrics have no unit there.

@@ -30,6 +30,5 @@ def test_two_processes_train_as_one_does():
         assert 1e-6 < one["rollout_corr/logprob_abs_diff_mean"] < 1e-2  # bfloat16 against float32
         assert one["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-2)
         assert one["actor/ppo_kl"] != 0  # the second update of an epoch sees what the first has moved
-        # Averages of the processes' own means would agree to a tenth at best.
         assert one == pytest.approx(two, rel=1e-3)
     assert alone[0]["reward"] != alone[1]["reward"]
