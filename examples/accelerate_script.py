@@ -1,7 +1,7 @@
 """FlowGRPO with accelerate in one script, as such scripts are written, with flowcorr's measurement and correction.
 
     python examples/accelerate_script.py --epochs 5
-    accelerate launch --cpu --num_processes 2 examples/accelerate_script.py --epochs 5
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_script.py --epochs 5    # without a GPU too
 
 Sampling runs under bfloat16 autocast, training in float32. `# +` heads each statement that flowcorr adds to such a
 script: the recomputed log-probs, the correction, and a loss that takes its outcome. One process and two print the
@@ -75,7 +75,7 @@ def compute_log_prob(transformer, batch, j, sigmas):
 
 
 def main(epochs: int) -> None:
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     total = len(PROMPTS) * MEMBERS
     if total % (BATCH * UPDATES * world):
@@ -152,7 +152,7 @@ def main(epochs: int) -> None:
         logged |= {"reward": rewards.mean().item(), "grad_norm": grad_norm.item()}
         gap = ("rollout_corr/logprob_abs_diff_mean", "rollout_corr/rollout_is_mean")
         names = ("reward", *gap, "actor/ppo_kl", "grad_norm")
-        accelerator.print(f"epoch {epoch}: " + "  ".join(f"{name} {logged[name]:.6g}" for name in names))
+        accelerator.print(f"epoch {epoch}, {world} processes: " + "  ".join(f"{name} {logged[name]:.6g}" for name in names))
     accelerator.end_training()
 
 

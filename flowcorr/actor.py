@@ -419,19 +419,22 @@ class DiffusionActor:
         else:
             from huggingface_hub import save_torch_state_dict
 
-            (folder / "transformer").mkdir()
+            (folder / "transformer").mkdir(parents=True, exist_ok=True)
             (folder / "transformer" / self.transformer.config_name).write_text(self._architecture)
             save_torch_state_dict(dict(tensors), folder / "transformer", filename_pattern=WEIGHTS)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Evaluate under the averaged weights, where there are any."""
-        if self.ema is None:
+        with contextlib.nullcontext() if self.ema is None else self.under(self.ema):
             yield
-            return
+
+    @contextlib.contextmanager
+    def under(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Score under other weights; the present ones come back bit for bit, after an exception too."""
         current = self.snapshot().tensors
-        self.load_weights(self.ema)
         try:
+            self.load_weights(tensors)
             yield
         finally:
             self.load_weights(current)

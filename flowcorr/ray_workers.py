@@ -357,7 +357,7 @@ class Cluster:
                 "_system_config": {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True},
             }
         try:
-            with _own_signal_handlers():
+            with _own_signal_handlers(), _deaf_to_sigterm():
                 ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             self.close()
@@ -498,3 +498,16 @@ def _own_signal_handlers() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _deaf_to_sigterm() -> Iterator[None]:
+    """Start processes that a SIGTERM to the whole process group, as by `timeout` or a scheduler, does not end.
+
+    The trainer still needs them: for the step in flight, and because Ray ends a process that has lost its node.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

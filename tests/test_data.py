@@ -167,6 +167,15 @@ def test_stream_does_not_depend_on_batches_or_interruption(sizes, position, seed
     assert resumed.position == position + sum(sizes)
 
 
+@given(position=st.integers(0, 30), skip=st.integers(0, 30), n=st.integers(0, 12))
+def test_a_peek_is_what_will_be_dealt(position, skip, n):
+    stream = PromptStream(PROMPTS, seed=3, position=position)
+    ahead = stream.peek(n, skip=skip)
+    assert stream.position == position
+    stream.next(skip)
+    assert stream.next(n) == ahead
+
+
 def test_empty_stream_is_refused():
     with pytest.raises(ConfigError, match="at least one prompt"):
         PromptStream((), seed=0)

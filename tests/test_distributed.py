@@ -175,6 +175,6 @@ def test_one_rank_alone_waits_for_nobody():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
     talk(Path(sys.argv[2])) if sys.argv[1] == "talk" else stop_answering(sys.argv[1])
     dist.destroy_process_group()

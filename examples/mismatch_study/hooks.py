@@ -87,10 +87,13 @@ class StepMeanWeights:
     """
 
     def __init__(self, actor: DiffusionActor) -> None:
-        self._actor = actor
+        object.__setattr__(self, "_actor", actor)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._actor, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._actor, name, value)
 
     def update(self, batch: ActorBatch, **settings: Any) -> Metrics:
         """See `DiffusionActor.update`."""

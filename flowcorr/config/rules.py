@@ -93,6 +93,11 @@ def _check_auto_mode(config: Config) -> None:
             f"{key} measures noise against the clip range, and actor.clip_center={actor.clip_center!r} moves that by "
             "what bypass mode alone sees; set clip_center: none, or bypass_mode: true"
         )
+    if actor.old_policy == "behaviour" and config.rollout.lag:
+        raise ConfigError(
+            f"{key} compares the noise of both modes, and actor.old_policy='behaviour' leaves staleness out of it in "
+            "one of them; set old_policy: current, or bypass_mode: false"
+        )
 
 
 def _check_log_probs(config: Config) -> None:
@@ -141,6 +146,7 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     yield from _unused_by_model(config)
     yield from _unused_by_loss(config)
     yield from _unused_by_placement(config)
+    yield from _unused_by_staleness(config)
     sampling, data = config.sampling, config.data
     if sampling.sde_type != "cps":
         yield "sampling.cps_unscaled", f"it belongs to sde_type=cps, and sde_type={sampling.sde_type}"
@@ -174,6 +180,19 @@ def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
         yield "rollout.scheduling", "rollout.placement=local has no workers"
     if "ray" not in placements.values():
         yield "rollout.ray_address", "neither rollout.placement nor reward.placement is ray"
+
+
+def _unused_by_staleness(config: Config) -> Iterator[tuple[str, str]]:
+    correction = config.algorithm.rollout_correction
+    if not config.rollout.lag:
+        reason = "rollout.staleness=0 and rollout.max_staleness=0 leave no weights but the current ones to sample with"
+        yield "rollout.drift_every", reason
+        yield "actor.old_policy", reason
+        return
+    if correction is None:
+        yield "rollout.drift_every", f"{_CORRECTION}=null measures nothing"
+    elif correction.bypass_mode is True:
+        yield "actor.old_policy", "in bypass mode the rollout's own log-probs are the old ones"
 
 
 def _unused_by_loss(config: Config) -> Iterator[tuple[str, str]]:

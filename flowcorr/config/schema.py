@@ -147,6 +147,8 @@ class RolloutConfig:
         dtype: dtype of the engine's weights and arithmetic.
         emulate: weights rounded to this format before sampling, to produce a real mismatch on any machine.
         staleness: the engine samples with the weights of this many training steps ago, to study that.
+        drift_every: where weights are stale, training steps between measurements of what is theirs of the gap, and what
+            is the engine's, see `trainer.drift`; each costs a recompute pass (two in bypass mode); 0 is off.
         prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images a prompt.
         batch_size: images a forward pass; null samples all of a step at once. With `placement: ray` also what a worker
@@ -167,6 +169,7 @@ class RolloutConfig:
     dtype: Dtype = "float32"
     emulate: Literal["none", "fp8", "int8", "int4"] = "none"
     staleness: int = 0
+    drift_every: int = 10
     prompts_per_step: int = 8
     n: int = 12
     batch_size: int | None = None
@@ -175,6 +178,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _at_least("rollout.staleness", self.staleness, 0)
+        _at_least("rollout.drift_every", self.drift_every, 0)
         _at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
         if self.n < 2:
             raise ConfigError(
@@ -217,6 +221,9 @@ class ActorConfig:
             first on, which may end where the SDE window cannot reach.
         clip_center: what the log-ratio is taken relative to before it is clipped: `drift`, in bypass mode, its mean
             at the same step before anything was learned, see `ClipCenter`; `none` leaves it.
+        old_policy: what decoupled mode recomputes old log-probs under: the `current` weights, or those that sampled,
+            the `behaviour`. The ratio then starts at what was learned since, and the correction is left the engine's
+            part of the gap.
         ratio_level: what the ratio is taken over: one step, or the window's mean or sum.
         adv_clip_max: advantages are clamped to +- this.
         kl_threshold: `flow_dppo` drops terms above this exact KL, nats per latent element.
@@ -240,6 +247,7 @@ class ActorConfig:
     loss_mode: str = "flow_grpo"
     clip_ratio: float | tuple[float, ...] = 1e-3
     clip_center: Literal["none", "drift"] = "none"
+    old_policy: Literal["current", "behaviour"] = "current"
     ratio_level: Literal["step", "trajectory_mean", "trajectory_sum"] = "step"
     adv_clip_max: float = 5.0
     kl_threshold: float = 1e-6

@@ -17,10 +17,10 @@ from torch import Tensor
 from flowcorr.correction.bounds import Criterion
 from flowcorr.correction.columns import Columns, Names, Spec
 from flowcorr.correction.columns import layout as columns_layout
-from flowcorr.correction.ratios import EXPONENT_BOUND, above, below, bounded_expm1
+from flowcorr.correction.ratios import EXPONENT_BOUND, above, below, bounded_expm1, log_ratios
 from flowcorr.correction.rejection import Verdict
 from flowcorr.correction.weights import Weights
-from flowcorr.metrics import Layout
+from flowcorr.metrics import Layout, Metrics
 
 _DRIFT: tuple[Spec, ...] = (
     ("kl", "mean", ("k1/terms", "n/terms")),
@@ -43,6 +43,8 @@ _DRIFT: tuple[Spec, ...] = (
     ("clip_noise_fraction", "mean", ("clipped/terms", "n/terms")),
     ("nonfinite_fraction", "mean", ("nonfinite/all", "masked_on/all")),
 )
+# The size of a drift, of those.
+SIZES = ("kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max", "exact_kl")
 _WEIGHTS: tuple[Spec, ...] = (
     ("rollout_is_mean", "mean_plus_one", ("weight/terms", "n/terms")),
     ("rollout_is_std", "std", ("weight/terms", "weight^2/terms", "n/terms")),
@@ -164,6 +166,37 @@ def add_drift(columns: Columns, excess: Tensor) -> None:
     columns.add("rollout_log_ppl", rollout_nll, "samples")
     columns.add_all("masked_on", ratios.num_masked_on)
     columns.add_all("nonfinite", ratios.num_masked_on - ratios.num_valid)
+
+
+def drift_metrics(
+    target_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    *,
+    mask: Tensor | None = None,
+    step_kl: Tensor | None = None,
+    prefix: str,
+) -> Metrics:
+    """How large a drift is, and no more: `SIZES` of it under `prefix`; of no samples, nothing.
+
+    Args:
+        target_log_prob, rollout_log_prob: `[B, T]`, nats per latent element.
+        mask: `[B, T]`, nonzero where a term counts; None for everywhere.
+        step_kl: `[B, T]`, exact KL of each step a latent element, where known.
+        prefix: of the names.
+    """
+    if not len(target_log_prob):
+        return Metrics()
+    ratios = log_ratios(target_log_prob, rollout_log_prob, mask, step_kl)
+    columns = Columns(ratios)
+    add_drift(columns, bounded_expm1(ratios.delta))
+    if ratios.step_kl is not None:
+        columns.add_steps("exact_kl", ratios.step_kl)
+    return Metrics({_sizes_layout(columns.names(), prefix): columns.pack(None, 0)})
+
+
+@lru_cache(maxsize=64)
+def _sizes_layout(names: Names, prefix: str) -> Layout:
+    return columns_layout(names, tuple(spec for spec in _DRIFT if spec[0] in SIZES), 0).prefixed(prefix)
 
 
 def add_exact_kl(columns: Columns, num_elements: int | None, resolution: Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flowcorr.actor import DiffusionActor
+from flowcorr.actor import DiffusionActor, Scores
 from flowcorr.algorithm import centered
 from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig, Config
@@ -37,7 +37,8 @@ from flowcorr.losses import UNCLIPPED, clip_by_term
 from flowcorr.models import DTYPES, load_family
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import ActorBatch, Rollout
-from flowcorr.rollout import RolloutEngine
+from flowcorr.rollout import RolloutEngine, Weights
+from flowcorr.trainer.drift import behaviour_scores
 from flowcorr.trainer.setup import build_engine, choose_device
 
 NUM_BATCHES = 2
@@ -139,7 +140,8 @@ class AuditReport:
         clip_limit: how far its ratio may be from 1, at all steps or by step index; None where it has no such limit.
         staleness: training steps that the engine lags behind.
         joint_nats: mean over samples of the exact KL of the whole window, `D` times its sum over steps.
-        precision_nats: the part of it that is there before anything was learned.
+        precision_nats: the same of the engine alone: under the weights that sampled, in the training stack.
+        stale_nats: the same of staleness alone: from those weights to the actor's, both in the training stack.
         outside_clip: share of terms outside the limit, over all steps.
         outliers: share of terms that `step_z` would reject.
         outlier_band: largest distance of a ratio from 1 that is no outlier at any step.
@@ -158,6 +160,7 @@ class AuditReport:
     staleness: int
     joint_nats: float
     precision_nats: float
+    stale_nats: float
     outside_clip: float | None
     outliers: float
     outlier_band: float
@@ -263,7 +266,7 @@ def examine_batches(
     """
     config, seconds = actor.config, _Seconds(actor.device)
     staleness = config.rollout.lag
-    before, gaps, num_elements = None, [], 0
+    gaps, engines, stales, num_elements = [], [], [], 0
     for step, batch in enumerate(texts):
         sample = partial(
             engine.sample, cache(batch), range(len(batch)), training_step=step + 1, with_means=True
@@ -271,16 +274,20 @@ def examine_batches(
         rollout = seconds.timed("rollout", sample).to(actor.device)
         num_elements = rollout.num_elements
         gap = seconds.timed("recompute", partial(score, actor, rollout))
-        before = gap if before is None else before
         if step < staleness:
             _learn_anything(actor, rollout, gap, training_step=step + 1)
             engine.sync(actor.snapshot())
-        else:
-            gaps.append(gap)
+            continue
+        gaps.append(gap)
+        if staleness:
+            of_engine, of_staleness = split(actor, rollout, engine.history)
+            engines.append(of_engine)
+            stales.append(of_staleness)
     whole = Gap.concatenate(gaps)
-    precision = (before if staleness and before is not None else whole).joint_nats(num_elements)
+    precision = Gap.concatenate(engines or gaps).joint_nats(num_elements)
+    stale = Gap.concatenate(stales).joint_nats(num_elements) if stales else 0.0
     cost = Cost(rollout=seconds.fastest("rollout"), recompute=seconds.fastest("recompute"))
-    return _report(config, whole, num_elements, precision, cost)
+    return _report(config, whole, num_elements, precision, stale, cost)
 
 
 def score(actor: DiffusionActor, rollout: Rollout) -> Gap:
@@ -291,8 +298,20 @@ def score(actor: DiffusionActor, rollout: Rollout) -> Gap:
     """
     if rollout.means is None or rollout.stds is None:
         raise BackendError("the rollout engine returns no step means, from which the audit has the exact KL")
-    scores = actor.log_probs(rollout, with_means=True)
+    return _gap(actor.log_probs(rollout, with_means=True), rollout)
+
+
+def split(actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights]) -> tuple[Gap, Gap]:
+    """The parts of the gap that are the engine's and that are of older weights, see `trainer.drift`."""
+    behaviour = behaviour_scores(actor, rollout, history, with_means=True)
+    as_scored = replace(rollout, log_probs=behaviour.log_probs, means=behaviour.means)
+    return _gap(behaviour, rollout), score(actor, as_scored)
+
+
+def _gap(scores: Scores, rollout: Rollout) -> Gap:
     assert scores.means is not None
+    assert rollout.means is not None
+    assert rollout.stds is not None
     if not (scores.log_probs.isfinite() & rollout.log_probs.isfinite()).all():
         raise BackendError(
             "log-probs of the rollout engine or the actor are not finite; flowcorr doctor tells which part is to blame"
@@ -339,7 +358,9 @@ def _learn_anything(actor: DiffusionActor, rollout: Rollout, gap: Gap, *, traini
     actor.update(batch, training_step=training_step)
 
 
-def _report(config: Config, gap: Gap, num_elements: int, precision: float, cost: Cost) -> AuditReport:
+def _report(
+    config: Config, gap: Gap, num_elements: int, precision: float, stale: float, cost: Cost
+) -> AuditReport:
     limit = clip_limit(config.actor)
     distance = ratio_distance(gap, config.actor)
     steps = _steps(gap, distance, limit)
@@ -352,8 +373,7 @@ def _report(config: Config, gap: Gap, num_elements: int, precision: float, cost:
         num_steps=gap.delta.shape[1],
         num_elements=num_elements,
         joint_nats=joint,
-        # Both gaps are of independent causes, so that their squared distances add up.
-        stale_nats=max(joint - precision, 0.0) if config.rollout.lag else 0.0,
+        stale_nats=stale,
         clip_limit=limit,
         clip_by_step=needed,
         window_end=config.sampling.sde_window_range[1],
@@ -372,6 +392,7 @@ def _report(config: Config, gap: Gap, num_elements: int, precision: float, cost:
         staleness=config.rollout.lag,
         joint_nats=joint,
         precision_nats=precision,
+        stale_nats=stale,
         outside_clip=None if limit is None else _share(distance > clip_by_term(limit, gap.step_indices)),
         outliers=outliers,
         outlier_band=band,

@@ -42,7 +42,7 @@ class Facts:
     """What the rules look at; see `AuditReport` for what is not said here.
 
     Attributes:
-        stale_nats: the part of `joint_nats` that older weights explain.
+        stale_nats: joint nats of older weights alone, without the engine's part.
         clip_by_step: clip range that bypass needs, by step index.
         window_end: one more than the last step index that the SDE window can reach.
         recompute_share: of the time of rollout and recompute.

@@ -94,7 +94,8 @@ def facts(report: AuditReport) -> list[str]:
     if report.staleness:
         lines.append(
             f"the engine lags {report.staleness} training steps behind; they were made on random advantages, which "
-            f"stand in for learning ({report.precision_nats:.3g} joint nats before them)"
+            f"stand in for learning: {report.stale_nats:.3g} joint nats are staleness, {report.precision_nats:.3g} the "
+            "engine's"
         )
     return lines
 

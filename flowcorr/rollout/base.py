@@ -34,7 +34,10 @@ class RolloutEngine(Protocol):
 
     @property
     def history(self) -> Sequence[Weights]:
-        """The versions that a stale engine still has to sample with, oldest first, up to the newest."""
+        """The versions that a stale engine still has to sample with, oldest first, up to the newest.
+
+        What sampled a batch is among them until the next `sync`.
+        """
 
     def restore(self, history: Sequence[Weights]) -> None:
         """Put back the `history` of an interrupted run."""

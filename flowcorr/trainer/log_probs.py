@@ -39,7 +39,8 @@ class LoggedTerms:
         rollout_log_probs: under the policy that sampled.
         old_log_probs: of the PPO ratio: recomputed in decoupled mode, the rollout's in bypass.
         current_log_probs: as the update scored the term last, the value that its loss used: with one epoch that of
-            its mini-batch, so that in decoupled mode the first mini-batch's equal the old ones. NaN where not finite.
+            its mini-batch, so that in decoupled mode the first mini-batch's equal the old ones where those are of the
+            current weights (`actor.old_policy`). NaN where not finite.
         advantages: `[B]`, as they were before anything was rejected.
         rewards: `[B]`, as `reward/mean` averages them.
         timesteps, sigmas, sigmas_next, step_indices: of the steps, as in `Rollout`.

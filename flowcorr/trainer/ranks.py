@@ -16,6 +16,7 @@ from flowcorr.trainer.setup import choose_device
 logger = logging.getLogger(__name__)
 
 _SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
+_MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
 
 
 def start_ranks(config: Config) -> None:
@@ -44,6 +45,9 @@ def start_ranks(config: Config) -> None:
             raise ConfigError(
                 f"the {started} ranks of this run cannot meet ({error}); start them with torchrun or accelerate launch"
             ) from error
+        # Processes that this one starts, such as those of a rollout engine, meet elsewhere.
+        for name in [name for name in os.environ if name.startswith(_MEETING)]:
+            del os.environ[name]
     ranks, prompts = distributed.world_size(), config.rollout.prompts_per_step
     if prompts < ranks:
         raise ConfigError(

@@ -30,21 +30,25 @@ _WORKERS = frozenset(
     for section in ("rollout", "reward")
     for key in ("num_workers", "worker_resources", "timeout")
 )
-_MAY_CHANGE = _WORKERS | {"actor.fsdp", "rollout.ray_address", "rollout.scheduling"} | frozenset(
-    f"trainer.{key}"
-    for key in (
-        "total_steps",
-        "eval_every",
-        "save_every",
-        "keep_checkpoints",
-        "image_every",
-        "trackers",
-        "best_metric",
-        "num_threads",
-        "collective_timeout",
-        "doctor",
-        "dump_log_probs",
-        "device",
+_MAY_CHANGE = (
+    _WORKERS
+    | {"actor.fsdp", "rollout.ray_address", "rollout.scheduling"}
+    | frozenset(
+        f"trainer.{key}"
+        for key in (
+            "total_steps",
+            "eval_every",
+            "save_every",
+            "keep_checkpoints",
+            "image_every",
+            "trackers",
+            "best_metric",
+            "num_threads",
+            "collective_timeout",
+            "doctor",
+            "dump_log_probs",
+            "device",
+        )
     )
 )
 

@@ -35,9 +35,7 @@ def build_parts(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Pa
     return built
 
 
-def _build_parts(
-    config: Config, on_event: OnEvent, started: contextlib.ExitStack
-) -> tuple[Parts, PromptSet]:
+def _build_parts(config: Config, on_event: OnEvent, started: contextlib.ExitStack) -> tuple[Parts, PromptSet]:
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     device = choose_device(config.trainer.device)
@@ -88,9 +86,7 @@ def _build_reward(config: Config, on_event: OnEvent) -> Reward:
     )
 
 
-def build_engine(
-    config: Config, actor: DiffusionActor, *, on_event: OnEvent = ignore_event
-) -> RolloutEngine:
+def build_engine(config: Config, actor: DiffusionActor, *, on_event: OnEvent = ignore_event) -> RolloutEngine:
     """The rollout engine that `rollout` asks for; the family's text encoders must still be in place."""
     if config.rollout.placement == "ray":
         return RayPool(config, on_event=on_event)

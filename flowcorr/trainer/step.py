@@ -16,7 +16,6 @@ from flowcorr.algorithm import (
     AutoMode,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
-    needs_old_means,
 )
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream
@@ -29,6 +28,7 @@ from flowcorr.rewards import Reward, RewardOutput, training_scores
 from flowcorr.rewards.ray_pool import RayReward
 from flowcorr.rollout import RolloutEngine
 from flowcorr.trainer.collect import Pending, collect, prefetch, score
+from flowcorr.trainer.drift import measure_drifts, measures_drifts, with_old_scores
 from flowcorr.trainer.log_probs import LoggedTerms, TermRecorder
 from flowcorr.trainer.timing import Stopwatch
 
@@ -103,8 +103,7 @@ def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> Step
         batch = apply_bypass_mode_to_diffusion_batch(batch)
     else:
         with watch("old_log_prob"):
-            scores = actor.log_probs(rollout, with_means=needs_old_means(config))
-            batch = replace(batch, old_log_probs=scores.log_probs, old_means=scores.means)
+            batch = with_old_scores(parts, batch)
         if correction is not None:
             with watch("correction"):
                 batch, corrected = apply_rollout_correction_to_diffusion_batch(
@@ -114,6 +113,10 @@ def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> Step
                     num_steps=config.sampling.num_inference_steps,
                 )
                 metrics = metrics.merge(corrected)
+
+    if measures_drifts(config, step):
+        with watch("drift"):
+            metrics = metrics.merge(measure_drifts(parts, batch))
 
     recorder = None
     if config.trainer.dump_log_probs:

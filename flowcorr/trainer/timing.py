@@ -16,6 +16,8 @@ PHASES = ("rollout", "reward", "old_log_prob", "correction", "update", "sync")
 class Stopwatch:
     """Times named phases; a device is waited for at the end of each, so that its work is counted there.
 
+    Those of `PHASES` always have a time, which may be 0, and any other where it was.
+
     Args:
         on_phase: told of each phase as it begins.
         device: where the work runs.
@@ -34,7 +36,7 @@ class Stopwatch:
         yield
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._seconds[phase] += time.perf_counter() - begin
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def metrics(self, *, num_images: int) -> Metrics:
         """`timing/<phase>` and `timing/step` in seconds, of the slowest rank, and `perf/` of all ranks together.

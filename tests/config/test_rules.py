@@ -8,6 +8,16 @@ AUTO = {"algorithm": {"rollout_correction": {"bypass_mode": "auto"}}}
 REINFORCE = {"algorithm": {"rollout_correction": {"preset": "bypass_pg_is"}}}
 DECOUPLED = {"algorithm": {"rollout_correction": {"preset": "decoupled_seq_is"}}}
 
+ON_RAY = {
+    "rollout": {
+        "placement": "ray",
+        "num_workers": 2,
+        "worker_resources": {"num_gpus": 0.5, "rack": 1},
+        "max_staleness": 1,
+        "scheduling": "0" * 56,
+    }
+}
+STALE = {"rollout": {"staleness": 1, "drift_every": 5}}
 SHARDED = {"actor": {"fsdp": True}, "model": {"lora": {"rank": 0}}}
 QWEN = {"path": "some/pipeline", "family": "qwen_image"}
 
@@ -27,6 +37,7 @@ QWEN = {"path": "some/pipeline", "family": "qwen_image"}
             r"actor\.importance_cap=0\.9 has none; set bypass_mode to true or false",
         ),
         ({**AUTO, "actor": {"clip_center": "drift"}}, r"clip_center='drift' moves that .*; set clip_center: none"),
+        ({**AUTO, **STALE, "actor": {"old_policy": "behaviour"}}, r"'auto' compares .*; set old_policy: current"),
         ({**AUTO, "actor": {"ratio_level": "trajectory_sum"}}, r"ratio_level='trajectory_sum' needs"),
         ({"actor": {"clip_ratio": [0.1, 0.1, 0.1]}}, r"has 3 values for .*num_inference_steps=10; .* the 4 that"),
         ({"actor": {"clip_ratio": [0.1] * 11}}, r"has 11 values for sampling\.num_inference_steps=10"),
@@ -68,6 +79,16 @@ def test_contradictions_between_sections(values, message):
         {**BYPASS, "actor": {"clip_center": "drift"}},
         {**BYPASS, "actor": {"clip_center": "drift", "loss_mode": "grpo_guard"}},
         {**DECOUPLED, "actor": {"clip_center": "none"}},
+        {**DECOUPLED, **STALE, "actor": {"old_policy": "behaviour"}},
+        {**BYPASS, **STALE},
+        {**AUTO, **STALE},
+        {**ON_RAY, "reward": {"placement": "ray", "num_workers": 2, "worker_resources": {"num_cpus": 1}}},
+        {"reward": {"placement": "ray"}, "rollout": {"ray_address": "auto"}},
+        {
+            "rollout": {"staleness": 1},
+            "actor": {"old_policy": "behaviour"},
+            "algorithm": {"rollout_correction": None},
+        },
     ],
 )
 def test_sound_combinations_are_silent(values):
@@ -91,9 +112,21 @@ def test_sound_combinations_are_silent(values):
         ({**REINFORCE, "actor": {"clip_center": "drift"}}, "actor.clip_center=drift"),
         ({**BYPASS, "actor": {"clip_center": "drift", "loss_mode": "flow_dppo"}}, "actor.clip_center=drift"),
         ({**BYPASS, "actor": {"clip_center": "drift", "loss_mode": "importance_cap"}}, "actor.clip_center=drift"),
+        ({"actor": {"old_policy": "behaviour"}}, "actor.old_policy=behaviour"),
+        ({**BYPASS, **STALE, "actor": {"old_policy": "behaviour"}}, "actor.old_policy=behaviour"),
+        ({**DECOUPLED, "rollout": {"drift_every": 5}}, "rollout.drift_every=5"),
+        ({**STALE, "algorithm": {"rollout_correction": None}}, "rollout.drift_every=5"),
         ({"model": {"lora": {"rank": 0, "alpha": 8}}}, "model.lora.alpha=8.0"),
         ({"data": {"heldout_fraction": 0.5}}, "data.heldout_fraction=0.5"),
         ({"data": {"path": "prompts.txt", "num_train": 5}}, "data.num_train=5"),
+        ({"rollout": {"num_workers": 2}}, "rollout.num_workers=2"),
+        ({"rollout": {"worker_resources": {"num_gpus": 1}}}, "rollout.worker_resources={'num_gpus': 1}"),
+        ({"rollout": {"timeout": 60}}, "rollout.timeout=60.0"),
+        ({"rollout": {"scheduling": "spread"}}, "rollout.scheduling=spread"),
+        ({"rollout": {"ray_address": "auto"}}, "rollout.ray_address=auto"),
+        ({"reward": {"num_workers": 2}}, "reward.num_workers=2"),
+        ({**ON_RAY, "reward": {"timeout": 60}}, "reward.timeout=60.0"),
+        ({"rollout": {"num_workers": 3}, "reward": {"placement": "ray"}}, "rollout.num_workers=3"),
     ],
 )  # fmt: skip
 def test_keys_without_effect_warn(values, key):

@@ -309,9 +309,22 @@ def test_staleness_is_measured_after_something_was_learned(make_config):
     config = small(make_config, rollout={"prompts_per_step": 2, "n": 4, "staleness": 2})
     report = audit(config, num_batches=1)
     assert report.precision_nats < 1e-8
+    assert report.stale_nats == pytest.approx(report.joint_nats, rel=1e-3)
     assert report.joint_nats > rules.NEGLIGIBLE_NATS
     assert report.advice.kind == "correct"
     assert report.num_samples == 8
+
+
+def test_the_engine_and_staleness_are_told_apart(make_config):
+    rollout = {"prompts_per_step": 2, "n": 4}
+    int4 = audit(small(make_config, rollout={**rollout, "emulate": "int4"}), num_batches=1)
+    both = audit(small(make_config, rollout={**rollout, "emulate": "int4", "staleness": 1}), num_batches=1)
+    assert int4.stale_nats == 0
+    assert both.precision_nats == pytest.approx(int4.precision_nats, rel=0.5)  # other weights, other prompts
+    assert rules.NEGLIGIBLE_NATS < both.stale_nats < both.precision_nats / 2
+    assert both.advice.kind == int4.advice.kind == "repair"
+    sides = [math.sqrt(nats) for nats in (both.precision_nats, both.stale_nats, both.joint_nats)]
+    assert max(sides) < sum(sides) - max(sides)  # distances of three policies
 
 
 def test_batches_are_needed(make_config):

@@ -131,8 +131,11 @@ def test_arms_are_known_distinct_and_load(study):
         assert set(arm.references[:1]) <= set(arms)
         settings = config.load(study.run.RECIPE, arm.overrides())
         assert settings.algorithm.rollout_correction is not None
-    assert set(study.run.confirm().arms) <= set(arms)
-    assert not set(study.run.confirm().seeds) & set(study.run.screen().seeds)
+    confirmed = study.run.confirm()
+    assert set(confirmed.arms) <= set(arms)
+    assert all(set(arm.references[:1]) <= set(confirmed.arms) for arm in confirmed.arms)
+    assert len(confirmed.arms) <= 12
+    assert not set(confirmed.seeds) & set(study.run.screen().seeds)
     with pytest.raises(ValueError, match="'fp4' is unknown; choose from fp32, "):
         study.arms.Arm.parse("fp4/two/bypass")
 
@@ -142,6 +145,20 @@ def test_step_means_by_hand(study):
     steps = torch.tensor([[0, 1], [0, 1], [1, 3]])
     expected = torch.tensor([[2.0, 5.0], [2.0, 5.0], [5.0, 8.0]])
     assert torch.equal(study.hooks.step_means(weights, steps), expected)
+
+
+def test_the_control_is_the_actor_but_for_the_weights_of_its_update(study):
+    inner = SimpleNamespace(version=3, update=lambda batch, **settings: (batch.rollout_is_weights, settings))
+    actor = study.hooks.StepMeanWeights(inner)
+    weights, steps = torch.tensor([[1.0, 4.0], [3.0, 6.0]]), torch.tensor([[0, 1], [0, 1]])
+    batch = study.hooks.ActorBatch(
+        rollout=SimpleNamespace(step_indices=steps), advantages=torch.zeros(2), rollout_is_weights=weights
+    )
+    seen, settings = actor.update(batch, training_step=1)
+    assert torch.equal(seen, torch.tensor([[2.0, 5.0], [2.0, 5.0]]))
+    assert settings == {"training_step": 1}
+    actor.version = 4
+    assert inner.version == actor.version == 4
 
 
 def test_wrong_prompts_are_sampled_as_such_and_scored_as_if_right(study):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -37,6 +38,8 @@ SMALL = (
 class Bench:
     """Starts runs of one small recipe, and compares what they leave."""
 
+    SMALL = SMALL
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._whole: dict[tuple[str, ...], Path] = {}
@@ -61,7 +64,12 @@ class Bench:
         command = [sys.executable, *program, "train", "tiny_jpeg_lora", *SMALL, *overrides, "--out", str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
 
     def resume(self, out: Path) -> None:
@@ -130,13 +138,16 @@ def wait_for() -> Callable[..., None]:
 
 
 @pytest.fixture
-def family_of() -> Callable[[int], list[Any]]:
-    """A process, by its id, and all that it has started."""
+def family_of() -> Callable[[int], dict[Any, str]]:
+    """A process, by its id, and all that it has started, with their names."""
     import psutil
 
-    def find(pid: int) -> list[Any]:
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
+    def find(pid: int) -> dict[Any, str]:
+        found = {}
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[process] = process.name()
+        return found
 
     return find
 

@@ -15,7 +15,7 @@ from flowcorr import trainer
 from flowcorr.errors import BackendError
 from flowcorr.trackers.jsonl import read_metrics
 
-OPTIONS = {"timeout": 0.5, "retries": 1, "backoff": 0.01}
+OPTIONS = {"timeout": 1.5, "retries": 1, "backoff": 0.01}
 
 
 class Scorer(ThreadingHTTPServer):
@@ -34,7 +34,7 @@ class Scorer(ThreadingHTTPServer):
         if self.asked not in self.bad:
             return 200, json.dumps({"scores": scores})
         if self.mood == "slow":
-            time.sleep(2)
+            time.sleep(4)
         if self.mood == "null":
             scores[0] = None
         return {
@@ -89,7 +89,7 @@ PLACEMENTS = [
 @pytest.mark.parametrize(
     ("mood", "message"),
     [
-        ("slow", r"did not answer within timeout=0\.5 s \(attempt 2\)"),
+        ("slow", r"did not answer within timeout=1\.5 s \(attempt 2\)"),
         ("error", r"answered status 500: out of memory \(attempt 2\)"),
         ("garbage", r"answered no JSON: '<html>welcome"),
         ("too few", r"answered \d+ numbers in \"scores\" for \d+ images"),

@@ -3,8 +3,11 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -81,7 +84,7 @@ def test_a_worker_that_is_slow_holds_up_nothing_but_itself(bench, ray_cluster, t
 
 
 @pytest.mark.faults
-def test_a_worker_that_hangs_is_replaced(bench, ray_cluster, tmp_path, events):
+def test_a_worker_that_hangs_is_replaced(bench, ray_cluster, tmp_path, events, wait_for):
     def stop(parts):
         os.kill(parts.engine.places[0]["pid"], signal.SIGSTOP)
 
@@ -89,7 +92,9 @@ def test_a_worker_that_hangs_is_replaced(bench, ray_cluster, tmp_path, events):
     bench.assert_same(tmp_path, bench.whole())
     (lost,) = events(tmp_path, "worker_lost")
     assert lost["error"] == "TimeoutError: no answer within rollout.timeout=6 s"
-    assert not psutil.pid_exists(lost["pid"])
+    wait_for(
+        lambda: not psutil.pid_exists(lost["pid"]), 20, "the end of a process that no signal but SIGKILL ends"
+    )
 
 
 @pytest.mark.faults
@@ -127,3 +132,19 @@ def test_where_workers_die_again_and_again_the_run_ends_and_later_goes_on(
     trainer.train(bench.settings(*WORKERS), tmp_path, resume=True)
     bench.assert_same(tmp_path, bench.whole())
     assert [event["step"] for event in events(tmp_path, "resume")] == [3]
+
+
+@pytest.mark.faults
+def test_a_lost_node_is_lost_with_its_worker_alone(bench, tmp_path, events):
+    """Two nodes on this machine; a process of its own, as it joins another cluster than these tests do."""
+    program = Path(__file__).with_name("lose_a_node.py")
+    overrides = [*bench.SMALL, "rollout.placement=ray", "rollout.num_workers=2"]
+    command = [sys.executable, str(program), str(tmp_path), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    bench.assert_same(tmp_path, bench.whole())
+    (lost,) = events(tmp_path, "worker_lost")
+    assert lost["step"] == 1
+    assert [event["task"] for event in events(tmp_path, "shard_retried")] == [lost["task"]]
+    restarted = events(tmp_path, "worker_restarted")  # perhaps after the end of so short a run
+    assert all(event["node"] != lost["node"] for event in restarted)

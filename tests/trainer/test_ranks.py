@@ -51,6 +51,7 @@ CASES = {
     ),
     "grpo_guard": (
         "rollout.staleness=1",
+        "rollout.drift_every=1",
         "actor.loss_mode=grpo_guard",
         "actor.fold_steps=false",
         "actor.kl_coef=0.01",
@@ -81,6 +82,9 @@ CASES["fsdp"] = (*CASES["full"], "actor.fsdp=true")
 CASES["fsdp, apart"] = (
     *CASES["fsdp"],
     "rollout.emulate=int8",
+    "rollout.staleness=1",
+    "rollout.drift_every=1",
+    "actor.old_policy=behaviour",
     "actor.fold_steps=false",
     "actor.mini_batches=3",
     "actor.gradient_checkpointing=true",
@@ -88,7 +92,7 @@ CASES["fsdp, apart"] = (
     OWN,
 )
 SOME = ("decoupled", "dropped", "fsdp")
-CONTINUED = ("decoupled", "fsdp, apart")  # on another number of ranks
+CONTINUED = ("grpo_guard", "fsdp, apart")  # on another number of ranks
 SLOW = tuple(case for case in CASES if case not in SOME)
 
 
@@ -294,6 +298,6 @@ if __name__ == "__main__":
         if set(names) == set(SOME):
             endings(Path(folder))
     else:
-        quick = ("trainer.collective_timeout=8", "trainer.eval_every=0")
+        quick = ("trainer.collective_timeout=20", "trainer.eval_every=0")
         trainer.train(settings(None, fragile(2, names[0]), *quick), Path(folder) / "run")
     trainer.leave_ranks()

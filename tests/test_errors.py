@@ -1,0 +1,23 @@
+import pickle
+
+import pytest
+
+from flowcorr import errors
+from flowcorr.errors import FlowcorrError, MissingExtraError
+
+EXAMPLES = [
+    kind("the key is wrong")
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, FlowcorrError) and kind is not MissingExtraError
+]
+EXAMPLES += [
+    MissingExtraError("reward ocr", "rapidocr-onnxruntime", "ocr"),
+    MissingExtraError("reward ocr", "rapidocr-onnxruntime", "ocr", ImportError("libGL.so.1: cannot open")),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_errors_travel_from_workers_as_they_are(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
