@@ -38,6 +38,7 @@ from flowcorr.rewards.ray_pool import RayReward
 from flowcorr.rollout.ray_pool import RayPool
 from flowcorr.trackers.jsonl import METRICS_FILE, read_metrics
 from flowcorr.trainer.step import Parts
+from flowcorr.trainer.timing import PHASES
 
 # Simulation ----------------------------------------------------------------------------------------------
 
@@ -47,10 +48,11 @@ class Setup:
     """A cluster and its work; times in seconds. Defaults: Qwen-Image, LoRA, images of 512 x 512, on 80 GB GPUs.
 
     Attributes:
-        engines: GPUs that sample, one engine each.
-        ranks: GPUs that train.
+        engines: GPUs that sample, one engine each; `simulate` tries all.
+        ranks: GPUs that train; `simulate` tries all.
         shared_pool: every engine serves all ranks; else each rank has a pool of its own, as the trainer does it.
-        max_staleness: as `rollout.max_staleness`.
+            `simulate` tries both.
+        max_staleness: as `rollout.max_staleness`; `simulate` tries several.
         prompts: a step, a rollout shard each. Assumption: eight times the 32 x 16 images that are published for 4 GPUs
             (verl-omni, docs/algo/performance.md), so that 512 GPUs have work.
         rollout_seconds: mean time of a shard. Source: verl-omni pull request 489, 100 s for 32 prompts on 4 GPUs.
@@ -68,8 +70,8 @@ class Setup:
         steps: training steps to simulate.
     """
 
-    engines: int = 32
-    ranks: int = 32
+    engines: int = 1
+    ranks: int = 1
     shared_pool: bool = False
     max_staleness: int = 0
     prompts: int = 256
@@ -519,7 +521,7 @@ def measure(recipe: str, steps: int) -> dict[str, dict[str, Any]]:
     """Train every arm for a few steps.
 
     Returns:
-        By arm: `median` and `mean` of `timing/*`, `prompts` and `max_staleness`; of workers also `shard_mean` and
+        By arm: `median` and `mean` of each `timing/*`, `prompts` and `max_staleness`; of workers also `shard_mean` and
         `shard_sigma`, of the log, and `score_mean`, for a prompt. Seconds.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -532,20 +534,18 @@ def measure(recipe: str, steps: int) -> dict[str, dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             workers = run_arm(arm, recipe, keys, kept, Path(folder) / "run")
             records = read_metrics(Path(folder) / "run" / METRICS_FILE)
-        records = [record for record in records if record["step"] in kept]
-        timings = sorted(name for name in records[0] if name.startswith("timing/"))
+        timings = {
+            name: [record[f"timing/{name}"] for record in records if record["step"] in kept]
+            for name in ("step", *PHASES)
+        }
         found[arm] = {
-            **{
-                how.__name__.removeprefix("f"): {
-                    name: how(record[name] for record in records) for name in timings
-                }
-                for how in (statistics.median, statistics.fmean)
-            },
+            "median": {name: statistics.median(values) for name, values in timings.items()},
+            "mean": {name: statistics.fmean(values) for name, values in timings.items()},
             **workers,
             "prompts": settings.rollout.prompts_per_step,
             "max_staleness": ahead,
         }
-        print(f"{arm}: {found[arm]['median']['timing/step']:.2f} s a step", file=sys.stderr, flush=True)
+        print(f"{arm}: {found[arm]['median']['step']:.2f} s a step", file=sys.stderr, flush=True)
     return found
 
 
@@ -593,7 +593,7 @@ def watch(pool: WorkerPool, seconds: list[float], counts: Callable[..., bool]) -
 def as_setup(arm: str, source: str, measured: Mapping[str, Mapping[str, Any]]) -> Setup:
     """An arm as the simulation sees it, with the times of its parts as they were in the arm `source`."""
     parts, prompts = measured[source], measured[arm]["prompts"]
-    seconds = {name.removeprefix("timing/"): value for name, value in parts["mean"].items()}
+    seconds = parts["mean"]
     at_once = math.ceil(prompts / (2 if source == "2 ranks" else 1))  # prompts of a rank
     return Setup(
         engines=1 if arm == "1 process" else 2,
@@ -620,8 +620,8 @@ def validation(measured: Mapping[str, Mapping[str, Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     for arm, parts in measured.items():
-        step = parts["mean"]["timing/step"]
-        cells = [f"{3600 / parts['median']['timing/step']:.0f}", f"{step:.2f}"]
+        step = parts["mean"]["step"]
+        cells = [f"{3600 / parts['median']['step']:.0f}", f"{step:.2f}"]
         for source in (arm, "1 process"):
             setup = as_setup(arm, source, measured)
             simulated = statistics.fmean(simulate(setup, seed).step_seconds for seed in range(SEEDS))

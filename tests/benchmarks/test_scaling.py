@@ -125,10 +125,9 @@ def test_splits_use_all_gpus_and_alternating_takes_turns():
 
 def test_a_measured_arm_becomes_a_setup():
     phases = {"rollout": 8.0, "reward": 4.0, "old_log_prob": 1.0, "correction": 0.0, "update": 3.0}
-    timings = {f"timing/{name}": value for name, value in {**phases, "sync": 0.5}.items()}
 
     def arm(step):
-        mean = {**timings, "timing/step": step}
+        mean = {**phases, "sync": 0.5, "step": step}
         return {"mean": mean, "median": mean, "prompts": 4, "max_staleness": 0}
 
     measured = {"1 process": arm(16.5), "2 ranks": arm(8.5)}
@@ -168,6 +167,7 @@ def test_the_sweep_is_told_and_drawn(tmp_path, monkeypatch):
     found = scaling.sweep(setup)
     rows = scaling.table(found).splitlines()
     assert len(rows) == 4 + 1 + 2 * len(scaling.STALENESS)
-    assert all(" · 8:8 · " in row or ":4 · " in row or ":3 · " in row or ":5 · " in row for row in rows[4:])
+    assert " · 8:8 · " in rows[4]
+    assert all(sum(map(int, row.split(" · ")[1].split(":"))) == 8 for row in rows[5:])
     scaling.draw(setup, found, tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").stat().st_size > 20_000
