@@ -136,7 +136,7 @@ class RolloutConfig:
             only choice for `model.lora.rank: 0`). The rest passes through to it, such as `tensor_parallel_size`,
             `quantization`, `diffusion_attention_config`, `gpu_memory_utilization` or `enable_sleep_mode`.
         placement: `local` samples in the trainer's process; `ray` in workers of their own, each with its own engine.
-        num_workers: rollout workers.
+        num_workers: rollout workers of each training rank.
         worker_resources: what Ray reserves for each, such as `{num_cpus: 1, num_gpus: 1}` or resources of your own; a
             worker computes on a GPU if it has one here.
         ray_address: the Ray cluster to join; null takes `RAY_ADDRESS`, and without that starts a local cluster.
@@ -334,7 +334,7 @@ class RewardConfig:
         on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
         placement: `local` scores in the trainer's process; `ray` in workers, which begin with the first images. Each
             image is then scored beside a few others, and not with all of its step.
-        num_workers: reward workers; each has the whole reward.
+        num_workers: reward workers of each training rank; each has the whole reward.
         worker_resources: what Ray reserves for each, as in `rollout.worker_resources`.
         timeout: seconds that a worker may take for what it is given at a time; it then counts as hung.
     """

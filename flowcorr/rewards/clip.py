@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError
 from flowcorr.rewards.options import check_choice, check_whole
 
@@ -94,7 +95,7 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
     """
     from transformers import AutoModel, AutoProcessor, CLIPModel
 
-    where = _device(reward, device)
+    where = named_device(f"reward {reward}: device", device)
     try:
         # Pillow resizes alike on every machine, whether torchvision is there or not.
         loaded = AutoProcessor.from_pretrained(processor, backend="pil")
@@ -120,20 +121,6 @@ def check_clip_options(reward: str, dtype: str, batch_size: int) -> None:
     """Check the options that all rewards on CLIP share."""
     check_choice(reward, "dtype", dtype, list(DTYPES))
     check_whole(reward, "batch_size", batch_size, 1)
-
-
-def _device(reward: str, name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"reward {reward}: device={name!r} cannot be used here ({reason}); use auto, cpu or cuda"
-        ) from error
-    return device
 
 
 def _batches(items: Any, batch_size: int) -> Iterator[Any]:

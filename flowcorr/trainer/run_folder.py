@@ -32,7 +32,7 @@ _WORKERS = frozenset(
 )
 _MAY_CHANGE = (
     _WORKERS
-    | {"actor.fsdp", "rollout.ray_address", "rollout.scheduling"}
+    | {"actor.fsdp", "rollout.ray_address", "rollout.scheduling", "rollout.drift_every"}
     | frozenset(
         f"trainer.{key}"
         for key in (

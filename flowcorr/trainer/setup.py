@@ -10,6 +10,7 @@ from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
+from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError
 from flowcorr.models import DTYPES, load_family
 from flowcorr.models.prompt_cache import PromptCache
@@ -105,14 +106,7 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ConfigError: torch knows no such device, this machine lacks it, or it is one for several ranks.
     """
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"trainer.device={name!r} cannot be used here ({reason}); use auto, cpu or cuda"
-        ) from error
+    device = named_device("trainer.device", name)
     if device.type == "cuda" and distributed.world_size() > 1:
         if device.index is not None:
             raise ConfigError(

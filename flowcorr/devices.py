@@ -1,0 +1,26 @@
+"""Devices by the names that configurations give them."""
+
+from __future__ import annotations
+
+import torch
+
+from flowcorr.errors import ConfigError
+
+
+def named_device(key: str, name: str) -> torch.device:
+    """The torch device called `name`; `auto` takes CUDA if there is any.
+
+    Args:
+        key: the configuration key that named it, for messages.
+        name: `auto`, or what `torch.device` takes.
+
+    Raises:
+        ConfigError: torch knows no such device, or this machine lacks it.
+    """
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{key}={name!r} cannot be used here ({reason}); use auto, cpu or cuda") from error
+    return device
