@@ -127,10 +127,13 @@ class WorkerPool:
             self._options = _actor_options(section, num_workers, resources, scheduling)
             if self._cluster.local:
                 _check_resources(section, num_workers, resources)
+            logger.info("starting %d %s workers", num_workers, section)
+            begin = time.monotonic()
             for worker in self._workers:
                 self._launch(worker)
             for worker in self._workers:
                 self._await_start(worker)
+            logger.info("the %s workers are ready after %.0f s", section, time.monotonic() - begin)
         except BaseException:
             self.close()
             raise

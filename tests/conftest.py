@@ -35,6 +35,24 @@ torch.set_num_threads(1)
 settings.register_profile("flowcorr", deadline=None, derandomize=True)
 settings.load_profile("flowcorr")
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `-n` keep tests together that share what is costly to start, as `--dist loadgroup` does."""
+    if config.getoption("dist", "no") == "load":
+        config.option.dist = "loadgroup"
+    if hasattr(config, "workerinput"):  # one of the processes that `-n` starts, which know nothing of that
+        config.option.loadgroup = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One process is to start the Ray cluster, and to run all tests that use it."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if "ray_cluster" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"path": "tiny_ocr", "max_sequence_length": 8},
     "sampling": {

@@ -23,6 +23,11 @@ class Tasks:
         time.sleep(seconds)
         return os.getpid()
 
+    def threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
     def pair(self, value: object) -> tuple[object, object]:
         return value, [value]
 
@@ -53,7 +58,7 @@ def broken() -> None:
     raise RuntimeError("no such model")
 
 
-def brightness(images: np.ndarray, prompts: list, dark: float = -1.0) -> np.ndarray:
+def brightness(images: np.ndarray, prompts: list, dark: float = -1.0, api_key: str = "") -> np.ndarray:
     """A reward that raises where an image is darker than `dark`."""
     scores = images.mean(axis=(1, 2, 3))
     if (scores < dark).any():

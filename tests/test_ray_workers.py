@@ -206,6 +206,12 @@ def test_close_ends_workers_at_work():
     wait_for(lambda: not runs(place["pid"]))
 
 
+def test_workers_keep_to_their_number_of_threads():
+    pool = start(num_workers=1, num_threads=3)
+    assert value(pool.submit("a count", "threads")) == 3
+    pool.close()
+
+
 def test_a_node_may_be_chosen(pool):
     node = pool.places[0]["node"]
     chosen = start(num_workers=1, scheduling=node)

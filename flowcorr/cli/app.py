@@ -154,8 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))  # of several that a launcher started: the first speaks for all
     level = logging.ERROR if rank else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-    # A large engine loads for minutes.
-    logging.getLogger("flowcorr.rollout").setLevel(logging.ERROR if rank else logging.INFO)
+    for name in ("flowcorr.rollout", "flowcorr.ray_workers"):  # a large engine loads for minutes
+        logging.getLogger(name).setLevel(logging.ERROR if rank else logging.INFO)
     with warnings.catch_warnings():
         warnings.showwarning = _show_no_warning if rank else _show_warning
         try:

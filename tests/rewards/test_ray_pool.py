@@ -6,6 +6,7 @@ import signal
 import time
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,6 +132,24 @@ def test_errors_that_are_no_samples_fault_come_through(start, images):
 def test_a_reward_that_cannot_be_built_is_an_error_at_once(start, term, message):
     with pytest.raises(ConfigError, match=message):
         start(terms=(term,), gold=())
+
+
+def test_secrets_of_options_reach_no_log(ray_cluster, start, images, prompts):
+    options = {"dark": 20.0, "api_key": "s3cret-t0ken"}
+    reward = start(terms=(RewardTerm(name="ray_tasks:brightness", options=options),), gold=())
+    images[2] = 0
+    with pytest.raises(BackendError, match="failed on sample 2") as caught:
+        score_batch(reward, images, prompts)
+    os.kill(reward.places[0]["pid"], signal.SIGKILL)
+    score_batch(reward, images[:2], prompts[:2])
+    assert "s3cret" not in str(caught.value)
+    logs = [path for path in Path(session_folder(ray_cluster)).rglob("*") if path.is_file()]
+    assert len(logs) > 5
+    assert [path for path in logs if b"s3cret" in path.read_bytes()] == []
+
+
+def session_folder(ray):
+    return ray._private.worker._global_node.get_session_dir_path()
 
 
 def sampled(ray, images):

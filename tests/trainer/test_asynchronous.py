@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowcorr import config, trainer
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import Silent, checkpoint
 from flowcorr.trainer.events import read_events
@@ -130,6 +130,7 @@ def test_resumed_after_a_kill_samples_again_what_was_in_flight(runs, tmp_path):
     assert kinds(folder) == [*kinds(runs / "killed"), ("resume", 3), ("checkpoint", 6), ("end", 6)]
 
 
+@pytest.mark.faults
 def test_a_signal_ends_a_run_with_a_checkpoint_and_without_workers(runs, tmp_path):
     settings = small_config(*AHEAD)
     stop = AtPhase(4, "rollout", lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -140,6 +141,26 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_without_workers(runs, tmp_pat
     assert trainer.train(settings, tmp_path / "run", resume=True).status == "finished"
     assert records(tmp_path / "run") == records(runs / "ahead")
     assert_same_weights(tmp_path / "run", runs / "ahead", 6)
+
+
+def test_a_run_ahead_is_evaluated_without_workers(runs):
+    chosen, evaluation = trainer.evaluate_run(runs / "ahead", which="last")
+    assert chosen.name == "step_000006"
+    assert evaluation.metrics["eval/reward"] == records(runs / "ahead")[-1]["eval/reward"]
+
+
+@pytest.mark.faults
+def test_resume_takes_other_workers_and_no_other_bound(runs, tmp_path):
+    folder = shutil.copytree(runs / "ahead", tmp_path / "run")
+    changed = (
+        *AHEAD,
+        "rollout.num_workers=1",
+        "rollout.worker_resources={num_cpus: 0.5}",
+        "reward.timeout=60",
+    )
+    assert trainer.train(small_config(*changed), folder, resume=True).status == "finished"
+    with pytest.raises(ConfigError, match="rollout.max_staleness was 2, now 1"):
+        trainer.train(small_config(*WORKERS, "rollout.max_staleness=1"), folder, resume=True)
 
 
 def wait_until_workers_are_gone():
