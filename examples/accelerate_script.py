@@ -152,7 +152,9 @@ def main(epochs: int) -> None:
         logged |= {"reward": rewards.mean().item(), "grad_norm": grad_norm.item()}
         gap = ("rollout_corr/logprob_abs_diff_mean", "rollout_corr/rollout_is_mean")
         names = ("reward", *gap, "actor/ppo_kl", "grad_norm")
-        accelerator.print(f"epoch {epoch}, {world} processes: " + "  ".join(f"{name} {logged[name]:.6g}" for name in names))
+        accelerator.print(
+            f"epoch {epoch}, {world} processes: " + "  ".join(f"{name} {logged[name]:.6g}" for name in names)
+        )
     accelerator.end_training()
 
 

@@ -127,7 +127,7 @@ class WorkerPool:
             self._options = _actor_options(section, num_workers, resources, scheduling)
             if self._cluster.local:
                 _check_resources(section, num_workers, resources)
-            logger.info("starting %d %s workers", num_workers, section)
+            logger.info("starting %s workers: %d", section, num_workers)
             begin = time.monotonic()
             for worker in self._workers:
                 self._launch(worker)

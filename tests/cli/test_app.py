@@ -8,7 +8,10 @@ from flowcorr.cli import main
 from flowcorr.config import load
 from flowcorr.correction import PRESETS
 
-COMMANDS = [["train"], ["eval"], ["doctor"], ["lab"], ["report"], ["config"], ["presets"], ["tiny"], ["tiny", "train"]]
+COMMANDS = [
+    name.split()
+    for name in ("train", "eval", "doctor", "lab", "report", "config", "presets", "tiny", "tiny train")
+]
 
 
 def run(capsys, *arguments):
