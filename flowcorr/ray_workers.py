@@ -262,9 +262,9 @@ class WorkerPool:
         """Fill a lost worker's place; False if nobody can. The last one who finds so fails all that is left."""
         reason = ""
         for attempt in range(ATTEMPTS):
-            _kill(worker)
-            time.sleep(attempt)
             try:
+                _kill(worker)
+                time.sleep(attempt)
                 self._launch(worker)
                 self._await_start(worker)
             except Exception as error:
@@ -296,8 +296,10 @@ class WorkerPool:
         """Begin to start a worker."""
         import ray
 
+        if self._closing:  # or Ray, once it is gone, would start anew by itself
+            raise BackendError(f"the {self._section} workers are closed")
         worker.place = {}
-        worker.actor = ray.remote(_Host).options(**self._options).remote(sys.path)
+        worker.actor = ray.remote(FlowcorrWorker).options(**self._options).remote(sys.path)
         worker.starting = worker.actor.start.remote(self._build, self._num_threads)
         if self._closing:
             _kill(worker)
@@ -311,7 +313,7 @@ class WorkerPool:
             waited = time.monotonic() - begin
             if waited > START_TIMEOUT:
                 raise BackendError(f"{worker} did not start within {waited:.0f} s")
-            logger.warning("%s is not there after %.0f s; free in the cluster: %s", worker, waited, _free())
+            logger.warning("%s is not ready after %.0f s; free in the cluster: %s", worker, waited, _free())
         try:
             worker.place = ray.get(worker.starting)
         except RayTaskError as error:
@@ -350,9 +352,8 @@ class Cluster:
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
         if address == "local":
-            self._folder = tempfile.mkdtemp(
-                prefix="flowcorr-ray-", dir="/tmp"
-            )  # a socket's path must be short
+            # In /tmp, since a socket's path must be short.
+            self._folder = tempfile.mkdtemp(prefix="flowcorr-ray-", dir="/tmp")
             options |= {
                 "include_dashboard": False,
                 "_temp_dir": self._folder,
@@ -360,16 +361,13 @@ class Cluster:
                 "_system_config": {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True},
             }
         try:
-            with _own_signal_handlers(), _deaf_to_sigterm():
+            # A SIGTERM to the whole process group, as by `timeout` or a scheduler, is not to end Ray's processes: the
+            # step in flight needs them, and Ray would end this process too.
+            with _own_signal_handlers(), _sigterm(signal.SIG_BLOCK):
                 ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             self.close()
-            where = (
-                f"no Ray cluster at {address}"
-                if address != "local"
-                else "no local Ray cluster can be started"
-            )
-            raise BackendError(f"{where}: {_reason(error)}") from error
+            raise BackendError(f"the Ray cluster at {address!r} cannot be used: {_reason(error)}") from error
         if address == "local":
             _STARTED_HERE.add(_address())
 
@@ -399,8 +397,8 @@ class _OwnError(Exception):
         self.cause = cause
 
 
-class _Host:
-    """The Ray actor: it holds what works."""
+class FlowcorrWorker:
+    """The Ray actor, by whose name `ps` shows the process: it holds what works."""
 
     def __init__(self, path: Sequence[str]) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]
@@ -413,7 +411,8 @@ class _Host:
             import torch
 
             torch.set_num_threads(num_threads)
-        self._works = build()
+        with _sigterm(signal.SIG_UNBLOCK):  # for processes that are started here, and ended by it
+            self._works = build()
         return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -504,12 +503,9 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _deaf_to_sigterm() -> Iterator[None]:
-    """Start processes that a SIGTERM to the whole process group, as by `timeout` or a scheduler, does not end.
-
-    The trainer still needs them: for the step in flight, and because Ray ends a process that has lost its node.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def _sigterm(how: int) -> Iterator[None]:
+    """Block or unblock SIGTERM, for this thread and for what it starts."""
+    before = signal.pthread_sigmask(how, {signal.SIGTERM})
     try:
         yield
     finally:

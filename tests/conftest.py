@@ -13,6 +13,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import copy
 import logging
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from flowcorr.rollout import InProcessEngine
 
 torch.set_num_threads(1)
+# A shell lets background jobs ignore it, and Python leaves it at that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("flowcorr", deadline=None, derandomize=True)
 settings.load_profile("flowcorr")
 
@@ -46,11 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One process is to start the Ray cluster, and to run all tests that use it."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if "ray_cluster" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group("ray"))
+    """One process is to run all tests that use a Ray cluster, or what ranks have done, and to start that once."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        for fixture, group in (("ray_cluster", "ray"), ("usual", "ranks")):
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(group))
 
 
 SMALL: dict[str, dict[str, Any]] = {

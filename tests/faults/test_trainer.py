@@ -67,7 +67,7 @@ def test_killed_ahead_it_leaves_no_process_and_goes_on(bench, tmp_path, events, 
     wait_for(lambda: steps(out) or run.poll() is not None)
     family = family_of(run.pid)
     assert {"raylet", "gcs_server"} <= set(family.values())
-    assert sum("_Host" in name for name in family.values()) == 3
+    assert sum("ray::Flowcorr" in name for name in family.values()) == 3
     said, _ = run.communicate(timeout=240)
     assert run.returncode == -signal.SIGKILL, said
     others = [process for process, name in family.items() if "Agent" not in name]
@@ -85,7 +85,7 @@ def test_terminated_ahead_it_saves_and_leaves_no_process(bench, tmp_path, events
     run = bench.start(out, *AHEAD)
     wait_for(lambda: len(steps(out)) > 2 or run.poll() is not None)
     family = family_of(run.pid)
-    assert sum("_Host" in name for name in family.values()) == 3
+    assert sum("ray::Flowcorr" in name for name in family.values()) == 3
     os.killpg(run.pid, signal.SIGTERM)  # to Ray's processes too, as `timeout` and schedulers do
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 128 + signal.SIGTERM, said

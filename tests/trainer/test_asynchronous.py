@@ -1,5 +1,6 @@
 """Runs whose sampling runs ahead in Ray workers: what they train on, stop at and go on from."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -133,10 +134,17 @@ def test_resumed_after_a_kill_samples_again_what_was_in_flight(runs, tmp_path):
 @pytest.mark.faults
 def test_a_signal_ends_a_run_with_a_checkpoint_and_without_workers(runs, tmp_path):
     settings = small_config(*AHEAD)
-    stop = AtPhase(4, "rollout", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    seen = []
+
+    def terminate():
+        seen.extend(workers())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stop = AtPhase(4, "rollout", terminate)
     result = trainer.train(settings, tmp_path / "run", observer=stop)
     assert (result.status, result.step) == ("interrupted", 4)
     assert kinds(tmp_path / "run")[3:] == [("signal", 3), ("checkpoint", 4), ("end", 4)]
+    assert len(seen) == 3
     wait_until_workers_are_gone()
     assert trainer.train(settings, tmp_path / "run", resume=True).status == "finished"
     assert records(tmp_path / "run") == records(runs / "ahead")
@@ -163,10 +171,19 @@ def test_resume_takes_other_workers_and_no_other_bound(runs, tmp_path):
         trainer.train(small_config(*WORKERS, "rollout.max_staleness=1"), folder, resume=True)
 
 
+def workers():
+    """Processes of Ray's workers below this one."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child.pid] * child.name().startswith("ray::Flowcorr")
+    return found
+
+
 def wait_until_workers_are_gone():
     """Ray kills them a moment after it was asked to."""
     end = time.monotonic() + 20
-    while any("ray::_Host" in child.name() for child in psutil.Process().children(recursive=True)):
+    while workers():
         assert time.monotonic() < end, "workers outlive their run"
         time.sleep(0.1)
 
