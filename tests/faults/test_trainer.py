@@ -15,7 +15,9 @@ AHEAD = (
     "rollout.placement=ray",
     "rollout.num_workers=2",
     "rollout.max_staleness=1",
+    "rollout.timeout=60",
     "reward.placement=ray",
+    "reward.timeout=60",
 )
 
 

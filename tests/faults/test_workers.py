@@ -16,7 +16,13 @@ from flowcorr import trainer
 from flowcorr.errors import BackendError
 from flowcorr.trainer import Silent
 
-WORKERS = ("rollout.placement=ray", "rollout.num_workers=2", "reward.placement=ray")
+WORKERS = (
+    "rollout.placement=ray",
+    "rollout.num_workers=2",
+    "rollout.timeout=60",
+    "reward.placement=ray",
+    "reward.timeout=60",
+)
 
 
 class Meanwhile(Silent):

@@ -34,7 +34,13 @@ SMALL = (
     "trainer.save_every=3",
     "trainer.image_every=0",
 )
-WORKERS = ("rollout.placement=ray", "rollout.num_workers=2", "reward.placement=ray")
+WORKERS = (
+    "rollout.placement=ray",
+    "rollout.num_workers=2",
+    "rollout.timeout=60",
+    "reward.placement=ray",
+    "reward.timeout=60",
+)
 AHEAD = (*WORKERS, "rollout.max_staleness=2", "rollout.drift_every=2")
 
 

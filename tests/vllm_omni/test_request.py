@@ -1,6 +1,7 @@
 """What needs no engine: requests, adapters, options and the probe's verdict."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from flowcorr.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig, SamplingConfig
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.models import Schedule
-from flowcorr.rollout.vllm_omni import adapter, options
+from flowcorr.rollout.vllm_omni import adapter, environment, options
 from flowcorr.rollout.vllm_omni.probe import MoveCheck, Velocities, disagreement, untrained
 from flowcorr.rollout.vllm_omni.request import Job, Plan, Probe, from_extra
 
@@ -170,6 +171,40 @@ def test_families_without_a_pipeline_or_quantization(monkeypatch):
         options.engine_options(config({}), other)
     with pytest.raises(ConfigError, match="does not quantize sd3"):
         options.engine_options(config({"quantization": "fp8"}), sd3)
+
+
+def test_an_engine_of_several_gpus_is_refused_beside_other_ranks(monkeypatch):
+    monkeypatch.setattr(options, "_known_options", lambda: {"tensor_parallel_size"})
+    assert options.engine_options(config({"tensor_parallel_size": 2}), Family())
+    monkeypatch.setattr(options.distributed, "world_size", lambda: 2)
+    assert options.engine_options(config({"tensor_parallel_size": 1}), Family())
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 takes several GPUs.*placement=ray"):
+        options.engine_options(config({"tensor_parallel_size": 2}), Family())
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "ranks", "theirs"),
+    [
+        ("4, 6,7", "cuda:2", 4, "7"),
+        (None, "cuda:2", 4, "2"),
+        ("4,6", "cuda:1", 1, "4,6"),  # alone: every GPU is there for tensor parallelism
+        ("4,6", "cpu", 2, "4,6"),
+    ],
+)
+def test_an_engine_is_none_of_the_trainers_ranks_and_takes_its_gpu(
+    monkeypatch, visible, device, ranks, theirs
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    before = dict(os.environ)
+    with environment.changed(environment.of_engine(torch.device(device), ranks)):
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == theirs
+        assert not {"MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"} & os.environ.keys()
+    assert dict(os.environ) == before
 
 
 def test_jobs_with_the_same_plan_may_share_a_batch():

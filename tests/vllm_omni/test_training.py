@@ -3,6 +3,9 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +15,12 @@ from flowcorr.errors import BackendError
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
+from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer.step import Parts, train_step
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
+
+TINY_PIPELINES = Path(__file__).parents[1] / "tiny_pipelines.py"
 
 
 def parts(stack):
@@ -57,6 +63,35 @@ def test_an_engine_that_dies_is_an_error_and_can_be_closed(start):
 def _is_worker_of(stack, child):
     executor = stack.engine._client._omni.engine.stage_pools[0].clients[0]._engine.executor
     return child.pid in {process.pid for process in executor._processes}
+
+
+def test_each_rank_has_an_engine_of_its_own(tmp_path):
+    printed = subprocess.run(
+        [sys.executable, str(TINY_PIPELINES), "sd3", str(tmp_path / "sd3")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "flowcorr",
+        "train",
+        "sd35_medium_ocr_lora",
+    ]
+    keys = [*printed.stdout.split(), "rollout.name=vllm_omni", "trainer.total_steps=2"]
+    done = subprocess.run(
+        [sys.executable, *launch, *keys, "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    gaps = [row["rollout_corr/logprob_abs_diff_mean"] for row in rows if "actor/updates" in row]
+    assert len(gaps) == 2
+    assert max(gaps) <= 1e-6
 
 
 def test_a_model_that_the_engine_cannot_load_is_an_error(tmp_path):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import json
 import logging
 import logging.config
-import os
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowcorr.errors import BackendError, MissingExtraError
+from flowcorr.rollout.vllm_omni.environment import changed
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +34,19 @@ class OmniClient:
         model: a pipeline folder or hub name.
         options: further arguments of `vllm_omni.AsyncOmni`.
         log: the file that its processes, and its part in this one, log to.
+        environment: variables that its processes get (None: do not get), see `environment.of_engine`.
 
     Raises:
         BackendError: the engine does not start.
     """
 
-    def __init__(self, model: str, options: Mapping[str, Any], log: Path) -> None:
+    def __init__(
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        log: Path,
+        environment: Mapping[str, str | None] | None = None,
+    ) -> None:
         self.log = log
         self._omni: Any = None
         self._loop = asyncio.new_event_loop()
@@ -48,7 +54,7 @@ class OmniClient:
         self._thread.start()
         logging.config.dictConfig(_log_config(log))
         try:
-            with _log_of_children(log):
+            with changed({"VLLM_LOGGING_CONFIG_PATH": _write_log_config(log), **(environment or {})}):
                 self._omni = self._start(model, options)
         except BaseException:
             self.close()
@@ -174,17 +180,11 @@ def import_vllm_omni() -> None:
     Raises:
         MissingExtraError: it is not installed.
     """
-    level = os.environ.get("VLLM_LOGGING_LEVEL")
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     try:
-        import vllm_omni.entrypoints.async_omni  # noqa: F401
+        with changed({"VLLM_LOGGING_LEVEL": "ERROR"}):
+            import vllm_omni.entrypoints.async_omni  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("rollout.name=vllm_omni", "vllm-omni", "vllm-omni", error) from error
-    finally:
-        if level is None:
-            del os.environ["VLLM_LOGGING_LEVEL"]
-        else:
-            os.environ["VLLM_LOGGING_LEVEL"] = level
 
 
 async def _create(model: str, options: Mapping[str, Any]) -> Any:
@@ -213,20 +213,11 @@ def _leaves(answer: Any) -> list[Any]:
     return [answer]
 
 
-@contextlib.contextmanager
-def _log_of_children(path: Path) -> Iterator[None]:
-    """Let the processes that start meanwhile log to `path`, by vLLM's own configuration file."""
-    file = path.with_name("logging.json")
-    file.write_text(json.dumps(_log_config(path)))
-    before = os.environ.get("VLLM_LOGGING_CONFIG_PATH")
-    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(file)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["VLLM_LOGGING_CONFIG_PATH"]
-        else:
-            os.environ["VLLM_LOGGING_CONFIG_PATH"] = before
+def _write_log_config(log: Path) -> str:
+    """A configuration file of the kind that vLLM takes, for processes that are to log to `log`."""
+    file = log.with_name("logging.json")
+    file.write_text(json.dumps(_log_config(log)))
+    return str(file)
 
 
 def _log_config(path: Path) -> dict[str, Any]:

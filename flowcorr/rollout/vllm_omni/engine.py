@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr import sde
+from flowcorr import distributed, sde
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES, Guidance, ModelFamily, resolve_path
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import Weights
 from flowcorr.rollout.emulate import round_weights
-from flowcorr.rollout.vllm_omni import adapter, probe
+from flowcorr.rollout.vllm_omni import adapter, environment, probe
 from flowcorr.rollout.vllm_omni.client import OmniClient
 from flowcorr.rollout.vllm_omni.options import engine_options
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe
@@ -73,7 +73,8 @@ class VllmOmniEngine:
         self._point = probe.probe_point(family, self.guidance, self.schedule, self.latent_shape)
         self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-vllm-omni-")
         log = Path(self._folder.name) / "engine.log"
-        self._client = OmniClient(resolve_path(config.model.path), options, log)
+        surroundings = environment.of_engine(self._device, distributed.world_size())
+        self._client = OmniClient(resolve_path(config.model.path), options, log, surroundings)
         try:
             self._moves = probe.MoveCheck(
                 self._velocities(probe.untrained(tensors)), disagreement=probe.disagreement(config.rollout)
@@ -87,6 +88,11 @@ class VllmOmniEngine:
     def version(self) -> int:
         """Optimizer updates behind the weights that sample."""
         return self._loaded.version if self._loaded is not None else 0
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the actor trains."""
+        return next(self.family.transformer.parameters()).device
 
     @property
     def history(self) -> list[Weights]:
@@ -191,10 +197,9 @@ class VllmOmniEngine:
         ]
         outputs = self._client.generate(requests)
         self._rest()
-        device = next(self.family.transformer.parameters()).device
         return _rollout(
             outputs, jobs, {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
-        ).to(device)
+        ).to(self._device)
 
     def _jobs(self, groups: Sequence[int], training_step: int, with_means: bool) -> list[Job]:
         sampling, rollout = self.config.sampling, self.config.rollout

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, cast, get_args
 
+from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily
@@ -25,6 +27,12 @@ OURS = {
 """Arguments that flowcorr decides on, with what to do instead."""
 
 WITHOUT_QUANTIZATION = ("sd3",)  # its transformer in vllm-omni 0.30 takes no quantization
+
+SEVERAL_GPUS = (
+    *("num_gpus", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("sequence_parallel_size", "ulysses_degree", "ring_degree", "allgather_degree"),
+)
+"""Arguments that spread an engine over as many GPUs."""
 
 BATCH_WAIT_MS = (
     200.0  # a step's requests arrive together: time enough to gather them, and nothing beside a sample
@@ -51,6 +59,7 @@ def engine_options(config: Config, family: ModelFamily) -> tuple[dict[str, Any],
             raise ConfigError(f"rollout.engine.{key} cannot be set: {OURS[key]}")
         if key not in known:
             raise ConfigError(unknown_choice("rollout.engine", key, ["weight_sync", *sorted(known)]))
+    _check_gpus(asked)
     if family.name in WITHOUT_QUANTIZATION and _quantization(config):
         raise ConfigError(
             f"rollout.engine.quantization={_quantization(config)!r} would have no effect: vllm-omni does not quantize "
@@ -93,6 +102,17 @@ def _weight_sync(config: Config, asked: str | None) -> WeightSync:
             "rollout.engine.weight_sync=merged, or let the engine quantize with rollout.engine.quantization"
         )
     return weight_sync
+
+
+def _check_gpus(asked: Mapping[str, Any]) -> None:
+    ranks = distributed.world_size()
+    for key in SEVERAL_GPUS:
+        if ranks > 1 and isinstance(asked.get(key), int) and asked[key] > 1:
+            raise ConfigError(
+                f"rollout.engine.{key}={asked[key]} takes several GPUs, and each of {ranks} ranks has an engine on its "
+                f"own: give engines GPUs of theirs with rollout.placement=ray rollout.worker_resources.num_gpus="
+                f"{asked[key]}, or leave the key out"
+            )
 
 
 def _quantization(config: Config) -> Any:
