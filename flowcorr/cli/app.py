@@ -58,12 +58,12 @@ configuration)
 _AUDIT = """\
 Measure how far the log-probs of a recipe's rollout engine and training stack lie apart, and say what to do about it:
 bypass or decoupled, which clip range, which weights and rejection, or no correction at all, with lines to paste.
-A few rollout batches are sampled and recomputed; no reward is computed and no run is started. With
-rollout.staleness=N, N training steps on random advantages first let the engine fall behind.
+A few rollout batches are sampled and recomputed; no reward is computed and no run is started. A training step on random
+advantages is made for its time; with rollout.staleness=N, N of them first let the engine fall behind.
 
 How to read it, with delta the log-prob of the training stack less that of the engine, a latent element:
   |delta| 99%    bypass needs a clip range of about 4 times this, else PPO clips noise
-  joint nats     D times the exact KL of a trajectory's window; exact weights keep exp(-2 x) of the samples
+  joint nats     D times the exact KL of a trajectory's window; exact weights keep exp(-2 x) of the samples at most
   ESS            the share of samples that weights keep at scale mean, sqrt or sum: 1 at mean says that the weights
                  do nothing, not that there is no gap
   rejected       what each preset drops at its own band; 0 may mean that the band cannot act

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from flowcorr.diagnostics import audit_page as page
 from flowcorr.diagnostics.audit import AuditReport
-from flowcorr.diagnostics.audit_advice import Kind
+from flowcorr.diagnostics.audit_advice import BASIS, Kind
 
 _STYLES: dict[Kind, str] = {
     "none": "bold green",
@@ -30,37 +30,30 @@ def show_audit(report: AuditReport, files: Sequence[Path], console: Console | No
     for line in page.facts(report):
         console.print(line, markup=False)
     console.print()
-    console.print(
-        _table(
-            "delta log p by step, nats a latent element", page.STEP_HEADER, map(page.step_row, report.steps)
-        )
+    tables = (
+        ("delta log p by step, nats a latent element", page.STEP_HEADER, map(page.step_row, report.steps)),
+        (f"weights without a cap ({page.SCALE_NOTE})", page.SCALE_HEADER, map(page.scale_row, report.scales)),
+        ("presets at their own thresholds", page.PRESET_HEADER, map(page.preset_row, report.presets)),
     )
-    console.print()
-    console.print(
-        _table(
-            "weights without a cap (expected: from the exact KL, for many samples)",
-            page.SCALE_HEADER,
-            map(page.scale_row, report.scales),
-        )
-    )
-    console.print()
-    console.print(
-        _table("presets at their own thresholds", page.PRESET_HEADER, map(page.preset_row, report.presets))
-    )
-    console.print()
+    for title, header, rows in tables:
+        console.print(title, style="italic", markup=False)
+        console.print(_table(header, rows))
+        console.print()
     console.print(advice.verdict, style=_STYLES[advice.kind], markup=False)
-    for reason in advice.reasons:
+    for reason in (*advice.reasons, BASIS):
         console.print(f"- {reason}", markup=False)
     console.print("\nfor the recipe:", markup=False)
     console.print(advice.yaml, markup=False)
     if advice.alternative:
         console.print("or bypass, with a clip range above the noise:", markup=False)
         console.print(advice.alternative, markup=False)
-    console.print(f"saved: {', '.join(map(str, files))}", markup=False, soft_wrap=True)
+    drawn = any(file.suffix == ".png" for file in files)
+    hint = "" if drawn else " (and a picture, with pip install 'flowcorr[plot]')"
+    console.print(f"saved: {', '.join(map(str, files))}{hint}", markup=False, soft_wrap=True)
 
 
-def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, column in enumerate(header):
         first = place == 0
         table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")

@@ -80,13 +80,23 @@ def audit(arguments: argparse.Namespace) -> int:
 
     report = measure(load(arguments.recipe, arguments.overrides), num_batches=arguments.batches)
     out_dir = Path(arguments.out or Path("runs") / f"{Path(arguments.recipe).stem}_audit")
-    title = " ".join((arguments.recipe, *arguments.overrides))
+    title = " ".join((arguments.recipe, *map(_without_secret, arguments.overrides)))
     files = audit_page.save(report, out_dir, title=title)
     if arguments.json:
-        print(audit_page.as_json(report))
+        print(audit_page.as_json(report, title))
     else:
         show_audit(report, files)
     return 0
+
+
+def _without_secret(override: str) -> str:
+    """An override as it may be shown: `key=***` where its value holds an API key or the like."""
+    from flowcorr.config import yaml_text
+    from flowcorr.trackers import redact
+
+    key, _, text = override.partition("=")
+    values = {key.strip().rpartition(".")[2]: text, "": yaml_text.parse(text)}
+    return override if redact(values) == values else f"{key}=***"
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -114,7 +124,7 @@ def lab(arguments: argparse.Namespace) -> int:
     out_dir = Path(arguments.out) if arguments.out else run_dir
     report = laboratory.replay_run(
         run_dir,
-        presets=[] if arguments.presets == "all" else arguments.presets.split(","),
+        presets=[] if arguments.presets == "all" else [name.strip() for name in arguments.presets.split(",")],
         scales=laboratory.parse_scales(arguments.scales) if arguments.scales else [],
     )
     data = lab_page.save(report, out_dir)

@@ -46,6 +46,7 @@ class TerminalObserver:
         self._start_step = self._total = 0
         self._note = ""
         self._evals: list[Mapping[str, float]] = []
+        self._config: Config | None = None
         self._health: HealthMonitor | None = None
 
     def __enter__(self) -> Self:
@@ -59,9 +60,7 @@ class TerminalObserver:
 
     def on_start(self, config: Config, out_dir: Path, start_step: int) -> None:
         """The run is set up and begins after `start_step`."""
-        from flowcorr.diagnostics.health import HealthMonitor, units_of
-
-        self._health = HealthMonitor(units_of(config))
+        self._config = config
         self._start = self._first_step_start = self._clock()
         self._start_step, self._total = start_step, config.trainer.total_steps
         begin = f"resumes after step {start_step}" if start_step else f"{self._total} steps"
@@ -102,7 +101,12 @@ class TerminalObserver:
             self._say(f"resume with: {result.resume_command}")
 
     def _say_what_is_unhealthy(self, metrics: Mapping[str, float]) -> None:
-        for finding in self._health.update(metrics) if self._health else ():
+        from flowcorr.diagnostics.health import HealthMonitor, logged_num_elements, units_of
+
+        if self._health is None:
+            assert self._config is not None, "a run starts before its first step"
+            self._health = HealthMonitor(units_of(self._config, logged_num_elements(metrics)))
+        for finding in self._health.update(metrics):
             if finding.level != "note":
                 self._say(f"{finding.level}: {finding.message} ({finding.metric}); {finding.advice}")
 

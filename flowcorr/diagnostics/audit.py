@@ -1,8 +1,8 @@
 """How large is the gap between rollout engine and actor, and what would each correction make of it?
 
 A few rollout batches are sampled with the configured engine and scored again by the actor, as decoupled mode
-does. Nothing is trained, with one exception: a stale engine differs from the actor only once something was
-learned, so before its batches are taken, `rollout.staleness` training steps are made on random advantages.
+does. Then a training step is made on random advantages, for its time alone. A stale engine differs from the actor only
+once something was learned, so there `rollout.staleness` such steps come first, before its batches are taken.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ScaleWorth:
         level: `token` or `sequence`.
         ess: effective sample size of the measured weights, a share; too high where few samples were measured.
         chi2: their mean square less 1; None where it overflows.
-        expected_ess: the share that the exact KL implies for many samples.
+        expected_ess: the share that the exact KLs of the measured terms imply for many samples like them.
     """
 
     scale: str
@@ -116,15 +116,17 @@ class Cost:
     Attributes:
         rollout: sampling and decoding.
         recompute: scoring again with the actor, which bypass saves.
+        update: learning from it.
     """
 
     rollout: float
     recompute: float
+    update: float
 
     @property
     def share(self) -> float:
-        """The recompute pass as a share of rollout and recompute; reward and update are in no part of it."""
-        return self.recompute / (self.rollout + self.recompute)
+        """The recompute pass as a share of the step; the reward's time is in no part of it."""
+        return self.recompute / (self.rollout + self.recompute + self.update)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,8 +276,9 @@ def examine_batches(
         rollout = seconds.timed("rollout", sample).to(actor.device)
         num_elements = rollout.num_elements
         gap = seconds.timed("recompute", partial(score, actor, rollout))
+        learn = partial(_learn_anything, actor, rollout, gap, training_step=step + 1)
         if step < staleness:
-            _learn_anything(actor, rollout, gap, training_step=step + 1)
+            seconds.timed("update", learn)
             engine.sync(actor.snapshot())
             continue
         gaps.append(gap)
@@ -286,7 +289,10 @@ def examine_batches(
     whole = Gap.concatenate(gaps)
     precision = Gap.concatenate(engines or gaps).joint_nats(num_elements)
     stale = Gap.concatenate(stales).joint_nats(num_elements) if stales else 0.0
-    cost = Cost(rollout=seconds.fastest("rollout"), recompute=seconds.fastest("recompute"))
+    if not staleness:
+        seconds.timed("update", learn)
+    phases = ("rollout", "recompute", "update")
+    cost = Cost(**{phase: seconds.fastest(phase) for phase in phases})
     return _report(config, whole, num_elements, precision, stale, cost)
 
 
@@ -369,10 +375,12 @@ def _report(
         needed = dict.fromkeys(needed, max(needed.values()))
     joint = gap.joint_nats(num_elements)
     outliers, band = _outliers(gap, num_elements)
+    scales = _scales(gap, num_elements)
     facts = Facts(
         num_steps=gap.delta.shape[1],
         num_elements=num_elements,
         joint_nats=joint,
+        exact_ess=next(row.expected_ess for row in scales if (row.scale, row.level) == ("sum", "sequence")),
         stale_nats=stale,
         clip_limit=limit,
         clip_by_step=needed,
@@ -398,7 +406,7 @@ def _report(
         outlier_band=band,
         cost=cost,
         steps=steps,
-        scales=_scales(gap, num_elements, joint),
+        scales=scales,
         presets=_presets(gap, num_elements, config.sampling.num_inference_steps),
     )
 
@@ -440,34 +448,40 @@ def _steps(gap: Gap, distance: Tensor, limit: float | Sequence[float] | None) ->
     return steps
 
 
-def _scales(gap: Gap, num_elements: int, joint_nats: float) -> list[ScaleWorth]:
+def _scales(gap: Gap, num_elements: int) -> list[ScaleWorth]:
     """Weights without a cap at every scale, by the definitions of ESS and chi-squared.
 
-    With `R` the sum of `r^2` over the steps that a weight is of, `delta` is normal with variance `R / D`, so that
-    weights `exp(c delta)` have an effective share of `exp(-c^2 R / D)`.
+    With `R` the sum of `r^2` over the steps that a weight is of, its `delta` is normal with mean `-R / 2` and variance
+    `R / D`, so that `exp(c delta)` has the moments `exp(-c R / 2 + c^2 R / (2 D))` and `exp(-c R + 2 c^2 R / D)`. Terms
+    differ in `R`, by their steps of the schedule above all, so the expected share is of the mixture of them. At scale
+    `sum` it is `1 / mean(exp(R D))`, which a few large gaps make far smaller than their mean would.
     """
-    delta, worth = gap.delta, []
-    squared_distance = 2 * joint_nats / num_elements
+    worth = []
     levels = {
-        "token": (delta.flatten(), squared_distance / delta.shape[1]),
-        "sequence": (delta.sum(1), squared_distance),
+        "token": (gap.delta.flatten(), 2 * gap.step_kl.flatten()),
+        "sequence": (gap.delta.sum(1), 2 * gap.step_kl.sum(1)),
     }
     for scale in SCALES:
         factor = scale_factor(scale, num_elements)
-        for level, (log_ratio, distance) in levels.items():
-            scaled, count = factor * log_ratio, len(log_ratio)
-            first = float(scaled.logsumexp(0)) - math.log(count)
-            second = float((2 * scaled).logsumexp(0)) - math.log(count)
+        for level, (log_ratio, squared) in levels.items():
+            scaled, spread = factor * log_ratio, factor**2 * squared / num_elements
+            first, second = _log_mean_exp(scaled), _log_mean_exp(2 * scaled)
+            drift = factor * squared
+            expected = 2 * _log_mean_exp((spread - drift) / 2) - _log_mean_exp(2 * spread - drift)
             worth.append(
                 ScaleWorth(
                     scale=scale,
                     level=level,
                     ess=math.exp(2 * first - second),
                     chi2=math.expm1(second) if second < 700 else None,
-                    expected_ess=math.exp(-(factor**2) * distance / num_elements),
+                    expected_ess=math.exp(expected),
                 )
             )
     return worth
+
+
+def _log_mean_exp(values: Tensor) -> float:
+    return float(values.logsumexp(0)) - math.log(len(values))
 
 
 def _presets(gap: Gap, num_elements: int, num_steps: int) -> list[PresetOutcome]:

@@ -9,8 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import flowcorr
 from flowcorr.diagnostics.audit import AuditReport, PresetOutcome, ScaleWorth, StepGap
-from flowcorr.diagnostics.audit_advice import limit_at
+from flowcorr.diagnostics.audit_advice import BASIS, limit_at
 from flowcorr.diagnostics.report import QUANTILES, clip_text
 from flowcorr.errors import BackendError
 
@@ -25,6 +26,9 @@ STEP_HEADER = (
     "clip needed",
 )
 SCALE_HEADER = ("scale", "level", "ESS", "ESS expected", "chi-squared")
+SCALE_NOTE = (
+    "expected: from the exact KLs, for many samples; chi-squared: mean square less 1, so it may be negative"
+)
 PRESET_HEADER = ("preset", "rejected terms", "rejected samples", "mean weight", "ESS")
 
 _STYLE = """
@@ -38,7 +42,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }
 th:first-child, td:first-child { text-align: left; }
 pre { background: #8882; padding: .7rem 1rem; overflow-x: auto; }
-img { max-width: 100%; height: auto; }
+img { max-width: 100%; min-width: 38rem; height: auto; }
 small { opacity: .75; }
 """
 
@@ -60,7 +64,7 @@ def save(report: AuditReport, folder: Path, *, title: str) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         data, page, picture = (folder / f"audit.{kind}" for kind in ("json", "html", "png"))
-        data.write_text(as_json(report) + "\n", encoding="utf-8")
+        data.write_text(as_json(report, title) + "\n", encoding="utf-8")
         drawn = draw(report, picture)
         page.write_text(html(report, title, picture.read_bytes() if drawn else None), encoding="utf-8")
     except OSError as error:
@@ -70,9 +74,10 @@ def save(report: AuditReport, folder: Path, *, title: str) -> list[Path]:
     return [data, page, picture] if drawn else [data, page]
 
 
-def as_json(report: AuditReport) -> str:
-    """The report as JSON."""
-    return json.dumps(report.to_mapping(), indent=2, allow_nan=False)
+def as_json(report: AuditReport, title: str) -> str:
+    """The report as JSON, with what was audited."""
+    origin = {"flowcorr": flowcorr.__version__, "recipe": title}
+    return json.dumps(origin | report.to_mapping(), indent=2, allow_nan=False)
 
 
 def facts(report: AuditReport) -> list[str]:
@@ -82,8 +87,8 @@ def facts(report: AuditReport) -> list[str]:
         f"{report.num_samples} samples of {report.num_steps} SDE steps, D = {report.num_elements}, "
         f"loss {report.loss_mode}",
         f"joint nats of a window, D times its exact KL: {report.joint_nats:.3g}",
-        f"recompute pass: {cost.recompute:.2g} s a batch beside {cost.rollout:.2g} s of rollout, {cost.share:.0%} of "
-        "the two together (reward and update not counted)",
+        f"recompute pass: {cost.recompute:.2g} s a step beside {cost.rollout:.2g} s of rollout and {cost.update:.2g} s "
+        f"of update, {cost.share:.0%} of the three together (reward not counted)",
     ]
     if report.outside_clip is not None and report.clip_limit is not None:
         lines.insert(
@@ -128,7 +133,7 @@ def html(report: AuditReport, title: str, picture: bytes | None) -> str:
     parts = [
         f"<h1>Audit of {escape(title)}</h1>",
         f'<p class="verdict {advice.kind}">{escape(advice.verdict)}</p>',
-        _list(advice.reasons),
+        _list((*advice.reasons, BASIS)),
         f"<h2>For the recipe</h2><pre>{escape(advice.yaml)}</pre>",
     ]
     if advice.alternative:
@@ -138,11 +143,12 @@ def html(report: AuditReport, title: str, picture: bytes | None) -> str:
     parts += ["<h2>Measured</h2>", _list(facts(report))]
     if picture is not None:
         source = base64.b64encode(picture).decode("ascii")
-        parts.append(f'<img alt="The gap by step" src="data:image/png;base64,{source}">')
+        picture_tag = f'<img alt="The gap by step" src="data:image/png;base64,{source}">'
+        parts.append(f'<div class="scroll">{picture_tag}</div>')
     parts += [
         "<h2>By step</h2><small>delta log p, in nats a latent element</small>",
         _table(STEP_HEADER, map(step_row, report.steps)),
-        "<h2>Weights without a cap</h2><small>expected: from the exact KL, for many samples</small>",
+        f"<h2>Weights without a cap</h2><small>{SCALE_NOTE}</small>",
         _table(SCALE_HEADER, map(scale_row, report.scales)),
         "<h2>Presets at their own thresholds</h2>",
         _table(PRESET_HEADER, map(preset_row, report.presets)),

@@ -21,6 +21,7 @@ LEVELS: tuple[Level, ...] = ("serious", "warning", "note")
 _DOCTOR = "find the cause with `flowcorr doctor` first"
 _BENIGN = f"{_DOCTOR}; widen rollout_rs_threshold only if the drift is benign, such as plain rounding"
 _PERSISTENT = 3  # consecutive steps: chance does it in a single one
+_UNBOUNDED = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,8 @@ class Units:
 
     Attributes:
         scale: `algorithm.rollout_correction.log_ratio_scale`.
-        factor: that scale as a factor on mean-pooled log-ratios; None where it depends on an image size that
-            is left to the model, and drift is not judged.
+        factor: that scale as a factor on mean-pooled log-ratios; None where it depends on `D` and the run did not
+            log that: then drift is not judged.
         cap: cap of the importance weights; None where there are none, or no single cap.
         bypass: whether the ratio that PPO clips contains drift 1, so that noise can use up the clip range.
         clip_range: the key that noise is measured against, with its value.
@@ -205,30 +206,42 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 _BY_NAME = {rule.name: rule for rule in RULES}
+# Drawn in the report, and judged by no rule: `kl` and `log_ppl_diff` say the same. They are not linear in log-ratios,
+# so that at another scale than `mean` there is no such limit.
+_DRAWN = {
+    "k3_kl": (-math.inf, 0.1),
+    "ppl_ratio": (math.exp(-1), math.e),
+    "chi2_token": (-math.inf, 1.0),
+    "chi2_seq": (-math.inf, 1.0),
+}
 
 
-def units_of(config: Config) -> Units:
-    """The units in which a run of this configuration is judged."""
+def units_of(config: Config, num_elements: int | None) -> Units:
+    """The units in which a run of this configuration is judged.
+
+    Args:
+        config: the run's.
+        num_elements: `D`, as the run logs it; None where it did not.
+    """
     correction = config.algorithm.rollout_correction
     if correction is None:
         return Units()
-    cap, scale, size = correction.rollout_is_threshold, correction.log_ratio_scale, latent_elements(config)
+    cap, scale = correction.rollout_is_threshold, correction.log_ratio_scale
     return Units(
         scale=scale,
-        factor=None if scale in ("sqrt", "sum") and size is None else scale_factor(scale, size),
+        factor=None
+        if scale in ("sqrt", "sum") and num_elements is None
+        else scale_factor(scale, num_elements),
         cap=cap if correction.rollout_is is not None and isinstance(cap, float) else None,
         bypass=correction.bypass_mode is True and correction.loss_type == "ppo_clip",
         clip_range=_clip_range(config.actor),
     )
 
 
-def latent_elements(config: Config) -> int | None:
-    """`D` of an image with 16 latent channels at an eighth of its size, as in all three model families.
-
-    None if the size is left to the model.
-    """
-    height, width = config.sampling.height, config.sampling.width
-    return None if height is None or width is None else 16 * (height // 8) * (width // 8)
+def logged_num_elements(metrics: Mapping[str, Any]) -> int | None:
+    """`D` as a training step logged it."""
+    size = metrics.get("rollout/num_elements")
+    return None if size is None else int(size)
 
 
 def healthy_range(metric: str, units: Units) -> tuple[float, float]:
@@ -238,15 +251,19 @@ def healthy_range(metric: str, units: Units) -> tuple[float, float]:
         metric: its whole name.
         units: the run's.
     """
-    short = metric.removeprefix("actor/").removeprefix("rollout_corr/")
-    for rule in RULES:
-        if rule.metric == short:
-            low, high = _limits(rule, units)
-            if not rule.drift:
-                return low, high
-            if units.factor is not None:
-                return -high / units.factor, high / units.factor
-    return -math.inf, math.inf
+    rule = _rule_of(metric)
+    if rule is None:
+        return _DRAWN.get(_short(metric), _UNBOUNDED) if units.factor == 1.0 else _UNBOUNDED
+    low, high = _limits(rule, units)
+    if not rule.drift:
+        return low, high
+    return _UNBOUNDED if units.factor is None else (-high / units.factor, high / units.factor)
+
+
+def serious_limit(metric: str) -> float:
+    """Above what a metric is not only unhealthy, but serious; infinite where nothing is."""
+    rule = _rule_of(metric)
+    return math.inf if rule is None else rule.serious
 
 
 def examine_step(metrics: Mapping[str, Any], units: Units) -> list[HealthFinding]:
@@ -299,6 +316,14 @@ class HealthMonitor:
         ]
         self._told.update({finding.rule: _rank(finding.level) for finding in new})
         return new
+
+
+def _rule_of(metric: str) -> Rule | None:
+    return next((rule for rule in RULES if rule.metric == _short(metric)), None)
+
+
+def _short(metric: str) -> str:
+    return metric.removeprefix("actor/").removeprefix("rollout_corr/")
 
 
 def _rank(level: Level) -> int:
@@ -358,7 +383,8 @@ def _level(rule: Rule, value: float, units: Units) -> Level:
 def _advice(rule: Rule, units: Units) -> str:
     if rule.name == "clip_noise" and not units.bypass:
         return (
-            "harmless where the ratio that is clipped starts at 1; in bypass mode, the clip would see noise"
+            "harmless in decoupled mode, whose ratios start at 1, and with reinforce, which clips none; in bypass mode "
+            "with ppo_clip, chance decides what is clipped"
         )
     return rule.advice
 

@@ -23,15 +23,17 @@ from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.config import ScaleName
 from flowcorr.correction.ratios import SCALES
 from flowcorr.diagnostics.lab_replay import Replayed, Steps, chunks, obstacle, replay
+from flowcorr.diagnostics.run_data import read_config
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.metrics import Metrics
 from flowcorr.trainer import log_probs
-from flowcorr.trainer.run_folder import load_config
+from flowcorr.trainer.run_folder import resume_command
 
 THIS_RUN = "this run"
 # Within both, a preset acts as no correction does: optimizers that normalise a gradient do not see its length.
 SAME_COSINE, SAME_TERMS = 0.999, 0.01
 _MAX_NAMES = 4
+_MORE_STEPS = 10  # that tell something
 
 Scale = ScaleName | float
 
@@ -50,6 +52,7 @@ class Outcome:
         least_cosine: the smallest over steps.
         relative_norm: of its coefficients to uncorrected ones, over all steps.
         changed_terms: share whose coefficient has another sign than the uncorrected one, where 0 is a sign too.
+        appeared_terms: share that has a coefficient where the uncorrected one is 0, as of a clipped term.
         cosines: by step; None where all uncorrected ones are 0, and for steps that cannot be replayed.
     """
 
@@ -65,6 +68,7 @@ class Outcome:
     least_cosine: float | None
     relative_norm: float | None
     changed_terms: float
+    appeared_terms: float
     cosines: Sequence[float | None]
 
     @property
@@ -145,11 +149,12 @@ def replay_run(run_dir: Path, *, presets: Sequence[str] = (), scales: Sequence[S
         ConfigError: there is no such run, preset or scale, the run dumped nothing, a file is damaged, or nothing of
             what is asked for can be replayed.
     """
-    config, files = load_config(run_dir), log_probs.files(run_dir)
+    config, files = read_config(run_dir), log_probs.files(run_dir)
     if not files:
+        more = f"trainer.dump_log_probs=true trainer.total_steps={config.trainer.total_steps + _MORE_STEPS}"
         raise ConfigError(
-            f"{run_dir / log_probs.FOLDER} holds no dumped step; train with trainer.dump_log_probs=true, "
-            "which may also be set when a run is resumed"
+            f"{run_dir / log_probs.FOLDER} holds no dumped step; train with trainer.dump_log_probs=true, or add steps "
+            f"to this run: {resume_command(run_dir)} {more}"
         )
     corrections = _corrections(config, presets, scales)
     tallies = [_Tally() for _ in corrections]
@@ -192,7 +197,7 @@ def read(replays: Sequence[Replay]) -> str:
         f"of {len(replayed)} replay{'s'[: len(replayed) > 1]}, {left}"
         + (f": {', '.join(same)}" if same else "")
     ]
-    for cause in ("reject", "clip", "weigh"):
+    for cause in ("rejection", "clipping", "not clipping", "weights"):
         turned = {
             name: outcome for name, outcome in replayed if not outcome.same and _cause(outcome) == cause
         }
@@ -200,7 +205,7 @@ def read(replays: Sequence[Replay]) -> str:
             cosines = [_or_zero(outcome.cosine) for outcome in turned.values()]
             bounds = " to ".join(dict.fromkeys(f"{bound:.3f}" for bound in (min(cosines), max(cosines))))
             names = f": {', '.join(turned)}" if len(turned) <= _MAX_NAMES else ""
-            parts.append(f"{_counted(turned, 'turn')} it by what they {cause} (cosine {bounds}){names}")
+            parts.append(f"{_counted(turned, 'turn')} it by {cause} (cosine {bounds}){names}")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 
@@ -212,8 +217,10 @@ def _counted(names: Sized, verb: str) -> str:
 def _cause(outcome: Outcome) -> str:
     """What turns the gradient most."""
     if outcome.rejected_terms > SAME_TERMS:
-        return "reject"
-    return "clip" if min(outcome.changed_terms, _or_zero(outcome.clipped)) > SAME_TERMS else "weigh"
+        return "rejection"
+    if outcome.appeared_terms > SAME_TERMS:
+        return "not clipping"
+    return "clipping" if min(outcome.changed_terms, _or_zero(outcome.clipped)) > SAME_TERMS else "weights"
 
 
 def _or_zero(value: float | None) -> float:
@@ -317,6 +324,7 @@ class _Tally:
             "rejected_terms": int((~replayed.keep).sum()),
             "rejected_samples": int((~replayed.keep.all(1)).sum()),
             "changed_terms": int((ours.sign() != theirs.sign()).sum()),
+            "appeared_terms": int(((theirs == 0) & (ours != 0)).sum()),
             "loss": replayed.loss_sum,
             "count": replayed.count,
         }
@@ -345,6 +353,7 @@ class _Tally:
             least_cosine=float(cosines[found].min()) if found.any() else None,
             relative_norm=math.sqrt(float(ours.sum() / theirs.sum())) if found.any() else None,
             changed_terms=sums["changed_terms"] / sums["terms"],
+            appeared_terms=sums["appeared_terms"] / sums["terms"],
             cosines=[value if there else None for value, there in zip(cosines.tolist(), found, strict=True)],
         )
 

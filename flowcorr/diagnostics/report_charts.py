@@ -6,18 +6,20 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from flowcorr.diagnostics.health import healthy_range, latent_elements, units_of
+from flowcorr.diagnostics.health import healthy_range, serious_limit
 from flowcorr.diagnostics.report_terms import Spread, reach, read_spread, shares
-from flowcorr.diagnostics.run_data import Group
+from flowcorr.diagnostics.run_data import BandPoint, Group
 from flowcorr.diagnostics.svg import COLOURS, Line, heat_map, histogram, limit_in_view, line_chart
 
 _DRIFT = (
-    ("rollout_corr/kl", "KL of rollout and old policy", "nats per latent element"),
-    ("rollout_corr/k3_kl", "KL, estimator K3", "nats per latent element"),
+    ("rollout_corr/kl", "KL of rollout and old policy, K1", "nats per latent element"),
+    ("rollout_corr/exact_kl", "exact KL of a step", "nats per latent element"),
+    ("rollout_corr/k3_kl", "K3", "of mean-pooled ratios: about half the mean square of Δ log p, and no KL"),
     ("rollout_corr/logprob_abs_diff_mean", "mean |Δ log p|", "nats per latent element"),
     ("rollout_corr/ppl_ratio", "perplexity ratio", "training / rollout"),
     ("rollout_corr/chi2_token", "χ² of one step", "of mean-pooled ratios"),
@@ -28,12 +30,17 @@ _CORRECTION = (
     ("rollout_corr/rollout_is_std", "std of the importance weights", "after their cap"),
     ("rollout_corr/rollout_is_eff_sample_size", "effective sample size", "share of the batch"),
     ("rollout_corr/rejected_ratio", "rejected samples", "share with a rejected step"),
-    (
-        "actor/rollout_corr/rejected_ratio",
-        "rejected samples in the update",
-        "share; current against rollout policy",
-    ),
     ("rollout_corr/rollout_is_veto_fraction", "vetoed samples", "share"),
+    *(
+        (f"actor/rollout_corr/{name}", f"{title} in the update", "current against rollout policy")
+        for name, title in (
+            ("rollout_is_mean", "mean importance weight"),
+            ("rollout_is_std", "std of the importance weights"),
+            ("rollout_is_eff_sample_size", "effective sample size"),
+            ("rejected_ratio", "rejected samples"),
+            ("rollout_is_veto_fraction", "vetoed samples"),
+        )
+    ),
     ("rollout_corr/clip_noise_fraction", "outside the clip before learning", "share of drift-1 ratios"),
 )
 _UPDATE = (
@@ -43,6 +50,7 @@ _UPDATE = (
     ("actor/grad_norm", "gradient norm", ""),
 )
 _BINS = 64
+MAX_POINTS = 200  # of a curve, or columns of a heat map: pictures are 330 units wide
 _STEP_DRIFT = re.compile(r"rollout_corr/step_(\d+)/logprob_abs_diff")
 _HISTOGRAMS = "Of all dumped steps together. Each row is as high as its largest bin."
 _NO_TERMS = (
@@ -91,7 +99,7 @@ def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
     """All sections that have something to say."""
     sections = [
         _curves(groups, "Learning", _learning_metrics(groups), _learning_text(groups)),
-        _curves(groups, "Drift between rollout and training", _DRIFT, _drift_text(groups)),
+        _curves(groups, "Drift between rollout and training", _DRIFT, _drift_text(groups), zoom=True),
         ChartSection(
             title="Drift by timestep",
             text="Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch.",
@@ -131,74 +139,109 @@ def _learning_metrics(groups: Sequence[Group]) -> tuple[tuple[str, str, str], ..
 
 
 def _learning_text(groups: Sequence[Group]) -> str:
-    if max(len(group.runs) for group in groups) == 1:
+    longest = max(len(run.records) for group in groups for run in group.runs)
+    if max(len(group.runs) for group in groups) == 1 and longest <= MAX_POINTS:
         return ""
-    return "Lines are means over seeds, bands reach from the smallest to the largest."
+    return "Lines are means over seeds, and over steps where a caption says so; bands go from least to most."
 
 
 def _drift_text(groups: Sequence[Group]) -> str:
     text = "Log-probs are means over the elements of a latent, so these numbers are small"
-    sizes = {latent_elements(group.config) for group in groups}
-    known = sorted(size for size in sizes if size is not None)
+    known = sorted({group.num_elements for group in groups if group.num_elements is not None})
     return (
-        f"{text}: of whole steps, they are {' or '.join(map(str, known))} times as large."
+        f"{text}: KL and Δ log p of whole steps are {' or '.join(map(str, known))} times as large."
         if known
         else f"{text}."
     )
 
 
 def _curves(
-    groups: Sequence[Group], title: str, metrics: Sequence[tuple[str, str, str]], text: str
+    groups: Sequence[Group],
+    title: str,
+    metrics: Sequence[tuple[str, str, str]],
+    text: str,
+    *,
+    zoom: bool = False,
 ) -> ChartSection:
-    charts = [chart for metric in metrics if (chart := _curve(groups, *metric))]
+    charts = [chart for metric in metrics if (chart := _curve(groups, *metric, zoom=zoom))]
     return ChartSection(title=title, text=text, charts=charts, by_colour=True)
 
 
-def _curve(groups: Sequence[Group], metric: str, title: str, unit: str) -> Chart | None:
-    lines = [
-        Line(label=group.label, colour=colour, band=band)
-        for group, colour in zip(groups, colours(groups), strict=True)
-        if (band := group.band(metric))
-    ]
-    if not lines:
+def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom: bool) -> Chart | None:
+    """The curve of a metric; with `zoom` as large as its values allow, where these are small beside its limits."""
+    bands = {index: band for index, group in enumerate(groups) if (band := group.band(metric))}
+    if not bands:
         return None
-    ranges = {healthy_range(metric, units_of(group.config)) for group in groups if group.band(metric)}
+    stride = _stride(max(map(len, bands.values())))
+    lines = [
+        Line(label=groups[index].label, colour=colours(groups)[index], band=_pooled(band, stride))
+        for index, band in bands.items()
+    ]
+    ranges = {healthy_range(metric, groups[index].units) for index in bands}
     healthy, limits = (-math.inf, math.inf), "its healthy range depends on log_ratio_scale"
     if len(ranges) == 1:
         healthy = ranges.pop()
-        limits = _healthy_text(lines, healthy)
+        limits = _healthy_text(lines, healthy, serious_limit(metric), zoom)
     return Chart(
         name=metric.replace("/", "_"),
         title=title,
-        svg=line_chart(title, lines, healthy),
-        caption="; ".join(filter(None, [unit, limits])),
+        svg=line_chart(title, lines, healthy, serious=serious_limit(metric), zoom=zoom),
+        caption="; ".join(filter(None, [unit, limits, _stride_text(stride)])),
         metric="" if title == metric else metric,
     )
 
 
-def _healthy_text(lines: Sequence[Line], healthy: tuple[float, float]) -> str:
+def _stride(count: int) -> int:
+    """How many training steps make a point."""
+    return math.ceil(count / MAX_POINTS)
+
+
+def _stride_text(stride: int) -> str:
+    return f"means over {stride} steps" if stride > 1 else ""
+
+
+def _pooled(band: Sequence[BandPoint], stride: int) -> list[BandPoint]:
+    """A band with one point for `stride` steps, at the last of them."""
+    parts = [band[begin : begin + stride] for begin in range(0, len(band), stride)]
+    return [
+        (
+            part[-1][0],
+            fmean(mean for _, mean, _, _ in part),
+            min(low for _, _, low, _ in part),
+            max(high for *_, high in part),
+        )
+        for part in parts
+    ]
+
+
+def _healthy_text(lines: Sequence[Line], healthy: tuple[float, float], serious: float, zoom: bool) -> str:
     low, high = healthy
     if math.isfinite(low) and math.isfinite(high):
         text = f"healthy from {low:.3g} to {high:.3g}"
     elif math.isfinite(high):
-        text = f"healthy up to {high:.3g}"
+        text = f"healthy up to {high:.3g}" + f", serious above {serious:.3g}" * math.isfinite(serious)
     elif math.isfinite(low):
         text = f"healthy from {low:.3g}"
     else:
         return ""
-    return text if limit_in_view(lines, healthy) else f"{text}, far from all values here"
+    return text if limit_in_view(lines, healthy, zoom=zoom) else f"{text}, far from all values here"
 
 
 def _heat_map(group: Group, index: int) -> Chart | None:
     names = {name for run in group.runs for record in run.records for name in record}
     found = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
-    cells = {
-        (f"step {index}", step): value for index, name in found.items() for step, value in group.means(name)
-    }
-    if not cells:
+    means = {f"step {index}": dict(group.means(name)) for index, name in sorted(found.items())}
+    steps = sorted({step for values in means.values() for step in values})
+    if not steps:
         return None
-    rows = [f"step {index}" for index in sorted(found)]
-    columns = sorted({step for _, step in cells})
+    stride = _stride(len(steps))
+    parts = [steps[begin : begin + stride] for begin in range(0, len(steps), stride)]
+    cells = {
+        (row, part[-1]): fmean(here)
+        for row, values in means.items()
+        for part in parts
+        if (here := [values[step] for step in part if step in values])
+    }
     low, high = min(cells.values()), max(cells.values())
     scale = (
         f"palest {low:.2g}, darkest {high:.2g} nats per latent element; logarithmic"
@@ -209,8 +252,10 @@ def _heat_map(group: Group, index: int) -> Chart | None:
     return Chart(
         name=f"drift_by_timestep_{index}",
         title=title,
-        svg=heat_map(title, rows, columns, cells),
-        caption=f"across: training step; blank: not in the window; {scale}",
+        svg=heat_map(title, list(means), [part[-1] for part in parts], cells),
+        caption="; ".join(
+            filter(None, ["across: training step", "blank: not in the window", scale, _stride_text(stride)])
+        ),
     )
 
 

@@ -14,13 +14,14 @@ from statistics import median
 
 import flowcorr
 from flowcorr.config import Config
-from flowcorr.diagnostics.health import HealthFinding, examine_run, units_of
+from flowcorr.diagnostics.health import HealthFinding, examine_run
 from flowcorr.diagnostics.report_charts import Chart, ChartSection, chart_sections, colours
 from flowcorr.diagnostics.report_png import save_charts
 from flowcorr.diagnostics.run_data import Group, Run, differences, group_by_seed, read_run
 from flowcorr.diagnostics.svg import COLOURS
 from flowcorr.errors import ConfigError
 from flowcorr.trackers import IMAGES_FOLDER
+from flowcorr.trainer.run_folder import resume_command
 from flowcorr.trainer.timing import PHASES
 
 MAX_GRIDS = 4
@@ -79,7 +80,8 @@ def write_report(folders: Sequence[Path], out: Path, *, charts: Path | None = No
         ConfigError: a folder holds no run, or a file cannot be written.
         MissingExtraError: charts are asked for, and what draws them is not installed.
     """
-    groups = group_by_seed([read_run(folder) for folder in folders])
+    different = {folder.resolve(): folder for folder in folders}
+    groups = group_by_seed([read_run(folder) for folder in different.values()])
     sections = chart_sections(groups)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -131,13 +133,16 @@ def _summary(groups: Sequence[Group]) -> str:
     rows = []
     for group, colour in zip(groups, colours(groups), strict=True):
         cells = "".join(f'<td class="number">{_change(group, metric)}</td>' for metric in metrics)
-        last = max(record["step"] for run in group.runs for record in run.records)
+        last = sorted({run.last_step for run in group.runs})
+        steps = f"{last[0]}–{last[-1]}" if len(last) > 1 else f"{last[0]}"
         rows.append(
             f"<tr><td>{_key(colour)}{escape(group.label)}</td><td>{escape(_treatment(group.config))}</td>"
-            f'<td class="number">{last}</td>{cells}</tr>'
+            f'<td class="number">{steps}</td>{cells}</tr>'
         )
     table = f"<tr><th>runs</th><th>correction</th><th>steps</th>{head}</tr>{''.join(rows)}"
     note = "First to last value; with several seeds their mean, and in brackets the smallest and largest last one."
+    if any(len({run.last_step for run in group.runs}) > 1 for group in groups):
+        note += " Last values are of the seeds that got furthest."
     return _section("Summary", f'<div class="wide"><table>{table}</table></div><p class="soft">{note}</p>')
 
 
@@ -146,7 +151,7 @@ def _change(group: Group, metric: str) -> str:
     if not band:
         return "–"
     first, (_, mean, low, high) = band[0][1], band[-1]
-    spread = f" ({low:.3g}–{high:.3g})" if len(group.runs) > 1 else ""
+    spread = f" ({low:.3g} to {high:.3g})" if len(group.runs) > 1 else ""
     return f"{first:.3g} → {mean:.3g}{spread}"
 
 
@@ -158,26 +163,41 @@ def _treatment(config: Config) -> str:
 
 
 def _health(groups: Sequence[Group]) -> str:
-    healthy: list[str] = []
+    healthy: dict[bool, list[str]] = {}
     cards: list[str] = []
     for group in groups:
-        units = units_of(group.config)
         for run in group.runs:
-            findings = examine_run(run.records, units)
+            findings = examine_run(run.records, group.units)
             steps = len(run.series("timing/step"))
+            cards += [_unfinished(run)] if run.ending else []
             cards += [_finding(run, finding, steps) for finding in findings]
-            if not findings:
-                healthy.append(run.folder.name)
-    if healthy:
-        text = f"<b>healthy</b> · {escape(', '.join(healthy))}<p>No rule was broken.</p>"
-        cards.insert(0, f'<div class="finding">{text}</div>')
+            if not findings and not run.failed:
+                healthy.setdefault(group.config.algorithm.rollout_correction is None, []).append(run.name)
+    for blind, names in healthy.items():
+        text = (
+            f"No rule was broken{'; without rollout_correction, the gap was not measured' if blind else ''}."
+        )
+        cards.insert(
+            0, f'<div class="finding"><b>healthy</b> · {escape(", ".join(names))}<p>{text}</p></div>'
+        )
     return _section("Health", f'<div class="grid">{"".join(cards)}</div>')
+
+
+def _unfinished(run: Run) -> str:
+    level = "serious" if run.failed else "note"
+    where = f"last logged step {run.last_step} of {run.config.trainer.total_steps}"
+    command = f"<code>{escape(resume_command(run.folder))}</code>"
+    return (
+        f'<div class="finding {level}"><b>{level}</b> · {escape(run.name)}'
+        f'<p>The run {escape(run.ending)} <span class="soft">({where})</span></p>'
+        f'<p class="soft">If it is not running, continue it with {command}</p></div>'
+    )
 
 
 def _finding(run: Run, finding: HealthFinding, steps: int) -> str:
     where = f"worst at step {finding.step}; on {finding.num_steps} of {_plural(steps, 'step')}"
     return (
-        f'<div class="finding {finding.level}"><b>{finding.level}</b> · {escape(run.folder.name)}'
+        f'<div class="finding {finding.level}"><b>{finding.level}</b> · {escape(run.name)}'
         f'<p>{_sentence(finding.message)} <span class="soft">({escape(where)})</span></p>'
         f'<p>{_sentence(finding.advice)}</p><p class="soft"><code>{escape(finding.metric)}</code></p></div>'
     )
@@ -245,9 +265,7 @@ def _images(groups: Sequence[Group]) -> str:
         run = group.runs[0]
         figures = _figures(run)
         if figures:
-            parts.append(
-                f"<h3>{escape(run.folder.name)}</h3>" + f'<div class="images">{"".join(figures)}</div>'
-            )
+            parts.append(f"<h3>{escape(run.name)}</h3>" + f'<div class="images">{"".join(figures)}</div>')
     seeds = max(len(group.runs) for group in groups) > 1
     note = "<p class='soft'>Of runs that differ by seed only, the first one's.</p>" if seeds else ""
     return _section("Images", note, *parts) if parts else ""

@@ -13,8 +13,10 @@ COLOURS = ("#2563eb", "#dc7310", "#15915b", "#9333ea", "#c02650", "#0891b2", "#7
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 10, 26
 _ROW = 44
+_HALF_DIGIT = 3.6
 _CAPTION_COLUMNS = 66
 _INSIDE, _OUTSIDE, _LIMIT = "#2563eb", "#dc7310", "#c0392b"
+_UNHEALTHY, _SERIOUS = "#f7d9d4", "#eeb4aa"
 _RAMP = ((226, 234, 243), (134, 182, 220), (37, 99, 176), (16, 32, 84))
 
 
@@ -39,28 +41,30 @@ class _Axis:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], healthy: tuple[float, float] = (-math.inf, math.inf)
+    title: str,
+    lines: Sequence[Line],
+    healthy: tuple[float, float] = (-math.inf, math.inf),
+    *,
+    serious: float = math.inf,
+    zoom: bool = True,
 ) -> str:
-    """Curves over training steps; what lies outside the healthy range is shaded.
+    """Curves over training steps; what lies outside the healthy range is shaded, and darker above `serious`.
 
-    A limit that all values keep far away from is left out of the picture, which would otherwise show nothing else.
+    With `zoom`, limits that all values keep far away from are left out of the picture, which would show nothing else.
     """
-    values = [value for line in lines for _, _, *edges in line.band for value in edges]
     steps = [point[0] for line in lines for point in line.band]
-    shown = [*values, *_limits_in_view(min(values), max(values), healthy)]
-    low, high = _padded(min(shown), max(shown))
     x = _Axis(*_widened(min(steps), max(steps)), _LEFT, _WIDTH - _RIGHT)
-    y = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP)
-    parts = [_shade(y, healthy), *_grid(x, y)]
+    y = _Axis(*_heights(lines, healthy, zoom), _HEIGHT - _BOTTOM, _TOP)
+    parts = [_shade(y, healthy, _UNHEALTHY), _shade(y, (-math.inf, serious), _SERIOUS), *_grid(x, y)]
     for line in lines:
         parts += _curve(line, x, y)
     return _svg(title, parts)
 
 
-def limit_in_view(lines: Sequence[Line], healthy: tuple[float, float]) -> bool:
+def limit_in_view(lines: Sequence[Line], healthy: tuple[float, float], *, zoom: bool = True) -> bool:
     """Whether `line_chart` draws any limit."""
-    values = [value for line in lines for _, _, *edges in line.band for value in edges]
-    return bool(_limits_in_view(min(values), max(values), healthy))
+    low, high = _heights(lines, healthy, zoom)
+    return any(low <= limit <= high for limit in healthy)
 
 
 def heat_map(
@@ -99,7 +103,7 @@ def heat_map(
                 f"<title>{escape(row)}, step {column:g}: {value:.3g}</title></rect>"
             )
     for j in sorted({0, len(columns) - 1}):
-        parts.append(_label(_LEFT + (j + 0.5) * width, _HEIGHT - 8, f"{columns[j]:g}", "middle"))
+        parts.append(_below(_LEFT + (j + 0.5) * width, _HEIGHT - 8, f"{columns[j]:g}"))
     return _svg(title, parts)
 
 
@@ -125,8 +129,8 @@ def histogram(
         parts.append(
             f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{_TOP}" y2="{bottom:.1f}" stroke="#e3e6ea"/>'
         )
-        if x(tick) < _WIDTH - 2 * _RIGHT:  # else it is cut off
-            parts.append(_label(x(tick), bottom + 18, _number(tick), "middle"))
+        if x(tick) < _WIDTH - 2 * _RIGHT:  # else it may meet its neighbour
+            parts.append(_below(x(tick), bottom + 18, _number(tick)))
     for place, (name, shares) in enumerate(rows):
         base = _TOP + row_height * (place + 1)
         parts.append(_label(_LEFT - 6, base - 4, name, "end"))
@@ -190,6 +194,15 @@ def _bars(
     return parts
 
 
+def _heights(lines: Sequence[Line], healthy: tuple[float, float], zoom: bool) -> tuple[float, float]:
+    """From the lowest to the highest value that is drawn, limits in view included."""
+    values = [value for line in lines for _, _, *edges in line.band for value in edges]
+    low, high = min(values), max(values)
+    limits = _limits_in_view(low, high, healthy) if zoom and low < high else filter(math.isfinite, healthy)
+    shown = [*values, *limits]
+    return _padded(min(shown), max(shown))
+
+
 def _limits_in_view(low: float, high: float, healthy: tuple[float, float]) -> list[float]:
     """Limits that are crossed, and those beside which the values still fill a quarter of the axis."""
     least, most = healthy
@@ -218,16 +231,16 @@ def _widened(low: float, high: float) -> tuple[float, float]:
     return low - half, high + half
 
 
-def _shade(y: _Axis, healthy: tuple[float, float]) -> str:
+def _shade(y: _Axis, within: tuple[float, float], colour: str) -> str:
     parts = []
-    for limit, edge in zip(healthy, (y.low, y.high), strict=True):
+    for limit, edge in zip(within, (y.low, y.high), strict=True):
         if math.isfinite(limit) and y.low <= limit <= y.high:
             top, bottom = sorted((y(limit), y(edge)))
             parts.append(
                 f'<rect x="{_LEFT}" y="{top:.1f}" width="{_WIDTH - _LEFT - _RIGHT}" '
-                f'height="{bottom - top:.1f}" fill="#f7d9d4"/>'
+                f'height="{bottom - top:.1f}" fill="{colour}"/>'
                 f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" '
-                'stroke="#c0392b" stroke-dasharray="4 3"/>'
+                f'stroke="{_LIMIT}" stroke-dasharray="4 3"/>'
             )
     return "".join(parts)
 
@@ -241,7 +254,7 @@ def _grid(x: _Axis, y: _Axis) -> list[str]:
         parts.append(_label(_LEFT - 6, y(tick) + 4, _number(tick), "end"))
     for tick in _ticks(x.low, x.high):
         if tick == int(tick):
-            parts.append(_label(x(tick), _HEIGHT - 8, f"{tick:g}", "middle"))
+            parts.append(_below(x(tick), _HEIGHT - 8, f"{tick:g}"))
     return parts
 
 
@@ -278,6 +291,11 @@ def _ramp(share: float) -> str:
     rest = position - index
     mixed = (round(a + (b - a) * rest) for a, b in zip(_RAMP[index], _RAMP[index + 1], strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def _below(x: float, y: float, text: str) -> str:
+    """A label centred below `x`, or ending at the edge of the picture, which would else cut it off."""
+    return _label(min(x, _WIDTH - _HALF_DIGIT * len(text)), y, text, "middle")
 
 
 def _label(x: float, y: float, text: str, anchor: str) -> str:

@@ -243,7 +243,8 @@ def _as_config(config: RolloutCorrectionConfig | Mapping[str, Any]) -> RolloutCo
 def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     value = tensors.get(name)
     if value is None:
-        raise BatchError(f"{name} is not in the batch, which has {', '.join(tensors)}; {_REMEDIES[name]}")
+        held = ", ".join(tensors.keys())  # iterating over a TensorDict gives its rows
+        raise BatchError(f"{name} is not in the batch, which has {held}; {_REMEDIES[name]}")
     return value
 
 

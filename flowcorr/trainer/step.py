@@ -92,7 +92,9 @@ def train_step(parts: Parts, step: int, on_phase: Callable[[str], None]) -> Step
             scored, failed = score(parts, collected.reward, images, prompts)
 
     kept = drop_failed_groups(rollout, failed | collected.stale)
-    metrics = collected.metrics.merge(_reward_metrics(scored, failed, rollout))
+    metrics = collected.metrics.merge(_reward_metrics(scored, failed, rollout)).merge(
+        Metrics.from_stats({"rollout/num_elements": maximum(rollout.num_elements)})
+    )
     rollout = replace(rollout, images=None).select(kept)
     succeeded = scored.map(lambda values: values[kept.cpu().numpy()])
     rewards = training_scores(succeeded, config.reward.terms, rollout.group_ids)

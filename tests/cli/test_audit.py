@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from flowcorr.cli import main
+from flowcorr.cli import commands, main
 from flowcorr.config import load
 from flowcorr.correction import PRESETS
 
@@ -28,7 +28,8 @@ def test_a_recipe_without_a_gap(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "joint nats of a window" in out
     assert "no correction needed" in out
-    assert "of the two together (reward and update not counted)" in out
+    assert "of the three together (reward not counted)" in out
+    assert "weights without a cap (expected: from the exact KLs, for many samples; chi-squared: mean" in out
     assert all(name in out for name in PRESETS)
     assert max(map(len, out.splitlines()[:-1])) <= 140
     assert str(tmp_path / "audit.html") in out
@@ -63,6 +64,16 @@ def test_without_matplotlib(tmp_path, monkeypatch, capsys):
     assert audit("--batches", "1", "--out", str(tmp_path)) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["audit.html", "audit.json"]
     assert "<img" not in (tmp_path / "audit.html").read_text(encoding="utf-8")
+    assert capsys.readouterr().out.endswith("(and a picture, with pip install 'flowcorr[plot]')\n")
+
+
+def test_secrets_are_not_shown():
+    secrets = ["reward.terms=[{name: jpeg, api_key: sesame}]", "reward.terms.0.api_key=sesame"]
+    assert [commands._without_secret(text) for text in ["rollout.n=4", *secrets]] == [
+        "rollout.n=4",
+        "reward.terms=***",
+        "reward.terms.0.api_key=***",
+    ]
 
 
 def test_bad_batches(capsys):

@@ -105,6 +105,26 @@ def test_mistakes_are_one_line(run_dir, arguments, message, capsys):
     assert err.count("\n") == 1
 
 
+def test_names_may_have_spaces(run_dir, tmp_path):
+    presets = ["--presets", "bypass_pg_is, pg_rs", "--scales", "mean, sqrt"]
+    assert main(["lab", str(run_dir), *presets, "--out", str(tmp_path / "out")]) == 0
+
+
+def test_what_is_no_run_and_what_has_no_dumps_say_what_to_do(run_dir, tmp_path, capsys):
+    assert main(["lab", str(tmp_path / "nowhere")]) == 2
+    assert (
+        "holds no run: config.yaml is missing; name a folder that flowcorr train wrote"
+        in capsys.readouterr().err
+    )
+    for path in (run_dir / log_probs.FOLDER).iterdir():
+        path.unlink()
+    assert main(["lab", str(run_dir)]) == 2
+    err = capsys.readouterr().err
+    command = f"flowcorr train {run_dir}/config.yaml --resume --out {run_dir} trainer.dump_log_probs=true"
+    assert f"{command} trainer.total_steps=40" in err
+    assert err.count("\n") == 1
+
+
 def test_a_folder_that_cannot_be_written(run_dir, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["lab", str(run_dir), "--out", str(tmp_path / "file")]) == 1

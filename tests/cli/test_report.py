@@ -53,4 +53,6 @@ def test_charts_need_the_extra(run_dir, tmp_path, monkeypatch, capsys):
 
 def test_what_is_no_run_is_named(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert f"{tmp_path} holds no run" in capsys.readouterr().err
+    assert (
+        f"{tmp_path} holds no run: config.yaml is missing; name a folder that flow" in capsys.readouterr().err
+    )

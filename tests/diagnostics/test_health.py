@@ -87,25 +87,34 @@ def test_drift_is_judged_in_the_units_of_the_scale():
     assert healthy_range("rollout_corr/rollout_is_mean", Units(factor=512.0)) == (0.5, 2.0)
 
 
+@pytest.mark.parametrize("name", ["k3_kl", "ppl_ratio", "chi2_token", "chi2_seq"])
+def test_what_is_not_linear_in_log_ratios_has_limits_at_scale_mean_only(name):
+    low, high = healthy_range(f"rollout_corr/{name}", Units())
+    assert math.isfinite(high)
+    assert low < (1.0 if name == "ppl_ratio" else 0.0) < high
+    for factor in (512.0, None):
+        assert healthy_range(f"rollout_corr/{name}", Units(factor=factor)) == (-math.inf, math.inf)
+
+
 @pytest.mark.parametrize(
     ("scale", "factor"), [("mean", 1.0), ("sqrt", 512**0.5), ("sum", 512.0), ("3.0", 3.0)]
 )
 def test_units_of_a_configuration(scale, factor):
-    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.log_ratio_scale={scale}"]))
+    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.log_ratio_scale={scale}"]), 512)
     assert (units.factor, units.cap, units.bypass) == (pytest.approx(factor), 2.0, False)
 
 
 def test_drift_is_not_judged_in_units_that_are_not_known():
-    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.log_ratio_scale=sum", "sampling.height=null"]))
+    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.log_ratio_scale=sum"]), None)
     assert units.factor is None
     assert rules({"rollout_corr/kl": 9.0}, units) == []
     assert healthy_range("rollout_corr/kl", units) == (-math.inf, math.inf)
 
 
 def test_units_without_correction_and_without_one_cap():
-    assert units_of(load("tiny_ocr_lora", [f"{SECTION}=null"])) == Units()
-    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"])).cap is None
-    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=bypass_ppo_clip"])).bypass
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}=null"]), 512) == Units()
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"]), 512).cap is None
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=bypass_ppo_clip"]), 512).bypass
 
 
 def test_noise_beyond_the_clip_harms_bypass_only():
@@ -126,13 +135,14 @@ def test_noise_beyond_the_clip_harms_bypass_only():
 )
 def test_noise_beyond_the_clip_names_the_range_the_noise_and_what_to_do(actor, correction, clip_range, level):
     algorithm = {"rollout_correction": {"bypass_mode": True, **correction}}
-    units = units_of(load_mapping({"actor": actor, "algorithm": algorithm}))
+    units = units_of(load_mapping({"actor": actor, "algorithm": algorithm}), 512)
     metrics = {"rollout_corr/clip_noise_fraction": 0.9, "rollout_corr/logprob_abs_diff_mean": 4.7e-3}
     (finding,) = examine_step(metrics, units)
     assert finding.level == level
     assert f": {clip_range}, and the noise, mean |delta log p|, is 0.0047" in finding.message
-    if level == "warning":
-        assert "`flowcorr audit`" in finding.advice
+    assert (
+        "`flowcorr audit`" if level == "warning" else "with reinforce, which clips none"
+    ) in finding.advice
 
 
 def test_what_acted_on_the_update_is_judged_where_it_is_logged():

@@ -491,16 +491,25 @@ def test_reading():
             replayed("d", cosine=0.5, changed_terms=0.6, rejected_terms=0.6),
             replayed("e", cosine=0.25, changed_terms=0.9, rejected_terms=0.9),
             replayed("f", cosine=0.9, changed_terms=0.0),
+            replayed("g", cosine=0.8, changed_terms=0.2, appeared_terms=0.2),
         ]
     )
     assert text == (
-        "Of 6 replays, 2 leave the gradient as it is but for its length: a, b; 2 turn it by what they reject "
-        "(cosine 0.250 to 0.500): d, e; 1 turns it by what they clip (cosine 0.700): c; 1 turns it by what they weigh "
-        "(cosine 0.900): f."
+        "Of 7 replays, 2 leave the gradient as it is but for its length: a, b; 2 turn it by rejection (cosine 0.250 to "
+        "0.500): d, e; 1 turns it by clipping (cosine 0.700): c; 1 turns it by not clipping (cosine 0.800): g; 1 turns "
+        "it by weights (cosine 0.900): f."
     )
     assert read([replayed("d", cosine=0.5, changed_terms=0.6, rejected_terms=0.6)]).startswith(
         "Of 1 replay, none leaves the gradient as it is"
     )
+
+
+def test_what_reinforce_does_not_clip_is_not_called_weights(tmp_path):
+    run_dir = write_run(tmp_path / "run", [terms_of(bypass=True)], "actor.clip_ratio=1e-4")
+    report = replay_run(run_dir, presets=["bypass_pg_is"])
+    outcome = by_label(report)["bypass_pg_is"].outcome
+    assert outcome.appeared_terms == outcome.changed_terms > 0.1
+    assert "1 turns it by not clipping" in report.reading
 
 
 def test_a_report_is_json(tmp_path):

@@ -52,7 +52,7 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-def write_run(folder: Path, *overrides, steps=4, scale=1.0, images=0) -> Path:
+def write_run(folder: Path, *overrides, steps=4, scale=1.0, images=0, events=()) -> Path:
     """A run's folder, as the trainer leaves it."""
     (folder / "images").mkdir(parents=True)
     config = load("tiny_ocr_lora", list(overrides))
@@ -62,6 +62,7 @@ def write_run(folder: Path, *overrides, steps=4, scale=1.0, images=0) -> Path:
         records.append(
             {
                 "step": step,
+                "rollout/num_elements": 320.0,
                 "reward/mean": scale * step / 8,
                 "rollout_corr/kl": scale * 1e-3 * step,
                 "rollout_corr/rollout_is_mean": None,
@@ -77,6 +78,9 @@ def write_run(folder: Path, *overrides, steps=4, scale=1.0, images=0) -> Path:
     (folder / "metrics.jsonl").write_text(
         "".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8"
     )
+    if events:
+        lines = "".join(f"{json.dumps(event)}\n" for event in events)
+        (folder / "events.jsonl").write_text(lines, encoding="utf-8")
     for index in range(images):
         Image.new("RGB", (8, 8)).save(folder / "images" / f"rollout_{index:06d}_00.png")
     if images:
@@ -138,6 +142,74 @@ def test_groups_of_one_name_are_told_apart_by_their_parents(tmp_path):
     assert [group.label for group in groups] == ["x/run", "y/run"]
 
 
+def test_runs_of_one_name_are_told_apart_where_their_groups_are(tmp_path):
+    folders = [
+        write_run(tmp_path / "x" / "seed_0"),
+        write_run(tmp_path / "x" / "seed_1", "trainer.seed=1"),
+        write_run(tmp_path / "y" / "seed_0", "actor.lr=1e-4", scale=0.0),
+    ]
+    groups = group_by_seed([read_run(folder) for folder in folders])
+    assert [group.label for group in groups] == ["x/seed_0, x/seed_1", "y/seed_0"]
+    text = "".join(Page(write_report(folders, tmp_path / "report.html")).text)
+    assert "serious · x/seed_0Share of samples" in text
+    assert "healthy · y/seed_0" in text
+
+
+def test_a_run_named_twice_is_one(tmp_path):
+    folder = write_run(tmp_path / "a")
+    text = "".join(Page(write_report([folder, folder / ".." / "a"], tmp_path / "report.html")).text)
+    assert "1 run, 1 configuration" in text
+    assert "means over seeds" not in text
+
+
+START = {"step": 0, "kind": "start", "total_steps": 4}
+FAILURE = {"step": 2, "kind": "failure", "error": "BackendError: no <space>"}
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        (
+            [START, FAILURE],
+            "The run failed after step 2: BackendError: no <space> (last logged step 2 of 30)",
+        ),
+        ([START], "The run has not ended: it still runs, or it was killed (last logged step 2 of 30)"),
+        (
+            [START, {"step": 2, "kind": "end", "status": "interrupted"}],
+            "The run was interrupted after step 2",
+        ),
+        (
+            [START, FAILURE, {"step": 1, "kind": "resume"}, {"step": 4, "kind": "end", "status": "finished"}],
+            "",
+        ),
+    ],
+)
+def test_how_a_run_ended_is_told(events, says, tmp_path):
+    folder = write_run(tmp_path / "a", steps=2, scale=0.0, events=events)
+    text = text_of(folder)
+    assert says in text
+    assert (f"flowcorr train {folder}/config.yaml --resume --out {folder}" in text) == bool(says)
+    assert ("healthy · a" in text) == (FAILURE not in events[-1:])
+
+
+def test_a_run_that_measured_no_gap_is_not_simply_healthy(tmp_path):
+    folders = [
+        write_run(tmp_path / "a", f"{CORRECTION}=null", scale=0.0),
+        write_run(tmp_path / "b", scale=0.0),
+    ]
+    text = text_of(*folders)
+    assert "healthy · aNo rule was broken; without rollout_correction, the gap was not measured." in text
+    assert "healthy · bNo rule was broken." in text
+
+
+def test_seeds_of_unequal_length_are_pointed_out(tmp_path):
+    seeds = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "trainer.seed=1", steps=2)]
+    text = text_of(*seeds)
+    assert "2–4" in text
+    assert "Last values are of the seeds that got furthest." in text
+    assert "got furthest" not in text_of(seeds[0])
+
+
 def test_differences_name_the_keys_that_differ(runs):
     groups = group_by_seed([read_run(folder) for folder in runs])
     assert differences(groups) == {
@@ -157,8 +229,68 @@ def test_findings_are_in_words(runs, tmp_path):
 def test_limits_follow_the_scale(tmp_path):
     folder = write_run(tmp_path / "a", f"{CORRECTION}.log_ratio_scale=sum")
     text = "".join(Page(write_report([folder], tmp_path / "report.html")).text)
-    assert "|KL| of old and rollout policy is 2.05, above 0.1 at log_ratio_scale sum" in text
-    assert f"healthy from {-0.1 / 512:.3g} to {0.1 / 512:.3g}" in text
+    assert "|KL| of old and rollout policy is 1.28, above 0.1 at log_ratio_scale sum" in text
+    assert f"healthy from {-0.1 / 320:.3g} to {0.1 / 320:.3g}" in text
+
+
+def charts_of(*folders):
+    sections = chart_sections(group_by_seed([read_run(folder) for folder in folders]))
+    return {chart.name: chart for section in sections for chart in section.charts}
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-4])
+def test_limits_of_shares_are_drawn_however_far_they_are(value, tmp_path):
+    folder = write_run(tmp_path / "a", scale=0.0)
+    metrics = {"rollout_corr/rollout_is_eff_sample_size": 1 - value, "rollout_corr/rejected_ratio": value}
+    records = [{"step": step, **{name: part * step for name, part in metrics.items()}} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    charts = charts_of(folder)
+    for name in ("rollout_corr_rollout_is_eff_sample_size", "rollout_corr_rejected_ratio"):
+        assert "stroke-dasharray" in charts[name].svg
+        assert "far from all values" not in charts[name].caption
+    assert "healthy up to 0.05, serious above 0.1" in charts["rollout_corr_rejected_ratio"].caption
+
+
+def test_a_limit_is_far_where_it_is_not_drawn_and_only_there(runs):
+    for chart in charts_of(*runs).values():
+        if "healthy" in chart.caption:
+            assert ("far from all values" in chart.caption) != ("stroke-dasharray" in chart.svg)
+
+
+def test_serious_shares_are_shaded_darker(tmp_path):
+    chart = charts_of(write_run(tmp_path / "a"))["rollout_corr_rejected_ratio"]  # .2
+    assert [chart.svg.count(colour) for colour in ("#f7d9d4", "#eeb4aa")] == [1, 1]
+
+
+def test_weights_of_the_update_are_drawn(tmp_path):
+    folder = write_run(tmp_path / "a", f"{CORRECTION}.preset=bypass_pg_is")
+    name = "actor/rollout_corr/rollout_is_eff_sample_size"
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, name: 0.2}), encoding="utf-8")
+    assert "healthy from 0.3" in charts_of(folder)[name.replace("/", "_")].caption
+
+
+def test_long_runs_are_drawn_by_means_with_their_extremes(tmp_path):
+    folder = write_run(tmp_path / "a", steps=1001)
+    chart = charts_of(folder)["rollout_corr_kl"]
+    (line,) = re.findall(r'<polyline points="([^"]*)"', chart.svg)
+    (band,) = re.findall(r'<polygon points="([^"]*)"', chart.svg)
+    assert len(line.split()) == 167  # of six steps each, the last of five
+    assert len(band.split()) == 2 * 167
+    assert "means over 6 steps" in chart.caption
+    assert "step 1001: 0.999" in chart.svg  # of 0.997 to 1.001
+    heat = charts_of(folder)["drift_by_timestep_0"]
+    assert heat.svg.count("<rect") == 2 * 167
+    assert "step 0, step 6: 0.00035</title>" in heat.svg
+    assert "means over" not in "".join(
+        chart.caption for chart in charts_of(write_run(tmp_path / "b")).values()
+    )
+
+
+def test_labels_stay_inside_the_picture(tmp_path):
+    charts = charts_of(write_run(tmp_path / "a", steps=3000))
+    for chart in charts.values():
+        for x, text in re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="middle">([^<]*)', chart.svg):
+            assert float(x) + 3.5 * len(text) <= 400
 
 
 def test_a_run_that_was_just_begun_has_a_page(tmp_path):

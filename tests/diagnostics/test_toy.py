@@ -314,6 +314,8 @@ def test_example_writes_its_files(tmp_path, monkeypatch, capsys):
     spec.loader.exec_module(example)
     monkeypatch.setattr(example, "WINDOWS", (2,))
     monkeypatch.setattr(example, "SIZES", (512, 16384))
+    pictures = []
+    monkeypatch.setattr("matplotlib.pyplot.close", pictures.append)
     example.main(tmp_path, samples=2048, shifts=[1e-2, 3e-2])
     with (tmp_path / "ground_truth.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -326,4 +328,7 @@ def test_example_writes_its_files(tmp_path, monkeypatch, capsys):
         )
     assert "\n| uncorrected | " in (tmp_path / "table.md").read_text()
     assert (tmp_path / "ground_truth.png").stat().st_size > 10_000
+    for axes in pictures[0].axes:
+        highest = max(max(line.get_ydata()) for line in axes.lines)
+        assert highest < axes.get_ylim()[1], axes.get_title()  # nothing is cut off
     assert "table and picture" in capsys.readouterr().out

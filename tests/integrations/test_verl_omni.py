@@ -192,6 +192,12 @@ def test_what_cannot_be_corrected_is_an_error(batch, config, error, message):
         correct_batch(batch, config)
 
 
+@pytest.mark.parametrize("wrap", [dict, TensorDict, lambda tensors: Proto(TensorDict(tensors))])
+def test_what_a_batch_lacks_is_named_in_every_container(wrap):
+    with pytest.raises(BatchError, match="rollout_log_probs is not in the batch, which has old_log_probs;"):
+        correct_batch(wrap({"old_log_probs": ROLLOUT}), RolloutCorrectionConfig.seq_is())
+
+
 # Losses --------------------------------------------------------------------------------------------------
 
 SIZE, SHAPE, CLIP = 6, (3, 5), 0.05
