@@ -89,7 +89,7 @@ def confirm() -> Phase:
         arms=tuple(chosen(HERE / "arms.yaml")),
         seeds=tuple(range(10, 18)),
         words=512,
-        steps={"two": 16, "all": 10},
+        steps={"two": 12, "all": 8},
     )
 
 
