@@ -50,6 +50,9 @@ def share(count: int) -> range:
 def add_up(values: Tensor, what: str, group: Group = None) -> Tensor:
     """Replace `values` by their sums over all ranks, which are the same bits on each, and return them."""
     if _several(group):
+        if values.is_cuda:
+            # Meet on the host: NCCL waits on the device, where nobody tells who it is that does not come.
+            gather(None, what, group)
         with _named(what):
             dist.all_reduce(values, group=group)
     return values
@@ -59,11 +62,8 @@ def gather_rows(values: Tensor, what: str, group: Group = None) -> Tensor:
     """`values` of all ranks along their first axis, in rank order; ranks may bring different numbers of rows."""
     if not _several(group):
         return values
+    sizes = gather(len(values), what, group)
     with _named(what):
-        counts = torch.zeros(world_size(group), dtype=torch.int64, device=values.device)
-        counts[rank(group)] = len(values)
-        dist.all_reduce(counts, group=group)
-        sizes = counts.tolist()
         padded = values.new_zeros(max(sizes), *values.shape[1:])
         padded[: len(values)] = values
         parts = [torch.empty_like(padded) for _ in sizes]

@@ -7,13 +7,14 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,8 +26,13 @@ ATTEMPTS = 3  # times that a task is tried, and that a lost worker's place is fi
 START_TIMEOUT = 1800.0  # seconds for a worker to load its model
 HEARTBEAT = 60.0  # seconds between warnings that workers are still missing
 CLOSE_TIMEOUT = 10.0  # seconds for workers to end by themselves
+_POLL = 3.0  # seconds between looks whether a worker that starts is still wanted
 _REASON_LENGTH = 500
 _STARTED_HERE: set[str] = set()  # addresses of local clusters, of which several pools may use one
+
+
+class NodeLostError(BackendError):
+    """The Ray node of this process is gone."""
 
 
 class OnEvent(Protocol):
@@ -56,6 +62,14 @@ class _Task:
     future: Future[Answer]
     attempts: int = 0
 
+    def succeed(self, answer: Answer) -> None:
+        with contextlib.suppress(InvalidStateError):  # the pool has failed meanwhile, and its tasks with it
+            self.future.set_result(answer)
+
+    def fail(self, error: Exception) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Worker:
@@ -63,7 +77,11 @@ class _Worker:
     actor: Any = None
     starting: Any = None
     place: dict[str, Any] = field(default_factory=dict)
-    busy: bool = False
+    task: _Task | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self.task is not None
 
     def __str__(self) -> str:
         where = f" (process {self.place['pid']} on node {self.place['node']})" if self.place else ""
@@ -76,7 +94,8 @@ class WorkerPool:
     Tasks begin in the order in which they are submitted; the next one goes to whoever is idle, so that others take a
     slow worker's share. A worker that dies, takes longer than `timeout`, or fails otherwise than by the task's own
     fault, is killed and replaced; its task runs again on whoever is free first, `ATTEMPTS` times in all. (Ray's own
-    `ActorPool` hands the next task to a worker that died, and waits for one that hangs.)
+    `ActorPool` hands the next task to a worker that died, and waits for one that hangs.) Where the Ray node of this
+    process is lost, nobody can be replaced, and all tasks fail at once.
 
     Args:
         section: `rollout` or `reward`, the configuration's section, for messages.
@@ -88,7 +107,7 @@ class WorkerPool:
         address: see `Cluster`.
         num_threads: CPU threads of torch in each worker; None leaves torch's own choice.
         own_errors: errors that are a task's own fault: it would fail anywhere, and is not tried again.
-        on_event: told of `worker_lost`, `worker_restarted` and `shard_retried`, in a thread.
+        on_event: told of `worker_lost`, `worker_restarted`, `shard_retried` and `node_lost`, in a thread.
 
     Raises:
         ConfigError: the workers cannot be built, or do not fit the cluster.
@@ -118,11 +137,10 @@ class WorkerPool:
         self._on_event = on_event
         self._tasks: deque[_Task] = deque()
         self._news = threading.Condition()
-        self._closing = False
-        self._failure: BackendError | None = None
+        self._ended: BackendError | None = None  # why no task is taken any more
         self._threads: list[threading.Thread] = []
         self._workers = [_Worker(name=f"{section} worker {place}") for place in range(num_workers)]
-        self._cluster = Cluster(address, feature=f"{section}.placement=ray")
+        self._cluster = Cluster(address, feature=f"{section}.placement=ray", on_lost=self._lose_node)
         try:
             self._options = _actor_options(section, num_workers, resources, scheduling)
             if self._cluster.local:
@@ -167,70 +185,95 @@ class WorkerPool:
         """
         future = Future() if future is None else future
         task = _Task(label=label, method=method, arguments=arguments, num_returns=num_returns, future=future)
-        with self._news:
-            if not (self._closing or self._failure):
-                self._tasks.append(task)
-                self._news.notify()
-                return future
-        future.set_exception(self._failure or BackendError(f"the {self._section} workers are closed"))
+        self._enqueue(task, self._tasks.append)
         return future
+
+    def check(self) -> None:
+        """Raise `BackendError` where no task is taken any more."""
+        if self._ended is not None:
+            raise self._ended
 
     def close(self) -> None:
         """Stop the workers, and the cluster if it is ours; what was not done will not be. May be called again."""
-        with self._news:
-            self._closing = True
-            left = list(self._tasks)
-            self._tasks.clear()
-            self._news.notify_all()
-        for task in left:
+        lost = isinstance(self._ended, NodeLostError)
+        for task in self._end(BackendError(f"the {self._section} workers are closed")):
             task.future.cancel()
         if any(worker.actor is not None for worker in self._workers):
             import ray
 
-            idle = [worker.actor for worker in self._workers if worker.place and not worker.busy]
+            idle = [worker.actor for worker in self._workers if worker.place and not worker.busy and not lost]
             endings = [actor.close.remote() for actor in idle if actor is not None]
             if endings:
                 ray.wait(endings, num_returns=len(endings), timeout=CLOSE_TIMEOUT)
             for worker in self._workers:
                 _kill(worker)
+        deadline = time.monotonic() + CLOSE_TIMEOUT
         for thread in self._threads:
-            thread.join(CLOSE_TIMEOUT)
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._cluster.close()
+
+    def _end(self, reason: BackendError) -> list[_Task]:
+        """Take no task any more, and return those that nobody has begun; the first reason stays."""
+        with self._news:
+            self._ended = self._ended or reason
+            left = list(self._tasks)
+            self._tasks.clear()
+            self._news.notify_all()
+        return left
+
+    def _lose_node(self, error: NodeLostError) -> None:
+        """Fail at once what is done and what waits, since Ray ends this process some seconds after its node."""
+        logger.error("the %s workers are lost: %s", self._section, error)
+        self._on_event("node_lost", error=str(error))
+        left = self._end(error)
+        for task in (*(worker.task for worker in self._workers), *left):
+            if task is not None:
+                task.fail(error)
 
     # Serving ---------------------------------------------------------------------------------------------
 
     def _serve(self, worker: _Worker) -> None:
         """Do tasks with `worker`, and with those that replace it, until the pool closes."""
-        while (task := self._next()) is not None:
+        while (task := self._next(worker)) is not None:
             try:
                 answer = self._do(worker, task)
             except _OwnError as error:
-                task.future.set_exception(error.cause)
+                task.fail(error.cause)
             except Exception as error:
-                if self._closing:
+                if self._ended:
                     task.future.cancel()
                     return
                 self._lose(worker, task, error)
                 if not self._replace(worker):
                     return
             else:
-                task.future.set_result(answer)
+                task.succeed(answer)
 
-    def _next(self) -> _Task | None:
+    def _enqueue(self, task: _Task, put: Callable[[_Task], None]) -> None:
+        """Put a task among those that wait, or fail it where nobody will do it."""
         with self._news:
-            self._news.wait_for(lambda: self._tasks or self._closing)
-            return None if self._closing else self._tasks.popleft()
+            if self._ended is None:
+                put(task)
+                self._news.notify()
+                return
+        task.fail(self._ended)
+
+    def _next(self, worker: _Worker) -> _Task | None:
+        """The task that `worker` is to do, or None where there will be none."""
+        with self._news:
+            self._news.wait_for(lambda: self._tasks or self._ended)
+            worker.task = None if self._ended else self._tasks.popleft()
+            return worker.task
 
     def _do(self, worker: _Worker, task: _Task) -> Answer:
         import ray
         from ray.exceptions import RayError, RayTaskError
 
         task.attempts += 1
-        worker.busy = True
-        call = worker.actor.call.options(num_returns=task.num_returns)
-        references = call.remote(task.method, *task.arguments)
-        references = references if task.num_returns > 1 else [references]
         try:
+            call = worker.actor.call.options(num_returns=task.num_returns)
+            references = call.remote(task.method, *task.arguments)
+            references = references if task.num_returns > 1 else [references]
             return Answer(values=ray.get(references, timeout=self._timeout), references=references)
         except RayTaskError as error:
             cause = error.cause
@@ -241,7 +284,7 @@ class WorkerPool:
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"no answer within {self._section}.timeout={self._timeout:g} s") from None
         finally:
-            worker.busy = False
+            worker.task = None
 
     def _lose(self, worker: _Worker, task: _Task, error: Exception) -> None:
         """Give up a worker that failed; its task goes to whoever is free next, or has failed for good."""
@@ -249,14 +292,12 @@ class WorkerPool:
         logger.warning("%s is lost at %s: %s", worker, task.label, reason)
         self._on_event("worker_lost", worker=worker.name, **worker.place, task=task.label, error=reason)
         if task.attempts >= ATTEMPTS:
-            task.future.set_exception(
+            task.fail(
                 BackendError(f"{task.label} failed {task.attempts} times, at last on {worker}: {reason}")
             )
             return
         self._on_event("shard_retried", task=task.label, attempt=task.attempts + 1)
-        with self._news:
-            self._tasks.appendleft(task)
-            self._news.notify()
+        self._enqueue(task, self._tasks.appendleft)
 
     def _replace(self, worker: _Worker) -> bool:
         """Fill a lost worker's place; False if nobody can. The last one who finds so fails all that is left."""
@@ -268,7 +309,7 @@ class WorkerPool:
                 self._launch(worker)
                 self._await_start(worker)
             except Exception as error:
-                if self._closing:
+                if self._ended:
                     return False
                 reason = _reason(error)
                 logger.warning("%s could not be replaced: %s", worker, reason)
@@ -281,13 +322,9 @@ class WorkerPool:
             self._serving -= 1
             if self._serving:
                 return False
-            self._failure = BackendError(
-                f"no {self._section} worker is left; {worker.name} at last: {reason}"
-            )
-            left = list(self._tasks)
-            self._tasks.clear()
-        for task in left:
-            task.future.set_exception(self._failure)
+        failure = BackendError(f"no {self._section} worker is left; {worker.name} at last: {reason}")
+        for task in self._end(failure):
+            task.fail(failure)
         return False
 
     # Starting --------------------------------------------------------------------------------------------
@@ -296,24 +333,28 @@ class WorkerPool:
         """Begin to start a worker."""
         import ray
 
-        if self._closing:  # or Ray, once it is gone, would start anew by itself
-            raise BackendError(f"the {self._section} workers are closed")
+        self.check()  # or Ray, once it is gone, would start anew by itself
         worker.place = {}
         worker.actor = ray.remote(FlowcorrWorker).options(**self._options).remote(sys.path)
         worker.starting = worker.actor.start.remote(self._build, self._num_threads)
-        if self._closing:
+        if self._ended:
             _kill(worker)
 
     def _await_start(self, worker: _Worker) -> None:
         import ray
         from ray.exceptions import RayError, RayTaskError
 
-        begin = time.monotonic()
-        while not ray.wait([worker.starting], timeout=HEARTBEAT)[0]:
+        begin, warn_at = time.monotonic(), HEARTBEAT
+        while not ray.wait([worker.starting], timeout=_POLL)[0]:
+            self.check()
             waited = time.monotonic() - begin
             if waited > START_TIMEOUT:
                 raise BackendError(f"{worker} did not start within {waited:.0f} s")
-            logger.warning("%s is not ready after %.0f s; free in the cluster: %s", worker, waited, _free())
+            if waited > warn_at:
+                warn_at += HEARTBEAT
+                logger.warning(
+                    "%s is not ready after %.0f s; free in the cluster: %s", worker, waited, _free()
+                )
         try:
             worker.place = ray.get(worker.starting)
         except RayTaskError as error:
@@ -331,13 +372,18 @@ class Cluster:
         address: the cluster to join; None takes the one that `RAY_ADDRESS` names, and without that starts a local one,
             which ends with this object. Where the process is already connected, it stays with that.
         feature: what needs Ray, for messages.
+        on_lost: told, in a thread, where this process loses its node: the raylet, without which nothing starts, and
+            nobody answers. Once the cluster knows of it, some 15 s later, Ray ends this process without a word.
 
     Raises:
         MissingExtraError: Ray is not installed.
+        ConfigError: the address is one of Ray's client.
         BackendError: the cluster cannot be joined or started.
     """
 
-    def __init__(self, address: str | None, *, feature: str) -> None:
+    def __init__(
+        self, address: str | None, *, feature: str, on_lost: Callable[[NodeLostError], None] | None = None
+    ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a report of it would leave this machine
         # A worker that reserves no GPU is to see none, and not to share the trainer's.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
@@ -347,26 +393,36 @@ class Cluster:
             raise MissingExtraError(feature, "ray", "ray", error) from error
         self._connected = not ray.is_initialized()
         self._folder: str | None = None
-        if not self._connected:
-            return
+        self._line: socket.socket | None = None
+        try:
+            if self._connected:
+                self._connect(address)
+            if on_lost is not None:
+                self._watch_node(on_lost)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, address: str | None) -> None:
+        import ray
+
         address = address or os.environ.get("RAY_ADDRESS") or "local"
+        if address.startswith("ray://"):
+            raise ConfigError(
+                f"the Ray cluster at {address!r} cannot be used through Ray's client; give the cluster's own address, "
+                "host:port as `ray start` says it, on a machine that is one of its nodes"
+            )
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
         if address == "local":
             # In /tmp, since a socket's path must be short.
             self._folder = tempfile.mkdtemp(prefix="flowcorr-ray-", dir="/tmp")
-            options |= {
-                "include_dashboard": False,
-                "_temp_dir": self._folder,
-                # A worker's own children, such as an engine's, end with it even if it was killed.
-                "_system_config": {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True},
-            }
+            options |= {"include_dashboard": False, "_temp_dir": self._folder}
         try:
             # A SIGTERM to the whole process group, as by `timeout` or a scheduler, is not to end Ray's processes: the
             # step in flight needs them, and Ray would end this process too.
             with _own_signal_handlers(), _sigterm(signal.SIG_BLOCK):
                 ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            self.close()
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise BackendError(f"the Ray cluster at {address!r} cannot be used: {_reason(error)}") from error
         if address == "local":
             _STARTED_HERE.add(_address())
@@ -376,8 +432,36 @@ class Cluster:
         """Whether the cluster was started by this process, so that it cannot grow."""
         return _address() in _STARTED_HERE
 
+    def _watch_node(self, on_lost: Callable[[NodeLostError], None]) -> None:
+        """Hold a connection to this node's raylet, whose end is that of the raylet, and known at once."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        (path,) = (entry["RayletSocketName"] for entry in ray.nodes() if entry["NodeID"] == node)
+        line = self._line = socket.socket(socket.AF_UNIX)
+        line.connect(path)
+
+        def watch() -> None:
+            with contextlib.suppress(OSError):
+                while line.recv(1):
+                    pass
+            if self._line is not None:
+                on_lost(
+                    NodeLostError(
+                        f"the Ray node of this process, {node}, is gone: its raylet has ended, and no worker can be "
+                        "started from here any more; start again with --resume"
+                    )
+                )
+
+        threading.Thread(target=watch, name="raylet", daemon=True).start()
+
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
+        line, self._line = self._line, None
+        if line is not None:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+            line.close()
         if not self._connected:
             return
         import ray
@@ -450,6 +534,13 @@ def _check_resources(section: str, num_workers: int, resources: Mapping[str, flo
     """Raise `ConfigError` where a cluster that cannot grow will never have room for all workers."""
     import ray
 
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks > 1 and resources.get("num_gpus"):
+        raise ConfigError(
+            f"{section}.worker_resources.num_gpus={resources['num_gpus']:g}: each of {ranks} ranks on this machine "
+            "would start a Ray cluster of its own, and all of them would hand out the same GPUs; start one for all by "
+            "`CUDA_VISIBLE_DEVICES=... ray start --head`, on GPUs that no rank trains on, and name it in RAY_ADDRESS"
+        )
     names = {"num_cpus": "CPU", "num_gpus": "GPU"}
     there = ray.cluster_resources()
     for name, amount in resources.items():

@@ -141,17 +141,30 @@ def test_a_failure_of_one_rank_is_that_of_all_and_they_can_go_on(told):
         ("hangs", "rank 1 ended or hangs after the last thing together"),
     ],
 )
-def test_a_rank_that_does_not_answer_is_named(ending, said):
-    first, _ = end_with_first(start_ranks(2, Path(__file__), ending), timeout=60)
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.multi_gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+            ],
+        ),
+    ],
+)
+def test_a_rank_that_does_not_answer_is_named(ending, said, device):
+    first, _ = end_with_first(start_ranks(2, Path(__file__), ending, device), timeout=60)
     assert first.stdout.startswith("rank 0 of 2 waited in vain at the gradients: "), first.stderr
     assert first.stdout.strip().endswith(said)
 
 
-def stop_answering(ending):
+def stop_answering(ending, device):
     distributed.gather(None, "the last thing together")
     if distributed.is_main():
         try:
-            distributed.add_up(torch.zeros(3), "the gradients")
+            distributed.add_up(torch.zeros(3, device=device), "the gradients")
         except RankError as error:
             print(error, flush=True)
     elif ending == "raises":
@@ -175,6 +188,10 @@ def test_one_rank_alone_waits_for_nobody():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
-    talk(Path(sys.argv[2])) if sys.argv[1] == "talk" else stop_answering(sys.argv[1])
+    if sys.argv[2] == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if sys.argv[2] == "cuda" else "gloo", timeout=datetime.timedelta(seconds=8)
+    )
+    talk(Path(sys.argv[2])) if sys.argv[1] == "talk" else stop_answering(*sys.argv[1:])
     dist.destroy_process_group()

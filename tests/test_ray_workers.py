@@ -1,6 +1,9 @@
 """Workers that die, hang and fail, with tasks that need no model."""
 
 import os
+import socket
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -9,7 +12,7 @@ from ray_tasks import Tasks, broken
 
 from flowcorr import ray_workers
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
-from flowcorr.ray_workers import Cluster, WorkerPool
+from flowcorr.ray_workers import Cluster, NodeLostError, WorkerPool
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 NODE = "0" * 56
@@ -190,6 +193,26 @@ def test_without_a_worker_left_everything_fails(tmp_path, monkeypatch):
     pool.close()
 
 
+def test_without_the_node_of_this_process_everything_fails_at_once():
+    """That another end of the line to the raylet closes stands for the raylet's end; `tests/faults` ends a real one."""
+    events = Events()
+    pool = start(events=events, num_workers=1)
+    busy, waiting = pool.submit("a long pause", "pid", 600.0), pool.submit("a pause", "pid")
+    wait_for(lambda: pool._workers[0].busy)
+    begin = time.monotonic()
+    pool._cluster._line.shutdown(socket.SHUT_RDWR)
+    for future in (busy, waiting, pool.submit("a pause", "pid")):
+        with pytest.raises(
+            NodeLostError, match=r"^the Ray node of this process, \w{56}, is gone: .* with --resume$"
+        ):
+            future.result(timeout=60)
+    with pytest.raises(NodeLostError):
+        pool.check()
+    pool.close()
+    assert events.kinds() == ["node_lost"]
+    assert time.monotonic() - begin < ray_workers.CLOSE_TIMEOUT
+
+
 def test_close_ends_workers_at_work():
     pool = start(num_workers=1)
     busy, waiting = pool.submit("a long pause", "pid", 600.0), pool.submit("a pause", "pid")
@@ -231,6 +254,43 @@ def test_what_a_local_cluster_cannot_hold_is_an_error_at_once(monkeypatch):
         start(resources={"num_gpus": 1})
     with pytest.raises(ConfigError, match=r"worker_resources.tpu_slice=0.5 for .* is more than the 0"):
         start(resources={"tpu_slice": 0.5})
+
+
+def test_ranks_on_one_machine_do_not_share_its_gpus_by_clusters_of_their_own(monkeypatch):
+    monkeypatch.setattr(Cluster, "local", True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(
+        ConfigError, match=r"num_gpus=1: each of 8 ranks .* hand out the same GPUs; .* RAY_ADDRESS"
+    ):
+        start(resources={"num_gpus": 1})
+    start(num_workers=1, resources={"num_cpus": 0.5}).close()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        # Ray keeps a token there.
+        (
+            "HOME",
+            f"{__file__}/nowhere",
+            "BackendError: the Ray cluster at 'local' cannot be used: NotADirectoryError",
+        ),
+        (
+            "RAY_ADDRESS",
+            "ray://10.0.0.1:10001",
+            "ConfigError: the Ray cluster at 'ray://10.0.0.1:10001' cannot be used",
+        ),
+    ],
+)
+def test_a_cluster_that_cannot_be_used_says_why(variable, value, error):
+    """In a process of its own, as this one has a cluster."""
+    code = "from flowcorr.ray_workers import Cluster; Cluster(None, feature='rollout.placement=ray')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_ADDRESS": "local", variable: value},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert error in done.stderr
 
 
 def test_the_cluster_that_is_there_is_used_and_left_alone(ray_cluster):

@@ -119,6 +119,7 @@ class RayPool:
         """Hand weights to the object store, from which workers take them when a shard asks for them."""
         import ray
 
+        self._workers.check()  # or `ray.put` would end this process, or start another cluster
         on_cpu = {name: tensor.cpu() for name, tensor in weights.tensors.items()}
         return Synced(
             weights=Weights(version=weights.version, tensors=on_cpu),

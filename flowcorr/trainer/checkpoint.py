@@ -185,12 +185,20 @@ def _remove(folder: Path) -> None:
         return
     doomed = folder.with_name(f"{_PARTIAL}{folder.name}.old")
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
 
 
 def _clear_partial(root: Path) -> None:
     for leftover in root.glob(f"{_PARTIAL}*"):
+        _delete(leftover)
+
+
+def _delete(leftover: Path) -> None:
+    """Delete what is no checkpoint; a file that cannot go, such as NFS keeps while somebody reads it, may stay."""
+    try:
         shutil.rmtree(leftover)
+    except OSError as error:
+        logger.warning("%s could not be deleted (%s); the next checkpoint tries again", leftover, error)
 
 
 def _latest_name(root: Path) -> str:

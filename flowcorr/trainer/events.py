@@ -22,8 +22,8 @@ class EventLog:
     """Appends `{"time": ..., "step": n, "kind": ..., ...}` to `events.jsonl`; a context manager.
 
     Times are UTC; `step` counts the training steps that are done. Kinds are `start`, `resume`, `checkpoint`, `signal`,
-    `end`, `failure`; `worker_lost`, `worker_restarted`, `shard_retried` of Ray's workers; `reward_failed` and
-    `stale_dropped` of samples.
+    `end`, `failure`; `worker_lost`, `worker_restarted`, `shard_retried`, `node_lost` of Ray's workers; `reward_failed`
+    and `stale_dropped` of samples.
 
     A record is one write of a whole line, after those that are there. A run that is continued keeps all records, also
     those of steps that it does again: they happened; only a line that a crash left torn goes. What cannot be written,

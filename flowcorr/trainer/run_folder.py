@@ -147,5 +147,6 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             changes += _changes(before, after, f"{name}.")
         elif before != after:
-            changes.append(f"{name} was {json.dumps(redact(before))}, now {json.dumps(redact(after))}")
+            was, now = (json.dumps(redact({key: value})[key]) for value in (before, after))
+            changes.append(f"{name} was {was}, now {now}")
     return changes

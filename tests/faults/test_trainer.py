@@ -1,7 +1,9 @@
 """The trainer itself is killed, stopped and left without space: what it saved is whole, and it goes on from there."""
 
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -100,6 +102,34 @@ def test_terminated_ahead_it_saves_and_leaves_no_process(bench, tmp_path, events
     bench.assert_same(out, bench.whole("rollout.staleness=1"))
     (ended, _), (resumed,) = events(out, "end"), events(out, "resume")
     assert resumed["step"] == ended["step"] >= events(out, "signal")[0]["step"]
+
+
+@pytest.mark.faults
+def test_where_the_node_of_the_trainer_itself_is_lost_the_run_saves_and_ends_soon(
+    bench, tmp_path, events, wait_for, family_of
+):
+    """Its raylet and its workers; some 15 s later Ray ends the process, and until then it waits for another node."""
+    out = tmp_path / "run"
+    run = bench.start(out, *AHEAD)
+    wait_for(lambda: steps(out) or run.poll() is not None)
+    family = family_of(run.pid)
+    begin = time.monotonic()
+    for process, name in family.items():
+        if name == "raylet" or "ray::Flowcorr" in name:
+            process.kill()
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 1, said
+    assert time.monotonic() - begin < 60
+    assert re.search(
+        r"flowcorr: error: the Ray node of this process, \w+, is gone: .* with --resume", said
+    ), said
+    wait_for(lambda: not any(map(running, family)), 90, "the end of Ray's processes and agents")
+    assert events(out)[-1] == "failure"
+    assert len(events(out, "node_lost")) == 2  # of both pools
+    assert events(out, "worker_restarted") == []
+    assert checkpoint.load_latest(out / "checkpoints")[1].step == steps(out)[-1]
+    bench.resume(out)
+    bench.assert_same(out, bench.whole("rollout.staleness=1"))
 
 
 def running(process):

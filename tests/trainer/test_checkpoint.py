@@ -115,6 +115,26 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path, keep, best, left):
     assert len(list(tmp_path.iterdir())) == len(left)
 
 
+def test_what_cannot_be_deleted_yet_stops_nothing(tmp_path, caplog, monkeypatch):
+    """NFS keeps a deleted file, and with it the folder, as long as somebody reads it."""
+    delete = os.unlink
+
+    def keep_open(path, **options):
+        if path == "adapter.bin":
+            raise OSError(16, "Device or resource busy")
+        delete(path, **options)
+
+    save(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", keep_open)
+        checkpoint.prune(tmp_path, keep=1, best=None)
+        assert ".partial_step_000001.old could not be deleted" in caplog.text
+        save(tmp_path, 3)
+    assert names(tmp_path) == ["step_000002", "step_000003"]
+    save(tmp_path, 4)
+    assert {path.name for path in tmp_path.iterdir()} == {f"step_{step:06d}" for step in (2, 3, 4)}
+
+
 def test_discard_after_drops_later_steps(tmp_path):
     save(tmp_path, 1, 2, 3)
     checkpoint.discard_after(tmp_path, 2)

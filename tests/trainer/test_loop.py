@@ -505,6 +505,17 @@ def test_claim_keeps_secrets_to_the_owner(tmp_path, fragile):
     assert "s3cret" not in str(caught.value)
 
 
+def test_claim_names_a_changed_secret_and_does_not_tell_it(tmp_path):
+    def settings(token):
+        return small_config("rollout.name=vllm_omni", f"rollout.engine={{hf_token: {token}}}")
+
+    run_folder.claim(tmp_path, settings("s3cret"), resume=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ConfigError) as caught:
+        run_folder.claim(tmp_path, settings("s3cret too"), resume=True)
+    assert 'rollout.engine.hf_token was "***", now "***"' in str(caught.value)
+
+
 def test_claim_refuses_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
