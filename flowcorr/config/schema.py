@@ -164,7 +164,7 @@ class RolloutConfig:
     worker_resources: Mapping[str, float] = field(default_factory=dict)
     ray_address: str | None = None
     scheduling: str = "default"
-    timeout: float = 1800.0
+    timeout: float = 900.0
     max_staleness: int = 0
     dtype: Dtype = "float32"
     emulate: Literal["none", "fp8", "int8", "int4"] = "none"
@@ -345,7 +345,7 @@ class RewardConfig:
     placement: Placement = "local"
     num_workers: int = 1
     worker_resources: Mapping[str, float] = field(default_factory=dict)
-    timeout: float = 1800.0
+    timeout: float = 900.0
 
     def __post_init__(self) -> None:
         _check_workers("reward", self.num_workers, self.worker_resources, self.timeout)

@@ -94,6 +94,8 @@ def evaluate_run(
     # Nothing is rolled out: let the engine share the actor's weights.
     rollout = replace(
         config.rollout,
+        name="in_process",
+        engine={},
         placement="local",
         dtype=config.model.dtype,
         emulate="none",

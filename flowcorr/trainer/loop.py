@@ -14,7 +14,7 @@ from flowcorr import config as configs
 from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.correction.rejection import idle_modes
-from flowcorr.errors import CheckpointError
+from flowcorr.errors import BackendError, CheckpointError
 from flowcorr.trackers import Tracker, build_trackers
 from flowcorr.trainer import checkpoint, log_probs, run_folder, state
 from flowcorr.trainer.checkpoint import TrainingState
@@ -56,7 +56,7 @@ def train(
         before_start: looks at the run's parts before its first step, on every rank, and raises what is to stop it.
 
     Raises:
-        ConfigError: `out_dir` holds another run, or something in `config` cannot work.
+        ConfigError: `out_dir` holds another run, or that of a run at work; or something in `config` cannot work.
         CheckpointError: no checkpoint of an earlier run is intact, or one cannot be written.
         BackendError: the reward failed, or the folder can no longer be written to.
         BatchError: the rollout returned values that cannot be trained on.
@@ -64,10 +64,12 @@ def train(
     """
     folder = Path(out_dir)
     start_ranks(config)
-    with distributed.together("taking the run's folder"):
-        if distributed.is_main():
-            run_folder.claim(folder, config, resume=resume)
-    with EventLog(folder) as events:
+    with contextlib.ExitStack() as held:
+        with distributed.together("taking the run's folder"):
+            if distributed.is_main():
+                held.enter_context(run_folder.locked(folder))
+                run_folder.claim(folder, config, resume=resume)
+        events = held.enter_context(EventLog(folder))
         with run_folder.failure_noted(folder, events):
             shown = observer if observer is not None and distributed.is_main() else Silent()
             run = _Run(config, folder, resume, shown, events)
@@ -136,7 +138,7 @@ class _Run:
         self._warn_of_idle_bands(values)
         last = self.step == trainer.total_steps
         evaluates = last or (trainer.eval_every > 0 and self.step % trainer.eval_every == 0)
-        self._log(values, self._evaluate() if evaluates else {})
+        self._log(values, self._evaluated_after(values) if evaluates else {})
         if trainer.dump_log_probs:
             self._dump(result.terms)
         if trainer.image_every and self.step % trainer.image_every == 0:
@@ -155,6 +157,16 @@ class _Run:
             # Sharded weights take all ranks to be saved, and one of them has failed.
             if actor.version == version and self.saved_step != self.step and not actor.sharded:
                 prompts.position = position
+                self._rescue()
+            raise
+
+    def _evaluated_after(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Evaluate; where a reward fails at it, keep the training step that was done before, and its metrics."""
+        try:
+            return self._evaluate()
+        except BackendError:
+            self._log(values, {})
+            if not self.parts.actor.sharded:
                 self._rescue()
             raise
 
@@ -222,8 +234,9 @@ class _Run:
 
     def _captured(self) -> tuple[TrainingState, dict[str, Tensor]]:
         """What a checkpoint holds: state, and weights for a pipeline; all ranks of a sharded actor take part."""
+        actor = self.parts.actor
         captured = state.capture(self.parts, step=self.step, best=self.best)
-        return captured, self.parts.actor.exported()
+        return captured, actor.exported() if distributed.is_main() or actor.sharded else {}
 
     def _write(self, captured: TrainingState, weights: Mapping[str, Tensor]) -> None:
         if not distributed.is_main():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import shlex
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS, CONFIG_FILE, FAILURE_FILE, IMAGES = "checkpoints", "config.yaml", "failure.txt", "images"
 _FAILURES = "failure_rank{}.txt"
+_LOCK = ".lock"
 _WORKERS = frozenset(
     f"{section}.{key}"
     for section in ("rollout", "reward")
@@ -32,7 +34,8 @@ _WORKERS = frozenset(
 )
 _MAY_CHANGE = (
     _WORKERS
-    | {"actor.fsdp", "rollout.ray_address", "rollout.scheduling", "rollout.drift_every"}
+    | {"actor.fsdp", "actor.micro_batch_size", "actor.gradient_checkpointing", "actor.compile"}
+    | {"rollout.ray_address", "rollout.scheduling", "rollout.drift_every"}
     | frozenset(
         f"trainer.{key}"
         for key in (
@@ -51,6 +54,32 @@ _MAY_CHANGE = (
         )
     )
 )
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in `folder`, until this block or the process ends, however it ends.
+
+    Raises:
+        ConfigError: another process does, or the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / _LOCK).open("w")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process trains in {folder}; wait for it or end it, or choose another folder with --out"
+            ) from error
+        except OSError as error:
+            logger.debug(
+                "%s cannot be locked (%s): that nobody else writes there is left to the user", folder, error
+            )
+        yield
 
 
 def claim(folder: Path, config: Config, *, resume: bool) -> None:
@@ -77,7 +106,11 @@ def claim(folder: Path, config: Config, *, resume: bool) -> None:
         for failure in (folder / FAILURE_FILE, *folder.glob(_FAILURES.format("*"))):
             failure.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"the run's folder {folder} cannot be written: {error}") from error
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the run's folder {folder} cannot be written: {error}")
 
 
 def load_config(folder: Path, overrides: tuple[str, ...] = ()) -> Config:

@@ -373,6 +373,10 @@ def test_evaluate_run_finds_best_last_and_a_folder(finished):
         assert chosen.name == f"step_{step:06d}"
         assert evaluation.metrics["eval/reward"] == scores[step]
         assert evaluation.images.shape == (4, 32, 64, 3)
+    sampled_elsewhere = ("rollout.name=vllm_omni", "rollout.engine={max_num_seqs: 2}")
+    assert (
+        trainer.evaluate_run(finished, overrides=sampled_elsewhere)[1].metrics["eval/reward"] == scores[best]
+    )
 
 
 def test_evaluate_run_refuses_what_does_not_fit(finished, tmp_path):
@@ -426,6 +430,27 @@ def test_a_failing_reward_saves_what_came_before_it(plain_runs, fragile, tmp_pat
         torch.testing.assert_close(ours.tensors[name], value, rtol=0, atol=0)
     for path in (folder / "checkpoints").rglob("*"):
         assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
+
+
+def test_a_reward_that_fails_at_an_evaluation_costs_no_training_step(plain_runs, fragile, tmp_path):
+    overrides, flag = fragile
+    settings, folder = small_config(overrides(), "trainer.save_every=99"), tmp_path / "run"
+    with pytest.raises(BackendError, match="the scorer is gone"):
+        trainer.train(settings, folder, observer=Recorder(2, flag.touch))
+    flag.unlink()
+    trainer.train(settings, folder, resume=True, observer=(recorder := Recorder()))
+    assert recorder.steps == [3, 4]
+    whole = records(plain_runs[0])
+    assert records(folder) == [
+        {name: value for name, value in record.items() if record["step"] != 2 or not name.startswith("eval/")}
+        for record in whole
+    ]
+
+
+def test_a_smaller_micro_batch_may_continue_a_run(tmp_path):
+    trainer.train(small_config("trainer.total_steps=1"), tmp_path)
+    smaller = small_config("trainer.total_steps=2", "actor.micro_batch_size=2")
+    assert trainer.train(smaller, tmp_path, resume=True).step == 2
 
 
 def test_drop_group_trains_on_the_rest(fragile, tmp_path):
@@ -514,6 +539,21 @@ def test_claim_names_a_changed_secret_and_does_not_tell_it(tmp_path):
     with pytest.raises(ConfigError) as caught:
         run_folder.claim(tmp_path, settings("s3cret too"), resume=True)
     assert 'rollout.engine.hf_token was "***", now "***"' in str(caught.value)
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    code = "import sys, pathlib; from flowcorr.trainer import run_folder\n"
+    code += "with run_folder.locked(pathlib.Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "mine\n"
+    with pytest.raises(ConfigError, match=r"another process trains in .*; wait for it or end it, or choose"):
+        trainer.train(small_config(), tmp_path)
+    other.kill()  # as whatever ended it without a chance to tidy up
+    other.communicate()
+    with run_folder.locked(tmp_path):
+        pass
 
 
 def test_claim_refuses_a_folder_that_cannot_be_written(tmp_path):
