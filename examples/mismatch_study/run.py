@@ -11,6 +11,8 @@ on where it was. About five CPU-hours; needs `pip install -e '.[ocr,plot]'`.
 import argparse
 import csv
 import multiprocessing
+import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -235,6 +237,7 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one thread")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends the pool's processes too
     if arguments.phase in ("screen", "all"):
         do(screen(), arguments.out, arguments.jobs)
     if arguments.phase in ("confirm", "all"):

@@ -35,7 +35,7 @@ def test_a_run_tells_what_a_user_wants_to_know(console):
     with TerminalObserver(console) as observer:
         follow(observer, result=finished)
     text = console.file.getvalue()
-    assert "tiny_ocr -> runs/x: 2 steps, rollout correction decoupled_seq_is\n" in text
+    assert "tiny_ocr -> runs/x: 2 steps, rollout correction disabled\n" in text
     assert "eval at step 0: reward 0.500  exact_match 0.400" in text
     assert "reward 0.5  clipped 0.125" in text
     assert "held out: reward 0.500 -> 0.900, exact_match 0.400 -> 0.800\n" in text

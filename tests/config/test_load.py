@@ -139,10 +139,11 @@ def test_bands_are_not_numbers(recipe, empty, text, band, quote):
 
 
 def test_infinite_cap_round_trips(recipe):
-    config = load("tiny_ocr_lora", [f"{SECTION}.rollout_is_threshold=.inf"])
+    weighted = f"{SECTION}.preset=decoupled_seq_is"
+    config = load("tiny_ocr_lora", [weighted, f"{SECTION}.rollout_is_threshold=.inf"])
     assert config.algorithm.rollout_correction.rollout_is_threshold == math.inf
     assert load(recipe(to_yaml(config))) == config
-    assert load("tiny_ocr_lora", [f"{SECTION}.rollout_is_threshold=inf"]) == config
+    assert load("tiny_ocr_lora", [weighted, f"{SECTION}.rollout_is_threshold=inf"]) == config
 
 
 @given(text=st.text(alphabet=st.characters(exclude_categories=("Cs", "Cc"))))

@@ -100,12 +100,15 @@ def test_what_is_not_linear_in_log_ratios_has_limits_at_scale_mean_only(name):
     ("scale", "factor"), [("mean", 1.0), ("sqrt", 512**0.5), ("sum", 512.0), ("3.0", 3.0)]
 )
 def test_units_of_a_configuration(scale, factor):
-    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.log_ratio_scale={scale}"]), 512)
+    weighted = f"{SECTION}={{preset: decoupled_seq_is, log_ratio_scale: {scale}}}"
+    units = units_of(load("tiny_ocr_lora", [weighted]), 512)
     assert (units.factor, units.cap, units.bypass) == (pytest.approx(factor), 2.0, False)
 
 
 def test_drift_is_not_judged_in_units_that_are_not_known():
-    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.log_ratio_scale=sum"]), None)
+    units = units_of(
+        load("tiny_ocr_lora", [f"{SECTION}={{preset: decoupled_seq_is, log_ratio_scale: sum}}"]), None
+    )
     assert units.factor is None
     assert rules({"rollout_corr/kl": 9.0}, units) == []
     assert healthy_range("rollout_corr/kl", units) == (-math.inf, math.inf)

@@ -227,7 +227,7 @@ def test_findings_are_in_words(runs, tmp_path):
 
 
 def test_limits_follow_the_scale(tmp_path):
-    folder = write_run(tmp_path / "a", f"{CORRECTION}.log_ratio_scale=sum")
+    folder = write_run(tmp_path / "a", f"{CORRECTION}={{preset: decoupled_seq_is, log_ratio_scale: sum}}")
     text = "".join(Page(write_report([folder], tmp_path / "report.html")).text)
     assert "|KL| of old and rollout policy is 1.28, above 0.1 at log_ratio_scale sum" in text
     assert f"healthy from {-0.1 / 320:.3g} to {0.1 / 320:.3g}" in text
