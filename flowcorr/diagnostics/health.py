@@ -196,6 +196,14 @@ RULES: tuple[Rule, ...] = (
         "range from `flowcorr audit`, or recompute old log-probs (bypass_mode: false)",
     ),
     Rule(
+        name="skipped",
+        metric="actor/skipped_updates",
+        what="number of skipped updates",
+        high=0.0,
+        advice="a mini-batch taught nothing: all of its terms were rejected (widen rollout_rs_threshold, or drop the "
+        "rejection), its groups were dropped, or its gradient was not finite (lower actor.lr)",
+    ),
+    Rule(
         name="flat_groups",
         metric="reward/zero_std_group_fraction",
         what="share of groups whose rewards are all equal",

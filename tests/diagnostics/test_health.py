@@ -28,6 +28,7 @@ CASES = {
     "masked": ("rollout_corr/rollout_rs_masked_fraction", [0.3], [0.31]),
     "rejected": ("rollout_corr/rejected_ratio", [0.0, 0.05], [0.051, 0.2]),
     "clip_noise": ("rollout_corr/clip_noise_fraction", [0.1], [0.2]),
+    "skipped": ("actor/skipped_updates", [0.0], [1.0]),
     "flat_groups": ("reward/zero_std_group_fraction", [0.5], [0.6]),
 }
 
@@ -60,7 +61,7 @@ def test_a_finding_tells_number_limit_and_advice(rule):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_rules_name_metrics_that_are_logged(rule):
     names = {name for name, _, _ in (*logged._DRIFT, *logged._WEIGHTS, *logged._OUTCOME)}
-    assert rule.metric in names | {"reward/zero_std_group_fraction"}
+    assert rule.metric in names | {"reward/zero_std_group_fraction", "actor/skipped_updates"}
 
 
 def test_what_was_not_measured_is_not_judged():
