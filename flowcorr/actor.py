@@ -55,7 +55,9 @@ class DiffusionActor:
     def __init__(self, family: ModelFamily, config: Config) -> None:
         self.family = family
         self.config = config
-        self.correction = AutoMode(config.algorithm.rollout_correction).correction
+        self.correction = AutoMode(
+            config.algorithm.rollout_correction, stale=config.rollout.lag > 0
+        ).correction
         actor, sampling = config.actor, config.sampling
         self.guidance = Guidance(
             guidance_scale=sampling.guidance_scale,

@@ -274,42 +274,37 @@ def _screened(study: Study) -> list[str]:
 # Figure --------------------------------------------------------------------------------------------------
 
 
-def draw(screen: Study, confirmation: Study, path: Path) -> None:
-    """Differences at equal steps: by seed in the screen, with intervals where they were confirmed."""
+def draw(study: Study, path: Path) -> None:
+    """Differences at equal steps, by seed, with 95 % intervals; in colour where significant over the figure."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [
-        (study, title) for study, title in ((screen, "screen"), (confirmation, "confirmation")) if study.runs
-    ]
-    rows = max(len(study.pairs()) for study, _ in panels)
-    figure, all_axes = pyplot.subplots(
-        1, len(panels), figsize=(6.2 * len(panels), 1.2 + 0.19 * rows), dpi=120, squeeze=False
-    )
-    for axes, (study, title) in zip(all_axes[0], panels, strict=True):
-        comparisons = study.equal_steps()
-        for place, one in enumerate(comparisons):
-            sure = one.adjusted < ALPHA
-            colour = "tab:red" if sure and one.mean < 0 else "tab:green" if sure else "tab:gray"
-            if study is confirmation:
-                axes.errorbar(one.mean, place, xerr=one.half_width, fmt="o", color=colour, markersize=4)
-            axes.plot(one.differences, [place] * len(one.differences), ".", color=colour, alpha=0.4)
-        axes.axvline(0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(comparisons)), [one.label for one in comparisons], fontsize=6)
-        axes.set(title=title, xlabel="difference in held-out exact match")
-        axes.invert_yaxis()
-        axes.grid(axis="x", alpha=0.3)
+    comparisons = sorted(study.equal_steps(), key=lambda one: one.arm.setting)
+    figure, axes = pyplot.subplots(figsize=(8, 1.1 + 0.24 * len(comparisons)), dpi=120)
+    for place, one in enumerate(comparisons):
+        sure = one.adjusted < ALPHA
+        colour = "tab:red" if sure and one.mean < 0 else "tab:green" if sure else "tab:gray"
+        if len(one.differences) > 2:
+            axes.errorbar(one.mean, place, xerr=one.half_width, fmt="o", color=colour, markersize=5, capsize=3)
+        axes.plot(one.differences, [place] * len(one.differences), ".", color=colour, alpha=0.4)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(comparisons)), [one.label for one in comparisons], fontsize=8)
+    axes.set(xlabel="difference in held-out exact match")
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
 
 
 def analyse(screen_rows: Rows, confirmation_rows: Rows, folder: Path) -> str:
-    """Write `table.md` and `figure.png` into `folder` and return the table."""
+    """Write `table.md` and a picture of each phase into `folder` and return the table."""
     screen, confirmation = Study(screen_rows), Study(confirmation_rows)
     text = table(screen, confirmation)
     (folder / "table.md").write_text(text, encoding="utf-8")
-    draw(screen, confirmation, folder / "figure.png")
+    for name, study in (("screen", screen), ("confirm", confirmation)):
+        if study.runs:
+            draw(study, folder / f"{name}.png")
     return text

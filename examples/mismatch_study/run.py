@@ -1,11 +1,11 @@
 """When does a mismatch between rollout and training hurt FlowGRPO, and which correction repairs it?
 
-    python examples/mismatch_study/run.py all --jobs 2
+    python examples/mismatch_study/run.py all --jobs 2 --out runs/study
 
-`screen` trains the arms of `arms.py` on two seeds; `confirm` those of `arms.yaml`, chosen from the screen before it
-ran, on eight other seeds; `analyse` writes `table.md` and `figure.png` from both. A run is one arm with one seed. Its
-rows in `results/*.csv` are written when it ends; runs that have rows are not done again, so an interrupted study goes
-on where it was. About five CPU-hours; needs `pip install -e '.[ocr,plot]'`.
+`screen` trains the arms of `arms.py` on two seeds; `confirm` those of `arms.yaml`, chosen from the screen before any of
+them ran, on eight other seeds; `analyse` writes `table.md` and a picture of each. A run is one arm with one seed. Its
+rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an interrupted study
+goes on where it was. Three to four CPU-hours; `results/` holds ours. Needs `pip install -e '.[ocr,plot]'`.
 """
 
 import argparse

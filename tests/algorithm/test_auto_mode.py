@@ -52,6 +52,13 @@ def test_noise_within_the_clip_range_stays_in_bypass():
     assert modes(auto, [QUIET, MIDDLE] * 20) == [True] * 40
 
 
+def test_with_stale_weights_it_begins_decoupled():
+    auto = AutoMode(AUTO, stale=True)
+    assert auto.correction == AUTO.in_mode(bypass=False)
+    assert modes(auto, [MIDDLE] * 3) == [False] * 3
+    assert modes(auto, [QUIET] * 40)[-1]
+
+
 def test_four_of_the_first_96_terms_outside_end_bypass(caplog):
     # P(more than 3 of 96 beyond the .99 quantile) is 1.6 %, and 2.5 % are allowed; of more than 2, 7 %.
     for beyond, bypass in ((3, True), (4, False)):

@@ -211,7 +211,7 @@ def test_a_tiny_screen_is_cached_and_analysed(study, tmp_path, capsys, jobs):
     text = study.analysis.analyse(study.run.read(tmp_path / "screen.csv"), [], tmp_path)
     assert "| int4/two/step_mean |" in text
     assert (tmp_path / "table.md").read_text() == text
-    assert (tmp_path / "figure.png").stat().st_size > 5000
+    assert (tmp_path / "screen.png").stat().st_size > 5000
 
 
 def test_differences_of_noise_are_rarely_significant(study):
