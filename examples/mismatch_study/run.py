@@ -237,7 +237,8 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one thread")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends the pool's processes too
+    # Which ends the pool's processes too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if arguments.phase in ("screen", "all"):
         do(screen(), arguments.out, arguments.jobs)
     if arguments.phase in ("confirm", "all"):
