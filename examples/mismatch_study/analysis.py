@@ -287,7 +287,9 @@ def draw(study: Study, path: Path) -> None:
         sure = one.adjusted < ALPHA
         colour = "tab:red" if sure and one.mean < 0 else "tab:green" if sure else "tab:gray"
         if len(one.differences) > 2:
-            axes.errorbar(one.mean, place, xerr=one.half_width, fmt="o", color=colour, markersize=5, capsize=3)
+            axes.errorbar(
+                one.mean, place, xerr=one.half_width, fmt="o", color=colour, markersize=5, capsize=3
+            )
         axes.plot(one.differences, [place] * len(one.differences), ".", color=colour, alpha=0.4)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(comparisons)), [one.label for one in comparisons], fontsize=8)
