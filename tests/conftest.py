@@ -39,23 +39,39 @@ settings.register_profile("flowcorr", deadline=None, derandomize=True)
 settings.load_profile("flowcorr")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Let `-n` keep tests together that share what is costly to start, as `--dist loadgroup` does."""
-    if config.getoption("dist", "no") == "load":
-        config.option.dist = "loadgroup"
-    if hasattr(config, "workerinput"):  # one of the processes that `-n` starts, which know nothing of that
-        config.option.loadgroup = True
+RAY = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "rollout/test_ray_pool",
+        "trainer/test_asynchronous",
+        "rewards/test_ray_pool",
+        "test_ray_workers",
+        "faults/test_reward_service",
+    )
+)
+COSTLY = ("tests/trainer/test_ranks.py", *RAY, "tests/faults/test_trainer.py", "tests/test_invariants.py")
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let `-n` keep the tests of a file in one process, and those of one Ray cluster: what they share is made once."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ray" if file in RAY else file
+
+    config.option.loadscopereorder = False  # files come in the order of the items
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One process is to run all tests that use a Ray cluster, or what ranks have done, and to start that once."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        for fixture, group in (("ray_cluster", "ray"), ("usual", "ranks")):
-            if fixture in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(group))
+    """With `-n`, begin with what takes long, so that it does not keep one process busy at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.nodeid.partition("::")[0] not in COSTLY)
 
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -24,6 +24,7 @@ def run(processes, *launcher):
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does():
     alone, together = run(1), run(2, *LAUNCH)
     assert len(alone) == 2
