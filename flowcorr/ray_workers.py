@@ -437,9 +437,17 @@ class Cluster:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        (path,) = (entry["RayletSocketName"] for entry in ray.nodes() if entry["NodeID"] == node)
-        line = self._line = socket.socket(socket.AF_UNIX)
-        line.connect(path)
+        line = socket.socket(socket.AF_UNIX)
+        try:
+            (path,) = (entry["RayletSocketName"] for entry in ray.nodes() if entry["NodeID"] == node)
+            line.connect(path)
+        except (KeyError, ValueError, OSError) as error:
+            line.close()
+            logger.warning(
+                "the Ray node of this process cannot be watched (%s): its loss would be noticed late", error
+            )
+            return
+        self._line = line
 
         def watch() -> None:
             with contextlib.suppress(OSError):
