@@ -217,7 +217,8 @@ def _about_weights(facts: Facts, kind: Kind) -> str:
     if kind == "correct":
         return (
             f"Weights: sequence TIS at scale sum, capped at {IS_CAP:g}; scales mean and sqrt correct next to nothing. "
-            f"It holds while exact weights keep {MIN_ESS:.0%} of the samples."
+            f"It holds while exact weights keep {MIN_ESS:.0%} of the samples. It takes the bias away, at the price of "
+            "noise: in a short training (examples/mismatch_study) runs without weights learned faster, so compare both."
         )
     if kind == "none":
         return "Weights: none; they would be 1."
