@@ -284,9 +284,10 @@ def draw(study: Study, path: Path) -> None:
     comparisons = sorted(study.equal_steps(), key=lambda one: one.arm.setting)
     figure, axes = pyplot.subplots(figsize=(8, 1.1 + 0.24 * len(comparisons)), dpi=120)
     for place, one in enumerate(comparisons):
-        sure = one.adjusted < ALPHA
+        several = len(one.differences) > 2  # two may agree by chance
+        sure = several and one.adjusted < ALPHA
         colour = "tab:red" if sure and one.mean < 0 else "tab:green" if sure else "tab:gray"
-        if len(one.differences) > 2:
+        if several:
             axes.errorbar(
                 one.mean, place, xerr=one.half_width, fmt="o", color=colour, markersize=5, capsize=3
             )
