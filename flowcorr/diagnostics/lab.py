@@ -23,11 +23,10 @@ from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.config import ScaleName
 from flowcorr.correction.ratios import SCALES
 from flowcorr.diagnostics.lab_replay import Replayed, Steps, chunks, obstacle, replay
-from flowcorr.diagnostics.run_data import read_config
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.metrics import Metrics
 from flowcorr.trainer import log_probs
-from flowcorr.trainer.run_folder import resume_command
+from flowcorr.trainer.run_folder import load_config, resume_command
 
 THIS_RUN = "this run"
 # Within both, a preset acts as no correction does: optimizers that normalise a gradient do not see its length.
@@ -149,7 +148,7 @@ def replay_run(run_dir: Path, *, presets: Sequence[str] = (), scales: Sequence[S
         ConfigError: there is no such run, preset or scale, the run dumped nothing, a file is damaged, or nothing of
             what is asked for can be replayed.
     """
-    config, files = read_config(run_dir), log_probs.files(run_dir)
+    config, files = load_config(run_dir), log_probs.files(run_dir)
     if not files:
         more = f"trainer.dump_log_probs=true trainer.total_steps={config.trainer.total_steps + _MORE_STEPS}"
         raise ConfigError(

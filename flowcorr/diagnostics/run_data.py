@@ -13,7 +13,7 @@ from flowcorr.diagnostics.health import Units, logged_num_elements, units_of
 from flowcorr.errors import ConfigError
 from flowcorr.trackers import METRICS_FILE, read_metrics, redact
 from flowcorr.trainer.events import EVENTS_FILE, read_events
-from flowcorr.trainer.run_folder import CONFIG_FILE, load_config
+from flowcorr.trainer.run_folder import load_config
 
 _OF_A_SEED = "trainer.seed"
 _ENDINGS = ("start", "resume", "failure", "end")
@@ -91,26 +91,13 @@ class Group:
         return [(step, mean) for step, mean, _, _ in self.band(metric)]
 
 
-def read_config(folder: Path) -> Config:
-    """The configuration of the run in `folder`.
-
-    Raises:
-        ConfigError: it holds no run.
-    """
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"{folder} holds no run: {CONFIG_FILE} is missing; name a folder that flowcorr train wrote, its --out"
-        )
-    return load_config(folder)
-
-
 def read_run(folder: Path) -> Run:
     """Read a run's folder.
 
     Raises:
         ConfigError: it holds no run, or one that logged nothing yet.
     """
-    config = read_config(folder)
+    config = load_config(folder)
     path = folder / METRICS_FILE
     records = read_metrics(path) if path.is_file() else []
     if not records:

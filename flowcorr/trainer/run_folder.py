@@ -121,7 +121,9 @@ def load_config(folder: Path, overrides: tuple[str, ...] = ()) -> Config:
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ConfigError(f"{folder} holds no run: {CONFIG_FILE} is missing")
+        raise ConfigError(
+            f"{folder} holds no run: {CONFIG_FILE} is missing; name a folder that flowcorr train wrote, its --out"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the user read them when the run began
         return configs.load(path, overrides)

@@ -92,6 +92,7 @@ CASES["fsdp, apart"] = (
     OWN,
 )
 SOME = ("decoupled", "dropped", "fsdp")
+QUICK = ("trainer.collective_timeout=20", "trainer.eval_every=0")
 CONTINUED = ("grpo_guard", "fsdp, apart")  # on another number of ranks
 SLOW = tuple(case for case in CASES if case not in SOME)
 
@@ -282,12 +283,20 @@ def test_one_rank_alone_writes(usual):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("then", ["SIGKILL", "hang"])
-def test_a_rank_that_is_gone_or_hangs_is_named_in_bounded_time(then, tmp_path):
+def test_a_rank_that_is_gone_or_hangs_is_named_in_bounded_time(then, in_float64, tmp_path):
     processes = start_ranks(2, Path(__file__), "silence", tmp_path, then)
     first, _ = end_with_first(processes, timeout=120)
     said = "rank 0 of 2 waited in vain at the rollout and its rewards: rank 1 ended or hangs after the end of a step"
     assert said in first.stderr
     assert said in (tmp_path / "run" / "failure.txt").read_text()
+
+    calm = settings(None, fragile(2, then), *QUICK)  # one rank alone never fails
+    trainer.train(calm, tmp_path / "run", resume=True)
+    trainer.train(calm, tmp_path / "whole")
+    resumed, whole = records(tmp_path / "run"), records(tmp_path / "whole")
+    assert [record["step"] for record in resumed] == [0, 1, 2]
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
 
 
 if __name__ == "__main__":
@@ -298,6 +307,5 @@ if __name__ == "__main__":
         if set(names) == set(SOME):
             endings(Path(folder))
     else:
-        quick = ("trainer.collective_timeout=20", "trainer.eval_every=0")
-        trainer.train(settings(None, fragile(2, names[0]), *quick), Path(folder) / "run")
+        trainer.train(settings(None, fragile(2, names[0]), *QUICK), Path(folder) / "run")
     trainer.leave_ranks()
