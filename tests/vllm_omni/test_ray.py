@@ -56,7 +56,7 @@ def test_a_killed_worker_takes_its_engine_with_it_and_is_replaced(stack, remote)
     pool.sync(stack.actor.snapshot())
     expected = sample(pool, stack)
     children = psutil.Process(pool.places[0]["pid"]).children(recursive=True)
-    assert any("DiffusionWorker" in child.name() for child in children)
+    assert children, "the engine samples in processes of its own"
     sampling = pool.submit(stack.conditioning, (0, 1), training_step=1, with_means=True)
     os.kill(pool.places[0]["pid"], signal.SIGKILL)
     assert_alike(sampling.result(), expected)
