@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flowcorr.errors import BackendError, ConfigError, FlowcorrError, MissingExtraError
+from flowcorr.errors import BackendError, ConfigError, FlowcorrError
+from flowcorr.ray_cluster import Cluster, NodeLostError, one_line, sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +25,6 @@ START_TIMEOUT = 1800.0  # seconds for a worker to load its model
 HEARTBEAT = 60.0  # seconds between warnings that workers are still missing
 CLOSE_TIMEOUT = 10.0  # seconds for workers to end by themselves
 _POLL = 3.0  # seconds between looks whether a worker that starts is still wanted
-_REASON_LENGTH = 500
-_STARTED_HERE: set[str] = set()  # addresses of local clusters, of which several pools may use one
-
-
-class NodeLostError(BackendError):
-    """The Ray node of this process is gone."""
 
 
 class OnEvent(Protocol):
@@ -104,7 +96,7 @@ class WorkerPool:
         resources: what Ray reserves for each: `num_cpus`, `num_gpus`, `memory`, or resources of the cluster's own.
         scheduling: `default`, `spread`, or a node's id.
         timeout: seconds for a task.
-        address: see `Cluster`.
+        address: see `flowcorr.ray_cluster.Cluster`.
         num_threads: CPU threads of torch in each worker; None leaves torch's own choice.
         own_errors: errors that are a task's own fault: it would fail anywhere, and is not tried again.
         on_event: told of `worker_lost`, `worker_restarted`, `shard_retried` and `node_lost`, in a thread.
@@ -288,7 +280,7 @@ class WorkerPool:
 
     def _lose(self, worker: _Worker, task: _Task, error: Exception) -> None:
         """Give up a worker that failed; its task goes to whoever is free next, or has failed for good."""
-        reason = _reason(error)
+        reason = one_line(error)
         logger.warning("%s is lost at %s: %s", worker, task.label, reason)
         self._on_event("worker_lost", worker=worker.name, **worker.place, task=task.label, error=reason)
         if task.attempts >= ATTEMPTS:
@@ -311,7 +303,7 @@ class WorkerPool:
             except Exception as error:
                 if self._ended:
                     return False
-                reason = _reason(error)
+                reason = one_line(error)
                 logger.warning("%s could not be replaced: %s", worker, reason)
                 continue
             self._on_event("worker_restarted", worker=worker.name, **worker.place)
@@ -360,127 +352,9 @@ class WorkerPool:
         except RayTaskError as error:
             if isinstance(error.cause, FlowcorrError):
                 raise error.cause from error
-            raise BackendError(f"{worker} did not start: {_reason(error)}") from error
+            raise BackendError(f"{worker} did not start: {one_line(error)}") from error
         except RayError as error:
-            raise BackendError(f"{worker} did not start: {_reason(error)}") from error
-
-
-class Cluster:
-    """The Ray cluster that this process works with.
-
-    Args:
-        address: the cluster to join; None takes the one that `RAY_ADDRESS` names, and without that starts a local one,
-            which ends with this object. Where the process is already connected, it stays with that.
-        feature: what needs Ray, for messages.
-        on_lost: told, in a thread, where this process loses its node: the raylet, without which nothing starts, and
-            nobody answers. Once the cluster knows of it, some 15 s later, Ray ends this process without a word.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-        ConfigError: the address is one of Ray's client.
-        BackendError: the cluster cannot be joined or started.
-    """
-
-    def __init__(
-        self, address: str | None, *, feature: str, on_lost: Callable[[NodeLostError], None] | None = None
-    ) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a report of it would leave this machine
-        # A worker that reserves no GPU is to see none, and not to share the trainer's.
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingExtraError(feature, "ray", "ray", error) from error
-        self._connected = not ray.is_initialized()
-        self._folder: str | None = None
-        self._line: socket.socket | None = None
-        try:
-            if self._connected:
-                self._connect(address)
-            if on_lost is not None:
-                self._watch_node(on_lost)
-        except BaseException:
-            self.close()
-            raise
-
-    def _connect(self, address: str | None) -> None:
-        import ray
-
-        address = address or os.environ.get("RAY_ADDRESS") or "local"
-        if address.startswith("ray://"):
-            raise ConfigError(
-                f"the Ray cluster at {address!r} cannot be used through Ray's client; give the cluster's own address, "
-                "host:port as `ray start` says it, on a machine that is one of its nodes"
-            )
-        options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
-        if address == "local":
-            # In /tmp, since a socket's path must be short.
-            self._folder = tempfile.mkdtemp(prefix="flowcorr-ray-", dir="/tmp")
-            options |= {"include_dashboard": False, "_temp_dir": self._folder}
-        try:
-            # A SIGTERM to the whole process group, as by `timeout` or a scheduler, is not to end Ray's processes: the
-            # step in flight needs them, and Ray would end this process too.
-            with _own_signal_handlers(), _sigterm(signal.SIG_BLOCK):
-                ray.init(**options)
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise BackendError(f"the Ray cluster at {address!r} cannot be used: {_reason(error)}") from error
-        if address == "local":
-            _STARTED_HERE.add(_address())
-
-    @property
-    def local(self) -> bool:
-        """Whether the cluster was started by this process, so that it cannot grow."""
-        return _address() in _STARTED_HERE
-
-    def _watch_node(self, on_lost: Callable[[NodeLostError], None]) -> None:
-        """Hold a connection to this node's raylet, whose end is that of the raylet, and known at once."""
-        import ray
-
-        node = ray.get_runtime_context().get_node_id()
-        line = socket.socket(socket.AF_UNIX)
-        try:
-            (path,) = (entry["RayletSocketName"] for entry in ray.nodes() if entry["NodeID"] == node)
-            line.connect(path)
-        except (KeyError, ValueError, OSError) as error:
-            line.close()
-            logger.warning(
-                "the Ray node of this process cannot be watched (%s): its loss would be noticed late", error
-            )
-            return
-        self._line = line
-
-        def watch() -> None:
-            with contextlib.suppress(OSError):
-                while line.recv(1):
-                    pass
-            if self._line is not None:
-                on_lost(
-                    NodeLostError(
-                        f"the Ray node of this process, {node}, is gone: its raylet has ended, and no worker can be "
-                        "started from here any more; start again with --resume"
-                    )
-                )
-
-        threading.Thread(target=watch, name="raylet", daemon=True).start()
-
-    def close(self) -> None:
-        """Leave the cluster; one that was started here ends."""
-        line, self._line = self._line, None
-        if line is not None:
-            with contextlib.suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
-            line.close()
-        if not self._connected:
-            return
-        import ray
-
-        self._connected = False
-        if ray.is_initialized():
-            _STARTED_HERE.discard(_address())
-        with _own_signal_handlers():
-            ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            raise BackendError(f"{worker} did not start: {one_line(error)}") from error
 
 
 class _OwnError(Exception):
@@ -503,7 +377,7 @@ class FlowcorrWorker:
             import torch
 
             torch.set_num_threads(num_threads)
-        with _sigterm(signal.SIG_UNBLOCK):  # for processes that are started here, and ended by it
+        with sigterm(signal.SIG_UNBLOCK):  # for processes that are started here, and ended by it
             self._works = build()
         return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
 
@@ -559,12 +433,6 @@ def _check_resources(section: str, num_workers: int, resources: Mapping[str, flo
             )
 
 
-def _address() -> str:
-    import ray
-
-    return ray.get_runtime_context().gcs_address
-
-
 def _free() -> str:
     import ray
 
@@ -577,35 +445,3 @@ def _kill(worker: _Worker) -> None:
     actor, worker.actor = worker.actor, None
     if actor is not None and ray.is_initialized():
         ray.kill(actor)
-
-
-def _reason(error: Exception) -> str:
-    """An error in one line, without Ray's preamble and a worker's traceback."""
-    from ray.exceptions import RayTaskError
-
-    if isinstance(error, RayTaskError):
-        error = error.cause
-    says = str(error).rpartition("The actor is dead because ")[2]
-    text = " ".join(f"{type(error).__name__}: {says}".split())
-    return text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}..."
-
-
-@contextlib.contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Keep Ray's handler of SIGTERM, which it leaves behind, out of this process."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread() and handler is not None:
-            signal.signal(signal.SIGTERM, handler)
-
-
-@contextlib.contextmanager
-def _sigterm(how: int) -> Iterator[None]:
-    """Block or unblock SIGTERM, for this thread and for what it starts."""
-    before = signal.pthread_sigmask(how, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

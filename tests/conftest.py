@@ -46,6 +46,7 @@ RAY = tuple(
         "trainer/test_asynchronous",
         "rewards/test_ray_pool",
         "test_ray_workers",
+        "test_ray_cluster",
         "faults/test_reward_service",
     )
 )

@@ -16,7 +16,7 @@ FLOORS = {
     "config": 2,
     "algorithm": 3,
     "models": 4, "rewards": 4, "data": 4, "words": 4, "trackers": 4, "lora": 4,
-    "ray_workers": 4, "fsdp": 4,
+    "ray_cluster": 4, "ray_workers": 4, "fsdp": 4,
     "actor": 5, "rollout": 5, "tiny": 5,
     "trainer": 6,
     "diagnostics": 7, "integrations": 7,

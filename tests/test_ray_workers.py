@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -12,7 +10,8 @@ from ray_tasks import Tasks, broken
 
 from flowcorr import ray_workers
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
-from flowcorr.ray_workers import Cluster, NodeLostError, WorkerPool
+from flowcorr.ray_cluster import Cluster, NodeLostError
+from flowcorr.ray_workers import WorkerPool
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 NODE = "0" * 56
@@ -264,37 +263,3 @@ def test_ranks_on_one_machine_do_not_share_its_gpus_by_clusters_of_their_own(mon
     ):
         start(resources={"num_gpus": 1})
     start(num_workers=1, resources={"num_cpus": 0.5}).close()
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "error"),
-    [
-        # Ray keeps a token there.
-        (
-            "HOME",
-            f"{__file__}/nowhere",
-            "BackendError: the Ray cluster at 'local' cannot be used: NotADirectoryError",
-        ),
-        (
-            "RAY_ADDRESS",
-            "ray://10.0.0.1:10001",
-            "ConfigError: the Ray cluster at 'ray://10.0.0.1:10001' cannot be used",
-        ),
-    ],
-)
-def test_a_cluster_that_cannot_be_used_says_why(variable, value, error):
-    """In a process of its own, as this one has a cluster."""
-    code = "from flowcorr.ray_workers import Cluster; Cluster(None, feature='rollout.placement=ray')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "RAY_ADDRESS": "local", variable: value},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert error in done.stderr
-
-
-def test_the_cluster_that_is_there_is_used_and_left_alone(ray_cluster):
-    cluster = Cluster("10.0.0.1:6379", feature="rollout.placement=ray")
-    assert not cluster.local
-    cluster.close()
-    assert ray_cluster.is_initialized()

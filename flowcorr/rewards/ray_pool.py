@@ -24,7 +24,7 @@ class RayReward:
 
     Args:
         config: the reward and its workers.
-        address: see `flowcorr.ray_workers.Cluster`.
+        address: see `flowcorr.ray_cluster.Cluster`.
         num_threads: CPU threads of torch in a worker; None leaves torch's own choice.
         on_event: told of workers that are lost and replaced.
 
