@@ -31,6 +31,8 @@ from flowcorr.trainer.run_folder import load_config, resume_command
 THIS_RUN = "this run"
 # Within both, a preset acts as no correction does: optimizers that normalise a gradient do not see its length.
 SAME_COSINE, SAME_TERMS = 0.999, 0.01
+FACTOR_LEVELS = (0.01, 0.25, 0.5, 0.75, 0.99)
+_MAX_FACTORS = 2**20
 _MAX_NAMES = 4
 _MORE_STEPS = 10  # that tell something
 
@@ -50,6 +52,8 @@ class Outcome:
             and None where all uncorrected ones are 0.
         least_cosine: the smallest over steps.
         relative_norm: of its coefficients to uncorrected ones, over all steps.
+        factors: by what it multiplies the coefficient of a term, at the quantiles `FACTOR_LEVELS` over terms whose
+            uncorrected one is not 0; beyond a million terms, of an even selection. None where there is no such term.
         changed_terms: share whose coefficient has another sign than the uncorrected one, where 0 is a sign too.
         appeared_terms: share that has a coefficient where the uncorrected one is 0, as of a clipped term.
         cosines: by step; None where all uncorrected ones are 0, and for steps that cannot be replayed.
@@ -66,6 +70,7 @@ class Outcome:
     cosine: float | None
     least_cosine: float | None
     relative_norm: float | None
+    factors: Sequence[float] | None
     changed_terms: float
     appeared_terms: float
     cosines: Sequence[float | None]
@@ -306,6 +311,8 @@ class _Tally:
         self.sums: dict[str, float] = {}
         # By step, [., 3]: coefficients times uncorrected ones, and both squared.
         self.products: list[Tensor] = []
+        self.factors = torch.empty(0)
+        self.stride = 1  # of the terms whose factor is kept
         self.reason = ""
 
     def skip(self, steps: Steps, reason: str) -> None:
@@ -316,6 +323,7 @@ class _Tally:
         ours, theirs = replayed.coefficients, uncorrected.coefficients
         pairs = ((ours, theirs), (ours, ours), (theirs, theirs))
         self.products.append(torch.stack([steps.sums(one * other) for one, other in pairs], dim=1))
+        self._add_factors((ours / theirs)[theirs != 0].float())
         self.metrics = self.metrics.merge(replayed.metrics)
         sums = {
             "terms": ours.numel(),
@@ -329,12 +337,19 @@ class _Tally:
         }
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
 
+    def _add_factors(self, factors: Tensor) -> None:
+        self.factors = torch.cat([self.factors, factors[:: self.stride]])
+        while len(self.factors) > _MAX_FACTORS:
+            self.factors = self.factors[::2]
+            self.stride *= 2
+
     def outcome(self, *, weighted: bool) -> Outcome:
         values, sums = self.metrics.compute(), self.sums
         products = torch.cat(self.products)
         dots, ours, theirs = products.unbind(1)
         found = theirs > 0
         cosines = torch.where(ours > 0, dots / (ours * theirs).sqrt(), 0.0).clamp(-1, 1)
+        factors = self.factors.quantile(torch.tensor(FACTOR_LEVELS)).tolist() if len(self.factors) else None
 
         def weight(name: str) -> float | None:
             return values.get(f"rollout_corr/rollout_is_{name}") if weighted else None
@@ -351,6 +366,7 @@ class _Tally:
             cosine=float(cosines[found].mean()) if found.any() else None,
             least_cosine=float(cosines[found].min()) if found.any() else None,
             relative_norm=math.sqrt(float(ours.sum() / theirs.sum())) if found.any() else None,
+            factors=factors,
             changed_terms=sums["changed_terms"] / sums["terms"],
             appeared_terms=sums["appeared_terms"] / sums["terms"],
             cosines=[value if there else None for value, there in zip(cosines.tolist(), found, strict=True)],

@@ -24,19 +24,21 @@ HEADER = (
     "cosine",
     "lowest",
     "norm",
+    "factors",
     "changed",
 )
 _MAX_LINES = 8
 
 
 def row(replay: Replay, outcome: Outcome) -> tuple[str, ...]:
-    """The cells under `HEADER`; shares are of terms, but for `samples`."""
+    """The cells under `HEADER`; shares are of terms, but for `samples`; factors are the 1 % and 99 % quantiles."""
     return (
         _label(replay),
         *map(_number, (outcome.mean_weight, outcome.weight_std, outcome.max_weight, outcome.ess)),
         *map(_share, (outcome.rejected_terms, outcome.rejected_samples, outcome.clipped)),
         f"{outcome.loss:.2e}",
         *map(_number, (outcome.cosine, outcome.least_cosine, outcome.relative_norm)),
+        "-" if outcome.factors is None else f"{outcome.factors[0]:z.2f}..{outcome.factors[-1]:z.2f}",
         _share(outcome.changed_terms),
     )
 
@@ -120,8 +122,10 @@ def _draw_presets(panels: Any, shown: Sequence[tuple[Replay, Outcome]]) -> None:
         xlim=(min(0.0, *least) - 0.04, 1.04),
     )
     length.scatter([_or_nan(outcome.relative_norm) for outcome in outcomes], places, c=colours)
+    factors = [outcome.factors or (math.nan, math.nan) for outcome in outcomes]
+    length.hlines(places, [low[0] for low in factors], [high[-1] for high in factors], colors=colours)
     length.axvline(1, color="tab:gray", linewidth=0.8)
-    length.set(title="length of the gradient", xlabel="times the uncorrected one", xlim=(0, None))
+    length.set(title="gradient over uncorrected", xlabel="dot: whole; line: 98 % of terms")
     terms.scatter([100 * outcome.changed_terms for outcome in outcomes], places, c=colours)
     rejected = [100 * outcome.rejected_terms for outcome in outcomes]
     terms.scatter(rejected, places, s=80, facecolors="none", edgecolors="tab:red")

@@ -51,10 +51,10 @@ def test_a_run(run_dir, capsys):
     assert lines[0] == "2 steps, 1 to 2: 32 samples of 2 SDE steps, D = 512; loss flow_grpo, bypass"
     assert lines[1].split() == [
         *("preset", "weight", "std", "largest", "ESS", "rejected", "samples", "clipped", "loss"),
-        *("cosine", "lowest", "norm", "changed"),
+        *("cosine", "lowest", "norm", "factors", "changed"),
     ]
     assert lines[2].startswith("bypass_ppo_clip (this run) ")
-    assert lines[2].split()[-4:] == ["1.000", "1.000", "1.000", "0.0%"]
+    assert lines[2].split()[-5:] == ["1.000", "1.000", "1.000", "1.00..1.00", "0.0%"]
     text = "\n".join(lines)
     assert all(name in text for name, what in PRESETS.items() if not what.startswith("= "))
     assert "not replayed: decoupled_token_is, " in text

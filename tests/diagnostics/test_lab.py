@@ -17,7 +17,7 @@ from flowcorr.correction import (
     RolloutCorrectionConfig,
     compute_rollout_correction_and_rejection_mask,
 )
-from flowcorr.diagnostics import lab_replay
+from flowcorr.diagnostics import lab, lab_replay
 from flowcorr.diagnostics.lab import THIS_RUN, Outcome, Replay, parse_scales, read, replay_run
 from flowcorr.diagnostics.lab_replay import obstacle, replay, stack
 from flowcorr.errors import ConfigError
@@ -251,6 +251,28 @@ def test_coefficients_of_a_decoupled_term_by_hand():
     assert found.coefficients.flatten().tolist() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(("most", "precision"), [(10**6, 1e-6), (2000, 2e-4)])
+def test_factors_of_weights_are_their_quantiles(tmp_path, monkeypatch, most, precision):
+    monkeypatch.setattr(lab, "_MAX_FACTORS", most)
+    terms = terms_of(4096)
+    run_dir = write_run(tmp_path / "run", [terms], "actor.clip_ratio=1")
+    weights = (terms.old_log_probs - terms.rollout_log_probs).exp().flatten()
+    expected = [weights.quantile(level).item() for level in lab.FACTOR_LEVELS]
+    assert expected[0] < 0.998 < 1.002 < expected[-1]
+    outcome = by_label(replay_run(run_dir, presets=["decoupled_token_is"]))["decoupled_token_is"].outcome
+    assert outcome.factors == pytest.approx(expected, abs=precision)
+
+
+def test_factors_of_a_rejection_are_zero_and_all_terms_over_kept_ones(tmp_path):
+    band = f"{CORRECTION}.rollout_rs_threshold='0.999_1.001'"
+    rejecting = (f"{CORRECTION}.preset=decoupled_geo_rs", band, "actor.clip_ratio=1")
+    report = replay_run(write_run(tmp_path / "run", [terms_of(4096)], *rejecting))
+    (outcome,) = [found.outcome for found in report.replays if found.of_run]
+    assert 0.05 < outcome.rejected_terms < 0.95
+    assert outcome.factors[0] == 0
+    assert outcome.factors[-1] == pytest.approx(1 / (1 - outcome.rejected_terms), rel=1e-6)
+
+
 def test_coefficients_of_bypass():
     terms = terms_of()
     settings_of_run = config.load("tiny_jpeg_lora")
@@ -472,6 +494,7 @@ def test_mistakes_are_named(tmp_path):
 
 def replayed(name, **changes):
     values = dict.fromkeys(Outcome.__slots__, 0.0) | {"cosine": 1.0, "relative_norm": 1.0, "cosines": [1.0]}
+    values["factors"] = [1.0] * 5
     return Replay(
         name=name,
         aliases=(),
