@@ -55,9 +55,7 @@ class DiffusionActor:
     def __init__(self, family: ModelFamily, config: Config) -> None:
         self.family = family
         self.config = config
-        self.correction = AutoMode(
-            config.algorithm.rollout_correction, stale=config.rollout.lag > 0
-        ).correction
+        self.correction = AutoMode.of(config).correction
         actor, sampling = config.actor, config.sampling
         self.guidance = Guidance(
             guidance_scale=sampling.guidance_scale,

@@ -11,6 +11,15 @@ import numpy as np
 
 from flowcorr.errors import ConfigError, MissingExtraError
 
+# Overrides that let a run sample and score in workers.
+WORKERS = (
+    "rollout.placement=ray",
+    "rollout.num_workers=2",
+    "rollout.timeout=60",
+    "reward.placement=ray",
+    "reward.timeout=60",
+)
+
 
 class Tasks:
     """A worker without a model, which starts in no time."""

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.algorithm.noise import Quantile, noise_counts, noise_quantile
+from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.metrics import Metrics, maximum, mean
 
@@ -61,6 +62,11 @@ class AutoMode:
         self._window: list[Tensor] = []  # counts of noise, one a training step
         if self._configured is not None:
             self.correction = self._configured.in_mode(bypass=not stale)
+
+    @classmethod
+    def of(cls, config: Config) -> AutoMode:
+        """As a run begins."""
+        return cls(config.algorithm.rollout_correction, stale=config.rollout.lag > 0)
 
     def observe(self, metrics: Metrics) -> Metrics:
         """Take in what a training step measured, and choose the mode of the next.

@@ -48,7 +48,7 @@ class Parts:
     mode: AutoMode = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mode = AutoMode(self.config.algorithm.rollout_correction, stale=self.config.rollout.lag > 0)
+        self.mode = AutoMode.of(self.config)
 
     def close(self) -> None:
         """End the processes that belong to the parts."""

@@ -8,19 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray_tasks import WORKERS
 
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
 
 DIE = str(Path(__file__).with_name("die_while_saving.py"))
-AHEAD = (
-    "rollout.placement=ray",
-    "rollout.num_workers=2",
-    "rollout.max_staleness=1",
-    "rollout.timeout=60",
-    "reward.placement=ray",
-    "reward.timeout=60",
-)
+AHEAD = (*WORKERS, "rollout.max_staleness=1")
 
 
 def steps(folder):

@@ -11,18 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray_tasks import WORKERS
 
 from flowcorr import trainer
 from flowcorr.errors import BackendError
 from flowcorr.trainer import Silent
-
-WORKERS = (
-    "rollout.placement=ray",
-    "rollout.num_workers=2",
-    "rollout.timeout=60",
-    "reward.placement=ray",
-    "reward.timeout=60",
-)
 
 
 class Meanwhile(Silent):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from ray_tasks import WORKERS
 from safetensors.torch import load_file
 
 from flowcorr import config, trainer
@@ -33,13 +34,6 @@ SMALL = (
     "trainer.eval_every=3",
     "trainer.save_every=3",
     "trainer.image_every=0",
-)
-WORKERS = (
-    "rollout.placement=ray",
-    "rollout.num_workers=2",
-    "rollout.timeout=60",
-    "reward.placement=ray",
-    "reward.timeout=60",
 )
 AHEAD = (*WORKERS, "rollout.max_staleness=2", "rollout.drift_every=2")
 
