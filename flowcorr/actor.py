@@ -63,7 +63,7 @@ class DiffusionActor:
             negative_prompt=sampling.negative_prompt,
         )
         self.transformer: Any = family.transformer
-        self.base = copy.deepcopy(self.transformer) if self._needs_base() else self.transformer
+        self.base = self._untrained()
         if config.model.lora.rank:
             lora.add_adapter(self.transformer, family, config.model.lora, seed=config.trainer.seed)
         else:
@@ -84,7 +84,7 @@ class DiffusionActor:
             self.parameters.values(), lr=actor.lr, betas=actor.betas, weight_decay=actor.weight_decay
         )
         self.version = 0
-        self.ema = self.snapshot().tensors if actor.ema is not None else None
+        self.ema = None if actor.ema is None else _in_float32(self.snapshot().tensors)
         self.clip_center = (
             ClipCenter.unknown(sampling.num_inference_steps, self.device) if centers_clip(config) else None
         )
@@ -119,16 +119,18 @@ class DiffusionActor:
         """Recompute the log-probs of a whole batch, in micro-batches and without gradients."""
         parts = self._micro_batches(rollout.num_samples)
         missing = self._missing_forwards(len(parts))
-        scores = [self.score(rollout.select(part)) for part in parts]
+        log_probs, means = (
+            [torch.empty_like(rollout.log_probs[:0])],
+            [torch.empty_like(rollout.latents[:0, 1:])],
+        )
+        for part in parts:
+            score = self.score(rollout.select(part))
+            log_probs.append(score.log_prob)
+            if with_means:
+                means.append(score.mean)
         for spare in missing:
             self.score(spare)
-        if not scores:
-            return Scores(
-                log_probs=torch.empty_like(rollout.log_probs),
-                means=torch.empty_like(rollout.latents[:, 1:]) if with_means else None,
-            )
-        means = torch.cat([score.mean for score in scores]) if with_means else None
-        return Scores(log_probs=torch.cat([score.log_prob for score in scores]), means=means)
+        return Scores(log_probs=torch.cat(log_probs), means=torch.cat(means) if with_means else None)
 
     def _score(self, rollout: Rollout) -> PolicyStep:
         samples, steps = rollout.log_probs.shape
@@ -173,8 +175,8 @@ class DiffusionActor:
             record: given each part of the batch, with its `places`, and the scores that its loss is computed from.
 
         Returns:
-            `actor/*` metrics over the whole update; in bypass also `rollout_corr/*`, from the terms that were
-            scored before the first optimizer step.
+            `actor/*` metrics over the whole update. In bypass, what else the loss measures, as `rollout_corr/*`, once
+            under `actor/` over the whole update and once over the terms scored before the first optimizer step.
         """
         metrics = Metrics()
         first = True
@@ -188,7 +190,7 @@ class DiffusionActor:
                 if center is not None:
                     mini_batch = replace(mini_batch, clip_centers=center.at(mini_batch.rollout.step_indices))
                 seen, stepped, drifts = self._optimizer_step(mini_batch, record)
-                corrected = seen.under("rollout_corr/")
+                corrected = seen.beside("actor/")
                 metrics = metrics.merge(seen.under("actor/")).merge(corrected.prefixed("actor/"))
                 if first:
                     metrics = metrics.merge(corrected)
@@ -236,7 +238,7 @@ class DiffusionActor:
         counted = (
             kept if self._denominator() == "kept" else sum((output.count_all for output in outputs), zero)
         )
-        kept, denominator = self._divide_gradients(kept.float(), counted.float())
+        kept = self._divide_gradients(kept.float(), counted.float())
         norm = fsdp.whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), actor.grad_clip))
         grad_norm, num_kept = torch.stack([norm.double(), kept.double()]).tolist()
         learning_rate = actor.lr * min(1.0, (self.version + 1) / max(actor.warmup_steps, 1))
@@ -263,8 +265,12 @@ class DiffusionActor:
         drifts = [output.drift for output in outputs if output.drift is not None]
         return metrics.merge(Metrics.from_stats(stats)), stepped, drifts
 
-    def _divide_gradients(self, kept: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn each rank's gradient of its loss sum into that of the whole mini-batch's mean; returns both counts."""
+    def _divide_gradients(self, kept: Tensor, counted: Tensor) -> Tensor:
+        """Turn each rank's gradient of its loss sum into that of the whole mini-batch's mean.
+
+        Returns:
+            The kept terms of all ranks.
+        """
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -277,16 +283,17 @@ class DiffusionActor:
         else:
             kept, counted = sum_over_ranks(gradients, [kept, counted])
         torch._foreach_div_(gradients, counted.clamp(min=1))
-        return kept, counted
+        return kept
 
     def _backward(self, batch: ActorBatch, record: Record | None) -> list[LossOutput]:
         """Backward through one micro-batch."""
         outputs = []
         for piece in self._pieces(batch):
+            reference = self._reference_means(piece.rollout)  # before the policy's graph takes memory
             policy = self._score_finite(piece.rollout)
             if record is not None:
                 record(piece, policy)
-            output = self._loss(policy, piece)
+            output = self._loss(policy, piece, reference)
             if self.sharded or output.loss_sum.requires_grad:
                 output.loss_sum.backward()
             outputs.append(output)
@@ -315,8 +322,8 @@ class DiffusionActor:
             log_prob, mean = log_prob.index_copy(0, rows, rest.log_prob), mean.index_copy(0, rows, rest.mean)
         return replace(policy, log_prob=log_prob, mean=mean)
 
-    def _loss(self, policy: PolicyStep, batch: ActorBatch) -> LossOutput:
-        step = BatchStep.of(batch, self._reference_means(batch.rollout))
+    def _loss(self, policy: PolicyStep, batch: ActorBatch, reference_means: Tensor | None) -> LossOutput:
+        step = BatchStep.of(batch, reference_means)
         if not self._trajectory_terms:
             policy, step = policy.per_term(), step.per_term()
         return diffusion_loss(
@@ -336,7 +343,7 @@ class DiffusionActor:
 
     @contextlib.contextmanager
     def _reference(self) -> Iterator[None]:
-        """The policy before training: without its adapter, or the untrained copy."""
+        """The model as it was loaded: without its adapter, a warm start included, or the untrained copy."""
         if self.config.model.lora.rank:
             self.transformer.disable_adapters()
             try:
@@ -465,15 +472,27 @@ class DiffusionActor:
         if decay is None or self.ema is None:
             return
         for name, parameter in self.parameters.items():
-            self.ema[name].lerp_(parameter, 1 - decay)
+            average = self.ema[name]
+            average.lerp_(parameter.to(average.dtype), 1 - decay)
 
-    def _needs_base(self) -> bool:
-        """Whether the untrained transformer is kept: for an engine that cannot share ours, or as the reference.
+    def _untrained(self) -> Any:
+        """A copy of the transformer as it is before training, or itself where nobody needs one.
 
-        An engine in processes of its own has read the model itself.
+        As the reference it stays on the device; an engine that cannot share ours makes its own of it, so it waits in
+        the host's memory for that. An engine in processes of its own has read the model itself.
         """
-        reference = self.config.actor.kl_coef and not self.config.model.lora.rank
-        return bool((self.config.rollout.placement == "local" and needs_base(self.config)) or reference)
+        if self.config.actor.kl_coef and not self.config.model.lora.rank:
+            return copy.deepcopy(self.transformer)
+        if self.config.rollout.placement == "local" and needs_base(self.config):
+            return torch.nn.Module.to(copy.deepcopy(self.transformer), "cpu")
+        return self.transformer
+
+
+def _in_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In at least that: an average of bfloat16 would not move by thousandths."""
+    return {
+        name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for name, tensor in tensors.items()
+    }
 
 
 def deal_groups(group_ids: Tensor, parts: int, *, seed: int, training_step: int, epoch: int) -> Tensor:

@@ -38,7 +38,8 @@ def group_advantages(
         eps: added to the standard deviation; unused with `none`.
 
     Returns:
-        `[B]` float32, or float64 if `rewards` are; computed in float64.
+        `[B]` in the dtype of `rewards`, which is float64 in the trainer; float32 if they are integers or of half
+        precision. Computed in float64.
 
     Raises:
         ConfigError: `std` is unknown.
@@ -55,13 +56,6 @@ def group_advantages(
     # Exactly 0: the mean of equal rewards may round to another number, which a small eps would blow up.
     result = torch.where(equal[groups], 0.0, scaled)
     return result.to(torch.promote_types(rewards.dtype, torch.float32))
-
-
-def advantage_stats(rewards: Tensor, group_ids: Tensor) -> Metrics:
-    """`reward/zero_std_group_fraction`: groups whose rewards are all equal, and that teach nothing."""
-    _check(rewards, group_ids)
-    _, counts, equal = _groups(rewards.double(), group_ids)
-    return Metrics.from_stats({"reward/zero_std_group_fraction": metrics.mean(equal.sum(), counts.numel())})
 
 
 def recentre(advantages: Tensor, group_ids: Tensor, keep: Tensor) -> Tensor:
@@ -144,7 +138,9 @@ def _groups(values: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sum_by_group(values: Tensor, groups: Tensor, counts: Tensor) -> Tensor:
-    return values.new_zeros(counts.shape).index_add(0, groups, values)
+    # On the host, where index_add adds in the order of the samples; on a GPU it adds in any.
+    sums = torch.zeros(counts.shape, dtype=values.dtype).index_add(0, groups.cpu(), values.cpu())
+    return sums.to(values.device)
 
 
 def _check(rewards: Tensor, group_ids: Tensor) -> None:

@@ -6,7 +6,8 @@ other rank, while a forward pass needs them all, and so does making a tensor who
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flowcorr import distributed
+from flowcorr.errors import BatchError
+
+Result = TypeVar("Result")
 
 
 def shard(transformer: nn.Module) -> None:
@@ -31,6 +35,25 @@ def shard(transformer: nn.Module) -> None:
     ]
     for module in (*blocks, transformer):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def all_done(passes: Iterable[Callable[[], Result]]) -> list[Result]:
+    """What each of some passes returns, where latents that diverge end none of them early.
+
+    Each rank has to make as many forward passes through sharded weights as the others, which would wait for it.
+
+    Raises:
+        BatchError: the first that one of them raised, after the last.
+    """
+    results, errors = [], []
+    for one in passes:
+        try:
+            results.append(one())
+        except BatchError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -26,14 +26,6 @@ def _mean(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
-def _exp_mean(total: float, count: float) -> float:
-    return _exp(total / count) if count else math.nan
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 709.0 else math.inf
-
-
 def _std(total: float, squares: float, count: float) -> float:
     if count < 2:
         return 0.0 if count else math.nan
@@ -60,7 +52,6 @@ def _negated(value: float) -> float:
 KINDS: dict[str, Callable[..., float]] = {
     "mean": _mean,  # (total, count)
     "mean_plus_one": lambda total, count: 1.0 + _mean(total, count),  # sums of x - 1, exact near 1
-    "exp_mean": _exp_mean,  # (total, count)
     "std": _std,  # (total, squares, count), unbiased; sums may be of x - constant
     "ess": _effective_sample_size,  # (total, squares, count)
     "ess_plus_one": _shifted_ess,  # likewise, of x - 1
@@ -204,6 +195,11 @@ class Metrics:
                 if all(field.name.startswith(prefix) for field in layout.fields)
             }
         )
+
+    def beside(self, prefix: str) -> Metrics:
+        """The metrics that `under` leaves out."""
+        apart = self.under(prefix)._blocks
+        return Metrics({layout: block for layout, block in self._blocks.items() if layout not in apart})
 
     def sums(self, name: str) -> Tensor:
         """The packed sums `[S]` of the producer of metric `name`, which may keep more of them than its metrics read."""

@@ -143,7 +143,7 @@ class ActorBatch:
 
     Attributes:
         rollout: the trajectories.
-        advantages: `[B]` float32.
+        advantages: `[B]` float32, or float64 as the trainer's are.
         old_log_probs: `[B, T]`, nats per latent element under the proximal policy; None before it is known.
         old_means: `[B, T, *L]`, the step means of the policy of `old_log_probs`, where the loss needs them.
         rollout_is_weights: `[B, T]` detached weights that multiply the loss, or None.

@@ -366,6 +366,19 @@ def test_rejected_terms_leave_the_sum_and_maybe_the_count(make_run, denominator)
     assert_same(rejected.gradient(), expected, rtol=1e-3, atol=1e-7)
 
 
+def test_legacy_names_come_beside_all_others_in_bypass(make_run):
+    found = {}
+    for legacy in (False, True):
+        correction = RolloutCorrectionConfig.from_preset("bypass_ppo_clip", log_legacy_names=legacy)
+        _, metrics = updated(make_run, algorithm={"rollout_correction": correction})
+        found[legacy] = metrics
+    assert "rollout_corr/kl" in found[False]
+    assert found[False].items() <= found[True].items()
+    added = found[True].keys() - found[False].keys()
+    assert {"mismatch/mismatch_kl", "actor/mismatch/mismatch_kl"} <= added
+    assert all("mismatch/" in name for name in added)
+
+
 def test_bypass_logs_drift_of_the_first_mini_batch_and_of_all(make_run):
     correction = RolloutCorrectionConfig.preset("bypass_ppo_clip")
     run = make_run(actor={"mini_batches": 2, "lr": 1e-2}, algorithm={"rollout_correction": correction})
@@ -384,6 +397,24 @@ def test_bypass_logs_drift_of_the_first_mini_batch_and_of_all(make_run):
 
 
 # Weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:model.lora.dtype=bfloat16")
+def test_an_average_of_bfloat16_weights_moves_by_thousandths(make_run):
+    run = make_run(actor={"ema": 0.999}, model={"lora": LoraConfig(rank=4, dtype="bfloat16")})
+    run.stir()
+    run.actor.ema = {name: value.float() for name, value in weights(run).items()}
+    before = {name: value.clone() for name, value in run.actor.ema.items()}
+    with torch.no_grad():
+        for parameter in run.actor.parameters.values():
+            parameter.mul_(1.0625)
+    run.actor._average()
+    after = weights(run)
+    expected = {name: value + 0.001 * (after[name].float() - value) for name, value in before.items()}
+    assert_same(run.actor.ema, expected, rtol=2e-7, atol=0)
+    assert any((run.actor.ema[name] != value).any() for name, value in before.items())
+    with run.actor.averaged():
+        assert {value.dtype for value in weights(run).values()} == {torch.bfloat16}
 
 
 def test_the_average_follows_the_weights(make_run):

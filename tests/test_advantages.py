@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr.advantages import (
-    advantage_stats,
     drop_small_groups,
     group_advantages,
     recentre,
@@ -91,12 +90,39 @@ def test_dtype(given_dtype, expected):
     assert group_advantages(rewards, torch.zeros(2, dtype=torch.int64)).dtype == expected
 
 
+def test_groups_are_summed_in_the_order_of_their_samples():
+    draw = torch.Generator().manual_seed(0)
+    rewards = torch.randn(500, dtype=torch.float64, generator=draw).exp()
+    groups = torch.randint(0, 3, (500,), generator=draw)
+    expected = torch.empty_like(rewards)
+    for group in range(3):
+        here = groups == group
+        total = 0.0
+        for reward in rewards[here].tolist():
+            total += reward
+        expected[here] = rewards[here] - total / int(here.sum())
+    assert torch.equal(group_advantages(rewards, groups, std="none"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_they_are_the_cpus_to_the_last_bit():
+    draw = torch.Generator().manual_seed(0)
+    rewards = torch.randn(4096, dtype=torch.float64, generator=draw).exp()
+    groups = torch.randint(0, 5, (4096,), generator=draw)
+    keep = torch.rand(4096, 2, generator=draw) < 0.7
+    expected = group_advantages(rewards, groups)
+    found = group_advantages(rewards.cuda(), groups.cuda())
+    assert torch.equal(found.cpu(), expected)
+    recentred = recentre(found, groups.cuda(), keep.cuda())
+    assert torch.equal(recentred.cpu(), recentre(expected, groups, keep))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("function", [group_advantages, advantage_stats])
-def test_a_non_finite_reward_names_its_sample(value, function):
+def test_a_non_finite_reward_names_its_sample(value):
     rewards = torch.tensor([0.0, 1.0, value, 2.0, value])
     with pytest.raises(BatchError, match=rf"reward of sample 2 is {value}.*2 of 5.*drop_group"):
-        function(rewards, torch.zeros(5, dtype=torch.int64))
+        group_advantages(rewards, torch.zeros(5, dtype=torch.int64))
 
 
 def test_bad_shapes_and_choices():
@@ -108,12 +134,6 @@ def test_bad_shapes_and_choices():
         ConfigError, match=r"algorithm\.advantage_std='batch'.*choose from group, global, none"
     ):
         group_advantages(torch.zeros(3), torch.zeros(3, dtype=torch.int64), std="batch")
-
-
-def test_groups_that_teach_nothing_are_counted():
-    rewards = torch.tensor([0.1, 0.1, 0.0, 1.0, 5.0, 2.0, 2.0])
-    groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
-    assert advantage_stats(rewards, groups).compute() == {"reward/zero_std_group_fraction": 0.75}
 
 
 # After rejection ------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ def describe(values):
         {
             "mean": metrics.mean(x.sum(), count),
             "near_one": Stat("mean_plus_one", (excess.sum(), count)),
-            "exp_mean": Stat("exp_mean", (x.sum(), count)),
             "std": metrics.std(excess.sum(), excess.square().sum(), count),
             "ess": Stat("ess", (x.sum(), x.square().sum(), count)),
             "ess_near_one": Stat("ess_plus_one", (excess.sum(), excess.square().sum(), count)),
@@ -42,7 +41,6 @@ def test_each_kind_against_its_definition(values):
     squares = math.fsum(value**2 for value in values)
     assert computed["mean"] == pytest.approx(mean, abs=1e-12)
     assert computed["near_one"] == pytest.approx(mean, abs=1e-12)
-    assert computed["exp_mean"] == pytest.approx(math.exp(mean), rel=1e-9)
     assert computed["std"] == pytest.approx(statistics.stdev(values) if len(values) > 1 else 0.0, abs=1e-5)
     assert computed["count"] == len(values)
     assert (computed["max"], computed["min"]) == (max(values), min(values))
@@ -86,10 +84,6 @@ def test_metrics_that_saw_no_term_are_left_out():
 
 def test_one_term_has_a_std_of_zero():
     assert Metrics.from_stats({"std": metrics.std(2.0, 4.0, 1)}).compute() == {"std": 0.0}
-
-
-def test_exponentials_overflow_to_infinity_instead_of_raising():
-    assert Metrics.from_stats({"ppl": Stat("exp_mean", (2000.0, 2))}).compute() == {"ppl": math.inf}
 
 
 def test_prefixes():

@@ -11,6 +11,7 @@ from flowcorr.algorithm.apply import correct, exact_kl
 from flowcorr.algorithm.clip_center import drift_by_step
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.errors import BatchError
 from flowcorr.losses import kl_to_reference, reinforce, resolve_loss
 from flowcorr.metrics import Metrics, mean
 from flowcorr.records import BatchStep, LossOutput, PolicyStep
@@ -35,13 +36,14 @@ def diffusion_loss(
         batch_step: the data; `old_log_prob` and, for some losses, `old_mean` are the proximal policy's.
         actor_config: the loss.
         correction_config: the correction, or None.
-        num_steps: steps of the schedule, for the metrics by step; None reads it off the batch.
+        num_steps: steps of the schedule, for the metrics by step; None reads it off the batch, which centres of
+            the clip range do not allow.
 
     Returns:
         The loss sum over kept terms, its counts, and metrics under `actor/` and, in bypass, `rollout_corr/`.
 
     Raises:
-        BatchError: shapes differ, or a step mean is missing.
+        BatchError: shapes differ, or a step mean or `num_steps` is missing.
     """
     corrected = Metrics()
     bypass = correction_config is not None and correction_config.bypass_mode
@@ -109,7 +111,10 @@ def _drift(
     if actor_config.loss_mode == "grpo_guard" and batch_step.old_mean is not None:
         log_ratio = log_ratio + exact_kl(policy_step.mean.detach(), batch_step.old_mean, policy_step.std)
     keep = torch.ones_like(log_ratio, dtype=torch.bool) if batch_step.keep is None else batch_step.keep
-    num_steps = int(batch_step.step_index.max()) + 1 if num_steps is None else num_steps
+    if num_steps is None:
+        raise BatchError(
+            "clip centres need num_steps, the steps of the schedule: drifts of micro-batches are added up"
+        )
     return drift_by_step(log_ratio, keep, batch_step.step_index, num_steps)
 
 

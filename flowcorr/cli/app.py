@@ -18,7 +18,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_SIGNAL = 1, 2, 128
 
 _TRAIN = """\
 Train a LoRA with FlowGRPO. RECIPE is a YAML file, or the name of a recipe that ships with flowcorr.
-Keys of the recipe are changed with dotted.key=value; values are YAML.
+Keys of the recipe are changed with dotted.key=value; values are YAML. `flowcorr config RECIPE` prints them all.
 
 examples:
   flowcorr train tiny_ocr_lora
@@ -32,6 +32,13 @@ The run's folder gets config.yaml, metrics.jsonl, checkpoints/ and images/. Ctrl
 prints the command that resumes; a second Ctrl-C stops at once.
 
 exit codes: 0 finished, 1 failed, 2 bad configuration, 128 + signal interrupted and saved
+"""
+_RECIPES = """\
+recipes for the embedded model:
+  tiny_ocr_lora  tiny_ocr_lora_bypass  tiny_ocr_lora_grpo_guard  tiny_jpeg_lora
+for real models, sampled by vllm-omni on GPUs; the header of each names its source and the memory it needs:
+  sd35_medium_ocr_lora  qwen_image_ocr_lora_rollout_corr  qwen_image_ocr_lora_decoupled
+  qwen_image_ocr_grpo_guard_lora  flux_dev_pickscore_lora
 """
 _EVAL = """\
 Score a run's checkpoint on its held-out prompts.
@@ -125,9 +132,18 @@ examples:
 _PRESETS = """\
 List the presets of rollout correction.
 
-A preset is chosen with one key, in a recipe or on the command line; thresholds beside it override its own:
+A preset is chosen with one key. In a command it takes the place of all that the recipe says of rollout correction;
+thresholds beside it override its own:
   flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=decoupled_seq_is
-  flowcorr train tiny_ocr_lora algorithm.rollout_correction.rollout_is_threshold=3.0
+  flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=decoupled_seq_is \\
+      algorithm.rollout_correction.rollout_is_threshold=3.0
+
+Rejection modes (rollout_rs), and what rollout_rs_threshold is for them, in the unit of log_ratio_scale:
+  token_k1 seq_sum_k1 seq_mean_k1   a band of ratios exp(delta) of steps or samples, as 0.999_1.001; auto if decoupled
+  token_ seq_sum_ seq_mean_ seq_max_ with k2 or k3
+                                    a largest delta^2 / 2, or exp(delta) - 1 - delta, of steps or samples
+  step_kl seq_kl                    a largest exact KL of the step means, of steps or samples
+  step_z                            robust standard deviations from the median of a step index, as 6 (decoupled)
 """
 _TINY = """\
 The embedded model: a Stable Diffusion 3 pipeline of a few megabytes that draws words.
@@ -182,7 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flowcorr {flowcorr.__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    train = _add(subparsers, "train", "train by a recipe", _TRAIN, commands.train)
+    train = _add(subparsers, "train", "train by a recipe", f"{_TRAIN}\n{_RECIPES}", commands.train)
     _add_recipe(train)
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/RECIPE)")
     train.add_argument(
@@ -235,7 +251,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--png", action="store_true", help="write the charts as PNG files beside the page")
 
-    _add_recipe(_add(subparsers, "config", "print a resolved recipe", _CONFIG, commands.config))
+    _add_recipe(
+        _add(subparsers, "config", "print a resolved recipe", f"{_CONFIG}\n{_RECIPES}", commands.config)
+    )
     _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)
 
     tiny = _new(subparsers, "tiny", "the embedded model", _TINY)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from flowcorr.diagnostics import audit_page as page
 from flowcorr.diagnostics.audit import AuditReport
-from flowcorr.diagnostics.audit_advice import BASIS, Kind
+from flowcorr.diagnostics.audit_advice import BASIS, Kind, as_overrides
 
 _STYLES: dict[Kind, str] = {
     "none": "bold green",
@@ -42,14 +42,18 @@ def show_audit(report: AuditReport, files: Sequence[Path], console: Console | No
     console.print(advice.verdict, style=_STYLES[advice.kind], markup=False)
     for reason in (*advice.reasons, BASIS):
         console.print(f"- {reason}", markup=False)
-    console.print("\nfor the recipe:", markup=False)
-    console.print(advice.yaml, markup=False)
+    _show_lines(console, "\nfor the recipe, in place of what it says of these keys:", advice.yaml)
     if advice.alternative:
-        console.print("or bypass, with a clip range above the noise:", markup=False)
-        console.print(advice.alternative, markup=False)
+        _show_lines(console, "or bypass, with a clip range above the noise:", advice.alternative)
     drawn = any(file.suffix == ".png" for file in files)
     hint = "" if drawn else " (and a picture, with pip install 'flowcorr[plot]')"
     console.print(f"saved: {', '.join(map(str, files))}{hint}", markup=False, soft_wrap=True)
+
+
+def _show_lines(console: Console, title: str, lines: str) -> None:
+    console.print(title, markup=False)
+    console.print(lines, markup=False)
+    console.print(f"or, in a command: {as_overrides(lines)}\n", markup=False, soft_wrap=True)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

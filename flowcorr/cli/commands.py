@@ -132,9 +132,11 @@ def lab(arguments: argparse.Namespace) -> int:
         print(lab_page.as_json(report))
     else:
         show_lab(report)
-    picture = lab_page.draw(report, out_dir / "lab.png")
+    picture = out_dir / "lab.png"
+    drawn = lab_page.draw(report, picture)
     if not arguments.json:
-        print(f"saved: {data}, {picture}")
+        more = f", {picture}" if drawn else " (and a picture, with pip install 'flowcorr[plot]')"
+        print(f"saved: {data}{more}")
     return 0
 
 

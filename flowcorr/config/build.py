@@ -18,6 +18,11 @@ _KINDS = {
     float: "a number",
     str: "text",
 }
+_LISTS: dict[Any, str] = {
+    tuple[int, int]: "a list of 2 whole numbers, such as [0, 4]",
+    tuple[float, float]: "a list of 2 numbers, such as [0.9, 0.99]",
+    tuple[float, ...]: "a list of numbers, such as [1e-4, 1e-4]",
+}
 
 
 def build(section: type[T], values: Mapping[str, Any], key: str = "") -> T:
@@ -33,7 +38,7 @@ def build(section: type[T], values: Mapping[str, Any], key: str = "") -> T:
     hints = get_type_hints(section)
     for name in values:
         if name not in hints:
-            raise ConfigError(unknown_choice("key", _join(key, name), [_join(key, known) for known in hints]))
+            raise ConfigError(_unknown_key(section, name, key))
     for item in fields(section):  # type: ignore[arg-type]
         required = item.default is MISSING and item.default_factory is MISSING
         if required and item.name not in values:
@@ -44,6 +49,23 @@ def build(section: type[T], values: Mapping[str, Any], key: str = "") -> T:
 def to_mapping(config: Any) -> dict[str, Any]:
     """The config as plain dicts, lists and scalars; `build` makes an equal config from it."""
     return {item.name: _plain(getattr(config, item.name)) for item in fields(config)}
+
+
+def _unknown_key(section: type, name: str, key: str) -> str:
+    places = [] if key else _places(section, name)
+    if places:
+        sections = ", ".join(_field_names(section))
+        return f"key={name!r} is unknown; choose from {sections} (did you mean {' or '.join(places)}?)"
+    return unknown_choice("key", _join(key, name), [_join(key, known) for known in _field_names(section)])
+
+
+def _places(section: type, name: str, key: str = "") -> list[str]:
+    """The dotted keys of all fields `name` in `section` and the sections in it, but for those in lists."""
+    places = [_join(key, name)] if name in _field_names(section) else []
+    for known, hint in get_type_hints(section).items():
+        for inner in filter(is_dataclass, _choices(hint)):
+            places += _places(inner, name, _join(key, known))  # type: ignore[arg-type]
+    return places
 
 
 def _plain(value: Any) -> Any:
@@ -60,19 +82,14 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
-    if origin in (Union, types.UnionType):
-        if value is None and types.NoneType in arguments:
-            return None
-        choices = [argument for argument in arguments if argument is not types.NoneType]
-        # Of a number and a list, the one that the value looks like.
-        alike = [choice for choice in choices if (get_origin(choice) is tuple) == _is_list(value)]
-        return _convert(key, value, (alike or choices)[0])
+    if _is_union(hint):
+        return None if value is None and types.NoneType in arguments else _convert_union(key, value, hint)
     if origin is Literal:
         if value not in arguments:
             raise ConfigError(unknown_choice(key, value, arguments))
         return value
     if origin is tuple:
-        return _convert_tuple(key, value, arguments)
+        return _convert_tuple(key, value, hint)
     if is_dataclass(hint):
         return build(hint, value, key)  # type: ignore[arg-type]
     if origin is Mapping:
@@ -82,13 +99,25 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     return _convert_scalar(key, value, hint)
 
 
-def _convert_tuple(key: str, value: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _convert_union(key: str, value: Any, hint: Any) -> Any:
+    """Of a number and a list, the one that the value looks like."""
+    choices = _choices(hint)
+    lists = [choice for choice in choices if get_origin(choice) is tuple]
+    others = [choice for choice in choices if choice not in lists]
+    if not lists or not others:
+        return _convert(key, value, choices[0])
+    if _is_list(value):
+        return _convert(key, value, lists[0])
+    return _convert_scalar(key, value, others[0], or_list=f", or {_list_kind(lists[0], value)}")
+
+
+def _convert_tuple(key: str, value: Any, hint: Any) -> tuple[Any, ...]:
+    arguments = get_args(hint)
     any_length = len(arguments) == 2 and arguments[1] is Ellipsis
-    wanted = "a list" if any_length else f"a list of {len(arguments)}"
     if not _is_list(value):
-        raise ConfigError(f"{key}={value!r} must be {wanted}, such as [{value}]")
+        raise ConfigError(f"{key}={value!r} must be {_list_kind(hint, value)}")
     if not any_length and len(value) != len(arguments):
-        raise ConfigError(f"{key}={list(value)!r} must be {wanted} values")
+        raise ConfigError(f"{key}={list(value)!r} must be {_list_kind(hint, value)}")
     hints = [arguments[0]] * len(value) if any_length else arguments
     return tuple(
         _convert(f"{key}[{index}]", item, hint)
@@ -96,12 +125,34 @@ def _convert_tuple(key: str, value: Any, arguments: tuple[Any, ...]) -> tuple[An
     )
 
 
-def _convert_scalar(key: str, value: Any, hint: type) -> Any:
+def _list_kind(hint: Any, value: Any) -> str:
+    """The list that `hint` allows, with an example as it is written, of the parts of `value` if that is text."""
+    if hint in _LISTS:
+        return _LISTS[hint]
+    entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else ["..."]
+    entry = get_args(hint)[0]
+    if is_dataclass(entry):
+        first = fields(entry)[0].name
+        entries = [f"{{{first}: {part}}}" for part in entries]
+    return f"a list, such as [{', '.join(entries)}]"
+
+
+def _convert_scalar(key: str, value: Any, hint: type, or_list: str = "") -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ConfigError(f"{key}={value!r} must be {_KINDS[hint]}")
+        raise ConfigError(f"{key}={value!r} must be {_KINDS[hint]}{or_list}")
     return value
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+def _choices(hint: Any) -> list[Any]:
+    """The members of a union besides None; of any other hint, itself."""
+    members = get_args(hint) if _is_union(hint) else (hint,)
+    return [member for member in members if member is not types.NoneType]
 
 
 def _is_list(value: Any) -> bool:

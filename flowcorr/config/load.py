@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
 from flowcorr.config.rules import check
 from flowcorr.config.schema import Config
+from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.legacy import translate_legacy
 from flowcorr.errors import ConfigError, unknown_choice
 
 __all__ = ["find_recipe", "load", "load_mapping", "recipe_names", "to_mapping", "to_yaml"]
+
+_CORRECTION = "algorithm.rollout_correction"
 
 
 def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -29,14 +33,15 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
     Args:
         recipe: a YAML file, or the name of a recipe that ships with flowcorr.
         overrides: `dotted.key=value` strings; values are YAML, so `key=[0, 4]` and `key=null` work.
-            `data.path` may also name a file beside the recipe.
+            `data.path` may also name a file beside the recipe. A `preset` of rollout correction takes the place of all
+            that the recipe says of it, so that one key switches between modes.
 
     Raises:
         ConfigError: no such recipe, no YAML, or a key, value or combination that cannot be used. The message names
             the file, the key, the value and what is allowed.
 
     Warns:
-        UserWarning: a key has no effect.
+        UserWarning: a key has no effect, or gave way to a preset.
         FutureWarning: an older dialect's keys were translated.
     """
     path = find_recipe(recipe)
@@ -119,6 +124,7 @@ def _read(path: Path) -> DictConfig:
 
 def _resolve(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     """Apply overrides, then interpolate."""
+    _give_way_to_preset(config, overrides)
     for override in overrides:
         _override(config, override)
     try:
@@ -129,6 +135,26 @@ def _resolve(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
         ) from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Empty the recipe's section of rollout correction where an override names a preset."""
+    given = [override.partition("=") for override in overrides]
+    chosen = [text.strip() for key, _, text in given if key.strip() == f"{_CORRECTION}.preset"]
+    section = OmegaConf.select(config, _CORRECTION)
+    if not chosen or chosen[-1] in ("", "null") or not isinstance(section, DictConfig):
+        return
+    default = to_mapping(RolloutCorrectionConfig())
+    lost = [
+        key for key, value in section.items() if key != "preset" and value != default.get(str(key), object())
+    ]
+    if lost:
+        warnings.warn(
+            f"{_CORRECTION}.preset={chosen[-1]} takes the place of the recipe's {', '.join(map(str, lost))}",
+            UserWarning,
+            stacklevel=4,
+        )
+    OmegaConf.update(config, _CORRECTION, {}, merge=False)
 
 
 def _override(config: DictConfig, override: str) -> None:

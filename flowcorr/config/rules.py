@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.losses import LOSSES, UNCLIPPED, resolve_loss
 
+# The key of `sampling` that turns guidance on, by family.
+GUIDANCE = {"sd3": "guidance_scale", "flux": "guidance_scale", "qwen_image": "true_cfg_scale"}
 _CORRECTION = "algorithm.rollout_correction"
 
 
@@ -28,11 +30,32 @@ def check(config: Config) -> None:
     _check_log_probs(config)
     _check_mini_batches(config)
     _check_fsdp(config)
+    _check_unscaled(config)
+    _warn_of_rough_weights(config)
+    _warn(config, _unused(config))
+
+
+def check_guidance(config: Config, family: str, reads: str) -> None:
+    """Check the guidance of a model that is known only once it is loaded.
+
+    Args:
+        config: the run's.
+        family: the name of the model's family.
+        reads: the key of `sampling` that it reads, `guidance_scale` or `true_cfg_scale`.
+
+    Warns:
+        UserWarning: the other one is set, and has no effect.
+    """
+    if known_family(config) not in GUIDANCE:
+        _warn(config, _unused_guidance(family, reads))
+
+
+def _warn(config: Config, unused: Iterable[tuple[str, str]]) -> None:
     default = Config()
-    for key, reason in _unused(config):
+    for key, reason in unused:
         value = attrgetter(key)(config)
         if value != attrgetter(key)(default):
-            warnings.warn(f"{key}={value} has no effect: {reason}", UserWarning, stacklevel=2)
+            warnings.warn(f"{key}={value} has no effect: {reason}", UserWarning, stacklevel=3)
 
 
 def _check_loss(config: Config) -> None:
@@ -141,6 +164,29 @@ def _check_fsdp(config: Config) -> None:
         )
 
 
+def _check_unscaled(config: Config) -> None:
+    if config.sampling.cps_unscaled and config.actor.loss_mode == "grpo_guard":
+        raise ConfigError(
+            "sampling.cps_unscaled=True leaves log-probs in units of 2 s^2 nats, and actor.loss_mode='grpo_guard' "
+            "adds a bias in nats to their differences; set cps_unscaled: false, or loss_mode: flow_grpo"
+        )
+
+
+def _warn_of_rough_weights(config: Config) -> None:
+    """A weight in bfloat16 does not feel small updates, and gradients add up as coarsely."""
+    model = config.model
+    key = "model.lora.dtype" if model.lora.rank else "model.dtype"
+    if attrgetter(key)(config) == "bfloat16":
+        trained = "the adapter" if model.lora.rank else "all weights"
+        remedy = "" if model.lora.rank else " with actor.autocast=true"
+        warnings.warn(
+            f"{key}=bfloat16 trains {trained} with 8 significant bits, so updates below a 512th of a weight are lost; "
+            f"set {key}=float32{remedy}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def _unused(config: Config) -> Iterator[tuple[str, str]]:
     """Keys without effect under this config, each with the reason."""
     yield from _unused_by_model(config)
@@ -159,15 +205,22 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _unused_by_model(config: Config) -> Iterator[tuple[str, str]]:
-    model = config.model
-    family = "sd3" if model.path == "tiny_ocr" else model.family
-    if family not in ("auto", "qwen_image"):
-        yield "sampling.true_cfg_scale", f"it belongs to Qwen-Image; {family} reads sampling.guidance_scale"
-    if family == "qwen_image":
-        yield "sampling.guidance_scale", "Qwen-Image reads sampling.true_cfg_scale"
+    model, family = config.model, known_family(config)
+    if family in GUIDANCE:
+        yield from _unused_guidance(family, GUIDANCE[family])
     if model.lora.rank == 0:
         for key in ("alpha", "targets", "dtype", "init"):
             yield f"model.lora.{key}", "model.lora.rank=0 trains all weights, without an adapter"
+
+
+def known_family(config: Config) -> str:
+    """The name of the model's family as far as it is known before the model is loaded; else `auto`."""
+    return "sd3" if config.model.path == "tiny_ocr" else config.model.family
+
+
+def _unused_guidance(family: str, reads: str) -> Iterator[tuple[str, str]]:
+    for key in set(GUIDANCE.values()) - {reads}:
+        yield f"sampling.{key}", f"a model of the family {family} reads sampling.{reads}"
 
 
 def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:

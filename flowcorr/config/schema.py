@@ -82,7 +82,8 @@ class SamplingConfig:
         true_cfg_scale: classifier-free guidance of Qwen-Image; 1 is off.
         negative_prompt: what guidance moves away from.
         height, width: image size in pixels; null takes the model's native size.
-        cps_unscaled: drop `1 / (2 s^2)` from cps log-probs as other code bases do; not a density.
+        cps_unscaled: drop `1 / (2 s^2)` from cps log-probs as other code bases do; no density, so that
+            `rollout_corr/bookkeeping_z_max` is in another unit.
     """
 
     sde_type: Literal["sde", "cps", "dance_sde"] = "sde"

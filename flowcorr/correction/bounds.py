@@ -154,10 +154,8 @@ def _parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tupl
     if not modes:
         return ()
     if threshold is None:
-        raise ConfigError(
-            f"{key} is missing for {SECTION}.rollout_rs={rollout_rs!r}; "
-            f"give a band of ratios for k1 modes (0.5_2.0), an upper bound for the others (0.01)"
-        )
+        wanted = "; ".join(f"for {mode} {_wanted(mode)}" for mode in modes)
+        raise ConfigError(f"{key} is missing for {SECTION}.rollout_rs={rollout_rs!r}; give {wanted}")
     entries = _entries(threshold)
     if len(entries) not in (1, len(modes)):
         raise ConfigError(
@@ -189,6 +187,15 @@ def _entries(threshold: Threshold) -> list[object]:
     return [threshold]
 
 
+def _wanted(mode: str) -> str:
+    """What can be written as the threshold of a mode."""
+    if mode == "step_z":
+        return "one upper bound in robust standard deviations, such as 6, or auto"
+    if mode in K1_MODES:
+        return "a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, or auto (decoupled mode only)"
+    return "one upper bound, or auto (decoupled mode only), or inf, which only measures"
+
+
 def _criterion(mode: str, entry: object, key: str) -> Criterion:
     if entry == AUTO and mode == "step_z":
         return Criterion(mode, -math.inf, OUTLIER_Z)
@@ -197,9 +204,7 @@ def _criterion(mode: str, entry: object, key: str) -> Criterion:
     band = parse_band(entry, key)
     if mode not in K1_MODES:
         if isinstance(band, tuple):
-            raise ConfigError(
-                f"{_label(key)}={entry!r} is a band, but {mode} takes one upper bound, such as 0.01"
-            )
+            raise ConfigError(f"{_label(key)}={entry!r} is a band, but {mode} takes {_wanted(mode)}")
         return Criterion(mode, -math.inf, band)
     if isinstance(band, float):
         if band <= 1.0:

@@ -113,7 +113,7 @@ class Names:
 
 
 def layout(names: Names, specs: tuple[Spec, ...], num_steps: int) -> Layout:
-    """The fields of those `specs` whose parts were taken."""
+    """The fields of those `specs` whose parts were taken; with 0 `num_steps`, of no part by step index."""
     sums = names.sum_slots()
     slots = sums | {name: slot for slot, name in enumerate(names.peaks)}
     fields = [_field(spec, slots) for spec in specs if all(part in slots for part in spec[2])]
@@ -121,6 +121,14 @@ def layout(names: Names, specs: tuple[Spec, ...], num_steps: int) -> Layout:
         slots = {f"step/{name}": len(sums) + row * num_steps + index for row, name in enumerate(names.steps)}
         fields += [_field(spec, slots, index) for spec in specs if all(part in slots for part in spec[2])]
     return Layout(tuple(fields))
+
+
+def step_layout(names: Names, specs: tuple[Spec, ...], index: int) -> Layout:
+    """The fields of one step index, in a block of the parts `step/x` of that index alone."""
+    slots = {f"step/{name}": slot for slot, name in enumerate(names.steps)}
+    return Layout(
+        tuple(_field(spec, slots, index) for spec in specs if all(part in slots for part in spec[2]))
+    )
 
 
 def _field(spec: Spec, slots: dict[str, int], index: int | None = None) -> Field:

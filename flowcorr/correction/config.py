@@ -110,9 +110,9 @@ class RolloutCorrectionConfig(PresetMethods):
     def __post_init__(self) -> None:
         _check_types(self)
         _normalize(self)
-        _check_combinations(self)
         if self.preset is not None:
             _check_preset(self)
+        _check_combinations(self)
         for message in _without_effect(self):
             warnings.warn(message, UserWarning, stacklevel=3)
 
@@ -278,9 +278,14 @@ def _check_preset(config: RolloutCorrectionConfig) -> None:
         value, expected = getattr(config, key), getattr(preset, key)
         if value != expected and value != AUTO:  # a preset says what is done in either mode
             raise ConfigError(
-                f"{SECTION}.{key}={value!r} contradicts preset={name!r}, which has {expected!r}; leave the key "
-                f"out, or the preset (RolloutCorrectionConfig.preset({name!r}) builds it in code)"
+                f"{SECTION}.{key}={value!r} contradicts preset={name!r}, which has {expected!r}; leave one of the two "
+                f"out (in code: RolloutCorrectionConfig.preset({name!r}))"
             )
+    if config.bypass_mode == AUTO and preset.loss_type == "reinforce":
+        raise ConfigError(
+            f"{SECTION}.bypass_mode='auto': preset {name!r} is for bypass mode only; choose one with ppo_clip, "
+            f"or bypass_mode: true"
+        )
 
 
 def _without_effect(config: RolloutCorrectionConfig) -> list[str]:

@@ -34,7 +34,7 @@ from flowcorr.correction.ratios import (
 from flowcorr.correction.rejection import judge, log_prob_resolution, measured_bounds
 from flowcorr.correction.robust import robust_z
 from flowcorr.correction.weights import Weights, batch_mean, importance_weights
-from flowcorr.distributed import Group, world_size
+from flowcorr.distributed import Group, gather, world_size
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Block, Metrics, Stat, maximum, minimum
 
@@ -105,7 +105,8 @@ def compute_rollout_correction_and_rejection_mask(
             sample's steps: the KL of its window, by the chain rule) and the bookkeeping check.
         step_indices: `[B, T]`, places in the schedule; adds a row of metrics for each.
         num_elements: `D`, latent elements of a sample.
-        num_steps: length of the schedule; without it, `step_indices` cost a host read.
+        num_steps: length of the schedule; without it, `step_indices` cost a host read. Metrics of calls with it do
+            not merge with those of calls without.
         clip_ratio: the loss's clip range, one number or one a term, for `clip_noise_fraction`.
         log_legacy_names: add the `mismatch/*` names.
         group: ranks that share the batch; one of several may have no samples.
@@ -126,8 +127,9 @@ def compute_rollout_correction_and_rejection_mask(
     samples = len(target_log_prob)
     if not samples:
         batch = batch.one_masked_sample()  # which counts nowhere, and keeps this rank in step with the others
-    if step_indices is not None and num_steps is None:
-        num_steps = int(step_indices.max()) + 1
+    num_rows = num_steps or 0
+    if num_steps is None and batch.step_indices is not None:
+        num_rows = int(batch.step_indices.max()) + 1
     plan = _Plan(
         level=_parse_level(rollout_is),
         cap=_parse_cap(rollout_is, rollout_is_threshold),
@@ -137,7 +139,7 @@ def compute_rollout_correction_and_rejection_mask(
         veto=parse_veto(rollout_token_veto_threshold),
         scale=scale_factor(log_ratio_scale, num_elements),
         num_elements=num_elements,
-        num_steps=num_steps or 0,
+        num_rows=num_rows,
         legacy_names=log_legacy_names,
     )
     if any(criterion.needs_batch for criterion in plan.criteria):
@@ -148,16 +150,21 @@ def compute_rollout_correction_and_rejection_mask(
     if weights is not None and over is not None:
         sums, slots = part.block.sums, names.sum_slots()
         weights /= batch_mean(sums[slots[f"weight/{over}"]], sums[slots[f"n/{over}"]], group)
-    layout = diagnostics.layout(names, plan.criteria, over, plan.legacy_names, plan.num_steps)
-    metrics = Metrics({layout: part.block}).merge(_threshold_metrics(plan))
+    metrics = diagnostics.metrics(part.block, names, plan.criteria, over, plan.legacy_names, num_steps)
     return Correction(
-        weights=None if weights is None else weights[:samples], keep=part.keep[:samples], metrics=metrics
+        weights=None if weights is None else weights[:samples],
+        keep=part.keep[:samples],
+        metrics=metrics.merge(_threshold_metrics(plan)),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """The choices of one call, parsed; `measured` holds the bounds that the batch gave, by mode."""
+    """The choices of one call, parsed.
+
+    `num_rows` is above every step index of this rank's batch, and `measured` holds the bounds that the batch of all
+    ranks gave, by mode.
+    """
 
     level: str | None
     cap: float | Band
@@ -167,7 +174,7 @@ class _Plan:
     veto: float | None
     scale: float
     num_elements: int | None
-    num_steps: int
+    num_rows: int
     legacy_names: bool
     measured: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -247,7 +254,7 @@ def _measured(batch: _Batch, plan: _Plan, group: Group) -> tuple[_Batch, _Plan]:
     floor = log_prob_resolution(batch.target_log_prob, batch.rollout_log_prob)
     if plan.num_elements is not None:
         floor = floor.clamp(min=0.01 / plan.num_elements)
-    rows, num_rows = batch.step_indices, plan.num_steps
+    rows, num_rows = batch.step_indices, max(gather(plan.num_rows, "the steps of a batch", group))
     if rows is None:
         samples, num_rows = ratios.delta.shape
         rows = torch.arange(num_rows, device=ratios.delta.device).repeat(samples, 1)
@@ -307,7 +314,7 @@ def _correct(batch: _Batch, plan: _Plan) -> _Part:
         weights=_weights_of_terms(weights, ratios) if plan.apply else None,
         keep=keep,
         columns=columns,
-        block=columns.pack(batch.step_indices, plan.num_steps),
+        block=columns.pack(batch.step_indices, plan.num_rows),
     )
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from flowcorr.correction.bounds import Criterion
 from flowcorr.correction.columns import Columns, Names, Spec
 from flowcorr.correction.columns import layout as columns_layout
+from flowcorr.correction.columns import step_layout as columns_step_layout
 from flowcorr.correction.ratios import EXPONENT_BOUND, above, below, bounded_expm1, log_ratios
 from flowcorr.correction.rejection import Verdict
 from flowcorr.correction.weights import Weights
-from flowcorr.metrics import Layout, Metrics
+from flowcorr.metrics import Block, Layout, Metrics
 
 _DRIFT: tuple[Spec, ...] = (
     ("kl", "mean", ("k1/terms", "n/terms")),
@@ -91,12 +92,38 @@ _LEGACY_RENAMED = {
 }
 
 
+def metrics(
+    block: Block,
+    names: Names,
+    criteria: tuple[Criterion, ...],
+    normalize: str | None,
+    legacy_names: bool,
+    num_steps: int | None,
+) -> Metrics:
+    """The metrics of a correction; `normalize` is None, or what the weights' batch mean runs over.
+
+    One layout holds the step indices below `num_steps`. Without it each index has a layout of its own, since the
+    largest of a batch is not that of the next, and their metrics must merge.
+    """
+    whole = _layout(names, criteria, normalize, legacy_names, num_steps or 0)
+    if num_steps is not None or not names.steps:
+        return Metrics({whole: block})
+    size = len(names.sum_slots())
+    steps = block.sums[size:].view(len(names.steps), -1).unbind(1)
+    rows = {_step_layout(names, index): Block(sums, block.maxima[:0]) for index, sums in enumerate(steps)}
+    return Metrics({whole: Block(block.sums[:size], block.maxima), **rows})
+
+
 @lru_cache(maxsize=64)
-def layout(
+def _layout(
     names: Names, criteria: tuple[Criterion, ...], normalize: str | None, legacy_names: bool, num_steps: int
 ) -> Layout:
-    """The metrics of a correction; `normalize` is None, or what the weights' batch mean runs over."""
     return columns_layout(names, _specs(criteria, normalize, legacy_names), num_steps)
+
+
+@lru_cache(maxsize=256)
+def _step_layout(names: Names, index: int) -> Layout:
+    return columns_step_layout(names, _STEPS, index).prefixed("rollout_corr/")
 
 
 def _specs(criteria: tuple[Criterion, ...], normalize: str | None, legacy_names: bool) -> tuple[Spec, ...]:

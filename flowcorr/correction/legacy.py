@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,13 +51,13 @@ def translate_legacy(algorithm: Mapping[str, Any]) -> dict[str, Any]:
         if key in section:
             raise ConfigError(f"algorithm.{key} and {SECTION}.{key} are both set; keep the second")
     if moved or is_legacy(section):
-        result["rollout_correction"] = _announced({**moved, **section}, was_flat=bool(moved))
+        result["rollout_correction"] = _announced({**moved, **section}, moved=tuple(moved))
     return result
 
 
 def translate_section(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Older keys of `rollout_correction` as today's, with a warning; today's are left as they are."""
-    return _announced(mapping, was_flat=False) if is_legacy(mapping) else dict(mapping)
+    return _announced(mapping) if is_legacy(mapping) else dict(mapping)
 
 
 def is_legacy(section: Mapping[str, Any]) -> bool:
@@ -67,23 +67,37 @@ def is_legacy(section: Mapping[str, Any]) -> bool:
     )
 
 
-def _announced(mapping: Mapping[str, Any], *, was_flat: bool) -> dict[str, Any]:
-    translated = _translate(dict(mapping), was_flat=was_flat)
-    written = ", ".join(f"{key}: {_yaml(value)}" for key, value in translated.items())
-    warnings.warn(
-        f"{SECTION}: the keys {', '.join(mapping)} are of an older dialect; write {{{written}}} instead",
-        FutureWarning,
-        stacklevel=4,
-    )
+def _announced(mapping: Mapping[str, Any], moved: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys translated, with warnings that name the older ones, and today's that stood under `algorithm`."""
+    is_first = _is_first_dialect(mapping, was_flat=bool(moved))
+    translated = _from_later_dialects(_from_first_dialect(dict(mapping)) if is_first else dict(mapping))
+    redefined = ("rollout_is", "rollout_is_threshold") if is_first else ()
+    kept = [
+        key
+        for key, value in translated.items()
+        if key in mapping and mapping[key] == value and key not in redefined
+    ]
+    older = [key for key in mapping if key not in kept]
+    misplaced = [f"algorithm.{key}" for key in moved if key in kept]
+    written = ", ".join(f"{key}: {_yaml(value)}" for key, value in translated.items() if key not in kept)
+    if older:
+        today = f"{{{written}}}" if written else "nothing"
+        message = f"{SECTION}: {_listed(older, 'is', 'are')} of an older dialect; write {today} instead"
+        warnings.warn(message, FutureWarning, stacklevel=4)
+    if misplaced:
+        message = f"{_listed(misplaced, 'belongs', 'belong')} under {SECTION}"
+        warnings.warn(message, FutureWarning, stacklevel=4)
     return translated
 
 
-def _translate(old: dict[str, Any], *, was_flat: bool) -> dict[str, Any]:
+def _listed(keys: Sequence[str], singular: str, plural: str) -> str:
+    return f"{', '.join(keys)} {singular if len(keys) == 1 else plural}"
+
+
+def _is_first_dialect(old: Mapping[str, Any], *, was_flat: bool) -> bool:
     has_level_key = any(key in old for key in _FIRST_DIALECT) or isinstance(old.get("rollout_is"), bool)
     names_level = isinstance(old.get("rollout_is"), str)
-    if has_level_key or (was_flat and not names_level and "rollout_is_threshold" in old):
-        old = _from_first_dialect(old)
-    return _from_later_dialects(old)
+    return has_level_key or (was_flat and not names_level and "rollout_is_threshold" in old)
 
 
 def _from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
@@ -122,10 +136,9 @@ def _from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
 def _from_later_dialects(old: dict[str, Any]) -> dict[str, Any]:
     """Keys of the first `RolloutCorrectionConfig`: a lower threshold of its own, flags for the mode and loss."""
     lower = old.pop("rollout_rs_threshold_lower", None)
-    if old.get("rollout_rs") is not None:
+    if old.get("rollout_rs") is not None and lower is not None:
         old["rollout_rs"] = ",".join(parse_modes(old["rollout_rs"]))
-        if lower is not None:
-            old["rollout_rs_threshold"] = _band(old.get("rollout_rs_threshold"), lower)
+        old["rollout_rs_threshold"] = _band(old.get("rollout_rs_threshold"), lower)
     bypass = old.pop("bypass_old_logprob_for_rollout", None)
     gradient_flags = [old.pop(key, None) for key in ("use_pure_rollout_correction", "use_policy_gradient")]
     if bypass is not None:

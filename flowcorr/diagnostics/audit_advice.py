@@ -7,13 +7,16 @@ the joint nats of the window, exact weights keep `exp(-x)` of their samples.
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, quantile
 
+from flowcorr.config import yaml_text
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction.robust import OUTLIER_Z
 from flowcorr.diagnostics.report import clip_text
@@ -264,6 +267,18 @@ def _alternative(facts: Facts, bypass: bool) -> str:
     if bypass or facts.has_headroom or facts.clip_limit is None:
         return ""
     return f"actor:\n  {_clip_line(facts)}\n" + _yaml(_keys(facts, "leave", bypass=True))
+
+
+def as_overrides(lines: str) -> str:
+    """Advised lines as arguments of a command, where they take the place of a recipe's own correction."""
+    sections = yaml_text.parse(lines)
+    correction = sections.pop("algorithm")["rollout_correction"]
+    own = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    own["algorithm.rollout_correction"] = None
+    own |= {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
+    return shlex.join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items()
+    )
 
 
 def _clip_line(facts: Facts) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import flowcorr
 from flowcorr.diagnostics.audit import AuditReport, PresetOutcome, ScaleWorth, StepGap
-from flowcorr.diagnostics.audit_advice import BASIS, limit_at
+from flowcorr.diagnostics.audit_advice import BASIS, as_overrides, limit_at
 from flowcorr.diagnostics.report import QUANTILES, clip_text
 from flowcorr.errors import BackendError
 
@@ -41,7 +41,7 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }
 th:first-child, td:first-child { text-align: left; }
-pre { background: #8882; padding: .7rem 1rem; overflow-x: auto; }
+pre { background: #8882; padding: .7rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 img { max-width: 100%; min-width: 38rem; height: auto; }
 small { opacity: .75; }
 """
@@ -127,6 +127,10 @@ def preset_row(outcome: PresetOutcome) -> tuple[str, ...]:
     return name, *rejected, *("-" if value is None else f"{value:.3f}" for value in weights)
 
 
+def _lines(lines: str) -> str:
+    return f"<pre>{escape(lines)}</pre><p>Or, in a command:</p><pre>{escape(as_overrides(lines))}</pre>"
+
+
 def html(report: AuditReport, title: str, picture: bytes | None) -> str:
     """The page; a PNG `picture` lies inside it."""
     advice = report.advice
@@ -134,12 +138,11 @@ def html(report: AuditReport, title: str, picture: bytes | None) -> str:
         f"<h1>Audit of {escape(title)}</h1>",
         f'<p class="verdict {advice.kind}">{escape(advice.verdict)}</p>',
         _list((*advice.reasons, BASIS)),
-        f"<h2>For the recipe</h2><pre>{escape(advice.yaml)}</pre>",
+        "<h2>For the recipe</h2><p>In place of what it says of these keys:</p>",
+        _lines(advice.yaml),
     ]
     if advice.alternative:
-        parts.append(
-            f"<p>Or bypass, with a clip range above the noise:</p><pre>{escape(advice.alternative)}</pre>"
-        )
+        parts += ["<p>Or bypass, with a clip range above the noise:</p>", _lines(advice.alternative)]
     parts += ["<h2>Measured</h2>", _list(facts(report))]
     if picture is not None:
         source = base64.b64encode(picture).decode("ascii")

@@ -323,9 +323,8 @@ def _embeddings(exam: Exam) -> Finding:
 
 def _guidance(exam: Exam) -> Finding:
     """Finds the scale that the engine's steps fit: means are linear in it, unless guidance is distilled."""
-    actor, trial, sampling = exam.actor, exam.trials.base, exam.config.sampling
-    distilled = actor.family.distills_guidance
-    key = "true_cfg_scale" if sampling.true_cfg_scale > 1 else "guidance_scale"
+    actor, trial = exam.actor, exam.trials.base
+    distilled, key = actor.family.distills_guidance, actor.family.guidance_key
     configured = getattr(actor.guidance, key)
     if configured <= 1 and not distilled:
         return _passed("guidance is off")

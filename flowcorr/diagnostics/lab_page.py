@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowcorr.diagnostics.lab import THIS_RUN, LabReport, Outcome, Replay
-from flowcorr.errors import BackendError, MissingExtraError
+from flowcorr.errors import BackendError
 
 HEADER = (
     "preset",
@@ -79,17 +79,19 @@ def save(report: LabReport, folder: Path) -> Path:
     return path
 
 
-def draw(report: LabReport, path: Path) -> Path:
+def draw(report: LabReport, path: Path) -> bool:
     """Draw how far each preset's gradient is from no correction, and how that changes over training, as PNG.
 
+    Returns:
+        Whether it was drawn; False without matplotlib.
+
     Raises:
-        MissingExtraError: matplotlib is not installed.
         BackendError: the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(path.name, "matplotlib", "plot", error) from error
+    except ImportError:
+        return False
     shown = [(replay, replay.outcome) for replay in report.replays if replay.outcome is not None]
     moving = _distinct(shown)
     tall, low = 1.6 + 0.24 * len(shown), 3.4 if moving and len(report.steps) > 1 else 0.0
@@ -103,7 +105,7 @@ def draw(report: LabReport, path: Path) -> Path:
         figure.savefig(path)
     except OSError as error:
         raise _cannot_write(path, error) from error
-    return path
+    return True
 
 
 def _draw_presets(panels: Any, shown: Sequence[tuple[Replay, Outcome]]) -> None:

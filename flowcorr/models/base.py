@@ -45,11 +45,13 @@ class ModelFamily(ABC):
     Attributes:
         pipeline: the diffusers pipeline; `transformer` is what is trained, the rest is frozen.
         dtype: dtype of the frozen weights.
+        guidance_key: the key of `sampling` that turns guidance on.
     """
 
     name: ClassVar[str]
     pipeline_class: ClassVar[str]
     lora_targets: ClassVar[tuple[str, ...]]
+    guidance_key: ClassVar[str] = "guidance_scale"
 
     def __init__(self, pipeline: Any, *, dtype: torch.dtype, max_sequence_length: int | None = None) -> None:
         self.pipeline = pipeline

@@ -26,6 +26,7 @@ class QwenImage(PackedFamily):
     """
 
     name = "qwen_image"
+    guidance_key = "true_cfg_scale"
     pipeline_class = "QwenImagePipeline"
     lora_targets = (
         "to_q",

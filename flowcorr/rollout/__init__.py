@@ -2,6 +2,6 @@
 
 from flowcorr.rollout.base import RolloutEngine, Weights
 from flowcorr.rollout.in_process import InProcessEngine
-from flowcorr.rollout.sampler import sample_ode, sample_sde_window
+from flowcorr.rollout.sampler import decode, sample_ode, sample_sde_window
 
-__all__ = ["InProcessEngine", "RolloutEngine", "Weights", "sample_ode", "sample_sde_window"]
+__all__ = ["InProcessEngine", "RolloutEngine", "Weights", "decode", "sample_ode", "sample_sde_window"]

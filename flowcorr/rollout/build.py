@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 
 from torch import Tensor, nn
 
 from flowcorr.config.schema import Config
+from flowcorr.errors import MissingExtraError
 from flowcorr.models import ModelFamily
 from flowcorr.rollout.base import RolloutEngine
 from flowcorr.rollout.in_process import InProcessEngine
+
+
+def check_installed(config: Config) -> None:
+    """Check that what rollouts and rewards need is installed, which is known before a model is loaded.
+
+    Raises:
+        MissingExtraError: vllm-omni or Ray is asked for, and missing.
+    """
+    rollout = config.rollout
+    if rollout.name == "vllm_omni" and rollout.placement == "local" and find_spec("vllm_omni") is None:
+        raise MissingExtraError("rollout.name=vllm_omni", "vllm-omni", "vllm-omni")
+    for section, placement in (("rollout", rollout.placement), ("reward", config.reward.placement)):
+        if placement == "ray" and find_spec("ray") is None:
+            raise MissingExtraError(f"{section}.placement=ray", "ray", "ray")
 
 
 def build_backend(

@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from flowcorr import sde
+from flowcorr import fsdp, sde
 from flowcorr.config.schema import RolloutConfig, SamplingConfig
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, Guidance, ModelFamily, Schedule
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import Weights, attention_name
 from flowcorr.rollout.emulate import round_weights
-from flowcorr.rollout.sampler import sample_sde_window
-
-DECODE_BATCH = 16  # images that the VAE decodes at a time: more take memory, and on a CPU time as well
+from flowcorr.rollout.sampler import decode, sample_sde_window
 
 Merge = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Trained tensors -> the transformer's full state dict under diffusers' names, adapters merged."""
@@ -67,7 +66,7 @@ class InProcessEngine:
         )
         self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.lag == 0
         self._merge = merge
-        self._copy = None if self.shared else _frozen_copy(base, self.dtype)
+        self._copy = None if self.shared else _frozen_copy(base, _device(family.transformer), self.dtype)
         self._history: deque[Weights] = deque(maxlen=rollout.staleness + 1)
         self._loaded: Weights | None = None
 
@@ -105,8 +104,9 @@ class InProcessEngine:
         members = [member for _ in groups for member in range(count)]
         conditioning = {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
         size = self.config.batch_size or len(owners)
-        parts = [
-            self._sample(
+        parts = fsdp.all_done(
+            partial(
+                self._sample,
                 {name: rows[begin : begin + size] for name, rows in conditioning.items()},
                 owners[begin : begin + size],
                 members[begin : begin + size],
@@ -114,7 +114,7 @@ class InProcessEngine:
                 with_means,
             )
             for begin in range(0, len(owners), size)
-        ]
+        )
         return Rollout.concatenate(parts)
 
     def describe(self) -> dict[str, str]:
@@ -145,7 +145,7 @@ class InProcessEngine:
         with_means: bool,
     ) -> Rollout:
         transformer = self._transformer
-        device = next(transformer.parameters()).device
+        device = _device(transformer)
         inputs = {
             name: rows.to(device, self.dtype if rows.is_floating_point() else None)
             for name, rows in conditioning.items()
@@ -168,9 +168,8 @@ class InProcessEngine:
             chosen = {name: values[rows] for name, values in inputs.items()}
             return self.family.velocity(transformer, latents, timesteps, chosen, self.guidance)
 
-        def noise(step_index: int, rows: Tensor) -> Tensor:
-            chosen = rows.tolist()
-            owners, places = [groups[row] for row in chosen], [members[row] for row in chosen]
+        def noise(step_index: int, rows: Sequence[int]) -> Tensor:
+            owners, places = [groups[row] for row in rows], [members[row] for row in rows]
             return sde.step_noise(self.latent_shape, owners, places, **key, step_index=step_index).to(device)
 
         drawn = sample_sde_window(
@@ -201,12 +200,16 @@ class InProcessEngine:
             means=drawn.means,
             stds=drawn.stds,
             conditioning=dict(conditioning),
-            images=torch.cat([self.family.decode(part) for part in drawn.final.split(DECODE_BATCH)]),
+            images=decode(self.family, drawn.final),
             group_ids=torch.tensor(groups, device=device),
             policy_versions=torch.full((len(groups),), self.version, device=device),
         ).validate()
 
 
-def _frozen_copy(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _device(transformer: nn.Module) -> torch.device:
+    return next(transformer.parameters()).device
+
+
+def _frozen_copy(transformer: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     # By nn.Module's own `to`: that of diffusers warns whenever it is given a dtype.
-    return nn.Module.to(copy.deepcopy(transformer), dtype).requires_grad_(False)
+    return nn.Module.to(copy.deepcopy(transformer), device, dtype).requires_grad_(False)

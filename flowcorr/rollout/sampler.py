@@ -10,8 +10,10 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.config.schema import SamplingConfig
-from flowcorr.models import Schedule
+from flowcorr.models import ModelFamily, Schedule
 from flowcorr.sde.transition import over_elements
+
+DECODE_BATCH = 16  # images that the VAE decodes at a time: more take memory, and on a CPU time as well
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """`(latents [B, *L], timesteps [B]) -> velocity [B, *L]`."""
@@ -52,7 +54,7 @@ def sample_sde_window(
     schedule: Schedule,
     sampling: SamplingConfig,
     starts: Tensor,
-    noise: Callable[[int, Tensor], Tensor],
+    noise: Callable[[int, Sequence[int]], Tensor],
     *,
     twins: Sequence[int] | None = None,
     with_means: bool = False,
@@ -68,7 +70,7 @@ def sample_sde_window(
         schedule: the sigma table.
         sampling: transition, noise level and window size.
         starts: `[B]` int64, first window step of each sample.
-        noise: `(step index, rows [b])` -> standard normal noise `[b, *L]` of those samples.
+        noise: `(step index, rows)` -> standard normal noise `[b, *L]` of those `b` samples of the batch.
         twins: a number for each sample, equal for those of the same initial noise and conditioning; None if none are.
         with_means: also keep the step means.
     """
@@ -102,7 +104,7 @@ def sample_sde_window(
                 sigma_next[rows],
                 sampling.noise_level,
             )
-            arrived = sde.sample(step, noise(index, rows))
+            arrived = sde.sample(step, noise(index, members))
             columns = index - starts[rows]
             states[rows, columns] = latents[rows]
             states[rows, columns + 1] = arrived
@@ -123,6 +125,12 @@ def sample_sde_window(
         stds=stds,
         final=latents,
     )
+
+
+@torch.no_grad()
+def decode(family: ModelFamily, final: Tensor) -> Tensor:
+    """Images `[B, H, W, 3]` uint8 of final latents `[B, *L]`, `DECODE_BATCH` at a time."""
+    return torch.cat([family.decode(latents) for latents in final.split(DECODE_BATCH)])
 
 
 def _distinct(twins: Sequence[int], starts: Sequence[int], index: int) -> tuple[list[int], list[int]]:

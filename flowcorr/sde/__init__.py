@@ -6,7 +6,6 @@ from flowcorr.sde.transition import (
     TRANSITIONS,
     SdeType,
     Transition,
-    euler,
     sample,
     transition,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "check_schedule",
     "check_window",
     "draw_windows",
-    "euler",
     "generator",
     "initial_noise",
     "kl",

@@ -82,13 +82,6 @@ def transition(
     return Transition(mean=mean, std=std, step=sigma - sigma_next)
 
 
-def euler(latents: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-    """Next latents of the deterministic step, `x - step v`; shapes and dtype as in `transition`."""
-    latents, velocity = _same_float(latents, velocity)
-    sigma, sigma_next, _, _ = _per_sample(latents, sigma, sigma_next, 1.0, None)
-    return latents - over_elements(sigma - sigma_next, latents) * velocity
-
-
 def sample(transition: Transition, noise: Tensor) -> Tensor:
     """Next latents `mean + std noise`, for standard normal `noise` of the mean's shape."""
     check_shape("noise", noise, tuple(transition.mean.shape))

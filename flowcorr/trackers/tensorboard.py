@@ -19,22 +19,23 @@ EVENTS_FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """Scalars, images and the configuration for `tensorboard --logdir OUT_DIR`."""
+    """Scalars, images and the configuration for `tensorboard --logdir OUT_DIR`.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
+    """
 
     def __init__(self) -> None:
+        self._writer_class = _import_writer()
         self._writer: SummaryWriter | None = None
 
     def start(self, run_name: str, out_dir: Path, *, resume_step: int | None = None) -> None:
         """Open an event file: alone in its folder, or one that overrules all after `resume_step`."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError("tracker tensorboard", "tensorboard", "tensorboard", error) from error
         folder = out_dir / EVENTS_FOLDER
         if resume_step is None:
             _remove_events(folder)
         purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._writer = self._writer_class(str(folder), purge_step=purge_step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Show the configuration as a text."""
@@ -72,3 +73,11 @@ class TensorBoardTracker:
 def _remove_events(folder: Path) -> None:
     for path in folder.glob("events.out.tfevents.*"):
         path.unlink()
+
+
+def _import_writer() -> type[SummaryWriter]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtraError("tracker tensorboard", "tensorboard", "tensorboard", error) from error
+    return SummaryWriter

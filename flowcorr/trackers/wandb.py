@@ -22,14 +22,18 @@ class WandbTracker:
 
     A continued run goes on under the id that it left in the run folder. Metrics carry `step` as their own
     axis: wandb would drop steps that are logged a second time after a resume.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
     """
 
     def __init__(self) -> None:
+        self._wandb = _import_wandb()
         self._run: Any = None
 
     def start(self, run_name: str, out_dir: Path, *, resume_step: int | None = None) -> None:
         """Start a wandb run, or go on with the one that the run folder names."""
-        wandb = _import_wandb()
+        wandb = self._wandb
         out_dir.mkdir(parents=True, exist_ok=True)
         id_file = out_dir / ID_FILE
         continues = resume_step is not None and id_file.exists()
@@ -60,8 +64,7 @@ class WandbTracker:
 
     def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
         """Log images."""
-        wandb = _import_wandb()
-        pictures = {name: [wandb.Image(picture) for picture in group] for name, group in images.items()}
+        pictures = {name: [self._wandb.Image(picture) for picture in group] for name, group in images.items()}
         self._run.log({STEP: step, **pictures})
 
     def finish(self) -> None:

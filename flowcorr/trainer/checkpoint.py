@@ -127,21 +127,21 @@ def load_latest(root: Path) -> tuple[Path, TrainingState]:
 
 
 def folders(root: Path) -> list[Path]:
-    """All checkpoints in `root`, oldest first."""
-    return sorted((path for path in root.glob("step_*") if path.is_dir()), key=_step_of)
+    """All checkpoints in `root`, oldest first; a folder of another name, such as `step_000010_keep`, is none."""
+    return [folder for _, folder in _by_step(root)]
 
 
 def prune(root: Path, *, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and that of step `best`."""
-    for folder in folders(root)[:-keep]:
-        if _step_of(folder) != best:
+    for step, folder in _by_step(root)[:-keep]:
+        if step != best:
             _remove(folder)
 
 
 def discard_after(root: Path, step: int) -> None:
     """Delete the checkpoints of later steps, which training from `step` will write anew."""
-    for folder in folders(root):
-        if _step_of(folder) > step:
+    for later, folder in _by_step(root):
+        if later > step:
             _remove(folder)
 
 
@@ -174,9 +174,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _step_of(folder: Path) -> int:
-    number = folder.name.partition("_")[2]
-    return int(number) if number.isdecimal() else -1
+def _by_step(root: Path) -> list[tuple[int, Path]]:
+    found = ((path.name.partition("_")[2], path) for path in root.glob("step_*") if path.is_dir())
+    return sorted((int(number), path) for number, path in found if number.isdecimal())
 
 
 def _remove(folder: Path) -> None:

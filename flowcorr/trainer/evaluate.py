@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,17 @@ from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_choice
+from flowcorr.fsdp import all_done
 from flowcorr.records import Prompt
 from flowcorr.rewards import score_batch
-from flowcorr.rollout import sample_ode
+from flowcorr.rollout import decode, sample_ode
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.setup import build_parts
 from flowcorr.trainer.state import restore_actor
 from flowcorr.trainer.step import Parts
 
-BATCH_SIZE = 64
+BATCH_SIZE = 64  # images at a time, or fewer where `rollout.batch_size` says so
 _NOISE_SEED = 20_240_501
 
 
@@ -56,8 +58,11 @@ def evaluate(parts: Parts, prompts: Sequence[Prompt]) -> Evaluation:
     mine: dict[str, np.ndarray] = {}
     with distributed.together("an evaluation"):
         with parts.actor.averaged():
-            batches = [places[begin : begin + BATCH_SIZE] for begin in range(0, size, BATCH_SIZE)]
-            drawn = np.concatenate([_sample(parts, prompts, batch) for batch in batches])[: len(share)]
+            step = min(BATCH_SIZE, parts.config.rollout.batch_size or BATCH_SIZE)
+            batches = [places[begin : begin + step] for begin in range(0, size, step)]
+            drawn = np.concatenate(all_done(partial(_sample, parts, prompts, batch) for batch in batches))[
+                : len(share)
+            ]
         if share:
             output, _ = score_batch(parts.reward, drawn, [prompts[place] for place in share])
             mine = {"reward": output.scores, **output.extra}
@@ -126,7 +131,7 @@ def _sample(parts: Parts, prompts: Sequence[Prompt], places: Sequence[int]) -> n
             "the evaluation's latents are not finite: the weights have diverged, or model.path is damaged; "
             "lower actor.lr, or check the model's files"
         )
-    return family.decode(final).cpu().numpy()
+    return decode(family, final).cpu().numpy()
 
 
 def _choose(root: Path, which: str) -> tuple[Path, TrainingState]:

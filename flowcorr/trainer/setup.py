@@ -8,6 +8,7 @@ import torch
 
 from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
+from flowcorr.config.rules import check_guidance
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
 from flowcorr.devices import named_device
@@ -18,7 +19,7 @@ from flowcorr.ray_workers import OnEvent, ignore_event
 from flowcorr.rewards import Reward, build_reward
 from flowcorr.rewards.ray_pool import RayReward
 from flowcorr.rollout import RolloutEngine
-from flowcorr.rollout.build import build_backend
+from flowcorr.rollout.build import build_backend, check_installed
 from flowcorr.rollout.ray_pool import RayPool
 from flowcorr.trainer.step import Parts
 
@@ -41,6 +42,7 @@ def _build_parts(config: Config, on_event: OnEvent, started: contextlib.ExitStac
         torch.set_num_threads(config.trainer.num_threads)
     device = choose_device(config.trainer.device)
     with distributed.together("loading the model"):
+        check_installed(config)
         data = load_prompts(
             config.data.path,
             heldout_fraction=config.data.heldout_fraction,
@@ -58,6 +60,7 @@ def _build_parts(config: Config, on_event: OnEvent, started: contextlib.ExitStac
             device=device,
             max_sequence_length=config.model.max_sequence_length,
         )
+        check_guidance(config, family.name, family.guidance_key)
     actor = DiffusionActor(family, config)
     with distributed.together("starting the rollout engine"):
         engine = build_engine(config, actor, on_event=on_event)

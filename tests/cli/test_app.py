@@ -5,7 +5,7 @@ import pytest
 
 from flowcorr import __version__
 from flowcorr.cli import main
-from flowcorr.config import load
+from flowcorr.config import load, recipe_names
 from flowcorr.correction import PRESETS
 
 COMMANDS = [
@@ -35,6 +35,13 @@ def test_help_teaches_with_an_example(command, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--help"])
     assert f"\n  flowcorr {' '.join(command).replace('presets', 'train')} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["train", "config"])
+def test_help_lists_the_recipes(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert set(recipe_names()) <= set(capsys.readouterr().out.split())
 
 
 def test_config_prints_what_load_reads(capsys, tmp_path):
@@ -102,7 +109,7 @@ def test_warnings_are_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == (
         "flowcorr: warning: sampling.true_cfg_scale=4.0 has no effect: "
-        "it belongs to Qwen-Image; sd3 reads sampling.guidance_scale\n"
+        "a model of the family sd3 reads sampling.guidance_scale\n"
     )
 
 

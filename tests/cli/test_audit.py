@@ -1,14 +1,16 @@
 """`flowcorr audit` on the embedded model, from the command to its files."""
 
 import json
+import shlex
 import sys
 
 import pytest
 import yaml
 
 from flowcorr.cli import commands, main
-from flowcorr.config import load
+from flowcorr.config import load, recipe_names
 from flowcorr.correction import PRESETS
+from flowcorr.diagnostics.audit_advice import as_overrides
 
 SMALL = [
     "rollout.n=4",
@@ -57,6 +59,28 @@ def test_the_advice_can_be_trained_with(tmp_path, capsys):
     pasted = yaml.safe_load(advice["alternative"])["actor"]["clip_ratio"]
     assert loaded.actor.clip_ratio == tuple(pasted)
     assert len(pasted) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect")
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_takes_the_advice_as_overrides(tmp_path, recipe):
+    lines = """\
+actor:
+  clip_ratio: [0.1, 0.2, 0.3, 0.4, 0.5]  # by step index
+algorithm:
+  rollout_correction:
+    rollout_is: token
+    rollout_is_threshold: 2.0
+    log_ratio_scale: sum
+    rollout_rs: token_k1,step_z
+    rollout_rs_threshold: [[0.99, 1.01], 6.0]
+"""
+    pasted = tmp_path / "pasted.yaml"
+    pasted.write_text(lines, encoding="utf-8")
+    expected = load(pasted)
+    found = load(recipe, shlex.split(as_overrides(lines)))
+    assert found.algorithm.rollout_correction == expected.algorithm.rollout_correction
+    assert found.actor.clip_ratio == (0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 def test_without_matplotlib(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,5 @@
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,34 @@ def test_one_key_switches_the_mode():
     assert [correction.rollout_is for correction in corrections] == [None, "sequence", None]
     assert load("tiny_ocr_lora", [f"{SECTION}=null"]).algorithm.rollout_correction is None
     assert len({to_yaml(replace(config, algorithm=Config().algorithm)) for config in modes}) == 1
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_one_key_switches_the_mode_of_every_recipe(name):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "algorithm.rollout_correction.preset=.* takes the place of")
+        config = load(name, [f"{SECTION}.preset=decoupled_token_is", f"{SECTION}.rollout_is_threshold=3"])
+    expected = RolloutCorrectionConfig.token_is(threshold=3.0)
+    assert replace(config.algorithm.rollout_correction, preset=None) == replace(expected, preset=None)
+
+
+EXPLICIT = "qwen_image_ocr_lora_rollout_corr"  # a recipe that says its mode key by key
+
+
+def test_a_preset_tells_what_gave_way_to_it(recipe):
+    lost = "bypass_mode, rollout_is, rollout_rs, rollout_rs_threshold"
+    with pytest.warns(UserWarning, match=f"^{SECTION}.preset=seq_is takes the place of the recipe's {lost}$"):
+        load(EXPLICIT, [f"{SECTION}.preset=seq_is"])
+    written = recipe(to_yaml(load("tiny_ocr_lora_bypass")))
+    with pytest.warns(UserWarning, match="the place of the recipe's bypass_mode$"):
+        config = load(written, [f"{SECTION}.preset=disabled"])
+    assert config.algorithm.rollout_correction == RolloutCorrectionConfig.disabled()
+
+
+def test_what_is_said_beside_a_preset_on_the_command_line_stays():
+    overrides = [f"{SECTION}.log_ratio_scale=sqrt", f"{SECTION}.preset=decoupled_seq_is"]
+    correction = load("tiny_ocr_lora", overrides).algorithm.rollout_correction
+    assert (correction.rollout_is, correction.log_ratio_scale) == ("sequence", "sqrt")
 
 
 def test_values_and_their_types(recipe):
@@ -167,6 +196,13 @@ def test_text_that_looks_like_something_else_round_trips(recipe, text):
     [
         ("actor.lrr=1", r"actor\.lrr.* is unknown.*did you mean actor\.lr\?"),
         ("actr.lr=1", r"actr.* is unknown; choose from model, .*did you mean actor\?"),
+        ("seed=1", r"key='seed' is unknown; choose from model, .* \(did you mean trainer\.seed\?\)"),
+        ("lr=1e-4", r"did you mean actor\.lr\?"),
+        ("n=8", r"did you mean rollout\.n\?"),
+        ("timeout=60", r"did you mean rollout\.timeout or reward\.timeout\?"),
+        ("rank=8", r"did you mean model\.lora\.rank\?"),
+        ("preset=seq_is", r"did you mean algorithm\.rollout_correction\.preset\?"),
+        ("weight=2", r"key='weight' is unknown; choose from model, [^(]*$"),
         ("actor.lr=fast", r"actor\.lr='fast' must be a number"),
         ("actor.lr=true", r"actor\.lr=True must be a number"),
         ("actor.lr='1e-4'", r"actor\.lr='1e-4' must be a number"),
@@ -174,6 +210,10 @@ def test_text_that_looks_like_something_else_round_trips(recipe, text):
         ("actor.lr=0", r"actor\.lr=0\.0 is out of range; it must be above 0"),
         ("actor.lr=.nan", r"actor\.lr=nan is out of range"),
         ("actor.clip_ratio=wide", r"actor\.clip_ratio='wide' must be a number"),
+        (
+            "actor.clip_ratio=1e-4,1e-4",
+            r"clip_ratio='1e-4,1e-4' must be a number, or a list of numbers, such as \[1e-4, 1e-4\]$",
+        ),
         ("actor.clip_ratio=0", r"actor\.clip_ratio=0\.0 is out of range; it must be above 0"),
         ("actor.clip_ratio=[0.1, x]", r"actor\.clip_ratio\[1\]='x' must be a number"),
         ("actor.clip_ratio=[0.1, -1]", r"actor\.clip_ratio=-1\.0 is out of range; it must be above 0"),
@@ -185,6 +225,11 @@ def test_text_that_looks_like_something_else_round_trips(recipe, text):
         ("trainer.total_steps=1_000", r"trainer\.total_steps='1_000' must be a whole number"),
         ("model.path=7", r"model\.path=7 must be text"),
         ("trainer.trackers=wandb", r"trainer\.trackers='wandb' must be a list, such as \[wandb\]"),
+        ("trainer.trackers=wandb, tensorboard", r"must be a list, such as \[wandb, tensorboard\]$"),
+        ("reward.terms=ocr", r"reward\.terms='ocr' must be a list, such as \[\{name: ocr\}\]$"),
+        ("reward.terms=null", r"reward\.terms=None must be a list, such as \[\{name: \.\.\.\}\]$"),
+        ("sampling.sde_window_range=4", r"=4 must be a list of 2 whole numbers, such as \[0, 4\]$"),
+        ("actor.betas=0.9", r"=0\.9 must be a list of 2 numbers, such as \[0\.9, 0\.99\]$"),
         ("sampling.sde_type=cpss", r"sampling\.sde_type='cpss' is unknown; .*did you mean cps\?"),
         ("sampling.sde_window_range=[0, 2, 4]", r"sampling\.sde_window_range=\[0, 2, 4\] must be a list of 2"),
         ("sampling.sde_window_range=[0, 1.5]", r"sampling\.sde_window_range\[1\]=1\.5 must be a whole number"),
@@ -255,6 +300,7 @@ def test_older_dialect_is_translated_with_a_warning(recipe, text):
     ("text", "message"),
     [
         ("actor: {lr: 1, lr: 2}", r"'lr' is given twice"),
+        ("actor:\n  lr: 1\n  epochs: 2\n  lr: 2", r"'lr' is given twice .*line 4, column 3"),
         ("actor: [", r"is not valid YAML: .*line 1"),
         ("- 1", r"must hold sections of keys, not a list"),
         ("actor: {lr: '${'}", r"actor\.lr cannot be read|is not valid|cannot be"),

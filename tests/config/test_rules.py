@@ -1,6 +1,7 @@
 import pytest
 
 from flowcorr.config import load_mapping
+from flowcorr.config.rules import check_guidance
 from flowcorr.errors import ConfigError
 
 BYPASS = {"algorithm": {"rollout_correction": {"preset": "bypass_ppo_clip"}}}
@@ -49,6 +50,10 @@ QWEN = {"path": "some/pipeline", "family": "qwen_image"}
         ({"actor": {"fsdp": True}}, r"actor\.fsdp=True .* an adapter of model\.lora\.rank=16 is small"),
         ({**SHARDED, "rollout": {"name": "vllm_omni"}}, r"sharded weights to rollout\.name='vllm_omni'"),
         ({**SHARDED, "rollout": {"placement": "ray"}}, r"placement='ray', which take whole ones; set"),
+        (
+            {"sampling": {"sde_type": "cps", "cps_unscaled": True}, "actor": {"loss_mode": "grpo_guard"}},
+            r"cps_unscaled=True leaves .*'grpo_guard' adds a bias in nats .*; set cps_unscaled: false, or",
+        ),
         ({**SHARDED, "trainer": {"doctor": True}}, r"trainer\.doctor=True examines whole weights"),
     ],
 )  # fmt: skip
@@ -99,6 +104,7 @@ def test_sound_combinations_are_silent(values):
     ("values", "key"),
     [
         ({"sampling": {"true_cfg_scale": 4.0}}, "sampling.true_cfg_scale=4.0"),
+        ({"model": {**QWEN, "family": "flux"}, "sampling": {"true_cfg_scale": 4.0}}, "sampling.true_cfg_scale=4.0"),
         ({"model": QWEN, "sampling": {"guidance_scale": 4.0}}, "sampling.guidance_scale=4.0"),
         ({"sampling": {"negative_prompt": "blurred"}}, "sampling.negative_prompt=blurred"),
         ({"sampling": {"cps_unscaled": True}}, "sampling.cps_unscaled=True"),
@@ -133,3 +139,37 @@ def test_keys_without_effect_warn(values, key):
     with pytest.warns(UserWarning, match="has no effect") as caught:
         load_mapping(values)
     assert [str(warning.message).split(" has no effect")[0] for warning in caught] == [key]
+
+
+@pytest.mark.parametrize(
+    ("reads", "unread"), [("guidance_scale", "true_cfg_scale"), ("true_cfg_scale", "guidance_scale")]
+)
+def test_guidance_that_a_loaded_model_does_not_read_warns(reads, unread):
+    values = {"model": {"path": "some/pipeline"}, "sampling": {"guidance_scale": 3.0, "true_cfg_scale": 4.0}}
+    config = load_mapping(values)
+    with pytest.warns(
+        UserWarning, match=f"^sampling.{unread}=.* has no effect: .* own reads sampling.{reads}$"
+    ) as seen:
+        check_guidance(config, "own", reads)
+    assert len(seen) == 1
+
+
+def test_guidance_that_was_checked_before_is_not_told_twice():
+    with pytest.warns(UserWarning, match="true_cfg_scale"):
+        config = load_mapping({"sampling": {"true_cfg_scale": 4.0}})
+    check_guidance(config, "sd3", "guidance_scale")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"lora": {"rank": 0}, "dtype": "bfloat16"},
+            r"^model.dtype=bfloat16 .* are lost; set model.dtype=float32 with actor.autocast=true$",
+        ),
+        ({"lora": {"dtype": "bfloat16"}}, "^model.lora.dtype=bfloat16 .* set model.lora.dtype=float32$"),
+    ],
+)
+def test_trained_weights_in_bfloat16_warn(model, message):
+    with pytest.warns(UserWarning, match=message):
+        load_mapping({"model": model})

@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from flowcorr.correction.bounds import Criterion, parse_band, parse_criteria, parse_modes, parse_veto
+from flowcorr.correction.bounds import (
+    RS_MODES,
+    Criterion,
+    parse_band,
+    parse_criteria,
+    parse_modes,
+    parse_veto,
+)
 from flowcorr.correction.rejection import idle_modes
 from flowcorr.errors import ConfigError
 
@@ -81,6 +88,11 @@ def test_thresholds_go_with_modes_in_order():
         ("token_k1", None, "is missing"),
         ("token_k1,token_k2,token_k3", "2,1", "holds 2 thresholds for the 3 modes"),
         ("token_k2", "0.5_2", "takes one upper bound"),
+        (
+            "step_z",
+            "0.5_2",
+            "step_z takes one upper bound in robust standard deviations, such as 6, or auto$",
+        ),
         ("token_k1", 0.5, "above 1"),
         ("token_k1", {}, "no threshold"),
         ("token_k1,token_k3", [0.5, 2], "takes one upper bound"),
@@ -89,6 +101,25 @@ def test_thresholds_go_with_modes_in_order():
 def test_thresholds_that_do_not_fit_their_modes(modes, threshold, message):
     with pytest.raises(ConfigError, match=message):
         parse_criteria(modes, threshold)
+
+
+def test_a_missing_threshold_is_asked_for_by_mode():
+    with pytest.raises(ConfigError) as caught:
+        parse_criteria("seq_mean_k1,step_z,token_k3,step_kl", None)
+    only_measures = "one upper bound, or auto (decoupled mode only), or inf, which only measures"
+    assert str(caught.value).split("; give ")[1].split("; ") == [
+        "for seq_mean_k1 a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, "
+        "or auto (decoupled mode only)",
+        "for step_z one upper bound in robust standard deviations, such as 6, or auto",
+        f"for token_k3 {only_measures}",
+        f"for step_kl {only_measures}",
+    ]
+
+
+@pytest.mark.parametrize("mode", RS_MODES)
+def test_auto_is_a_threshold_of_every_mode(mode):
+    (criterion,) = parse_criteria(mode, "auto")
+    assert criterion.needs_batch
 
 
 @pytest.mark.parametrize("threshold", [1.0, 2.0, 0.0, -1.0, math.nan, "0.1_0.2", True])

@@ -91,15 +91,25 @@ def test_thresholds_beside_a_preset_override_it():
         ("geo_rs", "rollout_rs", "token_k1"),
         ("bypass_ppo_clip", "loss_type", "reinforce"),
         ("pg_rs", "bypass_scope", "step"),
+        ("bypass_pg_is", "bypass_mode", False),
+        ("seq_is", "loss_type", "reinforce"),
     ],
 )
 def test_other_keys_beside_a_preset_contradict_it(preset, key, value):
-    with pytest.raises(ConfigError, match=rf"{key}={value!r} contradicts preset='{preset}'"):
+    with pytest.raises(
+        ConfigError, match=rf"{key}={value!r} contradicts preset='{preset}'.*; leave one of the two"
+    ):
         RolloutCorrectionConfig.from_mapping({"preset": preset, key: value})
 
 
+def test_auto_beside_a_preset_of_bypass_mode_only_is_refused():
+    message = r"bypass_mode='auto': preset 'bypass_pg_is' is for bypass mode only; choose one with ppo_clip, or bypass"
+    with pytest.raises(ConfigError, match=message):
+        RolloutCorrectionConfig.from_mapping({"preset": "bypass_pg_is", **AUTO})
+
+
 def test_a_preset_named_without_its_values_is_refused():
-    with pytest.raises(ConfigError, match=r"RolloutCorrectionConfig\.preset\('token_is'\)"):
+    with pytest.raises(ConfigError, match=r"in code: RolloutCorrectionConfig\.preset\('token_is'\)"):
         RolloutCorrectionConfig(preset="token_is")
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowcorr import distributed
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.metrics import Metrics
+from tests.ranks import run_ranks
 
 RS_CHAIN = (
     "token_k1,token_k2,token_k3,seq_sum_k1,seq_sum_k2,seq_sum_k3,"
@@ -173,10 +178,12 @@ def test_hand_computed_values():
 
 
 @given(
-    cuts=st.lists(st.integers(1, 39), max_size=5), level=st.sampled_from(["token", "sequence", "geometric"])
+    cuts=st.lists(st.integers(1, 39), max_size=5),
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    num_steps=st.sampled_from([6, None]),
 )
 @settings(max_examples=25, deadline=None)
-def test_any_cut_into_micro_batches_merges_to_the_same_metrics(cuts, level):
+def test_any_cut_into_micro_batches_merges_to_the_same_metrics(cuts, level, num_steps):
     generator = torch.Generator().manual_seed(7)
     rollout = torch.randn(40, 3, generator=generator)
     target = rollout + 1e-4 * torch.randn(40, 3, generator=generator)
@@ -191,7 +198,7 @@ def test_any_cut_into_micro_batches_merges_to_the_same_metrics(cuts, level):
         "rollout_rs_threshold": "1e-8,0.99995_1.00002,7e-9",
         "rollout_token_veto_threshold": 0.9998,
         "num_elements": 512,
-        "num_steps": 6,
+        "num_steps": num_steps,
         "clip_ratio": 1e-4,
     }
     whole = correct(target, rollout, **tensors, **options)
@@ -523,6 +530,25 @@ def test_rows_by_step_index():
         assert rows["rollout_corr/step_3/masked_fraction"] == 1.0
 
 
+def test_rows_merge_whichever_step_indices_the_parts_hold():
+    delta = torch.tensor([[0.1, -0.3], [0.2, 0.4], [0.5, -0.7]], dtype=torch.float64)
+    indices = torch.tensor([[0, 1], [1, 5], [0, 2]])
+
+    def found(rows, **options):
+        part = correct(delta[rows], torch.zeros_like(delta[rows]), rollout_is="token", **options)
+        return part.metrics
+
+    whole = found(slice(None), step_indices=indices, num_steps=7).compute()
+    parts = [found([row], step_indices=indices[[row]]) for row in (2, 0, 1)]
+    assert Metrics.merged(parts).compute() == pytest.approx(whole, rel=1e-12)
+    rows = {name.split("/")[1] for name in whole if "/step_" in name}
+    assert rows == {f"step_{index}" for index in (0, 1, 2, 5)}
+    # The rows are beside everything else, which merges with parts that have none.
+    mixed = parts[0].merge(found([0])).merge(found([1])).compute()
+    assert mixed["rollout_corr/kl"] == pytest.approx(whole["rollout_corr/kl"])
+    assert mixed["rollout_corr/step_2/kl"] == pytest.approx(0.7)
+
+
 @pytest.mark.parametrize("clip", [1e-3, torch.tensor([[1e-3, 1e-3], [1e-3, 1e-1]])])
 def test_clip_noise_fraction(clip):
     delta = torch.tensor([[5e-4, -2e-3], [9.9e-4, 2e-3]], dtype=torch.float64)
@@ -596,3 +622,49 @@ def test_bad_choices_name_their_key(options, message):
 def test_scale_by_elements_needs_their_number():
     with pytest.raises(BatchError, match="num_elements"):
         correct(torch.zeros(1, 1), torch.zeros(1, 1), log_ratio_scale="sum")
+
+
+# Ranks ----------------------------------------------------------------------------------------------------
+
+RANK_BOUNDS = {
+    "one has none": (slice(0, 0), slice(0, 48)),
+    "each has its own steps": (slice(0, 24), slice(24, 48)),
+}
+
+
+def of_rank(part):
+    """A correction of samples whose second half is at later and noisier steps, without the schedule's length."""
+    draw = torch.Generator().manual_seed(3)
+    indices = torch.tensor([[0, 1], [2, 3]]).repeat_interleave(24, 0)
+    delta = 1e-3 * 4.0**indices * torch.randn(48, 2, dtype=torch.float64, generator=draw)
+    delta[7, 0] = 0.1  # an outlier among its step's terms, and none of the batch
+    return correct(
+        delta[part],
+        torch.zeros_like(delta[part]),
+        rollout_rs="token_k1",
+        rollout_rs_threshold="auto",
+        step_indices=indices[part],
+    )
+
+
+def test_ranks_may_hold_different_steps_and_no_samples(tmp_path):
+    run_ranks(2, Path(__file__), tmp_path)
+    whole = of_rank(slice(None))
+    assert bool(whole.keep.all())
+    for rank in range(2):
+        for case, (keep, values) in torch.load(tmp_path / f"{rank}.pt").items():
+            assert torch.equal(keep, whole.keep[RANK_BOUNDS[case][rank]]), case
+            assert values == pytest.approx(whole.metrics.compute(), rel=1e-9), case
+
+
+def tell(folder):
+    rank = distributed.rank()
+    found = {case: of_rank(parts[rank]) for case, parts in RANK_BOUNDS.items()}
+    told = {case: (part.keep, part.metrics.across_ranks().compute()) for case, part in found.items()}
+    torch.save(told, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    tell(Path(sys.argv[1]))
+    dist.destroy_process_group()

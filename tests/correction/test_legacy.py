@@ -131,6 +131,47 @@ def test_the_warning_says_what_to_write():
 @pytest.mark.parametrize(
     ("old", "message"),
     [
+        (
+            FIRST | {"preset": "seq_is"},
+            "rollout_is_level, rollout_is_mode, rollout_is_threshold are of an older dialect; "
+            "write {rollout_is: sequence, rollout_is_threshold: 3.0} instead",
+        ),
+        (
+            {"bypass_mode": True, "use_policy_gradient": True},
+            "use_policy_gradient is of an older dialect; write {loss_type: reinforce} instead",
+        ),
+        (
+            {"rollout_rs": "token", "rollout_rs_threshold": 2.0, "use_policy_gradient": False},
+            "use_policy_gradient is of an older dialect; write nothing instead",
+        ),
+    ],
+)
+def test_the_warning_names_only_what_was_translated(old, message):
+    with pytest.warns(FutureWarning) as caught:
+        legacy.translate_section(old)
+    assert [str(warning.message) for warning in caught] == [f"algorithm.rollout_correction: {message}"]
+
+
+def test_todays_keys_under_algorithm_are_only_misplaced():
+    with pytest.warns(FutureWarning) as caught:
+        translated = legacy.translate_legacy(
+            {"bypass_mode": True, "rollout_correction": {"preset": "disabled"}}
+        )
+    assert translated == {"rollout_correction": {"bypass_mode": True, "preset": "disabled"}}
+    assert [str(warning.message) for warning in caught] == [
+        "algorithm.bypass_mode belongs under algorithm.rollout_correction"
+    ]
+    with pytest.warns(FutureWarning) as caught:
+        legacy.translate_legacy({"rollout_is": "token", "rollout_rs": "token", "use_policy_gradient": False})
+    assert [str(warning.message) for warning in caught] == [
+        "algorithm.rollout_correction: use_policy_gradient is of an older dialect; write nothing instead",
+        "algorithm.rollout_is, algorithm.rollout_rs belong under algorithm.rollout_correction",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
         ({"rollout_is_mode": "clip", "rollout_is_threshold": 2.0}, "rollout_is_mode='clip' is unknown"),
         ({"rollout_is_level": "seq", "rollout_is_threshold": 2.0}, "rollout_is_level='seq' is unknown"),
         ({"use_pure_rollout_correction": True}, "needs bypass_old_logprob_for_rollout"),

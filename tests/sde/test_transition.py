@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr.errors import BatchError, ConfigError
-from flowcorr.sde import TRANSITIONS, euler, kl, log_prob, sample, transition
+from flowcorr.sde import TRANSITIONS, kl, log_prob, sample, transition
 
 KINDS = sorted(TRANSITIONS)
 
@@ -61,6 +61,10 @@ def test_sigma_max_stands_in_only_where_sigma_is_one():
     near, far = (transition("sde", latents, velocity, *sigmas, 0.7, sigma_max=top) for top in (0.9, 0.98))
     assert far.std[0] > near.std[0]
     assert far.std[1] == near.std[1]
+
+
+def euler(latents, velocity, sigma, sigma_next):
+    return latents - (sigma - sigma_next)[:, None] * velocity
 
 
 @pytest.mark.parametrize("kind", ["sde", "dance_sde"])

@@ -8,7 +8,7 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flowcorr.errors import MissingExtraError
-from flowcorr.trackers import TensorBoardTracker
+from flowcorr.trackers import TensorBoardTracker, build_trackers
 
 
 def read(folder):
@@ -65,10 +65,10 @@ def test_finish_without_start_does_nothing():
     TensorBoardTracker().finish()
 
 
-def test_missing_package_is_said(tmp_path, monkeypatch):
+def test_a_missing_package_is_said_before_a_model_is_loaded(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(
         MissingExtraError, match=r"tracker tensorboard needs tensorboard; .*flowcorr\[tensorboard\]"
     ):
-        TensorBoardTracker().start("run", tmp_path)
+        build_trackers(["tensorboard"])

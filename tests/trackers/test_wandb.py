@@ -1,19 +1,21 @@
 import sys
+from types import ModuleType
 
 import pytest
 from PIL import Image
 
 from flowcorr.errors import MissingExtraError
-from flowcorr.trackers import WandbTracker
+from flowcorr.trackers import WandbTracker, build_trackers
 
 
-def test_missing_package_is_said(tmp_path, monkeypatch):
+def test_a_missing_package_is_said_before_a_model_is_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"tracker wandb needs wandb; .*flowcorr\[wandb\]"):
-        WandbTracker().start("run", tmp_path)
+        build_trackers(["wandb"])
 
 
-def test_finish_without_start_does_nothing():
+def test_finish_without_start_does_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
     WandbTracker().finish()
 
 

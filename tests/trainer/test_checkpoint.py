@@ -115,6 +115,18 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path, keep, best, left):
     assert len(list(tmp_path.iterdir())) == len(left)
 
 
+def test_folders_of_other_names_are_left_alone(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    others = {"step_000001_keep", "step_000009_keep", "step_", "step_-1", "step_last"}
+    for name in others:
+        shutil.copytree(tmp_path / "step_000001", tmp_path / name)
+    assert names(tmp_path) == ["step_000001", "step_000002", "step_000003"]
+    checkpoint.prune(tmp_path, keep=2, best=None)
+    checkpoint.discard_after(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_000002", *others}
+    assert checkpoint.load_latest(tmp_path)[0].name == "step_000002"
+
+
 def test_what_cannot_be_deleted_yet_stops_nothing(tmp_path, caplog, monkeypatch):
     """NFS keeps a deleted file, and with it the folder, as long as somebody reads it."""
     delete = os.unlink

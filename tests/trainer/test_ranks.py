@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowcorr import config, distributed, trainer
+from flowcorr import config, distributed, sde, trainer
 from flowcorr.errors import FlowcorrError
 from flowcorr.models import DTYPES
 from flowcorr.rewards.jpeg import JpegCompressibility
@@ -134,15 +135,36 @@ def on_ranks(folder, cases):
             trainer.train(settings(case), folder / f"{case}, 1 to 2", resume=True)
 
 
+def spoiled(noise):
+    """Initial noise that is not finite but for the evaluation before training."""
+
+    def draw(*places, training_step, **key):
+        return noise(*places, training_step=training_step, **key) * (math.nan if training_step else 1.0)
+
+    return draw
+
+
+def error_of(run, folder):
+    with pytest.raises(FlowcorrError) as caught:
+        trainer.train(run, folder)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
 def endings(folder):
-    """A signal to the second rank, and a reward that fails on it, both in the second training step."""
+    """On the second rank: a signal and a reward that fails, in the second training step; latents that diverge."""
     result = trainer.train(settings(None, fragile(4, "SIGTERM"), "trainer.total_steps=9"), folder / "signal")
-    error = None
-    try:
-        trainer.train(settings(None, fragile(4, "raise"), "trainer.save_every=9"), folder / "failure")
-    except FlowcorrError as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    found = {"status": result.status, "signal": result.signal, "step": result.step, "error": error}
+    error = error_of(settings(None, fragile(4, "raise"), "trainer.save_every=9"), folder / "failure")
+    with pytest.MonkeyPatch.context() as patch:
+        if distributed.rank() == 1:
+            patch.setattr(sde, "initial_noise", spoiled(sde.initial_noise))
+        diverged = error_of(settings("fsdp", "rollout.batch_size=1", *QUICK), folder / "diverged")
+    found = {
+        "status": result.status,
+        "signal": result.signal,
+        "step": result.step,
+        "error": error,
+        "diverged": diverged,
+    }
     (folder / f"{distributed.rank()}.json").write_text(json.dumps(found))
 
 
@@ -267,6 +289,12 @@ def test_a_failure_of_any_rank_ends_all_with_its_reason(usual):
     assert "rank 1 failed at" in (usual / "failure" / "failure.txt").read_text()
     assert "the scorer is gone" in (usual / "failure" / "failure_rank1.txt").read_text()
     assert checkpoint.load_latest(usual / "failure" / "checkpoints")[1].step == 1
+
+
+def test_latents_that_diverge_on_one_rank_leave_none_waiting_for_its_part_of_the_weights(usual):
+    first, second = (json.loads((usual / f"{rank}.json").read_text())["diverged"] for rank in range(2))
+    assert second.startswith("BatchError: the final latents are not finite for image 0 of prompt ")
+    assert first == f"RankError: rank 1 failed at the rollout and its rewards: {second}"
 
 
 def test_one_rank_alone_writes(usual):

@@ -37,7 +37,7 @@ from flowcorr.models import Guidance, ModelFamily
 from flowcorr.models.flux import Flux
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
-from flowcorr.rollout.sampler import sample_sde_window
+from flowcorr.rollout.sampler import decode, sample_sde_window
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe, from_extra
 
 RETURNED = (
@@ -122,8 +122,8 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
             chosen = {name: values[rows] for name, values in conditioning.items()}
             return self.family.velocity(self.call_transformer, latents, timesteps, chosen, guidance)
 
-        def noise(step_index: int, rows: Tensor) -> Tensor:
-            return torch.cat([_step_noise(jobs[row], step_index) for row in rows.tolist()]).to(self.device)
+        def noise(step_index: int, rows: Sequence[int]) -> Tensor:
+            return torch.cat([_step_noise(jobs[row], step_index) for row in rows]).to(self.device)
 
         drawn = sample_sde_window(
             velocity,
@@ -134,7 +134,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
             noise,
             with_means=plan.with_means,
         )
-        images = self.family.decode(drawn.final)
+        images = decode(self.family, drawn.final)
         kept = {name: getattr(drawn, name) for name in RETURNED if getattr(drawn, name) is not None}
         return [
             _output(

@@ -1,0 +1,42 @@
+"""What is quick to fail comes before a model is loaded, and what only a loaded model tells is told then."""
+
+import sys
+
+import pytest
+
+from flowcorr import config
+from flowcorr.errors import MissingExtraError
+from flowcorr.models import EMBEDDED
+from flowcorr.trainer import setup
+from flowcorr.trainer.setup import build_parts
+
+
+@pytest.mark.parametrize(
+    ("override", "package", "message"),
+    [
+        (
+            "rollout.name=vllm_omni",
+            "vllm_omni",
+            "^rollout.name=vllm_omni needs vllm-omni; .*flowcorr.vllm-omni",
+        ),
+        ("rollout.placement=ray", "ray", "^rollout.placement=ray needs ray; .*flowcorr.ray"),
+        ("reward.placement=ray", "ray", "^reward.placement=ray needs ray; .*flowcorr.ray"),
+    ],
+)
+def test_what_is_not_installed_is_said_before_a_model_is_loaded(monkeypatch, override, package, message):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(MissingExtraError, match=message):
+        build_parts(config.load("tiny_jpeg_lora", [override]))
+
+
+def test_guidance_that_the_loaded_model_does_not_read_warns():
+    """The family is not known before."""
+    overrides = [f"model.path={EMBEDDED['tiny_ocr']}", "sampling.true_cfg_scale=4.5"]
+    settings = config.load("tiny_jpeg_lora", overrides)
+    message = (
+        "sampling.true_cfg_scale=4.5 has no effect: a model of the family sd3 reads sampling.guidance_scale"
+    )
+    with pytest.warns(UserWarning, match=message):
+        parts, _ = build_parts(settings)
+    parts.close()
