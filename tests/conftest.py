@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,7 @@ import copy
 import logging
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -67,6 +69,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # files come in the order of the items
     return ByFile(config, log)
+
+
+FROZEN = {"modules": 0}
+
+
+def pytest_runtest_teardown() -> None:
+    """Keep the garbage collector off what imports have left, which every freed text encoder would have it walk."""
+    if len(sys.modules) > FROZEN["modules"] + 500:
+        FROZEN["modules"] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
