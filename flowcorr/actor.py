@@ -308,6 +308,8 @@ class DiffusionActor:
     def _score_finite(self, rollout: Rollout) -> PolicyStep:
         """`score`, where samples whose forward is not finite have a log-prob of NaN and carry no gradient.
 
+        Scored step by step, a sample loses the steps that are not finite, and its others have had their gradient.
+
         A mask in the loss would be too late for them: behind it, their gradient is 0 times infinity. Sharded weights
         allow of no further forward pass that other ranks do not make: there, such a gradient skips the update.
         """

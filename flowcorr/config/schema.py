@@ -152,8 +152,8 @@ class RolloutConfig:
             is the engine's, see `trainer.drift`; each costs a recompute pass (two in bypass mode); 0 is off.
         prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images a prompt.
-        batch_size: images a forward pass; null samples all of a step at once. With `placement: ray` also what a worker
-            is given at a time, in whole prompts; null gives it one prompt.
+        batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once.
+            With `placement: ray` also what a worker is given at a time, in whole prompts; null gives it one prompt.
         same_initial_noise: all images of a prompt start from one noise.
         calculate_log_probs: let the engine score its own steps; bypass and correction need it.
     """
@@ -240,7 +240,8 @@ class ActorConfig:
         fold_steps: score all window steps of a micro-batch in one forward pass.
         autocast: bfloat16 autocast around the transformer.
         gradient_checkpointing: trade compute for memory in the transformer.
-        compile: `torch.compile` the transformer.
+        compile: `torch.compile` the transformer where log-probs are scored and learned; evaluations, and rollouts in
+            this process, run it as it is, and differ from it by rounding.
         fsdp: with several ranks, spread weights, gradients and optimizer state over them; for `model.lora.rank: 0`.
         ema: decay of an exponential moving average of the trained weights, used for evaluation; null is off.
     """

@@ -57,10 +57,14 @@ def sample_noise(
         raise BatchError(
             f"{len(groups)} groups and {len(members)} members were given; each sample needs one of both"
         )
-    noise = torch.empty(len(groups), *shape)
-    for row, group, member in zip(noise, groups, members, strict=True):
+    samples = list(zip(groups, members, strict=True))
+    places = {
+        sample: place for place, sample in enumerate(dict.fromkeys(samples))
+    }  # what is shared is drawn once
+    noise = torch.empty(len(places), *shape)
+    for row, (group, member) in zip(noise, places, strict=True):
         row.normal_(generator=generator(seed, training_step, group, member, stream=stream))
-    return noise
+    return noise if len(places) == len(samples) else noise[[places[sample] for sample in samples]]
 
 
 def initial_noise(
