@@ -24,3 +24,9 @@ def named_device(key: str, name: str) -> torch.device:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{key}={name!r} cannot be used here ({reason}); use auto, cpu or cuda") from error
     return device
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give what torch keeps of a GPU for itself back to other processes, such as an engine that shares it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

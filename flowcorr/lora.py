@@ -18,6 +18,7 @@ from flowcorr.models import DTYPES, ModelFamily
 ADAPTER = "default"
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 _PREFIXES = ("transformer.", "base_model.model.")
+_UNKNOWN_OPTIONS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, seed: int) -> None:
@@ -72,6 +73,9 @@ def adapter_metadata(transformer: Any) -> dict[str, Any]:
 def merged_state_dict(transformer: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The transformer's state dict under diffusers' names, with trained `tensors` put in or merged.
 
+    What is merged has the precision of the more precise of base and adapter: small updates would be lost on the grid of
+    a bfloat16 base.
+
     Args:
         transformer: with or without an adapter; it is not changed.
         tensors: trained parameters by name, as `DiffusionActor.snapshot` gives them.
@@ -82,7 +86,7 @@ def merged_state_dict(transformer: Any, tensors: Mapping[str, Tensor]) -> dict[s
             continue
         down, up = (state[f"{path}.lora_{side}.{ADAPTER}.weight"] for side in "AB")
         base = state[f"{path}.base_layer.weight"]
-        state[f"{path}.base_layer.weight"] = (base + module.scaling[ADAPTER] * (up @ down)).to(base.dtype)
+        state[f"{path}.base_layer.weight"] = base + module.scaling[ADAPTER] * (up @ down)
     return {name.replace(".base_layer", ""): value for name, value in state.items() if ".lora_" not in name}
 
 
@@ -102,6 +106,8 @@ def _load_warm_start(transformer: Any, path: str, alpha: float) -> None:
         state = load_file(file)
     except SafetensorError as error:
         raise ConfigError(f"model.lora.warm_start={path!r} is no safetensors file: {error}") from error
+    stored = _stored_config(file)
+    _check_plain(path, stored)
     for prefix in _PREFIXES:
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     expected = adapter_state(transformer)
@@ -115,22 +121,43 @@ def _load_warm_start(transformer: Any, path: str, alpha: float) -> None:
             f"model.lora.warm_start={path!r} does not fit model.lora: {len(odd)} tensors differ in name or shape, "
             f"as {odd[0]}; use the rank and targets that it was trained with"
         )
-    stored = _stored_alpha(file)
-    if stored is not None and stored != alpha:
-        raise ConfigError(
-            f"model.lora.warm_start={path!r} was trained with alpha {stored:g}, which model.lora.alpha={alpha:g} "
-            f"would scale differently; set model.lora.alpha={stored:g}"
-        )
+    _check_alpha(path, stored.get("lora_alpha"), alpha, transformer.peft_config[ADAPTER].r)
     peft.set_peft_model_state_dict(transformer, state, adapter_name=ADAPTER)
 
 
-def _stored_alpha(file: Path) -> float | None:
-    """The alpha that an adapter was trained with: in diffusers' file header, or in peft's file beside it."""
+def _check_plain(path: str, stored: Mapping[str, Any]) -> None:
+    for name in _UNKNOWN_OPTIONS:
+        if stored.get(name):
+            raise ConfigError(
+                f"model.lora.warm_start={path!r} was trained with {name}={stored[name]!r}, which the adapters of "
+                "model.lora do not have; give a plain LoRA, or merge this one into the model and name that in "
+                "model.path"
+            )
+
+
+def _check_alpha(path: str, stored: float | None, alpha: float, rank: int) -> None:
+    """Refuse another alpha than the stored one; without one it is the rank, which is what diffusers takes."""
+    expected = rank if stored is None else stored
+    if expected != alpha:
+        held = (
+            f"was trained with alpha {expected:g}"
+            if stored is not None
+            else f"stores no alpha, so it is the rank {rank}"
+        )
+        raise ConfigError(
+            f"model.lora.warm_start={path!r} {held}, which model.lora.alpha={alpha:g} "
+            f"would scale differently; set model.lora.alpha={expected:g}"
+        )
+
+
+def _stored_config(file: Path) -> dict[str, Any]:
+    """The options that an adapter was trained with: in peft's file beside it, or in diffusers' file header."""
     from safetensors import safe_open
 
     beside = file.with_name("adapter_config.json")
     if beside.is_file():
-        return json.loads(beside.read_text()).get("lora_alpha")
+        return json.loads(beside.read_text())
     with safe_open(file, "pt") as opened:
         header = opened.metadata() or {}
-    return json.loads(header.get("lora_adapter_metadata", "{}")).get("transformer.lora_alpha")
+    metadata = json.loads(header.get("lora_adapter_metadata", "{}"))
+    return {name.removeprefix("transformer."): value for name, value in metadata.items()}

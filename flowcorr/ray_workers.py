@@ -233,6 +233,8 @@ class WorkerPool:
                 task.fail(error.cause)
             except Exception as error:
                 if self._ended:
+                    if isinstance(self._ended, NodeLostError):
+                        task.fail(self._ended)
                     task.future.cancel()
                     return
                 self._lose(worker, task, error)

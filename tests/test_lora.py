@@ -108,8 +108,23 @@ def test_merged_weights_are_those_that_peft_merges(dtype):
     }
     assert merged.keys() == expected.keys() == load_family("tiny_ocr").transformer.state_dict().keys()
     for name, value in expected.items():
-        assert merged[name].dtype == value.dtype, name
-        torch.testing.assert_close(merged[name], value, msg=name)
+        torch.testing.assert_close(merged[name].to(value.dtype), value, msg=name)
+
+
+def test_updates_below_the_grid_of_a_bfloat16_base_are_merged():
+    family = load_family("tiny_ocr", dtype=torch.bfloat16, max_sequence_length=8)
+    transformer = adapt(family)
+    name = "transformer_blocks.0.attn.to_q"
+    tensors = {
+        key: torch.full_like(parameter, 1e-3)
+        for key, parameter in transformer.named_parameters()
+        if parameter.requires_grad
+    }
+    base = transformer.state_dict()[f"{name}.base_layer.weight"].float()
+    moved = lora.merged_state_dict(transformer, tensors)[f"{name}.weight"] - base
+    torch.testing.assert_close(
+        moved, torch.full_like(moved, ALPHA / RANK * RANK * 1e-6), rtol=1e-2, atol=1e-8
+    )
 
 
 def test_a_transformer_with_merged_weights_computes_the_same(family):
@@ -196,13 +211,45 @@ def test_a_warm_start_of_another_alpha_is_an_error(family, tmp_path):
         adapt(load_family("tiny_ocr"), alpha=4.0, warm_start=str(folder))
 
 
-def test_a_warm_start_without_metadata_takes_the_configured_alpha(family, tmp_path):
-    transformer = stir(adapt(family))
-    folder = adapter_folder(tmp_path, transformer, family)
+def test_a_warm_start_without_metadata_is_scaled_as_diffusers_scales_it(family, tmp_path):
+    folder = adapter_folder(tmp_path, stir(adapt(family)), family)
     file = folder / "pytorch_lora_weights.safetensors"
     save_file(load_file(file), file)
-    other = load_family("tiny_ocr", max_sequence_length=8)
-    assert torch.equal(velocity(other, adapt(other, warm_start=str(folder))), velocity(family, transformer))
+    with pytest.raises(
+        ConfigError, match=r"no alpha, so it is the rank 4, .*alpha=12 .*set model\.lora\.alpha=4"
+    ):
+        adapt(load_family("tiny_ocr"), warm_start=str(folder))
+    started, loaded = (load_family("tiny_ocr", max_sequence_length=8) for _ in range(2))
+    adapt(started, alpha=RANK, warm_start=str(folder))
+    loaded.pipeline.load_lora_weights(str(folder))
+    torch.testing.assert_close(
+        velocity(started, started.transformer), velocity(loaded, loaded.transformer), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"to_q": 2}}, {"rank_pattern": {"to_q": 2}}],
+    ids=str,
+)
+def test_a_warm_start_that_is_no_plain_lora_is_an_error(family, tmp_path, options):
+    import peft
+
+    targets = list(family.lora_targets)
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, **options)
+    model = peft.get_peft_model(family.transformer, config)
+    model.save_pretrained(str(tmp_path))
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"trained with {name}=.*give a plain LoRA"):
+        adapt(load_family("tiny_ocr"), warm_start=str(tmp_path))
+
+
+def test_diffusers_metadata_of_no_plain_lora_is_an_error(family, tmp_path):
+    transformer = adapt(family)
+    metadata = {**lora.adapter_metadata(transformer), "use_rslora": True}
+    family.save_lora(str(tmp_path), lora.adapter_state(transformer), metadata)
+    with pytest.raises(ConfigError, match="trained with use_rslora=True"):
+        adapt(load_family("tiny_ocr"), warm_start=str(tmp_path))
 
 
 def test_a_warm_start_that_is_missing_or_broken_is_an_error(family, tmp_path):

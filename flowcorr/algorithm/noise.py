@@ -26,13 +26,20 @@ _NAME = "rollout_corr/clip_noise_fraction"
 _LAYOUT = Layout((Field(_NAME, "mean", (0, 1)),))  # behind these two sums stand the counts
 
 
+def bounds_ratio(actor: ActorConfig) -> bool:
+    """Whether the loss bounds how far a ratio may be from 1."""
+    return actor.loss_mode != "flow_dppo" and not (
+        actor.loss_mode == "importance_cap" and actor.importance_cap <= 1
+    )
+
+
 def term_limit(actor: ActorConfig, step_index: Tensor) -> float | Tensor | None:
     """How far the loss lets the ratio of a term at `step_index` be from 1; None where it bounds none.
 
     A cap bounds it from above only; noise is on both sides, and is measured on both. A loss of the user's own is taken
     to read `clip_ratio`.
     """
-    if actor.loss_mode == "flow_dppo" or (actor.loss_mode == "importance_cap" and actor.importance_cap <= 1):
+    if not bounds_ratio(actor):
         return None
     if actor.loss_mode == "importance_cap":
         return actor.importance_cap - 1

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from flowcorr.actor import DiffusionActor, Scores
-from flowcorr.algorithm import centered
 from flowcorr.algorithm.apply import correct
-from flowcorr.config.schema import ActorConfig, Config
+from flowcorr.config.schema import Config
 from flowcorr.correction import (
     PRESETS,
     RolloutCorrectionConfig,
@@ -30,10 +29,10 @@ from flowcorr.correction.ratios import SCALES, scale_factor
 from flowcorr.correction.robust import OUTLIER_Z, outlier_band
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.diagnostics.audit_advice import Advice, Facts, advise, clip_limit, clip_needed, limit_at
-from flowcorr.diagnostics.report import QUANTILES
+from flowcorr.diagnostics.report import QUANTILES, ratio_distance
 from flowcorr.diagnostics.trials import r_squared
 from flowcorr.errors import BackendError, ConfigError
-from flowcorr.losses import UNCLIPPED, clip_by_term
+from flowcorr.losses import clip_by_term
 from flowcorr.models import DTYPES, load_family
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import ActorBatch, Rollout
@@ -289,7 +288,7 @@ def examine_batches(
     whole = Gap.concatenate(gaps)
     precision = Gap.concatenate(engines or gaps).joint_nats(num_elements)
     stale = Gap.concatenate(stales).joint_nats(num_elements) if stales else 0.0
-    if not staleness:
+    for _ in range(staleness, 2):  # of which the first may have warmed up
         seconds.timed("update", learn)
     phases = ("rollout", "recompute", "update")
     cost = Cost(**{phase: seconds.fastest(phase) for phase in phases})
@@ -368,7 +367,7 @@ def _report(
     config: Config, gap: Gap, num_elements: int, precision: float, stale: float, cost: Cost
 ) -> AuditReport:
     limit = clip_limit(config.actor)
-    distance = ratio_distance(gap, config.actor)
+    distance = ratio_distance(gap.delta, gap.step_kl, gap.stds, gap.step_indices, config.actor)
     steps = _steps(gap, distance, limit)
     needed = {step.step_index: step.clip_needed for step in steps}
     if config.actor.ratio_level != "step":  # the window has one ratio
@@ -386,6 +385,8 @@ def _report(
         clip_by_step=needed,
         window_end=config.sampling.sde_window_range[1],
         loss_mode=config.actor.loss_mode,
+        ratio_level=config.actor.ratio_level,
+        unscaled=config.sampling.cps_unscaled,
         outliers=outliers,
         outlier_band=band,
         recompute_share=cost.share,
@@ -409,22 +410,6 @@ def _report(
         scales=scales,
         presets=_presets(gap, num_elements, config.sampling.num_inference_steps),
     )
-
-
-def ratio_distance(gap: Gap, actor: ActorConfig) -> Tensor:
-    """`[B, T]`, `|ratio - 1|` of the ratio that the loss would start with in bypass mode."""
-    log_ratio = gap.delta
-    if actor.loss_mode == "grpo_guard":
-        log_ratio = log_ratio + gap.step_kl
-    if actor.clip_center == "drift" and actor.loss_mode not in UNCLIPPED:
-        log_ratio = centered(log_ratio, gap.step_indices)
-    if actor.loss_mode == "grpo_guard":
-        log_ratio = log_ratio * gap.stds
-    if actor.ratio_level == "trajectory_mean":
-        log_ratio = log_ratio.mean(1, keepdim=True).expand_as(log_ratio)
-    if actor.ratio_level == "trajectory_sum":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
-    return log_ratio.expm1().abs()
 
 
 def _steps(gap: Gap, distance: Tensor, limit: float | Sequence[float] | None) -> list[StepGap]:

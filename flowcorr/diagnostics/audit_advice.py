@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch import Tensor, quantile
 
+from flowcorr.algorithm.noise import bounds_ratio
 from flowcorr.config import yaml_text
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction.robust import OUTLIER_Z
@@ -50,6 +51,7 @@ class Facts:
         stale_nats: joint nats of older weights alone, without the engine's part.
         clip_by_step: clip range that bypass needs, by step index.
         window_end: one more than the last step index that the SDE window can reach.
+        unscaled: whether log-probs are in units of `2 s^2` nats, as published cps ones.
         recompute_share: of the time of rollout, recompute and update.
     """
 
@@ -62,6 +64,8 @@ class Facts:
     clip_by_step: Mapping[int, float]
     window_end: int
     loss_mode: str
+    ratio_level: str
+    unscaled: bool
     outliers: float
     outlier_band: float
     recompute_share: float
@@ -135,7 +139,7 @@ def advise(facts: Facts) -> Advice:
 
 def clip_limit(actor: ActorConfig) -> float | Sequence[float] | None:
     """How far the loss lets a ratio be from 1, at all steps or by step index; None where it bounds no ratio."""
-    if actor.loss_mode == "flow_dppo":
+    if not bounds_ratio(actor):
         return None
     return actor.importance_cap - 1 if actor.loss_mode == "importance_cap" else actor.clip_ratio
 
@@ -162,7 +166,7 @@ def _kind(facts: Facts) -> Kind:
     if facts.negligible:
         return "none"
     if facts.systematic and facts.exact_ess >= MIN_ESS:
-        return "correct"
+        return "leave" if facts.unscaled else "correct"
     return "repair" if facts.systematic or facts.r > LARGE_R else "leave"
 
 
@@ -225,6 +229,11 @@ def _about_weights(facts: Facts, kind: Kind) -> str:
         )
     if kind == "none":
         return "Weights: none; they would be 1."
+    if facts.unscaled and facts.systematic:
+        return (
+            "Weights: none; with sampling.cps_unscaled differences of log-probs are no log-ratios of densities. Set it "
+            "to false to correct this gap."
+        )
     if facts.exact_ess < MIN_ESS:
         return (
             "Weights: none; scales mean and sqrt correct nothing, and scale sum would keep too few samples."
@@ -256,6 +265,8 @@ def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
         }
     else:
         keys = {"bypass_mode": "true" if bypass else "false"}
+        if bypass and facts.ratio_level != "step":
+            keys["bypass_scope"] = "trajectory"
     if not facts.has_outliers:
         return keys
     if bypass:

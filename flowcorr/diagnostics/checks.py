@@ -18,11 +18,10 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.actor import DiffusionActor
-from flowcorr.algorithm import centered
+from flowcorr.algorithm.noise import bounds_ratio, term_limit
 from flowcorr.config.schema import Config
-from flowcorr.diagnostics.report import Finding, clip_text
+from flowcorr.diagnostics.report import Finding, clip_key, ratio_distance
 from flowcorr.diagnostics.trials import Trials, score_means, velocity_gap
-from flowcorr.losses import UNCLIPPED, clip_by_term
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import attention_name
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
@@ -238,6 +237,9 @@ def _bookkeeping(exam: Exam) -> Finding:
     squared, delta = trial.squared_distance().double(), (trial.log_probs - trial.rollout.log_probs).double()
     # A log-prob is itself rounded, which is not the means' doing.
     rounding = LOG_PROB_ROUNDING * trial.log_probs.abs().double().clamp(min=1)
+    if exam.config.sampling.cps_unscaled:  # log-probs are in units of 2 s^2 nats
+        unit = 2 * trial.stds.double().square()
+        delta, rounding = delta / unit, rounding / unit
     excess = ((delta + squared / 2).abs() - rounding).clamp(min=0)
     z = float((excess * math.sqrt(trial.rollout.num_elements) / squared.sqrt().clamp(min=1e-12)).max())
     if z > Z_LIMIT:
@@ -479,13 +481,13 @@ def _clip(exam: Exam) -> Finding:
     correction = config.algorithm.rollout_correction
     if correction is None or not correction.bypass_mode:
         return _passed("the clip is anchored at recomputed log-probs, which this gap does not reach")
-    if correction.loss_type != "ppo_clip" or config.actor.loss_mode in UNCLIPPED:
+    if correction.loss_type != "ppo_clip" or not bounds_ratio(config.actor):
         return _passed("the loss does not clip")
     share = float(outside_clip(exam).double().mean())
-    clip = clip_text(config.actor.clip_ratio)
-    message = f"{100 * share:.0f} % of terms lie outside actor.clip_ratio={clip} before any update"
+    key = clip_key(config.actor)
+    message = f"{100 * share:.0f} % of terms lie outside {key} before any update"
     if share > CLIP_SHARE:
-        return _warned(message, share, CLIP_SHARE, "widen actor.clip_ratio, or train decoupled")
+        return _warned(message, share, CLIP_SHARE, f"widen {key.partition('=')[0]}, or train decoupled")
     return _passed(message, share, CLIP_SHARE)
 
 
@@ -493,13 +495,15 @@ def _clip(exam: Exam) -> Finding:
 
 
 def outside_clip(exam: Exam) -> Tensor:
-    """`[B, T]`: terms whose mean-pooled ratio is outside the clip range though nothing was learned."""
+    """`[B, T]`: terms whose ratio, as the loss uses it, is outside its range though nothing was learned."""
     trial = exam.trials.base
     step_indices, actor = trial.rollout.step_indices, exam.config.actor
+    limit = term_limit(actor, step_indices)
+    if limit is None:
+        return torch.zeros_like(step_indices, dtype=torch.bool)
     delta = (trial.log_probs - trial.rollout.log_probs).double()
-    if actor.clip_center == "drift":
-        delta = centered(delta, step_indices)
-    return delta.expm1().abs() > clip_by_term(actor.clip_ratio, step_indices)
+    step_kl = trial.squared_distance().double() / 2
+    return ratio_distance(delta, step_kl, trial.stds.double(), step_indices, actor) > limit
 
 
 _ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = {

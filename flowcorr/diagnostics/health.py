@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from flowcorr.config.schema import ActorConfig, Config
+from flowcorr.config.schema import Config
 from flowcorr.correction.ratios import scale_factor
-from flowcorr.diagnostics.report import clip_text
+from flowcorr.diagnostics.report import clip_key
 
 Level = Literal["serious", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("serious", "warning", "note")
@@ -32,7 +32,8 @@ class Units:
         scale: `algorithm.rollout_correction.log_ratio_scale`.
         factor: that scale as a factor on mean-pooled log-ratios; None where it depends on `D` and the run did not
             log that: then drift is not judged.
-        cap: cap of the importance weights; None where there are none, or no single cap.
+        cap: cap of the importance weights; None where none act, or there is no single cap.
+        weighted: whether weights multiply the loss; others are diagnostics.
         bypass: whether the ratio that PPO clips contains drift 1, so that noise can use up the clip range.
         clip_range: the key that noise is measured against, with its value.
     """
@@ -40,6 +41,7 @@ class Units:
     scale: str | float = "mean"
     factor: float | None = 1.0
     cap: float | None = None
+    weighted: bool = True
     bypass: bool = False
     clip_range: str = ""
 
@@ -204,6 +206,15 @@ RULES: tuple[Rule, ...] = (
         "rejection), its groups were dropped, or its gradient was not finite (lower actor.lr)",
     ),
     Rule(
+        name="nonfinite",
+        metric="actor/nonfinite_fraction",
+        what="share of terms whose log-prob is not finite",
+        high=0.0,
+        serious=0.1,
+        advice="they are left out of the loss: the weights diverge (lower actor.lr, or grad_clip), or a precision "
+        "overflows (model.dtype, rollout.dtype)",
+    ),
+    Rule(
         name="flat_groups",
         metric="reward/zero_std_group_fraction",
         what="share of groups whose rewards are all equal",
@@ -213,6 +224,7 @@ RULES: tuple[Rule, ...] = (
         "that are neither solved nor hopeless",
     ),
 )
+_OF_WEIGHTS = ("mean_weight", "weight_std", "effective_sample_size", "cap")
 _BY_NAME = {rule.name: rule for rule in RULES}
 # Drawn in the report, and judged by no rule: `kl` and `log_ppl_diff` say the same. They are not linear in log-ratios,
 # so that at another scale than `mean` there is no such limit.
@@ -240,9 +252,10 @@ def units_of(config: Config, num_elements: int | None) -> Units:
         factor=None
         if scale in ("sqrt", "sum") and num_elements is None
         else scale_factor(scale, num_elements),
-        cap=cap if correction.rollout_is is not None and isinstance(cap, float) else None,
+        cap=cap if correction.applies_weights and isinstance(cap, float) else None,
         bypass=correction.bypass_mode is True and correction.loss_type == "ppo_clip",
-        clip_range=_clip_range(config.actor),
+        weighted=correction.applies_weights,
+        clip_range=clip_key(config.actor),
     )
 
 
@@ -383,7 +396,7 @@ def _limits(rule: Rule, units: Units) -> tuple[float, float]:
 
 
 def _level(rule: Rule, value: float, units: Units) -> Level:
-    if rule.name == "clip_noise" and not units.bypass:
+    if (rule.name == "clip_noise" and not units.bypass) or _only_shown(rule, units):
         return "note"
     return "serious" if value > rule.serious else "warning"
 
@@ -394,7 +407,14 @@ def _advice(rule: Rule, units: Units) -> str:
             "harmless in decoupled mode, whose ratios start at 1, and with reinforce, which clips none; in bypass mode "
             "with ppo_clip, chance decides what is clipped"
         )
+    if _only_shown(rule, units):
+        return "these weights multiply nothing; they tell of the gap, and `flowcorr audit` of what to do about it"
     return rule.advice
+
+
+def _only_shown(rule: Rule, units: Units) -> bool:
+    """Whether it is of weights that do not act."""
+    return rule.name in _OF_WEIGHTS and not units.weighted
 
 
 def _unit(rule: Rule, units: Units) -> str:
@@ -407,12 +427,6 @@ def _noise(rule: Rule, metrics: Mapping[str, Any], units: Units) -> str:
     noise = metrics.get("rollout_corr/logprob_abs_diff_mean")
     measured = "" if noise is None else f", and the noise, mean |delta log p|, is {noise:.2g}"
     return f": {units.clip_range}{measured}"
-
-
-def _clip_range(actor: ActorConfig) -> str:
-    if actor.loss_mode == "importance_cap":
-        return f"actor.importance_cap={actor.importance_cap:g}"
-    return f"actor.clip_ratio={clip_text(actor.clip_ratio)}"
 
 
 def _distance(finding: HealthFinding) -> float:

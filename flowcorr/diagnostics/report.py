@@ -1,4 +1,4 @@
-"""What a check found, and how a list of findings is judged."""
+"""What a check found, how a list of findings is judged, and how far ratios start from 1."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from torch import Tensor
+
+from flowcorr.algorithm.clip_center import centered
+from flowcorr.config.schema import ActorConfig
+from flowcorr.losses import UNCLIPPED
 
 QUANTILES = (0.5, 0.9, 0.99)
 Status = Literal["PASS", "WARN", "FAIL", "SKIP"]
@@ -84,6 +90,39 @@ class DoctorReport:
     def to_mapping(self) -> dict[str, Any]:
         """Plain values for JSON; what is not finite becomes null."""
         return _plain({"exit_code": self.exit_code, **asdict(self)})
+
+
+def ratio_distance(
+    delta: Tensor, step_kl: Tensor, stds: Tensor, step_indices: Tensor, actor: ActorConfig
+) -> Tensor:
+    """`[B, T]`, `|ratio - 1|` of the ratio that the loss would start with in bypass mode.
+
+    Args:
+        delta: `[B, T]`, log-probs of the training stack less those of the rollout.
+        step_kl: `[B, T]`, exact KL of the steps, nats a latent element.
+        stds: `[B, T]`, of the steps.
+        step_indices: `[B, T]`, places in the schedule.
+        actor: the loss.
+    """
+    log_ratio = delta
+    if actor.loss_mode == "grpo_guard":
+        log_ratio = log_ratio + step_kl
+    if actor.clip_center == "drift" and actor.loss_mode not in UNCLIPPED:
+        log_ratio = centered(log_ratio, step_indices)
+    if actor.loss_mode == "grpo_guard":
+        log_ratio = log_ratio * stds
+    if actor.ratio_level == "trajectory_mean":
+        log_ratio = log_ratio.mean(1, keepdim=True).expand_as(log_ratio)
+    if actor.ratio_level == "trajectory_sum":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    return log_ratio.expm1().abs()
+
+
+def clip_key(actor: ActorConfig) -> str:
+    """The key that bounds the ratio, with its value."""
+    if actor.loss_mode == "importance_cap":
+        return f"actor.importance_cap={actor.importance_cap:g}"
+    return f"actor.clip_ratio={clip_text(actor.clip_ratio)}"
 
 
 def clip_text(clip_ratio: float | Sequence[float]) -> str:

@@ -171,7 +171,10 @@ def _health(groups: Sequence[Group]) -> str:
             steps = len(run.series("timing/step"))
             cards += [_unfinished(run)] if run.ending else []
             cards += [_finding(run, finding, steps) for finding in findings]
-            if not findings and not run.failed:
+            if not steps and not run.failed:
+                text = "No training step was logged, so there is nothing to judge."
+                cards.append(f'<div class="finding note"><b>note</b> · {escape(run.name)}<p>{text}</p></div>')
+            elif not findings and not run.failed:
                 healthy.setdefault(group.config.algorithm.rollout_correction is None, []).append(run.name)
     for blind, names in healthy.items():
         text = (

@@ -224,8 +224,9 @@ def step_loss(
         keep=None if weight is None else weight != 0,
     )
     output = diffusion_loss(policy, batch, actor, correction, num_steps=1)
-    # The step's place in the schedule is not known here, so that there are no metrics by step.
-    metrics = {key: value for key, value in output.metrics.compute().items() if "/step_" not in key}
+    # Of every term of the update, and without rows by step, as a step's place in the schedule is not known here.
+    logged = output.metrics.under("actor/").merge(output.metrics.beside("actor/").prefixed("actor/"))
+    metrics = {key: value for key, value in logged.compute().items() if "/step_" not in key}
     return output.loss_sum / log_prob.numel(), metrics
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
 
 Conditioning = dict[str, Tensor]
@@ -98,6 +99,7 @@ class ModelFamily(ABC):
             if name.startswith("text_encoder"):
                 setattr(self.pipeline, name, None)
         gc.collect()
+        empty_cache(next(self.transformer.parameters()).device)
 
     @abstractmethod
     def velocity(

@@ -35,19 +35,31 @@ Result = TypeVar("Result")
 
 MAX_WAIT_SECONDS = 30.0
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
+# The server is up and takes our token, but not this request: a content filter, an image that is too large.
+_REFUSED_STATUS = frozenset({400, 413, 422})
 _EXCERPT_CHARACTERS = 200
 _ERROR_BODY_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 16
 _PLAIN_TOKEN = re.compile(r"[!-~]+")
 
 
-class _Failure(Exception):
-    """One attempt that failed; `transient` if another may succeed, after `pause` seconds if the server says."""
+class RequestRefusedError(BackendError):
+    """A server that answered 400, 413 or 422: it will not take this request, and may take others."""
 
-    def __init__(self, message: str, *, transient: bool, pause: float | None = None) -> None:
+
+class _Failure(Exception):
+    """One attempt that failed; `transient` if another may succeed, after `pause` seconds if the server says.
+
+    `refused` if the server will not take this request, and may take others.
+    """
+
+    def __init__(
+        self, message: str, *, transient: bool, pause: float | None = None, refused: bool = False
+    ) -> None:
         super().__init__(message)
         self.transient = transient
         self.pause = pause
+        self.refused = refused
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -115,6 +127,7 @@ class Endpoint:
         """Send `body` and return the answer's JSON.
 
         Raises:
+            RequestRefusedError: status 400, 413 or 422, a `BackendError` of this request alone.
             BackendError: no answer after all attempts, a refusal, or an answer that is too long or no JSON.
         """
         for attempt in range(self.retries + 1):
@@ -122,7 +135,8 @@ class Endpoint:
                 return self._json(self._attempt(body, content_type))
             except _Failure as failure:
                 if not failure.transient or attempt == self.retries:
-                    raise self.error(f"{failure} (attempt {attempt + 1})") from None
+                    kind = RequestRefusedError if failure.refused else BackendError
+                    raise self.error(f"{failure} (attempt {attempt + 1})", kind) from None
                 asked = self.backoff * 2**attempt if failure.pause is None else failure.pause
                 seconds = min(asked, MAX_WAIT_SECONDS)
                 logger.warning(
@@ -131,9 +145,9 @@ class Endpoint:
             time.sleep(seconds)
         raise AssertionError("the last attempt returns or raises")
 
-    def error(self, what: str) -> BackendError:
+    def error(self, what: str, kind: type[BackendError] = BackendError) -> BackendError:
         """`what` this server did, as an error that names it."""
-        return BackendError(f"reward {self.reward}: {self.address} {what}")
+        return kind(f"reward {self.reward}: {self.address} {what}")
 
     def excerpt(self, text: str) -> str:
         """The beginning of a server's text in one line, without the token."""
@@ -194,6 +208,7 @@ class Endpoint:
             f"answered status {error.code}{hint}" + (f": {text}" if text else ""),
             transient=error.code in _TRANSIENT_STATUS,
             pause=_seconds(error.headers.get("Retry-After")),
+            refused=error.code in _REFUSED_STATUS,
         )
 
     def _no_answer(self, error: OSError | http.client.HTTPException) -> _Failure:

@@ -15,7 +15,7 @@ from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
 from flowcorr.rewards.ocr import compare, targets_of
 from flowcorr.rewards.options import check_choice, check_whole, is_number
-from flowcorr.rewards.service import Endpoint, map_in_threads, png_base64
+from flowcorr.rewards.service import Endpoint, RequestRefusedError, map_in_threads, png_base64
 
 Value = TypeVar("Value")
 
@@ -41,7 +41,8 @@ class VlmJudge:
     reward `ocr` does; logs `exact_match`. `score` lets it give a number within `score_range`, mapped onto 0..1.
     Each image is a request of its own, at temperature 0, so that no score depends on the batch. The last JSON object
     of the answer that has the key counts, so that a model may reason first. An answer without it fails its image
-    alone, and is not asked for again: at temperature 0 it would be the same.
+    alone, and is not asked for again: at temperature 0 it would be the same. So does a status 400, 413 or 422, as of
+    a content filter that refuses an image.
 
     Attributes:
         base_url: what `/chat/completions` is appended to, such as `http://localhost:8000/v1`.
@@ -104,7 +105,7 @@ class VlmJudge:
 
         Raises:
             BatchError: `transcribe`, or a template with `{target}`, and a prompt without a target.
-            BackendError: the endpoint cannot be reached, refuses, or answers no chat completion.
+            BackendError: the endpoint cannot be reached, refuses otherwise, or answers no chat completion.
         """
         if self.mode == "transcribe" or "{target}" in (self.template or ""):
             targets_of(prompts, self.name)
@@ -118,7 +119,7 @@ class VlmJudge:
             errors=errors,
         )
 
-    def _compare(self, answers: list[str], prompts: list[Prompt]) -> RewardOutput:
+    def _compare(self, answers: list[str | RequestRefusedError], prompts: list[Prompt]) -> RewardOutput:
         texts, errors = self._read(answers, lambda answer: last_value(answer, "text", str))
         exact, similarity = compare([text or "" for text in texts], targets_of(prompts, self.name))
         unread = np.array([text is None for text in texts], dtype=bool)
@@ -129,12 +130,16 @@ class VlmJudge:
         )
 
     def _read(
-        self, answers: list[str], parse: Callable[[str], Value]
+        self, answers: list[str | RequestRefusedError], parse: Callable[[str], Value]
     ) -> tuple[list[Value | None], dict[int, str]]:
         """What each answer holds, None where it cannot be read, and why."""
         values: list[Value | None] = []
         errors: dict[int, str] = {}
         for index, answer in enumerate(answers):
+            if isinstance(answer, RequestRefusedError):
+                values.append(None)
+                errors[index] = str(answer)
+                continue
             try:
                 values.append(parse(answer))
             except ValueError as error:
@@ -149,7 +154,8 @@ class VlmJudge:
             raise ValueError(f"whose score is not within score_range=[{low:g}, {high:g}]")
         return score
 
-    def _ask(self, pair: tuple[np.ndarray, Prompt]) -> str:
+    def _ask(self, pair: tuple[np.ndarray, Prompt]) -> str | RequestRefusedError:
+        """The answer; a request that is refused is no reason not to make the others."""
         image, prompt = pair
         picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
         question = {"type": "text", "text": self._question(prompt)}
@@ -159,7 +165,10 @@ class VlmJudge:
             "temperature": 0,
             "max_tokens": self.max_tokens,
         }
-        completion = self.endpoint.post(json.dumps(request).encode(), "application/json")
+        try:
+            completion = self.endpoint.post(json.dumps(request).encode(), "application/json")
+        except RequestRefusedError as error:
+            return error
         return self._content(completion)
 
     def _question(self, prompt: Prompt) -> str:

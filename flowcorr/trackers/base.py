@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 _SECRET_KEYS = (
     "key",
+    "apikey",
     "token",
     "secret",
     "password",
@@ -21,6 +23,7 @@ _SECRET_KEYS = (
     "cookie",
 )
 REDACTED = "***"
+_URL_QUERY = re.compile(r"(\s*https?://[^?#]*\?)[^#]+", re.IGNORECASE)
 
 
 class Tracker(Protocol):
@@ -53,15 +56,18 @@ class Tracker(Protocol):
 
 
 def redact(config: Any) -> Any:
-    """A copy of a configuration in which every text under a key such as `api_key` or `token` is `***`.
+    """A copy of a configuration, to be shown: every text under a key such as `api_key` or `token` is `***`.
 
     A key counts if it, or its last word, is among the usual names of secrets: `hub_token` does,
-    `rollout_token_veto_threshold` does not.
+    `rollout_token_veto_threshold` does not. The query of a text that is an http or https address, which may hold
+    a key, becomes `***` too.
     """
     if isinstance(config, Mapping):
         return {key: REDACTED if _is_secret(key, value) else redact(value) for key, value in config.items()}
     if isinstance(config, (list, tuple)):
         return [redact(entry) for entry in config]
+    if isinstance(config, str) and (match := _URL_QUERY.match(config)):
+        return match[1] + REDACTED + config[match.end() :]
     return config
 
 

@@ -14,7 +14,7 @@ from flowcorr import config as configs
 from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.correction.rejection import idle_modes
-from flowcorr.errors import BackendError, CheckpointError
+from flowcorr.errors import BackendError
 from flowcorr.trackers import Tracker, build_trackers
 from flowcorr.trainer import checkpoint, log_probs, run_folder, state
 from flowcorr.trainer.checkpoint import TrainingState
@@ -88,6 +88,7 @@ class _Run:
         self.best: tuple[int, float] | None = None
         self.evaluation: Evaluation | None = None
         self.saved_step: int | None = None
+        self.unevaluated: Mapping[str, float] | None = None  # metrics of a step whose evaluation failed
         self._warned: set[str] = set()
         try:
             self.resumed = resume and self._restore()
@@ -109,7 +110,7 @@ class _Run:
             for tracker in self.trackers:
                 endings.callback(tracker.finish)
                 tracker.start(
-                    self.out_dir.name, self.out_dir, resume_step=self.step if self.resumed else None
+                    self.out_dir.name, self.out_dir, resume_step=self._logged_step() if self.resumed else None
                 )
                 tracker.log_config(configs.to_mapping(self.config))
             if distributed.is_main():
@@ -118,8 +119,9 @@ class _Run:
             with distributed.together("what is done before the start"):
                 if before_start is not None:
                     before_start(self.parts)
-            if not self.resumed:
-                self._log({}, self._evaluate())
+            if not self.resumed or self.unevaluated is not None:
+                values, self.unevaluated = self.unevaluated or {}, None
+                self._log(values, self._evaluated_after(values))
                 self._save()
             signal = None
             while self.step < total_steps and (signal := _received(signals)) is None:
@@ -138,9 +140,9 @@ class _Run:
         self._warn_of_idle_bands(values)
         last = self.step == trainer.total_steps
         evaluates = last or (trainer.eval_every > 0 and self.step % trainer.eval_every == 0)
-        self._log(values, self._evaluated_after(values) if evaluates else {})
         if trainer.dump_log_probs:
             self._dump(result.terms)
+        self._log(values, self._evaluated_after(values) if evaluates else {})
         if trainer.image_every and self.step % trainer.image_every == 0:
             self._log_images(result)
         is_best = self.best is not None and self.best[0] == self.step
@@ -161,11 +163,17 @@ class _Run:
             raise
 
     def _evaluated_after(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Evaluate; where a reward fails at it, keep the training step that was done before, and its metrics."""
+        """Evaluate; where a reward fails at it, keep the training step that was done before, and its metrics.
+
+        A run that goes on from there does the evaluation first.
+        """
         try:
             return self._evaluate()
         except BackendError:
+            if not values:  # nothing was trained yet
+                raise
             self._log(values, {})
+            self.unevaluated = values
             if not self.parts.actor.sharded:
                 self._rescue()
             raise
@@ -173,8 +181,10 @@ class _Run:
     def _rescue(self) -> None:
         try:
             self._write(*self._captured())
-        except CheckpointError as error:
-            logger.warning("%s", error)  # the failure that led here is the one to report
+        except (
+            Exception
+        ) as error:  # the failure that led here is the one to report, whatever comes on top of it
+            logger.warning("no checkpoint could be saved after the failure: %s", error)
 
     def _warn_of_idle_bands(self, values: Mapping[str, float]) -> None:
         """Say once which rejection bands cannot act on a gap of the size that was measured."""
@@ -235,7 +245,7 @@ class _Run:
     def _captured(self) -> tuple[TrainingState, dict[str, Tensor]]:
         """What a checkpoint holds: state, and weights for a pipeline; all ranks of a sharded actor take part."""
         actor = self.parts.actor
-        captured = state.capture(self.parts, step=self.step, best=self.best)
+        captured = state.capture(self.parts, step=self.step, best=self.best, unevaluated=self.unevaluated)
         return captured, actor.exported() if distributed.is_main() or actor.sharded else {}
 
     def _write(self, captured: TrainingState, weights: Mapping[str, Tensor]) -> None:
@@ -263,12 +273,17 @@ class _Run:
         if distributed.is_main():
             checkpoint.discard_after(root, found.step)
         self.step = self.saved_step = self.events.step = found.step
+        self.unevaluated = found.facts.get("unevaluated")
         # A best score counts only against scores of its own metric.
         same_metric = found.facts["config"]["trainer"]["best_metric"] == self.config.trainer.best_metric
         if same_metric and found.facts["best"] is not None:
             step, score = found.facts["best"]
             self.best = (step, score)
         return True
+
+    def _logged_step(self) -> int:
+        """The last step whose record is whole."""
+        return self.step if self.unevaluated is None else self.step - 1
 
     # Endings ---------------------------------------------------------------------------------------------
 

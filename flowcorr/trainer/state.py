@@ -19,7 +19,13 @@ from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.step import Parts
 
 
-def capture(parts: Parts, *, step: int, best: tuple[int, float] | None) -> TrainingState:
+def capture(
+    parts: Parts,
+    *,
+    step: int,
+    best: tuple[int, float] | None,
+    unevaluated: Mapping[str, float] | None = None,
+) -> TrainingState:
     """The state of a run after `step` training steps, the same on any number of ranks.
 
     Sharded weights are collected on the main rank, for which every rank has to call.
@@ -28,6 +34,7 @@ def capture(parts: Parts, *, step: int, best: tuple[int, float] | None) -> Train
         parts: the run's parts.
         step: training steps done.
         best: step and score of the best evaluation so far.
+        unevaluated: metrics of that step, if its evaluation failed and is still to be done.
     """
     actor, history = parts.actor, parts.engine.history
     groups: dict[str, Mapping[str, Tensor]] = {
@@ -47,6 +54,7 @@ def capture(parts: Parts, *, step: int, best: tuple[int, float] | None) -> Train
             "version": actor.version,
             "data_position": parts.prompts.position,
             "best": best,
+            "unevaluated": unevaluated,
             "history_versions": [weights.version for weights in history],
             "config": redact(configs.to_mapping(parts.config)),
         },

@@ -2,18 +2,21 @@
 
 import json
 import math
+import shlex
 from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 
+from flowcorr.config import load
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.diagnostics import audit_advice as rules
 from flowcorr.diagnostics import audit_page
-from flowcorr.diagnostics.audit import Cost, Gap, _outliers, _presets, _scales, audit, ratio_distance, score
-from flowcorr.diagnostics.audit_advice import Facts, advise
+from flowcorr.diagnostics.audit import Cost, Gap, _outliers, _presets, _scales, audit, score
+from flowcorr.diagnostics.audit_advice import Facts, advise, as_overrides
+from flowcorr.diagnostics.report import ratio_distance
 from flowcorr.errors import BackendError, ConfigError
 
 SHORT = {"num_inference_steps": 3, "sde_window_range": (0, 2)}
@@ -49,6 +52,8 @@ FACTS = Facts(
     clip_by_step={0: 5e-4, 1: 2e-4},
     window_end=2,
     loss_mode="flow_grpo",
+    ratio_level="step",
+    unscaled=False,
     outliers=0.0,
     outlier_band=4e-3,
     recompute_share=0.1,
@@ -130,6 +135,10 @@ def test_outliers_stand_out_of_the_noise():
     assert spared == pytest.approx(band, rel=0.05)
 
 
+def distance_of(gap, actor):
+    return ratio_distance(gap.delta, gap.step_kl, gap.stds, gap.step_indices, actor)
+
+
 @pytest.mark.parametrize(
     ("actor", "expected"),
     [
@@ -151,16 +160,16 @@ def test_distance_is_of_the_ratio_that_the_loss_uses(actor, expected):
     )
     sign = torch.tensor([[1.0, 1.0 if actor else -1.0]], dtype=torch.float64)
     log_ratio = sign * torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(ratio_distance(gap, ActorConfig(**actor)), log_ratio.expm1().abs())
+    torch.testing.assert_close(distance_of(gap, ActorConfig(**actor)), log_ratio.expm1().abs())
 
 
 @pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard", "importance_cap"])
 def test_distance_is_from_the_centre_that_the_loss_takes_off(loss_mode):
     gap, plain = normal_gap(0.03), ActorConfig(loss_mode=loss_mode)
     gap.log_probs[:, 1] += 0.01
-    distance = ratio_distance(gap, replace(plain, clip_center="drift"))
+    distance = distance_of(gap, replace(plain, clip_center="drift"))
     if loss_mode == "importance_cap":
-        assert torch.equal(distance, ratio_distance(gap, plain))
+        assert torch.equal(distance, distance_of(gap, plain))
         return
     exponent = gap.delta + (gap.step_kl if loss_mode == "grpo_guard" else 0.0)
     exponent = (exponent - exponent.mean(0)) * (gap.stds if loss_mode == "grpo_guard" else 1.0)
@@ -191,6 +200,26 @@ def test_bypass_needs_headroom_in_the_clip_range():
     # A step whose noise fits keeps its range.
     assert other["actor"] == {"clip_ratio": [5e-3, 1e-3]}
     assert other["algorithm"]["rollout_correction"] == {"bypass_mode": True}
+
+
+@pytest.mark.parametrize("level", ["step", "trajectory_mean", "trajectory_sum"])
+@pytest.mark.parametrize("outliers", [0.0, 0.01])
+def test_advice_loads_at_every_level_of_the_ratio(level, outliers):
+    facts = replace(FACTS, ratio_level=level, outliers=outliers)
+    noisy = replace(facts, clip_by_step={0: 5e-3, 1: 5e-3})
+    for lines in (advise(facts).yaml, advise(noisy).yaml, advise(noisy).alternative):
+        load("tiny_ocr_lora", [f"actor.ratio_level={level}", *shlex.split(as_overrides(lines))])
+    assert "bypass_mode: true" in advise(facts).yaml
+    assert "bypass_mode: true" in advise(noisy).alternative
+
+
+def test_log_probs_that_are_no_densities_are_not_weighed():
+    facts = replace(FACTS, stale_nats=0.05)
+    assert advise(facts).kind == "correct"
+    advice = advise(replace(facts, unscaled=True))
+    assert advice.kind == "leave"
+    assert "log_ratio_scale" not in advice.yaml
+    assert any("with sampling.cps_unscaled differences" in reason for reason in advice.reasons)
 
 
 @pytest.mark.parametrize(

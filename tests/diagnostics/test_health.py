@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,7 @@ CASES = {
     "rejected": ("rollout_corr/rejected_ratio", [0.0, 0.05], [0.051, 0.2]),
     "clip_noise": ("rollout_corr/clip_noise_fraction", [0.1], [0.2]),
     "skipped": ("actor/skipped_updates", [0.0], [1.0]),
+    "nonfinite": ("actor/nonfinite_fraction", [0.0], [0.01, 0.5]),
     "flat_groups": ("reward/zero_std_group_fraction", [0.5], [0.6]),
 }
 
@@ -61,7 +63,11 @@ def test_a_finding_tells_number_limit_and_advice(rule):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_rules_name_metrics_that_are_logged(rule):
     names = {name for name, _, _ in (*logged._DRIFT, *logged._WEIGHTS, *logged._OUTCOME)}
-    assert rule.metric in names | {"reward/zero_std_group_fraction", "actor/skipped_updates"}
+    assert rule.metric in names | {
+        "reward/zero_std_group_fraction",
+        "actor/skipped_updates",
+        "actor/nonfinite_fraction",
+    }
 
 
 def test_what_was_not_measured_is_not_judged():
@@ -119,6 +125,30 @@ def test_units_without_correction_and_without_one_cap():
     assert units_of(load("tiny_ocr_lora", [f"{SECTION}=null"]), 512) == Units()
     assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"]), 512).cap is None
     assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=bypass_ppo_clip"]), 512).bypass
+
+
+def test_weights_that_multiply_nothing_are_noted_only():
+    shown = f"{SECTION}={{preset: null, bypass_mode: true, rollout_is: token, log_ratio_scale: sum}}"
+    units = units_of(load("tiny_ocr_lora", [shown]), 512)
+    assert (units.weighted, units.cap) == (False, None)
+    names = ("mean", "std", "max", "eff_sample_size")
+    metrics = {
+        f"actor/rollout_corr/rollout_is_{name}": value
+        for name, value in zip(names, (3.0, 4.0, 2.0, 0.1), strict=True)
+    }
+    findings = examine_step(metrics, units)
+    assert {finding.rule for finding in findings} == {"mean_weight", "weight_std", "effective_sample_size"}
+    assert {finding.level for finding in findings} == {"note"}
+    assert all("these weights multiply nothing" in finding.advice for finding in findings)
+    acting = examine_step(metrics, replace(units, weighted=True))
+    assert "note" not in {finding.level for finding in acting}
+
+
+@pytest.mark.parametrize(("share", "level"), [(0.01, "warning"), (0.5, "serious")])
+def test_terms_that_are_not_finite_are_told(share, level):
+    (finding,) = examine_step({"actor/nonfinite_fraction": share}, Units())
+    assert (finding.rule, finding.level) == ("nonfinite", level)
+    assert examine_step({"actor/nonfinite_fraction": 0.0}, Units()) == []
 
 
 def test_noise_beyond_the_clip_harms_bypass_only():

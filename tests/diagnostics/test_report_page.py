@@ -202,6 +202,12 @@ def test_a_run_that_measured_no_gap_is_not_simply_healthy(tmp_path):
     assert "healthy · bNo rule was broken." in text
 
 
+def test_a_run_without_a_training_step_is_not_healthy(tmp_path):
+    text = text_of(write_run(tmp_path / "a", steps=0))
+    assert "note · aNo training step was logged, so there is nothing to judge." in text
+    assert "healthy" not in text
+
+
 def test_seeds_of_unequal_length_are_pointed_out(tmp_path):
     seeds = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "trainer.seed=1", steps=2)]
     text = text_of(*seeds)

@@ -307,10 +307,9 @@ def test_bypass_rejects_single_steps_inside_the_loss():
     keep = (ratio >= 0.97) & (ratio <= 1.03)
     assert 0 < keep.sum() < SIZE
     torch.testing.assert_close(loss, torch.where(keep, clipped(data["advantages"], ratio), 0.0).mean())
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
-        1 - keep.double().mean().item()
-    )
-    assert not any("/step_" in name for name in metrics)
+    rejected = 1 - keep.double().mean().item()
+    assert metrics["actor/rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(rejected)
+    assert all(name.startswith("actor/") and "/step_" not in name for name in metrics)
 
 
 # The registry --------------------------------------------------------------------------------------------
@@ -389,7 +388,7 @@ def test_registered_losses_correct_in_bypass_mode(registry):
     register_losses(config)
     result = registry.DIFFUSION_LOSS_REGISTRY["flow_grpo"](**step_inputs())
     torch.testing.assert_close(result.loss, step_loss("flow_grpo", correction=config, **step_inputs())[0])
-    assert 0 < result.metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
+    assert 0 < result.metrics["actor/rollout_corr/rollout_rs_masked_fraction"] < 1
 
 
 @pytest.mark.parametrize("config", [RolloutCorrectionConfig.seq_is(), RolloutCorrectionConfig.bypass_pg_is()])

@@ -43,6 +43,33 @@ def test_encoders_stay_where_the_embeddings_do_not_fit(family, caplog):
             assert torch.equal(rows[row], expected[text][name][0]), name
 
 
+def test_rows_that_do_not_fit_are_dropped_oldest_first(family, monkeypatch):
+    texts = ["cat", "dog", "bird", "fish"]
+    row = sum(rows.nbytes for rows in family.encode(["cat"], Guidance()).values())
+    cache = PromptCache(family, Guidance(), texts, max_bytes=2 * row)
+    asked = []
+    encode = family.encode
+    monkeypatch.setattr(
+        family, "encode", lambda texts, guidance: asked.extend(texts) or encode(texts, guidance)
+    )
+    for text in (
+        "cat",
+        "dog",
+        "cat",
+        "bird",
+    ):  # bird takes the place of dog, which was not asked for the longest
+        cache([text])
+    assert asked == ["cat", "dog", "bird"]
+    cache(["cat", "bird"])
+    assert asked == ["cat", "dog", "bird"]
+    assert len(cache(texts)["prompt_embeds"]) == len(texts)  # a call that does not fit itself
+    assert asked == ["cat", "dog", "bird", "dog", "fish"]
+    cache(["cat"])
+    assert asked == ["cat", "dog", "bird", "dog", "fish"]
+    cache(["dog"])
+    assert len(cache._rows) == 2
+
+
 def test_more_prompts_than_a_chunk(family):
     texts = [a + b + c for a in "abcde" for b in "fghij" for c in "klm"]
     assert len(texts) > CHUNK

@@ -131,6 +131,34 @@ def test_unreadable_transcription_fails_its_sample(serve):
     assert list(output.errors) == [1]
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("mode", ["score", "transcribe"])
+def test_refused_image_fails_its_sample_alone_with_the_reason(serve, status, mode, caplog):
+    def filtered(request):
+        if place_of(request) == 1:
+            return status, b"content filter", {}
+        return completion('{"score": 10, "text": "open"}')
+
+    server = serve(filtered)
+    reward = judge(server, mode=mode, retries=2)
+    message = rf"sample 1 \(prompt 'a sign that says \"shut\"'\): .*answered status {status}: content filter"
+    with pytest.raises(BackendError, match=message):
+        score_batch(reward, IMAGES, PROMPTS)
+    server.requests.clear()
+    output, failed = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, True, False, False]
+    assert np.isnan(output.scores).tolist() == failed.tolist()
+    assert re.search(message, caplog.text)
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
+def test_other_refusals_end_the_run(serve, status):
+    server = serve(lambda request: (status, b"no", {}))
+    with pytest.raises(BackendError, match=f"answered status {status}"):
+        score_batch(judge(server, retries=0), IMAGES, PROMPTS, on_error="drop_group")
+
+
 @pytest.mark.parametrize(
     "answer", [{}, [], {"choices": []}, {"choices": [{"text": "hi"}]}, {"error": "no such model"}], ids=str
 )

@@ -35,3 +35,26 @@ def test_redact_hides_secrets_and_nothing_else():
         "reward": {"terms": [{"options": {"headers": {"Authorization": "***", "X-Api-Key": "***"}}}]},
     }
     assert config["hub_token"] == "t"
+
+
+@pytest.mark.parametrize("name", ["apikey", "apiKey", "X-ApiKey"])
+def test_redact_knows_api_keys_in_one_word(name):
+    assert redact({name: "s3cret"}) == {name: "***"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://host/score?api_key=SECRET", "https://host/score?***"),
+        ("HTTP://host:80?a=1&b=SECRET#top", "HTTP://host:80?***#top"),
+        ("http://host/score?***", "http://host/score?***"),
+        ("http://host/score", "http://host/score"),
+        ("http://host/score?", "http://host/score?"),
+        ("what is https://host?", "what is https://host?"),
+        ("runs/a?b=c", "runs/a?b=c"),
+    ],
+)
+def test_redact_hides_the_query_of_an_address(text, shown):
+    config = {"url": text, "terms": [{"options": {"urls": [text]}}]}
+    assert redact(config) == {"url": shown, "terms": [{"options": {"urls": [shown]}}]}
+    assert config["url"] == text

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.config.schema import Config
+from flowcorr.devices import empty_cache
 from flowcorr.models import DTYPES, Guidance, ModelFamily, resolve_path
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import Weights
@@ -128,6 +129,7 @@ class VllmOmniEngine:
 
     def _load_transformer(self, tensors: Mapping[str, Tensor]) -> None:
         state = round_weights(self._merge(tensors), self.config.rollout.emulate)
+        state = {name: value.to(self._dtype) for name, value in state.items()}
         for part in adapter.buckets(state):
             self._client.rpc("flowcorr_transformer", tensors=part)
 
@@ -182,7 +184,7 @@ class VllmOmniEngine:
         """See `RolloutEngine.sample`; samples come group by group, in the order of `groups`.
 
         Raises:
-            BackendError: a request failed, the engine died, or it sampled with other weights.
+            BackendError: a request failed, or the engine died.
         """
         self._wake()
         count = self.config.rollout.n
@@ -270,6 +272,7 @@ class VllmOmniEngine:
 
     def _wake(self) -> None:
         if self._sleeps and self._asleep:
+            empty_cache(next(self.family.transformer.parameters()).device)
             self._client.wake_up()
             self._asleep = False
 
