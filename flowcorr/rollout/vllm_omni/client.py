@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT = 15.0  # seconds between the lines that say the engine is still loading
 HEALTH_CHECK = 2.0  # seconds between looks at an engine that we wait for
+FIRST_PATIENCE = 1800.0  # seconds to wait for the very first answers, which may have to compile something
+PATIENCE, PATIENCE_FACTOR = 60.0, 10.0  # seconds at least, and times the longest wait for an answer so far
+ASKED = 3  # times that a request is asked at the most
 LOG_LINES = 20  # of the engine's log, quoted when it fails
 SHUTDOWN = 60.0  # seconds until an engine that does not stop is left to die with its parent
 LOGGERS = ("vllm", "vllm_omni")
@@ -49,6 +52,7 @@ class OmniClient:
     ) -> None:
         self.log = log
         self._omni: Any = None
+        self._longest_silence: float | None = None  # between two answers, or before the first
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
         self._thread.start()
@@ -162,12 +166,50 @@ class OmniClient:
         return BackendError(f"the vllm-omni engine {what}{reason}{quoted}")
 
     async def _generate_all(self, requests: Sequence[tuple[Mapping[str, Any], Any]]) -> list[Any]:
-        tasks = [asyncio.create_task(self._generate(prompt, params)) for prompt, params in requests]
+        """All outputs. vllm-omni 0.30 may lose an answer while it is well; what stays away for too long is asked again.
+
+        A request says all that its sample depends on, so another answer is the same.
+        """
+        outputs: dict[int, Any] = {}
+        asked, since = 1, time.monotonic()
+        tasks = self._ask(requests, range(len(requests)))
         try:
-            return await asyncio.gather(*tasks)
+            while tasks:
+                done, _ = await asyncio.wait(
+                    tasks, timeout=self._patience(), return_when=asyncio.FIRST_COMPLETED
+                )
+                silence, since = time.monotonic() - since, time.monotonic()
+                for task in done:
+                    outputs[tasks.pop(task)] = task.result()
+                if done:
+                    self._longest_silence = max(silence, self._longest_silence or 0.0)
+                    continue
+                if asked == ASKED:
+                    raise TimeoutError(
+                        f"{len(tasks)} of {len(requests)} answers stayed away for {silence:.0f} s"
+                    )
+                logger.warning(
+                    "vllm-omni left %d of %d requests without an answer for %.0f s; they are asked again",
+                    len(tasks), len(requests), silence,
+                )  # fmt: skip
+                for task in tasks:
+                    task.cancel()
+                asked, tasks = asked + 1, self._ask(requests, list(tasks.values()))
+            return [outputs[place] for place in range(len(requests))]
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _ask(
+        self, requests: Sequence[tuple[Mapping[str, Any], Any]], places: Sequence[int]
+    ) -> dict[asyncio.Task[Any], int]:
+        return {asyncio.create_task(self._generate(*requests[place])): place for place in places}
+
+    def _patience(self) -> float:
+        """Seconds without any answer after which one is taken for lost: many times the longest that came to an end."""
+        if self._longest_silence is None:
+            return FIRST_PATIENCE
+        return max(PATIENCE, PATIENCE_FACTOR * self._longest_silence)
 
     async def _generate(self, prompt: Mapping[str, Any], params: Any) -> Any:
         outputs = self._omni.generate(prompt=dict(prompt), sampling_params_list=[params])
