@@ -119,10 +119,7 @@ class DiffusionActor:
         """Recompute the log-probs of a whole batch, in micro-batches and without gradients."""
         parts = self._micro_batches(rollout.num_samples)
         missing = self._missing_forwards(len(parts))
-        log_probs, means = (
-            [torch.empty_like(rollout.log_probs[:0])],
-            [torch.empty_like(rollout.latents[:0, 1:])],
-        )
+        log_probs, means = [rollout.log_probs[:0]], [rollout.latents[:0, 1:]]
         for part in parts:
             score = self.score(rollout.select(part))
             log_probs.append(score.log_prob)

@@ -181,9 +181,8 @@ class _Run:
     def _rescue(self) -> None:
         try:
             self._write(*self._captured())
-        except (
-            Exception
-        ) as error:  # the failure that led here is the one to report, whatever comes on top of it
+        except Exception as error:
+            # The failure that led here is the one to report.
             logger.warning("no checkpoint could be saved after the failure: %s", error)
 
     def _warn_of_idle_bands(self, values: Mapping[str, float]) -> None:

@@ -4,8 +4,12 @@ import shutil
 import pytest
 import torch
 
+from flowcorr.config.rules import GUIDANCE
 from flowcorr.errors import ConfigError
 from flowcorr.models import EMBEDDED, load_family, resolve_path
+from flowcorr.models.flux import Flux
+from flowcorr.models.qwen_image import QwenImage
+from flowcorr.models.sd3 import SD3
 
 
 def test_the_embedded_model_is_frozen_and_in_evaluation_mode():
@@ -68,3 +72,7 @@ def test_an_incomplete_pipeline_is_an_error(tmp_path):
     shutil.rmtree(folder / "transformer")
     with pytest.raises(ConfigError, match="cannot be loaded as a sd3 pipeline"):
         load_family(str(folder))
+
+
+def test_configurations_know_which_guidance_a_family_reads():
+    assert {family.name: family.guidance_key for family in (SD3, Flux, QwenImage)} == GUIDANCE

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -84,9 +85,9 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
         self.family = self.family_class(self, dtype=od_config.dtype)
         self.adapters: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
 
+    @abstractmethod
     def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
         """The engine's transformer, which the loader then fills."""
-        raise NotImplementedError
 
     def call_transformer(self, **inputs: Any) -> Any:
         """The transformer as the family calls diffusers' one."""
