@@ -11,6 +11,7 @@ import argparse
 
 import torch
 
+from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, ModelFamily, Schedule, load_family
 from flowcorr.models.base import check_size, to_images
 from flowcorr.rollout import sample_ode
@@ -68,7 +69,7 @@ class AuraFlow(ModelFamily):
 
 def check(path: str, *, height: int | None = None, width: int | None = None) -> float:
     """Largest difference between flowcorr's sampler and the pipeline's own call, from the same noise."""
-    family = load_family(path, family=f"{__name__}:AuraFlow")
+    family = load_family(ModelConfig(path=path, family=f"{__name__}:AuraFlow"))
     guidance = Guidance(guidance_scale=3.5, negative_prompt="a blurry photo")
     shape = family.latent_shape(height, width)
     noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flowcorr.config.schema import DataConfig
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.records import Prompt
 from flowcorr.words import heldout_words, train_words
@@ -29,9 +30,7 @@ class PromptSet:
     heldout: tuple[Prompt, ...]
 
 
-def load_prompts(
-    path: str | Path, *, heldout_fraction: float, num_train: int, num_heldout: int, seed: int
-) -> PromptSet:
+def load_prompts(data: DataConfig, *, seed: int = 0) -> PromptSet:
     """Read prompts and split them.
 
     A `.txt` file holds one prompt a line; the words in double quotes, if there are any, are its target. A
@@ -43,33 +42,27 @@ def load_prompts(
     holds. The embedded words have a split of their own, which the embedded model's pretraining respects.
 
     Args:
-        path: the file, or `tiny_words`.
-        heldout_fraction: share of a file that is held out, between 0 and 1; the embedded words ignore it.
-        num_train: embedded words to train on; a file is used whole.
-        num_heldout: at most so many held-out prompts; of a file's, those with the smallest hashes.
-        seed: which of the embedded words are drawn; a file ignores it.
+        data: the file, or `tiny_words`, and how it is split. Of a file's held-out prompts, those with the smallest
+            hashes are kept.
+        seed: chooses among the embedded words; a file ignores it.
 
     Raises:
         ConfigError: the file is missing, empty or malformed (the message names file and line), or a side of
             the split is empty.
     """
-    if str(path) == TINY_WORDS:
-        return _tiny_words(num_train, num_heldout, seed)
-    if not 0 < heldout_fraction < 1:
-        raise ConfigError(
-            f"data.heldout_fraction={heldout_fraction!r} is out of range; use a value in (0, 1)"
-        )
-    prompts = read_prompts(Path(path))
-    train = [prompt for prompt in prompts if _hash(prompt.text) >= heldout_fraction]
-    heldout = [prompt for prompt in prompts if _hash(prompt.text) < heldout_fraction]
+    if data.path == TINY_WORDS:
+        return _tiny_words(data.num_train, data.num_heldout, seed)
+    prompts = read_prompts(Path(data.path))
+    train = [prompt for prompt in prompts if _hash(prompt.text) >= data.heldout_fraction]
+    heldout = [prompt for prompt in prompts if _hash(prompt.text) < data.heldout_fraction]
     for side, chosen in (("training", train), ("held-out", heldout)):
         if not chosen:
             raise ConfigError(
-                f"data.path={str(path)!r}: data.heldout_fraction={heldout_fraction} leaves no {side} prompt "
+                f"data.path={data.path!r}: data.heldout_fraction={data.heldout_fraction} leaves no {side} prompt "
                 f"of {len(prompts)}; add prompts, or change the fraction"
             )
     heldout.sort(key=lambda prompt: _hash(prompt.text))
-    return PromptSet(train=tuple(train), heldout=tuple(heldout[:num_heldout]))
+    return PromptSet(train=tuple(train), heldout=tuple(heldout[: data.num_heldout]))
 
 
 def read_prompts(path: Path) -> list[Prompt]:

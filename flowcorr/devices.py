@@ -26,6 +26,15 @@ def named_device(key: str, name: str) -> torch.device:
     return device
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device; on a CPU, those that the system can give without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
 def empty_cache(device: torch.device) -> None:
     """Give what torch keeps of a GPU for itself back to other processes, such as an engine that shares it."""
     if device.type == "cuda":

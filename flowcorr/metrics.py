@@ -1,18 +1,16 @@
-"""Metrics whose parts merge exactly over micro-batches and ranks.
+"""Metrics that merge exactly over micro-batches and ranks.
 
-A metric is kept as the sums (or the extreme) it is made of, packed into one float64 vector a producer.
-Merging adds those vectors, so the value of a mean, a standard deviation or an effective sample size is
-that of the whole batch, however it was cut. Nothing leaves the device before `Metrics.compute`, which
-copies everything at once.
+A producer describes each metric by a `Stat`: the parts that it is computed from, such as a sum and a count. Merging
+keeps the parts of every micro-batch, still on the device. `Metrics.compute` copies all of them to the host at once and
+merges them there in float64, so a mean, a standard deviation or an effective sample size is that of the whole batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
@@ -20,111 +18,79 @@ from torch import Tensor
 from flowcorr.distributed import Group, gather, world_size
 
 Number = Tensor | float | int
+TrainingRun = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the parts of two batches merge, and the value that they make; NaN where there was no term."""
+
+    merge: Callable[[TrainingRun, TrainingRun], TrainingRun]
+    value: Callable[..., float]
+
+
+def _add(one: TrainingRun, other: TrainingRun) -> TrainingRun:
+    return tuple(a + b for a, b in zip(one, other, strict=True))
+
+
+def _merge_moments(one: TrainingRun, other: TrainingRun) -> TrainingRun:
+    """Count, mean and sum of squared deviations of both; Chan, Golub and LeVeque (1983), eq. 1.5."""
+    (count_a, mean_a, squares_a), (count_b, mean_b, squares_b) = one, other
+    count = count_a + count_b
+    if not count:
+        return one
+    shift = mean_b - mean_a
+    mean = mean_a + shift * count_b / count
+    return count, mean, squares_a + squares_b + shift * shift * count_a * count_b / count
 
 
 def _mean(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
-def _std(total: float, squares: float, count: float) -> float:
+def _std(count: float, mean: float, squares: float) -> float:
     if count < 2:
         return 0.0 if count else math.nan
-    return math.sqrt(max(squares - total * total / count, 0.0) / (count - 1))
+    return math.sqrt(squares / (count - 1))
 
 
-def _effective_sample_size(total: float, squares: float, count: float) -> float:
-    return total * total / (count * squares) if count and squares else math.nan
+def _effective_sample_size(count: float, mean: float, squares: float) -> float:
+    """`(sum w)^2 / (n sum w^2)` from the mean and the variance of weights, neither of which cancels."""
+    second_moment = mean * mean + squares / count if count else 0.0
+    return mean * mean / second_moment if second_moment else math.nan
 
 
-def _shifted_ess(total: float, squares: float, count: float) -> float:
-    """ESS of weights whose sums were taken of `w - 1`."""
-    return _effective_sample_size(total + count, squares + 2.0 * total + count, count)
-
-
-def _identity(value: float) -> float:
+def _finite(value: float) -> float:
     return value if math.isfinite(value) else math.nan
 
 
-def _negated(value: float) -> float:
-    return _identity(-value)
-
-
-KINDS: dict[str, Callable[..., float]] = {
-    "mean": _mean,  # (total, count)
-    "mean_plus_one": lambda total, count: 1.0 + _mean(total, count),  # sums of x - 1, exact near 1
-    "std": _std,  # (total, squares, count), unbiased; sums may be of x - constant
-    "ess": _effective_sample_size,  # (total, squares, count)
-    "ess_plus_one": _shifted_ess,  # likewise, of x - 1
-    "sum": _identity,  # (total)
-    "max": _identity,  # (maximum)
-    "min": _negated,  # (maximum of the negated values)
+KINDS: dict[str, Kind] = {
+    "mean": Kind(_add, _mean),  # (total, count)
+    "std": Kind(_merge_moments, _std),  # (count, mean, sum of squared deviations); unbiased
+    "ess": Kind(_merge_moments, _effective_sample_size),  # likewise
+    "sum": Kind(_add, _finite),
+    "max": Kind(lambda one, other: (max(*one, *other),), _finite),
+    "min": Kind(lambda one, other: (min(*one, *other),), _finite),
+    "counts": Kind(_add, lambda count: math.nan),  # not logged; read by `Metrics.counts`
 }
-_EXTREMES = ("max", "min")
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One named value and the places of its parts.
-
-    Attributes:
-        name: the metric's name, with its prefix once it has one.
-        kind: a key of `KINDS`.
-        slots: positions in the packed sums, or in the packed maxima for `max` and `min`.
-    """
-
-    name: str
-    kind: str
-    slots: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The fields of one packed block, the same for every micro-batch that a producer sees."""
-
-    fields: tuple[Field, ...]
-    # Layouts are dictionary keys on the hot path, and have dozens of fields: hash them once.
-    _hash: int = dataclasses.field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(self.fields))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def prefixed(self, prefix: str) -> Layout:
-        """The same fields under `prefix + name`."""
-        return _prefixed(self, prefix)
-
-
-@lru_cache(maxsize=512)
-def _prefixed(layout: Layout, prefix: str) -> Layout:
-    return Layout(tuple(Field(prefix + field.name, field.kind, field.slots) for field in layout.fields))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """Packed parts: `sums` `[S]` add up and `maxima` `[M]` take the maximum, both float64."""
-
-    sums: Tensor
-    maxima: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Stat:
-    """The parts of one metric, as a producer of a few metrics writes them; see the functions below."""
+    """One metric by its parts.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        parts: numbers or 0-d tensors; or `[S]` tensors for `S` metrics whose index replaces `{}` in their name.
+    """
 
     kind: str
     parts: tuple[Number, ...]
 
 
 def mean(total: Number, count: Number) -> Stat:
-    """Mean of `count` terms that sum to `total`; left out of the results where no term was seen."""
+    """Mean of `count` terms that sum to `total`; not logged where there was no term."""
     return Stat("mean", (total, count))
-
-
-def std(total: Number, squares: Number, count: Number) -> Stat:
-    """Unbiased standard deviation from sums of `x - c` and `(x - c)^2`, `c` any constant; 0 for one term."""
-    return Stat("std", (total, squares, count))
 
 
 def total(value: Number) -> Stat:
@@ -139,131 +105,136 @@ def maximum(value: Number) -> Stat:
 
 def minimum(value: Number) -> Stat:
     """The smallest value; `inf` where there was none."""
-    return Stat("min", (-value,))
+    return Stat("min", (value,))
+
+
+class Over:
+    """Stats over the terms where the bool tensor `where` is true; values elsewhere may be anything."""
+
+    __slots__ = ("count", "elsewhere", "where")
+
+    def __init__(self, where: Tensor) -> None:
+        self.where, self.elsewhere = where, ~where
+        self.count = where.sum()
+
+    def mean(self, values: Tensor) -> Stat:
+        return mean(self._sum(values), self.count)
+
+    def share(self, of: Tensor) -> Stat:
+        """The share of terms in which the bools `of` hold."""
+        return mean((of & self.where).sum(), self.count)
+
+    def std(self, values: Tensor) -> Stat:
+        """The unbiased standard deviation; 0 for one term."""
+        return Stat("std", self._moments(values))
+
+    def ess(self, weights: Tensor) -> Stat:
+        """The effective sample size of weights as a share of the sample, `(sum w)^2 / (n sum w^2)`."""
+        return Stat("ess", self._moments(weights))
+
+    def max(self, values: Tensor) -> Stat:
+        values = values.masked_fill(self.elsewhere, -math.inf)
+        return maximum(values.amax() if values.numel() else -math.inf)
+
+    def min(self, values: Tensor) -> Stat:
+        values = values.masked_fill(self.elsewhere, math.inf)
+        return minimum(values.amin() if values.numel() else math.inf)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return values.masked_fill(self.elsewhere, 0.0).sum(dtype=torch.float64)
+
+    def _moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean = self._sum(values) / self.count.clamp(min=1)
+        return self.count, mean, self._sum((values - mean).square())
 
 
 class Metrics:
-    """Named metrics that merge exactly; immutable.
+    """Named stats of any number of micro-batches; immutable. One name has one kind."""
 
-    Two metrics of one name must come from one producer, that is share a `Layout`.
-    """
+    __slots__ = ("_stats",)
 
-    __slots__ = ("_blocks",)
-
-    def __init__(self, blocks: Mapping[Layout, Block] | None = None) -> None:
-        self._blocks: dict[Layout, Block] = dict(blocks or {})
+    def __init__(self, stats: Iterable[tuple[str, Stat]] = ()) -> None:
+        self._stats = tuple(stats)
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Stat]) -> Metrics:
-        """Pack a few metrics, each given by its parts (0-d tensors on one device, or numbers)."""
-        if not stats:
-            return cls()
-        layout = _layout(tuple((name, stat.kind, len(stat.parts)) for name, stat in stats.items()))
-        sums = [part for stat in stats.values() if stat.kind not in _EXTREMES for part in stat.parts]
-        maxima = [part for stat in stats.values() if stat.kind in _EXTREMES for part in stat.parts]
-        device = next((part.device for part in (*sums, *maxima) if isinstance(part, Tensor)), None)
-        return cls({layout: Block(_pack(sums, device), _pack(maxima, device))})
+        """The metrics of one micro-batch."""
+        return cls((name, Stat(stat.kind, tuple(map(_detached, stat.parts)))) for name, stat in stats.items())
 
     @classmethod
     def merged(cls, parts: Iterable[Metrics]) -> Metrics:
         """All of `parts` in one."""
-        result = cls()
-        for part in parts:
-            result = result.merge(part)
-        return result
+        return cls(chain.from_iterable(part._stats for part in parts))
 
     def merge(self, other: Metrics) -> Metrics:
         """The metrics of both batches together."""
-        blocks = dict(self._blocks)
-        for layout, block in other._blocks.items():
-            mine = blocks.get(layout)
-            if mine is not None:
-                block = Block(mine.sums + block.sums, torch.maximum(mine.maxima, block.maxima))
-            blocks[layout] = block
-        return Metrics(blocks)
+        return Metrics(self._stats + other._stats)
 
     def prefixed(self, prefix: str) -> Metrics:
         """The same metrics under `prefix + name`."""
-        return Metrics({layout.prefixed(prefix): block for layout, block in self._blocks.items()})
+        return Metrics((prefix + name, stat) for name, stat in self._stats)
 
-    def under(self, prefix: str) -> Metrics:
-        """The metrics of producers whose names all start with `prefix`."""
-        return Metrics(
-            {
-                layout: block
-                for layout, block in self._blocks.items()
-                if all(field.name.startswith(prefix) for field in layout.fields)
-            }
-        )
-
-    def beside(self, prefix: str) -> Metrics:
-        """The metrics that `under` leaves out."""
-        apart = self.under(prefix)._blocks
-        return Metrics({layout: block for layout, block in self._blocks.items() if layout not in apart})
-
-    def sums(self, name: str) -> Tensor:
-        """The packed sums `[S]` of the producer of metric `name`, which may keep more of them than its metrics read."""
-        for layout, block in self._blocks.items():
-            if any(field.name == name for field in layout.fields):
-                return block.sums
-        raise KeyError(name)
+    def on_host(self) -> Metrics:
+        """The same metrics, copied to the host at once and merged there to one stat a name."""
+        return Metrics((name, _stat(kind, rows)) for name, (kind, rows) in self._merged().items())
 
     def across_ranks(self, group: Group = None) -> Metrics:
-        """The metrics of all ranks together, by one collective; a rank may lack some, such as where it had no samples.
+        """The metrics of all ranks together, by one collective; a rank may lack some of them.
 
-        Sums are added in rank order, so every rank gets the same bits.
+        Every rank merges in rank order, so all get the same bits.
         """
         if world_size(group) == 1:
             return self
-        mine = [(layout.fields, *parts) for layout, parts in zip(self._blocks, self._to_host(), strict=True)]
-        return Metrics.merged(
-            Metrics({Layout(fields): Block(*(torch.tensor(part, dtype=torch.float64) for part in parts))})
-            for rank in gather(mine, "the metrics", group)
-            for fields, *parts in rank
-        )
+        return Metrics.merged(Metrics(stats) for stats in gather(self.on_host()._stats, "the metrics", group))
 
     def compute(self) -> dict[str, float]:
         """All values, by one copy to the host; metrics that saw no term are left out."""
-        values: dict[str, float] = {}
-        for layout, (sums, maxima) in zip(self._blocks, self._to_host(), strict=True):
-            for field in layout.fields:
-                source = maxima if field.kind in _EXTREMES else sums
-                value = KINDS[field.kind](*[source[slot] for slot in field.slots])
-                if value == value:
-                    assert field.name not in values, f"metric {field.name} has two producers"
-                    values[field.name] = value
-        return values
+        values = {
+            name.replace("{}", str(index)): KINDS[kind].value(*parts)
+            for name, (kind, rows) in self._merged().items()
+            for index, parts in enumerate(rows)
+        }
+        return {name: value for name, value in values.items() if not math.isnan(value)}
 
-    def _to_host(self) -> list[tuple[list[float], list[float]]]:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for block in self._blocks.values():
-            by_device.setdefault(block.sums.device, []).extend((block.sums, block.maxima))
-        flat = {device: iter(torch.cat(parts).tolist()) for device, parts in by_device.items()}
-        return [
-            (
-                [next(flat[block.sums.device]) for _ in range(block.sums.numel())],
-                [next(flat[block.sums.device]) for _ in range(block.maxima.numel())],
-            )
-            for block in self._blocks.values()
-        ]
+    def counts(self, name: str) -> list[float]:
+        """The stat `name`, of kind `counts`, added up."""
+        _, rows = self._merged()[name]
+        return [count for (count,) in rows]
 
+    def _merged(self) -> dict[str, tuple[str, list[TrainingRun]]]:
+        """Kind and parts of each metric on the host: a list of one, or of one for each index."""
+        merged: dict[str, tuple[str, list[TrainingRun]]] = {}
+        for name, kind, rows in self._on_host():
+            known, old = merged.get(name, (kind, []))
+            assert known == kind, f"metric {name} has two producers"
+            merge = KINDS[kind].merge
+            merged[name] = kind, [merge(a, b) if a and b else a or b for a, b in zip_longest(old, rows)]
+        return merged
 
-@lru_cache(maxsize=512)
-def _layout(specification: tuple[tuple[str, str, int], ...]) -> Layout:
-    places = {"sums": 0, "maxima": 0}
-    fields = []
-    for name, kind, size in specification:
-        vector = "maxima" if kind in _EXTREMES else "sums"
-        fields.append(Field(name, kind, tuple(range(places[vector], places[vector] + size))))
-        places[vector] += size
-    return Layout(tuple(fields))
+    def _on_host(self) -> Iterable[tuple[str, str, list[TrainingRun]]]:
+        tensors = [part for _, stat in self._stats for part in stat.parts if isinstance(part, Tensor)]
+        numbers = iter(_concatenated(tensors).tolist())
+        for name, stat in self._stats:
+            columns = [
+                [next(numbers) for _ in range(part.numel())] if isinstance(part, Tensor) else [float(part)]
+                for part in stat.parts
+            ]
+            yield name, stat.kind, list(zip(*columns, strict=True))
 
 
-def _pack(parts: Sequence[Number], device: torch.device | None) -> Tensor:
-    tensors = [
-        part.detach().to(torch.float64)
-        if isinstance(part, Tensor)
-        else torch.full((), float(part), dtype=torch.float64, device=device)
-        for part in parts
-    ]
-    return torch.stack(tensors) if tensors else torch.zeros(0, dtype=torch.float64, device=device)
+def _stat(kind: str, rows: list[TrainingRun]) -> Stat:
+    if len(rows) == 1:
+        return Stat(kind, rows[0])
+    return Stat(kind, tuple(torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)))
+
+
+def _detached(part: Number) -> Number:
+    return part.detach() if isinstance(part, Tensor) and part.requires_grad else part
+
+
+def _concatenated(tensors: list[Tensor]) -> Tensor:
+    """All values in float64, on the device of the first."""
+    if not tensors:
+        return torch.zeros(0)
+    device = tensors[0].device
+    return torch.cat([part.to(device).reshape(-1) for part in tensors]).double()

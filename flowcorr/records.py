@@ -148,7 +148,6 @@ class ActorBatch:
         old_means: `[B, T, *L]`, the step means of the policy of `old_log_probs`, where the loss needs them.
         rollout_is_weights: `[B, T]` detached weights that multiply the loss, or None.
         keep: `[B, T]` bool, False where a term was rejected, or None.
-        clip_centers: `[B, T]`, what the loss takes log-ratios relative to, or None for 0.
         places: `[B, T]` int64, where each term stood in the flattened batch that this one was cut from, or None.
     """
 
@@ -158,7 +157,6 @@ class ActorBatch:
     old_means: Tensor | None = None
     rollout_is_weights: Tensor | None = None
     keep: Tensor | None = None
-    clip_centers: Tensor | None = None
     places: Tensor | None = None
 
     def select(self, index: Tensor | slice) -> ActorBatch:
@@ -172,7 +170,7 @@ class ActorBatch:
     def step(self, t: int) -> ActorBatch:
         """The window's step `t` alone, as a window of one step."""
         columns = slice(t, t + 1)
-        names = ("old_log_probs", "old_means", "rollout_is_weights", "keep", "clip_centers", "places")
+        names = ("old_log_probs", "old_means", "rollout_is_weights", "keep", "places")
         parts = {name: value[:, columns] for name in names if (value := getattr(self, name)) is not None}
         return replace(self, rollout=self.rollout.step(t), **parts)
 
@@ -193,6 +191,10 @@ class PolicyStep:
     std: Tensor
     step: Tensor
 
+    def detach(self) -> PolicyStep:
+        """The same values without their graph."""
+        return replace(self, **{name: value.detach() for name, value in _tensors(self).items()})
+
     def per_term(self) -> PolicyStep:
         """`[b, T]` as `[b * T]`: every SDE step a sample of its own."""
         return _per_term(self, self.log_prob.dim())
@@ -211,7 +213,6 @@ class BatchStep:
         reference_mean: likewise of the reference policy that `kl_coef` holds the policy to, or None.
         weight: detached importance weights, or None for 1.
         keep: bool, False where a term takes no part, or None for all.
-        clip_center: what the loss takes the log-ratio relative to, or None for 0.
         step_index: int64, the step's place in the schedule.
     """
 
@@ -224,7 +225,6 @@ class BatchStep:
     reference_mean: Tensor | None = None
     weight: Tensor | None = None
     keep: Tensor | None = None
-    clip_center: Tensor | None = None
 
     @classmethod
     def of(cls, batch: ActorBatch, reference_means: Tensor | None = None) -> BatchStep:
@@ -240,7 +240,6 @@ class BatchStep:
             reference_mean=reference_means,
             weight=batch.rollout_is_weights,
             keep=batch.keep,
-            clip_center=batch.clip_centers,
         )
 
     def per_term(self) -> BatchStep:
@@ -256,16 +255,15 @@ class LossOutput:
         loss_sum: 0-d, differentiable, the sum over kept terms.
         count_all: 0-d, valid terms, kept or not.
         count_kept: 0-d, terms that entered the sum.
-        metrics: what the loss saw, mergeable over micro-batches and ranks.
-        drift: `[2, S]` float64, sum and number of the kept log-ratios by step index, before their `clip_center` is
-            taken off; None without one.
+        metrics: `actor/*`, what describes the update.
+        correction_metrics: `rollout_corr/*`, what the correction inside the loss measured; empty outside bypass mode.
     """
 
     loss_sum: Tensor
     count_all: Tensor
     count_kept: Tensor
     metrics: Metrics
-    drift: Tensor | None = None
+    correction_metrics: Metrics = field(default_factory=Metrics)
 
     def mean(self, denominator: Literal["kept", "all"] = "kept") -> Tensor:
         """The mean loss over kept terms, or over all; 0 where there is none."""

@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +44,11 @@ settings.load_profile("flowcorr")
 RAY = tuple(
     f"tests/{name}.py"
     for name in (
-        "rollout/test_ray_pool",
+        "workers/test_rollout",
         "trainer/test_asynchronous",
-        "rewards/test_ray_pool",
-        "test_ray_workers",
-        "test_ray_cluster",
+        "workers/test_reward",
+        "workers/test_pool",
+        "workers/test_cluster",
         "faults/test_reward_service",
     )
 )
@@ -122,10 +122,10 @@ class Run:
     def stir(self, scale: float = 0.02, seed: int = 0) -> None:
         """Move the trained weights, as training would, and tell the engine."""
         draw = torch.Generator().manual_seed(seed)
-        for parameter in self.actor.parameters.values():
+        for parameter in self.actor.weights.parameters.values():
             parameter.data += scale * torch.randn(parameter.shape, generator=draw).to(parameter)
-        self.actor.version += 1
-        self.engine.sync(self.actor.snapshot())
+        self.actor.weights.version += 1
+        self.engine.sync(self.actor.weights.snapshot())
 
     def batch(self, rollout: Rollout | None = None) -> ActorBatch:
         """An on-policy batch whose advantages differ from sample to sample."""
@@ -140,8 +140,21 @@ class Run:
             old_means=scores.means,
         )
 
+    def in_float64(self, batch: ActorBatch) -> ActorBatch:
+        """Let the actor compute in float64, so that no float32 log-prob depends on its batch; `batch` to match."""
+        self.actor.weights.transformer.double()
+        conditioning = {name: rows.double() for name, rows in batch.rollout.conditioning.items()}
+        return replace(batch, rollout=replace(batch.rollout, conditioning=conditioning))
+
+    def update(self, batch: ActorBatch, *, training_step: int = 1, record: Any = None) -> Any:
+        """An update under the configured correction, in the mode that a run begins in."""
+        from flowcorr.algorithm import AutoMode
+
+        correction = AutoMode.of(self.config).correction
+        return self.actor.update(batch, correction, training_step=training_step, record=record)
+
     def gradient(self) -> dict[str, Tensor]:
-        return {name: parameter.grad.clone() for name, parameter in self.actor.parameters.items()}
+        return {name: parameter.grad.clone() for name, parameter in self.actor.weights.parameters.items()}
 
 
 def small_config(**sections: dict[str, Any]) -> Config:
@@ -159,9 +172,10 @@ def small_config(**sections: dict[str, Any]) -> Config:
 @lru_cache
 def loaded_family(path: str, dtype: str) -> ModelFamily:
     """The model as it lies on disk, which nothing may change."""
-    from flowcorr.models import DTYPES, load_family
+    from flowcorr.config import ModelConfig
+    from flowcorr.models import load_family
 
-    return load_family(path, dtype=DTYPES[dtype], max_sequence_length=8)
+    return load_family(ModelConfig(path=path, dtype=dtype, max_sequence_length=8))
 
 
 def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
@@ -178,10 +192,10 @@ def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
         config.rollout,
         config.sampling,
         seed=config.trainer.seed,
-        merge=actor.merged_weights,
-        base=actor.base,
+        merge=actor.weights.merged,
+        base=actor.weights.untrained,
     )
-    engine.sync(actor.snapshot())
+    engine.sync(actor.weights.snapshot())
     conditioning = family.encode(prompts, actor.guidance)
     return Run(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
 
@@ -191,7 +205,7 @@ def make_config() -> Callable[..., Config]:
     return small_config
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_run() -> Callable[..., Run]:
     """Sections of the configuration -> a `Run`."""
 

@@ -59,7 +59,7 @@ def end_with_first(processes: list[subprocess.Popen[str]], *, timeout: float) ->
     return [Ended(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def run_ranks(number: int, script: Path, *arguments: object, timeout: float = 300) -> None:
+def run_ranks(number: int, script: Path, *arguments: object, timeout: float = 900) -> None:
     """Start ranks, wait for them, and check that all succeeded."""
     processes = start_ranks(number, script, *arguments)
     try:

@@ -15,9 +15,9 @@ from flowcorr.errors import ConfigError, MissingExtraError
 WORKERS = (
     "rollout.placement=ray",
     "rollout.num_workers=2",
-    "rollout.timeout=60",
+    "rollout.timeout=600",
     "reward.placement=ray",
-    "reward.timeout=60",
+    "reward.timeout=600",
 )
 
 
@@ -30,6 +30,12 @@ class Tasks:
 
     def pid(self, seconds: float = 0.0) -> int:
         time.sleep(seconds)
+        return os.getpid()
+
+    def wait_for(self, flag: str) -> int:
+        """Wait until a file is there."""
+        while not Path(flag).exists():
+            time.sleep(0.01)
         return os.getpid()
 
     def threads(self) -> int:

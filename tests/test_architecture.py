@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,66 +17,104 @@ FLOORS = {
     "config": 2,
     "algorithm": 3,
     "models": 4, "rewards": 4, "data": 4, "words": 4, "trackers": 4, "lora": 4,
-    "ray_cluster": 4, "ray_workers": 4, "fsdp": 4,
-    "actor": 5, "rollout": 5, "tiny": 5,
-    "trainer": 6,
+
+    "actor": 5, "rollout": 5, "workers": 5, "tiny": 5,
+    "trainer": 6, "plan": 6,
     "diagnostics": 7, "integrations": 7,
     "cli": 8, "__main__": 9,
 }  # fmt: skip
-HEAVY = {"diffusers", "transformers", "peft", "vllm_omni", "accelerate", "ray"}
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+MODEL_LIBRARIES = {"diffusers", "transformers", "peft", "vllm_omni", "ray"}
+SLOW_TO_IMPORT = MODEL_LIBRARIES | {"accelerate"}
 
 
-def _part(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+del MODULES["flowcorr"]  # it imports its public names when they are asked for
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1]
 
 
 def _imports(path: Path) -> set[str]:
-    """Dotted names of all modules that the file imports, at its top and inside functions."""
+    """All modules that a file imports: at its top, inside functions, and under `TYPE_CHECKING`."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "flowcorr":
-            names |= {f"flowcorr.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
+            package = node.module or ""
+            members = {f"{package}.{alias.name}" for alias in node.names}
+            names |= members & MODULES.keys()
+            if members - MODULES.keys():
+                names.add(package)
     return names
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_come_from_lower_floors(path):
-    part = _part(path)
-    used = {name.split(".")[1] for name in _imports(path) if name.startswith("flowcorr.")} - {part}
-    assert {name: FLOORS[name] for name in used if FLOORS[name] > FLOORS[part]} == {}
+def _own_imports(module: str) -> set[str]:
+    return _imports(MODULES[module]) & MODULES.keys()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_lower_floors_do_not_import_model_libraries(path):
-    if FLOORS[_part(path)] < FLOORS["models"]:
-        assert {name.split(".")[0] for name in _imports(path)} & HEAVY == set()
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_come_from_lower_floors(module):
+    floor = FLOORS[_room(module)]
+    assert {name for name in _own_imports(module) if FLOORS[_room(name)] > floor} == set()
 
 
-def test_packages_of_one_floor_do_not_import_each_other_in_circles():
-    graph: dict[str, set[str]] = {}
-    for path in MODULES:
-        used = {name.split(".")[1] for name in _imports(path) if name.startswith("flowcorr.")}
-        graph.setdefault(_part(path), set()).update(used - {_part(path)})
+@pytest.mark.parametrize("module", MODULES)
+def test_lower_floors_do_not_import_model_libraries(module):
+    if FLOORS[_room(module)] < FLOORS["models"]:
+        assert {name.split(".")[0] for name in _imports(MODULES[module])} & MODEL_LIBRARIES == set()
 
-    def reachable(part: str, seen: frozenset[str] = frozenset()) -> set[str]:
-        return {part}.union(
-            *(reachable(name, seen | {part}) for name in graph.get(part, ()) if name not in seen)
-        )
 
-    circles = {part for part, used in graph.items() if any(part in reachable(name) for name in used)}
-    assert circles == set()
+def test_no_modules_import_each_other_in_a_circle():
+    assert _circle({module: _own_imports(module) - {module} for module in MODULES}) is None
+
+
+def test_no_rooms_import_each_other_in_a_circle():
+    graph: dict[str, set[str]] = {_room(module): set() for module in MODULES}
+    for module in MODULES:
+        graph[_room(module)] |= {_room(name) for name in _own_imports(module)} - {_room(module)}
+    assert _circle(graph) is None
+
+
+def _circle(graph: dict[str, set[str]]) -> list[str] | None:
+    """One circle of a graph of imports, or None."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def _compares_a_loss_mode(path: Path) -> bool:
+    """Whether the file holds `loss_mode` against names of losses, which a row of `LOSSES` should answer."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            named = any(getattr(side, "attr", getattr(side, "id", "")) == "loss_mode" for side in sides)
+            if named and any(
+                isinstance(side, ast.Constant | ast.Tuple | ast.Set | ast.List) for side in sides
+            ):
+                return True
+    return False
+
+
+def test_only_the_table_of_losses_knows_them_by_name():
+    assert [
+        name for name, path in MODULES.items() if _room(name) != "losses" and _compares_a_loss_mode(path)
+    ] == []
 
 
 @pytest.mark.parametrize(
     "statement", ["import flowcorr", "import flowcorr.config", "from flowcorr.cli import main"]
 )
 def test_import_is_cheap(statement):
-    code = f"import sys; {statement}; print(sorted({HEAVY!r} & set(sys.modules)))"
+    code = f"import sys; {statement}; print(sorted({SLOW_TO_IMPORT!r} & set(sys.modules)))"
     assert _run(code) == "[]"
 
 

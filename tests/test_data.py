@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowcorr.config import DataConfig
 from flowcorr.data import PromptStream, load_prompts, read_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
@@ -9,9 +10,10 @@ from flowcorr.words import is_heldout
 
 
 def load(path, *, heldout_fraction=0.3, num_train=8, num_heldout=1000, seed=0):
-    return load_prompts(
-        path, heldout_fraction=heldout_fraction, num_train=num_train, num_heldout=num_heldout, seed=seed
+    data = DataConfig(
+        path=str(path), heldout_fraction=heldout_fraction, num_train=num_train, num_heldout=num_heldout
     )
+    return load_prompts(data, seed=seed)
 
 
 def write(folder, text, name="prompts.txt"):

@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flowcorr import lora
+from flowcorr.config import ModelConfig
 from flowcorr.config.schema import LoraConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
@@ -15,9 +16,13 @@ from flowcorr.models import Guidance, load_family
 RANK, ALPHA = 4, 12.0
 
 
+def tiny_ocr(**keys):
+    return load_family(ModelConfig(path="tiny_ocr", **keys))
+
+
 @pytest.fixture
 def family():
-    return load_family("tiny_ocr", max_sequence_length=8)
+    return tiny_ocr(max_sequence_length=8)
 
 
 def adapt(family, *, seed=0, **options):
@@ -64,7 +69,7 @@ def test_the_initial_adapter_depends_on_the_seed_alone():
     for seed, noise in ((3, 1), (3, 2), (4, 2)):
         torch.manual_seed(noise)
         position = torch.get_rng_state()
-        states.append(lora.adapter_state(adapt(load_family("tiny_ocr", max_sequence_length=8), seed=seed)))
+        states.append(lora.adapter_state(adapt(tiny_ocr(max_sequence_length=8), seed=seed)))
         assert torch.equal(torch.get_rng_state(), position)
     first, again, other = states
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -94,9 +99,9 @@ def test_a_target_that_is_no_linear_layer_is_an_error(family, target):
         adapt(family, targets=("attn.to_k", target))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_weights_are_those_that_peft_merges(dtype):
-    family = load_family("tiny_ocr", dtype=dtype, max_sequence_length=8)
+    family = tiny_ocr(dtype=dtype, max_sequence_length=8)
     transformer = stir(adapt(family))
     merged = lora.merged_state_dict(transformer, {})
     fused = copy.deepcopy(transformer)
@@ -106,13 +111,13 @@ def test_merged_weights_are_those_that_peft_merges(dtype):
         for name, value in fused.state_dict().items()
         if ".lora_" not in name
     }
-    assert merged.keys() == expected.keys() == load_family("tiny_ocr").transformer.state_dict().keys()
+    assert merged.keys() == expected.keys() == tiny_ocr().transformer.state_dict().keys()
     for name, value in expected.items():
         torch.testing.assert_close(merged[name].to(value.dtype), value, msg=name)
 
 
 def test_updates_below_the_grid_of_a_bfloat16_base_are_merged():
-    family = load_family("tiny_ocr", dtype=torch.bfloat16, max_sequence_length=8)
+    family = tiny_ocr(dtype="bfloat16", max_sequence_length=8)
     transformer = adapt(family)
     name = "transformer_blocks.0.attn.to_q"
     tensors = {
@@ -155,7 +160,7 @@ def test_merging_takes_the_given_tensors_and_changes_nothing(family):
 def test_a_saved_adapter_is_loaded_by_the_pipeline(family, tmp_path):
     transformer = stir(adapt(family))
     folder = adapter_folder(tmp_path, transformer, family)
-    other = load_family("tiny_ocr", max_sequence_length=8)
+    other = tiny_ocr(max_sequence_length=8)
     other.pipeline.load_lora_weights(str(folder))
     torch.testing.assert_close(
         velocity(other, other.transformer), velocity(family, transformer), rtol=1e-4, atol=1e-5
@@ -176,7 +181,7 @@ def test_warm_start_from_a_diffusers_adapter(family, tmp_path):
     folder = adapter_folder(tmp_path, transformer, family)
     expected = velocity(family, transformer)
     for path in (folder, folder / "pytorch_lora_weights.safetensors"):
-        other = load_family("tiny_ocr", max_sequence_length=8)
+        other = tiny_ocr(max_sequence_length=8)
         started = adapt(other, warm_start=str(path), seed=9)
         assert torch.equal(velocity(other, started), expected)
 
@@ -188,7 +193,7 @@ def test_warm_start_from_a_peft_adapter(family, tmp_path):
     model = peft.get_peft_model(family.transformer, options)
     stir(model).save_pretrained(str(tmp_path))
     expected = velocity(family, model.base_model.model)
-    other = load_family("tiny_ocr", max_sequence_length=8)
+    other = tiny_ocr(max_sequence_length=8)
     started = adapt(other, warm_start=str(tmp_path))
     torch.testing.assert_close(velocity(other, started), expected, rtol=1e-5, atol=1e-6)
 
@@ -196,19 +201,19 @@ def test_warm_start_from_a_peft_adapter(family, tmp_path):
 def test_a_warm_start_of_another_rank_is_an_error(family, tmp_path):
     folder = adapter_folder(tmp_path, adapt(family), family)
     with pytest.raises(ConfigError, match=r"does not fit model\.lora: \d+ tensors differ.*rank"):
-        adapt(load_family("tiny_ocr"), rank=8, warm_start=str(folder))
+        adapt(tiny_ocr(), rank=8, warm_start=str(folder))
 
 
 def test_a_warm_start_of_other_targets_is_an_error(family, tmp_path):
     folder = adapter_folder(tmp_path, adapt(family, targets=("attn.to_q",)), family)
     with pytest.raises(ConfigError, match=r"does not fit model\.lora"):
-        adapt(load_family("tiny_ocr"), warm_start=str(folder))
+        adapt(tiny_ocr(), warm_start=str(folder))
 
 
 def test_a_warm_start_of_another_alpha_is_an_error(family, tmp_path):
     folder = adapter_folder(tmp_path, adapt(family), family)
     with pytest.raises(ConfigError, match=r"alpha 12.*model\.lora\.alpha=4"):
-        adapt(load_family("tiny_ocr"), alpha=4.0, warm_start=str(folder))
+        adapt(tiny_ocr(), alpha=4.0, warm_start=str(folder))
 
 
 def test_a_warm_start_without_metadata_is_scaled_as_diffusers_scales_it(family, tmp_path):
@@ -218,8 +223,8 @@ def test_a_warm_start_without_metadata_is_scaled_as_diffusers_scales_it(family, 
     with pytest.raises(
         ConfigError, match=r"no alpha, so it is the rank 4, .*alpha=12 .*set model\.lora\.alpha=4"
     ):
-        adapt(load_family("tiny_ocr"), warm_start=str(folder))
-    started, loaded = (load_family("tiny_ocr", max_sequence_length=8) for _ in range(2))
+        adapt(tiny_ocr(), warm_start=str(folder))
+    started, loaded = (tiny_ocr(max_sequence_length=8) for _ in range(2))
     adapt(started, alpha=RANK, warm_start=str(folder))
     loaded.pipeline.load_lora_weights(str(folder))
     torch.testing.assert_close(
@@ -241,7 +246,7 @@ def test_a_warm_start_that_is_no_plain_lora_is_an_error(family, tmp_path, option
     model.save_pretrained(str(tmp_path))
     (name,) = options
     with pytest.raises(ConfigError, match=f"trained with {name}=.*give a plain LoRA"):
-        adapt(load_family("tiny_ocr"), warm_start=str(tmp_path))
+        adapt(tiny_ocr(), warm_start=str(tmp_path))
 
 
 def test_diffusers_metadata_of_no_plain_lora_is_an_error(family, tmp_path):
@@ -249,7 +254,7 @@ def test_diffusers_metadata_of_no_plain_lora_is_an_error(family, tmp_path):
     metadata = {**lora.adapter_metadata(transformer), "use_rslora": True}
     family.save_lora(str(tmp_path), lora.adapter_state(transformer), metadata)
     with pytest.raises(ConfigError, match="trained with use_rslora=True"):
-        adapt(load_family("tiny_ocr"), warm_start=str(tmp_path))
+        adapt(tiny_ocr(), warm_start=str(tmp_path))
 
 
 def test_a_warm_start_that_is_missing_or_broken_is_an_error(family, tmp_path):
@@ -258,4 +263,4 @@ def test_a_warm_start_that_is_missing_or_broken_is_an_error(family, tmp_path):
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="is no safetensors file"):
-        adapt(load_family("tiny_ocr"), warm_start=str(file))
+        adapt(tiny_ocr(), warm_start=str(file))

@@ -10,80 +10,113 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr import metrics
-from flowcorr.metrics import KINDS, Block, Field, Layout, Metrics, Stat
+from flowcorr.metrics import KINDS, Metrics, Over, Stat
 
 VALUES = st.lists(st.floats(-100, 100), min_size=1, max_size=12)
 
 
 def describe(values):
     """All kinds of metrics of some values, as a loss would make them of one micro-batch."""
-    x = torch.tensor(values, dtype=torch.float64)
-    count, excess = x.numel(), x - 1
+    # A value that does not count stands beside them, as large as can be.
+    x = torch.tensor([*values, 1e300], dtype=torch.float64)
+    over = Over(x < 1e300)
     return Metrics.from_stats(
         {
-            "mean": metrics.mean(x.sum(), count),
-            "near_one": Stat("mean_plus_one", (excess.sum(), count)),
-            "std": metrics.std(excess.sum(), excess.square().sum(), count),
-            "ess": Stat("ess", (x.sum(), x.square().sum(), count)),
-            "ess_near_one": Stat("ess_plus_one", (excess.sum(), excess.square().sum(), count)),
-            "count": metrics.total(count),
-            "max": metrics.maximum(x.max()),
-            "min": metrics.minimum(x.min()),
+            "mean": over.mean(x),
+            "std": over.std(x),
+            "ess": over.ess(x),
+            "share": over.share(x > 0),
+            "count": metrics.total(len(values)),
+            "max": over.max(x),
+            "min": over.min(x),
+            "counts": Stat("counts", ((x[:-1, None] > torch.tensor([-50, 0, 50])).double().sum(0),)),
         }
     )
+
+
+def std_of(values):
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 @settings(max_examples=50)
 @given(VALUES)
 def test_each_kind_against_its_definition(values):
     computed = describe(values).compute()
-    mean = statistics.fmean(values)
-    squares = math.fsum(value**2 for value in values)
-    assert computed["mean"] == pytest.approx(mean, abs=1e-12)
-    assert computed["near_one"] == pytest.approx(mean, abs=1e-12)
-    assert computed["std"] == pytest.approx(statistics.stdev(values) if len(values) > 1 else 0.0, abs=1e-5)
+    assert computed["mean"] == pytest.approx(statistics.fmean(values), abs=1e-12)
+    assert computed["std"] == pytest.approx(std_of(values), rel=1e-9, abs=1e-12)
     assert computed["count"] == len(values)
+    assert computed["share"] == sum(value > 0 for value in values) / len(values)
     assert (computed["max"], computed["min"]) == (max(values), min(values))
+    squares = math.fsum(value**2 for value in values)
     if squares > 1e-3:
-        ess = math.fsum(values) ** 2 / (len(values) * squares)
-        assert computed["ess"] == pytest.approx(ess, abs=1e-9)
-        assert computed["ess_near_one"] == pytest.approx(ess, abs=1e-7)
+        assert computed.get("ess", 0.0) == pytest.approx(
+            math.fsum(values) ** 2 / (len(values) * squares), abs=1e-9
+        )
 
 
 @settings(max_examples=50)
 @given(VALUES, st.data())
 def test_parts_merge_to_the_whole_however_they_are_cut(values, data):
     cut = data.draw(st.integers(0, len(values)))
-    parts = [describe(part) for part in (values[:cut], values[cut:]) if part]
-    merged, whole = Metrics.merged(parts).compute(), describe(values).compute()
-    assert merged.keys() == whole.keys()
-    for name in whole:
-        assert merged[name] == pytest.approx(whole[name], rel=1e-9, abs=1e-5)
+    merged, whole = (
+        Metrics.merged([describe(values[:cut]), describe(values[cut:])]),
+        describe(values),
+    )
+    assert merged.compute() == pytest.approx(whole.compute(), rel=1e-9, abs=1e-12)
+    assert merged.on_host().compute() == merged.compute()
+    assert merged.counts("counts") == whole.counts("counts")
 
 
-def test_std_of_values_near_a_constant_does_not_cancel():
-    excess = torch.tensor([1e-9, 3e-9], dtype=torch.float64)
-    result = Metrics.from_stats({"std": metrics.std(excess.sum(), excess.square().sum(), 2)}).compute()
-    assert result["std"] == pytest.approx(math.sqrt(2) * 1e-9)
+WEIGHTS = [1.0, 2.0, 4.0, 4.0, 1.5]
+
+
+@pytest.mark.parametrize("unit", [math.exp(-25), math.exp(-16), 1.0, math.exp(20)])
+@pytest.mark.parametrize("cut", [0, 2])
+def test_effective_sample_size_has_no_unit(unit, cut):
+    weights = [unit * weight for weight in WEIGHTS]
+    computed = Metrics.merged([describe(weights[:cut]), describe(weights[cut:])]).compute()
+    share = sum(WEIGHTS) ** 2 / (len(WEIGHTS) * sum(weight**2 for weight in WEIGHTS))
+    assert computed["ess"] == pytest.approx(share, rel=1e-12)
+    assert computed["std"] == pytest.approx(unit * statistics.stdev(WEIGHTS), rel=1e-12)
+
+
+def test_one_small_weight_is_a_whole_sample():
+    assert describe([math.exp(-20)]).compute()["ess"] == 1.0
+
+
+@given(VALUES)
+def test_effective_sample_size_is_a_share(values):
+    ess = describe([math.exp(value / 10) for value in values]).compute()["ess"]
+    assert 0 < ess <= 1
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_std_of_values_near_a_constant_does_not_cancel(cut):
+    values = [1.0 + 1e-8, 1.0 - 1e-8, 1.0 + 3e-8]
+    computed = Metrics.merged([describe(values[:cut]), describe(values[cut:])]).compute()
+    assert computed["std"] == pytest.approx(2e-8, rel=1e-7)
+    assert computed["mean"] - 1.0 == pytest.approx(1e-8, rel=1e-7)
 
 
 def test_metrics_that_saw_no_term_are_left_out():
-    nothing = {
-        "mean": metrics.mean(0.0, 0),
-        "std": metrics.std(0.0, 0.0, 0),
-        "ess": Stat("ess", (0.0, 0.0, 0)),
-        "max": metrics.maximum(-math.inf),
-        "min": metrics.minimum(math.inf),
-        "count": metrics.total(0),
-    }
-    empty = Metrics.from_stats(nothing)
+    empty = describe([])
     assert empty.compute() == {"count": 0.0}
-    some = {name: Stat(stat.kind, tuple(1.0 for _ in stat.parts)) for name, stat in nothing.items()}
-    assert Metrics.from_stats(some).merge(empty).compute() == Metrics.from_stats(some).compute()
+    assert empty.merge(describe([3.0])).compute() == describe([3.0]).merge(empty).compute()
+    assert empty.merge(describe([3.0])).compute() == describe([3.0]).compute()
 
 
 def test_one_term_has_a_std_of_zero():
-    assert Metrics.from_stats({"std": metrics.std(2.0, 4.0, 1)}).compute() == {"std": 0.0}
+    assert describe([2.0]).compute()["std"] == 0.0
+
+
+def test_metrics_by_index_merge_by_index():
+    short, long = (
+        Metrics.from_stats({"step_{}/kl": metrics.mean(torch.tensor(sums), torch.tensor(counts))})
+        for sums, counts in (([1.0, 6.0], [1, 2]), ([3.0, 0.0, 0.0, 5.0], [1, 0, 0, 1]))
+    )
+    both = {"step_0/kl": 2.0, "step_1/kl": 3.0, "step_3/kl": 5.0}
+    assert short.merge(long).compute() == long.merge(short).compute() == both
+    assert long.on_host().merge(short).compute() == both
 
 
 def test_prefixes():
@@ -116,22 +149,13 @@ def test_nothing_at_all():
 
 
 def test_parts_are_detached_and_kept_in_float64():
-    total = torch.tensor(1.0, requires_grad=True)
-    one = Metrics.from_stats({"mean": metrics.mean(total, 1)})
+    one = Metrics.from_stats({"mean": metrics.mean(torch.tensor(1.0, requires_grad=True), 1)})
     many = Metrics.merged([one] + [Metrics.from_stats({"mean": metrics.mean(1e-9, 0)})] * 1000)
     assert many.compute()["mean"] == pytest.approx(1.0 + 1e-6, abs=1e-12)
 
 
-def test_blocks_can_be_packed_by_their_producer():
-    layout = Layout((Field("mean", "mean", (0, 2)), Field("total", "sum", (1,)), Field("low", "min", (0,))))
-    sums = torch.tensor([6.0, 5.0, 4.0], dtype=torch.float64)
-    block = Block(sums, torch.tensor([-2.0], dtype=torch.float64))
-    assert Metrics({layout: block}).compute() == {"mean": 1.5, "total": 5.0, "low": 2.0}
-
-
 def test_every_kind_is_covered_here():
-    kinds = {field.kind for layout in describe([1.0])._blocks for field in layout.fields}
-    assert kinds == set(KINDS)
+    assert {stat.kind for _, stat in describe([1.0])._stats} == set(KINDS)
 
 
 RANK = """
@@ -139,14 +163,14 @@ import json, sys
 import torch
 import torch.distributed as dist
 from flowcorr import metrics
-from flowcorr.metrics import Metrics
+from flowcorr.metrics import Metrics, Over
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 x = torch.tensor([[0.1, 0.7, 4.0], [0.2, -3.0, 0.3]], dtype=torch.float64)[rank]
+over = Over(torch.ones(3, dtype=torch.bool))
 mine = Metrics.from_stats({
-    "mean": metrics.mean(x.sum(), 3), "std": metrics.std(x.sum(), x.square().sum(), 3),
-    "max": metrics.maximum(x.max()), "min": metrics.minimum(x.min()),
+    "mean": over.mean(x), "std": over.std(x), "max": over.max(x), "min": over.min(x),
 }).merge(Metrics.from_stats({"count": metrics.total(3)}))
 print(json.dumps(mine.across_ranks().compute()))
 dist.destroy_process_group()

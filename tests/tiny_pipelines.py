@@ -273,32 +273,27 @@ def _save(pipeline, path, dtype: torch.dtype) -> Path:
 def connect(config, prompts):
     """Family, actor, engine and conditioning of `config`, connected as the trainer does."""
     from flowcorr.actor import DiffusionActor
-    from flowcorr.models import DTYPES, load_family
+    from flowcorr.models import load_family
     from flowcorr.rollout import InProcessEngine
 
-    family = load_family(
-        config.model.path,
-        family=config.model.family,
-        dtype=DTYPES[config.model.dtype],
-        max_sequence_length=config.model.max_sequence_length,
-    )
+    family = load_family(config.model)
     actor = DiffusionActor(family, config)
     engine = InProcessEngine(
         family,
         config.rollout,
         config.sampling,
         seed=config.trainer.seed,
-        merge=actor.merged_weights,
-        base=actor.base,
+        merge=actor.weights.merged,
+        base=actor.weights.untrained,
     )
-    engine.sync(actor.snapshot())
+    engine.sync(actor.weights.snapshot())
     return family, actor, engine, family.encode(prompts, actor.guidance)
 
 
 def stir(actor, scale: float = 0.05) -> None:
     """Move the trained weights, as training would."""
     draw = torch.Generator().manual_seed(0)
-    for parameter in actor.parameters.values():
+    for parameter in actor.weights.parameters.values():
         parameter.data += scale * torch.randn(parameter.shape, generator=draw).to(parameter)
 
 

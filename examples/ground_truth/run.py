@@ -3,9 +3,9 @@
     python examples/ground_truth/run.py --out runs/ground_truth
 
 Writes `ground_truth.csv` (every preset, scale and setting), `table.md` and `ground_truth.png`; about two minutes on
-one core. Needs `pip install -e '.[plot]'` for the picture.
+one core.
 
-A linear-Gaussian flow stands in for the model (`flowcorr.diagnostics.toy`): `D` latent elements, `T` SDE steps, and
+A linear-Gaussian flow stands in for the model (`linear_flow`): `D` latent elements, `T` SDE steps, and
 a rollout policy whose step means are off by `r` stds a latent element: in a random direction (as rounding), or, the
 worst, entirely in the plane that the reward sees, ahead of the target policy or behind it (as stale weights). The
 direction is the same for all samples: shifts that differ from sample to sample partly cancel, and bias less.
@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from flowcorr.diagnostics import toy as ground
-from flowcorr.diagnostics.toy import Toy
+import linear_flow as ground
+from linear_flow import LinearFlow
 
 SIZES = (16, 512, 16384)
 ALIGNED_SIZE = 512  # under `sum`, an aligned shift acts by `sqrt(D) r` alone
@@ -52,58 +52,63 @@ TABLE_COLUMNS = (
 Row = dict[str, object]
 
 
-def settings(shifts: Iterable[float]) -> Iterable[tuple[str, Toy]]:
+def settings(shifts: Iterable[float]) -> Iterable[tuple[str, LinearFlow]]:
     """Every setting with the name of its shift's direction; without a shift, `D` and direction do not matter."""
     directions = [("random", size, ground.random_alignment(size)) for size in SIZES]
     directions += [("ahead", ALIGNED_SIZE, 1.0), ("behind", ALIGNED_SIZE, -1.0)]
     for steps in WINDOWS:
-        yield "none", Toy(num_elements=ALIGNED_SIZE, num_steps=steps)
+        yield "none", LinearFlow(num_elements=ALIGNED_SIZE, num_steps=steps)
         for direction, size, alignment in directions:
             for r in shifts:
-                yield direction, Toy(num_elements=size, num_steps=steps, r=r, alignment=alignment)
+                yield direction, LinearFlow(num_elements=size, num_steps=steps, r=r, alignment=alignment)
 
 
 def measure(samples: int, shifts: Iterable[float] = SHIFTS) -> list[Row]:
     """One row for each setting, correction and batch size."""
     rows = []
     noises = {steps: ground.draw(samples, steps) for steps in WINDOWS}
-    for direction, toy in settings(shifts):
-        trajectories = ground.simulate(toy, noises[toy.num_steps])
+    for direction, flow in settings(shifts):
+        trajectories = ground.simulate(flow, noises[flow.num_steps])
         exact = {
-            f"exact_bias_{level or 'none'}": _relative_bias(toy, level)
+            f"exact_bias_{level or 'none'}": _relative_bias(flow, level)
             for level in (None, "token", "sequence")
         }
         for arm in ground.arms():
-            estimates = ground.estimate(toy, trajectories, arm.config)
+            estimates = ground.estimate(flow, trajectories, arm.config)
             for size in BATCHES:
-                quality = ground.assess(toy, trajectories, estimates, size)
-                rows.append(_row(direction, toy, arm, size, quality, exact))
+                quality = ground.assess(flow, trajectories, estimates, size)
+                rows.append(_row(direction, flow, arm, size, quality, exact))
     return rows
 
 
 def _row(
-    direction: str, toy: Toy, arm: ground.Arm, size: int, quality: ground.Quality, exact: dict[str, float]
+    direction: str,
+    flow: LinearFlow,
+    arm: ground.Arm,
+    size: int,
+    quality: ground.Quality,
+    exact: dict[str, float],
 ) -> Row:
     numbers = {name: getattr(quality, name) for name in quality.__dataclass_fields__}
     return {
-        "T": toy.num_steps,
+        "T": flow.num_steps,
         "direction": direction,
-        "D": toy.num_elements,
-        "r": toy.r,
+        "D": flow.num_elements,
+        "r": flow.r,
         "preset": arm.name,
         "scale": arm.scale,
         "n": size,
         "bias": quality.bias,
         "bias_se": quality.bias_se,
         **numbers,
-        "exact_ess": 1 / (1 + ground.chi_squared(toy)),
+        "exact_ess": 1 / (1 + ground.chi_squared(flow)),
         **exact,
     }
 
 
-def _relative_bias(toy: Toy, level: str | None) -> float:
+def _relative_bias(flow: LinearFlow, level: str | None) -> float:
     """Length of the bias that uncapped density ratios of a level leave, by the closed form."""
-    return float((ground.expected_gradient(toy, level) - toy.truth).norm() / toy.truth.norm())
+    return float((ground.expected_gradient(flow, level) - flow.truth).norm() / flow.truth.norm())
 
 
 def write_csv(rows: list[Row], path: Path) -> None:

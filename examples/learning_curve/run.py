@@ -2,7 +2,7 @@
 
     python examples/learning_curve/run.py --out runs/learning_curve
 
-Finished seeds are not trained again. Needs `pip install -e '.[ocr,plot]'`.
+Finished seeds are not trained again. Needs `pip install -e '.[ocr]'`.
 """
 
 import argparse

@@ -32,7 +32,6 @@ CORRECTIONS = {
     UNCORRECTED: ("preset: disabled",),
     "bypass": ("preset: bypass_ppo_clip",),
     "bypass_rs": ("preset: bypass_ppo_clip_geo_rs",),
-    "centred": ("preset: bypass_ppo_clip", "actor.clip_center=drift"),
     "auto": ("bypass_mode: auto",),
     "is_mean": ("preset: decoupled_token_is",),
     "is_sqrt": ("preset: decoupled_token_is, log_ratio_scale: sqrt",),
@@ -43,6 +42,8 @@ CORRECTIONS = {
     "step_kl": ("rollout_rs: step_kl, rollout_rs_threshold: 2.0e-3",),
     CONTROL: ("preset: decoupled_token_is, log_ratio_scale: sum",),  # and hooks.StepMeanWeights
 }
+# Bypass with each step's mean drift taken off before the clip: screened, and since taken out of flowcorr.
+REMOVED = ("centred",)
 
 # Setting -> corrections, and why these. Without a gap all weights are 1, nothing is rejected, and bypass is the same
 # computation as uncorrected. In `int4/two` every correction runs; elsewhere those that could act there.
@@ -54,29 +55,29 @@ SCREEN = {
         "the usual gap, a tenth of the clip range: the ends of what can be done about it",
     ),
     "fp8/two": (
-        "uncorrected bypass bypass_rs is_sum step_mean centred",
+        "uncorrected bypass bypass_rs is_sum step_mean",
         "a tenth of the terms starts outside the clip; weights but those of scale sum are 1 within 1 %",
     ),
     "int4/two": (
-        "uncorrected bypass bypass_rs is_mean is_sqrt is_sum seq_sum step_z step_kl step_mean centred auto",
+        "uncorrected bypass bypass_rs is_mean is_sqrt is_sum seq_sum step_z step_kl step_mean auto",
         "the largest gap: everything",
     ),
     "stale/two": (
-        "uncorrected bypass is_sum seq_sum step_mean centred auto",
+        "uncorrected bypass is_sum seq_sum step_mean auto",
         "a shift along what is learned, for which the exact gradient recommends seq_sum; nothing to reject",
     ),
     "fp8/all": (
-        "uncorrected bypass is_sum centred",
+        "uncorrected bypass is_sum",
         "late steps have a hundred times the gap of early ones",
     ),
     "int4/all": (
-        "uncorrected bypass is_sqrt is_sum step_mean centred auto",
+        "uncorrected bypass is_sqrt is_sum step_mean auto",
         "where a feasibility study saw harm and a cure that its control explained; step_kl rejects all late steps",
     ),
-    "stale/all": ("uncorrected bypass is_sum step_mean centred", "as stale/two"),
+    "stale/all": ("uncorrected bypass is_sum step_mean", "as stale/two"),
     "fp32+corrupted/two": (
-        "uncorrected bypass bypass_rs is_sum step_z step_kl centred",
-        "outliers without any other gap: whatever rejects or shrinks them, and a centre that they pull",
+        "uncorrected bypass bypass_rs is_sum step_z step_kl",
+        "outliers without any other gap: whatever rejects or shrinks them",
     ),
     "int4+corrupted/two": (
         "uncorrected step_z step_kl",
@@ -98,7 +99,8 @@ class Arm:
     def parse(cls, name: str) -> "Arm":
         """From `rollout/window/correction`."""
         arm = cls(*name.split("/"))
-        for part, known in ((arm.rollout, ROLLOUTS), (arm.window, WINDOWS), (arm.correction, CORRECTIONS)):
+        corrections = (*CORRECTIONS, *REMOVED)
+        for part, known in ((arm.rollout, ROLLOUTS), (arm.window, WINDOWS), (arm.correction, corrections)):
             if part not in known:
                 raise ValueError(f"arm {name!r}: {part!r} is unknown; choose from {', '.join(known)}")
         return arm

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.actor import DiffusionActor
+from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, Rollout
 from flowcorr.rollout import RolloutEngine, Weights
@@ -87,19 +88,18 @@ class StepMeanWeights:
     """
 
     def __init__(self, actor: DiffusionActor) -> None:
-        object.__setattr__(self, "_actor", actor)
+        self._actor = actor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._actor, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._actor, name, value)
-
-    def update(self, batch: ActorBatch, **settings: Any) -> Metrics:
+    def update(
+        self, batch: ActorBatch, correction: RolloutCorrectionConfig | None, **settings: Any
+    ) -> Metrics:
         """See `DiffusionActor.update`."""
         assert batch.rollout_is_weights is not None, "the control needs weights to take the mean of"
         weights = step_means(batch.rollout_is_weights, batch.rollout.step_indices)
-        return self._actor.update(replace(batch, rollout_is_weights=weights), **settings)
+        return self._actor.update(replace(batch, rollout_is_weights=weights), correction, **settings)
 
 
 def step_means(weights: Tensor, step_indices: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
 `screen` trains the arms of `arms.py` on two seeds; `confirm` those of `arms.yaml`, chosen from the screen before any of
 them ran, on eight other seeds; `analyse` writes `table.md` and a picture of each. A run is one arm with one seed. Its
 rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an interrupted study
-goes on where it was. Three to four CPU-hours; `results/` holds ours. Needs `pip install -e '.[ocr,plot]'`.
+goes on where it was. Three to four CPU-hours; `results/` holds ours. Needs `pip install -e '.[ocr]'`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flowcorr import config
 from flowcorr.trainer import train_step
 from flowcorr.trainer.evaluate import evaluate
-from flowcorr.trainer.setup import build_parts
+from flowcorr.trainer.setup import build_run
 
 HERE = Path(__file__).parent
 RECIPE = "tiny_ocr_lora"
@@ -113,12 +113,14 @@ def train(run: Run) -> list[Row]:
     born = time.process_time()
     steps = run.phase.steps[run.arm.window]
     keys = [f"trainer.seed={run.seed}", f"data.num_heldout={run.phase.words}", *run.phase.overrides]
-    parts, data = build_parts(config.load(RECIPE, [*run.arm.overrides(), *keys]))
+    training, data = build_run(config.load(RECIPE, [*run.arm.overrides(), *keys]))
     if run.arm.corrupted:
-        parts = replace(parts, engine=WrongPrompts(parts.engine, share=CORRUPTED_SHARE, seed=run.seed))
+        training = replace(
+            training, engine=WrongPrompts(training.engine, share=CORRUPTED_SHARE, seed=run.seed)
+        )
     if run.arm.correction == CONTROL:
-        parts = replace(parts, actor=StepMeanWeights(parts.actor))
-    parts.engine.sync(parts.actor.snapshot())
+        training = replace(training, actor=StepMeanWeights(training.actor))
+    training.engine.sync(training.actor.weights.snapshot())
 
     rows: list[Row] = []
     seen: list[Mapping[str, float]] = []
@@ -126,12 +128,12 @@ def train(run: Run) -> list[Row]:
     for step in range(1, steps + 1):
         begin = time.perf_counter()
         clock("other")
-        result = train_step(parts, step, clock)
+        result = train_step(training, step, clock)
         clock("other")
         wall += time.perf_counter() - begin
         seen.append(result.metrics.compute())
         if step in (steps // 2, steps):
-            scores = evaluate(parts, data.heldout).metrics
+            scores = evaluate(training, data.heldout).metrics
             rows.append(
                 {
                     "arm": str(run.arm),
@@ -148,7 +150,7 @@ def train(run: Run) -> list[Row]:
             )
             seen = []
             clock("other")
-    parts.engine.close()
+    training.engine.close()
     return rows
 
 

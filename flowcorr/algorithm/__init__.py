@@ -3,17 +3,13 @@
 from flowcorr.algorithm.apply import needs_old_means, needs_rollout_means
 from flowcorr.algorithm.auto_mode import AutoMode
 from flowcorr.algorithm.bypass import apply_bypass_mode_to_diffusion_batch
-from flowcorr.algorithm.clip_center import ClipCenter, centered, centers_clip
 from flowcorr.algorithm.decoupled import apply_rollout_correction_to_diffusion_batch
 from flowcorr.algorithm.diffusion_loss import diffusion_loss
 
 __all__ = [
     "AutoMode",
-    "ClipCenter",
     "apply_bypass_mode_to_diffusion_batch",
     "apply_rollout_correction_to_diffusion_batch",
-    "centered",
-    "centers_clip",
     "diffusion_loss",
     "needs_old_means",
     "needs_rollout_means",

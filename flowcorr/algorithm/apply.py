@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from flowcorr.algorithm.noise import clip_noise, term_limit
+from flowcorr.algorithm.noise_floor import clip_noise
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import (
     Correction,
@@ -15,8 +15,8 @@ from flowcorr.correction import (
 )
 from flowcorr.correction.bounds import SECTION
 from flowcorr.errors import ConfigError
-from flowcorr.losses import needs_means
-from flowcorr.sde.transition import mean_over_elements
+from flowcorr.losses import clip_by_term, loss_of, resolve_loss
+from flowcorr.sde import step_kl
 
 
 def correct(
@@ -32,7 +32,6 @@ def correct(
     actor_config: ActorConfig | None = None,
     num_elements: int | None = None,
     num_steps: int | None = None,
-    clip_center: Tensor | None = None,
 ) -> Correction:
     """Correct `[B, T]` terms as `config` says; weights come back only where they multiply the loss.
 
@@ -47,19 +46,18 @@ def correct(
         actor_config: the loss, against whose clip range noise is measured.
         num_elements: `D`.
         num_steps: steps of the schedule, for the metrics by step.
-        clip_center: what the loss takes log-ratios relative to, or None for 0.
 
     Raises:
         ConfigError: `config` leaves the mode open.
     """
-    if config.bypass_mode == "auto":
+    if config.mode == "auto":
         raise ConfigError(
             f"{SECTION}.bypass_mode='auto' is no mode of a batch; take the correction of each training step from "
             "flowcorr.algorithm.AutoMode, as the trainer does"
         )
-    step_kl = None
+    kl = None
     if target_mean is not None and rollout_mean is not None and std is not None:
-        step_kl = exact_kl(target_mean, rollout_mean, std)
+        kl = step_kl(target_mean, rollout_mean, std)
     correction = compute_rollout_correction_and_rejection_mask(
         target_log_prob,
         rollout_log_prob,
@@ -72,35 +70,32 @@ def correct(
         rollout_rs_threshold=config.rollout_rs_threshold,
         rollout_token_veto_threshold=config.rollout_token_veto_threshold,
         log_ratio_scale=config.log_ratio_scale,
-        step_kl=step_kl,
+        step_kl=kl,
         step_indices=step_index,
         num_elements=num_elements,
         num_steps=num_steps,
         log_legacy_names=config.log_legacy_names,
     )
-    limit = None if actor_config is None else term_limit(actor_config, step_index)
-    if actor_config is None or limit is None:
+    if actor_config is None:
         return correction
-    log_ratio = target_log_prob - rollout_log_prob
-    if clip_center is not None:
-        log_ratio = log_ratio - clip_center
-    if actor_config.loss_mode == "grpo_guard":
-        if step_kl is None or std is None:
-            return correction
-        log_ratio = (log_ratio + step_kl) * std
-    noise = clip_noise(log_ratio, mask, actor_config.ratio_level, limit)
+    loss = resolve_loss(actor_config)
+    limit = loss.ratio_limit(actor_config)
+    if limit is None or (loss.needs_means and kl is None):
+        return correction
+    noise = clip_noise(
+        loss.log_ratio(target_log_prob - rollout_log_prob, kl, std),
+        mask,
+        actor_config.ratio_level,
+        clip_by_term(limit, step_index),
+    )
     return replace(correction, metrics=correction.metrics.merge(noise))
-
-
-def exact_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
-    """Exact KL of steps that share their standard deviation, like `std`, nats per latent element."""
-    return mean_over_elements((mean - other_mean).square(), std.dim()) / (2 * std.square())
 
 
 def needs_old_means(config: Config) -> bool:
     """Whether the actor's recomputation must return its step means (decoupled mode)."""
     correction = config.algorithm.rollout_correction
-    return needs_means(config.actor.loss_mode) or (correction is not None and correction.needs_means)
+    of_loss = loss_of(config.actor, correction).needs_means
+    return of_loss or (correction is not None and correction.needs_means)
 
 
 def needs_rollout_means(config: Config) -> bool:
@@ -108,5 +103,5 @@ def needs_rollout_means(config: Config) -> bool:
     correction = config.algorithm.rollout_correction
     if correction is None:
         return False
-    bypass_loss = correction.bypass_mode and correction.loss_type == "ppo_clip"
-    return correction.needs_means or (bypass_loss and needs_means(config.actor.loss_mode))
+    in_loss = correction.mode != "decoupled" and loss_of(config.actor, correction).needs_means
+    return in_loss or correction.needs_means

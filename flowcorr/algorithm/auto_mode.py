@@ -2,7 +2,7 @@
 
 Bypass mode saves the recompute pass, and its ratios start off 1 by the noise of the rollout: rounding, stale weights.
 What it costs depends on where the .99 quantile of `|ratio - 1|` lies, before anything was learned and with the ratio
-as the loss uses it. For a random shift, of which weights cannot tell (`flowcorr audit`, `diagnostics.toy`), the
+as the loss uses it. For a random shift, of which weights cannot tell (`flowcorr audit`, `examples/ground_truth`), the
 gradient's bias is 15 % with that quantile at 2 clip ranges, 2.3 % at 1, and 1.8 % at 1/2, as without a clip. Hence
 the quantile, and `auto_enter: 1.0` and `auto_leave: 0.5`.
 
@@ -29,11 +29,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowcorr.algorithm.noise import Quantile, noise_counts, noise_quantile
+from flowcorr.algorithm.noise_floor import Quantile, noise_counts, noise_quantile
 from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.metrics import Metrics, maximum, mean
@@ -53,20 +54,20 @@ class AutoMode:
         stale: whether the weights that sample are older than those that learn.
 
     Attributes:
-        correction: the correction of the next training step, with `bypass_mode` true or false.
+        correction: the correction of the next training step, decoupled or bypass.
     """
 
     def __init__(self, configured: RolloutCorrectionConfig | None, *, stale: bool = False) -> None:
         self.correction = configured
-        self._configured = configured if configured is not None and configured.bypass_mode == "auto" else None
+        self._configured = configured if configured is not None and configured.mode == "auto" else None
         self._window: list[Tensor] = []  # counts of noise, one a training step
         if self._configured is not None:
-            self.correction = self._configured.in_mode(bypass=not stale)
+            self.correction = self._configured.in_mode("decoupled" if stale else "bypass")
 
     @classmethod
     def of(cls, config: Config) -> AutoMode:
         """As a run begins."""
-        return cls(config.algorithm.rollout_correction, stale=config.rollout.lag > 0)
+        return cls(config.algorithm.rollout_correction, stale=config.rollout.max_weight_age > 0)
 
     def observe(self, metrics: Metrics) -> Metrics:
         """Take in what a training step measured, and choose the mode of the next.
@@ -83,13 +84,13 @@ class AutoMode:
             return Metrics()
         self._window = [*self._window, noise_counts(metrics)][-WINDOW:]
         noise = noise_quantile(torch.stack(self._window).sum(0), QUANTILE, CONFIDENCE)
-        if correction.bypass_mode and noise.low >= configured.auto_enter:
-            self._switch(configured, noise, bypass=False)
-        elif not correction.bypass_mode and noise.high <= configured.auto_leave:
-            self._switch(configured, noise, bypass=True)
+        if correction.mode == "bypass" and noise.low >= configured.auto_enter:
+            self._switch(configured, noise, "decoupled")
+        elif correction.mode == "decoupled" and noise.high <= configured.auto_leave:
+            self._switch(configured, noise, "bypass")
         return Metrics.from_stats(
             {
-                "rollout_corr/bypass": mean(int(correction.bypass_mode is True), 1),
+                "rollout_corr/bypass": mean(int(correction.mode == "bypass"), 1),
                 "rollout_corr/noise_quantile": maximum(noise.value),
                 "rollout_corr/noise_quantile_low": maximum(noise.low),
                 "rollout_corr/noise_quantile_high": maximum(noise.high),
@@ -100,21 +101,23 @@ class AutoMode:
         """What a checkpoint keeps; empty where the mode is configured."""
         if self._configured is None or self.correction is None:
             return {}
-        state = {"bypass": torch.tensor(self.correction.bypass_mode)}
+        state = {"bypass": torch.tensor(self.correction.mode == "bypass")}
         return state | ({"window": torch.stack(self._window)} if self._window else {})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state` gave; a checkpoint of a run without `auto` leaves the start."""
         if self._configured is None or "bypass" not in state:
             return
-        self.correction = self._configured.in_mode(bypass=bool(state["bypass"]))
+        self.correction = self._configured.in_mode("bypass" if state["bypass"] else "decoupled")
         self._window = list(state["window"]) if "window" in state else []
 
-    def _switch(self, configured: RolloutCorrectionConfig, noise: Quantile, *, bypass: bool) -> None:
-        self.correction = configured.in_mode(bypass=bypass)
+    def _switch(
+        self, configured: RolloutCorrectionConfig, noise: Quantile, mode: Literal["decoupled", "bypass"]
+    ) -> None:
+        self.correction = configured.in_mode(mode)
         consequence = (
             f"below auto_leave={configured.auto_leave:g}: the next training step is in bypass mode"
-            if bypass
+            if mode == "bypass"
             else f"above auto_enter={configured.auto_enter:g}: the next training step is decoupled"
         )
         logger.warning(

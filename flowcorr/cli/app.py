@@ -12,6 +12,7 @@ from typing import TextIO
 
 import flowcorr
 from flowcorr.cli import commands
+from flowcorr.cli import plan as planning
 from flowcorr.errors import ConfigError, FlowcorrError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_SIGNAL = 1, 2, 128
@@ -49,7 +50,7 @@ examples:
 """
 _DOCTOR = """\
 Tell whether the rollout engine and the training stack of a recipe agree, and if not, which part is to blame:
-weights, LoRA, schedule, timesteps, latents, guidance, embeddings, windows, seeds, log-probs, images. A few prompts
+weights, LoRA, schedule, timesteps, latents, guidance, prompts, windows, noise, log-probs, images. A few prompts
 are sampled and scored under weights that are moved by known amounts; nothing is trained or written.
 Then the noise floor: how far log-probs differ at each step before anything was learned.
 With trainer.doctor=true, flowcorr train does this first and stops where a check fails.
@@ -81,7 +82,7 @@ examples:
   flowcorr audit tiny_ocr_lora rollout.staleness=4 --batches 4
   flowcorr audit tiny_ocr_lora --json | jq -r .advice.yaml
 
-DIR gets audit.json, audit.html (one page that needs nothing else) and, with matplotlib, audit.png.
+DIR gets audit.json, audit.html (one page that needs nothing else) and its charts as PNG.
 If engine and training stack disagree by more than rounding, flowcorr doctor says which part is to blame.
 
 exit codes: 0 audited, whatever it advises; 1 failed, 2 bad configuration
@@ -106,8 +107,8 @@ examples:
   flowcorr lab runs/int4 --presets decoupled_seq_is,bypass_ppo_clip --scales mean,sqrt,sum
   flowcorr lab runs/int4 --json | jq -r .reading
 
-DIR gets lab.json and, with matplotlib, lab.png. Presets of decoupled mode need old log-probs, so a run in bypass
-mode replays those of bypass only.
+DIR gets lab.json, lab.html (one page that needs nothing else) and its charts as PNG. Presets of decoupled mode need
+old log-probs, so a run in bypass mode replays those of bypass only.
 """
 _REPORT = """\
 Put runs on one HTML page, without scripts or anything to load, to read at a desk or on a phone: findings in words
@@ -128,6 +129,14 @@ Print the whole configuration of a recipe as YAML, defaults and overrides resolv
 examples:
   flowcorr config tiny_ocr_lora
   flowcorr config tiny_ocr_lora actor.lr=1e-4 > my_recipe.yaml
+"""
+_EXPLAIN = """\
+Say what a metric, a configuration key or a preset means: its unit, its healthy range, and what to do outside it.
+
+examples:
+  flowcorr explain rollout_corr/k3_kl
+  flowcorr explain actor.clip_ratio
+  flowcorr explain decoupled_seq_is
 """
 _PRESETS = """\
 List the presets of rollout correction.
@@ -170,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))  # of several that a launcher started: the first speaks for all
     level = logging.ERROR if rank else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-    for name in ("flowcorr.rollout", "flowcorr.ray_workers"):  # a large engine loads for minutes
+    for name in ("flowcorr.rollout", "flowcorr.workers"):  # a large engine loads for minutes
         logging.getLogger(name).setLevel(logging.ERROR if rank else logging.INFO)
     with warnings.catch_warnings():
         warnings.showwarning = _show_no_warning if rank else _show_warning
@@ -220,6 +229,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(doctor)
     doctor.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
     doctor.add_argument("--prompts", type=int, default=3, metavar="N", help="prompts to sample (default: 3)")
+    doctor.add_argument(
+        "--float32",
+        action=argparse.BooleanOptionalAction,
+        help="examine both stacks in float32 first, where no rounding hides a fault (default: if memory allows)",
+    )
 
     audit = _add(
         subparsers, "audit", "measure the rollout gap and advise on its correction", _AUDIT, commands.audit
@@ -228,6 +242,12 @@ def build_parser() -> argparse.ArgumentParser:
     audit.add_argument("--batches", type=int, default=2, metavar="N", help="rollout batches (default: 2)")
     audit.add_argument("--out", metavar="DIR", help="the folder to write (default: runs/RECIPE_audit)")
     audit.add_argument("--json", action="store_true", help="print audit.json, and nothing else")
+
+    plan = _add(
+        subparsers, "plan", "say what a run needs before a GPU is rented", planning.HELP, planning.plan
+    )
+    _add_recipe(plan)
+    planning.add_arguments(plan)
 
     lab = _add(subparsers, "lab", "replay every preset on a run's dumped log-probs", _LAB, commands.lab)
     lab.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
@@ -255,6 +275,10 @@ def build_parser() -> argparse.ArgumentParser:
         _add(subparsers, "config", "print a resolved recipe", f"{_CONFIG}\n{_RECIPES}", commands.config)
     )
     _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)
+    explaining = _add(
+        subparsers, "explain", "say what a metric, a key or a preset means", _EXPLAIN, commands.explain
+    )
+    explaining.add_argument("names", nargs="+", metavar="NAME", help="a metric, a dotted key, or a preset")
 
     tiny = _new(subparsers, "tiny", "the embedded model", _TINY)
     tiny_commands = tiny.add_subparsers(title="commands", required=True, metavar="COMMAND")

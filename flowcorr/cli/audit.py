@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from flowcorr.diagnostics import audit_page as page
-from flowcorr.diagnostics.audit import AuditReport
-from flowcorr.diagnostics.audit_advice import BASIS, Kind, as_overrides
+from flowcorr.diagnostics.audit import AuditReport, page
+from flowcorr.diagnostics.audit.advice import BASIS, Kind, as_overrides
 
 _STYLES: dict[Kind, str] = {
     "none": "bold green",
@@ -45,9 +44,14 @@ def show_audit(report: AuditReport, files: Sequence[Path], console: Console | No
     _show_lines(console, "\nfor the recipe, in place of what it says of these keys:", advice.yaml)
     if advice.alternative:
         _show_lines(console, "or bypass, with a clip range above the noise:", advice.alternative)
-    drawn = any(file.suffix == ".png" for file in files)
-    hint = "" if drawn else " (and a picture, with pip install 'flowcorr[plot]')"
-    console.print(f"saved: {', '.join(map(str, files))}{hint}", markup=False, soft_wrap=True)
+    console.print(f"saved: {saved(files)}", markup=False, soft_wrap=True)
+
+
+def saved(files: Sequence[Path]) -> str:
+    """The files that a tool wrote, in words."""
+    charts = sum(file.suffix == ".png" for file in files)
+    others = ", ".join(str(file) for file in files if file.suffix != ".png")
+    return f"{others} and {charts} chart{'s'[: charts != 1]} (.png) beside them"
 
 
 def _show_lines(console: Console, title: str, lines: str) -> None:

@@ -30,17 +30,18 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr.cli.progress import TerminalObserver
     from flowcorr.config import load
     from flowcorr.diagnostics import examine_before_start
-    from flowcorr.trainer import leave_ranks, start_ranks
+    from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer import train as run
 
     config = load(arguments.recipe, arguments.overrides)
     out_dir = Path(arguments.out or Path("runs") / Path(arguments.recipe).stem)
-    start_ranks(config)
+    check_this_gpu(arguments.recipe, arguments.overrides, config)
+    distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
     shows = distributed.is_main()
     doctor = examine_before_start(show_report if shows else lambda _: None) if config.trainer.doctor else None
     with TerminalObserver() if shows else contextlib.nullcontext() as observer:
         result = run(config, out_dir, resume=arguments.resume, observer=observer, before_start=doctor)
-    leave_ranks()
+    distributed.leave_ranks()
     return 0 if result.signal is None else 128 + result.signal
 
 
@@ -62,8 +63,11 @@ def doctor(arguments: argparse.Namespace) -> int:
     from flowcorr.cli.doctor import show_report
     from flowcorr.config import load
     from flowcorr.diagnostics import diagnose
+    from flowcorr.plan.check import check_this_gpu
 
-    report = diagnose(load(arguments.recipe, arguments.overrides), num_prompts=arguments.prompts)
+    config = load(arguments.recipe, arguments.overrides)
+    check_this_gpu(arguments.recipe, arguments.overrides, config)
+    report = diagnose(config, num_prompts=arguments.prompts, float32=arguments.float32)
     if arguments.json:
         print(json.dumps(report.to_mapping(), indent=2, allow_nan=False))
     else:
@@ -75,15 +79,18 @@ def audit(arguments: argparse.Namespace) -> int:
     """Measure the gap between a recipe's two stacks, save what was found, and advise."""
     from flowcorr.cli.audit import show_audit
     from flowcorr.config import load
-    from flowcorr.diagnostics import audit_page
     from flowcorr.diagnostics.audit import audit as measure
+    from flowcorr.diagnostics.audit import page
+    from flowcorr.plan.check import check_this_gpu
 
-    report = measure(load(arguments.recipe, arguments.overrides), num_batches=arguments.batches)
+    config = load(arguments.recipe, arguments.overrides)
+    check_this_gpu(arguments.recipe, arguments.overrides, config)
+    report = measure(config, num_batches=arguments.batches)
     out_dir = Path(arguments.out or Path("runs") / f"{Path(arguments.recipe).stem}_audit")
     title = " ".join((arguments.recipe, *map(_without_secret, arguments.overrides)))
-    files = audit_page.save(report, out_dir, title=title)
+    files = page.save(report, out_dir, title=title)
     if arguments.json:
-        print(audit_page.as_json(report, title))
+        print(page.as_json(report, title))
     else:
         show_audit(report, files)
     return 0
@@ -101,7 +108,7 @@ def _without_secret(override: str) -> str:
 
 def report(arguments: argparse.Namespace) -> int:
     """Write the page of some runs and say where it is; a folder gets the charts as PNG as well."""
-    from flowcorr.diagnostics.report_page import write_report
+    from flowcorr.diagnostics.report import write_report
 
     folders = [Path(folder) for folder in arguments.run_dirs]
     out = Path(arguments.out) if arguments.out else folders[0] / "report.html"
@@ -117,26 +124,20 @@ def report(arguments: argparse.Namespace) -> int:
 def lab(arguments: argparse.Namespace) -> int:
     """Replay presets on a run's dumped steps, print what they would have changed, and save it."""
     from flowcorr.cli.lab import show_lab
-    from flowcorr.diagnostics import lab as laboratory
-    from flowcorr.diagnostics import lab_page
+    from flowcorr.diagnostics.lab import page, parse_scales, replay_run
 
     run_dir = Path(arguments.run_dir)
     out_dir = Path(arguments.out) if arguments.out else run_dir
-    report = laboratory.replay_run(
+    report = replay_run(
         run_dir,
         presets=[] if arguments.presets == "all" else [name.strip() for name in arguments.presets.split(",")],
-        scales=laboratory.parse_scales(arguments.scales) if arguments.scales else [],
+        scales=parse_scales(arguments.scales) if arguments.scales else [],
     )
-    data = lab_page.save(report, out_dir)
+    files = page.save(report, out_dir)
     if arguments.json:
-        print(lab_page.as_json(report))
+        print(page.as_json(report))
     else:
-        show_lab(report)
-    picture = out_dir / "lab.png"
-    drawn = lab_page.draw(report, picture)
-    if not arguments.json:
-        more = f", {picture}" if drawn else " (and a picture, with pip install 'flowcorr[plot]')"
-        print(f"saved: {data}{more}")
+        show_lab(report, files)
     return 0
 
 
@@ -155,14 +156,19 @@ def presets(_: argparse.Namespace) -> int:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("preset", "mode", "weights", "rejection", "what it does"):
         table.add_column(column, no_wrap=column == "preset", overflow="fold")
-    for name, description in PRESETS.items():
-        if description.startswith("= "):
-            continue
-        aliases = [alias for alias, text in PRESETS.items() if text == f"= {name}"]
-        preset = RolloutCorrectionConfig.preset(name)
-        names = "\n".join([name, *(f"  = {alias}" for alias in aliases)])
-        table.add_row(names, _mode(preset), _weights(preset), _rejection(preset), description)
+    for name, preset in PRESETS.items():
+        config = RolloutCorrectionConfig.preset(name)
+        names = "\n".join([name, *(f"  = {alias}" for alias in preset.aliases)])
+        table.add_row(names, _mode(config), _weights(config), _rejection(config), preset.summary)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return 0
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """Print what each name means."""
+    from flowcorr.diagnostics.reference.explain import explanation
+
+    print("\n\n".join(explanation(name) for name in arguments.names))
     return 0
 
 
@@ -194,7 +200,7 @@ def _exact_match_scorer() -> Callable[[np.ndarray, Sequence[str]], Sequence[floa
 
 
 def _mode(preset: RolloutCorrectionConfig) -> str:
-    return f"bypass, {preset.loss_type}" if preset.bypass_mode else "decoupled"
+    return f"bypass, {preset.loss_type}" if preset.mode == "bypass" else "decoupled"
 
 
 def _weights(preset: RolloutCorrectionConfig) -> str:

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flowcorr.diagnostics.report import QUANTILES, DoctorReport, Finding, Status, clip_text
+from flowcorr.diagnostics.clip_noise import QUANTILES, clip_text
+from flowcorr.diagnostics.doctor.findings import DoctorReport, Finding, Status
 
 _STYLES: dict[Status, str] = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIP": "dim"}
 _VERDICTS = {

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 
-from flowcorr.diagnostics import lab_page as page
-from flowcorr.diagnostics.lab import LabReport
+from flowcorr.cli.audit import saved
+from flowcorr.diagnostics.lab import LabReport, page
 
 _WIDTH = 140  # where there is no terminal to ask
 
 
-def show_lab(report: LabReport, console: Console | None = None) -> None:
-    """Print a row a preset, why some have none, and what the rows say."""
+def show_lab(report: LabReport, files: Sequence[Path], console: Console | None = None) -> None:
+    """Print a row a preset, why some have none, what the rows say, and where it was saved."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH, highlight=False)
@@ -21,14 +24,12 @@ def show_lab(report: LabReport, console: Console | None = None) -> None:
     for place, column in enumerate(page.HEADER):
         first = place == 0
         table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
-    reasons: dict[str, list[str]] = {}
     for replay in report.replays:
-        if replay.outcome is None:
-            reasons.setdefault(replay.reason, []).append(replay.label)
-            continue
-        style = "bold" if replay.of_run else "dim" if replay.outcome.same else None
-        table.add_row(*page.row(replay, replay.outcome), style=style)
+        if replay.outcome is not None:
+            style = "bold" if replay.of_run else "dim" if replay.outcome.same else None
+            table.add_row(*page.row(replay, replay.outcome), style=style)
     console.print(table)
-    for reason, names in reasons.items():
+    for reason, names in page.reasons(report).items():
         console.print(f"not replayed: {', '.join(names)} ({reason})", markup=False)
     console.print(f"\n{report.reading}", markup=False)
+    console.print(f"saved: {saved(files)}", markup=False, soft_wrap=True)

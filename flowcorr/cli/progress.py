@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from flowcorr.errors import BackendError
+
 if TYPE_CHECKING:
     from flowcorr.config import Config
     from flowcorr.diagnostics.health import HealthMonitor
     from flowcorr.trainer import RunResult
 
+_CLOSED = (OSError, ValueError, SystemExit)  # rich raises the last where the reader of a pipe has gone
 _STEP_METRICS = {
     "reward/mean": "reward",
     "reward/exact_match": "exact match",
@@ -56,7 +60,8 @@ class TerminalObserver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        with contextlib.suppress(*_CLOSED):
+            self._progress.stop()
 
     def on_start(self, config: Config, out_dir: Path, start_step: int) -> None:
         """The run is set up and begins after `start_step`."""
@@ -115,7 +120,12 @@ class TerminalObserver:
         return f"{per_step:.1f} s a step, {_duration(per_step * (self._total - step))} left"
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        try:
+            self._console.print(text, markup=False, soft_wrap=True)
+        except _CLOSED as error:
+            raise BackendError(
+                "standard output is closed, so the run cannot be followed; write it to a file with > run.log"
+            ) from error
 
 
 class PhaseBar:

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from flowcorr.config.schema import Config
+from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.errors import ConfigError
-from flowcorr.losses import LOSSES, UNCLIPPED, resolve_loss
+from flowcorr.losses import LOSS_KEYS, loss_of, resolve_loss
 
 # The key of `sampling` that turns guidance on, by family.
 GUIDANCE = {"sd3": "guidance_scale", "flux": "guidance_scale", "qwen_image": "true_cfg_scale"}
@@ -60,17 +60,16 @@ def _warn(config: Config, unused: Iterable[tuple[str, str]]) -> None:
 
 def _check_loss(config: Config) -> None:
     actor, correction = config.actor, config.algorithm.rollout_correction
-    resolve_loss(actor.loss_mode)
-    if actor.loss_mode == "reinforce":
+    if resolve_loss(actor).from_correction:
         raise ConfigError(
-            "actor.loss_mode='reinforce' is chosen by the correction, which supplies its weights: "
-            f"set {_CORRECTION}.loss_type=reinforce with bypass_mode=true, or {_CORRECTION}.preset=bypass_pg_is"
+            f"actor.loss_mode={actor.loss_mode!r} is chosen by the correction, which supplies its weights: "
+            f"set {_CORRECTION}.loss_type={actor.loss_mode} with bypass_mode=true, or {_CORRECTION}.preset=bypass_pg_is"
         )
-    if correction is None or not correction.bypass_mode:
+    if correction is None or correction.mode == "decoupled":
         return
-    if correction.loss_type == "reinforce" and actor.loss_mode != "flow_grpo":
+    if loss_of(actor, correction).from_correction and actor.loss_mode != ActorConfig().loss_mode:
         raise ConfigError(
-            f"actor.loss_mode={actor.loss_mode!r} contradicts {_CORRECTION}.loss_type='reinforce', which is a loss "
+            f"actor.loss_mode={actor.loss_mode!r} contradicts {_CORRECTION}.loss_type={correction.loss_type!r}, a loss "
             "itself; leave loss_mode out, or set loss_type=ppo_clip"
         )
     if actor.ratio_level != "step" and correction.bypass_scope == "step":
@@ -100,23 +99,17 @@ def _check_clip(config: Config) -> None:
 
 def _check_auto_mode(config: Config) -> None:
     actor, correction = config.actor, config.algorithm.rollout_correction
-    if correction is None or correction.bypass_mode != "auto":
+    if correction is None or correction.mode != "auto":
         return
     key = f"{_CORRECTION}.bypass_mode='auto'"
-    without_range = {"flow_dppo": "actor.loss_mode='flow_dppo'"}
-    if actor.importance_cap <= 1:
-        without_range["importance_cap"] = f"actor.importance_cap={actor.importance_cap:g}"
-    if actor.loss_mode in without_range:
+    loss = resolve_loss(actor)
+    if loss.ratio_limit(actor) is None:
+        setting = "loss_mode" if loss.limit is None else loss.limit.key
         raise ConfigError(
-            f"{key} measures noise in clip ranges, and {without_range[actor.loss_mode]} has none; set bypass_mode to "
-            "true or false (`flowcorr audit` tells which)"
+            f"{key} measures noise in clip ranges, and actor.{setting}={getattr(actor, setting)!r} has none; set "
+            "bypass_mode to true or false (`flowcorr audit` tells which)"
         )
-    if actor.clip_center != "none":
-        raise ConfigError(
-            f"{key} measures noise against the clip range, and actor.clip_center={actor.clip_center!r} moves that by "
-            "what bypass mode alone sees; set clip_center: none, or bypass_mode: true"
-        )
-    if actor.old_policy == "behaviour" and config.rollout.lag:
+    if actor.old_policy == "behaviour" and config.rollout.max_weight_age:
         raise ConfigError(
             f"{key} compares the noise of both modes, and actor.old_policy='behaviour' leaves staleness out of it in "
             "one of them; set old_policy: current, or bypass_mode: false"
@@ -126,7 +119,7 @@ def _check_auto_mode(config: Config) -> None:
 def _check_log_probs(config: Config) -> None:
     if config.rollout.calculate_log_probs or config.algorithm.rollout_correction is None:
         return
-    mode = "bypass mode" if config.algorithm.rollout_correction.bypass_mode else "rollout correction"
+    mode = "bypass mode" if config.algorithm.rollout_correction.mode != "decoupled" else "rollout correction"
     raise ConfigError(
         f"rollout.calculate_log_probs=False leaves {mode} without the rollout's log-probs; "
         f"set rollout.calculate_log_probs=true, or {_CORRECTION}=null"
@@ -165,10 +158,11 @@ def _check_fsdp(config: Config) -> None:
 
 
 def _check_unscaled(config: Config) -> None:
-    if config.sampling.cps_unscaled and config.actor.loss_mode == "grpo_guard":
+    if config.sampling.cps_unscaled and resolve_loss(config.actor).needs_densities:
         raise ConfigError(
-            "sampling.cps_unscaled=True leaves log-probs in units of 2 s^2 nats, and actor.loss_mode='grpo_guard' "
-            "adds a bias in nats to their differences; set cps_unscaled: false, or loss_mode: flow_grpo"
+            "sampling.cps_unscaled=True leaves log-probs in units of 2 s^2 nats, and actor.loss_mode="
+            f"{config.actor.loss_mode!r} adds a bias in nats to their differences; set cps_unscaled: false, or take "
+            "another loss_mode"
         )
 
 
@@ -227,45 +221,37 @@ def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
     placements = {"rollout": config.rollout.placement, "reward": config.reward.placement}
     for section, placement in placements.items():
         if placement == "local":
-            for key in ("num_workers", "worker_resources", "timeout"):
+            for key in ("num_workers", "worker_resources"):
                 yield f"{section}.{key}", f"{section}.placement=local has no workers"
     if config.rollout.placement == "local":
-        yield "rollout.scheduling", "rollout.placement=local has no workers"
+        for key in ("timeout", "scheduling"):
+            yield f"rollout.{key}", "rollout.placement=local has no workers"
     if "ray" not in placements.values():
         yield "rollout.ray_address", "neither rollout.placement nor reward.placement is ray"
 
 
 def _unused_by_staleness(config: Config) -> Iterator[tuple[str, str]]:
     correction = config.algorithm.rollout_correction
-    if not config.rollout.lag:
+    if not config.rollout.max_weight_age:
         reason = "rollout.staleness=0 and rollout.max_staleness=0 leave no weights but the current ones to sample with"
         yield "rollout.drift_every", reason
         yield "actor.old_policy", reason
         return
     if correction is None:
         yield "rollout.drift_every", f"{_CORRECTION}=null measures nothing"
-    elif correction.bypass_mode is True:
+    elif correction.mode == "bypass":
         yield "actor.old_policy", "in bypass mode the rollout's own log-probs are the old ones"
 
 
 def _unused_by_loss(config: Config) -> Iterator[tuple[str, str]]:
     actor, correction = config.actor, config.algorithm.rollout_correction
-    reinforce = correction is not None and correction.bypass_mode and correction.loss_type == "reinforce"
-    loss = "reinforce" if reinforce else actor.loss_mode
     if actor.kl_coef == 0:
         yield "actor.kl_weighting", "actor.kl_coef=0"
-    if correction is None or not correction.bypass_mode:
-        yield "actor.clip_center", "drift is in the ratio in bypass mode only"
-    elif loss in UNCLIPPED:
-        yield "actor.clip_center", f"the loss {loss} does not clip"
-    if loss not in LOSSES:
+    loss = loss_of(actor, correction)
+    if loss.reads is None:
         return
-    reason = f"the loss {loss} does not read it"
-    if loss in UNCLIPPED:
-        yield "actor.clip_ratio", reason
-    if loss == "reinforce":
-        yield "actor.ratio_level", reason
-    if loss != "flow_dppo":
-        yield "actor.kl_threshold", reason
-    if loss != "importance_cap":
-        yield "actor.importance_cap", reason
+    chosen_by = f"actor.loss_mode={actor.loss_mode}"
+    if correction is not None and loss.from_correction:
+        chosen_by = f"{_CORRECTION}.loss_type={correction.loss_type}"
+    for key in sorted(LOSS_KEYS - set(loss.reads)):
+        yield f"actor.{key}", f"{chosen_by} does not read it"

@@ -149,7 +149,7 @@ class RolloutConfig:
         emulate: weights rounded to this format before sampling, to produce a real mismatch on any machine.
         staleness: the engine samples with the weights of this many training steps ago, to study that.
         drift_every: where weights are stale, training steps between measurements of what is theirs of the gap, and what
-            is the engine's, see `trainer.drift`; each costs a recompute pass (two in bypass mode); 0 is off.
+            is the engine's, see `trainer.gap_split`; each costs a recompute pass (two in bypass mode); 0 is off.
         prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images a prompt.
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once.
@@ -207,8 +207,8 @@ class RolloutConfig:
             )
 
     @property
-    def lag(self) -> int:
-        """Training steps between the weights that sample and those that are trained, once a run is under way."""
+    def max_weight_age(self) -> int:
+        """How many training steps old the weights that sample are, except at the start of a run."""
         return self.staleness or self.max_staleness
 
 
@@ -217,11 +217,10 @@ class ActorConfig:
     """`actor`: the loss and the optimizer.
 
     Attributes:
-        loss_mode: `flow_grpo`, `grpo_guard`, `flow_dppo`, `importance_cap` or `package.module:name`.
+        loss_mode: a name in `flowcorr.losses.LOSSES`, or `package.module:name` of a loss of your own.
+        loss_options: keyword arguments of a loss of your own.
         clip_ratio: PPO clip range on mean-pooled ratios; or a list, one for each step of the schedule from the
             first on, which may end where the SDE window cannot reach.
-        clip_center: what the log-ratio is taken relative to before it is clipped: `drift`, in bypass mode, its mean
-            at the same step before anything was learned, see `ClipCenter`; `none` leaves it.
         old_policy: what decoupled mode recomputes old log-probs under: the `current` weights, or those that sampled,
             the `behaviour`. The ratio then starts at what was learned since, and the correction is left the engine's
             part of the gap.
@@ -247,8 +246,8 @@ class ActorConfig:
     """
 
     loss_mode: str = "flow_grpo"
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
     clip_ratio: float | tuple[float, ...] = 1e-3
-    clip_center: Literal["none", "drift"] = "none"
     old_policy: Literal["current", "behaviour"] = "current"
     ratio_level: Literal["step", "trajectory_mean", "trajectory_sum"] = "step"
     adv_clip_max: float = 5.0
@@ -338,7 +337,8 @@ class RewardConfig:
             image is then scored beside a few others, and not with all of its step.
         num_workers: reward workers of each training rank; each has the whole reward.
         worker_resources: what Ray reserves for each, as in `rollout.worker_resources`.
-        timeout: seconds that a worker may take for what it is given at a time; it then counts as hung.
+        timeout: seconds that a worker may take for what it is given at a time; it then counts as hung. In the trainer's
+            process, seconds after which the log says which reward is still computing, once a minute.
     """
 
     terms: tuple[RewardTerm, ...] = (RewardTerm(name="ocr"),)

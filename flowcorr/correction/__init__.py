@@ -3,10 +3,13 @@
 from flowcorr.correction.config import RolloutCorrectionConfig
 from flowcorr.correction.correct import Correction, compute_rollout_correction_and_rejection_mask
 from flowcorr.correction.presets import PRESETS
+from flowcorr.correction.rejection import RS_MODES, Mode
 
 __all__ = [
     "PRESETS",
+    "RS_MODES",
     "Correction",
+    "Mode",
     "RolloutCorrectionConfig",
     "compute_rollout_correction_and_rejection_mask",
 ]

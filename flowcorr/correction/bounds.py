@@ -1,29 +1,22 @@
-"""Thresholds of the correction: how bands are written, which rejection modes exist, what bounds they mean."""
+"""Thresholds and the scale of log-ratios: how they are written, and the bounds that they mean."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
+from torch import Tensor
+
+from flowcorr.correction.rejection import RS_MODES, Mode
 from flowcorr.correction.robust import OUTLIER_Z
-from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.errors import BatchError, ConfigError, unknown_choice
+from flowcorr.imports import import_target
 
 SECTION = "algorithm.rollout_correction"
 IS_LEVELS = ("token", "sequence", "geometric")
-K1_MODES = ("token_k1", "seq_sum_k1", "seq_mean_k1")
-RS_MODES = (
-    *("token_k1", "token_k2", "token_k3"),
-    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
-    *("seq_max_k2", "seq_max_k3"),
-    *("step_kl", "seq_kl", "step_z"),
-)
 RS_ALIASES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-EXACT_KL_MODES = ("step_kl", "seq_kl")
-GLOBAL_MODES = ("step_z",)
+SCALES = ("mean", "sqrt", "sum")
 AUTO = "auto"  # a threshold that is measured
 
 Band = tuple[float, float]
@@ -32,33 +25,26 @@ Threshold = float | Band | str | Sequence[object]
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One rejection mode with its bounds: a term or sample is kept while `lower <= value <= upper`.
+    """One rejection mode with its bounds: a step or sample is kept while `lower <= value <= upper`.
 
     Attributes:
-        mode: one of `RS_MODES`.
-        lower: for k1 modes the log of the smallest ratio `exp(delta)`, else `-inf`.
-        upper: for k1 modes the log of the largest ratio, else the largest divergence.
-        auto: whether the bounds, infinite here, are to be measured on the batch.
+        name: of the mode, as metrics are named.
+        mode: what is judged.
+        lower: for a band of ratios, `-log` of the largest ratio; else `-inf`.
+        upper: for a band of ratios, `-log` of the smallest ratio; else the largest value.
+        auto: whether the bounds are measured on each batch; infinite until then.
     """
 
-    mode: str
-    lower: float
-    upper: float
+    name: str
+    mode: Mode
+    lower: float | Tensor
+    upper: float | Tensor
     auto: bool = False
 
     @property
     def needs_batch(self) -> bool:
         """Whether it looks at the whole batch."""
-        return self.auto or self.mode in GLOBAL_MODES
-
-    @property
-    def per_step(self) -> bool:
-        """Whether it judges each step on its own, not the sample."""
-        return self.mode.startswith(("token_", "step_"))
-
-    @property
-    def bounds_ratio(self) -> bool:
-        return self.mode in K1_MODES
+        return self.auto or self.mode.needs == "z"
 
 
 def parse_band(value: object, key: str = "threshold") -> float | Band:
@@ -105,23 +91,31 @@ def parse_veto(threshold: object) -> float | None:
     return band
 
 
-def parse_modes(rollout_rs: str | None) -> tuple[str, ...]:
-    """The rejection modes of a comma-separated chain, in order, aliases resolved and repeats dropped.
+def parse_modes(rollout_rs: str | None) -> dict[str, Mode]:
+    """The rejection modes of a comma-separated chain by name, in order, aliases resolved and repeats dropped.
 
     Raises:
         ConfigError: a mode is unknown, or the chain holds none.
     """
     if rollout_rs is None:
-        return ()
+        return {}
     key = f"{SECTION}.rollout_rs"
     if not isinstance(rollout_rs, str):
         raise ConfigError(f"{key}={rollout_rs!r} must be text: a mode, or modes chained by commas")
     names = [name.strip() for name in rollout_rs.split(",")]
-    modes = [RS_ALIASES.get(name, name) for name in names]
-    for mode in modes:
-        if mode not in RS_MODES:
-            raise ConfigError(unknown_choice(key, mode, (*RS_MODES, *RS_ALIASES)))
-    return tuple(dict.fromkeys(modes))
+    return {RS_ALIASES.get(name, name): _resolve(RS_ALIASES.get(name, name), key) for name in names}
+
+
+def _resolve(name: str, key: str) -> Mode:
+    if name in RS_MODES:
+        return RS_MODES[name]
+    if ":" not in name:
+        message = unknown_choice(key, name, (*RS_MODES, *RS_ALIASES))
+        raise ConfigError(f"{message}; a mode of your own is given as 'package.module:name'")
+    mode = import_target(key, name, "a flowcorr.correction.Mode")
+    if not isinstance(mode, Mode):
+        raise ConfigError(f"{key}={name!r} is of type {type(mode).__name__}; name a flowcorr.correction.Mode")
+    return mode
 
 
 def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple[Criterion, ...]:
@@ -137,24 +131,12 @@ def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple
     Raises:
         ConfigError: a mode is unknown, its threshold is missing, or is not of its kind.
     """
-    return _parse_criteria(rollout_rs, _frozen(threshold))
-
-
-def _frozen(value: Any) -> Any:
-    # Only numbers, text and (nested) lists of them can be thresholds; anything else is shown in the error.
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(entry) for entry in value)
-    return value if value is None or isinstance(value, str | int | float) else repr(value)
-
-
-@lru_cache(maxsize=128)
-def _parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple[Criterion, ...]:
     key = f"{SECTION}.rollout_rs_threshold"
     modes = parse_modes(rollout_rs)
     if not modes:
         return ()
     if threshold is None:
-        wanted = "; ".join(f"for {mode} {_wanted(mode)}" for mode in modes)
+        wanted = "; ".join(f"for {name} {_WANTED[mode.bounds]}" for name, mode in modes.items())
         raise ConfigError(f"{key} is missing for {SECTION}.rollout_rs={rollout_rs!r}; give {wanted}")
     entries = _entries(threshold)
     if len(entries) not in (1, len(modes)):
@@ -164,7 +146,9 @@ def _parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tupl
         )
     if len(entries) == 1:
         entries = entries * len(modes)
-    return tuple(_criterion(mode, entry, key) for mode, entry in zip(modes, entries, strict=True))
+    return tuple(
+        _criterion(name, mode, entry, key) for (name, mode), entry in zip(modes.items(), entries, strict=True)
+    )
 
 
 def canonical_threshold(rollout_rs: str | None, threshold: Threshold | None) -> float | Band | str | None:
@@ -187,34 +171,100 @@ def _entries(threshold: Threshold) -> list[object]:
     return [threshold]
 
 
-def _wanted(mode: str) -> str:
-    """What can be written as the threshold of a mode."""
-    if mode == "step_z":
-        return "one upper bound in robust standard deviations, such as 6, or auto"
-    if mode in K1_MODES:
-        return "a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, or auto (decoupled mode only)"
-    return "one upper bound, or auto (decoupled mode only), or inf, which only measures"
+_UPPER = "one upper bound, or auto (decoupled mode only), or inf, which only measures"
+_WANTED = {
+    "ratio": "a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, or auto (decoupled mode only)",
+    "square": _UPPER,
+    "exponential": _UPPER,
+    "z": "one upper bound in robust standard deviations, such as 6, or auto",
+}
 
 
-def _criterion(mode: str, entry: object, key: str) -> Criterion:
-    if entry == AUTO and mode == "step_z":
-        return Criterion(mode, -math.inf, OUTLIER_Z)
+def _criterion(name: str, mode: Mode, entry: object, key: str) -> Criterion:
+    label = name.rpartition(":")[2]  # of a mode of the user's own, its name in its module
     if entry == AUTO:
-        return Criterion(mode, -math.inf, math.inf, auto=True)
+        if mode.bounds == "z":
+            return Criterion(label, mode, -math.inf, OUTLIER_Z)
+        return Criterion(label, mode, -math.inf, math.inf, auto=True)
     band = parse_band(entry, key)
-    if mode not in K1_MODES:
+    if mode.bounds != "ratio":
         if isinstance(band, tuple):
-            raise ConfigError(f"{_label(key)}={entry!r} is a band, but {mode} takes {_wanted(mode)}")
-        return Criterion(mode, -math.inf, band)
+            raise ConfigError(f"{_label(key)}={entry!r} is a band, but {name} takes {_WANTED[mode.bounds]}")
+        return Criterion(label, mode, -math.inf, band)
     if isinstance(band, float):
         if band <= 1.0:
             raise ConfigError(
-                f"{_label(key)}={entry!r} for {mode} stands for the ratios [1/u, u], so u must be above 1; "
+                f"{_label(key)}={entry!r} for {name} stands for the ratios [1/u, u], so u must be above 1; "
                 f"or give both bounds, such as 0.999_1.001"
             )
         band = (1.0 / band, band)
-    lower, upper = band
-    return Criterion(mode, math.log(lower) if lower > 0 else -math.inf, math.log(upper))
+    smallest, largest = band
+    return Criterion(label, mode, -math.log(largest), -math.log(smallest))
+
+
+def idle_modes(
+    criteria: tuple[Criterion, ...], values: Mapping[str, float], margin: float = 10.0
+) -> list[str]:
+    """Names of the modes whose bounds lie more than `margin` times beyond the largest value that was measured.
+
+    Such a band cannot act at the present noise floor; mean-pooled ratios and a band of 0.5..2.0 are the usual
+    case. `values` are computed metrics, with or without a prefix before `rollout_corr/`.
+    """
+    return [criterion.name for criterion in criteria if _is_idle(criterion, values, margin)]
+
+
+def _is_idle(criterion: Criterion, values: Mapping[str, float], margin: float) -> bool:
+    name = f"rollout_corr/rollout_rs_{criterion.name}"
+    largest = next((value for key, value in values.items() if key.endswith(f"{name}_max")), None)
+    smallest = next((value for key, value in values.items() if key.endswith(f"{name}_min")), None)
+    if criterion.auto or largest is None or smallest is None:
+        return False
+    return bool(criterion.lower < margin * smallest and margin * largest < criterion.upper)
+
+
+def scale_factor(scale: str | float, num_elements: int | None) -> float:
+    """The factor on mean-pooled log-ratios: 1 (`mean`), `sqrt(D)` (`sqrt`), `D` (`sum`), or a number.
+
+    `sum` makes `exp(scale delta)` the steps' density ratio; `sqrt` gives noise of one size whatever `D` is.
+
+    Raises:
+        ConfigError: the scale is unknown, or not positive.
+        BatchError: the scale needs `num_elements`, and it is not given.
+    """
+    check_scale(scale)
+    if not isinstance(scale, str):
+        return float(scale)
+    if scale == "mean":
+        return 1.0
+    if num_elements is None:
+        raise BatchError(
+            f"log_ratio_scale={scale!r} needs num_elements, the number of latent elements of a sample"
+        )
+    return math.sqrt(num_elements) if scale == "sqrt" else float(num_elements)
+
+
+def check_scale(scale: object) -> None:
+    """Raise `ConfigError` unless `scale` is the name of a scale or a positive number."""
+    key = f"{SECTION}.log_ratio_scale"
+    if isinstance(scale, str):
+        if scale not in SCALES:
+            raise ConfigError(unknown_choice(key, scale, (*SCALES, "a positive number")))
+    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ConfigError(f"{key}={scale!r} must be mean, sqrt, sum or a positive number")
+
+
+def parse_weights(rollout_is: str | None, threshold: object) -> float | Band:
+    """The cap of weights at level `rollout_is`; raises `ConfigError` if either cannot be used."""
+    if rollout_is is None:
+        return math.inf
+    if rollout_is not in IS_LEVELS:
+        raise ConfigError(unknown_choice(f"{SECTION}.rollout_is", rollout_is, IS_LEVELS))
+    if threshold is None:
+        raise ConfigError(
+            f"{SECTION}.rollout_is_threshold is null while rollout_is={rollout_is!r}; "
+            f"write inf for weights without a cap, or set rollout_is: null"
+        )
+    return parse_band(threshold, "rollout_is_threshold")
 
 
 def _positive(number: object, value: object, key: str) -> float:

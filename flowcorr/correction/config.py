@@ -10,21 +10,19 @@ from typing import Any, Literal, Self, cast, get_args, overload
 
 from flowcorr.correction.bounds import (
     AUTO,
-    EXACT_KL_MODES,
-    GLOBAL_MODES,
     IS_LEVELS,
     SECTION,
     Band,
     Criterion,
     Threshold,
     canonical_threshold,
-    parse_band,
+    check_scale,
     parse_criteria,
     parse_modes,
     parse_veto,
+    parse_weights,
 )
-from flowcorr.correction.presets import PRESETS, PresetMethods
-from flowcorr.correction.ratios import check_scale
+from flowcorr.correction.presets import add_class_methods, find_preset
 from flowcorr.errors import ConfigError, unknown_choice
 
 ScaleName = Literal["mean", "sqrt", "sum"]
@@ -32,7 +30,8 @@ LossType = Literal["ppo_clip", "reinforce"]
 Scope = Literal["step", "trajectory"]
 Denominator = Literal["kept", "all"]
 Level = Literal["token", "sequence", "geometric"]
-Mode = bool | Literal["auto"]
+BypassMode = bool | Literal["auto"]
+CorrectionMode = Literal["decoupled", "bypass", "auto"]
 Groups = Literal["none", "recentre", "drop_small"]
 
 
@@ -53,7 +52,7 @@ class _Preset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutCorrectionConfig(PresetMethods):
+class RolloutCorrectionConfig:
     """How the drift from the rollout policy is measured and corrected.
 
     Build it from keys, by a preset's class method (`RolloutCorrectionConfig.seq_is(threshold=3.0)`), by
@@ -90,7 +89,7 @@ class RolloutCorrectionConfig(PresetMethods):
     """
 
     preset: _Preset = field(default=_Preset(), compare=False)
-    bypass_mode: Mode = False
+    bypass_mode: BypassMode = False
     auto_enter: float = 1.0
     auto_leave: float = 0.5
     loss_type: LossType = "ppo_clip"
@@ -123,8 +122,7 @@ class RolloutCorrectionConfig(PresetMethods):
         Raises:
             ConfigError: the name is unknown, or an override contradicts what the preset is.
         """
-        values = {**_as_dict(_build_preset(cls, name)), **overrides}
-        return cls(**{**values, "preset": name})
+        return cls(**{**find_preset(name).keys, **overrides, "preset": name})
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -148,18 +146,25 @@ class RolloutCorrectionConfig(PresetMethods):
 
         return cls.from_mapping(translate_section(mapping))
 
-    def in_mode(self, *, bypass: bool) -> Self:
-        """This correction in one of the two modes, where `bypass_mode` is `auto`."""
-        idle = ("auto_enter", "auto_leave") if bypass else ("auto_enter", "auto_leave", "bypass_scope")
-        values = {**_as_dict(self), "preset": None, "bypass_mode": bypass}
+    @property
+    def mode(self) -> CorrectionMode:
+        """The mode that `bypass_mode` names."""
+        if self.bypass_mode == AUTO:
+            return "auto"
+        return "bypass" if self.bypass_mode else "decoupled"
+
+    def in_mode(self, mode: Literal["decoupled", "bypass"]) -> Self:
+        """This correction in one of the two modes, where its own is `auto`."""
+        idle = {"auto_enter", "auto_leave"} | ({"bypass_scope"} if mode == "decoupled" else set())
+        values = {**_as_dict(self), "preset": None, "bypass_mode": mode == "bypass"}
         return type(self)(**{key: value for key, value in values.items() if key not in idle})
 
     @property
     def label(self) -> str:
         """What it is called where people read it: its preset, else its mode."""
-        if self.bypass_mode == AUTO:
-            return AUTO if self.preset is None else f"{self.preset}, {AUTO}"
-        return self.preset or ("bypass" if self.bypass_mode else "decoupled")
+        if self.preset is None:
+            return self.mode
+        return f"{self.preset}, auto" if self.mode == "auto" else self.preset
 
     @property
     def criteria(self) -> tuple[Criterion, ...]:
@@ -169,13 +174,13 @@ class RolloutCorrectionConfig(PresetMethods):
     @property
     def applies_weights(self) -> bool:
         """Whether importance weights multiply the loss; in bypass ppo_clip the ratio itself does."""
-        in_ratio = self.bypass_mode and self.loss_type == "ppo_clip"
+        in_ratio = self.mode != "decoupled" and self.loss_type == "ppo_clip"
         return self.rollout_is is not None and self.rollout_is_apply and not in_ratio
 
     @property
     def needs_means(self) -> bool:
         """Whether the rollout must return its step means, for an exact KL."""
-        return any(criterion.mode in EXACT_KL_MODES for criterion in self.criteria)
+        return any(criterion.mode.needs == "step_kl" for criterion in self.criteria)
 
 
 DEFINING_KEYS = ("bypass_mode", "loss_type", "rollout_is", "rollout_rs")
@@ -217,12 +222,9 @@ def _normalize(config: RolloutCorrectionConfig) -> None:
     def assign(key: str, value: object) -> None:
         object.__setattr__(config, key, value)
 
-    if config.rollout_is_threshold is not None:
-        assign("rollout_is_threshold", parse_band(config.rollout_is_threshold, "rollout_is_threshold"))
-    elif config.rollout_is is not None:
-        raise ConfigError(
-            f"{SECTION}.rollout_is_threshold is null while rollout_is={config.rollout_is!r}; "
-            f"write inf for weights without a cap, or set rollout_is: null"
+    if config.rollout_is is not None or config.rollout_is_threshold is not None:
+        assign(
+            "rollout_is_threshold", parse_weights(config.rollout_is or "token", config.rollout_is_threshold)
         )
     modes = parse_modes(config.rollout_rs)
     if modes:
@@ -235,12 +237,12 @@ def _normalize(config: RolloutCorrectionConfig) -> None:
 
 def _check_combinations(config: RolloutCorrectionConfig) -> None:
     """Refuse what the mode cannot do; what `auto` is given must work in both."""
-    if config.bypass_mode is not True and config.loss_type == "reinforce":
+    if config.mode != "bypass" and config.loss_type == "reinforce":
         raise ConfigError(
             f"{SECTION}.loss_type='reinforce' needs bypass_mode: true; "
             f"decoupled mode uses actor.loss_mode, so leave loss_type out"
         )
-    if not config.bypass_mode:
+    if config.mode == "decoupled":
         return
     if config.rollout_is_batch_normalize:
         raise ConfigError(
@@ -253,14 +255,14 @@ def _check_combinations(config: RolloutCorrectionConfig) -> None:
             f"sees at once; set it to none, or bypass_mode to false"
         )
     for criterion in config.criteria:
-        if criterion.mode in GLOBAL_MODES:
+        if criterion.mode.needs == "z":
             raise ConfigError(
-                f"{SECTION}.rollout_rs={criterion.mode!r} needs the whole batch, which bypass mode never sees at once; "
+                f"{SECTION}.rollout_rs={criterion.name!r} needs the whole batch, which bypass mode never sees at once; "
                 f"choose another mode, or set bypass_mode: false"
             )
         if criterion.auto:
             raise ConfigError(
-                f"{SECTION}.rollout_rs_threshold='auto' for {criterion.mode} needs the whole batch, which bypass mode "
+                f"{SECTION}.rollout_rs_threshold='auto' for {criterion.name} needs the whole batch, which bypass mode "
                 f"never sees at once; write a number, as `flowcorr audit` measures it, or set bypass_mode: false"
             )
     if config.bypass_scope == "step" and config.applies_weights and config.rollout_is != "token":
@@ -272,7 +274,7 @@ def _check_combinations(config: RolloutCorrectionConfig) -> None:
 
 def _check_preset(config: RolloutCorrectionConfig) -> None:
     name = config.preset
-    preset = _build_preset(type(config), name)
+    preset = type(config)(**find_preset(name).keys)
     keys = DEFINING_KEYS if preset.bypass_scope == "step" else (*DEFINING_KEYS, "bypass_scope")
     for key in keys:
         value, expected = getattr(config, key), getattr(preset, key)
@@ -281,7 +283,7 @@ def _check_preset(config: RolloutCorrectionConfig) -> None:
                 f"{SECTION}.{key}={value!r} contradicts preset={name!r}, which has {expected!r}; leave one of the two "
                 f"out (in code: RolloutCorrectionConfig.preset({name!r}))"
             )
-    if config.bypass_mode == AUTO and preset.loss_type == "reinforce":
+    if config.mode == "auto" and preset.loss_type == "reinforce":
         raise ConfigError(
             f"{SECTION}.bypass_mode='auto': preset {name!r} is for bypass mode only; choose one with ppo_clip, "
             f"or bypass_mode: true"
@@ -295,9 +297,9 @@ def _without_effect(config: RolloutCorrectionConfig) -> list[str]:
             reasons[key] = "rollout_is is null"
     if config.rollout_rs is None:
         reasons["rollout_rs_threshold"] = "rollout_rs is null"
-    if not config.bypass_mode:
+    if config.mode == "decoupled":
         reasons["bypass_scope"] = "bypass_mode is false"
-    if config.bypass_mode != AUTO:
+    if config.mode != "auto":
         reasons["auto_enter"] = reasons["auto_leave"] = "bypass_mode is not auto"
     if config.rollout_rs is None and config.rollout_token_veto_threshold is None:
         reasons["rejection_groups"] = "no mode or veto rejects anything"
@@ -311,11 +313,8 @@ def _without_effect(config: RolloutCorrectionConfig) -> list[str]:
     ]
 
 
-def _build_preset(cls: type[RolloutCorrectionConfig], name: object) -> RolloutCorrectionConfig:
-    if name not in PRESETS:
-        raise ConfigError(unknown_choice(f"{SECTION}.preset", name, PRESETS))
-    return getattr(cls, str(name))()
-
-
 def _as_dict(config: RolloutCorrectionConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
+add_class_methods(RolloutCorrectionConfig)

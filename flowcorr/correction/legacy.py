@@ -21,6 +21,7 @@ from flowcorr.correction.correct import compute_rollout_correction_and_rejection
 from flowcorr.errors import ConfigError, unknown_choice
 
 IS_MODES = ("truncate", "mask")
+_OLD_VETO = "1e-4"
 _FIRST_DIALECT = (
     *("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold"),
 )
@@ -52,12 +53,17 @@ def translate_legacy(algorithm: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"algorithm.{key} and {SECTION}.{key} are both set; keep the second")
     if moved or is_legacy(section):
         result["rollout_correction"] = _announced({**moved, **section}, moved=tuple(moved))
+    else:
+        _warn_of_scope(section)
     return result
 
 
 def translate_section(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Older keys of `rollout_correction` as today's, with a warning; today's are left as they are."""
-    return _announced(mapping) if is_legacy(mapping) else dict(mapping)
+    if is_legacy(mapping):
+        return _announced(mapping)
+    _warn_of_scope(mapping)
+    return dict(mapping)
 
 
 def is_legacy(section: Mapping[str, Any]) -> bool:
@@ -83,11 +89,38 @@ def _announced(mapping: Mapping[str, Any], moved: Sequence[str] = ()) -> dict[st
     if older:
         today = f"{{{written}}}" if written else "nothing"
         message = f"{SECTION}: {_listed(older, 'is', 'are')} of an older dialect; write {today} instead"
+        if is_first and _lacks_veto(mapping):
+            message += (
+                f". verl 0.6.0 also rejected samples with a ratio below {_OLD_VETO}: add "
+                f"rollout_token_veto_threshold: {_OLD_VETO} for that"
+            )
         warnings.warn(message, FutureWarning, stacklevel=4)
     if misplaced:
         message = f"{_listed(misplaced, 'belongs', 'belong')} under {SECTION}"
         warnings.warn(message, FutureWarning, stacklevel=4)
     return translated
+
+
+def _lacks_veto(old: Mapping[str, Any]) -> bool:
+    """Whether a section of the first dialect applies weights and names no veto, so that its default would act."""
+    applied = old.get("rollout_is") and old.get("rollout_is_threshold") is not None
+    return bool(applied) and not {"rollout_is_veto_threshold", "rollout_token_veto_threshold"} & set(old)
+
+
+def _warn_of_scope(section: Mapping[str, Any]) -> None:
+    """Say where verl's reinforce rejects whole samples, and bypass mode here single steps unless told otherwise."""
+    if section.get("loss_type") != "reinforce" or {"bypass_scope", "preset"} & set(section):
+        return
+    criteria = [mode for mode in parse_modes(section.get("rollout_rs")) if mode.startswith("seq_")]
+    if section.get("rollout_token_veto_threshold") is not None:
+        criteria.append("the veto")
+    if criteria:
+        warnings.warn(
+            f"{SECTION}: with loss_type: reinforce, {', '.join(criteria)} rejects single steps here and whole samples "
+            "in verl; write bypass_scope: trajectory for verl's meaning, or bypass_scope: step for this one",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _listed(keys: Sequence[str], singular: str, plural: str) -> str:
@@ -101,13 +134,13 @@ def _is_first_dialect(old: Mapping[str, Any], *, was_flat: bool) -> bool:
 
 
 def _from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
-    """Keys by which a threshold switched the weights on, and a boolean whether they were applied."""
+    """Keys by which a threshold switched the weights on, and a boolean, false by default, whether they were applied."""
     level = old.pop("rollout_is_level", None) or "token"
     mode = old.pop("rollout_is_mode", None) or "truncate"
     upper = old.pop("rollout_is_threshold", None)
     lower = old.pop("rollout_is_threshold_lower", None)
     veto = old.pop("rollout_is_veto_threshold", None)
-    apply = old.pop("rollout_is", None)
+    apply = old.pop("rollout_is", False)
     if isinstance(apply, str):
         level, apply = apply, True
     if level not in IS_LEVELS:
@@ -120,8 +153,8 @@ def _from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
     if mode == "mask":
         new["rollout_is_threshold"] = math.inf
         new["rollout_rs"] = RS_ALIASES[level]
-        new["rollout_rs_threshold"] = _band(upper, lower)
-    if apply is False:
+        new["rollout_rs_threshold"] = _band("rollout_is_threshold", upper, lower)
+    if not apply:
         new["rollout_is_apply"] = False
     if veto is not None:
         new["rollout_token_veto_threshold"] = veto
@@ -138,7 +171,7 @@ def _from_later_dialects(old: dict[str, Any]) -> dict[str, Any]:
     lower = old.pop("rollout_rs_threshold_lower", None)
     if old.get("rollout_rs") is not None and lower is not None:
         old["rollout_rs"] = ",".join(parse_modes(old["rollout_rs"]))
-        old["rollout_rs_threshold"] = _band(old.get("rollout_rs_threshold"), lower)
+        old["rollout_rs_threshold"] = _band("rollout_rs_threshold", old.get("rollout_rs_threshold"), lower)
     bypass = old.pop("bypass_old_logprob_for_rollout", None)
     gradient_flags = [old.pop(key, None) for key in ("use_pure_rollout_correction", "use_policy_gradient")]
     if bypass is not None:
@@ -150,26 +183,36 @@ def _from_later_dialects(old: dict[str, Any]) -> dict[str, Any]:
                 f"today's keys for both are bypass_mode: true and loss_type: reinforce"
             )
         old["loss_type"] = "reinforce"
-        if _is_of_samples(old):
-            old["bypass_scope"] = "trajectory"
+    if old.get("loss_type") == "reinforce" and _is_of_samples(old):
+        old.setdefault("bypass_scope", "trajectory")
     return old
 
 
 def _is_of_samples(section: Mapping[str, Any]) -> bool:
     by_weight = section.get("rollout_is") in ("sequence", "geometric")
-    return by_weight or any(mode.startswith("seq_") for mode in parse_modes(section.get("rollout_rs")))
+    by_veto = section.get("rollout_token_veto_threshold") is not None
+    modes = parse_modes(section.get("rollout_rs"))
+    return by_weight or by_veto or any(mode.startswith("seq_") for mode in modes)
 
 
-def _band(upper: Any, lower: Any) -> tuple[float, float]:
-    highest = parse_band(upper, "rollout_rs_threshold")
+def _band(key: str, upper: Any, lower: Any) -> tuple[float, float]:
+    """The band of an upper threshold and one named `<key>_lower`, by default its reciprocal."""
+    highest = parse_band(upper, key)
     if isinstance(highest, tuple):
-        raise ConfigError(
-            f"{SECTION}.rollout_rs_threshold={upper!r} is a band already; drop the lower threshold"
-        )
+        raise ConfigError(f"{SECTION}.{key}={upper!r} is a band already; drop the lower threshold")
     if lower is None:
         return 1.0 / highest, highest
+    try:
+        lowest = math.nan if isinstance(lower, bool) else float(lower)
+    except (TypeError, ValueError):
+        lowest = math.nan
+    if not 0 <= lowest < highest:
+        raise ConfigError(
+            f"{SECTION}.{key}_lower={lower!r} must be a number from 0 to below {key}={highest:g}, "
+            "or null for its reciprocal"
+        )
     # A lower threshold of 0 meant none; bands are of positive ratios.
-    return max(float(lower), sys.float_info.min), highest
+    return max(lowest, sys.float_info.min), highest
 
 
 def _yaml(value: Any) -> str:
@@ -198,6 +241,7 @@ def compute_rollout_importance_weights(
         return None, response_mask, {}
     keys = _from_first_dialect(
         {
+            "rollout_is": True,
             "rollout_is_level": rollout_is_level,
             "rollout_is_mode": rollout_is_mode,
             "rollout_is_threshold": rollout_is_threshold,
@@ -214,13 +258,19 @@ def compute_rollout_importance_weights(
 
 
 def compute_offpolicy_metrics(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """The drift's diagnostics without a prefix, as verl names them."""
+    """The drift's diagnostics without a prefix, as verl names them.
+
+    Without the rollout's log-probs, only the perplexity of the old policy, as in verl.
+    """
     metrics = compute_rollout_correction_and_rejection_mask(
-        old_log_prob, rollout_log_prob, response_mask
+        old_log_prob, old_log_prob if rollout_log_prob is None else rollout_log_prob, response_mask
     ).metrics
-    return {name.removeprefix("rollout_corr/"): value for name, value in metrics.compute().items()}
+    named = {name.removeprefix("rollout_corr/"): value for name, value in metrics.compute().items()}
+    if rollout_log_prob is None:
+        return {name: value for name, value in named.items() if name.startswith("training_")}
+    return named
 
 
 def compute_rollout_rejection_mask(

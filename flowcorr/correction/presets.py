@@ -1,4 +1,4 @@
-"""The named corrections: each a class method with arguments, mixed into `RolloutCorrectionConfig`.
+"""The named corrections, a row each.
 
 Source of most: Liu, Li et al., "When Speed Kills Stability", https://richardli.xyz/rl-collapse; IcePop:
 Ling Team, "Every Step Evolves", arXiv:2510.18855.
@@ -6,240 +6,183 @@ Ling Team, "Every Step Evolves", arXiv:2510.18855.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from typing import Any
 
-from flowcorr.correction.bounds import Band, Threshold, parse_band
+from flowcorr.correction.bounds import SECTION, parse_band
+from flowcorr.errors import ConfigError, unknown_choice
 
-GEO_BAND: Band = (0.999, 1.001)
-SEQ_BAND: Band = (0.5, 2.0)
-ICEPOP_LOWER, ICEPOP_UPPER = 0.5, 5.0
-IS_CAP = 2.0
-K3_BOUND = 0.01
-VETO = 1e-4
+Keys = dict[str, Any]
 
-PRESETS: dict[str, str] = {
-    "decoupled_token_is": "each step's ratio as its weight, capped at 2 (token TIS)",
-    "token_is": "= decoupled_token_is",
-    "token_tis": "= decoupled_token_is",
-    "decoupled_seq_is": "the trajectory's ratio as its weight, capped at 2 (sequence TIS)",
-    "seq_is": "= decoupled_seq_is",
-    "decoupled_seq_is_rs": "sequence TIS, and trajectories with a ratio outside 0.5..2 are rejected",
-    "seq_is_rs": "= decoupled_seq_is_rs",
-    "seq_mis": "= decoupled_seq_is_rs",
-    "decoupled_geo_rs": "no weights; rejects trajectories with a geometric mean ratio outside 0.999..1.001",
-    "geo_rs": "decoupled_geo_rs with a veto on steps whose ratio is below 1e-4",
-    "geo_mis": "= geo_rs",
-    "decoupled_geo_rs_seq_tis": "decoupled_geo_rs with sequence TIS",
-    "decoupled_geo_rs_token_tis": "decoupled_geo_rs with token TIS",
-    "decoupled_k3_rs": "no weights; rejects trajectories with a mean k3 divergence above 0.01",
-    "decoupled_k3_rs_seq_tis": "decoupled_k3_rs with sequence TIS",
-    "decoupled_k3_rs_token_tis": "decoupled_k3_rs with token TIS",
-    "decoupled_token_icepop": "each step's ratio as its weight, zero outside 0.5..5 (IcePop)",
-    "bypass_ppo_clip": "no old log-probs: PPO clips the ratio to the rollout policy",
-    "ppo_is_bypass": "= bypass_ppo_clip",
-    "bypass_ppo_clip_geo_rs": "bypass_ppo_clip, and steps with a ratio outside 0.999..1.001 are rejected",
-    "bypass_ppo_clip_k3_rs": "bypass_ppo_clip, and steps with a k3 divergence above 0.01 are rejected",
-    "bypass_pg_is": "no old log-probs: REINFORCE with the trajectory's ratio as its weight, capped at 2",
-    "pg_is": "= bypass_pg_is",
-    "pure_is": "= bypass_pg_is",
-    "bypass_pg_token_icepop": "REINFORCE with each step's ratio as its weight, zero outside 0.5..5",
-    "bypass_pg_geo_rs": "REINFORCE without weights; rejects trajectories as decoupled_geo_rs does",
-    "pg_rs": "bypass_pg_geo_rs with a veto on steps whose ratio is below 1e-4",
-    "bypass_pg_geo_rs_seq_tis": "bypass_pg_geo_rs with sequence TIS",
-    "bypass_pg_geo_rs_token_tis": "bypass_pg_geo_rs with token TIS",
-    "disabled": "measures the gap and corrects nothing",
-}
+TOKEN: Keys = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+SEQUENCE: Keys = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+ICEPOP: Keys = {"rollout_is": "token", "rollout_is_threshold": (0.5, 5.0)}
+SEQ_RS: Keys = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": (0.5, 2.0)}
+GEO_RS: Keys = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": (0.999, 1.001)}
+K3_RS: Keys = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+VETO: Keys = {"rollout_token_veto_threshold": 1e-4}
+BYPASS: Keys = {"bypass_mode": True}
+REINFORCE: Keys = {"bypass_mode": True, "loss_type": "reinforce"}
+TRAJECTORY: Keys = {"bypass_scope": "trajectory"}
 
 
-class PresetMethods:
-    """Class methods that build the presets; thresholds are their arguments.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """One named correction.
 
-    `rs_threshold` is a band of ratios (`"0.999_1.001"`, a pair, or one number `u` for `[1/u, u]`);
-    `rs_threshold_lower` replaces its lower bound.
+    Attributes:
+        keys: the configuration keys that it sets.
+        summary: what it does, in one line.
+        aliases: its other names.
     """
 
-    @classmethod
-    def decoupled_token_is(cls, threshold: Threshold = IS_CAP) -> Self:
-        return cls(**_weights("token", threshold))
+    keys: Keys
+    summary: str
+    aliases: tuple[str, ...] = ()
 
-    token_is = token_tis = decoupled_token_is
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of its class method, which are its thresholds, with their defaults."""
+        cap, band = self.keys.get("rollout_is_threshold"), self.keys.get("rollout_rs_threshold")
+        arguments: dict[str, Any] = {}
+        if isinstance(cap, tuple):
+            arguments["threshold"], arguments["threshold_lower"] = cap[1], cap[0]
+        elif cap is not None:
+            arguments["threshold" if band is None else "is_threshold"] = cap
+        if band is not None:
+            arguments["rs_threshold"] = band
+        if isinstance(band, tuple):
+            arguments["rs_threshold_lower"] = None
+            arguments["veto_threshold"] = self.keys.get("rollout_token_veto_threshold")
+        return arguments
 
-    @classmethod
-    def decoupled_seq_is(cls, threshold: Threshold = IS_CAP) -> Self:
-        return cls(**_weights("sequence", threshold))
-
-    seq_is = decoupled_seq_is
-
-    @classmethod
-    def decoupled_seq_is_rs(
-        cls,
-        is_threshold: Threshold = IS_CAP,
-        rs_threshold: Threshold = SEQ_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-    ) -> Self:
-        rejection = _ratios("seq_sum_k1", rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(**_weights("sequence", is_threshold), **rejection)
-
-    seq_is_rs = seq_mis = decoupled_seq_is_rs
-
-    @classmethod
-    def decoupled_geo_rs(
-        cls,
-        rs_threshold: Threshold = GEO_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-    ) -> Self:
-        return cls(**_ratios("seq_mean_k1", rs_threshold, rs_threshold_lower, veto_threshold))
-
-    @classmethod
-    def geo_rs(
-        cls,
-        rs_threshold: Threshold = GEO_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = VETO,
-    ) -> Self:
-        return cls(**_ratios("seq_mean_k1", rs_threshold, rs_threshold_lower, veto_threshold))
-
-    geo_mis = geo_rs
-
-    @classmethod
-    def decoupled_geo_rs_seq_tis(
-        cls,
-        is_threshold: Threshold = IS_CAP,
-        rs_threshold: Threshold = GEO_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-    ) -> Self:
-        rejection = _ratios("seq_mean_k1", rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(**_weights("sequence", is_threshold), **rejection)
-
-    @classmethod
-    def decoupled_geo_rs_token_tis(
-        cls,
-        is_threshold: Threshold = IS_CAP,
-        rs_threshold: Threshold = GEO_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-    ) -> Self:
-        rejection = _ratios("seq_mean_k1", rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(**_weights("token", is_threshold), **rejection)
-
-    @classmethod
-    def decoupled_k3_rs(cls, rs_threshold: float = K3_BOUND) -> Self:
-        return cls(**_divergence(rs_threshold))
-
-    @classmethod
-    def decoupled_k3_rs_seq_tis(
-        cls, is_threshold: Threshold = IS_CAP, rs_threshold: float = K3_BOUND
-    ) -> Self:
-        return cls(**_weights("sequence", is_threshold), **_divergence(rs_threshold))
-
-    @classmethod
-    def decoupled_k3_rs_token_tis(
-        cls, is_threshold: Threshold = IS_CAP, rs_threshold: float = K3_BOUND
-    ) -> Self:
-        return cls(**_weights("token", is_threshold), **_divergence(rs_threshold))
-
-    @classmethod
-    def decoupled_token_icepop(
-        cls, threshold: float = ICEPOP_UPPER, threshold_lower: float = ICEPOP_LOWER
-    ) -> Self:
-        return cls(**_weights("token", (threshold_lower, threshold)))
-
-    @classmethod
-    def bypass_ppo_clip(cls) -> Self:
-        return cls(**_BYPASS)
-
-    ppo_is_bypass = bypass_ppo_clip
-
-    @classmethod
-    def bypass_ppo_clip_geo_rs(
-        cls,
-        rs_threshold: Threshold = GEO_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-    ) -> Self:
-        return cls(**_BYPASS, **_ratios("seq_mean_k1", rs_threshold, rs_threshold_lower, veto_threshold))
-
-    @classmethod
-    def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = K3_BOUND) -> Self:
-        return cls(**_BYPASS, **_divergence(rs_threshold))
-
-    @classmethod
-    def bypass_pg_is(cls, threshold: Threshold = IS_CAP) -> Self:
-        return cls(**_REINFORCE, **_TRAJECTORY, **_weights("sequence", threshold))
-
-    pg_is = pure_is = bypass_pg_is
-
-    @classmethod
-    def bypass_pg_token_icepop(
-        cls, threshold: float = ICEPOP_UPPER, threshold_lower: float = ICEPOP_LOWER
-    ) -> Self:
-        return cls(**_REINFORCE, **_weights("token", (threshold_lower, threshold)))
-
-    @classmethod
-    def bypass_pg_geo_rs(
-        cls,
-        rs_threshold: Threshold = GEO_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-    ) -> Self:
-        rejection = _ratios("seq_mean_k1", rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(**_REINFORCE, **_TRAJECTORY, **rejection)
-
-    @classmethod
-    def pg_rs(
-        cls,
-        rs_threshold: Threshold = GEO_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = VETO,
-    ) -> Self:
-        rejection = _ratios("seq_mean_k1", rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(**_REINFORCE, **_TRAJECTORY, **rejection)
-
-    @classmethod
-    def bypass_pg_geo_rs_seq_tis(
-        cls,
-        is_threshold: Threshold = IS_CAP,
-        rs_threshold: Threshold = GEO_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-    ) -> Self:
-        rejection = _ratios("seq_mean_k1", rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(**_REINFORCE, **_TRAJECTORY, **_weights("sequence", is_threshold), **rejection)
-
-    @classmethod
-    def bypass_pg_geo_rs_token_tis(
-        cls,
-        is_threshold: Threshold = IS_CAP,
-        rs_threshold: Threshold = GEO_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-    ) -> Self:
-        rejection = _ratios("seq_mean_k1", rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(**_REINFORCE, **_TRAJECTORY, **_weights("token", is_threshold), **rejection)
-
-    @classmethod
-    def disabled(cls) -> Self:
-        return cls()
+    def keys_with(self, arguments: Mapping[str, Any]) -> Keys:
+        """The keys with other thresholds; `rs_threshold_lower` replaces the lower end of the band."""
+        keys = dict(self.keys)
+        for name, value in arguments.items():
+            if name in ("threshold", "is_threshold"):
+                keys["rollout_is_threshold"] = value
+            elif name == "threshold_lower":
+                keys["rollout_is_threshold"] = (value, keys["rollout_is_threshold"])
+            elif name == "rs_threshold":
+                keys["rollout_rs_threshold"] = value
+            elif name == "rs_threshold_lower" and value is not None:
+                band = parse_band(keys["rollout_rs_threshold"], "rollout_rs_threshold")
+                keys["rollout_rs_threshold"] = (value, band[1] if isinstance(band, tuple) else band)
+            elif name == "veto_threshold":
+                keys["rollout_token_veto_threshold"] = value
+        return keys
 
 
-_BYPASS: dict[str, Any] = {"bypass_mode": True}
-_REINFORCE: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
-_TRAJECTORY: dict[str, Any] = {"bypass_scope": "trajectory"}
+PRESETS: dict[str, Preset] = {
+    "decoupled_token_is": Preset(
+        keys=TOKEN,
+        summary="each step's ratio as its weight, capped at 2 (token TIS)",
+        aliases=("token_is", "token_tis"),
+    ),
+    "decoupled_seq_is": Preset(
+        keys=SEQUENCE,
+        summary="the trajectory's ratio as its weight, capped at 2 (sequence TIS)",
+        aliases=("seq_is",),
+    ),
+    "decoupled_seq_is_rs": Preset(
+        keys=SEQUENCE | SEQ_RS,
+        summary="sequence TIS, and trajectories with a ratio outside 0.5..2 are rejected",
+        aliases=("seq_is_rs", "seq_mis"),
+    ),
+    "decoupled_geo_rs": Preset(
+        keys=GEO_RS,
+        summary="no weights; rejects trajectories with a geometric mean ratio outside 0.999..1.001",
+    ),
+    "geo_rs": Preset(
+        keys=GEO_RS | VETO,
+        summary="decoupled_geo_rs with a veto on steps whose ratio is below 1e-4",
+        aliases=("geo_mis",),
+    ),
+    "decoupled_geo_rs_seq_tis": Preset(keys=SEQUENCE | GEO_RS, summary="decoupled_geo_rs with sequence TIS"),
+    "geo_rs_seq_tis": Preset(keys=SEQUENCE | GEO_RS | VETO, summary="geo_rs with sequence TIS"),
+    "decoupled_geo_rs_token_tis": Preset(keys=TOKEN | GEO_RS, summary="decoupled_geo_rs with token TIS"),
+    "decoupled_k3_rs": Preset(
+        keys=K3_RS, summary="no weights; rejects trajectories with a mean k3 divergence above 0.01"
+    ),
+    "decoupled_k3_rs_seq_tis": Preset(keys=SEQUENCE | K3_RS, summary="decoupled_k3_rs with sequence TIS"),
+    "decoupled_k3_rs_token_tis": Preset(keys=TOKEN | K3_RS, summary="decoupled_k3_rs with token TIS"),
+    "decoupled_token_icepop": Preset(
+        keys=ICEPOP, summary="each step's ratio as its weight, zero outside 0.5..5 (IcePop)"
+    ),
+    "bypass_ppo_clip": Preset(
+        keys=BYPASS,
+        summary="no old log-probs: PPO clips the ratio to the rollout policy",
+        aliases=("ppo_is_bypass",),
+    ),
+    "bypass_ppo_clip_geo_rs": Preset(
+        keys=BYPASS | GEO_RS,
+        summary="bypass_ppo_clip, and steps with a ratio outside 0.999..1.001 are rejected",
+    ),
+    "bypass_ppo_clip_k3_rs": Preset(
+        keys=BYPASS | K3_RS,
+        summary="bypass_ppo_clip, and steps with a k3 divergence above 0.01 are rejected",
+    ),
+    "bypass_pg_is": Preset(
+        keys=REINFORCE | TRAJECTORY | SEQUENCE,
+        summary="no old log-probs: REINFORCE with the trajectory's ratio as its weight, capped at 2",
+        aliases=("pg_is", "pure_is"),
+    ),
+    "bypass_pg_token_icepop": Preset(
+        keys=REINFORCE | ICEPOP,
+        summary="REINFORCE with each step's ratio as its weight, zero outside 0.5..5",
+    ),
+    "bypass_pg_geo_rs": Preset(
+        keys=REINFORCE | TRAJECTORY | GEO_RS,
+        summary="REINFORCE without weights; rejects trajectories as decoupled_geo_rs does",
+    ),
+    "pg_rs": Preset(
+        keys=REINFORCE | TRAJECTORY | GEO_RS | VETO,
+        summary="bypass_pg_geo_rs with a veto on steps whose ratio is below 1e-4",
+        aliases=("bypass_pg_rs",),
+    ),
+    "bypass_pg_geo_rs_seq_tis": Preset(
+        keys=REINFORCE | TRAJECTORY | SEQUENCE | GEO_RS, summary="bypass_pg_geo_rs with sequence TIS"
+    ),
+    "bypass_pg_geo_rs_token_tis": Preset(
+        keys=REINFORCE | TRAJECTORY | TOKEN | GEO_RS, summary="bypass_pg_geo_rs with token TIS"
+    ),
+    "disabled": Preset(keys={}, summary="measures the gap and corrects nothing"),
+}
+NAMES = {name: preset for key, preset in PRESETS.items() for name in (key, *preset.aliases)}
 
 
-def _weights(level: str, threshold: Threshold) -> dict[str, Any]:
-    return {"rollout_is": level, "rollout_is_threshold": threshold}
+def find_preset(name: object) -> Preset:
+    """The preset of that name or alias.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(name, str) or name not in NAMES:
+        raise ConfigError(unknown_choice(f"{SECTION}.preset", name, NAMES))
+    return NAMES[name]
 
 
-def _ratios(mode: str, upper: Threshold, lower: float | None, veto: float | None) -> dict[str, Any]:
-    if lower is not None:
-        band = parse_band(upper, "rollout_rs_threshold")
-        upper = (lower, band[1] if isinstance(band, tuple) else band)
-    return {"rollout_rs": mode, "rollout_rs_threshold": upper, "rollout_token_veto_threshold": veto}
+def add_class_methods(owner: type) -> None:
+    """Give `owner` a class method for each name of a preset, with the preset's thresholds as arguments."""
+    for name, preset in NAMES.items():
+        setattr(owner, name, classmethod(_builder(name, preset)))
 
 
-def _divergence(bound: float) -> dict[str, Any]:
-    return {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": bound}
+def _builder(name: str, preset: Preset) -> Any:
+    parameters = [
+        Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for argument, default in preset.arguments.items()
+    ]
+    signature = Signature(parameters)
+
+    def build(owner: type, /, *values: Any, **named: Any) -> Any:
+        given = signature.bind(*values, **named)
+        given.apply_defaults()
+        return owner(**preset.keys_with(given.arguments))
+
+    build.__name__, build.__doc__ = name, preset.summary
+    build.__signature__ = Signature([Parameter("cls", Parameter.POSITIONAL_ONLY), *parameters])  # type: ignore[attr-defined]
+    return build

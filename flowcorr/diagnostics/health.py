@@ -1,9 +1,4 @@
-"""Whether a run's numbers are healthy: fixed rules over its metrics, each with a number, a limit and advice.
-
-The limits are those in common use for rollout correction of language models, where a log-ratio is that of a token.
-Here log-ratios are means over latent elements; weights and rejection are judged as they were applied, and drift
-(KL, log-perplexity) after it is multiplied by `log_ratio_scale`.
-"""
+"""Whether a run's numbers are healthy: the rules of `health_rules`, applied to a step, a run, or a run as it goes."""
 
 from __future__ import annotations
 
@@ -13,14 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flowcorr.config.schema import Config
-from flowcorr.correction.ratios import scale_factor
-from flowcorr.diagnostics.report import clip_key
+from flowcorr.correction.bounds import scale_factor
+from flowcorr.diagnostics.clip_noise import clip_key
+from flowcorr.diagnostics.health_rules import RULES, Rule
 
 Level = Literal["serious", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("serious", "warning", "note")
-_DOCTOR = "find the cause with `flowcorr doctor` first"
-_BENIGN = f"{_DOCTOR}; widen rollout_rs_threshold only if the drift is benign, such as plain rounding"
-_PERSISTENT = 3  # consecutive steps: chance does it in a single one
 _UNBOUNDED = (-math.inf, math.inf)
 
 
@@ -36,6 +29,8 @@ class Units:
         weighted: whether weights multiply the loss; others are diagnostics.
         bypass: whether the ratio that PPO clips contains drift 1, so that noise can use up the clip range.
         clip_range: the key that noise is measured against, with its value.
+        num_terms: SDE steps of a training step's samples, `B T`.
+        num_elements: `D`; None where the run did not log it: then step noise is not judged.
     """
 
     scale: str | float = "mean"
@@ -44,34 +39,8 @@ class Units:
     weighted: bool = True
     bypass: bool = False
     clip_range: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """A healthy range of one metric.
-
-    Attributes:
-        name: of the rule.
-        metric: below `rollout_corr/`, or a whole name.
-        what: the metric in words.
-        low, high: the healthy range.
-        serious: beyond it the finding is serious, if it is given.
-        advice: what to do outside the range.
-        drift: judge the absolute value, in the units of the scale.
-        applied: judge what acted on the update, `actor/rollout_corr/`, where that is logged.
-        patience: consecutive steps outside the range that make a finding.
-    """
-
-    name: str
-    metric: str
-    what: str
-    advice: str
-    low: float = -math.inf
-    high: float = math.inf
-    serious: float = math.inf
-    drift: bool = False
-    applied: bool = False
-    patience: int = 1
+    num_terms: int = 1
+    num_elements: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,129 +70,7 @@ class HealthFinding:
     num_steps: int = 1
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="mean_weight",
-        metric="rollout_is_mean",
-        what="mean importance weight",
-        low=0.5,
-        high=2.0,
-        applied=True,
-        advice=f"both policies differ as a whole, not by noise: {_DOCTOR}, and check that the rollout's weights "
-        "are fresh (rollout.staleness)",
-    ),
-    Rule(
-        name="weight_std",
-        metric="rollout_is_std",
-        what="std of the importance weights",
-        high=1.0,
-        applied=True,
-        advice="few samples carry the gradient: lower rollout_is_threshold, or take a gentler log_ratio_scale "
-        "(sqrt instead of sum, mean instead of sqrt)",
-    ),
-    Rule(
-        name="effective_sample_size",
-        metric="rollout_is_eff_sample_size",
-        what="effective sample size (a share of the batch)",
-        low=0.3,
-        applied=True,
-        advice="few samples carry the gradient: take a gentler log_ratio_scale, or rejection instead of weights",
-    ),
-    Rule(
-        name="cap",
-        metric="rollout_is_raw_max",
-        what="largest importance weight before its cap",
-        applied=True,
-        patience=_PERSISTENT,
-        advice="the cap binds on step after step, so the weights are biased: look at "
-        "rollout_corr/rollout_is_ratio_fraction_high; where it is more than some percent, find the cause of "
-        "the drift before raising rollout_is_threshold",
-    ),
-    Rule(
-        name="kl",
-        metric="kl",
-        what="|KL| of old and rollout policy",
-        high=0.1,
-        drift=True,
-        advice=f"the stacks score the same trajectory differently: {_DOCTOR}",
-    ),
-    Rule(
-        name="log_ppl",
-        metric="log_ppl_diff",
-        what="|difference of log-perplexities|",
-        high=1.0,
-        drift=True,
-        advice=f"log-probs are off by more than rounding can do: {_DOCTOR} (schedule, timesteps, latents)",
-    ),
-    Rule(
-        name="veto",
-        metric="rollout_is_veto_fraction",
-        what="share of vetoed samples",
-        high=0.1,
-        applied=True,
-        advice=f"{_DOCTOR}; lower rollout_token_veto_threshold only if the drift is benign",
-    ),
-    Rule(
-        name="catastrophic",
-        metric="rollout_is_catastrophic_token_fraction",
-        what="share of catastrophic steps, with a ratio below the veto",
-        high=0.01,
-        applied=True,
-        advice=f"single steps are far off, as with a wrong prompt, weights or step index: {_DOCTOR}",
-    ),
-    Rule(
-        name="masked",
-        metric="rollout_rs_masked_fraction",
-        what="share of rejected terms",
-        high=0.3,
-        applied=True,
-        advice=_BENIGN,
-    ),
-    Rule(
-        name="rejected",
-        metric="rejected_ratio",
-        what="share of samples with a rejected step",
-        high=0.05,
-        serious=0.1,
-        applied=True,
-        advice=_BENIGN,
-    ),
-    Rule(
-        name="clip_noise",
-        metric="clip_noise_fraction",
-        what="share of ratios outside the clip range before anything was learned",
-        high=0.1,
-        patience=2,  # in a run's first step, clip_center has no centre yet
-        advice="the clip range lies below the noise floor, so chance decides which terms are learned from: take the "
-        "range from `flowcorr audit`, or recompute old log-probs (bypass_mode: false)",
-    ),
-    Rule(
-        name="skipped",
-        metric="actor/skipped_updates",
-        what="number of skipped updates",
-        high=0.0,
-        advice="a mini-batch taught nothing: all of its terms were rejected (widen rollout_rs_threshold, or drop the "
-        "rejection), its groups were dropped, or its gradient was not finite (lower actor.lr)",
-    ),
-    Rule(
-        name="nonfinite",
-        metric="actor/nonfinite_fraction",
-        what="share of terms whose log-prob is not finite",
-        high=0.0,
-        serious=0.1,
-        advice="they are left out of the loss: the weights diverge (lower actor.lr, or grad_clip), or a precision "
-        "overflows (model.dtype, rollout.dtype)",
-    ),
-    Rule(
-        name="flat_groups",
-        metric="reward/zero_std_group_fraction",
-        what="share of groups whose rewards are all equal",
-        high=0.5,
-        patience=_PERSISTENT,
-        advice="they teach nothing: raise rollout.n or sampling.noise_level, or take a finer reward or prompts "
-        "that are neither solved nor hopeless",
-    ),
-)
+_NOISE_ERRORS = 6.0  # standard errors: once in 5e8 steps by chance
 _OF_WEIGHTS = ("mean_weight", "weight_std", "effective_sample_size", "cap")
 _BY_NAME = {rule.name: rule for rule in RULES}
 # Drawn in the report, and judged by no rule: `kl` and `log_ppl_diff` say the same. They are not linear in log-ratios,
@@ -244,8 +91,9 @@ def units_of(config: Config, num_elements: int | None) -> Units:
         num_elements: `D`, as the run logs it; None where it did not.
     """
     correction = config.algorithm.rollout_correction
+    terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
     if correction is None:
-        return Units()
+        return Units(num_terms=terms, num_elements=num_elements)
     cap, scale = correction.rollout_is_threshold, correction.log_ratio_scale
     return Units(
         scale=scale,
@@ -253,9 +101,11 @@ def units_of(config: Config, num_elements: int | None) -> Units:
         if scale in ("sqrt", "sum") and num_elements is None
         else scale_factor(scale, num_elements),
         cap=cap if correction.applies_weights and isinstance(cap, float) else None,
-        bypass=correction.bypass_mode is True and correction.loss_type == "ppo_clip",
+        bypass=correction.mode == "bypass" and correction.loss_type == "ppo_clip",
         weighted=correction.applies_weights,
         clip_range=clip_key(config.actor),
+        num_terms=terms,
+        num_elements=num_elements,
     )
 
 
@@ -272,7 +122,7 @@ def healthy_range(metric: str, units: Units) -> tuple[float, float]:
         metric: its whole name.
         units: the run's.
     """
-    rule = _rule_of(metric)
+    rule = rule_of(metric)
     if rule is None:
         return _DRAWN.get(_short(metric), _UNBOUNDED) if units.factor == 1.0 else _UNBOUNDED
     low, high = _limits(rule, units)
@@ -283,7 +133,7 @@ def healthy_range(metric: str, units: Units) -> tuple[float, float]:
 
 def serious_limit(metric: str) -> float:
     """Above what a metric is not only unhealthy, but serious; infinite where nothing is."""
-    rule = _rule_of(metric)
+    rule = rule_of(metric)
     return math.inf if rule is None else rule.serious
 
 
@@ -339,7 +189,8 @@ class HealthMonitor:
         return new
 
 
-def _rule_of(metric: str) -> Rule | None:
+def rule_of(metric: str) -> Rule | None:
+    """The rule that judges a metric, if any."""
     return next((rule for rule in RULES if rule.metric == _short(metric)), None)
 
 
@@ -392,7 +243,25 @@ def _logged_name(rule: Rule, metrics: Mapping[str, Any]) -> str:
 def _limits(rule: Rule, units: Units) -> tuple[float, float]:
     if rule.name == "cap":
         return -math.inf, math.inf if units.cap is None else units.cap
+    if rule.name.startswith("noise_"):
+        return _noise_limits(rule, units)
     return rule.low, rule.high
+
+
+def _noise_limits(rule: Rule, units: Units) -> tuple[float, float]:
+    """The range of standard normal noise over the elements of a training step."""
+    if units.num_elements is None:
+        return _UNBOUNDED
+    # A sum of squares has a longer tail on the right: 8 standard errors there are as rare as 6 of a normal variable.
+    shared = 1 + (_NOISE_ERRORS + 2) * math.sqrt(2 / units.num_elements)
+    count = units.num_elements * units.num_terms
+    error = _NOISE_ERRORS / math.sqrt(count)
+    ranges = {
+        "noise_std": (1 - error / math.sqrt(2), 1 + error / math.sqrt(2)),
+        "noise_mean": (-error, error),
+        "noise_shared": (-math.inf, shared),
+    }
+    return ranges[rule.name]
 
 
 def _level(rule: Rule, value: float, units: Units) -> Level:

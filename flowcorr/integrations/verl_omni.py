@@ -1,15 +1,14 @@
 """Rollout correction and losses inside verl-omni, by its own batches and its own registry; nothing is patched.
 
-verl-omni is not on PyPI. This follows version 0.2, as read in these files and commits of
-https://github.com/verl-project/verl-omni: `trainer/diffusion/rollout_correction.py` 01ed447, `diffusion_algos.py`
-073521e and `v1/trainer_base.py` 0318e04 beside it, `workers/utils/losses.py` 92d2e23,
-`workers/engine/fsdp/diffusers_impl.py` 04e7572 and `pipelines/schedulers/flow_match_sde.py` 39809f6.
+verl-omni is not on PyPI; this follows https://github.com/verl-project/verl-omni at a1139ba, and `tests/integrations`
+runs its trainer, worker and engine from such a source tree.
 
 Its own `algorithm.rollout_correction` calls verl's helper. To let flowcorr correct instead, set `rollout_is` and
 `rollout_rs` to null there, `bypass_mode` as in flowcorr's configuration, and
-`actor_rollout_ref.rollout.calculate_log_probs=true`; then hand the batch over before the update, in a subclass of its
-trainer:
+`actor_rollout_ref.rollout.calculate_log_probs=true`. Then hand the batch over before the update, in a subclass of its
+trainer, and register the losses. Both stand in one module, here `my_run.py`:
 
+    @register_diffusion_trainer("sync")
     class Trainer(PolicyGradientDiffusionTrainerV1Sync):
         def _update_actor(self, data):
             data, metrics = correct_batch(data, RolloutCorrectionConfig.seq_is())
@@ -17,8 +16,20 @@ trainer:
             output.meta_info["metrics"].update(metrics)
             return output
 
-For the losses, write a module that calls `register_losses()`, and name it in `actor_rollout_ref.model.external_lib`,
-which every worker imports.
+    register_losses()
+
+    VERL_USE_EXTERNAL_MODULES=my_run python -m verl_omni.trainer.main_diffusion_v1 trainer.use_v1=true ...
+
+- verl imports the modules that `VERL_USE_EXTERNAL_MODULES` names before it chooses a trainer, and in every worker. Ray
+  passes the variable on within a node; for other nodes, set it in `ray_kwargs.ray_init.runtime_env.env_vars`.
+- A module named by `actor_rollout_ref.model.external_lib` is imported after the trainer is chosen: it can register
+  losses, but no trainer.
+- `trainer.use_v1` is false by default, and such runs never look for a registered trainer.
+  `PolicyGradientRayTrainer._update_actor`, which they call, can be overridden in the same way.
+- With `trainer.v1.trainer_mode=separate_async`, where weights are the stalest, derive the class from
+  `PolicyGradientDiffusionTrainerV1SeparateAsync` and register it as `separate_async`.
+- In bypass mode only `flow_grpo` and `dance_grpo` work. `grpo_guard` and `flow_dppo` need the old policy's step means,
+  which no rollout of verl-omni returns; its own losses of these names stop there as well.
 
 Its log-probs are mean-pooled per step, as flowcorr's are. Those of `sde_type=cps` lack `1 / (2 s^2)` and the
 normaliser: they are no log-densities, and weights, bands and metrics have no unit there.
@@ -26,24 +37,29 @@ normaliser: they are no log-densities, and weights, bands and metrics have no un
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from flowcorr import losses
 from flowcorr.algorithm import diffusion_loss
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.errors import BatchError, ConfigError, MissingExtraError
-from flowcorr.losses import needs_means
-from flowcorr.records import BatchStep, PolicyStep, check_shape
-from flowcorr.sde import SdeType
-from flowcorr.sde.transition import mean_over_elements
+from flowcorr.records import BatchStep, LossOutput, PolicyStep, check_shape
+from flowcorr.sde import SdeType, step_kl
 
-LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo")
-"""The names that both know; verl-omni's configuration admits no others."""
+LOSSES = {
+    "flow_grpo": "flow_grpo",
+    "dance_grpo": "flow_grpo",
+    "grpo_guard": "grpo_guard",
+    "flow_dppo": "flow_dppo",
+}
+"""verl-omni's losses of log-probs, and which loss of flowcorr each of them is; its configuration admits no others."""
 INSTALL = "pip install git+https://github.com/verl-project/verl-omni"
 
 _REMEDIES = {
@@ -86,12 +102,17 @@ def correct_batch(
 
     Raises:
         ConfigError: the correction is bad, or needs flowcorr's own trainer.
-        BatchError: a tensor is missing or has another shape.
+        BatchError: a tensor, or all of them, are missing, or a tensor has another shape.
     """
     config = _as_config(config)
     tensors: Any = batch if isinstance(batch, Mapping) else getattr(batch, "batch", batch)
+    if tensors is None:
+        raise BatchError(
+            f"the {type(batch).__name__} holds no tensors; give the batch that the update is about to get, with "
+            "rollout_log_probs and, in decoupled mode, old_log_probs"
+        )
     rollout_log_probs = _tensor(tensors, "rollout_log_probs")
-    if config.bypass_mode:
+    if config.mode == "bypass":
         return _with(batch, tensors, old_log_probs=rollout_log_probs), {}
     old_log_probs = _tensor(tensors, "old_log_probs")
     latents = tensors.get("all_latents")
@@ -138,7 +159,7 @@ def register_losses(correction: RolloutCorrectionConfig | None = None, *, sde_ty
         ConfigError: `correction` is not one of single steps in bypass mode.
         MissingExtraError: verl-omni is not installed.
     """
-    if correction is not None and (correction.bypass_mode is not True or correction.bypass_scope != "step"):
+    if correction is not None and (correction.mode != "bypass" or correction.bypass_scope != "step"):
         raise ConfigError(
             f"register_losses(correction=...) has bypass_mode={correction.bypass_mode}, "
             f"bypass_scope={correction.bypass_scope!r}; verl-omni's losses see single steps, so give bypass_mode: true "
@@ -154,20 +175,35 @@ def register_losses(correction: RolloutCorrectionConfig | None = None, *, sde_ty
         raise MissingExtraError("register_losses", "verl-omni", None, error, install=INSTALL) from error
 
     def register(name: str) -> None:
+        loss = partial(step_loss, name, correction=correction, sde_type=sde_type)
+        reads_means = losses.LOSSES[LOSSES[name]].needs_means
+
         @register_diffusion_loss(name)
         class Loss(DiffusionLossFn):
-            required_model_output_keys = ("log_probs", "prev_sample_mean", "std_dev_t", "sqrt_dt")
-            required_data_keys = ("old_log_probs", "advantages") + needs_means(name) * (
-                "old_prev_sample_mean",
-            )
+            required_model_output_keys = _model_output_keys(name, correction, sde_type)
+            required_data_keys = ("old_log_probs", "advantages", *["old_prev_sample_mean"] * reads_means)
+
+            def validate_inputs(self, *, data: Any, **inputs: Any) -> None:
+                if reads_means and correction is not None and "old_prev_sample_mean" not in data:
+                    raise ConfigError(
+                        f"actor_rollout_ref.actor.diffusion_loss.loss_mode={name} needs old_prev_sample_mean, and no "
+                        "rollout of verl-omni returns its step means; in bypass mode use flow_grpo or dance_grpo, or "
+                        "set algorithm.rollout_correction.bypass_mode=false, which recomputes them"
+                    )
+                super().validate_inputs(data=data, **inputs)
 
             @classmethod
-            def compute_loss(cls, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
-                return step_loss(name, correction=correction, sde_type=sde_type, **inputs)
+            def compute_loss(
+                cls, *, config: Any, log_prob: Tensor, old_log_prob: Tensor, **tensors: Tensor | None
+            ) -> tuple[Tensor, dict[str, float]]:
+                """The loss by the keywords of verl-omni's own."""
+                given = {"log_probs": log_prob, "old_log_probs": old_log_prob}
+                given |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
+                return loss(config=config, model_output=given, data=given)
 
             def __call__(self, **inputs: Any) -> Any:
-                loss, metrics = self.compute_loss(**inputs)
-                return DiffusionLossResult(loss=loss, metrics=metrics)
+                value, metrics = loss(**inputs)
+                return DiffusionLossResult(loss=value, metrics=metrics)
 
     for name in LOSSES:
         register(name)
@@ -187,29 +223,37 @@ def step_loss(
     Args:
         name: one of `LOSSES`.
         config: its `DiffusionActorConfig`; `diffusion_loss` has the clip ranges.
-        model_output: `log_probs` `[b]`, `prev_sample_mean` `[b, *L]`, `std_dev_t` `[b, 1, ...]` or a number, `sqrt_dt`.
+        model_output: `log_probs` `[b]`, and where the loss reads them `prev_sample_mean` `[b, *L]`, `std_dev_t`
+            `[b, 1, ...]` or a number, and `sqrt_dt`.
         data: `old_log_probs` and `advantages` `[b]`; `rollout_is_weights` `[b]` and `old_prev_sample_mean`, if there.
         correction: see `register_losses`.
         sde_type: see `register_losses`.
 
     Returns:
-        The mean over all `b` terms, and metrics as floats.
+        The mean over all `b` terms, and metrics as floats, always the same ones: where no term is kept, those of kept
+        terms are what they would be if the policy had not moved (ratio 1, KL 0).
     """
     settings, log_prob = config.diffusion_loss, model_output["log_probs"]
-    bounds = {"kl_threshold": settings.kl_mask_threshold} if name == "flow_dppo" else {}
-    if name == "flow_dppo" and not settings.add_kl_coefficient:
+    bounds_kl = "kl_threshold" in (losses.LOSSES[LOSSES[name]].reads or ())
+    if bounds_kl and not settings.add_kl_coefficient:
         raise ConfigError(
             "actor_rollout_ref.actor.diffusion_loss.add_kl_coefficient=false bounds a squared distance, and flowcorr's "
-            "flow_dppo an exact KL; set it to true"
+            f"{name} an exact KL; set it to true"
         )
-    actor = ActorConfig(
-        loss_mode=name, clip_ratio=settings.clip_ratio, adv_clip_max=settings.adv_clip_max, **bounds
+    # Only what the loss reads: with a bound on the KL, verl-omni does not clamp advantages.
+    if bounds_kl:
+        read = {"kl_threshold": settings.kl_mask_threshold, "adv_clip_max": torch.finfo(torch.float32).max}
+    else:
+        read = {"clip_ratio": settings.clip_ratio, "adv_clip_max": settings.adv_clip_max}
+    actor = ActorConfig(loss_mode=LOSSES[name], **read)
+    output = {key: model_output[key] for key in _model_output_keys(name, correction, sde_type)}
+    root, std = (
+        output[key].reshape(-1).expand_as(log_prob) if key in output else torch.ones_like(log_prob)
+        for key in ("sqrt_dt", "std_dev_t")
     )
-    root = model_output["sqrt_dt"].reshape(-1).expand_as(log_prob)
-    std = model_output["std_dev_t"].reshape(-1).expand_as(log_prob)
     policy = PolicyStep(
         log_prob=log_prob,
-        mean=model_output["prev_sample_mean"],
+        mean=output.get("prev_sample_mean", log_prob.detach().unsqueeze(1)),
         std=std * root if sde_type == "sde" else std,
         step=root.square(),
     )
@@ -223,17 +267,56 @@ def step_loss(
         weight=weight,
         keep=None if weight is None else weight != 0,
     )
-    output = diffusion_loss(policy, batch, actor, correction, num_steps=1)
-    # Of every term of the update, and without rows by step, as a step's place in the schedule is not known here.
-    logged = output.metrics.under("actor/").merge(output.metrics.beside("actor/").prefixed("actor/"))
-    metrics = {key: value for key, value in logged.compute().items() if "/step_" not in key}
-    return output.loss_sum / log_prob.numel(), metrics
+    result = diffusion_loss(policy, batch, actor, correction, num_steps=1)
+    metrics = _logged(result)
+    if not result.count_kept:  # verl wants the same metrics from every micro-batch of every rank
+        unmoved = diffusion_loss(*_unmoved(policy, batch), actor, correction, num_steps=1)
+        metrics = {**_logged(unmoved), **metrics}
+    return result.loss_sum / log_prob.numel(), metrics
+
+
+def _model_output_keys(
+    name: str, correction: RolloutCorrectionConfig | None, sde_type: SdeType
+) -> tuple[str, ...]:
+    """What the loss called `name` reads of the model's output."""
+    keys = ["log_probs"]
+    loss = losses.LOSSES[LOSSES[name]]
+    if loss.needs_means:
+        keys += ["prev_sample_mean", "std_dev_t"]
+        if loss.needs_step or sde_type == "sde":
+            keys.append("sqrt_dt")
+    elif correction is not None and correction.log_ratio_scale in ("sqrt", "sum"):
+        keys.append("prev_sample_mean")  # for the number of latent elements
+    return tuple(keys)
+
+
+def _logged(output: LossOutput) -> dict[str, float]:
+    """All metrics under `actor/`, without rows by step: a step's place in the schedule is not known here."""
+    logged = output.metrics.merge(output.correction_metrics.prefixed("actor/"))
+    return {key: value for key, value in logged.compute().items() if "/step_" not in key}
+
+
+def _unmoved(policy: PolicyStep, batch: BatchStep) -> tuple[PolicyStep, BatchStep]:
+    """The same terms, none of them rejected, under a current policy that is still the old one."""
+    old_log_prob = batch.old_log_prob.nan_to_num(0.0, 0.0, 0.0)
+    old_mean = (policy.mean.detach() if batch.old_mean is None else batch.old_mean).nan_to_num(0.0, 0.0, 0.0)
+    unmoved = replace(policy, log_prob=old_log_prob, mean=old_mean)
+    kept = replace(
+        batch,
+        old_log_prob=old_log_prob,
+        rollout_log_prob=old_log_prob,
+        advantage=torch.zeros_like(old_log_prob),
+        old_mean=old_mean,
+        weight=None,
+        keep=None,
+    )
+    return unmoved, kept
 
 
 def _as_config(config: RolloutCorrectionConfig | Mapping[str, Any]) -> RolloutCorrectionConfig:
     if isinstance(config, Mapping):
         config = RolloutCorrectionConfig.from_legacy({k: v for k, v in config.items() if k != "_target_"})
-    if config.bypass_mode not in (True, False) or config.rejection_groups != "none":
+    if config.mode == "auto" or config.rejection_groups != "none":
         raise ConfigError(
             f"bypass_mode={config.bypass_mode} with rejection_groups={config.rejection_groups!r} needs flowcorr's own "
             "trainer; in verl-omni set bypass_mode to true or false, and rejection_groups to none"
@@ -257,7 +340,7 @@ def _step_kl(tensors: Mapping[str, Tensor]) -> Tensor | None:
         return None
     check_shape(names[1], rollout, tuple(old.shape))
     check_shape(names[2], std, tuple(old.shape[:2]))
-    return mean_over_elements((old - rollout).square(), 2) / (2 * std.square())
+    return step_kl(old, rollout, std)
 
 
 def _step_indices(tensors: Mapping[str, Tensor], schedule: Sequence[float] | None) -> Tensor | None:
@@ -281,4 +364,4 @@ def _with(batch: BatchT, tensors: Any, **written: Tensor) -> BatchT:
     """The batch with `written` in it; nothing that was given is changed."""
     copied = tensors.copy()
     copied.update(written)
-    return copied if tensors is batch else dataclasses.replace(batch, batch=copied)  # type: ignore[type-var]
+    return copied if tensors is batch else replace(batch, batch=copied)  # type: ignore[type-var]

@@ -1,17 +1,18 @@
 """Policy losses: pure functions from the tensors of a few steps to a sum with its counts."""
 
-from flowcorr.losses.dispatch import LOSSES, UNCLIPPED, Loss, LossSettings, needs_means, resolve_loss
 from flowcorr.losses.flow_dppo import flow_dppo
 from flowcorr.losses.flow_grpo import flow_grpo
 from flowcorr.losses.grpo_guard import grpo_guard
 from flowcorr.losses.importance_cap import importance_cap
 from flowcorr.losses.kl import kl_to_reference
 from flowcorr.losses.reinforce import reinforce
+from flowcorr.losses.table import LOSS_KEYS, LOSSES, Limit, Loss, LossSettings, loss_of, resolve_loss
 from flowcorr.losses.terms import RatioLevel, clip_by_term, pool_log_ratio
 
 __all__ = [
     "LOSSES",
-    "UNCLIPPED",
+    "LOSS_KEYS",
+    "Limit",
     "Loss",
     "LossSettings",
     "RatioLevel",
@@ -21,7 +22,7 @@ __all__ = [
     "grpo_guard",
     "importance_cap",
     "kl_to_reference",
-    "needs_means",
+    "loss_of",
     "pool_log_ratio",
     "reinforce",
     "resolve_loss",

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flowcorr.losses.terms import (
     RatioLevel,
-    clip_range,
-    clipped_surrogate,
+    Terms,
     exp_ratio,
     make_terms,
     output,
-    outside,
     pool_log_ratio,
     ratio_stats,
 )
-from flowcorr.records import LossOutput
+from flowcorr.metrics import Stat
+from flowcorr.records import LossOutput, check_shape
 
 
 def flow_grpo(
@@ -27,13 +27,12 @@ def flow_grpo(
     adv_clip_max: float,
     weight: Tensor | None = None,
     keep: Tensor | None = None,
-    clip_center: Tensor | None = None,
     ratio_level: RatioLevel = "step",
 ) -> LossOutput:
     """Sum of `w max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip))`, `ratio = exp(log_prob - old_log_prob)`.
 
-    Log-probabilities are mean-pooled, so `ratio` is the D-th root of a density ratio; with a `clip_center` it is
-    that over `exp(clip_center)`. Source: Flow-GRPO, arXiv:2505.05470, section 4.1.
+    Log-probabilities are mean-pooled, so `ratio` is the D-th root of a density ratio.
+    Source: Flow-GRPO, arXiv:2505.05470, section 4.1.
 
     Args:
         log_prob: `[b]` or `[b, T]`, nats per latent element, differentiable.
@@ -43,23 +42,25 @@ def flow_grpo(
         adv_clip_max: largest magnitude of an advantage.
         weight: like `log_prob`, importance weights, used detached; None for 1.
         keep: like `log_prob`, bool, False where a term was rejected; None for all.
-        clip_center: like `log_prob`, taken off the log-ratio, used detached; None for 0.
         ratio_level: what a ratio is taken over, see `pool_log_ratio`.
 
     Raises:
         BatchError: shapes differ.
     """
-    terms = make_terms(
-        log_prob,
-        old_log_prob,
-        advantage,
-        adv_clip_max=adv_clip_max,
-        weight=weight,
-        keep=keep,
-        clip_center=clip_center,
-    )
+    terms = make_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
-    ratio = exp_ratio(log_ratio)
-    clip = clip_range(ratio, clip_ratio)
-    loss = clipped_surrogate(terms, ratio, clip)
-    return output(loss, terms, ratio_stats(terms, log_ratio, *outside(ratio, clip)))
+    loss, stats = clipped(terms, log_ratio, clip_ratio)
+    return output(loss, terms, stats)
+
+
+def clipped(terms: Terms, log_ratio: Tensor, clip_ratio: float | Tensor) -> tuple[Tensor, dict[str, Stat]]:
+    """The clipped objective of each term, and the metrics of its ratio; PPO, arXiv:1707.06347, eq. 7."""
+    if isinstance(clip_ratio, Tensor):
+        check_shape("clip_ratio", clip_ratio, tuple(log_ratio.shape))
+        clip = clip_ratio.to(log_ratio.dtype)
+    else:
+        clip = log_ratio.new_full((), clip_ratio)
+    low, high = 1 - clip, 1 + clip
+    ratio, minus_a = exp_ratio(log_ratio), -terms.advantage
+    loss = terms.weight * torch.maximum(minus_a * ratio, minus_a * ratio.clamp(low, high))
+    return loss, ratio_stats(terms, log_ratio, above=ratio > high, below=ratio < low)

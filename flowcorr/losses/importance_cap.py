@@ -25,14 +25,8 @@ def importance_cap(
     Source: truncated importance sampling, Ionides 2008, as the policy loss of prime-rl.
 
     Args:
-        log_prob: `[b]` or `[b, T]`, nats per latent element, differentiable.
-        old_log_prob: like `log_prob`, of the policy that sampled.
-        advantage: like `log_prob`; clamped to +-`adv_clip_max`.
+        log_prob, old_log_prob, advantage, adv_clip_max, weight, keep, ratio_level: as in `flow_grpo`.
         cap: largest ratio, a number or a tensor like `log_prob`.
-        adv_clip_max: largest magnitude of an advantage.
-        weight: like `log_prob`, further weights, used detached; None for 1.
-        keep: like `log_prob`, bool, False where a term was rejected; None for all.
-        ratio_level: what a ratio is taken over, see `pool_log_ratio`.
 
     Raises:
         BatchError: shapes differ.
@@ -41,4 +35,4 @@ def importance_cap(
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
     ratio = exp_ratio(log_ratio)
     loss = -terms.weight * terms.advantage * ratio.clamp(max=cap)
-    return output(loss, terms, ratio_stats(terms, log_ratio, above=ratio.detach() > cap))
+    return output(loss, terms, ratio_stats(terms, log_ratio, above=ratio > cap))

@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowcorr.errors import BatchError, ConfigError, unknown_choice
+from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.records import check_shape
+from flowcorr.sde import step_kl
 
 KlWeighting = Literal["exact", "flow_grpo"]
 KL_WEIGHTINGS = ("exact", "flow_grpo")
@@ -47,14 +48,13 @@ def kl_to_reference(
     if weighting not in KL_WEIGHTINGS:
         raise ConfigError(unknown_choice("actor.kl_weighting", weighting, KL_WEIGHTINGS))
     shape = tuple(std.shape)
-    if mean.dim() <= len(shape) or tuple(mean.shape[: len(shape)]) != shape:
-        raise BatchError(f"mean has shape {list(mean.shape)}; it must begin with std's {list(shape)}")
     check_shape("ref_mean", ref_mean, tuple(mean.shape))
     check_shape("step", step, shape)
-    shift = mean - ref_mean.detach()
+    ref_mean = ref_mean.detach()
     if keep is not None:
         check_shape("keep", keep, shape)
-        shift = torch.where(keep.reshape(shape + (1,) * (mean.dim() - len(shape))), shift, 0.0)
+        kept = keep.reshape(shape + (1,) * (mean.dim() - len(shape)))
+        mean, ref_mean = torch.where(kept, mean, 0.0), torch.where(kept, ref_mean, 0.0)
         std = torch.where(keep, std, 1.0)
-    exact = shift.square().flatten(len(shape)).mean(-1) / (2 * std.square())
+    exact = step_kl(mean, ref_mean, std)
     return exact * step if weighting == "flow_grpo" else exact

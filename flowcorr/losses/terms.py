@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flowcorr import metrics
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
-from flowcorr.metrics import Metrics, Stat
+from flowcorr.metrics import Metrics, Over, Stat
 from flowcorr.records import LossOutput, check_shape
+from flowcorr.sde import step_kl
 
 RatioLevel = Literal["step", "trajectory_mean", "trajectory_sum"]
 RATIO_LEVELS = ("step", "trajectory_mean", "trajectory_sum")
@@ -24,7 +25,7 @@ class Terms:
     """The terms of a loss, `[b]` or `[b, T]`, harmless where they take no part.
 
     Attributes:
-        log_ratio: `log_prob - old_log_prob - clip_center`, differentiable; 0 where `keep` is false.
+        log_ratio: `log_prob - old_log_prob`, differentiable; 0 where `keep` is false.
         advantage: clamped; 0 where `keep` is false.
         weight: detached; 0 where `keep` is false.
         valid: bool, finite terms.
@@ -46,7 +47,6 @@ def make_terms(
     adv_clip_max: float,
     weight: Tensor | None,
     keep: Tensor | None,
-    clip_center: Tensor | None = None,
 ) -> Terms:
     """Check shapes, and mask what is rejected or not finite before anything is computed from it.
 
@@ -67,9 +67,6 @@ def make_terms(
     if keep is not None:
         check_shape("keep", keep, shape)
     log_ratio = torch.where(valid, log_prob, 0.0) - torch.where(valid, old_log_prob.detach(), 0.0)
-    if clip_center is not None:
-        check_shape("clip_center", clip_center, shape)
-        log_ratio = log_ratio - clip_center.detach()
     weight = torch.ones_like(advantage) if weight is None else weight.detach()
     terms = Terms(
         log_ratio=log_ratio,
@@ -94,20 +91,19 @@ def masked(terms: Terms, valid: Tensor) -> Terms:
     )
 
 
-def half_squared_shift(
-    mean: Tensor | None, old_mean: Tensor | None, std: Tensor, terms: Terms
-) -> tuple[Tensor, Terms]:
-    """Exact KL of a step from its old self, `mean_L((mean - old_mean)^2) / (2 s^2)`, a latent element.
+def with_step_kl(
+    terms: Terms, mean: Tensor | None, old_mean: Tensor | None, std: Tensor
+) -> tuple[Terms, Tensor]:
+    """The exact KL of each step from its old self, and the terms without those whose means are not finite.
 
     Args:
+        terms: the loss's terms.
         mean: `[b, *L]` or `[b, T, *L]`, differentiable.
         old_mean: like `mean`, of the policy of `old_log_prob`.
         std: like `log_prob`, shared by both policies.
-        terms: the loss's terms.
 
     Returns:
-        The KL, differentiable and 0 where a term is not kept, and the terms without those whose means are
-        not finite.
+        The terms, and the KL, nats per latent element, differentiable and 0 where a term is not kept.
 
     Raises:
         BatchError: a mean is missing, or a shape does not fit.
@@ -118,16 +114,18 @@ def half_squared_shift(
             f"{missing} is missing, which this loss needs; let the rollout return its step means in bypass "
             "mode, and keep those of the recomputation in decoupled mode"
         )
-    shape = tuple(terms.keep.shape)
-    if mean.dim() <= len(shape) or tuple(mean.shape[: len(shape)]) != shape:
-        raise BatchError(f"mean has shape {list(mean.shape)}; it must begin with log_prob's {list(shape)}")
+    check_shape("std", std, tuple(terms.keep.shape))
     check_shape("old_mean", old_mean, tuple(mean.shape))
-    check_shape("std", std, shape)
-    shift = mean - old_mean.detach()
-    terms = masked(terms, torch.isfinite(shift.detach().square().flatten(len(shape)).mean(-1)))
-    keep = terms.keep.reshape(shape + (1,) * (mean.dim() - len(shape)))
-    squared = torch.where(keep, shift, 0.0).square().flatten(len(shape)).mean(-1)
-    return squared / (2 * torch.where(terms.keep, std, 1.0).square()), terms
+    old_mean = old_mean.detach()
+    terms = masked(terms, torch.isfinite(step_kl(mean.detach(), old_mean, torch.ones_like(std))))
+    kept = terms.keep.reshape(terms.keep.shape + (1,) * (mean.dim() - terms.keep.dim()))
+    mean, old_mean = torch.where(kept, mean, 0.0), torch.where(kept, old_mean, 0.0)
+    return terms, step_kl(mean, old_mean, torch.where(terms.keep, std, 1.0))
+
+
+def plain_log_ratio(delta: Tensor, kl: Tensor | None, std: Tensor | None) -> Tensor:
+    """`log_prob - old_log_prob` as it is."""
+    return delta
 
 
 def pool_log_ratio(log_ratio: Tensor, keep: Tensor, level: RatioLevel) -> Tensor:
@@ -181,26 +179,6 @@ def clip_by_term(clip_ratio: float | Sequence[float], step_index: Tensor) -> flo
     return clip_ratio
 
 
-def clip_range(ratio: Tensor, clip_ratio: float | Tensor) -> tuple[Tensor, Tensor]:
-    """`1 - clip` and `1 + clip`, for all terms or for each.
-
-    Raises:
-        BatchError: `clip_ratio` is a tensor that is not like `ratio`.
-    """
-    if isinstance(clip_ratio, Tensor):
-        check_shape("clip_ratio", clip_ratio, tuple(ratio.shape))
-        clip = clip_ratio.to(ratio.dtype)
-    else:
-        clip = ratio.new_full((), clip_ratio)
-    return 1 - clip, 1 + clip
-
-
-def clipped_surrogate(terms: Terms, ratio: Tensor, clip: tuple[Tensor, Tensor]) -> Tensor:
-    """`w max(-A ratio, -A clamp(ratio, *clip))`; PPO, arXiv:1707.06347, eq. 7."""
-    clipped = torch.clamp(ratio, *clip)
-    return terms.weight * torch.maximum(-terms.advantage * ratio, -terms.advantage * clipped)
-
-
 def output(loss: Tensor, terms: Terms, stats: Mapping[str, Stat]) -> LossOutput:
     """Sum of a loss whose terms are 0 where not kept, its counts, and its metrics under `actor/`."""
     finite = terms.valid.sum()
@@ -224,23 +202,16 @@ def ratio_stats(
         above: bool, terms whose ratio the loss cuts from above, if it does.
         below: bool, likewise from below.
     """
-    keep, count = terms.keep, terms.keep.sum()
-    # Of ratio - 1 and in float64: ratios of mean-pooled log-probabilities differ from 1 in the fifth digit.
-    excess = torch.where(keep, log_ratio.detach(), 0.0).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
-    total = excess.sum()
+    kept = Over(terms.keep)
+    ratio = log_ratio.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     stats = {
-        "ppo_kl": metrics.mean(-terms.log_ratio.detach().double().sum(), count),
-        "ratio_mean": Stat("mean_plus_one", (total, count)),
-        "ratio_std": metrics.std(total, excess.square().sum(), count),
+        "ppo_kl": kept.mean(-terms.log_ratio),
+        "ratio_mean": kept.mean(ratio),
+        "ratio_std": kept.std(ratio),
     }
-    cut = {"pg_clipfrac_higher": above, "pg_clipfrac_lower": below}
-    sums = {name: (where & keep).sum() for name, where in cut.items() if where is not None}
-    if sums:
-        stats["pg_clipfrac"] = metrics.mean(torch.stack(list(sums.values())).sum(), count)
-    return stats | {name: metrics.mean(value, count) for name, value in sums.items()}
-
-
-def outside(ratio: Tensor, clip: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Where a ratio is above, and where it is below, the clip range."""
-    low, high = clip
-    return ratio.detach() > high, ratio.detach() < low
+    if above is not None:
+        stats["pg_clipfrac"] = kept.share(above if below is None else above | below)
+        stats["pg_clipfrac_higher"] = kept.share(above)
+    if below is not None:
+        stats["pg_clipfrac_lower"] = kept.share(below)
+    return stats

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
@@ -61,33 +62,29 @@ def resolve_family(name: str) -> type[ModelFamily]:
 
 
 def load_family(
-    path: str,
-    *,
-    family: str = "auto",
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    max_sequence_length: int | None = None,
+    model: ModelConfig, device: torch.device | str = "cpu", *, text_encoders: bool = True
 ) -> ModelFamily:
     """Load a diffusers pipeline and wrap it in its family's adapter, frozen and in evaluation mode.
 
     Args:
-        path: a pipeline folder, a pipeline on the hub, or the name of an embedded model.
-        family: a name of `FAMILIES`, `package.module:Class`, or `auto` for the one of the pipeline's class.
-        dtype: dtype of the weights.
+        model: path, family, dtype and token limit of the pipeline; the adapter is not added here.
         device: where the pipeline is put.
-        max_sequence_length: tokens of the long text encoder; null takes the family's default.
+        text_encoders: whether to load them; without them `encode` cannot be called.
 
     Raises:
-        ConfigError: the folder is no pipeline, or its family is not known.
+        ConfigError: the folder holds no pipeline, or its family is unknown.
     """
     import diffusers
 
+    path, dtype = model.path, DTYPES[model.dtype]
     location = resolve_path(path)
-    class_name = _pipeline_class(location, path)
-    chosen = _family_of(class_name, path) if family == "auto" else resolve_family(family)
+    class_name, components = _pipeline_parts(location, path)
+    omitted = [] if text_encoders else [name for name in components if name.startswith("text_encoder")]
+    chosen = _family_of(class_name, path) if model.family == "auto" else resolve_family(model.family)
     try:
         with quiet_loaders():
-            pipeline = getattr(diffusers, chosen.pipeline_class).from_pretrained(location, torch_dtype=dtype)
+            pipeline_class = getattr(diffusers, chosen.pipeline_class)
+            pipeline = pipeline_class.from_pretrained(location, torch_dtype=dtype, **dict.fromkeys(omitted))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {error}"
@@ -97,7 +94,7 @@ def load_family(
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
-    return chosen(pipeline, dtype=dtype, max_sequence_length=max_sequence_length)
+    return chosen(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)
 
 
 @contextlib.contextmanager
@@ -135,16 +132,16 @@ def _family_of(class_name: str, path: str) -> type[ModelFamily]:
     raise ConfigError(f"model.path={path!r}: {message}; {GUIDE}")
 
 
-def _pipeline_class(location: str, path: str) -> str:
+def _pipeline_parts(location: str, path: str) -> tuple[str, list[str]]:
+    """The pipeline's class, and the names of its components, as `model_index.json` has them."""
     from diffusers import DiffusionPipeline
 
     index = Path(location) / "model_index.json"
     if Path(location).is_dir() and not index.is_file():
         raise ConfigError(f"model.path={path!r} is no diffusers pipeline: {index} is missing")
     try:
-        if index.is_file():
-            return json.loads(index.read_text())["_class_name"]
-        return DiffusionPipeline.load_config(location)["_class_name"]
+        found = json.loads(index.read_text()) if index.is_file() else DiffusionPipeline.load_config(location)
+        return found["_class_name"], [name for name in found if not name.startswith("_")]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path={path!r} is neither a pipeline folder, nor a pipeline on the hub, nor one of "

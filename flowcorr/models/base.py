@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
@@ -38,6 +38,12 @@ class Schedule:
 
     sigmas: tuple[float, ...]
     timesteps: tuple[float, ...]
+
+
+def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
+    """The transformer's blocks, which are alike: they are compiled, sharded and checkpointed one by one."""
+    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+    return [block for blocks in lists for block in blocks]
 
 
 class ModelFamily(ABC):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.advantages import AdvantageStd, group_advantages
-from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.errors import BackendError, ConfigError, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.records import Prompt
 from flowcorr.rewards.aesthetic import Aesthetic
@@ -23,6 +27,8 @@ from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
 from flowcorr.rewards.pickscore import PickScore
 from flowcorr.rewards.vlm_judge import VlmJudge
+
+logger = logging.getLogger(__name__)
 
 REWARDS: Mapping[str, Callable[..., Reward]] = {
     "ocr": OcrReward,
@@ -35,6 +41,13 @@ REWARDS: Mapping[str, Callable[..., Reward]] = {
 }
 
 GOLD = "gold/"
+BUILT_IN_METRICS = frozenset(
+    {
+        *("reward", "reward_std"),  # eval/
+        *("mean", "std", "min", "max", "failed_samples", "zero_std_group_fraction"),  # reward/
+    }
+)
+"""Names under `reward/` and `eval/` that every run logs; no score of a reward may have one of them."""
 
 
 class Term(Protocol):
@@ -70,11 +83,24 @@ class WeightedSum:
         labels: a short name for each term.
         weights: their weights.
         rewards: their rewards; may return plain sequences of numbers.
+        timeout: seconds after which the log says which reward is still computing; None never says so.
+
+    Raises:
+        ConfigError: a score would be logged under the name of another metric: a label, or, when called, an extra.
     """
 
     labels: tuple[str, ...]
     weights: tuple[float, ...]
     rewards: tuple[Callable[[np.ndarray, list[Prompt]], Any], ...]
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for label in self.labels:
+            if label in BUILT_IN_METRICS and not self._is_lone(label):
+                raise ConfigError(
+                    f"reward.terms has a term {label!r}, whose score would be logged as reward/{label}, a metric of "
+                    "every run; rename the function or class"
+                )
 
     @property
     def name(self) -> str:
@@ -102,21 +128,38 @@ class WeightedSum:
         self, label: str, reward: Callable[..., Any], images: np.ndarray, prompts: list[Prompt]
     ) -> Any:
         try:
-            return reward(images, prompts)
-        except Exception as error:
+            with reported_when_slow(label, self.timeout):
+                return reward(images, prompts)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # SystemExit would end the process as if the run had succeeded.
+                raise BackendError(
+                    f"reward {label} raised {error!r}; raise an ordinary exception where it cannot score"
+                ) from error
             if len(self.labels) > 1:
                 error.add_note(f"from reward {label}")
             raise
 
+    def _is_lone(self, label: str) -> bool:
+        """Whether this is the only term that is optimised: its extras keep their names, and its score is the reward."""
+        return not label.startswith(GOLD) and sum(not other.startswith(GOLD) for other in self.labels) == 1
+
     def _extras(self, outputs: Mapping[str, RewardOutput]) -> dict[str, np.ndarray]:
-        lone = sum(not label.startswith(GOLD) for label in self.labels) == 1
         extras: dict[str, np.ndarray] = {}
         for label, output in outputs.items():
-            if lone and not label.startswith(GOLD):
-                extras.update(output.extra)
-            else:
-                extras[label] = output.scores
-                extras.update({f"{label}_{key}": array for key, array in output.extra.items()})
+            named = output.extra
+            if not self._is_lone(label):
+                named = {label: output.scores, **{f"{label}_{key}": named[key] for key in named}}
+            for name, array in named.items():
+                if name in BUILT_IN_METRICS or name in extras:
+                    other = "a metric of every run" if name in BUILT_IN_METRICS else "another score's name"
+                    raise ConfigError(
+                        f"reward {label} returned an extra score that would be logged as reward/{name}, {other}; "
+                        "give it another key in RewardOutput.extra"
+                    )
+                extras[name] = array
         return extras
 
     def _errors(self, outputs: Mapping[str, RewardOutput]) -> dict[int, str]:
@@ -157,7 +200,9 @@ def training_scores(output: RewardOutput, terms: Sequence[Term], group_ids: Tens
     return total
 
 
-def build_reward(terms: Sequence[Term], gold: Sequence[Term] = ()) -> WeightedSum:
+def build_reward(
+    terms: Sequence[Term], gold: Sequence[Term] = (), *, timeout: float | None = None
+) -> WeightedSum:
     """The reward of a recipe, the weighted sum of its terms, with its held-out rewards at weight 0.
 
     A term's name is a key of `REWARDS`, or `package.module:name` for a user's own: a function is called as
@@ -167,6 +212,7 @@ def build_reward(terms: Sequence[Term], gold: Sequence[Term] = ()) -> WeightedSu
     Args:
         terms: what is optimised.
         gold: what is only logged, as `gold/<name>`.
+        timeout: see `WeightedSum`.
 
     Raises:
         ConfigError: an unknown name, an option that the reward does not take, two terms of one name.
@@ -177,7 +223,35 @@ def build_reward(terms: Sequence[Term], gold: Sequence[Term] = ()) -> WeightedSu
         labels=labels,
         weights=(*(float(term.weight) for term in terms), *(0.0 for _ in gold)),
         rewards=tuple(_build_term(term) for term in (*terms, *gold)),
+        timeout=timeout,
     )
+
+
+@contextlib.contextmanager
+def reported_when_slow(label: str, timeout: float | None, every: float = 60.0) -> Iterator[None]:
+    """Log which reward is still computing `timeout` seconds after it was called, then once `every` seconds."""
+    if timeout is None:
+        yield
+        return
+    begin, done = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        wait = min(timeout, threading.TIMEOUT_MAX)
+        while not done.wait(wait):
+            logger.warning(
+                "reward %s has been computing for %.0f s, and the run waits for it",
+                label,
+                time.monotonic() - begin,
+            )
+            wait = every
+
+    reporter = threading.Thread(target=report, name=f"waiting for reward {label}", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        reporter.join()
 
 
 def _labels(key: str, terms: Sequence[Term]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import http.client
 import io
 import ipaddress
 import json
@@ -14,15 +13,13 @@ import re
 import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import SplitResult, urlsplit
 
+import httpx2
 import numpy as np
 
 from flowcorr.errors import BackendError, ConfigError
@@ -35,38 +32,42 @@ Result = TypeVar("Result")
 
 MAX_WAIT_SECONDS = 30.0
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
-# The server is up and takes our token, but not this request: a content filter, an image that is too large.
+# The server is up and accepts the token, but not this request: a content filter, an image that is too large.
 _REFUSED_STATUS = frozenset({400, 413, 422})
 _EXCERPT_CHARACTERS = 200
 _ERROR_BODY_BYTES = 1 << 16
-_CHUNK_BYTES = 1 << 16
 _PLAIN_TOKEN = re.compile(r"[!-~]+")
 
 
 class RequestRefusedError(BackendError):
-    """A server that answered 400, 413 or 422: it will not take this request, and may take others."""
+    """A server answered 400, 413 or 422: it refuses this request, but may accept others."""
 
 
 class _Failure(Exception):
-    """One attempt that failed; `transient` if another may succeed, after `pause` seconds if the server says.
-
-    `refused` if the server will not take this request, and may take others.
-    """
+    """A failed attempt; `transient` if another may succeed, after `pause` seconds if the server says so."""
 
     def __init__(
-        self, message: str, *, transient: bool, pause: float | None = None, refused: bool = False
+        self,
+        message: str,
+        *,
+        transient: bool = False,
+        pause: float | None = None,
+        kind: type[BackendError] = BackendError,
     ) -> None:
         super().__init__(message)
-        self.transient = transient
-        self.pause = pause
-        self.refused = refused
+        self.transient, self.pause, self.kind = transient, pause, kind
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the token to whatever host the answer names."""
+def _without_query(record: logging.LogRecord) -> bool:
+    """Take the query, which may hold a key, off the address that httpx2 logs for every request."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            arg.copy_with(query=None) if isinstance(arg, httpx2.URL) else arg for arg in record.args
+        )
+    return True
 
-    def redirect_request(self, *arguments: Any) -> None:
-        return None
+
+logging.getLogger("httpx2").addFilter(_without_query)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,8 @@ class Endpoint:
 
     Timeouts, lost connections and the statuses 408, 425, 429 and 5xx are tried again, after `backoff`,
     `2 backoff`, `4 backoff`... seconds, or after as long as `Retry-After` asks, never more than 30. The token is
-    read from the environment for every request and kept nowhere; should a server echo it, it is struck out of
-    messages. Redirects are refused. Proxies come from the environment.
+    read from the environment for every request and kept nowhere; if a server echoes it, messages show `***`.
+    Redirects are refused, because they would carry the token to another host. Proxies come from the environment.
 
     Attributes:
         reward: the name of the reward, for messages.
@@ -107,21 +108,17 @@ class Endpoint:
         check_positive(self.reward, "backoff", self.backoff)
         check_whole(self.reward, "max_response_bytes", self.max_response_bytes, 1)
         _check_verify(self.reward, self.verify)
-        parts = _check_url(self.reward, self.url)
+        url = _check_url(self.reward, self.url)
         if self.token_env is not None:
             self._token()
-            if parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
-                logger.warning(
-                    "reward %s sends the token of %s unencrypted to %s; use https",
-                    self.reward,
-                    self.token_env,
-                    parts.hostname,
-                )
+            if url.scheme == "http" and not _is_loopback(url.host):
+                text = "reward %s sends the token of %s unencrypted to %s; use https"
+                logger.warning(text, self.reward, self.token_env, url.host)
 
     @property
     def address(self) -> str:
         """The URL for messages, without its query, which may hold a key."""
-        return urlsplit(self.url)._replace(query="", fragment="").geturl()
+        return str(httpx2.URL(self.url).copy_with(query=None, fragment=None))
 
     def post(self, body: bytes, content_type: str) -> Any:
         """Send `body` and return the answer's JSON.
@@ -135,13 +132,10 @@ class Endpoint:
                 return self._json(self._attempt(body, content_type))
             except _Failure as failure:
                 if not failure.transient or attempt == self.retries:
-                    kind = RequestRefusedError if failure.refused else BackendError
-                    raise self.error(f"{failure} (attempt {attempt + 1})", kind) from None
+                    raise self.error(f"{failure} (attempt {attempt + 1})", failure.kind) from None
                 asked = self.backoff * 2**attempt if failure.pause is None else failure.pause
                 seconds = min(asked, MAX_WAIT_SECONDS)
-                logger.warning(
-                    "reward %s: %s %s; trying again in %.1f s", self.reward, self.address, failure, seconds
-                )
+                logger.warning("%s; trying again in %.1f s", self.error(str(failure)), seconds)
             time.sleep(seconds)
         raise AssertionError("the last attempt returns or raises")
 
@@ -151,97 +145,80 @@ class Endpoint:
 
     def excerpt(self, text: str) -> str:
         """The beginning of a server's text in one line, without the token."""
-        line = " ".join(self._redact(text).split())
-        shown = "".join(character for character in line if character.isprintable())
+        if self.token_env is not None:
+            text = text.replace(self._token(), "***")
+        shown = "".join(character for character in " ".join(text.split()) if character.isprintable())
         return shown if len(shown) <= _EXCERPT_CHARACTERS else f"{shown[:_EXCERPT_CHARACTERS]}..."
 
     def _attempt(self, body: bytes, content_type: str) -> bytes:
-        headers = {"Content-Type": content_type, "Accept": "application/json"}
+        # An answer that is sent compressed could unpack to any size.
+        headers = {"Content-Type": content_type, "Accept": "application/json", "Accept-Encoding": "identity"}
         if self.token_env is not None:
             headers["Authorization"] = f"Bearer {self._token()}"
-        request = urllib.request.Request(self.url, data=body, headers=headers, method="POST")
         deadline = time.monotonic() + self.timeout
         try:
-            with _opener(self.verify).open(request, timeout=self.timeout) as response:
-                return self._read(response, deadline)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise self._refusal(error) from None
-        except (OSError, http.client.HTTPException) as error:
+            with (
+                httpx2.Client(verify=_tls(self.verify), timeout=self.timeout) as client,
+                client.stream("POST", self.url, content=body, headers=headers) as response,
+            ):
+                if not response.is_success:
+                    raise self._refusal(response, deadline)
+                answer = _read(response, self.max_response_bytes, deadline)
+        except httpx2.TimeoutException:
+            raise _Failure(f"did not answer within timeout={self.timeout:g} s", transient=True) from None
+        except httpx2.TransportError as error:
             raise self._no_answer(error) from None
-
-    def _read(self, response: http.client.HTTPResponse, deadline: float) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while part := response.read1(_CHUNK_BYTES):
-            parts.append(part)
-            size += len(part)
-            if size > self.max_response_bytes:
-                raise _Failure(
-                    f"answered more than max_response_bytes={self.max_response_bytes}", transient=False
-                )
-            # The socket's own timeout starts again with every byte that trickles in.
-            if time.monotonic() > deadline:
-                raise TimeoutError
-        if response.length:
-            raise _Failure("broke its answer off", transient=True)
-        return b"".join(parts)
+        if len(answer) > self.max_response_bytes:
+            raise _Failure(f"answered more than max_response_bytes={self.max_response_bytes}")
+        return answer
 
     def _json(self, answer: bytes) -> Any:
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
-            shown = self.excerpt(answer.decode(errors="replace"))
-            raise _Failure(f"answered no JSON: {shown!r}", transient=False) from None
+            raise _Failure(f"answered no JSON: {self.excerpt(answer.decode(errors='replace'))!r}") from None
 
-    def _refusal(self, error: urllib.error.HTTPError) -> _Failure:
-        body = b""
-        with suppress(OSError, http.client.HTTPException):
-            body = error.read(_ERROR_BODY_BYTES)
-        hint = ""
-        if 300 <= error.code < 400:
+    def _refusal(self, response: httpx2.Response, deadline: float) -> _Failure:
+        status, hint, body = response.status_code, "", b""
+        with suppress(httpx2.TransportError):
+            body = _read(response, _ERROR_BODY_BYTES, deadline)
+        if response.is_redirect:
             hint = ", a redirect, which is not followed: give the final address"
-        elif error.code in (401, 403):
+        elif status in (401, 403):
             hint = f", with the token of {self.token_env}" if self.token_env else ", without a token"
         text = self.excerpt(body.decode(errors="replace"))
+        # The other form of Retry-After, a date, is left to the backoff.
+        asked = response.headers.get("Retry-After", "")
         return _Failure(
-            f"answered status {error.code}{hint}" + (f": {text}" if text else ""),
-            transient=error.code in _TRANSIENT_STATUS,
-            pause=_seconds(error.headers.get("Retry-After")),
-            refused=error.code in _REFUSED_STATUS,
+            f"answered status {status}{hint}" + (f": {text}" if text else ""),
+            transient=status in _TRANSIENT_STATUS,
+            pause=float(asked) if asked.isdecimal() else None,
+            kind=RequestRefusedError if status in _REFUSED_STATUS else BackendError,
         )
 
-    def _no_answer(self, error: OSError | http.client.HTTPException) -> _Failure:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        if isinstance(reason, ssl.SSLCertVerificationError):
+    def _no_answer(self, error: httpx2.TransportError) -> _Failure:
+        wrapped = (
+            error.__cause__ and error.__cause__.__context__
+        )  # what the socket raised, below two wrappers
+        cause = wrapped if isinstance(wrapped, OSError) else error
+        if isinstance(cause, ssl.SSLCertVerificationError):
             return _Failure(
-                f"has a certificate that cannot be verified ({reason.verify_message}); "
-                "set verify to the file of its certificate authority",
-                transient=False,
+                f"has a certificate that cannot be verified ({cause.verify_message}); "
+                "set verify to the file of its certificate authority"
             )
-        if isinstance(reason, TimeoutError):
-            return _Failure(f"did not answer within timeout={self.timeout:g} s", transient=True)
         return _Failure(
-            f"cannot be reached: {type(reason).__name__}: {self.excerpt(str(reason))}", transient=True
+            f"cannot be reached: {type(cause).__name__}: {self.excerpt(str(cause))}", transient=True
         )
 
     def _token(self) -> str:
         assert self.token_env is not None
         token = os.environ.get(self.token_env, "").strip()
-        if not token:
-            raise ConfigError(
-                f"reward {self.reward}: the environment variable {self.token_env!r} is not set; "
-                "it must hold the token itself"
-            )
         if not _PLAIN_TOKEN.fullmatch(token):
             raise ConfigError(
-                f"reward {self.reward}: the environment variable {self.token_env!r} holds white space or "
-                "characters that no header may carry"
+                f"reward {self.reward}: the environment variable {self.token_env!r} is not set, or holds white space "
+                "or characters that no header may carry; it must hold the token itself"
             )
         return token
-
-    def _redact(self, text: str) -> str:
-        return text if self.token_env is None else text.replace(self._token(), "***")
 
 
 def map_in_threads(
@@ -281,53 +258,60 @@ def png_base64(image: np.ndarray) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
+def _read(response: httpx2.Response, most: int, deadline: float) -> bytes:
+    """The body of an answer; of one longer than `most` bytes, little more than its beginning."""
+    body = bytearray()
+    for part in response.iter_raw():
+        body += part
+        if len(body) > most:
+            break
+        # The timeout of httpx2 starts again with every byte that trickles in.
+        if time.monotonic() > deadline:
+            raise httpx2.ReadTimeout("the answer took too long")
+    return bytes(body)
+
+
 @functools.cache
-def _opener(verify: bool | str) -> urllib.request.OpenerDirector:
-    context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+def _tls(verify: bool | str) -> ssl.SSLContext:
+    if verify is True:
+        return ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if verify is False:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _NoRedirect)
-
-
-def _check_url(reward: str, url: object) -> SplitResult:
-    try:
-        parts = urlsplit(str(url))
-        good = parts.scheme in ("http", "https") and bool(parts.hostname)
-        parts.port  # noqa: B018  (raises for a port that is no number)
-    except ValueError:
-        good = False
-    if not good:
-        raise ConfigError(f"reward {reward}: url={url!r} must be an http:// or https:// address")
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError(
-            f"reward {reward}: the address of {parts.hostname} holds a user's name or password, which would be "
-            "logged; name an environment variable with a token instead"
-        )
-    return parts
+    else:
+        context.load_verify_locations(cafile=verify)
+    return context
 
 
 def _check_verify(reward: str, verify: object) -> None:
-    if isinstance(verify, bool):
-        return
-    problem: object = "it is no text"
-    if isinstance(verify, str):
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=verify)
-            return
-        except (OSError, ValueError) as error:
-            problem = error
-    raise ConfigError(
-        f"reward {reward}: verify={verify!r} must be true, false or a PEM file of certificate authorities ({problem})"
-    )
+    try:
+        if not isinstance(verify, bool | str):
+            raise ValueError("it is no text")
+        _tls(verify)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"reward {reward}: verify={verify!r} must be true, false or a PEM file of certificate authorities "
+            f"({error})"
+        ) from error
+
+
+def _check_url(reward: str, text: object) -> httpx2.URL:
+    try:
+        url = httpx2.URL(str(text))
+    except httpx2.InvalidURL:
+        url = httpx2.URL("")
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"reward {reward}: url={text!r} must be an http:// or https:// address")
+    if url.userinfo:
+        raise ConfigError(
+            f"reward {reward}: the address of {url.host} holds a user's name or password, which would be "
+            "logged; name an environment variable with a token instead"
+        )
+    return url
 
 
 def _is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """`Retry-After` in seconds; its other form, a date, is left to the backoff."""
-    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None

@@ -19,17 +19,21 @@ class Weights:
     Attributes:
         version: optimizer updates behind them.
         tensors: the trained parameters by name: the adapter's, or all of the transformer's.
+        probe_velocity: the actor's velocity under them at the probe's point, for an engine that is beside no actor; see
+            `flowcorr.rollout.vllm_omni.probe`.
     """
 
     version: int
     tensors: Mapping[str, Tensor]
+    probe_velocity: Tensor | None = None
 
 
 class RolloutEngine(Protocol):
     """Samples trajectories; its weights change only by `sync`.
 
     An engine may also have `describe() -> Mapping[str, str]`, plain facts for a report, such as
-    `{"attention": "FLASH_ATTN", "dtype": "bfloat16"}`.
+    `{"attention": "FLASH_ATTN", "dtype": "bfloat16"}`, and `in_float32()`, a context in which it computes without
+    rounding, for `flowcorr doctor`.
     """
 
     @property
@@ -69,7 +73,7 @@ class RolloutEngine(Protocol):
 def needs_base(config: Config) -> bool:
     """Whether an engine in process keeps the untrained transformer, as it cannot share the one that is trained."""
     rollout = config.rollout
-    differs = rollout.lag > 0 or rollout.emulate != "none" or rollout.dtype != config.model.dtype
+    differs = rollout.max_weight_age > 0 or rollout.emulate != "none" or rollout.dtype != config.model.dtype
     return rollout.name == "in_process" and differs
 
 

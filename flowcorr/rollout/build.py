@@ -12,6 +12,8 @@ from flowcorr.errors import MissingExtraError
 from flowcorr.models import ModelFamily
 from flowcorr.rollout.base import RolloutEngine
 from flowcorr.rollout.in_process import InProcessEngine
+from flowcorr.rollout.vllm_omni import VllmOmniEngine
+from flowcorr.rollout.vllm_omni.probe import ActorProbe, ComputedProbe
 
 
 def check_installed(config: Config) -> None:
@@ -35,20 +37,22 @@ def build_backend(
     tensors: Mapping[str, Tensor],
     merge: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
     base: nn.Module,
+    probe: ActorProbe | None = None,
 ) -> RolloutEngine:
     """The engine that `rollout.name` asks for, in this process.
 
     Args:
         config: the run's configuration.
-        family: the pipeline, with its text encoders still in place; its transformer has the adapter.
+        family: the pipeline, whose transformer has the adapter; without `probe`, with its text encoders still in place.
         tensors: the trained tensors as they are now.
         merge: trained tensors -> the transformer's full state dict, see `InProcessEngine`.
         base: the transformer before an adapter was added.
+        probe: the actor's velocities for vllm-omni; None computes them with `family`.
     """
     if config.rollout.name == "vllm_omni":
-        from flowcorr.rollout.vllm_omni import VllmOmniEngine
-
-        return VllmOmniEngine(family, config, tensors=tensors, merge=merge)
+        return VllmOmniEngine(
+            family, config, actor_probe=probe or ComputedProbe(family, config, tensors), merge=merge
+        )
     return InProcessEngine(
         family, config.rollout, config.sampling, seed=config.trainer.seed, merge=merge, base=base
     )

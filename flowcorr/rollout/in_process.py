@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from flowcorr import fsdp, sde
+from flowcorr import sde
 from flowcorr.config.schema import RolloutConfig, SamplingConfig
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, Guidance, ModelFamily, Schedule
@@ -64,7 +65,7 @@ class InProcessEngine:
         sde.check_schedule(
             sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
         )
-        self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.lag == 0
+        self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.max_weight_age == 0
         self._merge = merge
         self._copy = None if self.shared else _frozen_copy(base, _device(family.transformer), self.dtype)
         self._history: deque[Weights] = deque(maxlen=rollout.staleness + 1)
@@ -104,18 +105,36 @@ class InProcessEngine:
         members = [member for _ in groups for member in range(count)]
         conditioning = {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
         size = self.config.batch_size or len(owners)
-        parts = fsdp.all_done(
-            partial(
-                self._sample,
-                {name: rows[begin : begin + size] for name, rows in conditioning.items()},
-                owners[begin : begin + size],
-                members[begin : begin + size],
-                training_step,
-                with_means,
+        drawn, finite = [], []
+        for begin in range(0, len(owners), size):
+            rows = slice(begin, begin + size)
+            chunk = {name: values[rows] for name, values in conditioning.items()}
+            rollout, final = self._sample(chunk, owners[rows], members[rows], training_step, with_means)
+            drawn.append(rollout)
+            finite.append(torch.isfinite(final).flatten(1).all(1))
+        # After the last chunk, as ranks that sample with sharded weights wait for each other's forward passes.
+        bad = (~torch.cat(finite)).nonzero().flatten().tolist()
+        if bad:
+            raise BatchError(
+                f"the final latents are not finite for image {members[bad[0]]} of prompt {owners[bad[0]]} of training "
+                f"step {training_step}: the weights have diverged, or rollout.dtype={self.config.dtype} overflows; "
+                "lower actor.lr, or use another rollout.dtype"
             )
-            for begin in range(0, len(owners), size)
-        )
-        return Rollout.concatenate(parts)
+        return Rollout.concatenate(drawn).validate()
+
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Compute in float32 and without emulation meanwhile; a shared transformer is the actor's to convert."""
+        config, dtype, stored = self.config, self.dtype, self._copy
+        self.config, self.dtype = replace(config, dtype="float32", emulate="none"), torch.float32
+        try:
+            if stored is not None:
+                self._copy = _frozen_copy(stored, _device(stored), torch.float32)
+                self._reload()
+            yield
+        finally:
+            self.config, self.dtype, self._copy = config, dtype, stored
+            self._reload()
 
     def describe(self) -> dict[str, str]:
         """What it computes with."""
@@ -131,6 +150,10 @@ class InProcessEngine:
     def _transformer(self) -> nn.Module:
         return self.family.transformer if self._copy is None else self._copy
 
+    def _reload(self) -> None:
+        if self._loaded is not None:
+            self._load(self._loaded)
+
     def _load(self, weights: Weights) -> None:
         self._loaded = weights
         if self._copy is not None:
@@ -143,7 +166,8 @@ class InProcessEngine:
         members: Sequence[int],
         training_step: int,
         with_means: bool,
-    ) -> Rollout:
+    ) -> tuple[Rollout, Tensor]:
+        """The samples, and their final latents."""
         transformer = self._transformer
         device = _device(transformer)
         inputs = {
@@ -182,15 +206,7 @@ class InProcessEngine:
             twins=groups if self.config.same_initial_noise else None,
             with_means=with_means,
         )
-        finite = torch.isfinite(drawn.final).flatten(1).all(1).tolist()
-        if not all(finite):
-            bad = finite.index(False)
-            raise BatchError(
-                f"the final latents are not finite for image {members[bad]} of prompt {groups[bad]} of training "
-                f"step {training_step}: the weights have diverged, or rollout.dtype={self.config.dtype} overflows; "
-                "lower actor.lr, or use another rollout.dtype"
-            )
-        return Rollout(
+        rollout = Rollout(
             latents=drawn.latents,
             step_indices=drawn.step_indices,
             timesteps=drawn.timesteps,
@@ -203,7 +219,8 @@ class InProcessEngine:
             images=decode(self.family, drawn.final),
             group_ids=torch.tensor(groups, device=device),
             policy_versions=torch.full((len(groups),), self.version, device=device),
-        ).validate()
+        )
+        return rollout, drawn.final
 
 
 def _device(transformer: nn.Module) -> torch.device:

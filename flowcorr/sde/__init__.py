@@ -1,11 +1,12 @@
 """Stochastic sampling of flow-matching models: transitions, their log-probabilities, windows and noise."""
 
-from flowcorr.sde.log_prob import kl, log_prob
+from flowcorr.sde.log_prob import kl, log_prob, noise_variance, step_kl
 from flowcorr.sde.noise import generator, initial_noise, sample_noise, stable_seed, step_noise
 from flowcorr.sde.transition import (
     TRANSITIONS,
     SdeType,
     Transition,
+    added_noise,
     sample,
     transition,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "TRANSITIONS",
     "SdeType",
     "Transition",
+    "added_noise",
     "check_schedule",
     "check_window",
     "draw_windows",
@@ -22,10 +24,12 @@ __all__ = [
     "initial_noise",
     "kl",
     "log_prob",
+    "noise_variance",
     "sample",
     "sample_noise",
     "stable_seed",
     "step_indices",
+    "step_kl",
     "step_noise",
     "transition",
 ]

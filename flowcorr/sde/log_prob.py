@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from flowcorr.errors import BatchError
 from flowcorr.records import check_shape
 from flowcorr.sde.transition import Transition, mean_over_elements
 
@@ -45,6 +46,22 @@ def log_prob(
     return scaled - transition.std.log() - HALF_LOG_TWO_PI if include_normalizer else scaled
 
 
+def noise_variance(log_prob: Tensor, std: Tensor, *, cps_unscaled: bool = False) -> Tensor:
+    """Mean square of the noise `(x' - mean) / s` of a step, from the `log_prob` that it was scored with.
+
+    Args:
+        log_prob: `[B]` or `[B, T]`, with its normaliser, as `log_prob` returns it.
+        std: like `log_prob`.
+        cps_unscaled: as `log_prob` was called.
+
+    Returns:
+        Like `log_prob`; 1 on average, with a variance of `2 / D`, if the noise is standard normal.
+    """
+    if cps_unscaled:
+        return -log_prob / std.square()
+    return -2 * (log_prob + std.log() + HALF_LOG_TWO_PI)
+
+
 def kl(transition_p: Transition, transition_q: Transition) -> Tensor:
     """Exact `KL(p || q)` of two steps, a latent element; `r^2 / 2` where their standard deviations agree.
 
@@ -54,11 +71,32 @@ def kl(transition_p: Transition, transition_q: Transition) -> Tensor:
     Raises:
         BatchError: shapes differ.
     """
-    squared = _squared_distance("transition_p.mean", transition_p.mean, transition_q)
+    check_shape("transition_p.mean", transition_p.mean, tuple(transition_q.mean.shape))
     check_shape("transition_p.std", transition_p.std, tuple(transition_q.std.shape))
     # log(s_p / s_q) by log1p and expm1: exactly 0 for equal stds, and accurate for nearly equal ones.
     log_scale = torch.log1p((transition_p.std - transition_q.std) / transition_q.std)
-    return torch.expm1(2 * log_scale) / 2 - log_scale + squared / (2 * transition_q.std.square())
+    shift = step_kl(transition_p.mean, transition_q.mean, transition_q.std)
+    return torch.expm1(2 * log_scale) / 2 - log_scale + shift
+
+
+def step_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
+    """Exact KL of two steps with one standard deviation, `mean_L((mean - other_mean)^2) / (2 s^2)`.
+
+    Args:
+        mean, other_mean: `[B, *L]` or `[B, T, *L]`.
+        std: `[B]` or `[B, T]`.
+
+    Returns:
+        Like `std`, nats per latent element.
+
+    Raises:
+        BatchError: shapes differ.
+    """
+    shape = tuple(std.shape)
+    if mean.dim() <= std.dim() or tuple(mean.shape[: std.dim()]) != shape:
+        raise BatchError(f"mean has shape {list(mean.shape)}; it must begin with std's {list(shape)}")
+    check_shape("other_mean", other_mean, tuple(mean.shape))
+    return mean_over_elements((mean - other_mean).square(), std.dim()) / (2 * std.square())
 
 
 def _squared_distance(name: str, latents: Tensor, transition: Transition) -> Tensor:

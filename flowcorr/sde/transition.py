@@ -88,6 +88,12 @@ def sample(transition: Transition, noise: Tensor) -> Tensor:
     return transition.mean + over_elements(transition.std, transition.mean) * noise
 
 
+def added_noise(next_latents: Tensor, transition: Transition) -> Tensor:
+    """The noise `(x' - mean) / s` that took a step to `next_latents`: standard normal if `sample` drew them."""
+    check_shape("next_latents", next_latents, tuple(transition.mean.shape))
+    return (next_latents - transition.mean) / over_elements(transition.std, transition.mean)
+
+
 def _flow_grpo_sde(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: Tensor | None
 ) -> tuple[Tensor, Tensor]:

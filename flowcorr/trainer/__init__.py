@@ -3,18 +3,16 @@
 from flowcorr.trainer.evaluate import evaluate_run
 from flowcorr.trainer.loop import train
 from flowcorr.trainer.observer import Observer, RunResult, Silent
-from flowcorr.trainer.ranks import leave_ranks, start_ranks
-from flowcorr.trainer.step import Parts, StepResult, train_step
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.step import StepResult, train_step
 
 __all__ = [
     "Observer",
-    "Parts",
     "RunResult",
     "Silent",
     "StepResult",
+    "TrainingRun",
     "evaluate_run",
-    "leave_ranks",
-    "start_ranks",
     "train",
     "train_step",
 ]

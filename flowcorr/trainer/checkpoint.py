@@ -32,7 +32,7 @@ _STEP, _PARTIAL = "step_{:06d}", ".partial_"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingState:
-    """Everything that a run needs to go on as if it had never stopped.
+    """Everything that a run needs to resume as if it had never stopped.
 
     Attributes:
         step: training steps done.
@@ -102,7 +102,7 @@ def load(folder: Path) -> TrainingState:
 
 
 def load_latest(root: Path) -> tuple[Path, TrainingState]:
-    """The newest intact checkpoint; damaged ones are named in a warning and passed over.
+    """The newest intact checkpoint; damaged ones are skipped with a warning.
 
     Raises:
         CheckpointError: there is none.
@@ -127,19 +127,19 @@ def load_latest(root: Path) -> tuple[Path, TrainingState]:
 
 
 def folders(root: Path) -> list[Path]:
-    """All checkpoints in `root`, oldest first; a folder of another name, such as `step_000010_keep`, is none."""
+    """All checkpoints in `root`, oldest first; folders of other names, such as `step_000010_keep`, do not count."""
     return [folder for _, folder in _by_step(root)]
 
 
 def prune(root: Path, *, keep: int, best: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints and that of step `best`."""
+    """Delete all checkpoints except the newest `keep` and that of step `best`."""
     for step, folder in _by_step(root)[:-keep]:
         if step != best:
             _remove(folder)
 
 
 def discard_after(root: Path, step: int) -> None:
-    """Delete the checkpoints of later steps, which training from `step` will write anew."""
+    """Delete the checkpoints of later steps; training from `step` will write them again."""
     for later, folder in _by_step(root):
         if later > step:
             _remove(folder)
@@ -151,7 +151,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a small file so that it is whole or absent; a `private` one is its owner's alone."""
+    """Write a small file completely or not at all; only the owner can read a `private` one."""
     partial = path.with_name(f"{_PARTIAL}{path.name}")
     partial.unlink(missing_ok=True)
     partial.touch(mode=0o600 if private else 0o666)
@@ -180,7 +180,7 @@ def _by_step(root: Path) -> list[tuple[int, Path]]:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint so that it is never seen half deleted."""
+    """Delete a checkpoint, renamed first so that it is never found partly deleted."""
     if not folder.exists():
         return
     doomed = folder.with_name(f"{_PARTIAL}{folder.name}.old")
@@ -194,7 +194,7 @@ def _clear_partial(root: Path) -> None:
 
 
 def _delete(leftover: Path) -> None:
-    """Delete what is no checkpoint; a file that cannot go, such as NFS keeps while somebody reads it, may stay."""
+    """Delete a folder; files that cannot be deleted, as on NFS while another process reads them, may stay."""
     try:
         shutil.rmtree(leftover)
     except OSError as error:

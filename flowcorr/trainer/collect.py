@@ -1,34 +1,22 @@
-"""Trajectories and what scores them: sampled when their training step comes, or by workers ahead of it."""
+"""A training step's samples and their rewards: sampled on demand, or ahead of time by Ray workers."""
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from flowcorr import distributed
+from flowcorr import distributed, sde
 from flowcorr.algorithm import needs_rollout_means
+from flowcorr.config.schema import SamplingConfig
 from flowcorr.errors import BackendError
-from flowcorr.metrics import Metrics, maximum, mean, total
+from flowcorr.metrics import Metrics, Stat, maximum, mean, total
 from flowcorr.records import Prompt, Rollout
 from flowcorr.rewards import Reward, RewardOutput, score_batch
-from flowcorr.rewards.ray_pool import RayReward
-from flowcorr.rollout.ray_pool import RayPool, Sampling
-
-if TYPE_CHECKING:
-    from flowcorr.trainer.step import Parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pending:
-    """A training step's samples that workers are at, and their reward, which may have begun to score them."""
-
-    sampling: Sampling
-    reward: Reward
+from flowcorr.trainer.run import PendingStep, TrainingRun
+from flowcorr.workers.reward import RayReward
+from flowcorr.workers.rollout import RayRollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,9 +25,9 @@ class Collected:
 
     Attributes:
         rollout: the samples.
-        reward: what scores them.
-        stale: `[B]` bool, True where a sample is too old to be trained on.
-        metrics: how old they are, and how long they were waited for.
+        reward: the reward to call with all of these samples.
+        stale: `[B]` bool, True for samples whose weights were too old.
+        metrics: the age of the weights, and the time spent waiting for workers.
     """
 
     rollout: Rollout
@@ -48,92 +36,111 @@ class Collected:
     metrics: Metrics
 
 
-def prefetch(parts: Parts, step: int) -> None:
-    """Let workers sample for training step `step`, the next one, and for those that may run ahead of it.
+def prefetch(run: TrainingRun, step: int) -> None:
+    """Let Ray workers sample for the next training step, `step`, and for the later ones that staleness allows.
 
-    A step's prompts follow from the position of the stream, and its weights from how far ahead it lies: what was in
-    flight when a run ended is sampled again alike when it goes on.
+    A step's prompts follow from the position of the prompt stream, and its weights from its distance to the next step.
+    A resumed run therefore samples again exactly what was in flight when it was interrupted.
     """
-    config, engine = parts.config, parts.engine
-    if not isinstance(engine, RayPool):
+    config, engine = run.config, run.engine
+    if not isinstance(engine, RayRollout):
         return
     count = config.rollout.prompts_per_step
     last = min(step + config.rollout.max_staleness, config.trainer.total_steps)
-    for ahead, later in enumerate(range(step, last + 1)):
-        if later in parts.in_flight:
+    for ahead, future_step in enumerate(range(step, last + 1)):
+        if future_step in run.in_flight:
             continue
-        drawn = parts.prompts.peek(count, skip=ahead * count)
-        groups = distributed.share(count)
-        sampling = engine.submit(
-            parts.cache([drawn[group].text for group in groups]),
+        drawn = run.prompts.peek(count, skip=ahead * count)
+        groups = distributed.local_indices(count)
+        rollout = engine.submit(
+            run.cache([drawn[group].text for group in groups]),
             groups,
-            training_step=later,
+            training_step=future_step,
             with_means=needs_rollout_means(config),
             ahead=ahead,
         )
-        reward = parts.reward
+        reward = run.reward
         if isinstance(reward, RayReward):
-            size = sampling.groups_a_shard
-            asked = [
+            size = rollout.groups_per_shard
+            shard_prompts = [
                 [drawn[group] for group in groups[begin : begin + size] for _ in range(config.rollout.n)]
                 for begin in range(0, len(groups), size)
             ]
-            reward = reward.follow(sampling.shards, asked)
-        parts.in_flight[later] = Pending(sampling=sampling, reward=reward)
+            reward = reward.follow(rollout.shards, shard_prompts)
+        run.in_flight[future_step] = PendingStep(rollout=rollout, reward=reward)
 
 
-def collect(parts: Parts, drawn: list[Prompt], groups: range, step: int) -> Collected:
-    """This rank's `groups` of the `drawn` prompts of training step `step`, sampled now or taken from workers."""
-    pending = parts.in_flight.pop(step, None)
+def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> Collected:
+    """Sample this rank's `groups` of the prompts `drawn` for training step `step`, or wait for the workers that do."""
+    pending = run.in_flight.pop(step, None)
     if pending is None:
-        rollout, reward = _sample(parts, drawn, groups, step), parts.reward
+        rollout, reward = _sample(run, drawn, groups, step), run.reward
         metrics = Metrics()
     else:
         begin = time.perf_counter()
-        rollout, reward = pending.sampling.result().to(parts.actor.device), pending.reward
+        rollout, reward = pending.rollout.result().to(run.actor.device), pending.reward
         metrics = Metrics.from_stats({"timing/rollout_wait": maximum(time.perf_counter() - begin)})
-    if parts.actor.sharded:
-        spare = torch.tensor([0], device=parts.actor.device)
-        parts.actor.spare = replace(rollout, images=None).select(spare)
-    rollout = rollout.select(slice(0, len(groups) * parts.config.rollout.n))
-    stale, found = _find_stale(parts, rollout)
-    return Collected(rollout=rollout, reward=reward, stale=stale, metrics=metrics.merge(found))
+    stale, age_metrics = _find_stale(run, rollout)
+    metrics = metrics.merge(age_metrics).merge(noise_metrics(rollout, run.config.sampling))
+    return Collected(rollout=rollout, reward=reward, stale=stale, metrics=metrics)
+
+
+def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
+    """`rollout/noise_*`: whether the noise `(x' - mean) / s` of the SDE steps is standard normal and independent.
+
+    The std follows from the log-probs. The mean, and the number of terms that share their noise (1 if all are
+    independent), need the step means.
+    """
+    if rollout.stds is None:
+        return Metrics()
+    variance = sde.noise_variance(rollout.log_probs, rollout.stds, cps_unscaled=sampling.cps_unscaled)
+    terms = rollout.log_probs.numel()
+    # The std around 0, where the mean should be.
+    squares, elements = variance.double().sum() * rollout.num_elements, terms * rollout.num_elements
+    stats = {"rollout/noise_std": Stat("std", (elements, 0.0, squares))}
+    if rollout.means is not None:
+        step = sde.Transition(rollout.means, rollout.stds, rollout.sigmas - rollout.sigmas_next)
+        noise = sde.added_noise(rollout.latents[:, 1:], step).flatten(2).flatten(0, 1)
+        together = noise.double().sum(0)
+        stats["rollout/noise_mean"] = mean(together.sum(), elements)
+        stats["rollout/noise_shared_by"] = mean(together.square().mean(), terms)
+    return Metrics.from_stats(stats)
 
 
 def score(
-    parts: Parts, reward: Reward, images: np.ndarray, prompts: list[Prompt]
+    run: TrainingRun, reward: Reward, images: np.ndarray, prompts: list[Prompt]
 ) -> tuple[RewardOutput, np.ndarray]:
-    """`score_batch` as `reward.on_error` says; failures are recorded."""
+    """Score a batch, handle failures as `reward.on_error` says, and record them as events."""
     try:
-        scored, failed = score_batch(reward, images, prompts, on_error=parts.config.reward.on_error)
+        scored, failed = score_batch(reward, images, prompts, on_error=run.config.reward.on_error)
     except BackendError as error:
-        parts.on_event("reward_failed", error=str(error))
+        run.on_event("reward_failed", error=str(error))
         raise
     if failed.any():
-        parts.on_event("reward_failed", samples=int(failed.sum()), of=len(failed))
+        run.on_event("reward_failed", samples=int(failed.sum()), of=len(failed))
     return scored, failed
 
 
-def _ages(parts: Parts, rollout: Rollout) -> np.ndarray:
-    """How many training steps ago the weights were new that sampled: syncs since then that brought others, `[B]`."""
-    synced = np.array([weights.version for weights in parts.engine.history])
+def _weight_ages(run: TrainingRun, rollout: Rollout) -> np.ndarray:
+    """The age `[B]` of the weights that sampled: the number of syncs since then that brought a newer version."""
+    synced = np.array([weights.version for weights in run.engine.history])
     return (synced > rollout.policy_versions.cpu().numpy()[:, None]).sum(1)
 
 
-def _find_stale(parts: Parts, rollout: Rollout) -> tuple[np.ndarray, Metrics]:
-    """Samples `[B]` bool that are older than `rollout.staleness` or `rollout.max_staleness` has it.
+def _find_stale(run: TrainingRun, rollout: Rollout) -> tuple[np.ndarray, Metrics]:
+    """Which samples `[B]` come from weights older than `rollout.staleness` or `rollout.max_staleness` allows.
 
     Raises:
-        BackendError: all of them are.
+        BackendError: all samples do.
     """
-    ages = _ages(parts, rollout)
-    stale = ages > parts.config.rollout.lag
+    ages = _weight_ages(run, rollout)
+    stale = ages > run.config.rollout.max_weight_age
     if stale.any():
-        parts.on_event("stale_dropped", samples=int(stale.sum()), of=len(stale), oldest=int(ages.max()))
+        run.on_event("stale_dropped", samples=int(stale.sum()), of=len(stale), oldest=int(ages.max()))
     if stale.all():
         raise BackendError(
-            f"the rollout engine sampled everything with weights of {ages.min()} or more training steps ago, and "
-            f"{parts.config.rollout.lag} were asked for: it does not take new weights"
+            f"the rollout engine sampled everything with weights that are {ages.min()} or more training steps old, "
+            f"and at most {run.config.rollout.max_weight_age} are allowed: it does not load new weights"
         )
     stats = {
         "rollout/staleness_mean": mean(ages.sum(), len(ages)),
@@ -143,17 +150,11 @@ def _find_stale(parts: Parts, rollout: Rollout) -> tuple[np.ndarray, Metrics]:
     return stale, Metrics.from_stats(stats)
 
 
-def _sample(parts: Parts, drawn: list[Prompt], groups: range, step: int) -> Rollout:
-    """Sample in this process.
-
-    A forward pass of sharded weights needs all ranks: there, one with fewer groups than others samples one twice.
-    """
-    sampled = list(groups)
-    if parts.actor.sharded:
-        sampled += sampled[:1] * (math.ceil(len(drawn) / distributed.world_size()) - len(groups))
-    return parts.engine.sample(
-        parts.cache([drawn[group].text for group in sampled]),
-        sampled,
+def _sample(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> Rollout:
+    """Sample in this process."""
+    return run.engine.sample(
+        run.cache([drawn[group].text for group in groups]),
+        groups,
         training_step=step,
-        with_means=needs_rollout_means(parts.config),
-    ).to(parts.actor.device)
+        with_means=needs_rollout_means(run.config),
+    ).to(run.actor.device)

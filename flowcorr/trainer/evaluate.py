@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +13,16 @@ from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_choice
-from flowcorr.fsdp import all_done
 from flowcorr.records import Prompt
 from flowcorr.rewards import score_batch
 from flowcorr.rollout import decode, sample_ode
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
-from flowcorr.trainer.setup import build_parts
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.state import restore_actor
-from flowcorr.trainer.step import Parts
 
-BATCH_SIZE = 64  # images at a time, or fewer where `rollout.batch_size` says so
+BATCH_SIZE = 64  # images of one forward pass, or `rollout.batch_size` if that is smaller
 _NOISE_SEED = 20_240_501
 
 
@@ -32,7 +30,7 @@ _NOISE_SEED = 20_240_501
 class Evaluation:
     """One evaluation: `metrics` named `eval/...`, `images` `[B, H, W, 3]` uint8 and their `scores` `[B]`.
 
-    Every rank has all scores; a rank other than the main one has no images but its own.
+    Every rank has all scores. The main rank has all images, another rank only its own.
     """
 
     metrics: dict[str, float]
@@ -41,39 +39,42 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, prompts: Sequence[Prompt]) -> Evaluation:
-    """Sample one image a held-out prompt and score it, each rank its share.
+def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
+    """Sample one image for each held-out prompt and score it; the ranks share the prompts.
 
-    The noise depends on a prompt's place alone, so that evaluations of all runs and steps, and on any number of ranks,
-    are paired.
+    The noise depends only on a prompt's index, so evaluations of all steps and runs are paired, on any number of ranks.
 
     Raises:
         BatchError: the model's latents are not finite.
-        BackendError: the reward failed on a sample, whatever `reward.on_error` says of training.
+        BackendError: the reward failed on a sample; `reward.on_error` applies to training only.
     """
-    share = distributed.share(len(prompts))
-    # Sharded weights need as many forward passes on every rank: one with fewer prompts draws the first as well.
+    own = distributed.local_indices(len(prompts))
+    # Sharded weights need equally many forward passes on every rank: a rank with fewer prompts repeats the first.
     size = math.ceil(len(prompts) / distributed.world_size())
-    places = [*share, *[0] * (size - len(share))]
-    mine: dict[str, np.ndarray] = {}
-    with distributed.together("an evaluation"):
-        with parts.actor.averaged():
-            step = min(BATCH_SIZE, parts.config.rollout.batch_size or BATCH_SIZE)
-            batches = [places[begin : begin + step] for begin in range(0, size, step)]
-            drawn = np.concatenate(all_done(partial(_sample, parts, prompts, batch) for batch in batches))[
-                : len(share)
-            ]
-        if share:
-            output, _ = score_batch(parts.reward, drawn, [prompts[place] for place in share])
-            mine = {"reward": output.scores, **output.extra}
-    shares = [scores for scores in distributed.gather(mine, "the scores of an evaluation") if scores]
-    images = distributed.gather_on_main(drawn, "the images of an evaluation")
-    scores = {name: np.concatenate([part[name] for part in shares]) for name in shares[0]}
+    indices = [*own, *[0] * (size - len(own))]
+    own_scores: dict[str, np.ndarray] = {}
+    with distributed.fail_together("an evaluation"):
+        with run.actor.weights.averaged():
+            step = min(BATCH_SIZE, run.config.rollout.batch_size or BATCH_SIZE)
+            batches = [indices[begin : begin + step] for begin in range(0, size, step)]
+            drawn, finite = zip(*(_sample(run, prompts, batch) for batch in batches), strict=True)
+        if not all(finite):
+            raise BatchError(
+                "the evaluation's latents are not finite: the weights have diverged, or model.path is damaged; "
+                "lower actor.lr, or check the model's files"
+            )
+        images = np.concatenate(drawn)[: len(own)]
+        if own:
+            output, _ = score_batch(run.reward, images, [prompts[index] for index in own])
+            own_scores = {"reward": output.scores, **output.extra}
+    by_rank = [scores for scores in distributed.gather(own_scores, "the scores of an evaluation") if scores]
+    gathered = distributed.gather_on_main(images, "the images of an evaluation")
+    scores = {name: np.concatenate([scores[name] for scores in by_rank]) for name in by_rank[0]}
     metrics = {f"eval/{name}": float(values.mean()) for name, values in scores.items()}
     metrics["eval/reward_std"] = float(scores["reward"].std(ddof=1)) if len(prompts) > 1 else 0.0
     return Evaluation(
         metrics=metrics,
-        images=drawn if images is None else np.concatenate(images),
+        images=images if gathered is None else np.concatenate(gathered),
         scores=scores["reward"],
     )
 
@@ -96,7 +97,7 @@ def evaluate_run(
     folder = Path(run_dir)
     config = run_folder.load_config(folder, overrides)
     chosen, state = _choose(folder / run_folder.CHECKPOINTS, which)
-    # Nothing is rolled out: let the engine share the actor's weights.
+    # Nothing is sampled by the engine, so let it share the actor's weights.
     rollout = replace(
         config.rollout,
         name="in_process",
@@ -108,30 +109,25 @@ def evaluate_run(
         max_staleness=0,
     )
     reward = replace(config.reward, placement="local")
-    parts, data = build_parts(replace(config, rollout=rollout, reward=reward))
-    restore_actor(parts.actor, chosen, state)
-    return chosen, evaluate(parts, data.heldout)
+    run, data = build_run(replace(config, rollout=rollout, reward=reward))
+    restore_actor(run.actor, chosen, state)
+    return chosen, evaluate(run, data.heldout)
 
 
-def _sample(parts: Parts, prompts: Sequence[Prompt], places: Sequence[int]) -> np.ndarray:
-    """Images `[b, H, W, 3]` uint8 of the prompts at `places`."""
-    actor, config = parts.actor, parts.config
+def _sample(run: TrainingRun, prompts: Sequence[Prompt], indices: Sequence[int]) -> tuple[np.ndarray, bool]:
+    """Images `[b, H, W, 3]` uint8 of the prompts at `indices`, and whether their latents are finite."""
+    actor, config = run.actor, run.config
     family = actor.family
     shape = family.latent_shape(config.sampling.height, config.sampling.width)
     steps = config.trainer.eval_num_inference_steps or config.sampling.num_inference_steps
-    conditioning = parts.cache([prompts[place].text for place in places])
-    noise = sde.initial_noise(shape, places, [0] * len(places), seed=_NOISE_SEED, training_step=0)
+    conditioning = run.cache([prompts[index].text for index in indices])
+    noise = sde.initial_noise(shape, indices, [0] * len(indices), seed=_NOISE_SEED, training_step=0)
 
     def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
-        return family.velocity(actor.transformer, latents, timesteps, conditioning, actor.guidance)
+        return family.velocity(actor.weights.transformer, latents, timesteps, conditioning, actor.guidance)
 
     final = sample_ode(velocity, noise.to(actor.device), family.schedule(steps, shape))
-    if not torch.isfinite(final).all():
-        raise BatchError(
-            "the evaluation's latents are not finite: the weights have diverged, or model.path is damaged; "
-            "lower actor.lr, or check the model's files"
-        )
-    return decode(family, final).cpu().numpy()
+    return decode(family, final).cpu().numpy(), bool(torch.isfinite(final).all())
 
 
 def _choose(root: Path, which: str) -> tuple[Path, TrainingState]:
@@ -139,7 +135,7 @@ def _choose(root: Path, which: str) -> tuple[Path, TrainingState]:
         folder = Path(which)
         if not folder.is_dir():
             raise CheckpointError(
-                f"checkpoint={which!r} is no folder; give best, last or a checkpoint's folder"
+                f"checkpoint={which!r} is not a folder; give best, last or a checkpoint's folder"
             )
         return folder, checkpoint.load(folder)
     folder, state = checkpoint.load_latest(root)

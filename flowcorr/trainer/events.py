@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened to a run, one record an event, to be read after something went wrong."""
+"""`events.jsonl`: one record for each event of a run, for finding out later why something went wrong."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ EVENTS_FILE = "events.jsonl"
 class EventLog:
     """Appends `{"time": ..., "step": n, "kind": ..., ...}` to `events.jsonl`; a context manager.
 
-    Times are UTC; `step` counts the training steps that are done. Kinds are `start`, `resume`, `checkpoint`, `signal`,
+    Times are UTC; `step` is the number of training steps done. Kinds are `start`, `resume`, `checkpoint`, `signal`,
     `end`, `failure`; `worker_lost`, `worker_restarted`, `shard_retried`, `node_lost` of Ray's workers; `reward_failed`
     and `stale_dropped` of samples.
 
-    A record is one write of a whole line, after those that are there. A run that is continued keeps all records, also
-    those of steps that it does again: they happened; only a line that a crash left torn goes. What cannot be written,
-    such as on a full disk, is a warning: whatever it tells of is worse. With several ranks, records name theirs.
+    Each record is appended as one whole line in one write. A resumed run keeps all earlier records, also those of steps
+    that it repeats, and removes only a line that a crash left incomplete. A record that cannot be written, for example
+    on a full disk, is a warning and not an error. With several ranks, each record names its rank.
 
     Args:
         folder: the run's folder.
 
     Attributes:
-        step: what records carry.
+        step: the `step` of the next records.
     """
 
     def __init__(self, folder: Path) -> None:
         self.step = 0
         self._path = folder / EVENTS_FILE
-        self._lock = threading.Lock()  # workers are watched in threads
+        self._lock = threading.Lock()  # the events of workers come from threads
         self._file: int | None = None
         self._torn = False
 
@@ -61,7 +61,7 @@ class EventLog:
             self._file = None
 
     def __call__(self, kind: str, /, **fields: Any) -> None:
-        """Append a record of what just happened."""
+        """Append a record."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         place = {"rank": distributed.rank()} if distributed.world_size() > 1 else {}
         record = {"time": now, "step": self.step, "kind": kind, **place, **fields}
@@ -80,7 +80,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The records of an `events.jsonl`, without lines that are not whole."""
+    """The records of an `events.jsonl`; incomplete lines are skipped."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:

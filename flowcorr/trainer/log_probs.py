@@ -1,4 +1,4 @@
-"""What the losses of a training step were computed from, as one file a step: `log_probs/step_000123.safetensors`.
+"""The terms from which the losses of a training step were computed, one file a step: `step_000123.safetensors`.
 
 `flowcorr lab` replays these files under other corrections, and `flowcorr report` draws them.
 """
@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowcorr.algorithm.apply import exact_kl
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.records import ActorBatch, PolicyStep
+from flowcorr.sde import step_kl
 
 FOLDER = "log_probs"
 FORMAT_VERSION = "1"
@@ -30,26 +30,24 @@ _STEP, _PARTIAL = "step_{:06d}.safetensors", ".partial_"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoggedTerms:
-    """The terms of a training step, `[B, T]` where nothing else is said.
+    """The terms of a training step, `[B, T]` unless another shape is given.
 
-    Log-probs are in nats per latent element, and so are the exact KLs, which are None where no step means were
-    computed.
+    Log-probs and exact KLs are in nats per latent element; exact KLs are None if no step means were computed.
 
     Attributes:
-        rollout_log_probs: under the policy that sampled.
-        old_log_probs: of the PPO ratio: recomputed in decoupled mode, the rollout's in bypass.
-        current_log_probs: as the update scored the term last, the value that its loss used: with one epoch that of
-            its mini-batch, so that in decoupled mode the first mini-batch's equal the old ones where those are of the
-            current weights (`actor.old_policy`). NaN where not finite.
-        advantages: `[B]`, as they were before anything was rejected.
-        rewards: `[B]`, as `reward/mean` averages them.
-        timesteps, sigmas, sigmas_next, step_indices: of the steps, as in `Rollout`.
+        rollout_log_probs: of the rollout policy.
+        old_log_probs: of the old policy, in the PPO ratio: recomputed in decoupled mode, the rollout's in bypass.
+        current_log_probs: of the current policy, as the loss used them last; NaN if not finite. With one epoch they are
+            scored with the term's mini-batch. In decoupled mode those of the first mini-batch therefore equal the old
+            ones, if the old policy has the current weights (`actor.old_policy`).
+        advantages: `[B]`, before rejection.
+        rewards: `[B]`, the values that `reward/mean` averages.
+        timesteps, sigmas, sigmas_next, step_indices: as in `Rollout`.
         stds: full standard deviations of the steps.
         group_ids, policy_versions: `[B]`, as in `Rollout`.
-        old_rollout_kl: exact KL of the old from the rollout policy.
-        current_old_kl: of the current from the old policy.
-        current_rollout_kl: of the current from the rollout policy.
-        clip_centers: what the loss took log-ratios relative to, or None for 0.
+        old_rollout_kl: exact KL of the old policy from the rollout policy.
+        current_old_kl: exact KL of the current policy from the old policy.
+        current_rollout_kl: exact KL of the current policy from the rollout policy.
         num_elements: `D`.
         bypass: whether the step was in bypass mode.
     """
@@ -71,27 +69,26 @@ class LoggedTerms:
     old_rollout_kl: Tensor | None = None
     current_old_kl: Tensor | None = None
     current_rollout_kl: Tensor | None = None
-    clip_centers: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that there are, by name."""
+        """The tensors by name, without those that are None."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     @staticmethod
     def concatenate(parts: Sequence[LoggedTerms]) -> LoggedTerms:
-        """The samples of all parts, in order; every part must hold the same optional tensors."""
+        """The samples of all parts in order; all parts must have the same optional tensors."""
         columns = [part.tensors() for part in parts]
-        whole: dict[str, Any] = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
-        return replace(parts[0], **whole)
+        joined: dict[str, Any] = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
+        return replace(parts[0], **joined)
 
 
 class TermRecorder:
-    """Follows an update, as its `record`; where a term is scored again, the later score takes the place of the earlier.
+    """The `record` of an update: keeps the last score of each term.
 
     Args:
-        batch: what the update is given.
-        advantages: `[B]`, before anything was rejected.
+        batch: the batch of the update.
+        advantages: `[B]`, before rejection.
         rewards: `[B]`.
         bypass: whether the training step is in bypass mode.
     """
@@ -105,9 +102,7 @@ class TermRecorder:
         self._put("stds", part, policy.std)
         for name, means in (("current_old_kl", part.old_means), ("current_rollout_kl", part.rollout.means)):
             if means is not None:
-                self._put(name, part, exact_kl(policy.mean.detach(), means, policy.std))
-        if part.clip_centers is not None:
-            self._put("clip_centers", part, part.clip_centers)
+                self._put(name, part, step_kl(policy.mean.detach(), means, policy.std))
 
     def terms(self) -> LoggedTerms:
         """All terms of the batch, on the CPU."""
@@ -115,7 +110,7 @@ class TermRecorder:
         assert batch.old_log_probs is not None
         seen = dict(self._seen)
         if batch.old_means is not None and rollout.means is not None:
-            seen["old_rollout_kl"] = exact_kl(batch.old_means, rollout.means, seen["stds"])
+            seen["old_rollout_kl"] = step_kl(batch.old_means, rollout.means, seen["stds"])
         terms = LoggedTerms(
             rollout_log_probs=rollout.log_probs,
             old_log_probs=batch.old_log_probs,
@@ -142,10 +137,10 @@ class TermRecorder:
 
 
 def save(folder: Path, step: int, terms: LoggedTerms, config: Config) -> None:
-    """Write the terms of a step into `folder`, so that their file is whole or absent.
+    """Write the terms of a step to a file in `folder`, completely or not at all.
 
     Its metadata, all text: `format_version`, `step`, `num_elements` (`D`), `mode` (`decoupled`: old log-probs were
-    recomputed, `bypass`: they are the rollout's), `loss_mode` and, as JSON, `clip_ratio`.
+    recomputed; `bypass`: they are the rollout's), `loss_mode` and, as JSON, `clip_ratio`.
 
     Raises:
         BackendError: the folder cannot be written to.
@@ -160,7 +155,7 @@ def save(folder: Path, step: int, terms: LoggedTerms, config: Config) -> None:
         "loss_mode": config.actor.loss_mode,
         "clip_ratio": json.dumps(config.actor.clip_ratio),
     }
-    # Each in memory of its own, as a file needs it: in bypass mode, old log-probs are the rollout's.
+    # safetensors needs tensors that share no memory; in bypass mode, old log-probs are the rollout's.
     layout = torch.contiguous_format
     tensors = {name: value.clone(memory_format=layout) for name, value in terms.tensors().items()}
     try:
@@ -178,7 +173,7 @@ def load(path: Path) -> LoggedTerms:
     """Read the file of a step.
 
     Raises:
-        ConfigError: it is damaged, or of another format.
+        ConfigError: the file is damaged, or has another format.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -199,13 +194,13 @@ def load(path: Path) -> LoggedTerms:
 
 
 def files(run_dir: Path) -> dict[int, Path]:
-    """The files of a run by training step, in order."""
+    """The files of a run by training step, in ascending order."""
     found = ((_step_of(path), path) for path in (run_dir / FOLDER).glob(_STEP.replace("{:06d}", "*")))
     return dict(sorted((step, path) for step, path in found if step is not None))
 
 
 def discard_after(run_dir: Path, step: int) -> None:
-    """Delete the files of later steps, which training from `step` will write anew."""
+    """Delete the files of later steps; training from `step` will write them again."""
     for later, path in files(run_dir).items():
         if later > step:
             path.unlink()

@@ -1,10 +1,10 @@
-"""A run from its configuration to its last checkpoint: set-up, resume, evaluation, bookkeeping, endings."""
+"""A training run from its configuration to its last checkpoint: start or resume, steps, evaluations, endings."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from flowcorr import config as configs
 from flowcorr import distributed
 from flowcorr.config.schema import Config
-from flowcorr.correction.rejection import idle_modes
-from flowcorr.errors import BackendError
+from flowcorr.correction.bounds import idle_modes
+from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers import Tracker, build_trackers
 from flowcorr.trainer import checkpoint, log_probs, run_folder, state
 from flowcorr.trainer.checkpoint import TrainingState
@@ -23,10 +23,10 @@ from flowcorr.trainer.events import EventLog
 from flowcorr.trainer.images import before_after, image_grid, labelled, save_image
 from flowcorr.trainer.log_probs import LoggedTerms
 from flowcorr.trainer.observer import Observer, RunResult, Silent
-from flowcorr.trainer.ranks import start_ranks
-from flowcorr.trainer.setup import build_parts
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.signals import StopSignals
-from flowcorr.trainer.step import Parts, StepResult, train_step
+from flowcorr.trainer.step import StepResult, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -37,53 +37,54 @@ def train(
     *,
     resume: bool = False,
     observer: Observer | None = None,
-    before_start: Callable[[Parts], None] | None = None,
+    before_start: Callable[[TrainingRun], None] | None = None,
 ) -> RunResult:
-    """Train to `trainer.total_steps` and leave everything in `out_dir`.
+    """Train to `trainer.total_steps` and write everything to `out_dir`.
 
     The folder holds `config.yaml`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `images/`, with
-    `trainer.dump_log_probs` `log_probs/`, and, where a run died, `failure.txt` with its reason.
+    `trainer.dump_log_probs` also `log_probs/`, and after a failure `failure.txt` with its reason.
 
-    Where torchrun or accelerate started several ranks, they share the work of each step, and the result is that of
-    one rank: the main one writes the folder and tells the observer, any other only its `failure_rank1.txt`. A signal
-    to one of them, or a failure, ends all. The folder has to be one that all of them see.
+    If torchrun or accelerate started several ranks, they share the work of each step, with the result of one rank. The
+    main rank writes the folder and calls the observer; another rank writes only its failure, as `failure_rank1.txt`. A
+    signal to any rank, or a failure of one, ends all. All ranks need access to the folder.
 
     Args:
         config: the configuration.
         out_dir: the run's folder; nothing is written outside of it.
         resume: continue from the newest intact checkpoint, or start if there is none; on any number of ranks.
-        observer: told of every step.
-        before_start: looks at the run's parts before its first step, on every rank, and raises what is to stop it.
+        observer: follows the run.
+        before_start: called on every rank before the first step; an exception that it raises ends the run.
 
     Raises:
-        ConfigError: `out_dir` holds another run, or that of a run at work; or something in `config` cannot work.
-        CheckpointError: no checkpoint of an earlier run is intact, or one cannot be written.
+        ConfigError: `out_dir` holds another run or is in use by one, or something in `config` cannot work.
+        CheckpointError: no checkpoint of an earlier run is intact, or a checkpoint cannot be written.
         BackendError: the reward failed, or the folder can no longer be written to.
         BatchError: the rollout returned values that cannot be trained on.
-        RankError: another rank failed, or did not come within `trainer.collective_timeout`.
+        RankError: another rank failed, or did not reach a collective within `trainer.collective_timeout`.
     """
     folder = Path(out_dir)
-    start_ranks(config)
-    with contextlib.ExitStack() as held:
-        with distributed.together("taking the run's folder"):
+    distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
+    _check_prompts_per_rank(config)
+    with contextlib.ExitStack() as resources:
+        with distributed.fail_together("taking the run's folder"):
             if distributed.is_main():
-                held.enter_context(run_folder.locked(folder))
+                resources.enter_context(run_folder.locked(folder))
                 run_folder.claim(folder, config, resume=resume)
-        events = held.enter_context(EventLog(folder))
+        events = resources.enter_context(EventLog(folder))
         with run_folder.failure_noted(folder, events):
             shown = observer if observer is not None and distributed.is_main() else Silent()
-            run = _Run(config, folder, resume, shown, events)
-        return run.run(before_start)
+            loop = _Loop(config, folder, resume, shown, events)
+        return loop.train(before_start)
 
 
-class _Run:
+class _Loop:
     def __init__(
         self, config: Config, out_dir: Path, resume: bool, observer: Observer, events: EventLog
     ) -> None:
         self.config, self.out_dir, self.observer, self.events = config, out_dir, observer, events
         trackers = build_trackers(config.trainer.trackers)
         self.trackers: list[Tracker] = trackers if distributed.is_main() else []
-        self.parts, self.data = build_parts(config, on_event=events)
+        self.run, self.data = build_run(config, on_event=events)
         self.step = 0
         self.best: tuple[int, float] | None = None
         self.evaluation: Evaluation | None = None
@@ -93,20 +94,20 @@ class _Run:
         try:
             self.resumed = resume and self._restore()
             if not self.resumed:
-                self.parts.engine.sync(self.parts.actor.snapshot())
+                self.run.engine.sync(self.run.actor.weights.snapshot())
         except BaseException:
-            self.parts.close()
+            self.run.close()
             raise
         if distributed.is_main():
             events("resume" if self.resumed else "start", total_steps=config.trainer.total_steps)
 
-    def run(self, before_start: Callable[[Parts], None] | None) -> RunResult:
+    def train(self, before_start: Callable[[TrainingRun], None] | None) -> RunResult:
         total_steps = self.config.trainer.total_steps
         with contextlib.ExitStack() as endings:
-            # What ends the other ranks may end this one too: by a signal, which is not to cut its endings short.
+            # Launchers signal every rank when one fails; the signal must not interrupt this rank's endings.
             signals = endings.enter_context(StopSignals(self._on_signal))
             endings.enter_context(run_folder.failure_noted(self.out_dir, self.events))
-            endings.callback(self.parts.close)
+            endings.callback(self.run.close)
             for tracker in self.trackers:
                 endings.callback(tracker.finish)
                 tracker.start(
@@ -116,18 +117,20 @@ class _Run:
             if distributed.is_main():
                 log_probs.discard_after(self.out_dir, self.step)
             self.observer.on_start(self.config, self.out_dir, self.step)
-            with distributed.together("what is done before the start"):
+            with distributed.fail_together("the checks before the start"):
                 if before_start is not None:
-                    before_start(self.parts)
+                    before_start(self.run)
             if not self.resumed or self.unevaluated is not None:
-                values, self.unevaluated = self.unevaluated or {}, None
-                self._log(values, self._evaluated_after(values))
+                values, self.unevaluated = self.unevaluated, None
+                with self._kept(values, evaluates=True):
+                    evaluated = self._evaluate()
+                self._log(values or {}, evaluated)
                 self._save()
             signal = None
             while self.step < total_steps and (signal := _received(signals)) is None:
                 self._train_one_step()
             result = self._finished() if signal is None else self._interrupted(signal)
-            # Launchers stop all ranks as soon as one is gone.
+            # Wait for the other ranks: launchers stop all ranks as soon as one exits.
             distributed.gather(None, "the end of the run")
             return result
 
@@ -136,13 +139,15 @@ class _Run:
         result = self._attempt(self.step + 1)
         self.step = self.events.step = self.step + 1
         values = result.metrics.compute()
-        self.observer.on_step(self.step, values)
-        self._warn_of_idle_bands(values)
         last = self.step == trainer.total_steps
         evaluates = last or (trainer.eval_every > 0 and self.step % trainer.eval_every == 0)
         if trainer.dump_log_probs:
             self._dump(result.terms)
-        self._log(values, self._evaluated_after(values) if evaluates else {})
+        with self._kept(values, evaluates=evaluates):
+            self.observer.on_step(self.step, values)
+            self._warn_of_idle_bands(values)
+            evaluated = self._evaluate() if evaluates else {}
+        self._log(values, evaluated)
         if trainer.image_every and self.step % trainer.image_every == 0:
             self._log_images(result)
         is_best = self.best is not None and self.best[0] == self.step
@@ -150,43 +155,51 @@ class _Run:
             self._save()
 
     def _attempt(self, step: int) -> StepResult:
-        """Do a training step; where it fails before it learned anything, save the state before it."""
-        actor, prompts = self.parts.actor, self.parts.prompts
-        version, position = actor.version, prompts.position
+        """Do a training step; if it fails before its update, save the state before it."""
+        actor, prompts = self.run.actor, self.run.prompts
+        version, position = actor.weights.version, prompts.position
         try:
-            return train_step(self.parts, step, self.observer.on_phase)
+            return train_step(self.run, step, self.observer.on_phase)
         except Exception:
-            # Sharded weights take all ranks to be saved, and one of them has failed.
-            if actor.version == version and self.saved_step != self.step and not actor.sharded:
+            # Saving sharded weights needs all ranks, and one of them has failed.
+            if (
+                actor.weights.version == version
+                and self.saved_step != self.step
+                and not actor.weights.sharded
+            ):
                 prompts.position = position
                 self._rescue()
             raise
 
-    def _evaluated_after(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Evaluate; where a reward fails at it, keep the training step that was done before, and its metrics.
+    @contextlib.contextmanager
+    def _kept(self, values: Mapping[str, float] | None, *, evaluates: bool) -> Iterator[None]:
+        """If the observer or the evaluation of a training step fails, log its metrics and save its state.
 
-        A run that goes on from there does the evaluation first.
+        A run that is resumed from there begins with the evaluation.
+
+        Args:
+            values: the metrics of the step; None before the first step, when there is nothing to keep.
+            evaluates: whether the step has an evaluation.
         """
         try:
-            return self._evaluate()
+            yield
         except BackendError:
-            if not values:  # nothing was trained yet
-                raise
-            self._log(values, {})
-            self.unevaluated = values
-            if not self.parts.actor.sharded:
-                self._rescue()
+            if values is not None:
+                self._log(values, {})
+                self.unevaluated = values if evaluates else None
+                if not self.run.actor.weights.sharded:
+                    self._rescue()
             raise
 
     def _rescue(self) -> None:
         try:
             self._write(*self._captured())
         except Exception as error:
-            # The failure that led here is the one to report.
+            # Report the failure that led here instead.
             logger.warning("no checkpoint could be saved after the failure: %s", error)
 
     def _warn_of_idle_bands(self, values: Mapping[str, float]) -> None:
-        """Say once which rejection bands cannot act on a gap of the size that was measured."""
+        """Warn, once for each, of rejection bands that cannot act on a gap of the measured size."""
         correction = self.config.algorithm.rollout_correction
         idle = [] if correction is None else idle_modes(correction.criteria, values)
         for mode in set(idle) - self._warned:
@@ -200,9 +213,9 @@ class _Run:
     # Scores and images -----------------------------------------------------------------------------------
 
     def _evaluate(self) -> dict[str, float]:
-        trainer, parts = self.config.trainer, self.parts
+        trainer = self.config.trainer
         self.observer.on_phase("evaluation")
-        self.evaluation = evaluate(parts, self.data.heldout)
+        self.evaluation = evaluate(self.run, self.data.heldout)
         metrics = self.evaluation.metrics
         check_best_metric(trainer.best_metric, metrics)
         if self.best is None or metrics[trainer.best_metric] > self.best[1]:
@@ -219,14 +232,14 @@ class _Run:
             tracker.log({**values, **evaluated}, self.step)
 
     def _dump(self, terms: LoggedTerms | None) -> None:
-        """Save what the losses of a training step were computed from, on whatever rank."""
-        parts = distributed.gather_on_main(terms, "the log-probs of a step")
-        if parts is not None:
-            everything = LoggedTerms.concatenate([part for part in parts if part is not None])
-            log_probs.save(self.out_dir / log_probs.FOLDER, self.step, everything, self.config)
+        """Save the terms that the losses of a training step were computed from, of all ranks."""
+        by_rank = distributed.gather_on_main(terms, "the log-probs of a step")
+        if by_rank is not None:
+            all_terms = LoggedTerms.concatenate([terms for terms in by_rank if terms is not None])
+            log_probs.save(self.out_dir / log_probs.FOLDER, self.step, all_terms, self.config)
 
     def _log_images(self, result: StepResult) -> None:
-        """Show samples of the main rank."""
+        """Log samples of the main rank."""
         if not self.trackers:
             return
         grid = image_grid(labelled(result.images, result.prompts, result.scores))
@@ -237,43 +250,43 @@ class _Run:
 
     def _save(self) -> None:
         captured = self._captured()
-        with distributed.together("writing a checkpoint"):
+        with distributed.fail_together("writing a checkpoint"):
             self._write(*captured)
         self.saved_step = self.step
 
     def _captured(self) -> tuple[TrainingState, dict[str, Tensor]]:
-        """What a checkpoint holds: state, and weights for a pipeline; all ranks of a sharded actor take part."""
-        actor = self.parts.actor
-        captured = state.capture(self.parts, step=self.step, best=self.best, unevaluated=self.unevaluated)
-        return captured, actor.exported() if distributed.is_main() or actor.sharded else {}
+        """The contents of a checkpoint: state, and weights for a pipeline. Sharded actors need a call on all ranks."""
+        actor = self.run.actor
+        captured = state.capture(self.run, step=self.step, best=self.best, unevaluated=self.unevaluated)
+        return captured, actor.weights.exported() if distributed.is_main() or actor.weights.sharded else {}
 
     def _write(self, captured: TrainingState, weights: Mapping[str, Tensor]) -> None:
         if not distributed.is_main():
             return
         root = self.out_dir / run_folder.CHECKPOINTS
-        folder = checkpoint.save(root, captured, partial(self.parts.actor.save_adapter, tensors=weights))
+        folder = checkpoint.save(root, captured, partial(self.run.actor.weights.save, tensors=weights))
         self.events("checkpoint", folder=folder.name)
         best_step = self.best[0] if self.best is not None else None
         checkpoint.prune(root, keep=self.config.trainer.keep_checkpoints, best=best_step)
 
     def _restore(self) -> bool:
-        """Load the newest intact checkpoint; False if there never was one."""
+        """Load the newest intact checkpoint; False if the folder has none."""
         root = self.out_dir / run_folder.CHECKPOINTS
         latest: tuple[Path, TrainingState] | None = None
-        with distributed.together("looking for a checkpoint"):
+        with distributed.fail_together("looking for a checkpoint"):
             if distributed.is_main() and checkpoint.folders(root):
                 latest = checkpoint.load_latest(root)
-        folder = distributed.decide(None if latest is None else latest[0], "the choice of a checkpoint")
+        folder = distributed.from_main(None if latest is None else latest[0], "the choice of a checkpoint")
         if folder is None:
             return False
-        with distributed.together("reading a checkpoint"):
+        with distributed.fail_together("reading a checkpoint"):
             found = checkpoint.load(folder) if latest is None else latest[1]
-        state.restore(self.parts, folder, found)
+        state.restore(self.run, folder, found)
         if distributed.is_main():
             checkpoint.discard_after(root, found.step)
         self.step = self.saved_step = self.events.step = found.step
         self.unevaluated = found.facts.get("unevaluated")
-        # A best score counts only against scores of its own metric.
+        # A best score can be compared only with scores of the same metric.
         same_metric = found.facts["config"]["trainer"]["best_metric"] == self.config.trainer.best_metric
         if same_metric and found.facts["best"] is not None:
             step, score = found.facts["best"]
@@ -281,7 +294,7 @@ class _Run:
         return True
 
     def _logged_step(self) -> int:
-        """The last step whose record is whole."""
+        """The last step whose record is complete."""
         return self.step if self.unevaluated is None else self.step - 1
 
     # Endings ---------------------------------------------------------------------------------------------
@@ -321,7 +334,21 @@ class _Run:
         return self._end(result)
 
 
+def _check_prompts_per_rank(config: Config) -> None:
+    ranks, prompts = distributed.world_size(), config.rollout.prompts_per_step
+    if prompts < ranks:
+        raise ConfigError(
+            f"rollout.prompts_per_step={prompts} leaves some of {ranks} ranks without a prompt, since the images of a "
+            f"prompt stay together; use at least {ranks}, or fewer ranks"
+        )
+    if config.actor.fsdp and prompts % ranks:
+        raise ConfigError(
+            f"rollout.prompts_per_step={prompts} cannot be shared equally by {ranks} ranks, as actor.fsdp=True needs, "
+            f"since every forward pass takes all ranks; use a multiple of {ranks}"
+        )
+
+
 def _received(signals: StopSignals) -> int | None:
-    """The signal that ends the run, whatever rank it came to."""
+    """The signal that any rank has received, or None."""
     numbers = distributed.gather(signals.received, "the end of a step")
     return next((number for number in numbers if number is not None), None)

@@ -1,4 +1,4 @@
-"""What a run tells those who follow it, and how it ends."""
+"""The observer of a run, such as the terminal, and the result of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        status: `interrupted` after a signal, which `signal` names.
+        status: `interrupted` after a signal, whose number is `signal`.
         step: training steps done.
         out_dir: the run's folder.
         metrics: the last evaluation.
-        resume_command: what continues an interrupted run.
+        resume_command: the shell command that resumes an interrupted run.
     """
 
     status: Literal["finished", "interrupted"]
@@ -31,7 +31,7 @@ class RunResult:
 
 
 class Observer(Protocol):
-    """Follows a run, such as a terminal does."""
+    """Gets a call for each stage of a run."""
 
     def on_start(self, config: Config, out_dir: Path, start_step: int) -> None: ...
     def on_phase(self, name: str) -> None: ...
@@ -42,7 +42,7 @@ class Observer(Protocol):
 
 
 class Silent:
-    """Says nothing; a base for observers that follow only some of it."""
+    """Does nothing; a base class for observers of only some stages."""
 
     def on_start(self, config: Config, out_dir: Path, start_step: int) -> None: ...
     def on_phase(self, name: str) -> None: ...

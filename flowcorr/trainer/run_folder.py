@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, whose it is, and how the run in it is continued."""
+"""The folder of a run: its files, the process that owns it, and how its run is resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from flowcorr import config as configs
 from flowcorr import distributed
 from flowcorr.config.schema import Config
-from flowcorr.errors import ConfigError
+from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers import redact
 from flowcorr.trackers.jsonl import METRICS_FILE
 from flowcorr.trainer import checkpoint
@@ -58,10 +58,10 @@ _MAY_CHANGE = (
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in `folder`, until this block or the process ends, however it ends.
+    """Keep other processes from training in `folder` until this block or the process ends.
 
     Raises:
-        ConfigError: another process does, or the folder cannot be written to.
+        ConfigError: another process trains there, or the folder cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,18 +76,15 @@ def locked(folder: Path) -> Iterator[None]:
                 f"another process trains in {folder}; wait for it or end it, or choose another folder with --out"
             ) from error
         except OSError as error:
-            logger.debug(
-                "%s cannot be locked (%s): that nobody else writes there is left to the user", folder, error
-            )
+            logger.debug("%s cannot be locked (%s): the user has to keep other runs out of it", folder, error)
         yield
 
 
 def claim(folder: Path, config: Config, *, resume: bool) -> None:
-    """Make `folder` this run's; a folder whose run never got to its first evaluation is free again.
+    """Make `folder` this run's folder; a run that never finished its first evaluation gives it up.
 
     Raises:
-        ConfigError: it holds a run that is not to be resumed or has another configuration, or it cannot be
-            written to.
+        ConfigError: the folder holds a run that is not resumed or has another configuration, or it cannot be written.
     """
     path = folder / CONFIG_FILE
     if _holds_run(folder):
@@ -99,7 +96,7 @@ def claim(folder: Path, config: Config, *, resume: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         mapping = configs.to_mapping(config)
-        # The file must load again, so it keeps secrets such as a reward's API key: for its owner alone.
+        # The file has to load again, so it keeps secrets such as a reward's API key. Only its owner may read it.
         checkpoint.write_text(path, configs.to_yaml(config), private=redact(mapping) != mapping)
         if not resume:
             (folder / EVENTS_FILE).unlink(missing_ok=True)
@@ -125,24 +122,35 @@ def load_config(folder: Path, overrides: tuple[str, ...] = ()) -> Config:
             f"{folder} holds no run: {CONFIG_FILE} is missing; name a folder that flowcorr train wrote, its --out"
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the user read them when the run began
+        warnings.simplefilter("ignore", UserWarning)  # shown already when the run started
         return configs.load(path, overrides)
 
 
 @contextlib.contextmanager
 def failure_noted(folder: Path, events: EventLog) -> Iterator[None]:
-    """Where a run dies, leave the reason in its folder, and word of it for the other ranks."""
+    """If a run fails, write the reason to its folder and tell the other ranks.
+
+    Raises:
+        BackendError: code that the run called raised `SystemExit` or another exception that would end it silently.
+    """
     try:
         yield
-    except Exception as error:
-        write_failure(folder, traceback.format_exc())
-        events("failure", error=f"{type(error).__name__}: {error}")
-        distributed.report_failure(error)
+    except KeyboardInterrupt:
         raise
+    except BaseException as error:
+        write_failure(folder, traceback.format_exc())
+        failure = (
+            error if isinstance(error, Exception) else BackendError(f"{error!r} was raised during the run")
+        )
+        events("failure", error=f"{type(failure).__name__}: {failure}")
+        distributed.report_failure(failure)
+        if failure is error:
+            raise
+        raise failure from error
 
 
 def write_failure(folder: Path, reason: str) -> None:
-    """Leave the reason why a run died in its folder, if anything can still be written there; each rank has its file."""
+    """Write the reason of a failure to the run's folder, if that is still possible; each rank has its own file."""
     path = folder / (FAILURE_FILE if distributed.is_main() else _FAILURES.format(distributed.rank()))
     try:
         checkpoint.write_text(path, reason)
@@ -151,7 +159,7 @@ def write_failure(folder: Path, reason: str) -> None:
 
 
 def resume_command(folder: Path) -> str:
-    """The shell command that continues the run in `folder`."""
+    """The shell command that resumes the run in `folder`."""
     recipe, out = shlex.quote(str(folder / CONFIG_FILE)), shlex.quote(str(folder))
     return f"flowcorr train {recipe} --resume --out {out}"
 

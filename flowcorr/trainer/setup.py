@@ -1,8 +1,10 @@
-"""From a configuration to the connected parts of a training step."""
+"""From a configuration to the two stacks, and to everything else that a training step works with."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,77 +13,103 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config.rules import check_guidance
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
-from flowcorr.devices import named_device
-from flowcorr.errors import ConfigError
-from flowcorr.models import DTYPES, load_family
+from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.ray_workers import OnEvent, ignore_event
 from flowcorr.rewards import Reward, build_reward
-from flowcorr.rewards.ray_pool import RayReward
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.build import build_backend, check_installed
-from flowcorr.rollout.ray_pool import RayPool
-from flowcorr.trainer.step import Parts
+from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.workers.pool import OnEvent, ignore_event
+from flowcorr.workers.reward import RayReward
+from flowcorr.workers.rollout import RayRollout
 
 
-def build_parts(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Parts, PromptSet]:
-    """Load and connect everything that a training step works with; what is quick to fail comes first.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stacks:
+    """The training stack and the rollout stack of one configuration, and embeddings of prompts for both."""
+
+    actor: DiffusionActor
+    engine: RolloutEngine
+    cache: PromptCache
+
+
+def load_model(config: Config) -> ModelFamily:
+    """Load the model on this rank's device; torch gets `trainer.num_threads` first.
+
+    Raises:
+        ConfigError: the device, the pipeline or its family cannot be used.
+    """
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    return load_family(config.model, distributed.local_device(config.trainer.device))
+
+
+def build_stacks(
+    config: Config, family: ModelFamily, texts: Sequence[str], *, on_event: OnEvent = ignore_event
+) -> Stacks:
+    """Build the actor and the rollout engine, which has no weights before its first `sync`, and embed prompts.
+
+    Args:
+        config: the configuration of both.
+        family: the model as `load_model` returned it.
+        texts: the prompts.
+        on_event: gets a record of each event that concerns Ray workers.
+
+    Raises:
+        ConfigError: something in `config` cannot work.
+        BackendError: the engine does not start.
+    """
+    actor = DiffusionActor(family, config)
+    with distributed.fail_together("starting the rollout engine"):
+        engine = _build_engine(config, actor, on_event)
+        try:
+            cache = PromptCache(family, actor.guidance, texts)
+        except BaseException:
+            engine.close()
+            raise
+    return Stacks(actor=actor, engine=engine, cache=cache)
+
+
+def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[TrainingRun, PromptSet]:
+    """Build everything that a training step works with, first what can fail quickly.
 
     Args:
         config: the run's configuration.
-        on_event: told of what happens to workers and samples.
+        on_event: gets a record of each event that concerns workers and samples.
+
+    Raises:
+        ConfigError: something in `config` cannot work.
+        MissingExtraError: an extra that the engine or a reward needs is not installed.
+        BackendError: the engine or a worker does not start.
     """
-    with contextlib.ExitStack() as started:
-        built = _build_parts(config, on_event, started)
-        started.pop_all()
-    return built
-
-
-def _build_parts(config: Config, on_event: OnEvent, started: contextlib.ExitStack) -> tuple[Parts, PromptSet]:
-    if config.trainer.num_threads is not None:
-        torch.set_num_threads(config.trainer.num_threads)
-    device = choose_device(config.trainer.device)
-    with distributed.together("loading the model"):
-        check_installed(config)
-        data = load_prompts(
-            config.data.path,
-            heldout_fraction=config.data.heldout_fraction,
-            num_train=config.data.num_train,
-            num_heldout=config.data.num_heldout,
-            seed=0,
-        )
-        reward = _build_reward(config, on_event)
-        if isinstance(reward, RayReward):
-            started.callback(reward.close)
-        family = load_family(
-            config.model.path,
-            family=config.model.family,
-            dtype=DTYPES[config.model.dtype],
-            device=device,
-            max_sequence_length=config.model.max_sequence_length,
-        )
-        check_guidance(config, family.name, family.guidance_key)
-    actor = DiffusionActor(family, config)
-    with distributed.together("starting the rollout engine"):
-        engine = build_engine(config, actor, on_event=on_event)
-        started.callback(engine.close)
-        cache = PromptCache(family, actor.guidance, [prompt.text for prompt in (*data.train, *data.heldout)])
-    stream = PromptStream(data.train, seed=config.trainer.seed)
-    parts = Parts(
+    with contextlib.ExitStack() as on_failure:
+        with distributed.fail_together("loading the model"):
+            check_installed(config)
+            prompts = load_prompts(config.data)
+            reward = _build_reward(config, on_event)
+            if isinstance(reward, RayReward):
+                on_failure.callback(reward.close)
+            family = load_model(config)
+            check_guidance(config, family.name, family.guidance_key)
+        texts = [prompt.text for prompt in (*prompts.train, *prompts.heldout)]
+        stacks = build_stacks(config, family, texts, on_event=on_event)
+        on_failure.pop_all()
+    run = TrainingRun(
         config=config,
-        actor=actor,
-        engine=engine,
-        cache=cache,
-        prompts=stream,
+        actor=stacks.actor,
+        engine=stacks.engine,
+        cache=stacks.cache,
+        prompts=PromptStream(prompts.train, seed=config.trainer.seed),
         reward=reward,
         on_event=on_event,
     )
-    return parts, data
+    return run, prompts
 
 
 def _build_reward(config: Config, on_event: OnEvent) -> Reward:
     if config.reward.placement == "local":
-        return build_reward(config.reward.terms, config.reward.gold)
+        return build_reward(config.reward.terms, config.reward.gold, timeout=config.reward.timeout)
     return RayReward(
         config.reward,
         address=config.rollout.ray_address,
@@ -90,30 +118,17 @@ def _build_reward(config: Config, on_event: OnEvent) -> Reward:
     )
 
 
-def build_engine(config: Config, actor: DiffusionActor, *, on_event: OnEvent = ignore_event) -> RolloutEngine:
+def _build_engine(config: Config, actor: DiffusionActor, on_event: OnEvent) -> RolloutEngine:
     """The rollout engine that `rollout` asks for; the family's text encoders must still be in place."""
     if config.rollout.placement == "ray":
-        return RayPool(config, on_event=on_event)
+        probe = None
+        if config.rollout.name == "vllm_omni":
+            probe = ComputedProbe(actor.family, config, actor.weights.snapshot().tensors)
+        return RayRollout(config, probe=probe, on_event=on_event)
     return build_backend(
         config,
         actor.family,
-        tensors=actor.snapshot().tensors,
-        merge=actor.merged_weights,
-        base=actor.base,
+        tensors=actor.weights.snapshot().tensors,
+        merge=actor.weights.merged,
+        base=actor.weights.untrained,
     )
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that `trainer.device` names; with several ranks, the GPU of this one.
-
-    Raises:
-        ConfigError: torch knows no such device, this machine lacks it, or it is one for several ranks.
-    """
-    device = named_device("trainer.device", name)
-    if device.type == "cuda" and distributed.world_size() > 1:
-        if device.index is not None:
-            raise ConfigError(
-                f"trainer.device={name!r} is one GPU for {distributed.world_size()} ranks; use cuda, or auto"
-            )
-        device = torch.device("cuda", torch.cuda.current_device())  # set when the ranks met
-    return device

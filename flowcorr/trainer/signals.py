@@ -13,22 +13,22 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-ECHO = 5.0  # seconds in which a second SIGTERM is the first one, by another way
+ECHO = 5.0  # seconds in which a second SIGTERM counts as a duplicate of the first
 
 
 class StopSignals:
-    """Notes the first SIGINT or SIGTERM, so that the step in flight can end; the second stops at once.
+    """Records the first SIGINT or SIGTERM, so that the current step can finish; the second stops the process at once.
 
-    A SIGTERM soon after a SIGTERM is the same one: a scheduler that signals every process reaches a rank by itself and
-    through its launcher.
+    A SIGTERM soon after a SIGTERM is a duplicate: a scheduler that signals every process reaches a rank both directly
+    and through its launcher.
 
-    A context manager; on leaving it, the caller's own handlers are in force again.
+    A context manager, which restores the caller's handlers on exit.
 
     Args:
-        say: told, in a thread, what happens next when a signal comes.
+        say: called in a thread with a message when a signal arrives.
 
     Attributes:
-        received: number of the signal that came, or None.
+        received: number of the signal that arrived, or None.
     """
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -38,8 +38,8 @@ class StopSignals:
         self._since = 0.0
         self._say = say
         self._previous: dict[int, Any] = {}
-        # A handler may interrupt the very printing that it would do itself; putting into this queue is safe.
-        self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        # A handler must not print, as it may interrupt a print; this queue is safe in a handler.
+        self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._speaker = threading.Thread(target=self._speak, name="stop signals", daemon=True)
 
     def __enter__(self) -> StopSignals:
@@ -48,30 +48,34 @@ class StopSignals:
             for number in self._NUMBERS:
                 self._previous[number] = signal.signal(number, self._handle)
         except ValueError:
-            logger.debug("handlers can be set in the main thread alone: signals are left to the caller")
+            logger.debug(
+                "signal handlers can be set in the main thread only, so signals are left to the caller"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hand_back()
-        self._news.put(None)
+        self._restore()
+        self._messages.put(None)
         self._speaker.join()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.received is not None:
             if time.monotonic() - self._since > ECHO:
-                self._hand_back()
+                self._restore()
                 signal.raise_signal(number)
             return
         self.received, self._since = number, time.monotonic()
-        self._hand_back(*(signal.SIGINT,) if number == signal.SIGTERM else self._NUMBERS)
-        self._news.put(f"{signal.Signals(number).name}: finishing this step and saving; again stops at once")
+        self._restore(*(signal.SIGINT,) if number == signal.SIGTERM else self._NUMBERS)
+        self._messages.put(
+            f"{signal.Signals(number).name}: finishing this step and saving; again stops at once"
+        )
 
-    def _hand_back(self, *numbers: int) -> None:
-        """Put the caller's handlers back, of all signals where none is named."""
+    def _restore(self, *numbers: int) -> None:
+        """Restore the caller's handlers: of the signals given, or of both."""
         for number in numbers or self._NUMBERS:
             if number in self._previous:
                 signal.signal(number, self._previous.pop(number))
 
     def _speak(self) -> None:
-        while (text := self._news.get()) is not None:
+        while (text := self._messages.get()) is not None:
             self._say(text)

@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of a run, taken from its parts and put back into them."""
+"""The state of a training run: captured for a checkpoint, and restored from one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from flowcorr import config as configs
-from flowcorr import fsdp
 from flowcorr.actor import DiffusionActor
-from flowcorr.algorithm import ClipCenter
+from flowcorr.distributed import fsdp
 from flowcorr.errors import CheckpointError
 from flowcorr.rollout import Weights
 from flowcorr.trackers import redact
 from flowcorr.trainer.checkpoint import TrainingState
-from flowcorr.trainer.step import Parts
+from flowcorr.trainer.run import TrainingRun
 
 
 def capture(
-    parts: Parts,
+    run: TrainingRun,
     *,
     step: int,
     best: tuple[int, float] | None,
@@ -28,71 +27,67 @@ def capture(
 ) -> TrainingState:
     """The state of a run after `step` training steps, the same on any number of ranks.
 
-    Sharded weights are collected on the main rank, for which every rank has to call.
+    Every rank has to call: sharded weights are gathered on the main rank.
 
     Args:
-        parts: the run's parts.
+        run: the training run.
         step: training steps done.
         best: step and score of the best evaluation so far.
-        unevaluated: metrics of that step, if its evaluation failed and is still to be done.
+        unevaluated: the metrics of the last step, if its evaluation failed and has to be repeated.
     """
-    actor, history = parts.actor, parts.engine.history
+    actor, history = run.actor, run.engine.history
     groups: dict[str, Mapping[str, Tensor]] = {
-        "weights": actor.snapshot().tensors,
-        "optimizer": actor.optimizer_state(),
-        "ema": actor.ema or {},
-        "clip_center": {} if actor.clip_center is None else {"sums": actor.clip_center.sums},
-        "auto_mode": parts.mode.state(),
+        "weights": actor.weights.snapshot().tensors,
+        "optimizer": actor.optimizer.state(),
+        "ema": actor.weights.average or {},
+        "auto_mode": run.mode.state(),
         "rng": {"cpu": torch.get_rng_state()},
     }
     groups |= {f"history_{place}": weights.tensors for place, weights in enumerate(history[:-1])}
     tensors = {f"{group}/{name}": value for group, part in groups.items() for name, value in part.items()}
     return TrainingState(
         step=step,
-        tensors=fsdp.collected(tensors),
+        tensors=fsdp.gathered(tensors),
         facts={
-            "version": actor.version,
-            "data_position": parts.prompts.position,
+            "version": actor.weights.version,
+            "data_position": run.prompts.position,
             "best": best,
             "unevaluated": unevaluated,
             "history_versions": [weights.version for weights in history],
-            "config": redact(configs.to_mapping(parts.config)),
+            "config": redact(configs.to_mapping(run.config)),
         },
     )
 
 
-def restore(parts: Parts, folder: Path, state: TrainingState) -> None:
-    """Put the state of checkpoint `folder` into the parts of a run.
+def restore(run: TrainingRun, folder: Path, state: TrainingState) -> None:
+    """Restore a training run from the state in checkpoint `folder`.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model or adapter.
     """
-    actor = parts.actor
+    actor = run.actor
     restore_actor(actor, folder, state)
     older = [
-        Weights(version=version, tensors=actor.laid_out(state.group(f"history_{place}")))
+        Weights(version=version, tensors=actor.weights.like_parameters(state.group(f"history_{place}")))
         for place, version in enumerate(state.facts["history_versions"][:-1])
     ]
-    parts.engine.restore([*older, actor.snapshot()])
-    parts.mode.restore(state.group("auto_mode"))
-    parts.prompts.position = state.facts["data_position"]
+    run.engine.restore([*older, actor.weights.snapshot()])
+    run.mode.restore(state.group("auto_mode"))
+    run.prompts.position = state.facts["data_position"]
     torch.set_rng_state(state.tensors["rng/cpu"])
 
 
 def restore_actor(actor: DiffusionActor, folder: Path, state: TrainingState) -> None:
-    """Put a checkpoint's weights, optimizer and average into `actor`.
+    """Restore an actor's weights, optimizer and averaged weights from the state in checkpoint `folder`.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model or adapter.
     """
     try:
-        actor.load_weights(state.group("weights"))
+        actor.weights.load(state.group("weights"))
     except ValueError as error:
         raise CheckpointError(f"checkpoint {folder} does not fit this run: {error}") from error
-    actor.load_optimizer_state(state.group("optimizer"))
-    if actor.ema is not None:
-        actor.ema = actor.laid_out(state.group("ema"))
-    center = state.group("clip_center")
-    if actor.clip_center is not None and center:
-        actor.clip_center = ClipCenter(sums=center["sums"].to(actor.device))
-    actor.version = state.facts["version"]
+    actor.optimizer.load_state(state.group("optimizer"))
+    if actor.weights.average is not None:
+        actor.weights.average = actor.weights.like_parameters(state.group("ema"))
+    actor.weights.version = state.facts["version"]

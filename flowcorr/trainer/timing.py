@@ -14,13 +14,13 @@ PHASES = ("rollout", "reward", "old_log_prob", "correction", "update", "sync")
 
 
 class Stopwatch:
-    """Times named phases; a device is waited for at the end of each, so that its work is counted there.
+    """Times named phases; each ends when the device has finished its work.
 
-    Those of `PHASES` always have a time, which may be 0, and any other where it was.
+    The phases of `PHASES` always have a time, which may be 0; other phases only if they ran.
 
     Args:
-        on_phase: told of each phase as it begins.
-        device: where the work runs.
+        on_phase: called with the name of each phase as it begins.
+        device: runs the work.
     """
 
     def __init__(self, on_phase: Callable[[str], None], device: torch.device) -> None:
@@ -39,10 +39,10 @@ class Stopwatch:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def metrics(self, *, num_images: int) -> Metrics:
-        """`timing/<phase>` and `timing/step` in seconds, of the slowest rank, and `perf/` of all ranks together.
+        """`timing/<phase>` and `timing/step` in seconds on the slowest rank, and `perf/` over all ranks.
 
         Args:
-            num_images: images that all ranks sampled.
+            num_images: number of images that all ranks sampled together.
         """
         step = time.perf_counter() - self._begin
         stats = {f"timing/{phase}": maximum(seconds) for phase, seconds in self._seconds.items()}

@@ -180,7 +180,7 @@ def test_old_log_probs_of_another_shape_are_an_error():
         (RolloutCorrectionConfig(rollout_rs="step_kl", rollout_rs_threshold=0.1), "flow_grpo", True, True),
         (RolloutCorrectionConfig(bypass_mode=True), "flow_grpo", False, False),
         (RolloutCorrectionConfig(bypass_mode=True), "flow_dppo", True, True),
-        (RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce"), "grpo_guard", True, False),
+        (RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce"), "flow_grpo", False, False),
         (RolloutCorrectionConfig(bypass_mode="auto"), "flow_grpo", False, False),
         (RolloutCorrectionConfig(bypass_mode="auto"), "grpo_guard", True, True),
     ],

@@ -9,7 +9,7 @@ import torch
 
 from flowcorr.algorithm import AutoMode
 from flowcorr.algorithm.auto_mode import WINDOW
-from flowcorr.algorithm.noise import clip_noise
+from flowcorr.algorithm.noise_floor import clip_noise
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.metrics import Metrics
 
@@ -48,13 +48,13 @@ def test_a_mode_that_is_configured_stays(configured):
 
 def test_noise_within_the_clip_range_stays_in_bypass():
     auto = AutoMode(AUTO)
-    assert auto.correction == AUTO.in_mode(bypass=True)
+    assert auto.correction == AUTO.in_mode("bypass")
     assert modes(auto, [QUIET, MIDDLE] * 20) == [True] * 40
 
 
 def test_with_stale_weights_it_begins_decoupled():
     auto = AutoMode(AUTO, stale=True)
-    assert auto.correction == AUTO.in_mode(bypass=False)
+    assert auto.correction == AUTO.in_mode("decoupled")
     assert modes(auto, [MIDDLE] * 3) == [False] * 3
     assert modes(auto, [QUIET] * 40)[-1]
 
@@ -64,7 +64,7 @@ def test_four_of_the_first_96_terms_outside_end_bypass(caplog):
     for beyond, bypass in ((3, True), (4, False)):
         auto = AutoMode(AUTO)
         values = auto.observe(step_of(beyond, 1.5, terms=96)).compute()
-        assert auto.correction == AUTO.in_mode(bypass=bypass)
+        assert auto.correction == AUTO.in_mode("bypass" if bypass else "decoupled")
         assert values["rollout_corr/bypass"] == 1.0  # of the step that is done
         assert "rollout_corr/noise_quantile_high" not in values  # too few terms
     assert values["rollout_corr/noise_quantile"] == pytest.approx(1.5, rel=0.1)
@@ -144,11 +144,11 @@ def test_a_checkpoint_keeps_mode_and_window(cut):
 def test_a_checkpoint_without_auto_leaves_the_start():
     auto = AutoMode(AUTO)
     auto.restore({})
-    assert auto.correction == AUTO.in_mode(bypass=True)
+    assert auto.correction == AUTO.in_mode("bypass")
 
 
 def test_metrics_without_noise_are_a_mistake():
-    with pytest.raises(KeyError, match="clip_noise_fraction"):
+    with pytest.raises(KeyError, match="clip_noise_counts"):
         AutoMode(AUTO).observe(Metrics())
 
 

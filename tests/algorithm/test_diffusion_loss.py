@@ -69,7 +69,7 @@ def test_decoupled_weights_and_mask_are_used_and_nothing_is_corrected_twice():
     )  # fmt: skip
     assert output.loss_sum == expected.loss_sum
     assert (output.count_kept, output.count_all) == (3, 6)
-    assert not any(name.startswith("rollout_corr/") for name in output.metrics.compute())
+    assert output.correction_metrics.compute() == {}
 
 
 def test_bypass_by_steps_rejects_each_term_on_its_own():
@@ -83,7 +83,9 @@ def test_bypass_by_steps_rejects_each_term_on_its_own():
     torch.testing.assert_close(output.loss_sum, expected.loss_sum)
     assert output.count_kept == 5
     assert gradient(output, policy)[1, 0] == 0
-    metrics = output.metrics.compute()
+    assert {name.partition("/")[0] for name in output.metrics.compute()} == {"actor"}
+    metrics = output.correction_metrics.compute()
+    assert {name.partition("/")[0] for name in metrics} == {"rollout_corr"}
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 6)
     assert metrics["rollout_corr/kl"] == pytest.approx(-0.31 / 6, abs=1e-6)
 
@@ -106,7 +108,9 @@ def test_ppo_clip_in_bypass_measures_weights_and_applies_none():
     weighed = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token")
     output = diffusion_loss(policy.per_term(), batch.per_term(), ACTOR, weighed)
     assert output.loss_sum == diffusion_loss(policy.per_term(), batch.per_term(), ACTOR, plain).loss_sum
-    assert output.metrics.compute()["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(0.3), rel=1e-4)
+    assert output.correction_metrics.compute()["rollout_corr/rollout_is_max"] == pytest.approx(
+        math.exp(0.3), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("scope", ["step", "trajectory"])
@@ -140,8 +144,8 @@ def test_grpo_guard_in_bypass_compares_with_the_rollouts_means(scope):
     )  # fmt: skip
     torch.testing.assert_close(output.loss_sum, expected.loss_sum)
     exact = (policy.mean - batch.rollout_mean).square().mean((2, 3)).mean() / (2 * 0.25)
-    assert output.metrics.compute()["rollout_corr/exact_kl"] == pytest.approx(exact.item(), rel=1e-4)
-    metrics = output.metrics.compute()
+    metrics = output.correction_metrics.compute()
+    assert metrics["rollout_corr/exact_kl"] == pytest.approx(exact.item(), rel=1e-4)
     assert "rollout_corr/clip_noise_fraction" in metrics
 
 

@@ -24,7 +24,7 @@ import torch
 
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask
 
-SHAPES = {(512, 2): 2.0, (4096, 10): 3.0, (65536, 10): 4.0}
+SHAPES = ((512, 2), (4096, 10), (65536, 10))
 THRESHOLDS = {
     "rollout_is": "sequence",
     "rollout_is_threshold": 2.0,
@@ -40,8 +40,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     verl = load_verl_helper()
-    print("| shape | flowcorr | verl | ratio | goal |\n|---|---|---|---|---|")
-    for (samples, steps), goal in SHAPES.items():
+    print("| shape | flowcorr | verl | verl / flowcorr |\n|---|---|---|---|")
+    for samples, steps in SHAPES:
         generator = torch.Generator().manual_seed(0)
         rollout = torch.randn(samples, steps, generator=generator)
         target = rollout + 3e-4 * torch.randn(samples, steps, generator=generator)
@@ -50,7 +50,7 @@ def main() -> None:
         if verl is not None:
             contenders["verl"] = lambda t=target, r=rollout, m=mask: verl(t, r, m, **THRESHOLDS)
         best = fastest(contenders, arguments.repeats, calls=max(1, 20480 // samples))
-        row = [f"{best['flowcorr'] * 1e3:.3f} ms", "not installed", "", f"{goal:g}x"]
+        row = [f"{best['flowcorr'] * 1e3:.3f} ms", "not installed", ""]
         if verl is not None:
             row[1:3] = [f"{best['verl'] * 1e3:.3f} ms", f"{best['verl'] / best['flowcorr']:.1f}x"]
         print(f"| ({samples}, {steps}) | " + " | ".join(row) + " |", flush=True)

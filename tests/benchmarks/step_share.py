@@ -18,7 +18,7 @@ from flowcorr import config
 from flowcorr.algorithm import apply_rollout_correction_to_diffusion_batch, diffusion_loss
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, BatchStep, PolicyStep, Rollout
-from flowcorr.trainer.loop import build_parts
+from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 
 
@@ -75,11 +75,11 @@ def own_work(settings: config.Config, batch: ActorBatch) -> None:
 def main(repeats: int) -> None:
     settings = config.load("tiny_ocr_lora", ["data.num_train=64", "data.num_heldout=8"])
     settings = replace(settings, trainer=replace(settings.trainer, num_threads=1))
-    parts, _ = build_parts(settings)
-    parts.engine.sync(parts.actor.snapshot())
+    run, _ = build_run(settings)
+    run.engine.sync(run.actor.weights.snapshot())
     steps = iter(range(1, repeats + 2))
-    train_step(parts, next(steps), lambda _: None)
-    step = median_seconds(lambda: train_step(parts, next(steps), lambda _: None), repeats)
+    train_step(run, next(steps), lambda _: None)
+    step = median_seconds(lambda: train_step(run, next(steps), lambda _: None), repeats)
     batch = batch_of(settings)
     own_work(settings, batch)
     own = median_seconds(lambda: own_work(settings, batch), 20 * repeats)

@@ -52,8 +52,8 @@ from flowcorr.algorithm import (
 )
 from flowcorr.models import load_family
 from flowcorr.records import ActorBatch
-from flowcorr.trainer.loop import build_parts
-from flowcorr.trainer.step import Parts
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.setup import build_run
 
 BATCHES = (8, 12, 48)
 BYPASS = "algorithm.rollout_correction.preset=bypass_ppo_clip"
@@ -88,7 +88,7 @@ class Plain:
 
     def __init__(self, settings: config.Config, batch: int) -> None:
         self.settings, self.batch = settings, batch
-        self.family = load_family(settings.model.path, max_sequence_length=settings.model.max_sequence_length)
+        self.family = load_family(settings.model)
         self.pipe = self.family.pipeline
         self.transformer = self.pipe.transformer
         lora.add_adapter(self.transformer, self.family, settings.model.lora, seed=settings.trainer.seed)
@@ -246,16 +246,16 @@ def plain_step(plain: Plain, prompts: Sequence[str], step: int) -> Seconds:
     return {"rollout": middle - begin, "update": time.perf_counter() - middle}
 
 
-def flowcorr_step(parts: Parts, step: int) -> Seconds:
-    actor, settings = parts.actor, parts.config
+def flowcorr_step(run: TrainingRun, step: int) -> Seconds:
+    actor, settings = run.actor, run.config
     begin = time.perf_counter()
-    texts = [prompt.text for prompt in parts.prompts.next(settings.rollout.prompts_per_step)]
-    rollout = parts.engine.sample(parts.cache(texts), range(len(texts)), training_step=step, with_means=False)
+    texts = [prompt.text for prompt in run.prompts.next(settings.rollout.prompts_per_step)]
+    rollout = run.engine.sample(run.cache(texts), range(len(texts)), training_step=step, with_means=False)
     middle = time.perf_counter()
     batch = ActorBatch(rollout=replace(rollout, images=None), advantages=advantages(rollout.num_samples))
     batch = old_log_probs(actor, batch)
     recomputed = time.perf_counter()
-    actor.update(batch, training_step=step).compute()
+    actor.update(batch, settings.algorithm.rollout_correction, training_step=step).compute()
     end = time.perf_counter()
     return {"rollout": middle - begin, "old_log_prob": recomputed - middle, "update": end - recomputed}
 
@@ -279,9 +279,9 @@ def advantages(count: int) -> Tensor:
 def build(name: str, overrides: Sequence[str]) -> Callable[[int], Seconds]:
     """A contender: `step -> seconds` of its phases."""
     if name in FLOWCORR:
-        parts, _ = build_parts(load(*overrides, *FLOWCORR[name]))
-        parts.engine.sync(parts.actor.snapshot())
-        return lambda step: flowcorr_step(parts, step)
+        run, _ = build_run(load(*overrides, *FLOWCORR[name]))
+        run.engine.sync(run.actor.weights.snapshot())
+        return lambda step: flowcorr_step(run, step)
     plain = Plain(load(*overrides), int(name.removeprefix("plain ")))
     prompts = [word for word in WORDS for _ in range(plain.settings.rollout.n)]
     return lambda step: plain_step(plain, prompts, step)
@@ -290,30 +290,30 @@ def build(name: str, overrides: Sequence[str]) -> Callable[[int], Seconds]:
 def check_numerics(overrides: Sequence[str]) -> None:
     """Plain and flowcorr agree on log-probs, images and both gradients, given the same noise and weights."""
     settings = load(*overrides, *FLOWCORR["flowcorr"], "actor.lr=1e-30")
-    parts, _ = build_parts(settings)
-    actor, count = parts.actor, settings.rollout.n
+    run, _ = build_run(settings)
+    actor, count = run.actor, settings.rollout.n
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in actor.parameters.values():
+        for parameter in actor.weights.parameters.values():
             parameter.normal_(std=0.02, generator=generator)
-    parts.engine.sync(actor.snapshot())
-    drawn = parts.prompts.next(settings.rollout.prompts_per_step)
-    rollout = parts.engine.sample(
-        parts.cache([prompt.text for prompt in drawn]), range(len(drawn)), training_step=1, with_means=False
+    run.engine.sync(actor.weights.snapshot())
+    drawn = run.prompts.next(settings.rollout.prompts_per_step)
+    rollout = run.engine.sample(
+        run.cache([prompt.text for prompt in drawn]), range(len(drawn)), training_step=1, with_means=False
     )
-    ours = gradients_of(actor.optimizer, actor.parameters)
+    ours = gradients_of(actor.optimizer.adamw, actor.weights.parameters)
     batch = ActorBatch(rollout=rollout, advantages=advantages(rollout.num_samples))
-    actor.update(apply_bypass_mode_to_diffusion_batch(batch), training_step=1)
+    actor.update(apply_bypass_mode_to_diffusion_batch(batch), None, training_step=1)
     order = torch.cat(
         [
             torch.isin(rollout.group_ids, part.rollout.group_ids).nonzero().squeeze(1)
-            for part in actor._mini_batches(batch, 1, 0)
+            for part in actor.optimizer.mini_batches(batch, 1, 0)
         ]
     )
 
     plain = Plain(settings, BATCHES[0])
     for name, parameter in plain.parameters.items():
-        parameter.data.copy_(actor.parameters[name])
+        parameter.data.copy_(actor.weights.parameters[name])
     key = {"seed": settings.trainer.seed, "training_step": 1}
 
     def places(rows: list[int]) -> tuple[list[int], list[int]]:

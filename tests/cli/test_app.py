@@ -6,7 +6,7 @@ import pytest
 from flowcorr import __version__
 from flowcorr.cli import main
 from flowcorr.config import load, recipe_names
-from flowcorr.correction import PRESETS
+from flowcorr.correction.presets import NAMES
 
 COMMANDS = [
     name.split()
@@ -56,7 +56,7 @@ def test_presets_lists_all_names(capsys):
     code, out, err = run(capsys, "presets")
     assert (code, err) == (0, "")
     words = set(out.split())
-    assert set(PRESETS) <= words
+    assert set(NAMES) <= words
     assert "0.999..1.001" in out
 
 

@@ -39,7 +39,7 @@ def test_a_healthy_recipe(capsys):
     assert "PASS  bookkeeping" in out
     assert "noise floor before any update" in out
     assert "D = 512, clip range [0.001, 0.002]" in out
-    assert out.rstrip().endswith("rollout engine and actor agree: 18 PASS")
+    assert out.rstrip().endswith("rollout engine and actor agree: 19 PASS")
     assert max(map(len, out.splitlines())) <= 140
 
 

@@ -1,5 +1,8 @@
 import io
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ from rich.console import Console
 
 from flowcorr.cli.progress import PhaseBar, TerminalObserver
 from flowcorr.config import load
+from flowcorr.errors import BackendError
 from flowcorr.trainer import RunResult
 
 BEFORE = {"eval/reward": 0.5, "eval/exact_match": 0.4, "eval/reward_std": 0.1}
@@ -93,6 +97,30 @@ def test_an_interrupted_run_says_how_to_resume(console):
     text = console.file.getvalue()
     assert "interrupted after step 1" in text
     assert "resume with: flowcorr train runs/x/config.yaml --resume --out runs/x\n" in text
+
+
+def test_a_closed_output_is_an_error_without_a_traceback():
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with TerminalObserver(console) as observer:
+        console.file.close()
+        with pytest.raises(BackendError, match="standard output is closed"):
+            observer.on_message("anybody there?")
+
+
+def test_a_pipe_that_nobody_reads_is_an_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    script = (
+        "from flowcorr.cli.progress import TerminalObserver\n"
+        "with TerminalObserver() as observer:\n"
+        "    observer.on_message('anybody there?')"
+    )
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert "BackendError: standard output is closed" in done.stderr
 
 
 def test_phase_bar(console):

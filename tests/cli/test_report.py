@@ -1,5 +1,4 @@
 import shutil
-import sys
 
 import pytest
 from PIL import Image
@@ -42,13 +41,6 @@ def test_charts_beside_a_page(run_dir, tmp_path, capsys):
     assert main(["report", str(run_dir), "--out", str(tmp_path / "page.html"), "--png"]) == 0
     with Image.open(tmp_path / "page_charts" / "reward_mean.png") as picture:
         assert picture.format == "PNG"
-
-
-def test_charts_need_the_extra(run_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "resvg_py", None)
-    assert main(["report", str(run_dir), "--out", str(tmp_path / "page.html"), "--png"]) == 1
-    assert "pip install 'flowcorr[plot]'" in capsys.readouterr().err
-    assert (tmp_path / "page.html").is_file()
 
 
 def test_what_is_no_run_is_named(tmp_path, capsys):

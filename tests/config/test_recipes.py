@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flowcorr.config import find_recipe, load, recipe_names
+from flowcorr.config import DataConfig, find_recipe, load, recipe_names
 from flowcorr.data import load_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_it_samples_with_the_engine_in_bfloat16(name):
 
 @pytest.mark.parametrize("path", sorted({load(name).data.path for name in REAL}))
 def test_its_prompts_are_at_hand_and_have_targets(path):
-    prompts = load_prompts(ROOT / path, heldout_fraction=0.1, num_train=0, num_heldout=128, seed=0)
+    prompts = load_prompts(DataConfig(path=str(ROOT / path)))
     every = (*prompts.train, *prompts.heldout)
     assert len(every) == len({prompt.text for prompt in every}) == 240
     assert len(prompts.heldout) >= 16

@@ -34,10 +34,10 @@ def test_values_that_cannot_be(section, keys, message):
 
 
 def test_lag():
-    def lag(**keys):
-        return load_mapping({"rollout": keys}).rollout.lag
+    def age(**keys):
+        return load_mapping({"rollout": keys}).rollout.max_weight_age
 
-    assert lag() == 0
-    assert lag(staleness=3) == 3
-    assert lag(placement="ray", max_staleness=2) == 2
-    assert lag(placement="ray", staleness=2) == 2
+    assert age() == 0
+    assert age(staleness=3) == 3
+    assert age(placement="ray", max_staleness=2) == 2
+    assert age(placement="ray", staleness=2) == 2

@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from flowcorr.correction import RS_MODES
 from flowcorr.correction.bounds import (
-    RS_MODES,
     Criterion,
+    idle_modes,
     parse_band,
     parse_criteria,
     parse_modes,
     parse_veto,
 )
-from flowcorr.correction.rejection import idle_modes
 from flowcorr.errors import ConfigError
 
 
@@ -64,8 +65,12 @@ def test_a_reversed_band_shows_how_to_write_it():
 
 
 def test_modes_resolve_aliases_and_drop_repeats():
-    assert parse_modes(None) == ()
-    assert parse_modes("token, sequence,geometric,token_k1") == ("token_k1", "seq_sum_k1", "seq_mean_k1")
+    assert parse_modes(None) == {}
+    assert list(parse_modes("token, sequence,geometric,token_k1")) == [
+        "token_k1",
+        "seq_sum_k1",
+        "seq_mean_k1",
+    ]
 
 
 @pytest.mark.parametrize("chain", ["", "token,", "seq_max_k1", 3])
@@ -75,11 +80,12 @@ def test_unknown_modes_are_refused(chain):
 
 
 def test_thresholds_go_with_modes_in_order():
-    both = (Criterion("token_k1", math.log(0.5), math.log(2.0)), Criterion("seq_mean_k3", -math.inf, 0.01))
+    ratios = Criterion("token_k1", RS_MODES["token_k1"], -math.log(2.0), -math.log(0.5))
+    both = (ratios, Criterion("seq_mean_k3", RS_MODES["seq_mean_k3"], -math.inf, 0.01))
     for threshold in ("0.5_2,0.01", ["0.5_2", 0.01], [[0.5, 2], 0.01], ("2", "0.01")):
         assert parse_criteria("token_k1,seq_mean_k3", threshold) == both
     one_for_all = parse_criteria("token_k1,seq_mean_k3", 2.0)
-    assert one_for_all == (both[0], Criterion("seq_mean_k3", -math.inf, 2.0))
+    assert one_for_all == (ratios, replace(both[1], upper=2.0))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from dataclasses import fields
 
 import pytest
 
-from flowcorr.correction import PRESETS, RolloutCorrectionConfig
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction.presets import NAMES, find_preset
 from flowcorr.errors import ConfigError
 
 DECOUPLED = {"bypass_mode": False}
@@ -29,6 +30,7 @@ EXPECTED = {
     ("decoupled_geo_rs",): DECOUPLED | GEO_RS,
     ("geo_rs", "geo_mis"): DECOUPLED | GEO_RS | VETO,
     ("decoupled_geo_rs_seq_tis",): DECOUPLED | SEQUENCE | GEO_RS,
+    ("geo_rs_seq_tis",): SEQUENCE | GEO_RS | VETO,
     ("decoupled_geo_rs_token_tis",): DECOUPLED | TOKEN | GEO_RS,
     ("decoupled_k3_rs",): DECOUPLED | K3_RS,
     ("decoupled_k3_rs_seq_tis",): DECOUPLED | SEQUENCE | K3_RS,
@@ -40,7 +42,7 @@ EXPECTED = {
     ("bypass_pg_is", "pg_is", "pure_is"): REINFORCE | TRAJECTORY | SEQUENCE,
     ("bypass_pg_token_icepop",): REINFORCE | ICEPOP,
     ("bypass_pg_geo_rs",): REINFORCE | TRAJECTORY | GEO_RS,
-    ("pg_rs",): REINFORCE | TRAJECTORY | GEO_RS | VETO,
+    ("pg_rs", "bypass_pg_rs"): REINFORCE | TRAJECTORY | GEO_RS | VETO,
     ("bypass_pg_geo_rs_seq_tis",): REINFORCE | TRAJECTORY | SEQUENCE | GEO_RS,
     ("bypass_pg_geo_rs_token_tis",): REINFORCE | TRAJECTORY | TOKEN | GEO_RS,
     ("disabled",): DECOUPLED,
@@ -55,11 +57,11 @@ def test_every_preset_by_every_door(name, values):
     assert by_name.preset == name
     assert getattr(RolloutCorrectionConfig, name)() == expected
     assert RolloutCorrectionConfig.from_mapping({"preset": name}) == expected
-    assert PRESETS[name]
+    assert find_preset(name).summary
 
 
 def test_no_preset_is_missing_from_the_tests_or_the_list():
-    assert {name for names in EXPECTED for name in names} == set(PRESETS)
+    assert {name for names in EXPECTED for name in names} == set(NAMES)
 
 
 def test_class_methods_take_thresholds():
@@ -211,7 +213,7 @@ def test_auto_is_one_mode_or_the_other():
         bypass_scope="trajectory",
         auto_enter=2.0,
     )
-    bypass, decoupled = config.in_mode(bypass=True), config.in_mode(bypass=False)
+    bypass, decoupled = config.in_mode("bypass"), config.in_mode("decoupled")
     shared = SEQUENCE | {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.01}
     assert bypass == RolloutCorrectionConfig(**BYPASS, **shared, bypass_scope="trajectory")
     assert decoupled == RolloutCorrectionConfig(**shared)
@@ -223,9 +225,9 @@ def test_auto_beside_a_preset_does_in_both_modes_what_the_preset_does(preset):
     config = RolloutCorrectionConfig.from_mapping({"preset": preset, "bypass_mode": "auto"})
     assert (config.preset, config.bypass_mode) == (preset, "auto")
     plain = RolloutCorrectionConfig.preset(preset)
-    for bypass in (True, False):
-        concrete = config.in_mode(bypass=bypass)
-        assert (concrete.bypass_mode, concrete.preset) == (bypass, None)
+    for mode in ("bypass", "decoupled"):
+        concrete = config.in_mode(mode)
+        assert (concrete.mode, concrete.preset) == (mode, None)
         assert (concrete.rollout_is, concrete.criteria) == (plain.rollout_is, plain.criteria)
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr import distributed
+from flowcorr.correction import Mode
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.metrics import Metrics
@@ -32,7 +33,8 @@ def bounded_exp(x: float) -> float:
 
 
 def divergence(estimator: str, d: float) -> float:
-    return {"k1": -d, "k2": d * d / 2.0, "k3": math.expm1(min(d, 20.0)) - d}[estimator]
+    assert abs(d) <= 20.0
+    return {"k1": -d, "k2": d * d / 2.0, "k3": math.expm1(d) - d}[estimator]
 
 
 def reference(target, rollout, mask, level, threshold, modes, bounds, scale=1.0, veto=None):
@@ -573,6 +575,64 @@ def test_tiny_ratios_keep_their_digits():
     assert values["rollout_corr/k3_kl"] == pytest.approx(5e-15, rel=1e-6)
     assert values["rollout_corr/chi2_token"] == pytest.approx(2e-7, rel=1e-6)
     assert values["rollout_corr/rollout_is_mean"] - 1.0 == pytest.approx(1e-7, rel=1e-6)
+
+
+@pytest.mark.parametrize("exponent", [-25.0, -16.0, 0.0])
+def test_effective_sample_size_of_small_weights(exponent):
+    delta = exponent + torch.tensor([[0.0], [0.1], [0.3]], dtype=torch.float64)
+    weights = delta.clamp(min=-20.0).exp().flatten().tolist()
+    values = correct(delta, torch.zeros_like(delta), rollout_is="token").metrics.compute()
+    share = sum(weights) ** 2 / (3 * sum(weight**2 for weight in weights))
+    assert values["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(share, rel=1e-12)
+    assert values["rollout_corr/rollout_is_std"] == pytest.approx(statistics.stdev(weights), rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["token_k3", "seq_sum_k3", "seq_mean_k3", "seq_max_k3"])
+@pytest.mark.parametrize("delta", [10_000.0, -10_000.0])
+def test_the_worst_terms_have_the_largest_divergence(mode, delta):
+    options = {"log_ratio_scale": "sum", "num_elements": 65536}
+    target = torch.tensor([[delta], [1e-7]], dtype=torch.float64)
+    result = correct(target, torch.zeros(2, 1), rollout_rs=mode, rollout_rs_threshold=0.01, **options)
+    assert result.keep.tolist() == [[False], [True]]
+    values = result.metrics.compute()
+    assert values[f"rollout_corr/rollout_rs_{mode}_min"] >= 0.0
+    assert values[f"rollout_corr/rollout_rs_{mode}_max"] > 1e8
+
+
+@pytest.mark.parametrize("mode", ["token_k2", "token_k3", "seq_sum_k2", "seq_mean_k3", "step_kl", "seq_kl"])
+def test_measured_bounds_keep_all_of_a_few_terms(mode):
+    for seed in range(50):
+        draw = torch.Generator().manual_seed(seed)
+        delta, kl = torch.randn(2, 5, 2, generator=draw, dtype=torch.float64)
+        options = {"step_kl": kl.square(), "rollout_rs": mode, "rollout_rs_threshold": "auto"}
+        assert bool(correct(delta, torch.zeros_like(delta), **options).keep.all()), seed
+
+
+def test_a_mode_of_ones_own():
+    # The sum of the steps but the first, as an upper bound.
+    options = {"rollout_rs": f"{__name__}:LATER_STEPS,token_k1", "rollout_rs_threshold": "0.5,0.1_10"}
+    delta = torch.tensor([[0.9, 0.1, 0.3], [0.1, 0.3, 0.3]])
+    result = correct(delta, torch.zeros_like(delta), **options)
+    assert result.keep.tolist() == [[True] * 3, [False] * 3]
+    values = result.metrics.compute()
+    assert values["rollout_corr/rollout_rs_LATER_STEPS_max"] == pytest.approx(0.6)
+    assert values["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0.0
+    with pytest.raises(ConfigError, match=r"is of type dict; name a flowcorr\.correction\.Mode"):
+        correct(delta, delta, rollout_rs=f"{__name__}:BOUNDS", rollout_rs_threshold=1.0)
+
+
+LATER_STEPS = Mode(level="sample", value=lambda ratios: ratios.sum(ratios.scaled) - ratios.scaled[:, 0])
+
+
+def test_legacy_fractions_count_against_the_band_of_mode_mask():
+    delta = torch.tensor([[1.0, 2.5], [0.4, 1.0]]).log()
+    options = {"rollout_is": "token", "rollout_is_threshold": math.inf, "log_legacy_names": True}
+    mask = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
+    values = correct(delta, torch.zeros_like(delta), **options, **mask).metrics.compute()
+    assert values["mismatch/rollout_is_ratio_fraction_high"] == 0.25
+    assert values["mismatch/rollout_is_ratio_fraction_low"] == 0.25
+    assert values["mismatch/rollout_is_seq_fraction_high"] == 0.0
+    assert values["rollout_corr/rollout_is_ratio_fraction_high"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -13,22 +13,26 @@ from flowcorr.errors import ConfigError
 FIRST = {"rollout_is_level": "sequence", "rollout_is_mode": "truncate", "rollout_is_threshold": 3.0}
 MASK = {"rollout_is_mode": "mask", "rollout_is_threshold": 2.0}
 UNCAPPED = {"rollout_is_threshold": math.inf}
+ONLY_MEASURED = {"rollout_is_apply": False}
 
 DIALECTS = [
-    (FIRST, {"rollout_is": "sequence", "rollout_is_threshold": 3.0}),
+    (FIRST, {"rollout_is": "sequence", "rollout_is_threshold": 3.0, **ONLY_MEASURED}),
     (FIRST | {"rollout_is": True}, {"rollout_is": "sequence", "rollout_is_threshold": 3.0}),
     (
         FIRST | {"rollout_is": False},
         {"rollout_is": "sequence", "rollout_is_threshold": 3.0, "rollout_is_apply": False},
     ),
     (FIRST | {"rollout_is_threshold": None}, {}),
-    (FIRST | {"rollout_is_threshold_lower": 0.1}, {"rollout_is": "sequence", "rollout_is_threshold": 3.0}),
     (
-        FIRST | {"rollout_is_veto_threshold": 1e-4},
+        FIRST | {"rollout_is_threshold_lower": 0.1, "rollout_is": True},
+        {"rollout_is": "sequence", "rollout_is_threshold": 3.0},
+    ),
+    (
+        FIRST | {"rollout_is_veto_threshold": 1e-4, "rollout_is": True},
         {"rollout_is": "sequence", "rollout_is_threshold": 3.0, "rollout_token_veto_threshold": 1e-4},
     ),
     (
-        MASK | {"rollout_is_level": "token"},
+        MASK | {"rollout_is_level": "token", "rollout_is": True},
         {"rollout_is": "token", **UNCAPPED, "rollout_rs": "token_k1", "rollout_rs_threshold": (0.5, 2.0)},
     ),
     (
@@ -36,13 +40,20 @@ DIALECTS = [
         {
             "rollout_is": "sequence",
             **UNCAPPED,
+            **ONLY_MEASURED,
             "rollout_rs": "seq_sum_k1",
             "rollout_rs_threshold": (0.8, 2.0),
         },
     ),
     (
         MASK | {"rollout_is_level": "geometric"},
-        {"rollout_is": "geometric", **UNCAPPED, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0},
+        {
+            "rollout_is": "geometric",
+            **UNCAPPED,
+            **ONLY_MEASURED,
+            "rollout_rs": "seq_mean_k1",
+            "rollout_rs_threshold": 2.0,
+        },
     ),
     (
         {"rollout_rs": "geometric", "rollout_rs_threshold": 1.01, "rollout_rs_threshold_lower": 0.98},
@@ -107,7 +118,7 @@ def test_keys_directly_under_algorithm_move_to_the_section(old, new):
 def test_a_bare_threshold_under_algorithm_switches_weights_on_or_off():
     with pytest.warns(FutureWarning):
         on = legacy.translate_legacy({"rollout_is_threshold": 2.5})["rollout_correction"]
-    assert on == {"rollout_is": "token", "rollout_is_threshold": 2.5}
+    assert on == {"rollout_is": "token", "rollout_is_threshold": 2.5, "rollout_is_apply": False}
     with pytest.warns(FutureWarning):
         off = legacy.translate_legacy({"rollout_is_threshold": None, "rollout_is": True})[
             "rollout_correction"
@@ -134,7 +145,18 @@ def test_the_warning_says_what_to_write():
         (
             FIRST | {"preset": "seq_is"},
             "rollout_is_level, rollout_is_mode, rollout_is_threshold are of an older dialect; "
-            "write {rollout_is: sequence, rollout_is_threshold: 3.0} instead",
+            "write {rollout_is: sequence, rollout_is_threshold: 3.0, rollout_is_apply: false} instead",
+        ),
+        (
+            FIRST | {"rollout_is": True},
+            "rollout_is_level, rollout_is_mode, rollout_is_threshold, rollout_is are of an older dialect; "
+            "write {rollout_is: sequence, rollout_is_threshold: 3.0} instead. verl 0.6.0 also rejected samples with a "
+            "ratio below 1e-4: add rollout_token_veto_threshold: 1e-4 for that",
+        ),
+        (
+            FIRST | {"rollout_is": True, "rollout_is_veto_threshold": None},
+            "rollout_is_level, rollout_is_mode, rollout_is_threshold, rollout_is, rollout_is_veto_threshold are of an "
+            "older dialect; write {rollout_is: sequence, rollout_is_threshold: 3.0} instead",
         ),
         (
             {"bypass_mode": True, "use_policy_gradient": True},
@@ -180,11 +202,55 @@ def test_todays_keys_under_algorithm_are_only_misplaced():
             {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2", "rollout_rs_threshold_lower": 0.5},
             "is a band already",
         ),
+        (MASK | {"rollout_is_threshold_lower": "low"}, r"rollout_is_threshold_lower='low' must be a number"),
+        (MASK | {"rollout_is_threshold_lower": True}, r"rollout_is_threshold_lower=True must be a number"),
+        (MASK | {"rollout_is_threshold_lower": -0.5}, r"rollout_is_threshold_lower=-0\.5 must be .* from 0"),
+        (
+            {"rollout_rs": "token", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": "none"},
+            r"rollout_rs_threshold_lower='none' must be a number from 0 to below rollout_rs_threshold=2, or null",
+        ),
+        (
+            {"rollout_rs": "token", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 3.0},
+            r"rollout_rs_threshold_lower=3\.0 must be",
+        ),
     ],
 )
 def test_values_that_no_dialect_knew(old, message):
     with pytest.raises(ConfigError, match=message):
         RolloutCorrectionConfig.from_legacy(old)
+
+
+@pytest.mark.parametrize("read", [legacy.translate_section, RolloutCorrectionConfig.from_legacy])
+@pytest.mark.parametrize(
+    ("criteria", "named"),
+    [
+        ({"rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": 1.5}, "seq_mean_k1 rejects"),
+        (
+            {"rollout_is": "token", "rollout_rs": "geometric", "rollout_rs_threshold": 1.5},
+            "seq_mean_k1 rejects",
+        ),
+        ({"rollout_is": "token", "rollout_token_veto_threshold": 1e-4}, "the veto rejects"),
+    ],
+)
+def test_where_verl_rejects_whole_samples_the_scope_is_asked_for(read, criteria, named):
+    section = {"bypass_mode": True, "loss_type": "reinforce", **criteria}
+    with pytest.warns(UserWarning, match=f"{named} single steps here and whole samples in verl"):
+        read(section)
+    with pytest.warns(UserWarning, match="write bypass_scope: trajectory"):
+        legacy.translate_legacy({"rollout_correction": section})
+    for scope in ("step", "trajectory"):
+        read({**section, "bypass_scope": scope})
+    token = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}
+    assert legacy.translate_section(token) == token
+
+
+def test_an_older_section_with_reinforce_rejects_whole_samples():
+    bypass = {"bypass_mode": True, "loss_type": "reinforce", "rollout_rs": "geometric"}
+    with pytest.warns(FutureWarning, match="bypass_scope: trajectory"):
+        config = RolloutCorrectionConfig.from_legacy(
+            {**bypass, "rollout_rs_threshold": 1.01, "rollout_rs_threshold_lower": 0.98}
+        )
+    assert (config.rollout_rs, config.bypass_scope) == ("seq_mean_k1", "trajectory")
 
 
 def test_a_key_in_both_places_is_refused():
@@ -231,6 +297,13 @@ def test_offpolicy_metrics_shim(drift):
     metrics = legacy.compute_offpolicy_metrics(old, rollout, mask)
     assert metrics["kl"] == pytest.approx(float((rollout - old).double().mean()), rel=1e-6)
     assert {"k3_kl", "training_ppl", "ppl_ratio", "chi2_token", "chi2_seq"} <= set(metrics)
+
+
+def test_offpolicy_metrics_of_the_training_policy_alone(drift):
+    old, rollout, mask = drift
+    both = legacy.compute_offpolicy_metrics(old, rollout, mask)
+    alone = legacy.compute_offpolicy_metrics(old, None, mask)
+    assert alone == {name: both[name] for name in ("training_ppl", "training_log_ppl")}
 
 
 def test_rejection_mask_shim(drift):

@@ -1,4 +1,4 @@
-"""Both examples run as they stand."""
+"""The examples run as they stand."""
 
 import importlib.util
 import math
@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from flowcorr.config.schema import ActorConfig
+from flowcorr.errors import ConfigError
+from flowcorr.records import BatchStep, PolicyStep
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -41,6 +46,40 @@ def test_custom_reward_trains(tmp_path, monkeypatch, capsys):
     assert 0 < result.metrics["eval/reward"] < 100
     assert "held-out ink after 1 steps" in capsys.readouterr().out
     sys.modules.pop("custom_reward", None)
+
+
+def test_custom_loss_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    small = (
+        "rollout.prompts_per_step=2",
+        "rollout.n=2",
+        "sampling.num_inference_steps=4",
+        "data.num_heldout=4",
+        "data.num_train=8",
+    )
+    example = load("custom_loss")
+    result = example.main(str(tmp_path / "run"), 1, *small)
+    assert result.status == "finished"
+    assert "held-out exact match after 1 steps" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"loss_options=\{'over': 1\} do not fit .*its options are: above"):
+        example.main(str(tmp_path / "other"), 1, "actor.loss_options=null", "actor.loss_options={over: 1}")
+    sys.modules.pop("custom_loss", None)
+
+
+def test_custom_loss_is_what_it_says():
+    log_ratio = torch.tensor([-0.3, 0.15, 0.3, 0.3])
+    policy = PolicyStep(log_prob=log_ratio, mean=torch.zeros(4, 1), std=torch.ones(4), step=torch.ones(4))
+    batch = BatchStep(
+        old_log_prob=torch.zeros(4),
+        rollout_log_prob=torch.zeros(4),
+        advantage=torch.tensor([-1.0, 1.0, 1.0, -1.0]),
+        step_index=torch.zeros(4, dtype=torch.int64),
+    )
+    loss = load("custom_loss").CLIP_HIGHER.objective(policy, batch, ActorConfig(clip_ratio=0.1), above=0.2)
+    # Cut at .9, not cut, cut at 1.2, and not cut where it is the pessimistic side.
+    expected = 0.9 - math.exp(0.15) - 1.2 + math.exp(0.3)
+    assert loss.loss_sum.item() == pytest.approx(expected, rel=1e-5)
+    assert loss.metrics.compute()["actor/pg_clipfrac_higher"] == 0.5
 
 
 def test_custom_reward_is_what_it_says():

@@ -121,6 +121,14 @@ def test_words_name_what_is_sure_and_what_is_not(study, results):
     assert "at equal steps: " not in text
 
 
+def test_the_table_follows_from_the_results(study):
+    folder = Path(study.run.__file__).parent / "results"
+    screen, confirmation = (
+        study.analysis.Study(study.run.read(folder / name)) for name in ("screen.csv", "confirm.csv")
+    )
+    assert study.analysis.table(screen, confirmation) == (folder / "table.md").read_text(encoding="utf-8")
+
+
 def test_arms_are_known_distinct_and_load(study):
     from flowcorr import config
 
@@ -149,36 +157,38 @@ def test_step_means_by_hand(study):
 
 
 def test_the_control_is_the_actor_but_for_the_weights_of_its_update(study):
-    inner = SimpleNamespace(version=3, update=lambda batch, **settings: (batch.rollout_is_weights, settings))
+    inner = SimpleNamespace(
+        weights=SimpleNamespace(version=3),
+        update=lambda batch, correction, **settings: (batch.rollout_is_weights, settings),
+    )
     actor = study.hooks.StepMeanWeights(inner)
     weights, steps = torch.tensor([[1.0, 4.0], [3.0, 6.0]]), torch.tensor([[0, 1], [0, 1]])
     batch = study.hooks.ActorBatch(
         rollout=SimpleNamespace(step_indices=steps), advantages=torch.zeros(2), rollout_is_weights=weights
     )
-    seen, settings = actor.update(batch, training_step=1)
+    seen, settings = actor.update(batch, None, training_step=1)
     assert torch.equal(seen, torch.tensor([[2.0, 5.0], [2.0, 5.0]]))
     assert settings == {"training_step": 1}
-    actor.version = 4
-    assert inner.version == actor.version == 4
+    assert actor.weights.version == 3
 
 
 def test_wrong_prompts_are_sampled_as_such_and_scored_as_if_right(study):
     from flowcorr import config
-    from flowcorr.trainer.setup import build_parts
+    from flowcorr.trainer.setup import build_run
 
-    parts, _ = build_parts(config.load(study.run.RECIPE, [*SMALL, "data.num_heldout=2"]))
-    parts.engine.sync(parts.actor.snapshot())
-    engine = study.hooks.WrongPrompts(parts.engine, share=0.3, seed=0)
-    conditioning = parts.cache([prompt.text for prompt in parts.prompts.next(2)])
+    run, _ = build_run(config.load(study.run.RECIPE, [*SMALL, "data.num_heldout=2"]))
+    run.engine.sync(run.actor.weights.snapshot())
+    engine = study.hooks.WrongPrompts(run.engine, share=0.3, seed=0)
+    conditioning = run.cache([prompt.text for prompt in run.prompts.next(2)])
     sampling = {"training_step": 1, "with_means": True}
-    plain, drawn = (one.sample(conditioning, range(2), **sampling) for one in (parts.engine, engine))
+    plain, drawn = (one.sample(conditioning, range(2), **sampling) for one in (run.engine, engine))
     is_wrong = engine.is_wrong(8, 1)
     assert 0 < is_wrong.sum() < 8
     same = (drawn.images == plain.images).flatten(1).all(1)
     assert torch.equal(same, ~is_wrong)
     for name, rows_of_prompt in drawn.conditioning.items():
         assert torch.equal(rows_of_prompt, plain.conditioning[name])
-    gap = (parts.actor.log_probs(drawn).log_probs - drawn.log_probs).abs().amax(1)
+    gap = (run.actor.log_probs(drawn).log_probs - drawn.log_probs).abs().amax(1)
     assert torch.equal(gap > 1e-5, is_wrong)
 
 

@@ -32,6 +32,7 @@ SMALL = (
     "trainer.eval_every=3",
     "trainer.save_every=2",
     "trainer.image_every=0",
+    "trainer.num_threads=1",  # in every process, so that all make the same calls
 )
 
 

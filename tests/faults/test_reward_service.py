@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -15,7 +14,8 @@ from flowcorr import trainer
 from flowcorr.errors import BackendError
 from flowcorr.trackers.jsonl import read_metrics
 
-OPTIONS = {"timeout": 1.5, "retries": 1, "backoff": 0.01}
+OPTIONS = {"timeout": 300, "retries": 1, "backoff": 0.01}
+PATIENCE = 8  # seconds that a run waits for a service that does not answer; one that does takes milliseconds
 
 
 class Scorer(ThreadingHTTPServer):
@@ -26,6 +26,7 @@ class Scorer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answers)
         self.mood, self.asked, self.bad = "well", 0, range(0)
+        self.stopping = threading.Event()
 
     def reply(self, request):
         self.asked += 1
@@ -34,7 +35,7 @@ class Scorer(ThreadingHTTPServer):
         if self.asked not in self.bad:
             return 200, json.dumps({"scores": scores})
         if self.mood == "slow":
-            time.sleep(4)
+            self.stopping.wait(600)
         if self.mood == "null":
             scores[0] = None
         return {
@@ -66,6 +67,7 @@ def scorer():
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
+    server.stopping.set()
     server.shutdown()
     server.server_close()
     thread.join()
@@ -73,10 +75,14 @@ def scorer():
 
 @pytest.fixture
 def reward(scorer):
-    """The override that scores with the server."""
+    """Options of the reward -> the override that scores with the server."""
     scorer.bad = range(0)
-    options = {"url": f"http://127.0.0.1:{scorer.server_port}/score", **OPTIONS}
-    return f"reward.terms=[{{name: http, options: {json.dumps(options)}}}]"
+
+    def override(**changed):
+        options = {"url": f"http://127.0.0.1:{scorer.server_port}/score", **OPTIONS, **changed}
+        return f"reward.terms=[{{name: http, options: {json.dumps(options)}}}]"
+
+    return override
 
 
 LOCAL, RAY = "reward.placement=local", "reward.placement=ray"
@@ -85,7 +91,7 @@ LOCAL, RAY = "reward.placement=local", "reward.placement=ray"
 @pytest.mark.parametrize(
     ("mood", "message", "placement"),
     [
-        ("slow", r"did not answer within timeout=1\.5 s \(attempt 2\)", LOCAL),
+        ("slow", rf"did not answer within timeout={PATIENCE} s \(attempt 1\)", LOCAL),
         ("error", r"answered status 500: out of memory \(attempt 2\)", LOCAL),
         pytest.param("error", r"status 500: out of memory \(attempt 2\)", RAY, marks=pytest.mark.faults),
         ("garbage", r"answered no JSON: '<html>welcome", LOCAL),
@@ -98,8 +104,9 @@ def test_a_service_that_fails_ends_the_run_which_later_goes_on(
 ):
     if placement == RAY:
         request.getfixturevalue("ray_cluster")
-    whole = bench.whole(reward)
-    settings = bench.settings(reward, placement)
+    whole = bench.whole(reward())
+    impatient = {"timeout": PATIENCE, "retries": 0} if mood == "slow" else {}
+    settings = bench.settings(reward(**impatient), placement)
     # One evaluation and one step go well, each in one request.
     scorer.mood, scorer.bad = mood, range(scorer.asked + 3, 10**9)
     with pytest.raises(BackendError, match=message):
@@ -121,7 +128,7 @@ def test_single_images_that_fail_cost_their_groups(
     if placement == RAY:
         request.getfixturevalue("ray_cluster")
     scorer.mood, scorer.bad = "null", range(scorer.asked + 2, scorer.asked + 3)
-    settings = bench.settings(reward, placement, "reward.on_error=drop_group", "trainer.total_steps=2")
+    settings = bench.settings(reward(), placement, "reward.on_error=drop_group", "trainer.total_steps=2")
     assert trainer.train(settings, tmp_path).status == "finished"
     (failed,) = events(tmp_path, "reward_failed")
     assert (failed["step"], failed["samples"], failed["of"]) == (0, 1, 8)

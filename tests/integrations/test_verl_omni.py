@@ -1,7 +1,5 @@
-"""Batches and losses of verl-omni. It is on no index: where it is not installed, `registry` stands in for its own.
-
-With verl's own `DataProto`: `pip install --no-deps --target DIR verl ray`, with the few packages that ray then misses,
-and `PYTHONPATH=DIR python -m pytest tests/integrations`.
+"""Batches and losses of verl-omni. Where the environment variable VERL_OMNI does not name its source tree (see
+`test_real_verl_omni.py`), `registry` stands in for its own, and `Proto` for verl's `DataProto`.
 """
 
 import importlib
@@ -192,6 +190,11 @@ def test_what_cannot_be_corrected_is_an_error(batch, config, error, message):
         correct_batch(batch, config)
 
 
+def test_a_data_proto_without_tensors_is_named():
+    with pytest.raises(BatchError, match="the Proto holds no tensors"):
+        correct_batch(Proto(batch=None), RolloutCorrectionConfig.bypass_ppo_clip())
+
+
 @pytest.mark.parametrize("wrap", [dict, TensorDict, lambda tensors: Proto(TensorDict(tensors))])
 def test_what_a_batch_lacks_is_named_in_every_container(wrap):
     with pytest.raises(BatchError, match="rollout_log_probs is not in the batch, which has old_log_probs;"):
@@ -269,6 +272,13 @@ def test_flow_dppo_drops_what_moves_away_from_outside_the_threshold():
         step_loss("flow_dppo", **{**inputs, "config": actor_config(add_kl_coefficient=False)})
 
 
+def test_flow_dppo_takes_advantages_as_they_are():
+    inputs = step_inputs(advantages=torch.full((SIZE,), 10.0, dtype=torch.float64))
+    inputs["config"] = actor_config(adv_clip_max=5.0, kl_mask_threshold=1e3)
+    ratio = (inputs["model_output"]["log_probs"] - inputs["data"]["old_log_probs"]).exp()
+    torch.testing.assert_close(step_loss("flow_dppo", **inputs)[0], -10 * ratio.mean())
+
+
 def test_a_rejected_term_that_is_not_finite_leaves_no_trace():
     weight = torch.ones(SIZE, dtype=torch.float64)
     weight[1] = 0
@@ -310,6 +320,39 @@ def test_bypass_rejects_single_steps_inside_the_loss():
     rejected = 1 - keep.double().mean().item()
     assert metrics["actor/rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(rejected)
     assert all(name.startswith("actor/") and "/step_" not in name for name in metrics)
+
+
+def test_bypass_keeps_the_weights_of_the_batch():
+    weight = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0], dtype=torch.float64)
+    inputs = step_inputs(rollout_is_weights=weight)
+    config = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=1.03)
+    data = inputs["data"]
+    ratio = (inputs["model_output"]["log_probs"] - data["old_log_probs"]).exp()
+    expected = torch.where(
+        (ratio <= 1.03) & (ratio >= 1 / 1.03), weight * clipped(data["advantages"], ratio), 0.0
+    ).mean()
+    torch.testing.assert_close(step_loss("flow_grpo", correction=config, **inputs)[0], expected)
+    config = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token")
+    expected = (-weight * ratio * data["advantages"] * inputs["model_output"]["log_probs"]).mean()
+    torch.testing.assert_close(step_loss("flow_grpo", correction=config, **inputs)[0], expected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "correction",
+    [None, RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=1.001)],
+)
+def test_every_micro_batch_has_the_same_metrics(name, correction):
+    _, expected = step_loss(name, correction=correction, **step_inputs(rollout_is_weights=torch.ones(SIZE)))
+    rejected = step_inputs(rollout_is_weights=torch.zeros(SIZE))
+    damaged = step_inputs(rollout_is_weights=torch.ones(SIZE))
+    damaged["data"]["old_log_probs"] = torch.full((SIZE,), math.nan, dtype=torch.float64)
+    for inputs in (rejected, damaged):
+        loss, metrics = step_loss(name, correction=correction, **inputs)
+        assert loss == 0
+        assert set(metrics) == set(expected)
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert (metrics["actor/ratio_mean"], metrics["actor/ppo_kl"]) == (1.0, 0.0)
 
 
 # The registry --------------------------------------------------------------------------------------------
@@ -356,6 +399,10 @@ def _stand_in(path):
         @abstractmethod
         def __call__(self, *, config, model_output, data): ...
 
+        def validate_inputs(self, *, loss_name, model_output, data):
+            if any(key not in data for key in self.required_data_keys):
+                raise KeyError(loss_name)
+
     def register_diffusion_loss(name):
         def decorate(cls):
             module.DIFFUSION_LOSS_REGISTRY[name] = cls()
@@ -375,18 +422,86 @@ def test_losses_are_registered_and_compute(registry):
     for name, loss in found.items():
         inputs = step_inputs()
         data = TensorDict(inputs["data"], batch_size=[SIZE])
-        assert ("old_prev_sample_mean" in loss.required_data_keys) == (name != "flow_grpo")
-        assert set(loss.required_model_output_keys) == set(inputs["model_output"])
+        assert ("old_prev_sample_mean" in loss.required_data_keys) == (name in ("grpo_guard", "flow_dppo"))
         result = loss(config=inputs["config"], model_output=inputs["model_output"], data=data)
         assert isinstance(result, registry.DiffusionLossResult)
         torch.testing.assert_close(result.loss, step_loss(name, **step_inputs())[0])
         assert not result.add_loss_metric
 
 
-def test_registered_losses_correct_in_bypass_mode(registry):
+@pytest.mark.parametrize("sde_type", ["sde", "cps"])
+def test_losses_ask_for_no_more_than_they_read(registry, sde_type):
+    register_losses(sde_type=sde_type)
+    for name, loss in registry.DIFFUSION_LOSS_REGISTRY.items():
+        inputs = step_inputs()
+        expected, _ = step_loss(name, sde_type=sde_type, **inputs)
+        inputs["model_output"] = {key: inputs["model_output"][key] for key in loss.required_model_output_keys}
+        inputs["data"] = {key: inputs["data"][key] for key in loss.required_data_keys}
+        torch.testing.assert_close(loss(**inputs).loss, expected)
+    wanted = {
+        name: loss.required_model_output_keys for name, loss in registry.DIFFUSION_LOSS_REGISTRY.items()
+    }
+    assert wanted["flow_grpo"] == wanted["dance_grpo"] == ("log_probs",)
+    assert "sqrt_dt" in wanted["grpo_guard"]
+    assert ("sqrt_dt" in wanted["flow_dppo"]) == (sde_type == "sde")
+
+
+def test_scale_sum_asks_for_the_latents(registry):
+    config = RolloutCorrectionConfig(
+        bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=1.5, log_ratio_scale="sum"
+    )
+    register_losses(config)
+    loss = registry.DIFFUSION_LOSS_REGISTRY["flow_grpo"]
+    assert loss.required_model_output_keys == ("log_probs", "prev_sample_mean")
+    inputs = step_inputs()
+    delta = inputs["model_output"]["log_probs"].detach() - inputs["data"]["old_log_probs"]
+    rejected = (15 * delta).abs() > math.log(1.5)
+    assert 0 < rejected.sum() < SIZE
+    metrics = loss(**inputs).metrics
+    share = rejected.double().mean().item()
+    assert metrics["actor/rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_compute_by_verl_omnis_keywords(registry, name):
+    weight = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0], dtype=torch.float64)
+    inputs = step_inputs(rollout_is_weights=weight)
+    expected, _ = step_loss(name, **inputs)
+    register_losses()
+    data, output = inputs["data"], inputs["model_output"]
+    means = {
+        "old_prev_sample_mean": data["old_prev_sample_mean"],
+        "prev_sample_mean": output["prev_sample_mean"],
+        "std_dev_t": output["std_dev_t"],
+        "sqrt_dt": output["sqrt_dt"],
+    }
+    value, _ = registry.DIFFUSION_LOSS_REGISTRY[name].compute_loss(
+        old_log_prob=data["old_log_probs"],
+        log_prob=output["log_probs"],
+        advantages=data["advantages"],
+        config=inputs["config"],
+        rollout_is_weights=weight,
+        **(means if name in ("grpo_guard", "flow_dppo") else {}),
+    )
+    torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("name", ["grpo_guard", "flow_dppo"])
+def test_losses_of_means_say_that_bypass_mode_has_none(registry, name):
+    register_losses(RolloutCorrectionConfig.bypass_ppo_clip())
+    inputs = step_inputs()
+    del inputs["data"]["old_prev_sample_mean"], inputs["config"]
+    with pytest.raises(
+        ConfigError, match=f"loss_mode={name} needs old_prev_sample_mean.*use flow_grpo or dance_grpo"
+    ):
+        registry.DIFFUSION_LOSS_REGISTRY[name].validate_inputs(loss_name=name, **inputs)
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])  # two names of one loss
+def test_registered_losses_correct_in_bypass_mode(registry, name):
     config = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=1.03)
     register_losses(config)
-    result = registry.DIFFUSION_LOSS_REGISTRY["flow_grpo"](**step_inputs())
+    result = registry.DIFFUSION_LOSS_REGISTRY[name](**step_inputs())
     torch.testing.assert_close(result.loss, step_loss("flow_grpo", correction=config, **step_inputs())[0])
     assert 0 < result.metrics["actor/rollout_corr/rollout_rs_masked_fraction"] < 1
 
@@ -398,6 +513,6 @@ def test_only_a_correction_of_single_steps_can_be_registered(config):
 
 
 def test_without_verl_omni_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verl_omni", None)
+    monkeypatch.setitem(sys.modules, "verl_omni.trainer.diffusion.diffusion_algos", None)
     with pytest.raises(MissingExtraError, match=r"needs verl-omni; install it with: pip install git\+https"):
         register_losses()

@@ -77,7 +77,7 @@ def test_on_policy_gradient_is_the_policy_gradient(name, shape):
     scale = policy.std / policy.step if name == "grpo_guard" else 1.0
     coefficient = torch.where(batch.keep, -batch.weight * batch.advantage * scale, 0.0)
     expected = gradient((coefficient * policy.log_prob).sum(), theta)
-    result = LOSSES[name](policy, batch, Settings())
+    result = LOSSES[name].objective(policy, batch, Settings())
     torch.testing.assert_close(gradient(result.loss_sum, theta), expected)
     assert result.count_kept.item() == batch.keep.sum().item()
     assert result.count_all.item() == math.prod(shape)
@@ -88,9 +88,9 @@ def test_on_policy_gradient_is_the_policy_gradient(name, shape):
 def test_micro_batches_add_up_to_the_batch(name, level):
     theta, policy, batch = problem(6, 3, drift=0.1)
     settings = Settings(ratio_level=level)
-    whole = LOSSES[name](policy, batch, settings)
+    whole = LOSSES[name].objective(policy, batch, settings)
     cuts = [slice(0, 1), slice(1, 4), slice(4, 6)]
-    parts = [LOSSES[name](part(policy, cut), part(batch, cut), settings) for cut in cuts]
+    parts = [LOSSES[name].objective(part(policy, cut), part(batch, cut), settings) for cut in cuts]
     total = torch.stack([piece.loss_sum for piece in parts]).sum()
     torch.testing.assert_close(total, whole.loss_sum)
     torch.testing.assert_close(gradient(total, theta), gradient(whole.loss_sum, theta))
@@ -103,9 +103,9 @@ def test_micro_batches_add_up_to_the_batch(name, level):
 @pytest.mark.parametrize("name", NAMES)
 def test_folded_steps_equal_single_steps(name):
     theta, policy, batch = problem(5, 3, drift=0.1)
-    whole = LOSSES[name](policy, batch, Settings())
+    whole = LOSSES[name].objective(policy, batch, Settings())
     steps = [
-        LOSSES[name](part(policy, (slice(None), t)), part(batch, (slice(None), t)), Settings())
+        LOSSES[name].objective(part(policy, (slice(None), t)), part(batch, (slice(None), t)), Settings())
         for t in range(3)
     ]
     total = torch.stack([step.loss_sum for step in steps]).sum()
@@ -128,8 +128,8 @@ def test_non_finite_terms_take_no_part(name, value, field):
         if field == "log_prob"
         else (policy, changed(batch, **{field: spoilt}))
     )
-    result = LOSSES[name](*arguments, Settings())
-    without = LOSSES[name](policy, changed(batch, keep=~bad), Settings())
+    result = LOSSES[name].objective(*arguments, Settings())
+    without = LOSSES[name].objective(policy, changed(batch, keep=~bad), Settings())
     torch.testing.assert_close(result.loss_sum, without.loss_sum)
     torch.testing.assert_close(gradient(result.loss_sum, theta), gradient(without.loss_sum, theta))
     assert result.count_all.item() == result.count_kept.item() == 10
@@ -142,8 +142,8 @@ def test_a_rejected_term_that_would_overflow_leaves_the_gradient_finite(name):
     theta, policy, batch = problem(4)
     keep = torch.tensor([True, False, True, True])
     far = torch.where(keep, batch.old_log_prob, batch.old_log_prob - 1e4)
-    result = LOSSES[name](policy, changed(batch, old_log_prob=far, keep=keep), Settings())
-    expected = LOSSES[name](policy, changed(batch, keep=keep), Settings())
+    result = LOSSES[name].objective(policy, changed(batch, old_log_prob=far, keep=keep), Settings())
+    expected = LOSSES[name].objective(policy, changed(batch, keep=keep), Settings())
     assert torch.isfinite(result.loss_sum)
     torch.testing.assert_close(gradient(result.loss_sum, theta), gradient(expected.loss_sum, theta))
 
@@ -153,7 +153,7 @@ def test_a_rejected_term_that_would_overflow_leaves_the_gradient_finite(name):
 def test_a_kept_ratio_cannot_overflow(name, distance):
     theta, policy, batch = problem(4)
     far = batch.old_log_prob + distance
-    result = LOSSES[name](policy, changed(batch, old_log_prob=far, keep=None), Settings())
+    result = LOSSES[name].objective(policy, changed(batch, old_log_prob=far, keep=None), Settings())
     assert torch.isfinite(result.loss_sum)
     assert torch.isfinite(gradient(result.loss_sum, theta)).all()
     assert all(math.isfinite(value) for value in result.metrics.compute().values())
@@ -162,7 +162,9 @@ def test_a_kept_ratio_cannot_overflow(name, distance):
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_kept_is_zero_with_a_zero_gradient(name):
     theta, policy, batch = problem(4, 2)
-    result = LOSSES[name](policy, changed(batch, keep=torch.zeros(4, 2, dtype=torch.bool)), Settings())
+    result = LOSSES[name].objective(
+        policy, changed(batch, keep=torch.zeros(4, 2, dtype=torch.bool)), Settings()
+    )
     assert result.mean("kept").item() == result.mean("all").item() == 0.0
     assert gradient(result.loss_sum, theta).tolist() == [0.0] * ELEMENTS
     assert (result.count_kept.item(), result.count_all.item()) == (0, 8)
@@ -173,13 +175,15 @@ def test_nothing_kept_is_zero_with_a_zero_gradient(name):
 def test_weights_are_detached_and_icepop_zeros_count_as_kept(name):
     theta, policy, batch = problem(4, drift=0.1)
     weight = torch.tensor([0.0, 1.0, 2.0, 0.5], dtype=torch.float64, requires_grad=True)
-    result = LOSSES[name](policy, changed(batch, weight=weight * 1.0, keep=None), Settings())
+    result = LOSSES[name].objective(policy, changed(batch, weight=weight * 1.0, keep=None), Settings())
     result.loss_sum.backward()
     assert weight.grad is None
     assert theta.grad is not None
     assert result.count_kept.item() == 4
-    ones = LOSSES[name](policy, changed(batch, weight=torch.ones(4, dtype=torch.float64)), Settings())
-    nothing = LOSSES[name](policy, changed(batch, weight=None), Settings())
+    ones = LOSSES[name].objective(
+        policy, changed(batch, weight=torch.ones(4, dtype=torch.float64)), Settings()
+    )
+    nothing = LOSSES[name].objective(policy, changed(batch, weight=None), Settings())
     torch.testing.assert_close(ones.loss_sum, nothing.loss_sum)
 
 
@@ -189,7 +193,7 @@ def test_advantages_are_clamped(name):
     large = torch.tensor([50.0, -50.0, 1.0], dtype=torch.float64)
     clamped = torch.tensor([5.0, -5.0, 1.0], dtype=torch.float64)
     values = [
-        LOSSES[name](policy, changed(batch, advantage=advantage), Settings()).loss_sum
+        LOSSES[name].objective(policy, changed(batch, advantage=advantage), Settings()).loss_sum
         for advantage in (large, clamped)
     ]
     torch.testing.assert_close(*values)
@@ -201,14 +205,14 @@ def test_nothing_broadcasts(name, field):
     _, policy, batch = problem(4, 2)
     column = getattr(batch, field)[:, :1]
     with pytest.raises(BatchError, match=rf"{field} has shape \[4, 1\]; it must be \[4, 2\]"):
-        LOSSES[name](policy, changed(batch, **{field: column}), Settings())
+        LOSSES[name].objective(policy, changed(batch, **{field: column}), Settings())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_axes_than_samples_and_steps_are_refused(name):
     _, policy, batch = problem(4, 2, 1)
     with pytest.raises(BatchError, match=r"it must be \[b\] or \[b, T\]"):
-        LOSSES[name](policy, batch, Settings())
+        LOSSES[name].objective(policy, batch, Settings())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,13 +222,15 @@ def test_gradients_are_those_of_finite_differences(name, drift, seed):
     """In directions that no kink separates from the point, the loss is differentiated as it is written."""
     theta, policy, batch = problem(3, 2, drift=drift, seed=seed)
     options = Settings(clip_ratio=0.9, kl_threshold=1e9, importance_cap=1e9)
-    analytic = gradient(LOSSES[name](policy, batch, options).loss_sum, theta)
+    analytic = gradient(LOSSES[name].objective(policy, batch, options).loss_sum, theta)
 
     def at(offset):
         mean = policy.mean.detach() + offset
         # The log-density of the old sample, which the policy's own log-prob gives at its mean.
         moved = policy.log_prob.detach() + log_prob_change(policy, batch, offset)
-        return LOSSES[name](changed(policy, mean=mean, log_prob=moved), batch, options).loss_sum.item()
+        return (
+            LOSSES[name].objective(changed(policy, mean=mean, log_prob=moved), batch, options).loss_sum.item()
+        )
 
     def log_prob_change(policy, batch, offset):
         # Quadratic in the mean: its gradient along theta, and the curvature -1 / s^2.
@@ -242,7 +248,7 @@ def test_gradients_are_those_of_finite_differences(name, drift, seed):
 def test_ratio_metrics_are_over_kept_terms(name):
     _, policy, batch = problem(8, 2, drift=0.1)
     batch = changed(batch, keep=batch.keep.index_fill(0, torch.tensor([0]), True))
-    values = LOSSES[name](policy, batch, Settings()).metrics.compute()
+    values = LOSSES[name].objective(policy, batch, Settings()).metrics.compute()
     log_ratio = (policy.log_prob - batch.old_log_prob).detach()
     assert values["actor/ppo_kl"] == pytest.approx(-log_ratio[batch.keep].mean().item(), rel=1e-12)
     if name == "grpo_guard":

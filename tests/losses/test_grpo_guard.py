@@ -82,8 +82,11 @@ def test_a_non_finite_old_mean_leaves_the_gradient_finite():
     [
         ({"old_mean": None}, "old_mean is missing"),
         ({"old_mean": torch.zeros(1, 3)}, r"old_mean has shape \[1, 3\]"),
-        ({"mean": torch.zeros(1, 3)}, r"mean has shape \[1, 3\]; it must begin with log_prob's \[2\]"),
-        ({"mean": torch.zeros(2)}, "must begin with"),
+        (
+            {"mean": torch.zeros(1, 3), "old_mean": torch.zeros(1, 3)},
+            r"mean has shape \[1, 3\]; it must begin with",
+        ),
+        ({"mean": torch.zeros(2), "old_mean": torch.zeros(2)}, "must begin with"),
         ({"std": torch.ones(1)}, r"std has shape \[1\]"),
         ({"step": torch.ones(2, 1)}, r"step has shape \[2, 1\]"),
     ],

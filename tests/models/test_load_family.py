@@ -4,6 +4,7 @@ import shutil
 import pytest
 import torch
 
+from flowcorr.config import ModelConfig
 from flowcorr.config.rules import GUIDANCE
 from flowcorr.errors import ConfigError
 from flowcorr.models import EMBEDDED, load_family, resolve_path
@@ -13,7 +14,7 @@ from flowcorr.models.sd3 import SD3
 
 
 def test_the_embedded_model_is_frozen_and_in_evaluation_mode():
-    family = load_family("tiny_ocr")
+    family = load_family(ModelConfig(path="tiny_ocr"))
     assert family.name == "sd3"
     modules = [part for part in family.pipeline.components.values() if isinstance(part, torch.nn.Module)]
     assert len(modules) >= 4
@@ -24,7 +25,7 @@ def test_the_embedded_model_is_frozen_and_in_evaluation_mode():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_have_the_dtype_asked_for(dtype):
-    family = load_family("tiny_ocr", dtype=dtype)
+    family = load_family(ModelConfig(path="tiny_ocr", dtype=str(dtype).removeprefix("torch.")))
     assert {parameter.dtype for parameter in family.transformer.parameters()} == {dtype}
     assert family.dtype == dtype
 
@@ -35,35 +36,35 @@ def test_an_embedded_name_is_a_folder_and_other_paths_stay():
 
 
 def test_family_may_be_named():
-    assert load_family("tiny_ocr", family="sd3").name == "sd3"
+    assert load_family(ModelConfig(path="tiny_ocr", family="sd3")).name == "sd3"
 
 
 def test_an_unknown_family_is_an_error():
     with pytest.raises(ConfigError, match=r"model\.family='sd4' is unknown.*sd3"):
-        load_family("tiny_ocr", family="sd4")
+        load_family(ModelConfig(path="tiny_ocr", family="sd4"))
 
 
 def test_a_folder_without_model_index_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"no diffusers pipeline: .*model_index\.json is missing"):
-        load_family(str(tmp_path))
+        load_family(ModelConfig(path=str(tmp_path)))
 
 
 def test_a_path_that_is_nothing_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="neither a pipeline folder, nor a pipeline on the hub.*tiny_ocr"):
-        load_family(str(tmp_path / "missing"))
+        load_family(ModelConfig(path=str(tmp_path / "missing")))
 
 
 @pytest.mark.parametrize("text", ["{", "{}"])
 def test_a_broken_index_is_an_error(tmp_path, text):
     (tmp_path / "model_index.json").write_text(text)
     with pytest.raises(ConfigError, match=r"model\.path="):
-        load_family(str(tmp_path))
+        load_family(ModelConfig(path=str(tmp_path)))
 
 
 def test_a_pipeline_of_another_class_is_an_error(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
     with pytest.raises(ConfigError, match=r"StableDiffusionPipeline.*StableDiffusion3Pipeline"):
-        load_family(str(tmp_path))
+        load_family(ModelConfig(path=str(tmp_path)))
 
 
 def test_an_incomplete_pipeline_is_an_error(tmp_path):
@@ -71,8 +72,15 @@ def test_an_incomplete_pipeline_is_an_error(tmp_path):
     shutil.copytree(EMBEDDED["tiny_ocr"], folder)
     shutil.rmtree(folder / "transformer")
     with pytest.raises(ConfigError, match="cannot be loaded as a sd3 pipeline"):
-        load_family(str(folder))
+        load_family(ModelConfig(path=str(folder)))
 
 
 def test_configurations_know_which_guidance_a_family_reads():
     assert {family.name: family.guidance_key for family in (SD3, Flux, QwenImage)} == GUIDANCE
+
+
+def test_without_text_encoders_nothing_of_them_is_loaded():
+    pipeline = load_family(ModelConfig(), text_encoders=False).pipeline
+    encoders = [name for name in pipeline.components if name.startswith("text_encoder")]
+    assert encoders
+    assert all(getattr(pipeline, name) is None for name in encoders)

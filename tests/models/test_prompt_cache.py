@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, load_family
 from flowcorr.models.prompt_cache import CHUNK, PromptCache
 
@@ -9,7 +10,7 @@ GUIDED = Guidance(guidance_scale=4.0, negative_prompt="bad")
 
 @pytest.fixture
 def family():
-    return load_family("tiny_ocr", max_sequence_length=8)
+    return load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
 
 
 @pytest.mark.parametrize("guidance", [Guidance(), GUIDED])

@@ -1,4 +1,6 @@
+import asyncio
 import pickle
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,11 +15,13 @@ from flowcorr.config.schema import RewardTerm
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.records import Prompt
 from flowcorr.rewards import REWARDS, RewardOutput, build_reward, score_batch, training_scores
+from flowcorr.rewards.combine import reported_when_slow
 
 IMAGES = np.array([0, 100, 200], dtype=np.uint8)[:, None, None, None] * np.ones((3, 8, 8, 3), dtype=np.uint8)
 PROMPTS = [Prompt(text=text) for text in ("a", "bb", "ccc")]
 
 USER_MODULE = """
+import time
 import numpy as np
 from flowcorr.rewards import RewardOutput
 
@@ -33,6 +37,16 @@ class Length:
         lengths = np.array([len(prompt.text) + self.offset for prompt in prompts], dtype=float)
         return RewardOutput(scores=lengths, extra={"odd": lengths % 2})
 
+class Extra:
+    def __init__(self, key):
+        self.key = key
+    def __call__(self, images, prompts):
+        scores = np.zeros(len(prompts))
+        return RewardOutput(scores=scores, extra={self.key: scores + 777})
+
+def mean(images, prompts):
+    return [0.0] * len(prompts)
+
 def no_arguments():
     return []
 
@@ -42,6 +56,13 @@ def infinite_at_bb(images, prompts):
 def fails_at_bb(images, prompts):
     if any(prompt.text == "bb" for prompt in prompts):
         raise ValueError("no bb")
+    return [1.0] * len(prompts)
+
+def exits(images, prompts, error=SystemExit):
+    raise error(0)
+
+def slow(images, prompts):
+    time.sleep(0.3)
     return [1.0] * len(prompts)
 
 def nan_at_bb(images, prompts):
@@ -95,6 +116,32 @@ def test_failing_term_is_named():
         score_batch(reward, IMAGES, PROMPTS)
 
 
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, asyncio.CancelledError])
+def test_a_term_cannot_end_the_process_in_silence(error):
+    reward = build_reward([term("users_rewards:exits", error=error), term("jpeg_compressibility")])
+    with pytest.raises(BackendError, match=rf"reward exits raised {error.__name__}\(0\)"):
+        score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
+
+
+def test_the_log_names_the_reward_that_is_waited_for(caplog):
+    reward = build_reward([term("jpeg_compressibility"), term("users_rewards:slow")], timeout=0.02)
+    assert reward(IMAGES, PROMPTS).terms["slow"].tolist() == [1.0] * 3
+    assert "reward slow has been computing for" in caplog.text
+    caplog.clear()
+    build_reward([term("users_rewards:slow")], timeout=60)(IMAGES, PROMPTS)
+    build_reward([term("users_rewards:slow")])(IMAGES, PROMPTS)
+    assert caplog.text == ""
+
+
+def test_the_log_goes_on_to_name_a_reward_that_hangs(caplog):
+    end = time.monotonic() + 60
+    with reported_when_slow("mine", timeout=0.02, every=0.02):
+        while len(caplog.records) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    assert all("reward mine has been computing for" in record.getMessage() for record in caplog.records)
+
+
 def test_non_finite_term_is_named():
     reward = build_reward([term("jpeg_compressibility"), term("users_rewards:nan_at_bb")])
     with pytest.raises(BackendError, match=r"sample 1 \(prompt 'bb'\).*nan_at_bb=nan"):
@@ -115,12 +162,37 @@ def test_non_finite_term_is_named():
         ([term("users_rewards:")], "has no ''"),
         ([term("users_reward:brightness")], "no module 'users_reward'"),
         ([term("jpeg_compressibility"), term("jpeg_compressibility", 2.0)], "more than once|several terms"),
+        (
+            [term("users_rewards:mean"), term("jpeg_compressibility")],
+            "'mean', .* as reward/mean, a metric of",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_bad_terms_are_refused(terms, message):
     with pytest.raises(ConfigError, match=message):
         build_reward(terms)
+
+
+@pytest.mark.parametrize("name", ["reward", "reward_std", "mean", "failed_samples"])
+def test_an_extra_cannot_replace_a_metric_of_every_run(name):
+    reward = build_reward([term("users_rewards:Extra", key=name)])
+    with pytest.raises(
+        ConfigError, match=rf"reward Extra returned .* as reward/{name}, a metric of every run"
+    ):
+        score_batch(reward, IMAGES, PROMPTS)
+
+
+def test_an_extra_cannot_replace_another_score():
+    reward = build_reward([term("users_rewards:Extra", key="x")], gold=[term("users_rewards:Extra", key="x")])
+    assert sorted(reward(IMAGES, PROMPTS).extra) == ["gold/Extra", "gold/Extra_x", "x"]
+    reward = build_reward([term("users_rewards:Extra", key="gold/mean")], gold=[term("users_rewards:mean")])
+    with pytest.raises(ConfigError, match="as reward/gold/mean, another score's name"):
+        reward(IMAGES, PROMPTS)
+
+
+def test_a_lone_term_may_have_any_name():
+    assert build_reward([term("users_rewards:mean")])(IMAGES, PROMPTS).extra == {}
 
 
 def test_error_inside_the_users_module_is_shown_as_it_is():

@@ -37,7 +37,7 @@ def brightness(request):
 
 
 def reward(server, **options):
-    return HttpReward(**{"url": server.url, "backoff": 0.001, "timeout": 5.0, **options})
+    return HttpReward(**{"url": server.url, "backoff": 0.001, "timeout": 300.0, **options})
 
 
 @pytest.mark.parametrize("format", ["json", "npz"])

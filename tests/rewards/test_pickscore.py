@@ -61,7 +61,7 @@ def test_divisor_is_that_of_flow_grpo_unless_given(options, logits):
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_scores_do_not_depend_on_the_batch(options, batch_size):
     scores = PickScore(**options, batch_size=batch_size)(IMAGES, PROMPTS).scores
-    np.testing.assert_allclose(scores, PickScore(**options)(IMAGES, PROMPTS).scores, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(scores, PickScore(**options)(IMAGES, PROMPTS).scores, rtol=1e-4, atol=1e-5)
 
 
 def test_scores_depend_on_the_prompt_and_the_image(options):

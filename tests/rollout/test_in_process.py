@@ -1,12 +1,14 @@
 import pytest
 import torch
 
+from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import InProcessEngine
+from tests.tolerances import LATENTS, LOG_PROBS
 
 EMULATED = ["int8", "fp8", "int4"]
-SAME = 2e-6  # nats per latent element: what float32 rounding leaves of a difference
+SAME = LOG_PROBS["atol"]
 
 
 def mismatch(run):
@@ -19,7 +21,7 @@ def restarted(run):
     """A second engine of the same configuration."""
     return InProcessEngine(
         run.family, run.config.rollout, run.config.sampling, seed=run.config.trainer.seed,
-        merge=run.actor.merged_weights, base=run.actor.base,
+        merge=run.actor.weights.merged, base=run.actor.weights.untrained,
     )  # fmt: skip
 
 
@@ -83,9 +85,9 @@ def test_a_shared_engine_holds_no_copy_and_follows_the_actor(make_run):
 def test_a_copy_in_the_same_precision_agrees_with_the_actor(make_run):
     run = make_run(rollout={"staleness": 1})
     run.stir()
-    run.engine.sync(run.actor.snapshot())
+    run.engine.sync(run.actor.weights.snapshot())
     assert not run.engine.shared
-    assert run.engine.version == run.actor.version
+    assert run.engine.version == run.actor.weights.version
     assert mismatch(run) < SAME
 
 
@@ -120,7 +122,7 @@ def test_a_stale_engine_samples_with_weights_of_k_syncs_ago(make_run):
         expected.append(fresh.sample().means)
         rollout, old = run.sample(), max(0, update - 2)
         assert rollout.policy_versions.unique().tolist() == [old]
-        torch.testing.assert_close(rollout.means, expected[old], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(rollout.means, expected[old], **LATENTS)
         if old != update:
             assert (rollout.means - expected[update]).abs().max() > 1e-3
         run.stir(seed=update)
@@ -138,7 +140,7 @@ def test_restore_continues_with_the_history(make_run):
     assert torch.equal(again.means, run.sample().means)
     assert other.version == run.engine.version == 1
     run.stir(seed=9)
-    other.sync(run.actor.snapshot())
+    other.sync(run.actor.weights.snapshot())
     assert other.version == run.engine.version == 2
 
 
@@ -176,7 +178,7 @@ def test_close_releases_the_copy(make_run):
 
 def test_a_family_may_be_sampled_without_an_actor(make_config):
     config = make_config()
-    family = load_family("tiny_ocr", max_sequence_length=8)
+    family = load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
     engine = InProcessEngine(
         family, config.rollout, config.sampling, seed=0, merge=dict, base=family.transformer
     )

@@ -2,9 +2,11 @@ import pytest
 import torch
 from torch.distributions import Normal
 
+from flowcorr.config import ModelConfig
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import sample_ode, sample_sde_window
+from tests.tolerances import LATENTS, LOG_PROBS
 
 PROMPTS = ["cat", "dog"]
 STEPS = 6
@@ -12,7 +14,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def family():
-    return load_family("tiny_ocr", max_sequence_length=8)
+    return load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def test_ode_is_the_pipeline_itself(family, initial, scale):
         output_type="latent",
         max_sequence_length=8,
     ).images
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, expected, **LATENTS)
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
@@ -104,19 +106,18 @@ def test_sde_window_is_a_loop_over_scheduler_and_transformer(family, initial, sc
             mean = x * (1 + c**2 / (2 * sigma) * dt) + v * (1 + c**2 * (1 - sigma) / (2 * sigma)) * dt
             std = c * torch.sqrt(-dt)
             following[row] = mean + std * step_noise(index, [row])[0]
-            close = {"rtol": 1e-4, "atol": 1e-4}
-            torch.testing.assert_close(got.latents[row, column], x, **close)
-            torch.testing.assert_close(got.latents[row, column + 1], following[row], **close)
-            torch.testing.assert_close(got.means[row, column], mean, **close)
+            torch.testing.assert_close(got.latents[row, column], x, **LATENTS)
+            torch.testing.assert_close(got.latents[row, column + 1], following[row], **LATENTS)
+            torch.testing.assert_close(got.means[row, column], mean, **LATENTS)
             torch.testing.assert_close(got.stds[row, column], std)
             expected = Normal(mean, std).log_prob(following[row]).mean()
-            torch.testing.assert_close(got.log_probs[row, column], expected, **close)
+            torch.testing.assert_close(got.log_probs[row, column], expected, **LOG_PROBS)
             assert got.sigmas[row, column] == sigma
             assert got.sigmas_next[row, column] == sigma_next
             assert got.timesteps[row, column] == timestep
             assert got.step_indices[row, column] == index
         latents = following
-    torch.testing.assert_close(got.final, latents, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.final, latents, **LATENTS)
 
 
 @pytest.mark.parametrize(("sde_type", "eta"), [("sde", 0.7), ("cps", 0.8), ("dance_sde", 0.3)])
@@ -128,7 +129,7 @@ def test_log_probs_are_those_of_the_normal_distribution(family, initial, sde_typ
     )  # fmt: skip
     std = got.stds[..., None, None, None]
     expected = Normal(got.means.double(), std.double()).log_prob(got.latents[:, 1:].double())
-    torch.testing.assert_close(got.log_probs.double(), expected.mean((2, 3, 4)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.log_probs.double(), expected.mean((2, 3, 4)), **LOG_PROBS)
 
 
 def test_means_are_left_out_unless_asked_for(family, initial):
@@ -171,9 +172,8 @@ def test_twins_share_what_is_the_same(family, starts):
     assert called == [6] * STEPS
     # Distinct at step i: every row whose window has begun, and one of each set of twins that still wait.
     assert shared == ([4, 4, 6, 6, 6, 6] if starts.any() else [6] * STEPS)
-    for name in ("latents", "means", "log_probs", "stds", "final"):
-        torch.testing.assert_close(
-            getattr(together, name), getattr(alone, name), rtol=1e-4, atol=1e-5, msg=name
-        )
-    for name in ("step_indices", "timesteps", "sigmas", "sigmas_next"):
+    for name in ("latents", "means", "final"):
+        torch.testing.assert_close(getattr(together, name), getattr(alone, name), **LATENTS, msg=name)
+    torch.testing.assert_close(together.log_probs, alone.log_probs, **LOG_PROBS)
+    for name in ("step_indices", "timesteps", "sigmas", "sigmas_next", "stds"):
         assert torch.equal(getattr(together, name), getattr(alone, name)), name

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
 from flowcorr.errors import BatchError
-from flowcorr.sde import Transition, kl, log_prob
+from flowcorr.sde import Transition, kl, log_prob, noise_variance, sample, step_kl, transition
 
 
 def gaussian(mean, std):
@@ -104,3 +104,23 @@ def test_shapes_must_agree():
         log_prob(randn(1, 3), step)
     with pytest.raises(BatchError, match=r"transition_p\.mean has shape"):
         kl(gaussian(randn(2, 1), [0.4, 0.9]), step)
+
+
+def test_the_kl_of_steps_with_one_std_is_that_of_their_densities():
+    mean, other, std = randn(2, 3, 4), randn(2, 3, 4, seed=1), 0.1 + randn(2, 3, seed=2).abs()
+    expected = kl_divergence(Normal(mean, std[..., None]), Normal(other, std[..., None])).mean(-1)
+    torch.testing.assert_close(step_kl(mean, other, std), expected, rtol=1e-12, atol=0)
+    with pytest.raises(BatchError, match=r"other_mean has shape \[2, 3\]; it must be \[2, 3, 4\]"):
+        step_kl(mean, other[..., 0], std)
+    with pytest.raises(BatchError, match=r"mean has shape \[2, 3, 4\]; it must begin with std's \[3\]"):
+        step_kl(mean, other, std[0])
+
+
+@pytest.mark.parametrize("cps_unscaled", [False, True])
+def test_a_log_prob_tells_the_variance_of_its_noise(cps_unscaled):
+    draw = torch.Generator().manual_seed(0)
+    latents, velocity, noise = (torch.randn(3, 64, generator=draw) for _ in range(3))
+    step = transition("sde", latents, velocity, torch.full((3,), 0.8), torch.full((3,), 0.6), 0.7)
+    scored = log_prob(sample(step, noise), step, cps_unscaled=cps_unscaled)
+    variance = noise_variance(scored, step.std, cps_unscaled=cps_unscaled)
+    assert torch.allclose(variance, noise.square().mean(1), rtol=1e-4)

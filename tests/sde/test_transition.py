@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr.errors import BatchError, ConfigError
-from flowcorr.sde import TRANSITIONS, kl, log_prob, sample, transition
+from flowcorr.sde import TRANSITIONS, added_noise, kl, log_prob, sample, transition
 
 KINDS = sorted(TRANSITIONS)
 
@@ -261,3 +261,10 @@ def test_noise_must_have_the_latents_shape():
     step = transition("sde", latents, velocity, column(0.5, 0.5), column(0.4, 0.4), 0.7)
     with pytest.raises(BatchError, match="noise has shape"):
         sample(step, torch.ones(1, 3))
+
+
+def test_added_noise_is_that_of_the_sample():
+    draw = torch.Generator().manual_seed(0)
+    latents, velocity, noise = (torch.randn(3, 2, 4, 8, generator=draw) for _ in range(3))
+    step = transition("sde", latents, velocity, torch.full((3, 2), 0.8), torch.full((3, 2), 0.6), 0.7)
+    assert torch.allclose(added_noise(sample(step, noise), step), noise, atol=1e-5)

@@ -18,7 +18,7 @@ from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import Silent, checkpoint
 from flowcorr.trainer.events import read_events
-from flowcorr.trainer.setup import build_parts
+from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 
 SMALL = (
@@ -34,6 +34,7 @@ SMALL = (
     "trainer.eval_every=3",
     "trainer.save_every=3",
     "trainer.image_every=0",
+    "trainer.num_threads=1",  # in workers as here, so that both make the same calls
 )
 AHEAD = (*WORKERS, "rollout.max_staleness=2", "rollout.drift_every=2")
 
@@ -183,7 +184,7 @@ def workers():
 
 def wait_until_workers_are_gone():
     """Ray kills them a moment after it was asked to."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while workers():
         assert time.monotonic() < end, "workers outlive their run"
         time.sleep(0.1)
@@ -192,11 +193,11 @@ def wait_until_workers_are_gone():
 def test_samples_older_than_the_bound_are_dropped_and_counted(tmp_path):
     settings = small_config("rollout.staleness=1", "trainer.total_steps=3")
     told = []
-    parts, _ = build_parts(settings, on_event=lambda kind, **fields: told.append((kind, fields)))
-    parts.engine.sync(parts.actor.snapshot())
-    sample, seen = parts.engine.sample, {}
+    run, _ = build_run(settings, on_event=lambda kind, **fields: told.append((kind, fields)))
+    run.engine.sync(run.actor.weights.snapshot())
+    sample, seen = run.engine.sample, {}
     for step in (1, 2):
-        train_step(parts, step, lambda phase: None)
+        train_step(run, step, lambda phase: None)
 
     def forgetful(*args, **kwargs):
         """An engine that missed a sync for its second group."""
@@ -204,23 +205,23 @@ def test_samples_older_than_the_bound_are_dropped_and_counted(tmp_path):
         versions = torch.where(rollout.group_ids == 1, 0, rollout.policy_versions)
         return replace(rollout, policy_versions=versions)
 
-    parts.engine.sample = forgetful
-    update = parts.actor.update
+    run.engine.sample = forgetful
+    update = run.actor.update
 
-    def remember(batch, **kwargs):
+    def remember(batch, *args, **kwargs):
         seen["groups"] = batch.rollout.group_ids.tolist()
-        return update(batch, **kwargs)
+        return update(batch, *args, **kwargs)
 
-    parts.actor.update = remember
-    values = train_step(parts, 3, lambda phase: None).metrics.compute()
+    run.actor.update = remember
+    values = train_step(run, 3, lambda phase: None).metrics.compute()
     assert seen["groups"] == [0, 0]
     assert values["rollout/dropped_stale_samples"] == 2
     assert (values["rollout/staleness_mean"], values["rollout/staleness_max"]) == (1.5, 2)
     assert told == [("stale_dropped", {"samples": 2, "of": 4, "oldest": 2})]
 
-    parts.engine.sample = lambda *args, **kwargs: all_old(sample(*args, **kwargs))
-    with pytest.raises(BackendError, match="2 or more training steps ago, and 1 were asked for"):
-        train_step(parts, 4, lambda phase: None)
+    run.engine.sample = lambda *args, **kwargs: all_old(sample(*args, **kwargs))
+    with pytest.raises(BackendError, match="2 or more training steps old, and at most 1 are allowed"):
+        train_step(run, 4, lambda phase: None)
 
 
 def all_old(rollout):
@@ -232,14 +233,14 @@ def test_failed_rewards_are_recorded(tmp_path):
         "reward.terms=[{name: 'ray_tasks:brightness', options: {dark: 300}}]", "reward.on_error=drop_group"
     )
     told = []
-    parts, _ = build_parts(settings, on_event=lambda kind, **fields: told.append((kind, fields)))
-    parts.engine.sync(parts.actor.snapshot())
+    run, _ = build_run(settings, on_event=lambda kind, **fields: told.append((kind, fields)))
+    run.engine.sync(run.actor.weights.snapshot())
     with pytest.raises(BackendError, match="failed on every group"):
-        train_step(parts, 1, lambda phase: None)
+        train_step(run, 1, lambda phase: None)
     assert told == [("reward_failed", {"samples": 4, "of": 4})]
     strict = replace(settings.reward, on_error="fail")
-    parts.config = replace(settings, reward=strict)
+    run.config = replace(settings, reward=strict)
     with pytest.raises(BackendError, match="failed on sample 0") as caught:
-        train_step(parts, 1, lambda phase: None)
+        train_step(run, 1, lambda phase: None)
     kind, fields = told[1]
     assert (kind, fields["error"][:60]) == ("reward_failed", str(caught.value)[:60])

@@ -14,6 +14,7 @@ from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint, log_probs
 from flowcorr.trainer.log_probs import LoggedTerms, TermRecorder
+from tests.tolerances import LOG_PROBS
 
 SMALL = (
     "model.lora.rank=4",
@@ -105,9 +106,10 @@ def test_terms_are_those_of_the_step(runs):
 
 def test_the_first_mini_batch_is_scored_by_the_old_policy(runs):
     found = log_probs.load(log_probs.files(runs[0])[1])
-    still = found.current_log_probs == found.old_log_probs
-    by_group = [still[found.group_ids == group] for group in found.group_ids.unique()]
-    assert sorted(part.double().mean().item() for part in by_group) == [0, 1]
+    gap = (found.current_log_probs - found.old_log_probs).abs()
+    first, second = sorted(gap[found.group_ids == group].max() for group in found.group_ids.unique())
+    assert first < LOG_PROBS["atol"]
+    assert second > 100 * LOG_PROBS["atol"]
 
 
 def test_a_resumed_run_drops_what_is_later_and_writes_it_again(runs, tmp_path):
@@ -148,7 +150,7 @@ def test_each_term_is_recorded_where_it_stands(make_run, actor):
             batch.rollout.log_probs.flatten()[part.places], part.rollout.log_probs, rtol=0, atol=0
         )
 
-    run.actor.update(batch, training_step=1, record=record)
+    run.update(batch, training_step=1, record=record)
     found = recorder.terms()
     assert found.current_log_probs.flatten().tolist() == [last[place] for place in range(len(last))]
     assert len(last) == batch.rollout.log_probs.numel()
@@ -162,17 +164,19 @@ def test_kls_are_those_of_the_steps(make_run):
     recorder = TermRecorder(
         batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=False
     )
-    run.actor.update(batch, training_step=1, record=recorder)
+    run.update(batch, training_step=1, record=recorder)
     found = recorder.terms()
     stds = batch.rollout.stds[(...,) + (None,) * 3].double()
     old, rollout = (Normal(means.double(), stds) for means in (batch.old_means, batch.rollout.means))
     expected = kl_divergence(old, rollout).flatten(2).mean(-1)
     torch.testing.assert_close(found.old_rollout_kl.double(), expected, rtol=1e-4, atol=1e-12)
-    still = (found.current_log_probs == found.old_log_probs).all(1)
+    still = (found.current_log_probs - found.old_log_probs).abs().amax(1) < LOG_PROBS["atol"]
     assert still.double().mean() == 0.5
-    assert (found.current_old_kl[still] == 0).all()
-    assert (found.current_old_kl[~still] > 0).all()
-    torch.testing.assert_close(found.current_rollout_kl[still], found.old_rollout_kl[still])
+    assert found.current_old_kl[still].max() < 1e-9  # half the square of a rounded mean, in units of the std
+    assert found.current_old_kl[~still].min() > 1e-5
+    torch.testing.assert_close(
+        found.current_rollout_kl[still], found.old_rollout_kl[still], rtol=1e-3, atol=0
+    )
 
 
 def test_without_means_there_are_no_kls(make_run):
@@ -182,7 +186,7 @@ def test_without_means_there_are_no_kls(make_run):
     recorder = TermRecorder(
         batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=False
     )
-    run.actor.update(batch, training_step=1, record=recorder)
+    run.update(batch, training_step=1, record=recorder)
     assert not {name for name in recorder.terms().tensors() if name.endswith("_kl")}
 
 

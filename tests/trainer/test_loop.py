@@ -17,10 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from flowcorr import config, trainer
+from flowcorr.diagnostics.reference.metrics import find_metric
 from flowcorr.errors import BackendError, BatchError, CheckpointError, ConfigError, MissingExtraError
+from flowcorr.rewards.combine import BUILT_IN_METRICS
 from flowcorr.trackers import TRACKERS, JsonlTracker
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import Silent, checkpoint, run_folder
+from flowcorr.trainer.events import read_events
 
 SMALL = (
     "model.lora.rank=4",
@@ -34,13 +37,13 @@ SMALL = (
     "trainer.eval_every=2",
     "trainer.save_every=2",
     "trainer.image_every=0",
+    "trainer.num_threads=1",  # in every process, so that all make the same calls
 )
 STALE = (
     "rollout.staleness=2",
     "rollout.emulate=int8",
     "actor.ema=0.9",
     "actor.warmup_steps=5",
-    "actor.clip_center=drift",
     "algorithm.rollout_correction.preset=bypass_ppo_clip",
 )
 
@@ -110,7 +113,7 @@ def plain_runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stale_runs(tmp_path_factory):
-    """The same with a stale, rounded rollout engine, centred clip, averaged weights and a warm-up."""
+    """The same with a stale, rounded rollout engine, averaged weights and a warm-up."""
     return _whole_and_killed(tmp_path_factory.mktemp("stale"), small_config(*STALE))
 
 
@@ -142,12 +145,14 @@ from flowcorr.errors import MissingExtraError
 from flowcorr.rewards.jpeg import JpegCompressibility
 
 class Fragile:
-    def __init__(self, flag, api_key="", value=None):
-        self.flag, self.value, self.reward = Path(flag), value, JpegCompressibility()
+    def __init__(self, flag, api_key="", value=None, exits=False):
+        self.flag, self.value, self.exits, self.reward = Path(flag), value, exits, JpegCompressibility()
 
     def __call__(self, images, prompts):
         scores = np.array(self.reward(images, prompts).scores)
         if self.flag.exists():
+            if self.exits:
+                raise SystemExit(0)
             if self.value is None:
                 raise RuntimeError("the scorer is gone")
             scores[0] = self.value
@@ -213,6 +218,17 @@ def test_metrics_are_one_flat_finite_record_a_step(plain_runs):
         assert all(name in record for record in found[1:])
     assert all(record["timing/old_log_prob"] > 0 for record in found[1:])
     assert found[4]["actor/updates"] == 2
+
+
+def test_the_names_that_rewards_may_not_use_are_those_of_every_run(plain_runs):
+    logged = {name for record in read_metrics(plain_runs[0] / "metrics.jsonl") for name in record}
+    names = [name.partition("/")[2] for name in logged if name.startswith(("reward/", "eval/"))]
+    assert sorted(names) == sorted(BUILT_IN_METRICS)
+
+
+def test_every_metric_of_a_run_is_explained(plain_runs):
+    logged = {name for record in read_metrics(plain_runs[0] / "metrics.jsonl") for name in record}
+    assert {name for name in logged - {"step", "time"} if find_metric(name) is None} == set()
 
 
 def test_adapter_loads_into_the_pipeline(plain_runs):
@@ -382,7 +398,7 @@ def test_evaluate_run_finds_best_last_and_a_folder(finished):
 def test_evaluate_run_refuses_what_does_not_fit(finished, tmp_path):
     with pytest.raises(CheckpointError, match=r"does not fit this run: .*shape"):
         trainer.evaluate_run(finished, which="last", overrides=("model.lora.rank=2",))
-    with pytest.raises(CheckpointError, match="'latest' is no folder; give best, last"):
+    with pytest.raises(CheckpointError, match="'latest' is not a folder; give best, last"):
         trainer.evaluate_run(finished, which="latest")
     with pytest.raises(ConfigError, match="holds no run"):
         trainer.evaluate_run(tmp_path)
@@ -441,6 +457,44 @@ def test_a_reward_that_fails_at_an_evaluation_costs_no_training_step(plain_runs,
     trainer.train(settings, folder, resume=True, observer=(recorder := Recorder()))
     assert recorder.steps == [3, 4]
     assert records(folder) == records(plain_runs[0])
+
+
+def test_a_reward_that_exits_fails_the_run(plain_runs, fragile, tmp_path):
+    overrides, flag = fragile
+    settings, folder = small_config(overrides(exits=True), "trainer.save_every=99"), tmp_path / "run"
+    with pytest.raises(BackendError, match=r"reward Fragile raised SystemExit\(0\)"):
+        trainer.train(settings, folder, observer=Recorder(3, flag.touch))
+    assert "reward Fragile raised SystemExit(0)" in (folder / "failure.txt").read_text()
+    kinds = [event["kind"] for event in read_events(folder / "events.jsonl")]
+    assert kinds[-3:] == ["reward_failed", "checkpoint", "failure"]
+    flag.unlink()
+    trainer.train(settings, folder, resume=True, observer=(recorder := Recorder()))
+    assert recorder.steps == [4]
+    assert records(folder) == records(plain_runs[0])
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()])
+def test_a_run_that_other_code_exits_has_failed(error, tmp_path):
+    def leave():
+        raise error
+
+    with pytest.raises(BackendError, match=f"{type(error).__name__}.* was raised during the run"):
+        trainer.train(small_config(), tmp_path, observer=Recorder(1, leave, phase="update"))
+    assert type(error).__name__ in (tmp_path / "failure.txt").read_text()
+    assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "failure"
+
+
+@pytest.mark.parametrize("step", [1, 2])  # the second is evaluated
+def test_a_step_that_cannot_be_shown_is_kept(plain_runs, tmp_path, step):
+    def fail():
+        raise BackendError("standard output is closed")
+
+    settings = small_config("trainer.save_every=99")
+    with pytest.raises(BackendError, match="standard output is closed"):
+        trainer.train(settings, tmp_path, observer=Recorder(step, fail))
+    trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
+    assert recorder.steps == list(range(step + 1, 5))
+    assert records(tmp_path) == records(plain_runs[0])
 
 
 def test_a_smaller_micro_batch_may_continue_a_run(tmp_path):

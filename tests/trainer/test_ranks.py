@@ -58,11 +58,10 @@ CASES = {
         "actor.kl_coef=0.01",
         f"{CORRECTION}={{preset: null, bypass_mode: true, rollout_rs: token_k1, rollout_rs_threshold: [0.997, 1.003]}}",
     ),
-    "clip_center": (  # a rank has no group in some mini-batches
+    "few_groups": (  # a rank has no group in some mini-batches
         "rollout.prompts_per_step=3",
         "rollout.emulate=int4",
         "actor.mini_batches=3",
-        "actor.clip_center=drift",
         f"{CORRECTION}={{preset: null, bypass_mode: true}}",
         "trainer.dump_log_probs=true",
     ),
@@ -76,7 +75,7 @@ CASES = {
         "reward.on_error=drop_group",
         OWN,
     ),  # a rank has no group at all
-    "full": ("rollout.prompts_per_step=3", "rollout.n=2", "actor.ema=0.5", "model.lora.rank=0"),
+    "full": ("rollout.prompts_per_step=4", "rollout.n=2", "actor.ema=0.5", "model.lora.rank=0"),
 }
 CASES["eight"] = (*CASES["decoupled"], "rollout.prompts_per_step=8", "rollout.n=2", "actor.epochs=1")
 CASES["fsdp"] = (*CASES["full"], "actor.fsdp=true")
@@ -93,7 +92,7 @@ CASES["fsdp, apart"] = (
     OWN,
 )
 SOME = ("decoupled", "dropped", "fsdp")
-QUICK = ("trainer.collective_timeout=20", "trainer.eval_every=0")
+QUICK = ("trainer.collective_timeout=40", "trainer.eval_every=0")
 CONTINUED = ("grpo_guard", "fsdp, apart")  # on another number of ranks
 SLOW = tuple(case for case in CASES if case not in SOME)
 
@@ -111,7 +110,7 @@ class Fragile:
             if self.then == "raise":
                 raise RuntimeError("the scorer is gone")
             if self.then == "hang":
-                time.sleep(600)
+                time.sleep(3000)
             os.kill(os.getpid(), getattr(signal, self.then))
         scores = np.array(self.reward(images, prompts).scores)
         scores[[prompt.text in self.fails_for for prompt in prompts]] = np.nan
@@ -157,7 +156,9 @@ def endings(folder):
     with pytest.MonkeyPatch.context() as patch:
         if distributed.rank() == 1:
             patch.setattr(sde, "initial_noise", spoiled(sde.initial_noise))
-        diverged = error_of(settings("fsdp", "rollout.batch_size=1", *QUICK), folder / "diverged")
+        diverged = error_of(
+            settings("fsdp", "rollout.batch_size=1", "trainer.eval_every=0"), folder / "diverged"
+        )
     found = {
         "status": result.status,
         "signal": result.signal,
@@ -285,8 +286,8 @@ def test_a_signal_to_any_rank_ends_all_after_the_same_step(usual):
 def test_a_failure_of_any_rank_ends_all_with_its_reason(usual):
     first, second = (json.loads((usual / f"{rank}.json").read_text())["error"] for rank in range(2))
     assert second.startswith("BackendError: reward Fragile raised RuntimeError: the scorer is gone")
-    assert first == f"RankError: rank 1 failed at the rollout and its rewards: {second}"
-    assert "rank 1 failed at" in (usual / "failure" / "failure.txt").read_text()
+    assert first == f"RankError: rank 1 failed during the rollout and its rewards: {second}"
+    assert "rank 1 failed during" in (usual / "failure" / "failure.txt").read_text()
     assert "the scorer is gone" in (usual / "failure" / "failure_rank1.txt").read_text()
     assert checkpoint.load_latest(usual / "failure" / "checkpoints")[1].step == 1
 
@@ -294,7 +295,7 @@ def test_a_failure_of_any_rank_ends_all_with_its_reason(usual):
 def test_latents_that_diverge_on_one_rank_leave_none_waiting_for_its_part_of_the_weights(usual):
     first, second = (json.loads((usual / f"{rank}.json").read_text())["diverged"] for rank in range(2))
     assert second.startswith("BatchError: the final latents are not finite for image 0 of prompt ")
-    assert first == f"RankError: rank 1 failed at the rollout and its rewards: {second}"
+    assert first == f"RankError: rank 1 failed during the rollout and its rewards: {second}"
 
 
 def test_one_rank_alone_writes(usual):
@@ -313,8 +314,8 @@ def test_one_rank_alone_writes(usual):
 @pytest.mark.parametrize("then", ["SIGKILL", "hang"])
 def test_a_rank_that_is_gone_or_hangs_is_named_in_bounded_time(then, in_float64, tmp_path):
     processes = start_ranks(2, Path(__file__), "silence", tmp_path, then)
-    first, _ = end_with_first(processes, timeout=120)
-    said = "rank 0 of 2 waited in vain at the rollout and its rewards: rank 1 ended or hangs after the end of a step"
+    first, _ = end_with_first(processes, timeout=600)
+    said = "rank 0 of 2 waited in vain for the rollout and its rewards: rank 1 ended or hangs after the end of a step"
     assert said in first.stderr
     assert said in (tmp_path / "run" / "failure.txt").read_text()
 
@@ -336,4 +337,4 @@ if __name__ == "__main__":
             endings(Path(folder))
     else:
         trainer.train(settings(None, fragile(2, names[0]), *QUICK), Path(folder) / "run")
-    trainer.leave_ranks()
+    distributed.leave_ranks()

@@ -8,7 +8,7 @@ from flowcorr import config
 from flowcorr.errors import MissingExtraError
 from flowcorr.models import EMBEDDED
 from flowcorr.trainer import setup
-from flowcorr.trainer.setup import build_parts
+from flowcorr.trainer.setup import build_run
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_what_is_not_installed_is_said_before_a_model_is_loaded(monkeypatch, ove
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(MissingExtraError, match=message):
-        build_parts(config.load("tiny_jpeg_lora", [override]))
+        build_run(config.load("tiny_jpeg_lora", [override]))
 
 
 def test_guidance_that_the_loaded_model_does_not_read_warns():
@@ -38,5 +38,5 @@ def test_guidance_that_the_loaded_model_does_not_read_warns():
         "sampling.true_cfg_scale=4.5 has no effect: a model of the family sd3 reads sampling.guidance_scale"
     )
     with pytest.warns(UserWarning, match=message):
-        parts, _ = build_parts(settings)
-    parts.close()
+        run, _ = build_run(settings)
+    run.close()

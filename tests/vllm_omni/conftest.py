@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flowcorr.records import Rollout
     from flowcorr.rollout import InProcessEngine
     from flowcorr.rollout.vllm_omni import VllmOmniEngine
+    from flowcorr.rollout.vllm_omni.patience import Patience
 
 PROMPTS = ("cat", "dog")
 SIZES = {"tiny_ocr": (32, 64), "sd3": (64, 64), "qwen_image": (64, 96), "flux": (32, 48)}
@@ -41,12 +42,12 @@ class Stack:
     def stir(self, scale: float = 0.02, seed: int = 0) -> None:
         """Move the trained weights, as training would."""
         draw = torch.Generator().manual_seed(seed)
-        for parameter in self.actor.parameters.values():
+        for parameter in self.actor.weights.parameters.values():
             parameter.data += scale * torch.randn(parameter.shape, generator=draw).to(parameter)
-        self.actor.version += 1
+        self.actor.weights.version += 1
 
     def sync(self) -> None:
-        self.engine.sync(self.actor.snapshot())
+        self.engine.sync(self.actor.weights.snapshot())
 
     def mismatch(self, rollout: Rollout) -> Tensor:
         """|log-prob of the actor - log-prob of the engine|, nats per latent element."""
@@ -59,9 +60,9 @@ class Stack:
         rollout = replace(self.config.rollout, name="in_process", engine={})
         engine = InProcessEngine(
             self.family, rollout, self.config.sampling, seed=self.config.trainer.seed,
-            merge=self.actor.merged_weights, base=self.actor.base,
+            merge=self.actor.weights.merged, base=self.actor.weights.untrained,
         )  # fmt: skip
-        engine.sync(self.actor.snapshot())
+        engine.sync(self.actor.weights.snapshot())
         return engine
 
 
@@ -96,20 +97,23 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
 
 
 @contextlib.contextmanager
-def running(config: Config) -> Iterator[Stack]:
+def running(config: Config, patience: Patience | None = None) -> Iterator[Stack]:
     """The engine that `config` asks for, synchronised with a new actor."""
     from flowcorr.actor import DiffusionActor
-    from flowcorr.models import DTYPES, load_family
+    from flowcorr.models import load_family
     from flowcorr.rollout.vllm_omni import VllmOmniEngine
+    from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 
-    family = load_family(
-        config.model.path,
-        dtype=DTYPES[config.model.dtype],
-        max_sequence_length=config.model.max_sequence_length,
-    )
+    family = load_family(config.model)
     actor = DiffusionActor(family, config)
     conditioning = family.encode(PROMPTS, actor.guidance)
-    engine = VllmOmniEngine(family, config, tensors=actor.snapshot().tensors, merge=actor.merged_weights)
+    engine = VllmOmniEngine(
+        family,
+        config,
+        actor_probe=ComputedProbe(family, config, actor.weights.snapshot().tensors),
+        merge=actor.weights.merged,
+        patience=patience,
+    )
     try:
         stack = Stack(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
         stack.sync()
@@ -121,14 +125,14 @@ def running(config: Config) -> Iterator[Stack]:
 @pytest.fixture(scope="session")
 def shared() -> Iterator[tuple[Stack, dict[str, Tensor]]]:
     with running(stack_config("tiny_ocr", "tiny_ocr")) as stack:
-        yield stack, stack.actor.snapshot().tensors
+        yield stack, stack.actor.weights.snapshot().tensors
 
 
 @pytest.fixture
 def stack(shared: tuple[Stack, dict[str, Tensor]]) -> Iterator[Stack]:
     """The embedded model in float32, in an engine of its own process, at its initial weights."""
     stack, initial = shared
-    stack.actor.load_weights(initial)
+    stack.actor.weights.load(initial)
     stack.engine.weight_sync = "lora_tensors"
     stack.sync()
     return stack
@@ -138,14 +142,14 @@ def stack(shared: tuple[Stack, dict[str, Tensor]]) -> Iterator[Stack]:
 def shared_guided() -> Iterator[tuple[Stack, dict[str, Tensor]]]:
     sampling = {"guidance_scale": 3.0}
     with running(stack_config("tiny_ocr", "tiny_ocr", sampling=sampling)) as stack:
-        yield stack, stack.actor.snapshot().tensors
+        yield stack, stack.actor.weights.snapshot().tensors
 
 
 @pytest.fixture
 def guided(shared_guided: tuple[Stack, dict[str, Tensor]]) -> Stack:
     """As `stack`, with guidance and an adapter that has learned something."""
     stack, initial = shared_guided
-    stack.actor.load_weights(initial)
+    stack.actor.weights.load(initial)
     stack.stir()
     stack.sync()
     return stack
@@ -158,7 +162,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
 
     with contextlib.ExitStack() as engines:
 
-        def enter(family: str, *, dtype: str = "float32", backend: str = "uni", **sections: Any) -> Stack:
+        def enter(
+            family: str,
+            *,
+            dtype: str = "float32",
+            backend: str = "uni",
+            patience: Patience | None = None,
+            **sections: Any,
+        ) -> Stack:
             from flowcorr.models import DTYPES
 
             path: str | Path = family
@@ -170,6 +181,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             config = stack_config(
                 str(path), family, dtype=dtype, rollout={**rollout, "engine": engine}, **sections
             )
-            return engines.enter_context(running(config))
+            return engines.enter_context(running(config, patience))
 
         yield enter

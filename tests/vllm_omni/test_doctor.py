@@ -56,7 +56,7 @@ def test_the_command_on_a_recipe(tmp_path, capfd):
     overrides = tiny_pipelines.overrides(folder, tiny_pipelines.QWEN_SIZE, "float32")
     engine = "rollout.engine.distributed_executor_backend=uni"
     assert main(["doctor", "qwen_image_ocr_lora_rollout_corr", *overrides, engine, "--prompts", "2"]) == 0
-    assert "rollout engine and actor agree: 18 PASS" in capfd.readouterr().out
+    assert "rollout engine and actor agree: 19 PASS" in capfd.readouterr().out
 
 
 # Faults: each changes what the engine is told --------------------------------------------------------------
@@ -87,10 +87,11 @@ def fewer_steps(stack, monkeypatch):
 def prompts_mixed_up(stack, monkeypatch):
     generate, count = stack.engine._client.generate, stack.config.rollout.n
 
-    def mixed(requests):
+    def mixed(requests, **options):
         prompts = [prompt for prompt, _ in requests]
         rolled = prompts[count:] + prompts[:count]
-        return generate([(prompt, params) for prompt, (_, params) in zip(rolled, requests, strict=True)])
+        swapped = [(prompt, params) for prompt, (_, params) in zip(rolled, requests, strict=True)]
+        return generate(swapped, **options)
 
     monkeypatch.setattr(stack.engine._client, "generate", mixed)
 
@@ -144,7 +145,7 @@ def test_a_planted_fault_is_named_and_no_other(guided, plant, named, monkeypatch
 
 
 def test_an_adapter_that_does_not_arrive_ends_in_an_error(guided, monkeypatch):
-    old = adapter.peft_tensors(guided.actor.snapshot().tensors, "sd3")
+    old = adapter.peft_tensors(guided.actor.weights.snapshot().tensors, "sd3")
     monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, family: old)
     with pytest.raises(BackendError, match="did not take effect"):
         check(guided)

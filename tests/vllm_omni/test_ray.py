@@ -1,6 +1,7 @@
 """The engine in a Ray worker: the same samples, and none of its processes outlives the worker."""
 
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -9,7 +10,9 @@ import psutil
 import pytest
 import torch
 
-from flowcorr.rollout.ray_pool import RayPool
+from flowcorr.models import EMBEDDED
+from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from flowcorr.workers.rollout import RayRollout, RolloutWorker, Shard, WeightsHandle
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -17,10 +20,12 @@ pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture(scope="module")
 def remote(shared, ray_cluster):
     """A pool of one worker for the configuration of `stack`, and what happens to it."""
-    config, events = shared[0].config, []
-    rollout = replace(config.rollout, placement="ray", batch_size=8, timeout=300.0)
-    pool = RayPool(
-        replace(config, rollout=rollout), on_event=lambda kind, **fields: events.append((kind, fields))
+    (stack, initial), events = shared, []
+    rollout = replace(stack.config.rollout, placement="ray", batch_size=8, timeout=300.0)
+    pool = RayRollout(
+        replace(stack.config, rollout=rollout),
+        probe=ComputedProbe(stack.family, stack.config, initial),
+        on_event=lambda kind, **fields: events.append((kind, fields)),
     )
     yield pool, events
     pool.close()
@@ -42,18 +47,43 @@ def test_a_worker_samples_as_the_engine_does_here(stack, remote):
     for _ in range(2):
         stack.stir()
         stack.sync()
-        pool.sync(stack.actor.snapshot())
+        pool.sync(stack.actor.weights.snapshot())
         found = sample(pool, stack)
         assert_alike(found, stack.sample())
         assert stack.mismatch(found).max() <= 1e-6
-    assert found.policy_versions.unique().tolist() == [stack.actor.version]
+    assert found.policy_versions.unique().tolist() == [stack.actor.weights.version]
     assert "attention" in pool.describe()
     assert events == []
 
 
+def test_a_worker_needs_no_text_encoder_and_runs_no_transformer_of_its_own(
+    stack, ray_cluster, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(EMBEDDED["tiny_ocr"], tmp_path / "model")
+    for encoder in folder.glob("text_encoder*"):
+        shutil.rmtree(encoder)
+    rollout = replace(stack.config.rollout, placement="ray", engine={"distributed_executor_backend": "uni"})
+    config = replace(stack.config, rollout=rollout, model=replace(stack.config.model, path=str(folder)))
+    probe = ComputedProbe(stack.family, config, stack.actor.weights.snapshot().tensors)
+    stack.stir()
+    stack.sync()
+    weights = stack.actor.weights.snapshot()
+    weights = replace(weights, probe_velocity=probe.velocity(weights))
+    expected = stack.sample()
+    monkeypatch.setattr(type(stack.family.transformer), "forward", None)
+    worker = RolloutWorker(config, probe.shipped())
+    try:
+        shard = Shard(conditioning=stack.conditioning, groups=(0, 1), training_step=1, with_means=True)
+        handle = WeightsHandle(number=0, reference=ray_cluster.put(weights))
+        found, _ = worker.sample(shard, handle)
+    finally:
+        worker.close()
+    assert_alike(found, expected)
+
+
 def test_a_killed_worker_takes_its_engine_with_it_and_is_replaced(stack, remote):
     pool, events = remote
-    pool.sync(stack.actor.snapshot())
+    pool.sync(stack.actor.weights.snapshot())
     expected = sample(pool, stack)
     children = psutil.Process(pool.places[0]["pid"]).children(recursive=True)
     assert children, "the engine samples in processes of its own"

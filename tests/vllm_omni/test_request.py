@@ -135,6 +135,12 @@ class Family:
     name = "flux"
 
 
+INSTALLED = options.Installed(
+    options={"max_num_seqs", "quantization", "tensor_parallel_size", "distributed_executor_backend"},
+    backend="package.Lossless",
+)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -146,40 +152,50 @@ class Family:
         (config({}, emulate="int8"), r"rollout\.emulate='int8'"),
     ],
 )
-def test_options_that_cannot_be_passed_on(monkeypatch, bad, message):
-    monkeypatch.setattr(options, "_known_options", lambda: {"max_num_seqs", "quantization"})
+def test_options_that_cannot_be_passed_on(bad, message):
     with pytest.raises(ConfigError, match=message):
-        options.engine_options(bad, Family())
+        options.engine_options(bad, Family(), INSTALLED)
 
 
-def test_options_are_completed(monkeypatch):
-    monkeypatch.setattr(options, "_known_options", lambda: {"max_num_seqs", "quantization"})
-    found, way = options.engine_options(config({}, prompts_per_step=3, n=5, dtype="bfloat16"), Family())
+def test_options_are_completed():
+    found, way = options.engine_options(
+        config({}, prompts_per_step=3, n=5, dtype="bfloat16"), Family(), INSTALLED
+    )
     assert way == "lora_tensors"
     assert found["max_num_seqs"] == 15
     assert found["dtype"] == "bfloat16"
     assert found["model_class_name"] == "FlowcorrFluxPipeline"
-    told, way = options.engine_options(config({"max_num_seqs": 2}, rank=0), Family())
+    told, way = options.engine_options(config({"max_num_seqs": 2}, rank=0), Family(), INSTALLED)
     assert (told["max_num_seqs"], way) == (2, "merged")
 
 
-def test_families_without_a_pipeline_or_quantization(monkeypatch):
-    monkeypatch.setattr(options, "_known_options", lambda: {"quantization"})
+def test_a_users_own_executor_is_taken_and_one_that_loses_answers_gets_a_warning(caplog):
+    def backend(engine, installed=INSTALLED):
+        return options.engine_options(config(engine), Family(), installed)[0]["distributed_executor_backend"]
+
+    assert backend({}) == "package.Lossless"
+    assert backend({"distributed_executor_backend": "mine.Executor"}) == "mine.Executor"
+    assert backend({}, replace(INSTALLED, backend="mp")) == "mp"
+    assert caplog.messages == []
+    assert backend({"distributed_executor_backend": "mp"}) == "mp"
+    assert "'mp' loses answers" in caplog.text
+
+
+def test_families_without_a_pipeline_or_quantization():
     other, sd3 = Family(), Family()
     other.name, sd3.name = "aura_flow", "sd3"
     with pytest.raises(ConfigError, match="no pipeline for the model family aura_flow"):
-        options.engine_options(config({}), other)
+        options.engine_options(config({}), other, INSTALLED)
     with pytest.raises(ConfigError, match="does not quantize sd3"):
-        options.engine_options(config({"quantization": "fp8"}), sd3)
+        options.engine_options(config({"quantization": "fp8"}), sd3, INSTALLED)
 
 
 def test_an_engine_of_several_gpus_is_refused_beside_other_ranks(monkeypatch):
-    monkeypatch.setattr(options, "_known_options", lambda: {"tensor_parallel_size"})
-    assert options.engine_options(config({"tensor_parallel_size": 2}), Family())
+    assert options.engine_options(config({"tensor_parallel_size": 2}), Family(), INSTALLED)
     monkeypatch.setattr(options.distributed, "world_size", lambda: 2)
-    assert options.engine_options(config({"tensor_parallel_size": 1}), Family())
+    assert options.engine_options(config({"tensor_parallel_size": 1}), Family(), INSTALLED)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 takes several GPUs.*placement=ray"):
-        options.engine_options(config({"tensor_parallel_size": 2}), Family())
+        options.engine_options(config({"tensor_parallel_size": 2}), Family(), INSTALLED)
 
 
 @pytest.mark.parametrize(

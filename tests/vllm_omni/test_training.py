@@ -16,16 +16,17 @@ from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
 from flowcorr.trackers.jsonl import read_metrics
-from flowcorr.trainer.step import Parts, train_step
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.step import train_step
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
 TINY_PIPELINES = Path(__file__).parents[1] / "tiny_pipelines.py"
 
 
-def parts(stack):
+def training_run(stack):
     prompts = [Prompt(text=text) for text in ("cat", "dog", "owl", "fox")]
-    return Parts(
+    return TrainingRun(
         config=stack.config,
         actor=stack.actor,
         engine=stack.engine,
@@ -36,10 +37,10 @@ def parts(stack):
 
 
 def test_training_steps(start):
-    connected = parts(stack := start("sd3"))
+    connected = training_run(stack := start("sd3"))
     first = train_step(connected, 1, lambda phase: None).metrics.compute()
     second = train_step(connected, 2, lambda phase: None).metrics.compute()
-    assert stack.engine.version == stack.actor.version == 2
+    assert stack.engine.version == stack.actor.weights.version == 2
     for values in (first, second):
         assert values["actor/grad_norm"] > 0
         assert values["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
@@ -85,7 +86,7 @@ def test_each_rank_has_an_engine_of_its_own(tmp_path):
     keys = [*printed.stdout.split(), "rollout.name=vllm_omni", "trainer.total_steps=2"]
     done = subprocess.run(
         [sys.executable, *launch, *keys, "--out", str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

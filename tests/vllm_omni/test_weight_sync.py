@@ -17,7 +17,7 @@ def test_an_adapter_reaches_the_engine(stack, way):
     stale = stack.mismatch(stack.sample()).mean()
     stack.sync()
     rollout = stack.sample()
-    assert rollout.policy_versions.unique().tolist() == [stack.actor.version]
+    assert rollout.policy_versions.unique().tolist() == [stack.actor.weights.version]
     assert stack.mismatch(rollout).mean() <= 1e-6 < 1e-4 < stale
     assert not torch.equal(rollout.latents[:, 1:], before.latents[:, 1:])
 
@@ -64,7 +64,7 @@ def test_weights_that_the_engine_does_not_know_are_an_error(stack, monkeypatch):
 
 
 def test_a_sync_that_changes_nothing_is_an_error(stack, monkeypatch):
-    old = adapter.peft_tensors(stack.actor.snapshot().tensors, "sd3")
+    old = adapter.peft_tensors(stack.actor.weights.snapshot().tensors, "sd3")
     stack.stir()
     monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, family: old)
     with pytest.raises(BackendError, match="did not take effect"):
@@ -74,3 +74,28 @@ def test_a_sync_that_changes_nothing_is_an_error(stack, monkeypatch):
 def test_a_worker_that_fails_is_an_error(stack):
     with pytest.raises(BackendError, match=r"(?s)no_such_method.*last lines of its log"):
         stack.engine._client.rpc("no_such_method")
+
+
+def test_an_engine_in_sleep_mode_wakes_once_a_training_step(stack, monkeypatch):
+    """No sleep on a CPU: the real engine samples, and its client notes when it would sleep and wake."""
+    calls = []
+
+    def noted(name, forward):
+        def call(self, *args, **options):
+            calls.append(name)
+            return forward(self, *args, **options)
+
+        return call
+
+    client_class = type(stack.engine._client)
+    for name in ("generate", "rpc"):
+        monkeypatch.setattr(client_class, name, noted(name, getattr(client_class, name)))
+    for name in ("sleep", "wake_up"):
+        monkeypatch.setattr(client_class, name, noted(name, lambda self: None))
+    monkeypatch.setattr(stack.engine, "_sleeps", True)
+    for step in range(2):
+        stack.sample(training_step=step)
+        stack.stir(seed=step)
+        stack.sync()
+    sample, sync = ["generate", "sleep"], ["wake_up", "rpc", "generate"]
+    assert calls == 2 * [*sample, *sync]

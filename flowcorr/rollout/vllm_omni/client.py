@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.rollout.vllm_omni.environment import changed
+from flowcorr.rollout.vllm_omni.patience import Patience, PatientSender
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT = 15.0  # seconds between the lines that say the engine is still loading
 HEALTH_CHECK = 2.0  # seconds between looks at an engine that we wait for
-FIRST_PATIENCE = 1800.0  # seconds to wait for the very first answers, which may have to compile something
-PATIENCE, PATIENCE_FACTOR = 60.0, 10.0  # seconds at least, and times the longest wait for an answer so far
-ASKED = 3  # times that a request is asked at the most
+# vllm-omni's own limit on the wait for an answer would end a request with an error, where `Patience` sends it again.
+NO_OTHER_LIMIT = {"VLLM_OMNI_ASYNC_OUTPUT_TIMEOUT": "1e9"}
 LOG_LINES = 20  # of the engine's log, quoted when it fails
 SHUTDOWN = 60.0  # seconds until an engine that does not stop is left to die with its parent
 LOGGERS = ("vllm", "vllm_omni")
@@ -38,6 +38,7 @@ class OmniClient:
         options: further arguments of `vllm_omni.AsyncOmni`.
         log: the file that its processes, and its part in this one, log to.
         environment: variables that its processes get (None: do not get), see `environment.of_engine`.
+        patience: when a request without an answer is sent again, and when the engine counts as failed.
 
     Raises:
         BackendError: the engine does not start.
@@ -49,10 +50,11 @@ class OmniClient:
         options: Mapping[str, Any],
         log: Path,
         environment: Mapping[str, str | None] | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self.log = log
         self._omni: Any = None
-        self._longest_silence: float | None = None  # between two answers, or before the first
+        self._sender = PatientSender(self._generate, patience or Patience())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
         self._thread.start()
@@ -81,13 +83,18 @@ class OmniClient:
         logger.info("vllm-omni is ready after %.0f s", time.monotonic() - began)
         return omni
 
-    def generate(self, requests: Sequence[tuple[Mapping[str, Any], Any]]) -> list[Any]:
+    def generate(self, requests: Sequence[tuple[Mapping[str, Any], Any]], *, steps: int = 0) -> list[Any]:
         """The outputs of `(prompt, sampling parameters)` pairs, in their order.
 
+        Args:
+            requests: each says all that its output depends on, so that it may be sent again.
+            steps: denoising steps of each request; 0 if it draws no sample.
+
         Raises:
-            BackendError: a request failed, or the engine died.
+            BackendError: a request failed or got no answer, or the engine died.
         """
-        return self._wait("a request", self._generate_all(requests))
+        with changed(NO_OTHER_LIMIT):
+            return self._wait("a request", self._sender.answers(requests, steps=steps))
 
     def rpc(self, method: str, **kwargs: Any) -> list[Mapping[str, Any]]:
         """Call `method` of the worker extension; one answer a worker.
@@ -165,53 +172,8 @@ class OmniClient:
         quoted = "\n".join(["; the last lines of its log:", *lines]) if lines else ""
         return BackendError(f"the vllm-omni engine {what}{reason}{quoted}")
 
-    async def _generate_all(self, requests: Sequence[tuple[Mapping[str, Any], Any]]) -> list[Any]:
-        """All outputs. vllm-omni 0.30 may lose an answer while it is well; what stays away for too long is asked again.
-
-        A request says all that its sample depends on, so another answer is the same.
-        """
-        outputs: dict[int, Any] = {}
-        asked, since = 1, time.monotonic()
-        tasks = self._ask(requests, range(len(requests)))
-        try:
-            while tasks:
-                done, _ = await asyncio.wait(
-                    tasks, timeout=self._patience(), return_when=asyncio.FIRST_COMPLETED
-                )
-                silence, since = time.monotonic() - since, time.monotonic()
-                for task in done:
-                    outputs[tasks.pop(task)] = task.result()
-                if done:
-                    self._longest_silence = max(silence, self._longest_silence or 0.0)
-                    continue
-                if asked == ASKED:
-                    raise TimeoutError(
-                        f"{len(tasks)} of {len(requests)} answers stayed away for {silence:.0f} s"
-                    )
-                logger.warning(
-                    "vllm-omni left %d of %d requests without an answer for %.0f s; they are asked again",
-                    len(tasks), len(requests), silence,
-                )  # fmt: skip
-                for task in tasks:
-                    task.cancel()
-                asked, tasks = asked + 1, self._ask(requests, list(tasks.values()))
-            return [outputs[place] for place in range(len(requests))]
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    def _ask(
-        self, requests: Sequence[tuple[Mapping[str, Any], Any]], places: Sequence[int]
-    ) -> dict[asyncio.Task[Any], int]:
-        return {asyncio.create_task(self._generate(*requests[place])): place for place in places}
-
-    def _patience(self) -> float:
-        """Seconds without any answer after which one is taken for lost: many times the longest that came to an end."""
-        if self._longest_silence is None:
-            return FIRST_PATIENCE
-        return max(PATIENCE, PATIENCE_FACTOR * self._longest_silence)
-
-    async def _generate(self, prompt: Mapping[str, Any], params: Any) -> Any:
+    async def _generate(self, request: tuple[Mapping[str, Any], Any]) -> Any:
+        prompt, params = request
         outputs = self._omni.generate(prompt=dict(prompt), sampling_params_list=[params])
         return [output async for output in outputs][-1]
 

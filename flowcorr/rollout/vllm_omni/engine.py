@@ -22,6 +22,7 @@ from flowcorr.rollout.emulate import round_weights
 from flowcorr.rollout.vllm_omni import adapter, environment, probe
 from flowcorr.rollout.vllm_omni.client import OmniClient
 from flowcorr.rollout.vllm_omni.options import engine_options
+from flowcorr.rollout.vllm_omni.patience import Patience
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe
 
 Merge = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -35,11 +36,11 @@ class VllmOmniEngine:
     windows and the loop are the actor's, so that these cannot be what the two disagree on.
 
     Args:
-        family: the actor's pipeline with its text encoders still in place. Its transformer is the one that is
-            trained, and that a synchronised engine has to move with.
+        family: the model's pipeline; it needs no text encoders.
         config: the run's configuration.
-        tensors: the trained tensors as they are now, `DiffusionActor.snapshot().tensors`.
+        actor_probe: the velocities that a synchronised engine has to move with.
         merge: see `Merge`.
+        patience: when a request without an answer is sent again.
 
     Raises:
         ConfigError: `rollout.engine` holds what cannot be passed on.
@@ -48,7 +49,13 @@ class VllmOmniEngine:
     """
 
     def __init__(
-        self, family: ModelFamily, config: Config, *, tensors: Mapping[str, Tensor], merge: Merge
+        self,
+        family: ModelFamily,
+        config: Config,
+        *,
+        actor_probe: probe.ActorProbe,
+        merge: Merge,
+        patience: Patience | None = None,
     ) -> None:
         self.family = family
         self.config = config
@@ -71,15 +78,18 @@ class VllmOmniEngine:
         self._history: deque[Weights] = deque(maxlen=config.rollout.staleness + 1)
         self._loaded: Weights | None = None
         self._adapter_id = 0
-        self._point = probe.probe_point(family, self.guidance, self.schedule, self.latent_shape)
+        self._probe = actor_probe
         self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-vllm-omni-")
         log = Path(self._folder.name) / "engine.log"
         surroundings = environment.of_engine(self._device, distributed.world_size())
-        self._client = OmniClient(resolve_path(config.model.path), options, log, surroundings)
         try:
-            self._moves = probe.MoveCheck(
-                self._velocities(probe.untrained(tensors)), disagreement=probe.disagreement(config.rollout)
-            )
+            self._client = OmniClient(resolve_path(config.model.path), options, log, surroundings, patience)
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        try:
+            start = probe.Velocities(engine=self._velocity(), actor=actor_probe.start)
+            self._moves = probe.MoveCheck(start, disagreement=probe.disagreement(config.rollout))
             self._rest()
         except BaseException:
             self.close()
@@ -123,9 +133,8 @@ class VllmOmniEngine:
             self._load_transformer(weights.tensors)
         else:
             self._load_adapter(weights.tensors)
-        self._moves.check(self._velocities(weights.tensors))
+        self._moves.check(probe.Velocities(engine=self._velocity(), actor=self._probe.velocity(weights)))
         self._loaded = weights
-        self._rest()
 
     def _load_transformer(self, tensors: Mapping[str, Tensor]) -> None:
         state = round_weights(self._merge(tensors), self.config.rollout.emulate)
@@ -153,9 +162,9 @@ class VllmOmniEngine:
         if folder is not None:
             shutil.rmtree(folder)
 
-    def _velocities(self, tensors: Mapping[str, Tensor]) -> probe.Velocities:
-        """Both sides at the probe's point: the engine as it is, the actor with `tensors`."""
-        point = self._point
+    def _velocity(self) -> Tensor:
+        """The engine's velocity at the probe's point, under the weights that it has."""
+        point = self._probe.point
         prompt = {
             "prompt": "",
             CONDITIONING: self._cast(point.conditioning),
@@ -166,10 +175,7 @@ class VllmOmniEngine:
             guidance_scale=self.guidance.guidance_scale, true_cfg_scale=self.guidance.true_cfg_scale
         ).to_extra()
         (output,) = self._client.generate([(prompt, self._params(extra))])
-        return probe.Velocities(
-            engine=_trajectory(output)["velocity"].float(),
-            actor=probe.actor_velocity(self.family, tensors, point),
-        )
+        return _trajectory(output)["velocity"].float()
 
     # Sampling --------------------------------------------------------------------------------------------
 
@@ -197,7 +203,7 @@ class VllmOmniEngine:
             )
             for place, job in enumerate(jobs)
         ]
-        outputs = self._client.generate(requests)
+        outputs = self._client.generate(requests, steps=self.config.sampling.num_inference_steps)
         self._rest()
         return _rollout(
             outputs, jobs, {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
@@ -277,7 +283,7 @@ class VllmOmniEngine:
             self._asleep = False
 
     def _rest(self) -> None:
-        """Leave the device to the trainer, where it is shared."""
+        """Leave a shared device to the trainer; after a sync the engine stays awake, since samples come next."""
         if self._sleeps:
             self._client.sleep()
             self._asleep = True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+import logging
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
 
 from flowcorr import distributed
@@ -12,6 +13,8 @@ from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily
 from flowcorr.rollout.vllm_omni.client import import_vllm_omni
 from flowcorr.rollout.vllm_omni.plugin import PIPELINES
+
+logger = logging.getLogger(__name__)
 
 WeightSync = Literal["lora_tensors", "lora_path", "merged"]
 
@@ -39,8 +42,28 @@ BATCH_WAIT_MS = (
 )
 
 
-def engine_options(config: Config, family: ModelFamily) -> tuple[dict[str, Any], WeightSync]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """What flowcorr needs to know of a version of vllm-omni.
+
+    Attributes:
+        options: names of the arguments that a recipe may set.
+        backend: the `distributed_executor_backend` that loses no answers, see `executor`.
+    """
+
+    options: Set[str]
+    backend: str
+
+
+def engine_options(
+    config: Config, family: ModelFamily, installed: Installed | None = None
+) -> tuple[dict[str, Any], WeightSync]:
     """Arguments for the engine, and the way that it gets new weights.
+
+    Args:
+        config: the run's configuration.
+        family: the model's family.
+        installed: the version of vllm-omni; None looks at the installed one.
 
     Raises:
         ConfigError: an option is unknown, is flowcorr's to decide, or contradicts another section.
@@ -53,23 +76,31 @@ def engine_options(config: Config, family: ModelFamily) -> tuple[dict[str, Any],
         )
     asked = dict(config.rollout.engine)
     weight_sync = _weight_sync(config, asked.pop("weight_sync", None))
-    known = _known_options()
+    installed = installed or _installed()
     for key in asked:
         if key in OURS:
             raise ConfigError(f"rollout.engine.{key} cannot be set: {OURS[key]}")
-        if key not in known:
-            raise ConfigError(unknown_choice("rollout.engine", key, ["weight_sync", *sorted(known)]))
+        if key not in installed.options:
+            raise ConfigError(
+                unknown_choice("rollout.engine", key, ["weight_sync", *sorted(installed.options)])
+            )
     _check_gpus(asked)
     if family.name in WITHOUT_QUANTIZATION and _quantization(config):
         raise ConfigError(
             f"rollout.engine.quantization={_quantization(config)!r} would have no effect: vllm-omni does not quantize "
             f"{family.name}"
         )
+    if asked.get("distributed_executor_backend", installed.backend) == "mp" != installed.backend:
+        logger.warning(
+            "rollout.engine.distributed_executor_backend='mp' loses answers in this version of vllm-omni; flowcorr "
+            "requests them again, but only after minutes; leave the key out, and flowcorr takes %s",
+            installed.backend,
+        )
     rollout = config.rollout
     options = {
         "max_num_seqs": rollout.batch_size or rollout.prompts_per_step * rollout.n,
         "request_batch_max_wait_ms": BATCH_WAIT_MS,
-        "distributed_executor_backend": "mp",  # workers of their own: nothing of theirs touches the trainer's torch
+        "distributed_executor_backend": installed.backend,
         **asked,
         "model_class_name": PIPELINES[family.name],
         "worker_extension_cls": "flowcorr.rollout.vllm_omni.worker.RolloutWorker",
@@ -120,9 +151,16 @@ def _quantization(config: Config) -> Any:
     return engine.get("quantization") or engine.get("quantization_config")
 
 
+def _installed() -> Installed:
+    """The installed vllm-omni."""
+    import_vllm_omni()
+    from flowcorr.rollout.vllm_omni.executor import default_backend
+
+    return Installed(options=_known_options(), backend=default_backend())
+
+
 def _known_options() -> set[str]:
     """What the engine and its parallel layout can be told; it would silently ignore anything else."""
-    import_vllm_omni()
     from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
 
     named = {entry.name for kind in (DiffusionParallelConfig, OmniDiffusionConfig) for entry in fields(kind)}

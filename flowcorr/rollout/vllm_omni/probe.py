@@ -1,18 +1,23 @@
-"""Proof that a sync took effect: at one fixed point the engine's velocity must move as the actor's does."""
+"""Proof that a sync took effect: at one fixed point the engine's velocity must move as the actor's does.
+
+The actor's velocity is computed in the trainer, on the actor's device. A worker elsewhere gets it with the weights, so
+that it needs no text encoder and runs no transformer of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flowcorr import sde
-from flowcorr.config.schema import RolloutConfig
+from flowcorr.config.schema import Config, RolloutConfig
 from flowcorr.errors import BackendError
-from flowcorr.models import Conditioning, Guidance, ModelFamily, Schedule
+from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Schedule
+from flowcorr.rollout.base import Weights
 
 PROMPT = "cat"
 LARGEST_GAP = 0.25  # of the velocity, between two stacks that hold the same model
@@ -86,6 +91,66 @@ def untrained(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: torch.zeros_like(tensor) if ".lora_B." in name else tensor for name, tensor in tensors.items()
     }
+
+
+class ActorProbe(Protocol):
+    """The actor's side of the comparison."""
+
+    @property
+    def point(self) -> ProbePoint:
+        """Where both sides are scored."""
+
+    @property
+    def start(self) -> Tensor:
+        """The actor's velocity `[*L]` under the weights that an engine starts with."""
+
+    def velocity(self, weights: Weights) -> Tensor:
+        """The actor's velocity `[*L]` under `weights`."""
+
+
+class ComputedProbe:
+    """An `ActorProbe` that runs the actor's transformer, on the actor's device.
+
+    Args:
+        family: the actor's pipeline, with its text encoders still in place.
+        config: the run's configuration.
+        tensors: the trained tensors as they are now.
+    """
+
+    def __init__(self, family: ModelFamily, config: Config, tensors: Mapping[str, Tensor]) -> None:
+        sampling = config.sampling
+        guidance = Guidance(
+            guidance_scale=sampling.guidance_scale,
+            true_cfg_scale=sampling.true_cfg_scale,
+            negative_prompt=sampling.negative_prompt,
+        )
+        shape = family.latent_shape(sampling.height, sampling.width)
+        exact = family.schedule(sampling.num_inference_steps, shape)
+        schedule = family.in_dtype(exact, DTYPES[config.rollout.dtype])
+        self._family = family
+        self.point = probe_point(family, guidance, schedule, shape)
+        self.start = actor_velocity(family, untrained(tensors), self.point)
+
+    def velocity(self, weights: Weights) -> Tensor:
+        """See `ActorProbe`."""
+        return actor_velocity(self._family, weights.tensors, self.point)
+
+    def shipped(self) -> ShippedProbe:
+        """The probe for engines in other processes, which get each velocity with the weights."""
+        return ShippedProbe(point=self.point, start=self.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShippedProbe:
+    """An `ActorProbe` whose velocities come with the weights."""
+
+    point: ProbePoint
+    start: Tensor
+
+    def velocity(self, weights: Weights) -> Tensor:
+        """See `ActorProbe`."""
+        assert weights.probe_velocity is not None, "`RayPool` adds the actor's velocity to all weights"
+        return weights.probe_velocity
 
 
 class MoveCheck:

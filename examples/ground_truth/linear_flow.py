@@ -1,0 +1,452 @@
+"""A flow whose policy gradient is known exactly, to measure what each correction does to its estimate.
+
+The data are Gaussian, so the flow's velocity is linear and its SDE steps, `x' = a x + b theta + s noise`, are
+those of `flowcorr.sde`. The policy's two parameters `theta` move the data mean along two directions of latent
+space that the reward sees. The rollout policy differs by a shift of every step's mean, of root mean square `r`
+stds a latent element: `delta = -r^2/2 + (r / sqrt(D)) z` with standard normal `z`.
+
+Only three directions of the `D` matter, those of both parameters and the rest of the shift, so that a sample
+costs three normals a step whatever `D` is; all other directions are the same under both policies and cancel.
+
+**Truth** is the gradient of the target policy's expected reward, from window starts that both policies share. An
+estimate averages over terms of mean-pooled log-probs; times `T D` it is in the truth's unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flowcorr.algorithm.apply import correct
+from flowcorr.correction import PRESETS, RolloutCorrectionConfig
+from flowcorr.correction.bounds import SCALES, scale_factor
+from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.losses import flow_grpo, reinforce
+from flowcorr.sde import transition
+
+SCHEDULE_STEPS = 10
+NOISE_LEVEL = 0.7
+DEFAULT_CLIP = 1e-3  # as `actor.clip_ratio`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearFlow:
+    """One setting of the flow and of its mismatch.
+
+    Attributes:
+        num_elements: `D`, latent elements of a sample.
+        num_steps: `T`, SDE steps of the window, the first of a schedule of 10.
+        r: root mean square shift of the rollout's step means, in stds a latent element.
+        alignment: share of the shift's length that lies in the plane the reward sees, as much along the truth
+            as across: `random_alignment(D)` is a random direction's, as of rounding; 1 is a rollout policy that
+            is all ahead of the target, -1 one that is behind, as a stale one.
+        curvature: `kappa` of the reward `y1 - kappa (y1^2 + y2^2) / 2`, `y` being the last latent's coordinates
+            in units of their std. With 0, the gradient is the same for every shift.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    num_elements: int
+    num_steps: int = 2
+    r: float = 0.0
+    alignment: float = 0.0
+    curvature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_elements < 3:
+            raise ConfigError(f"num_elements={self.num_elements}; the flow needs 3 latent elements or more")
+        if not 1 <= self.num_steps <= SCHEDULE_STEPS:
+            raise ConfigError(f"num_steps={self.num_steps}; the schedule has 1 to {SCHEDULE_STEPS} steps")
+        if not (self.r >= 0 and abs(self.alignment) <= 1):
+            raise ConfigError(
+                f"r={self.r}, alignment={self.alignment}; use r >= 0, and an alignment from -1 to 1"
+            )
+
+    @property
+    def shift(self) -> Tensor:
+        """`[3]`, rollout mean less target mean of every step, in stds: along both parameters, and the rest."""
+        seen = self.alignment / math.sqrt(2)
+        direction = torch.tensor([seen, seen, math.sqrt(1 - self.alignment**2)], dtype=torch.float64)
+        return self.r * math.sqrt(self.num_elements) * direction
+
+    @property
+    def truth(self) -> Tensor:
+        """`[2]`, the exact gradient of the target policy's expected reward, at `theta = 0`."""
+        steps = steps_of(self.num_steps)
+        return torch.stack(((steps.reach * steps.lever).sum(), steps.reach.new_zeros(())))
+
+    def expected_reward(self, offset: Tensor) -> Tensor:
+        """Expected reward where `y` has the mean `offset` `[..., 2]` and unit variances."""
+        return offset[..., 0] - self.curvature * (offset.square().sum(-1) / 2 + 1)
+
+
+def random_alignment(num_elements: int) -> float:
+    """`sqrt(2 / D)`, the root mean square share of a random direction that lies in a plane."""
+    return math.sqrt(2 / num_elements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Steps:
+    """`x' = gain x + lever theta + std noise` for each of the window's steps, `[T]` float64.
+
+    Attributes:
+        gain, lever, std: of the step.
+        reach: what a unit at this step's end adds to `y`, the last latent in units of its std.
+        start: what a unit at the window's start adds to `y`.
+    """
+
+    gain: Tensor
+    lever: Tensor
+    std: Tensor
+    reach: Tensor
+    start: Tensor
+
+
+def velocity(latents: Tensor, data_mean: Tensor, sigma: Tensor) -> Tensor:
+    """Exact velocity `E[x1 - x0 | x]` of the flow from noise to data with mean `data_mean` and unit variance."""
+    offset = latents - (1 - sigma) * data_mean
+    return (2 * sigma - 1) / ((1 - sigma).square() + sigma.square()) * offset - data_mean
+
+
+@lru_cache(maxsize=SCHEDULE_STEPS)
+def steps_of(num_steps: int) -> Steps:
+    """The first `num_steps` steps of the schedule, as `flowcorr.sde.transition` takes them."""
+    sigmas = torch.linspace(1, 0, SCHEDULE_STEPS + 1, dtype=torch.float64)
+    sigma, sigma_next = sigmas[:num_steps], sigmas[1 : num_steps + 1]
+    zero, one = torch.zeros(num_steps, 1, dtype=torch.float64), torch.ones(num_steps, 1, dtype=torch.float64)
+
+    def mean(latents: Tensor, theta: Tensor) -> Tensor:
+        v = velocity(latents, theta, sigma[:, None])
+        return transition("sde", latents, v, sigma, sigma_next, NOISE_LEVEL).mean[:, 0]
+
+    gain, lever = mean(one, zero), mean(zero, one)
+    std = transition("sde", zero, zero, sigma, sigma_next, NOISE_LEVEL).std
+    after = torch.cat((gain.flip(0).cumprod(0).flip(0), one[0]))  # from each step's start to the window's end
+    variance = after[0].square() + (after[1:] * std).square().sum()
+    return Steps(
+        gain=gain, lever=lever, std=std, reach=after[1:] / variance.sqrt(), start=after[0] / variance.sqrt()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Noise:
+    """What `M` samples are made of: window starts `[M, 2]` and step noises `[M, T, 3]`, standard normal."""
+
+    start: Tensor
+    steps: Tensor
+
+
+def draw(num_samples: int, num_steps: int, seed: int = 0) -> Noise:
+    """Noise for `num_samples` samples, the same for every flow of so many steps."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(num_samples, 2 + 3 * num_steps, dtype=torch.float64, generator=generator)
+    return Noise(start=normal[:, :2], steps=normal[:, 2:].reshape(num_samples, num_steps, 3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectories:
+    """`M` samples of the rollout policy.
+
+    Attributes:
+        target_log_prob: `[M, T]`, nats per latent element, without the part that both policies share.
+        rollout_log_prob: likewise under the rollout policy.
+        advantage: `[M]`, reward less its exact mean under the rollout policy; no division by a std.
+        score: `[M, T, 2]`, gradient of the target's **summed** log-prob by `theta`.
+        twin: `[M, 2]`, the gradient estimate of each sample had the target policy sampled it with the same
+            noise: unbiased, and close where the shift is small, so that differences from it are exact.
+    """
+
+    target_log_prob: Tensor
+    rollout_log_prob: Tensor
+    advantage: Tensor
+    score: Tensor
+    twin: Tensor
+
+
+def simulate(flow: LinearFlow, noise: Noise) -> Trajectories:
+    """Let the rollout policy sample, and score it under both policies."""
+    steps = steps_of(flow.num_steps)
+    moved = noise.steps + flow.shift
+    advantage = _advantage(flow, noise.start, moved, flow.shift)
+    twin_advantage = _advantage(flow, noise.start, noise.steps, torch.zeros_like(flow.shift))
+    unit = (steps.lever / steps.std)[:, None]
+    return Trajectories(
+        target_log_prob=moved.square().sum(-1) / (-2 * flow.num_elements),
+        rollout_log_prob=noise.steps.square().sum(-1) / (-2 * flow.num_elements),
+        advantage=advantage,
+        score=unit * moved[..., :2],
+        twin=twin_advantage[:, None] * (unit * noise.steps[..., :2]).sum(1),
+    )
+
+
+def _advantage(flow: LinearFlow, start: Tensor, moved: Tensor, shift: Tensor) -> Tensor:
+    steps = steps_of(flow.num_steps)
+    y = steps.start * start + torch.einsum("t,mtj->mj", steps.reach * steps.std, moved[..., :2])
+    reward = y[:, 0] - flow.curvature * y.square().sum(-1) / 2
+    return reward - flow.expected_reward((steps.reach * steps.std).sum() * shift[:2])
+
+
+def expected_gradient(flow: LinearFlow, level: str | None = None, scale: str | float = "sum") -> Tensor:
+    """`[2]`, exact expectation of the estimate with uncapped weights `exp(scale delta)` of a level.
+
+    Such weights tilt the Gaussian noise: they take back the share `tau = scale / D` of the shift of the steps
+    that they look at, and multiply what remains by their mean, `exp(-tau (1 - tau) D r^2 / 2)` for each. Hence `sum`
+    takes back all, `sqrt` one part in `sqrt(D)`, `mean` one in `D`; `token` does so only for the step whose term it
+    weighs, and the states before it and the steps after it stay the rollout policy's.
+
+    Args:
+        level: `token`, `sequence`, `geometric`, or None for no weights.
+        scale: as `log_ratio_scale`.
+
+    Raises:
+        ConfigError: the level or the scale is unknown.
+    """
+    tilts = _tilts(flow, level, scale)
+    steps, shift = steps_of(flow.num_steps), flow.shift
+    squared = shift.square().sum()
+    mean_weight = torch.exp(-(tilts * (1 - tilts)).sum(1) * squared / 2)  # [T], of the term's weight
+    remaining = (1 - tilts)[..., None] * shift[:2]  # [term, step, 2]
+    travel = steps.reach * steps.std
+    offset = torch.einsum("u,tuj->tj", travel, remaining)  # of y, as the term sees it
+    slope = torch.stack((1 - flow.curvature * offset[:, 0], -flow.curvature * offset[:, 1]), -1)
+    surplus = flow.expected_reward(offset) - flow.expected_reward(travel.sum() * shift[:2])
+    lean = torch.diagonal(remaining).T * (steps.lever / steps.std * surplus)[:, None]
+    return (mean_weight[:, None] * ((steps.reach * steps.lever)[:, None] * slope + lean)).sum(0)
+
+
+def _tilts(flow: LinearFlow, level: str | None, scale: str | float) -> Tensor:
+    """`[T, T]`, the share of the shift at a step (column) that the weight of a term (row) takes back."""
+    tau = scale_factor(scale, flow.num_elements) / flow.num_elements
+    ones = torch.ones(flow.num_steps, flow.num_steps, dtype=torch.float64)
+    match level:
+        case None:
+            return 0.0 * ones
+        case "token":
+            return tau * torch.eye(flow.num_steps, dtype=torch.float64)
+        case "sequence":
+            return tau * ones
+        case "geometric":
+            return tau / flow.num_steps * ones
+    raise ConfigError(unknown_choice("level", level, ("token", "sequence", "geometric")))
+
+
+def chi_squared(flow: LinearFlow, scale: str | float = "sum") -> float:
+    """`E[w^2] / E[w]^2 - 1` of uncapped sequence weights, `exp(tau^2 T D r^2) - 1`, `tau = scale / D`.
+
+    For `sum` it is the chi-squared divergence of the window's target from its rollout policy, `exp(T D r^2) - 1`:
+    the steps' log-ratios are independent normals of variance `D r^2`. Their effective sample size is
+    `1 / (1 + chi^2)` of the batch.
+    """
+    tau = scale_factor(scale, flow.num_elements) / flow.num_elements
+    return math.expm1(min(tau**2 * flow.num_steps * flow.num_elements * flow.r**2, 700.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Estimates:
+    """What a correction makes of `M` samples.
+
+    Attributes:
+        gradient: `[M, 2]`, each sample's part of the loss's gradient ascent, times `D`, a sum over its steps.
+        counted: `[M]`, its terms in the denominator of the loss.
+        metrics: `rollout_corr/*` over all samples.
+        num_steps: `T`.
+    """
+
+    gradient: Tensor
+    counted: Tensor
+    metrics: dict[str, float]
+    num_steps: int
+
+    def batches(self, size: int) -> Tensor:
+        """`[M // size, 2]`, the gradient estimates of batches of `size` samples, in the truth's unit."""
+        whole = len(self.gradient) // size * size
+        sums = self.gradient[:whole].reshape(-1, size, 2).sum(1)
+        counts = self.counted[:whole].reshape(-1, size).sum(1)
+        return self.num_steps * sums / counts.clamp(min=1)[:, None]
+
+
+def estimate(
+    flow: LinearFlow,
+    trajectories: Trajectories,
+    config: RolloutCorrectionConfig,
+    *,
+    clip_ratio: float = DEFAULT_CLIP,
+) -> Estimates:
+    """Gradient of the corrected loss at the first update, where the current policy is the old one.
+
+    Correction and loss are the trainer's own; the loss is differentiated by its log-probs with autograd, and the
+    chain is closed by the exact score.
+    """
+    target, rollout = trajectories.target_log_prob, trajectories.rollout_log_prob
+    advantage = trajectories.advantage[:, None].expand_as(target)
+    step_index = torch.arange(flow.num_steps).expand_as(target)
+    # In bypass, scope step, every term is a trajectory of its own, as the trainer hands it to the loss.
+    alone = config.mode == "bypass" and config.bypass_scope == "step"
+    shape = (target.numel(), 1) if alone else tuple(target.shape)
+    log_prob = target.reshape(shape).clone().requires_grad_()
+    behaviour, advantage = rollout.reshape(shape), advantage.reshape(shape)
+    correction = correct(
+        log_prob,
+        behaviour,
+        config,
+        mask=None,
+        step_index=step_index.reshape(shape),
+        num_elements=flow.num_elements,
+        num_steps=flow.num_steps,
+    )
+    weight, keep = correction.weights, correction.keep
+    if config.mode == "bypass" and config.loss_type == "reinforce":
+        output = reinforce(log_prob, advantage, adv_clip_max=math.inf, weight=weight, keep=keep)
+    else:
+        old = behaviour if config.mode == "bypass" else log_prob.detach()
+        output = flow_grpo(
+            log_prob, old, advantage, clip_ratio=clip_ratio, adv_clip_max=math.inf, weight=weight, keep=keep
+        )
+    (slope,) = torch.autograd.grad(output.loss_sum, log_prob)
+    keep = keep.reshape(target.shape)
+    counted = keep if config.rollout_rs_denominator == "kept" else torch.ones_like(keep)
+    return Estimates(
+        gradient=-(slope.reshape(target.shape)[..., None] * trajectories.score).sum(1),
+        counted=counted.sum(1),
+        metrics=correction.metrics.compute(),
+        num_steps=flow.num_steps,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """How good the gradient estimates of batches are; all in units of the truth's length or its square.
+
+    Attributes:
+        bias_along: signed, along the truth: -1 is a gradient that vanishes, which a larger learning rate or Adam
+            may make up for; standard error `bias_along_se`.
+        bias_across: signed, perpendicular to the truth: a wrong direction; standard error `bias_across_se`.
+        variance: trace of the covariance of a batch's estimate.
+        mse: mean squared error, bias and variance; standard error `mse_se`.
+        on_policy_variance: variance, and mean squared error, of samples of the target policy itself.
+        worth: how many samples of the target policy itself do as well as one of these, each with the best fixed
+            factor on its gradient, as tuned or normalised step sizes find it; standard error `worth_se`. Where
+            there is bias, it depends on the size of the batch. Above 1, the rollout policy's samples happen to
+            tell more than the target's own, or the bias lies along the truth.
+        kept: share of terms that were not rejected.
+        mean_weight: mean importance weight, after the cap; 1 without weights.
+        ess: effective sample size of the weights, a share; 1 without weights.
+    """
+
+    bias_along: float
+    bias_along_se: float
+    bias_across: float
+    bias_across_se: float
+    variance: float
+    mse: float
+    mse_se: float
+    on_policy_variance: float
+    worth: float
+    worth_se: float
+    kept: float
+    mean_weight: float
+    ess: float
+
+    @property
+    def bias(self) -> float:
+        """Length of the bias; noise of the size of its standard error makes it larger than it is."""
+        return math.hypot(self.bias_along, self.bias_across)
+
+    @property
+    def bias_se(self) -> float:
+        """Standard error of the longer of both components."""
+        return max(self.bias_along_se, self.bias_across_se)
+
+
+def assess(flow: LinearFlow, trajectories: Trajectories, estimates: Estimates, batch_size: int) -> Quality:
+    """Bias, variance and mean squared error of batches of `batch_size` samples, with their standard errors.
+
+    Bias and `worth` compare with the same samples' twins of the target policy, whose expectation is the truth.
+    Weights without a cap have such heavy tails where `T D r^2` is above 1 that no standard error can be trusted.
+    """
+    length = flow.truth.norm()
+    truth = flow.truth / length
+    batches = estimates.batches(batch_size) / length
+    twins = trajectories.twin[: len(batches) * batch_size].reshape(-1, batch_size, 2).mean(1) / length
+    bias, bias_se = _mean(_without_common_noise(batches - truth, twins - truth))
+    mse, mse_se = _mean((batches - truth).square().sum(1))
+    worth, worth_se = _worth(batches, twins)
+    return Quality(
+        bias_along=float(bias[0]),
+        bias_along_se=float(bias_se[0]),
+        bias_across=float(bias[1]),
+        bias_across_se=float(bias_se[1]),
+        variance=float(batches.var(0).sum()),
+        mse=float(mse),
+        mse_se=float(mse_se),
+        on_policy_variance=float(twins.var(0).sum()),
+        worth=worth,
+        worth_se=worth_se,
+        kept=1.0 - estimates.metrics["rollout_corr/rollout_rs_masked_fraction"],
+        mean_weight=estimates.metrics.get("rollout_corr/rollout_is_mean", 1.0),
+        ess=estimates.metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0),
+    )
+
+
+def _mean(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over the first axis and its standard error."""
+    return values.mean(0), values.std(0) / math.sqrt(len(values))
+
+
+def _without_common_noise(values: Tensor, noise: Tensor) -> Tensor:
+    """`values` less what they share with `noise`, whose expectation is 0: a control variate."""
+    centred = noise - noise.mean(0)
+    share = (centred * values).sum(0) / centred.square().sum(0)
+    return values - share * noise
+
+
+def _worth(batches: Tensor, twins: Tensor) -> tuple[float, float]:
+    """Noise-to-signal ratio of `twins` over that of `batches`, and its standard error by the delta method.
+
+    With the best factor `c >= 0`, `min_c E|c g - truth|^2` is `q / (1 + q)` with
+    `q = E|g|^2 / E[g along truth]^2 - 1`, which for an unbiased estimate falls as one over the batch size.
+    """
+    if float(batches[:, 0].mean()) <= 0:
+        return 0.0, 0.0
+    ratio, influence = _noise_to_signal(batches)
+    twin_ratio, twin_influence = _noise_to_signal(twins)
+    worth = float(twin_ratio / ratio)
+    return worth, worth * float(_mean(twin_influence / twin_ratio - influence / ratio)[1])
+
+
+def _noise_to_signal(batches: Tensor) -> tuple[Tensor, Tensor]:
+    """`E|g|^2 / E[g along truth]^2 - 1`, and what each batch contributes to its error."""
+    along, squared = batches[:, 0], batches.square().sum(1)
+    signal, power = along.mean(), squared.mean()
+    return power / signal**2 - 1, squared / signal**2 - 2 * power / signal**3 * along
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A correction to compare: its name (a preset's), the scale of its log-ratios (`-` where none acts), its config."""
+
+    name: str
+    scale: str
+    config: RolloutCorrectionConfig
+
+
+def arms(scales: Sequence[str] = SCALES) -> Iterator[Arm]:
+    """Every preset but aliases, at every scale where one acts; last `exact_seq_is`, uncapped density ratios."""
+    for preset in PRESETS:
+        config = RolloutCorrectionConfig.from_preset(preset)
+        if config.rollout_is is None and config.rollout_rs is None:
+            yield Arm(name=preset, scale="-", config=config)
+            continue
+        for scale in scales:
+            scaled = RolloutCorrectionConfig.from_preset(preset, log_ratio_scale=scale)
+            yield Arm(name=preset, scale=scale, config=scaled)
+    exact = RolloutCorrectionConfig.from_preset(
+        "decoupled_seq_is", rollout_is_threshold=math.inf, log_ratio_scale="sum"
+    )
+    yield Arm(name="exact_seq_is", scale="sum", config=exact)

@@ -1,0 +1,196 @@
+"""Scoring: log-probs and step means of SDE steps under the current policy."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcorr import distributed, sde
+from flowcorr.actor.weights import TrainedWeights
+from flowcorr.config.schema import Config
+from flowcorr.errors import BatchError
+from flowcorr.models import Guidance, ModelFamily
+from flowcorr.models.base import repeated_blocks
+from flowcorr.records import PolicyStep, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """Log-probs `[B, T]` of a batch without gradients, with step means `[B, T, *L]` where asked for."""
+
+    log_probs: Tensor
+    means: Tensor | None
+
+
+class Scorer:
+    """Scores the steps of a rollout with the trained transformer.
+
+    Args:
+        family: the pipeline.
+        weights: its trained weights.
+        guidance: of the run's sampling.
+        config: the run's configuration.
+    """
+
+    def __init__(
+        self, family: ModelFamily, weights: TrainedWeights, guidance: Guidance, config: Config
+    ) -> None:
+        self.family, self.weights, self.guidance, self.config = family, weights, guidance, config
+        self._transformer: Any = weights.transformer
+        if config.actor.compile:
+            # One compilation serves all blocks of a kind, and any batch size.
+            for block in repeated_blocks(self._transformer):
+                block.compile(dynamic=True)
+
+    def score(self, rollout: Rollout, *, guidance: Guidance | None = None) -> PolicyStep:
+        """Score every step of `rollout` under the current policy, with gradients.
+
+        Args:
+            rollout: the samples.
+            guidance: None for that of the run.
+
+        Returns:
+            Log-probs, means, stds and step sizes, `[b, T]`-first. The timesteps are fed as the rollout engine
+            fed them, and the sigmas come from its schedule.
+        """
+        if self.config.actor.fold_steps or rollout.num_steps == 1:
+            return self._score(rollout, guidance)
+        steps = [self._score(rollout.step(t), guidance) for t in range(rollout.num_steps)]
+        return PolicyStep(
+            **{
+                name: torch.cat([getattr(step, name) for step in steps], dim=1)
+                for name in ("log_prob", "mean", "std", "step")
+            }
+        )
+
+    def score_finite(self, rollout: Rollout) -> PolicyStep:
+        """`score`, where samples whose forward is not finite have a log-prob of NaN and carry no gradient.
+
+        Behind a mask in the loss, the gradient of such a sample would be 0 times infinity, so the others are scored
+        again without it. Scored step by step, a sample loses the steps that are not finite; its other steps keep
+        their gradient. Sharded weights allow no forward pass that other ranks do not make: there, a gradient that is
+        not finite skips the update on all ranks.
+        """
+        policy = self.score(rollout)
+        finite = torch.isfinite(policy.log_prob.detach()).all(dim=1)
+        if self.weights.sharded or finite.all():
+            return policy
+        policy = policy.detach()  # frees the graph before the next one is built
+        rows = finite.nonzero().squeeze(1)
+        log_prob, mean = torch.full_like(policy.log_prob, math.nan), policy.mean
+        if len(rows):
+            rescored = self.score(rollout.select(rows))
+            log_prob = log_prob.index_copy(0, rows, rescored.log_prob)
+            mean = mean.index_copy(0, rows, rescored.mean)
+        return replace(policy, log_prob=log_prob, mean=mean)
+
+    @torch.no_grad()
+    def log_probs(
+        self,
+        rollout: Rollout,
+        *,
+        with_means: bool = False,
+        guidance: Guidance | None = None,
+        filler_sample: Rollout | None = None,
+    ) -> Scores:
+        """Recompute the log-probs of a whole batch, in micro-batches and without gradients.
+
+        Args:
+            rollout: the batch.
+            with_means: also return the step means.
+            guidance: None for that of the run.
+            filler_sample: any sample, which a rank with fewer micro-batches than others scores to keep in step with
+                them; needed for sharded weights where a rank's batch may be empty. None takes the batch's first.
+        """
+        micro_batches = self.micro_batches(rollout.num_samples)
+        log_probs, means = [rollout.log_probs[:0]], [rollout.latents[:0, 1:]]
+        for rows in micro_batches:
+            policy = self.score(rollout.select(rows), guidance=guidance)
+            log_probs.append(policy.log_prob)
+            if with_means:
+                means.append(policy.mean)
+        filler_sample = rollout.select(slice(1)) if filler_sample is None else filler_sample
+        for _ in range(self.num_fillers(len(micro_batches), filler_sample)):
+            self.score(filler_sample)
+        return Scores(log_probs=torch.cat(log_probs), means=torch.cat(means) if with_means else None)
+
+    @torch.no_grad()
+    def reference_means(self, rollout: Rollout) -> Tensor | None:
+        """Step means `[B, T, *L]` of the reference policy, the model as it was loaded; None without `actor.kl_coef`."""
+        if not self.config.actor.kl_coef:
+            return None
+        with self._reference():
+            return self.score(rollout).mean
+
+    def micro_batches(self, num_samples: int) -> list[slice]:
+        """The samples that go through the transformer together."""
+        size = self.config.actor.micro_batch_size or max(num_samples, 1)
+        return [slice(begin, begin + size) for begin in range(0, num_samples, size)]
+
+    def num_fillers(self, num_micro_batches: int, filler_sample: Rollout) -> int:
+        """How many micro-batches this rank lacks beside the rank that has most; 0 unless weights are sharded.
+
+        A forward pass through sharded weights needs all ranks.
+
+        Raises:
+            BatchError: a rank has no sample to fill up with; on all ranks.
+        """
+        if not self.weights.sharded:
+            return 0
+        ranks = distributed.gather(
+            (num_micro_batches, filler_sample.num_samples), "the number of micro-batches"
+        )
+        empty = [rank for rank, (_, samples) in enumerate(ranks) if not samples]
+        if empty:
+            raise BatchError(
+                f"all samples of rank {empty[0]} were dropped, and actor.fsdp=True needs one on each rank; use more "
+                "prompts a rank (rollout.prompts_per_step), or find out why the reward failed (reward.on_error)"
+            )
+        return max(count for count, _ in ranks) - num_micro_batches
+
+    def _score(self, rollout: Rollout, guidance: Guidance | None) -> PolicyStep:
+        samples, steps = rollout.log_probs.shape
+        latents = rollout.latents[:, :-1]
+        conditioning = {name: rows.repeat_interleave(steps, 0) for name, rows in rollout.conditioning.items()}
+        with torch.autocast(latents.device.type, torch.bfloat16, enabled=self.config.actor.autocast):
+            velocity = self.family.velocity(
+                self._transformer,
+                latents.flatten(0, 1),
+                rollout.timesteps.flatten(),
+                conditioning,
+                self.guidance if guidance is None else guidance,
+            )
+        sampling = self.config.sampling
+        step = sde.transition(
+            sampling.sde_type,
+            latents,
+            velocity.unflatten(0, (samples, steps)),
+            rollout.sigmas,
+            rollout.sigmas_next,
+            sampling.noise_level,
+        )
+        log_prob = sde.log_prob(rollout.latents[:, 1:], step, cps_unscaled=sampling.cps_unscaled)
+        return PolicyStep(log_prob=log_prob, mean=step.mean, std=step.std, step=step.step)
+
+    @contextlib.contextmanager
+    def _reference(self) -> Iterator[None]:
+        """Score with the model as it was loaded: without its adapter, or with the untrained copy."""
+        transformer = self.weights.transformer
+        if self.config.model.lora.rank:
+            transformer.disable_adapters()
+            try:
+                yield
+            finally:
+                transformer.enable_adapters()
+        else:
+            self._transformer = self.weights.untrained
+            try:
+                yield
+            finally:
+                self._transformer = transformer

@@ -1,0 +1,277 @@
+"""Learning: optimizer steps on the policy loss of a batch."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flowcorr import distributed, sde
+from flowcorr.actor.scoring import Scorer
+from flowcorr.actor.weights import TrainedWeights
+from flowcorr.algorithm import diffusion_loss
+from flowcorr.config.schema import Config
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.distributed import fsdp
+from flowcorr.metrics import Metrics, mean, total
+from flowcorr.records import ActorBatch, BatchStep, LossOutput, PolicyStep, Rollout
+
+logger = logging.getLogger(__name__)
+
+BatchT = TypeVar("BatchT", ActorBatch, Rollout)
+Record = Callable[[ActorBatch, PolicyStep], None]
+
+
+class PolicyOptimizer:
+    """AdamW on the policy loss.
+
+    Args:
+        weights: the trained weights.
+        scorer: scores under them.
+        config: the run's configuration.
+    """
+
+    def __init__(self, weights: TrainedWeights, scorer: Scorer, config: Config) -> None:
+        self.weights, self.scorer, self.config = weights, scorer, config
+        actor = config.actor
+        self.adamw = torch.optim.AdamW(
+            weights.parameters.values(), lr=actor.lr, betas=actor.betas, weight_decay=actor.weight_decay
+        )
+
+    def update(
+        self,
+        batch: ActorBatch,
+        correction: RolloutCorrectionConfig | None,
+        *,
+        training_step: int,
+        record: Record | None = None,
+    ) -> Metrics:
+        """Take `epochs * mini_batches` optimizer steps on a batch whose `old_log_probs` are known.
+
+        Args:
+            batch: the samples.
+            correction: the rollout correction in force; in bypass mode it acts inside the loss.
+            training_step: seeds the order of the mini-batches.
+            record: called with each part of the batch, which then has `places`, and the scores of its loss.
+
+        Returns:
+            `actor/*` metrics over the whole update. In bypass mode also `rollout_corr/*`: under `actor/` over the
+            whole update, and as they are over the terms scored before the first optimizer step.
+        """
+        if record is not None:
+            terms = batch.rollout.log_probs
+            places = torch.arange(terms.numel(), device=terms.device).view_as(terms)
+            batch = replace(batch, places=places)
+        filler_sample = batch.rollout.select(slice(1))
+        metrics = Metrics()
+        untouched = True  # whether the weights are still those that the batch came with
+        for epoch in range(self.config.actor.epochs):
+            for mini_batch in self.mini_batches(batch, training_step, epoch):
+                outputs = self._accumulate(mini_batch, correction, filler_sample, record)
+                stepped, stats = self._step(outputs)
+                measured = Metrics.merged(output.correction_metrics for output in outputs)
+                metrics = Metrics.merged(
+                    [
+                        metrics,
+                        *(output.metrics for output in outputs),
+                        stats,
+                        measured.prefixed("actor/"),
+                        measured if untouched else Metrics(),
+                    ]
+                )
+                untouched = untouched and not stepped
+        return metrics
+
+    def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
+        """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""
+        config = self.config
+        parts = min(config.actor.mini_batches, config.rollout.prompts_per_step)
+        dealt = deal_groups(
+            batch.rollout.group_ids, parts, seed=config.trainer.seed, training_step=training_step, epoch=epoch
+        )
+        for part in range(parts):
+            yield batch.select((dealt == part).nonzero().squeeze(1))
+
+    def _accumulate(
+        self,
+        batch: ActorBatch,
+        correction: RolloutCorrectionConfig | None,
+        filler_sample: Rollout,
+        record: Record | None,
+    ) -> list[LossOutput]:
+        """Accumulate the gradient of a mini-batch's loss sum; a rank without samples adds zeros."""
+        self.adamw.zero_grad(set_to_none=True)
+        whole_windows = _sees_whole_windows(self.config, correction)
+        outputs = []
+        micro_batches = self.scorer.micro_batches(batch.rollout.num_samples)
+        for rows in micro_batches:
+            for part in self._backward_units(batch.select(rows), whole_windows):
+                reference_means = self.scorer.reference_means(
+                    part.rollout
+                )  # before the policy's graph takes memory
+                policy = self.scorer.score_finite(part.rollout)
+                if record is not None:
+                    record(part, policy)
+                output = self._loss(policy, part, reference_means, correction, whole_windows)
+                if self.weights.sharded or output.loss_sum.requires_grad:
+                    output.loss_sum.backward()
+                outputs.append(output)
+        for _ in range(self.scorer.num_fillers(len(micro_batches), filler_sample)):
+            for rollout in self._backward_units(filler_sample, whole_windows):
+                (0.0 * self.scorer.score(rollout).log_prob.sum()).backward()
+        return outputs
+
+    def _backward_units(self, batch: BatchT, whole_windows: bool) -> list[BatchT]:
+        """The parts of a micro-batch that each get a backward pass: its windows, or each of their steps."""
+        if whole_windows or self.config.actor.fold_steps:
+            return [batch]
+        return [batch.step(t) for t in range(self.config.sampling.sde_window_size)]
+
+    def _loss(
+        self,
+        policy: PolicyStep,
+        batch: ActorBatch,
+        reference_means: Tensor | None,
+        correction: RolloutCorrectionConfig | None,
+        whole_windows: bool,
+    ) -> LossOutput:
+        step = BatchStep.of(batch, reference_means)
+        if not whole_windows:
+            policy, step = policy.per_term(), step.per_term()
+        num_steps = self.config.sampling.num_inference_steps
+        return diffusion_loss(policy, step, self.config.actor, correction, num_steps=num_steps)
+
+    def _step(self, outputs: Sequence[LossOutput]) -> tuple[bool, Metrics]:
+        """Divide the accumulated gradient once by the count of all ranks, clip it, and step.
+
+        Returns:
+            Whether a step was taken, and its metrics.
+        """
+        actor = self.config.actor
+        zero = torch.zeros((), device=self.weights.device)
+        loss_sum = sum((output.loss_sum.detach() for output in outputs), zero)
+        kept = sum((output.count_kept for output in outputs), zero).float()
+        counted = kept
+        if self._denominator() == "all":
+            counted = sum((output.count_all for output in outputs), zero).float()
+        all_kept = self._divide_gradients(kept, counted)
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.parameters.values(), actor.grad_clip)
+        # The one read by the host of an optimizer step.
+        grad_norm, num_kept = torch.stack([fsdp.full_tensor(norm).double(), all_kept.double()]).tolist()
+        finite = math.isfinite(grad_norm)
+        stepped = num_kept > 0 and finite
+        learning_rate = actor.lr * min(1.0, (self.weights.version + 1) / max(actor.warmup_steps, 1))
+        if stepped:
+            for group in self.adamw.param_groups:
+                group["lr"] = learning_rate
+            self.adamw.step()
+            self.weights.version += 1
+            self.weights.update_average()
+        elif num_kept:
+            logger.warning("the gradient is not finite; this update is skipped")
+        else:
+            logger.warning("every term was rejected, or its group dropped; this update is skipped")
+        counts = distributed.is_main()  # an update of all ranks is counted once
+        stats = {
+            "actor/loss": mean(loss_sum, counted),
+            "actor/lr": mean(learning_rate, 1),
+            "actor/grad_norm": mean(grad_norm if finite else 0.0, int(finite)),
+            "actor/updates": total(int(stepped and counts)),
+            "actor/skipped_updates": total(int(not stepped and counts)),
+        }
+        return stepped, Metrics.from_stats(stats)
+
+    def _divide_gradients(self, kept: Tensor, counted: Tensor) -> Tensor:
+        """Turn each rank's gradient of its loss sum into that of the whole mini-batch's mean.
+
+        Returns:
+            The kept terms of all ranks.
+        """
+        for parameter in self.weights.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [
+            fsdp.local_shard(parameter.grad)
+            for parameter in self.weights.parameters.values()
+            if parameter.grad is not None
+        ]
+        if self.weights.sharded:
+            kept, counted = sum_over_ranks([], [kept, counted])
+            torch._foreach_mul_(gradients, distributed.world_size())  # FSDP has averaged them over the ranks
+        else:
+            kept, counted = sum_over_ranks(gradients, [kept, counted])
+        torch._foreach_div_(gradients, counted.clamp(min=1))
+        return kept
+
+    def _denominator(self) -> str:
+        correction = self.config.algorithm.rollout_correction
+        return "kept" if correction is None else correction.rollout_rs_denominator
+
+    def state(self) -> dict[str, Tensor]:
+        """AdamW's moments and step counts, named `<parameter>.<moment>`."""
+        names = list(self.weights.parameters)
+        return {
+            f"{names[index]}.{key}": value
+            for index, entry in self.adamw.state_dict()["state"].items()
+            for key, value in entry.items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back the tensors of `state`."""
+        entries: dict[int, dict[str, Any]] = {}
+        places = {name: index for index, name in enumerate(self.weights.parameters)}
+        for key, value in state.items():
+            name, moment = key.rsplit(".", 1)
+            if moment != "step":
+                value = fsdp.shard_like(self.weights.parameters[name], value)
+            entries.setdefault(places[name], {})[moment] = value.clone()
+        groups = self.adamw.state_dict()["param_groups"]
+        self.adamw.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def deal_groups(group_ids: Tensor, parts: int, *, seed: int, training_step: int, epoch: int) -> Tensor:
+    """The mini-batch, 0 to `parts - 1`, of each sample `[B]`.
+
+    Each block of `parts` consecutive groups deals one group to every mini-batch, at random. So the groups of a rank,
+    which are consecutive, are spread evenly, and nothing depends on the number of ranks.
+    """
+    block, place = group_ids // parts, group_ids % parts
+    dealt = torch.empty_like(group_ids)
+    for number in block.unique().tolist():
+        draw = sde.generator(seed, training_step, epoch, number, stream="mini batches")
+        order = torch.randperm(parts, generator=draw).to(group_ids)
+        dealt = torch.where(block == number, order[place], dealt)
+    return dealt
+
+
+def sum_over_ranks(gradients: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
+    """Add `gradients` up over all ranks in place, and return the added `counts`, by one collective.
+
+    Loss sums and counts add up, so that dividing once afterwards gives the gradient of the whole batch however it is
+    spread over ranks. DistributedDataParallel does not fit: its hooks average, and expect equally many backward
+    passes on every rank; here a rank may have fewer micro-batches than others, or none.
+    """
+    if distributed.world_size() == 1:
+        return list(counts)
+    tensors = [*gradients, torch.stack(list(counts))]
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    packed = torch.cat([tensor.flatten().to(dtype) for tensor in tensors])
+    *sums, totals = distributed.add_up(packed, "the gradients of a mini-batch").split(
+        [tensor.numel() for tensor in tensors]
+    )
+    for gradient, added in zip(gradients, sums, strict=True):
+        gradient.copy_(added.view_as(gradient))
+    return list(totals)
+
+
+def _sees_whole_windows(config: Config, correction: RolloutCorrectionConfig | None) -> bool:
+    """Whether the loss takes whole windows `[b, T]`: for ratios, weights or rejection of trajectories."""
+    return config.actor.ratio_level != "step" or (
+        correction is not None and correction.mode == "bypass" and correction.bypass_scope == "trajectory"
+    )

@@ -1,0 +1,183 @@
+"""The weights that are trained: an adapter's, or all of the transformer's; their average; their files."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcorr import distributed, lora
+from flowcorr.config.schema import Config
+from flowcorr.distributed import fsdp
+from flowcorr.errors import BatchError
+from flowcorr.models import ModelFamily
+from flowcorr.models.base import repeated_blocks
+from flowcorr.rollout.base import Weights, needs_base
+
+FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # as `from_pretrained` looks for them
+
+
+class TrainedWeights:
+    """The trained parameters of a pipeline's transformer.
+
+    Args:
+        family: the loaded pipeline; its transformer gets the adapter, or is sharded over the ranks.
+        config: the run's configuration.
+
+    Attributes:
+        parameters: by name.
+        version: optimizer updates that made them.
+        average: the exponential moving average in float32 or better, where `actor.ema` asks for one.
+        untrained: the transformer before training, where an engine or `actor.kl_coef` needs a copy of it; else the
+            transformer itself.
+        sharded: whether each rank holds a shard of every parameter.
+    """
+
+    def __init__(self, family: ModelFamily, config: Config) -> None:
+        self.family = family
+        self.transformer: Any = family.transformer
+        self._adapted = config.model.lora.rank > 0
+        self._decay = config.actor.ema
+        self.untrained = _untrained(self.transformer, config)
+        if self._adapted:
+            lora.add_adapter(self.transformer, family, config.model.lora, seed=config.trainer.seed)
+        else:
+            self.transformer.requires_grad_(True)
+        self._architecture = self.transformer.to_json_string()  # FSDP renames the class
+        self.sharded = config.actor.fsdp and distributed.world_size() > 1
+        if self.sharded:
+            fsdp.shard(self.transformer, repeated_blocks(self.transformer))
+        self.parameters = {
+            name: parameter
+            for name, parameter in self.transformer.named_parameters()
+            if parameter.requires_grad
+        }
+        self.version = 0
+        self.average = None if self._decay is None else _in_float32(self.snapshot().tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    # In memory -------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Weights:
+        """A copy of the weights; each rank copies its shards."""
+        tensors = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        return Weights(version=self.version, tensors=tensors)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights.
+
+        Raises:
+            BatchError: names or shapes differ.
+        """
+        if tensors.keys() != self.parameters.keys():
+            odd = sorted(tensors.keys() ^ self.parameters.keys())
+            raise BatchError(
+                f"the weights belong to another adapter or model: {len(odd)} names differ, as {odd[0]}"
+            )
+        for name, parameter in self.parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise BatchError(
+                    f"the weights belong to another adapter or model: {name} has shape "
+                    f"{list(tensors[name].shape)} instead of {list(parameter.shape)}"
+                )
+            parameter.copy_(fsdp.shard_like(parameter, tensors[name]))
+
+    @contextlib.contextmanager
+    def swapped(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Use other weights for a while; the present ones come back bit for bit, after an exception too."""
+        current = self.snapshot().tensors
+        try:
+            self.load(tensors)
+            yield
+        finally:
+            self.load(current)
+
+    def like_parameters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by parameter name, each on its parameter's device and sharded as that is."""
+        return {name: fsdp.shard_like(self.parameters[name], tensor) for name, tensor in tensors.items()}
+
+    # The average -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update_average(self) -> None:
+        """Move the average towards the weights, after an optimizer update."""
+        if self._decay is None or self.average is None:
+            return
+        for name, parameter in self.parameters.items():
+            average = self.average[name]
+            average.lerp_(parameter.to(average.dtype), 1 - self._decay)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Use the average, where there is one."""
+        with contextlib.nullcontext() if self.average is None else self.swapped(self.average):
+            yield
+
+    # For others ------------------------------------------------------------------------------------------
+
+    def merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The transformer's state dict under diffusers' names, with `tensors` in place of the trained weights.
+
+        Every rank gets whole tensors. Sharded weights are gathered, for which every rank has to call.
+        """
+        merged = lora.merged_state_dict(self.transformer, tensors)
+        return {name: fsdp.full_tensor(tensor) for name, tensor in merged.items()}
+
+    def exported(self) -> dict[str, Tensor]:
+        """The tensors that `save` writes, averaged if there is an average, on the CPU.
+
+        Sharded weights are gathered on the main rank, for which every rank has to call.
+        """
+        with self.averaged():
+            state = lora.adapter_state(self.transformer) if self._adapted else self.transformer.state_dict()
+            return {name: value.to("cpu", copy=True) for name, value in fsdp.gathered(state).items()}
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Write the trained weights for a diffusers pipeline.
+
+        An adapter goes to a file that the pipeline's `load_lora_weights` reads. Without an adapter the whole
+        transformer goes to `transformer/`, which `from_pretrained` reads.
+
+        Args:
+            folder: the files' folder.
+            tensors: from `exported`; None exports now.
+        """
+        tensors = self.exported() if tensors is None else tensors
+        if self._adapted:
+            self.family.save_lora(str(folder), tensors, lora.adapter_metadata(self.transformer))
+            return
+        from huggingface_hub import save_torch_state_dict
+
+        (folder / "transformer").mkdir(parents=True, exist_ok=True)
+        (folder / "transformer" / self.transformer.config_name).write_text(self._architecture)
+        save_torch_state_dict(dict(tensors), folder / "transformer", filename_pattern=FILE_PATTERN)
+
+
+def _untrained(transformer: Any, config: Config) -> Any:
+    """A copy of the transformer before training, or the transformer itself where no copy is needed.
+
+    The reference policy's copy stays on the device. An engine in this process that cannot share the trained
+    transformer makes its own copy from this one, which waits in host memory. An engine in other processes has loaded
+    the model itself.
+    """
+    if config.actor.kl_coef and not config.model.lora.rank:
+        return copy.deepcopy(transformer)
+    if config.rollout.placement == "local" and needs_base(config):
+        return torch.nn.Module.to(copy.deepcopy(transformer), "cpu")
+    return transformer
+
+
+def _in_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In float32 or better: an average of bfloat16 would not move by thousandths."""
+    return {
+        name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for name, tensor in tensors.items()
+    }

@@ -1,0 +1,109 @@
+"""How far ratios are from 1 before anything was learned, in clip ranges.
+
+Rounding and stale weights alone move them there. Distances are counted in bins, so that the counts of micro-batches,
+ranks and training steps add up, and a quantile of all of them needs no more than their sum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributions import Binomial
+
+from flowcorr.losses import RatioLevel, pool_log_ratio
+from flowcorr.losses.terms import MAX_LOG_RATIO
+from flowcorr.metrics import Metrics, Over, Stat
+
+# Eight bins an octave from 2^-16 to 2^16 clip ranges: an end of an interval moves outwards by 9 % at most, and by
+# nothing at a power of two.
+EDGES = tuple(2.0 ** (index / 8) for index in range(-128, 129))
+_COUNTS = "rollout_corr/clip_noise_counts"
+
+
+def clip_noise(log_ratio: Tensor, mask: Tensor | None, level: RatioLevel, limit: float | Tensor) -> Metrics:
+    """`rollout_corr/clip_noise_fraction`, the share of ratios outside the clip range, and their distances in bins.
+
+    Args:
+        log_ratio: `[B, T]`, of steps, as the loss exponentiates it.
+        mask: `[B, T]` bool, terms that take part, or None for all.
+        level: what the loss takes its ratio over; a window's ratio counts once.
+        limit: how far a ratio may be from 1, for all terms or, `[B, T]`, for each. A cap limits one side; noise is on
+            both, and is measured on both.
+    """
+    valid = torch.isfinite(log_ratio) if mask is None else mask & torch.isfinite(log_ratio)
+    log_ratio = pool_log_ratio(torch.where(valid, log_ratio, 0.0).double(), valid, level)
+    if level != "step":
+        log_ratio, valid = log_ratio.sum(1) / valid.sum(1).clamp(min=1), valid.any(1)
+        limit = limit[:, 0] if isinstance(limit, Tensor) else limit
+    distance = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1().abs() / limit
+    bins = torch.bucketize(distance, _edges(distance.device), right=True)
+    # Sums of ones are exact in any order.
+    counts = distance.new_zeros(len(EDGES) + 1).index_add(0, bins.flatten(), valid.double().flatten())
+    return Metrics.from_stats(
+        {
+            "rollout_corr/clip_noise_fraction": Over(valid).share(distance > 1),
+            _COUNTS: Stat("counts", (counts,)),
+        }
+    )
+
+
+def noise_counts(metrics: Metrics) -> Tensor:
+    """The counts `[len(EDGES) + 1]` of a training step from its metrics, which are those of all ranks, on the host."""
+    return torch.tensor(metrics.counts(_COUNTS), dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantile:
+    """A quantile of binned numbers with its confidence interval.
+
+    Attributes:
+        value: the quantile of the sample, to within its bin.
+        low, high: ends of the interval, moved outwards to edges of bins; 0 or infinite where the sample is too small.
+        count: terms of the sample.
+    """
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+def noise_quantile(counts: Tensor, quantile: float, confidence: float) -> Quantile:
+    """The quantile of the distribution that `counts` were drawn from, without a model of it.
+
+    Of `n` independent terms, the number below the quantile `q` of their distribution is binomial with `n` and `q`,
+    whatever that distribution is. So the interval from the `l`-th to the `u`-th smallest term holds the quantile with
+    the probability that a binomial number lies in `l .. u-1`. Source: David and Nagaraja, Order Statistics (2003),
+    section 7.1.
+    """
+    below = counts.cumsum(0)
+    count = int(below[-1])
+    lower, upper = interval_ranks(count, quantile, confidence)
+    ends = (0.0, *EDGES, math.inf)
+    # Rank r lies in the first bin up to which r terms are found.
+    places = torch.searchsorted(below, torch.tensor([lower, math.ceil(quantile * count), upper]).double())
+    first, middle, last = places.tolist()
+    return Quantile(
+        value=ends[middle + 1] if count else math.nan,
+        low=ends[first] if lower else 0.0,
+        high=ends[last + 1] if upper <= count else math.inf,
+        count=count,
+    )
+
+
+@lru_cache(maxsize=64)
+def interval_ranks(count: int, quantile: float, confidence: float) -> tuple[int, int]:
+    """Ranks from 1 to `count` of the terms between which a quantile lies; 0 and `count + 1` where there is none."""
+    tail = (1 - confidence) / 2
+    numbers = torch.arange(count + 1, dtype=torch.float64)
+    law = Binomial(count, torch.tensor(quantile, dtype=torch.float64)).log_prob(numbers).exp().cumsum(0)
+    return int((law <= tail).sum()), int((law < 1 - tail).sum()) + 1
+
+
+@lru_cache(maxsize=8)
+def _edges(device: torch.device) -> Tensor:
+    return torch.tensor(EDGES, dtype=torch.float64, device=device)

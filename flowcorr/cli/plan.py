@@ -1,0 +1,120 @@
+"""`flowcorr plan`: its arguments, and a plan on the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from flowcorr.plan.answers import Plan
+
+HELP = """\
+Say what a run will need before a GPU is rented: memory, time, and what fits. Nothing is loaded but configurations, so
+this takes seconds, needs no GPU, and reads no weights. flowcorr's own actor runs on a device that computes nothing and
+counts everything, with two and three blocks of each kind of the transformer; the other blocks follow exactly.
+
+examples:
+  flowcorr plan sd35_medium_ocr_lora
+  flowcorr plan qwen_image_ocr_lora_decoupled --gpu h200-141gb actor.micro_batch_size=8
+  flowcorr plan flux_dev_pickscore_lora --gpu memory=48,bandwidth=864,bf16=362 --ranks 4
+  flowcorr plan my_recipe.yaml model.path=/models/my_pipeline --json | jq -r '.answers[]'
+
+How to read it; GB are 1e9 bytes, and an 80 GB H100 has 85:
+  peak       most memory of one process on its GPU in this phase, weights and optimizer included
+  TFLOP, TB  arithmetic and memory traffic of one rank in one step
+  time       predicted from the GPU's data sheet at the utilisation below the table, with a range of 25 percent
+What fits has 13 percent to spare: 5 for the prediction, 8 for fragmentation and what CUDA itself takes. The engine is
+vllm-omni in processes of its own; reward models on a CPU and rewards over HTTP have no prediction.
+
+Models: what recipes name is known. Others come from a local folder, or from the hub, of which only the config.json
+files are read. torch.compile and group offload are not predicted: both can only need less than this says.
+"""
+_WIDTH = 110  # where there is no terminal to ask
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options besides recipe and overrides."""
+    from flowcorr.plan.devices import CUSTOM, GPUS
+
+    parser.add_argument(
+        "--gpu",
+        default="h100-80gb",
+        metavar="NAME",
+        help=f"the GPU of each rank: {', '.join(GPUS)}, or by numbers (GB, GB/s, TFLOP/s): {CUSTOM} (default: "
+        "h100-80gb)",
+    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="training ranks (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, and nothing else")
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Plan a run and print what it needs."""
+    from flowcorr.config import load
+    from flowcorr.errors import ConfigError
+    from flowcorr.plan.devices import find_gpu
+    from flowcorr.plan.estimate import make_plan
+
+    if arguments.ranks < 1:
+        raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
+    made = make_plan(
+        load(arguments.recipe, arguments.overrides),
+        gpu=find_gpu(arguments.gpu),
+        ranks=arguments.ranks,
+        title=" ".join((arguments.recipe, *arguments.overrides)),
+    )
+    if arguments.json:
+        print(json.dumps(made.to_mapping(), indent=2, allow_nan=False))
+    else:
+        show_plan(made)
+    return 0
+
+
+def show_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print a row a phase, what the numbers hold for, and the answers."""
+    from flowcorr.plan.answers import BEFORE_TRAINING, TIME_TOLERANCE, gigabytes, summary
+
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH, highlight=False)
+    console.print(f"{summary(plan)}\n", style="bold", markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("phase", no_wrap=True)
+    table.add_column("on", no_wrap=True)
+    for column in ("peak", "TFLOP", "TB", "time", "range"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for phase in plan.phases:
+        table.add_row(
+            phase.name,
+            phase.where,
+            "" if phase.peak is None else gigabytes(phase.peak),
+            f"{phase.flops / 1e12:,.1f}" if phase.flops else "",
+            f"{phase.moved / 1e12:,.2f}" if phase.moved else "",
+            *_time(phase.seconds),
+            style="dim" if phase.name in BEFORE_TRAINING else None,
+        )
+    table.add_row("step", "", "", "", "", *_time(plan.seconds()), style="bold")
+    console.print(table)
+    used = plan.utilisation
+    console.print(
+        f"\nat {used.matmul:.0%} of the peak in matrix products, {used.attention:.0%} in attention and "
+        f"{used.bandwidth:.0%} of the bandwidth; times within {TIME_TOLERANCE:.0%}, not calibrated on your GPU\n",
+        style="dim",
+        markup=False,
+    )
+    for answer in plan.answers():
+        console.print(answer, markup=False)
+
+
+def _time(seconds: float | None) -> tuple[str, str]:
+    from flowcorr.plan.answers import TIME_TOLERANCE, duration
+
+    if seconds is None:
+        return "unknown", ""
+    if not seconds:
+        return "", ""
+    low, high = seconds * (1 - TIME_TOLERANCE), seconds * (1 + TIME_TOLERANCE)
+    return duration(seconds), f"{duration(low)} to {duration(high)}"

@@ -1,0 +1,184 @@
+"""What is logged about a drift and its correction: a metric is a line.
+
+Metrics of the log-ratios use the unscaled `delta`; metrics of weights and rejection use what was applied.
+Fractions of a rejection mode run over valid terms and their samples. `rollout_rs_masked_fraction`,
+`rollout_rs_seq_masked_fraction` and `nonfinite_fraction` run over all terms that the mask has on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flowcorr.correction.bounds import Band, Criterion
+from flowcorr.correction.ratios import LogRatios, bounded, k3, log_ratios
+from flowcorr.metrics import Metrics, Over, Stat, maximum, mean, minimum
+
+Stats = dict[str, Stat]
+
+SIZES = ("kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max", "exact_kl")
+
+
+def of_drift(ratios: LogRatios) -> Stats:
+    """Of the log-ratios. A perplexity is the mean over samples of `exp(-mean_t log_prob)`."""
+    delta, terms, samples = ratios.delta, ratios.terms, ratios.samples
+    k1, rollout_nll = -ratios.mean(delta), -ratios.mean(ratios.rollout)
+    stats = {
+        "kl": terms.mean(-delta),
+        "k3_kl": terms.mean(k3(delta)),
+        "logprob_abs_diff_mean": terms.mean(delta.abs()),
+        "logprob_abs_diff_max": terms.max(delta.abs()),
+        "chi2_token": terms.mean((2.0 * bounded(delta)).expm1()),
+        "chi2_seq": samples.mean((2.0 * bounded(ratios.sum(delta))).expm1()),
+        "log_ppl_diff": samples.mean(k1),
+        "log_ppl_abs_diff": samples.mean(k1.abs()),
+        "log_ppl_diff_max": samples.max(k1),
+        "log_ppl_diff_min": samples.min(k1),
+        "ppl_ratio": samples.mean(bounded(k1).exp()),
+        "training_ppl": samples.mean(bounded(rollout_nll + k1).exp()),
+        "training_log_ppl": samples.mean(rollout_nll + k1),
+        "rollout_ppl": samples.mean(bounded(rollout_nll).exp()),
+        "rollout_log_ppl": samples.mean(rollout_nll),
+        "nonfinite_fraction": Over(ratios.on).share(~ratios.valid),
+    }
+    if ratios.step_kl is not None:
+        stats["exact_kl"] = terms.mean(ratios.step_kl)
+    return stats
+
+
+def drift_metrics(
+    target_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    *,
+    mask: Tensor | None = None,
+    step_kl: Tensor | None = None,
+    prefix: str,
+) -> Metrics:
+    """The size of a drift alone: the metrics `SIZES` under `prefix`.
+
+    Args:
+        target_log_prob, rollout_log_prob: `[B, T]`, nats per latent element.
+        mask: `[B, T]`, nonzero where a term counts; None for everywhere.
+        step_kl: `[B, T]`, exact KL of each step a latent element, where known.
+        prefix: of the names.
+    """
+    stats = of_drift(log_ratios(target_log_prob, rollout_log_prob, mask, step_kl))
+    return Metrics.from_stats({prefix + name: stat for name, stat in stats.items() if name in SIZES})
+
+
+def of_bookkeeping(ratios: LogRatios, num_elements: int, resolution: Tensor) -> Stats:
+    """How far `delta` is from what the exact KL implies.
+
+    Sampled under the rollout policy, `z = (delta + r^2/2) sqrt(D) / r` with `r^2 / 2` the exact KL is standard
+    normal; `r / sqrt(D)` is not taken below the log-probs' `resolution` `[B, T]`, so that rounding is no alarm.
+    """
+    assert ratios.step_kl is not None
+    noise = torch.maximum((2.0 / num_elements * ratios.step_kl).sqrt(), resolution)
+    return {"bookkeeping_z_max": ratios.terms.max(((ratios.delta + ratios.step_kl) / noise).abs())}
+
+
+def of_clip(ratios: LogRatios, clip_ratio: float | Tensor) -> Stats:
+    """The terms whose ratio `exp(delta)` lies outside `[1 - clip, 1 + clip]` already."""
+    outside = bounded(ratios.delta).expm1().abs() > clip_ratio
+    return {"clip_noise_fraction": ratios.terms.share(outside)}
+
+
+def of_weights(ratios: LogRatios, raw: Tensor, weights: Tensor, band: Band) -> Stats:
+    """Of the weights `[B, T]` before and after their cap, and of each sample's mean of them."""
+    terms, samples = ratios.terms, ratios.samples
+    seq_weights = ratios.mean(weights)
+    return {
+        "rollout_is_mean": terms.mean(weights),
+        "rollout_is_std": terms.std(weights),
+        "rollout_is_max": terms.max(weights),
+        "rollout_is_min": terms.min(weights),
+        "rollout_is_raw_max": terms.max(raw),
+        "rollout_is_raw_min": terms.min(raw),
+        "rollout_is_eff_sample_size": terms.ess(weights),
+        "rollout_is_oob_ratio": terms.share(raw != weights),
+        "rollout_is_seq_mean": samples.mean(seq_weights),
+        "rollout_is_seq_std": samples.std(seq_weights),
+        "rollout_is_seq_max": samples.max(seq_weights),
+        "rollout_is_seq_min": samples.min(seq_weights),
+        "rollout_is_seq_max_deviation": samples.max((seq_weights - 1.0).abs()),
+        **outside_band(ratios, raw, band),
+    }
+
+
+def outside_band(ratios: LogRatios, raw: Tensor, band: Band) -> Stats:
+    """The weights `[B, T]` above and below a band, by step and by each sample's mean."""
+    terms, samples = ratios.terms, ratios.samples
+    (low, high), seq_raw = band, ratios.mean(raw)
+    return {
+        "rollout_is_ratio_fraction_high": terms.share(raw > high),
+        "rollout_is_ratio_fraction_low": terms.share(raw < low),
+        "rollout_is_seq_fraction_high": samples.share(seq_raw > high),
+        "rollout_is_seq_fraction_low": samples.share(seq_raw < low),
+    }
+
+
+def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor) -> Stats:
+    """Of one mode's values, `[B, T]` of steps or `[B]` of samples, and of the terms that it rejects."""
+    terms, samples = ratios.terms, ratios.samples
+    per_step, of_ratio = criterion.mode.level == "step", criterion.mode.bounds == "ratio"
+    over = terms if per_step else samples
+    above, below = value > criterion.upper, value < criterion.lower
+    rejected = (above | below if per_step else (above | below)[:, None]) & ratios.valid
+    stats = {
+        "mean": over.mean(value),
+        "std": over.std(value),
+        "max": over.max(value),
+        "min": over.min(value),
+        # A band is of ratios `exp(-value)`: where the ratio is high, the value is low.
+        "fraction_high": over.share(below if of_ratio else above),
+        "fraction_low": over.share(above if of_ratio else below),
+        "masked_fraction": terms.share(rejected),
+        "seq_masked_fraction": samples.share(rejected.any(1)),
+    }
+    if criterion.auto and of_ratio:
+        stats["threshold_low"] = minimum(torch.as_tensor(-criterion.upper).exp())
+        stats["threshold_high"] = maximum(torch.as_tensor(-criterion.lower).exp())
+    elif criterion.auto:
+        stats["threshold_high"] = maximum(criterion.upper)
+    return {f"rollout_rs_{criterion.name}_{name}": stat for name, stat in stats.items()}
+
+
+def of_veto(ratios: LogRatios, catastrophic: Tensor) -> Stats:
+    """Of the `[B, T]` steps that veto their samples."""
+    return {
+        "rollout_is_catastrophic_token_fraction": ratios.terms.share(catastrophic),
+        "rollout_is_veto_fraction": ratios.samples.share(catastrophic.any(1)),
+    }
+
+
+def of_outcome(ratios: LogRatios, keep: Tensor) -> Stats:
+    """Of the terms and samples that were rejected in all."""
+    seq_masked = Over(ratios.on.any(1)).share((ratios.on & ~keep).any(1))
+    return {
+        "rollout_rs_masked_fraction": Over(ratios.on).share(~keep),
+        "rollout_rs_seq_masked_fraction": seq_masked,
+        "rejected_ratio": seq_masked,
+    }
+
+
+def by_step(
+    ratios: LogRatios, keep: Tensor, weights: Tensor | None, step_indices: Tensor, num_steps: int
+) -> Stats:
+    """The same by step index, named `step_{}/...`."""
+    # A product is deterministic on every device; index_add is not.
+    steps = torch.arange(num_steps, device=step_indices.device)
+    at_step = (step_indices.flatten()[:, None] == steps).double()
+
+    def mean_by_step(values: Tensor, where: Tensor) -> Stat:
+        sums = torch.where(where, values, 0.0).double().flatten() @ at_step
+        return mean(sums, where.double().flatten() @ at_step)
+
+    stats = {
+        "kl": mean_by_step(-ratios.delta, ratios.valid),
+        "k3_kl": mean_by_step(k3(ratios.delta), ratios.valid),
+        "logprob_abs_diff": mean_by_step(ratios.delta.abs(), ratios.valid),
+        "masked_fraction": mean_by_step(~keep, ratios.on),
+    }
+    if weights is not None:
+        stats["rollout_is_mean"] = mean_by_step(weights, ratios.valid)
+    return {f"step_{{}}/{name}": stat for name, stat in stats.items()}

@@ -1,0 +1,320 @@
+"""From the measured gap to a recommendation: the rules of `flowcorr audit`, each constant with its reason.
+
+The reasons are measurements on the flow whose gradient is known (`examples/ground_truth`, T = 2, 512 samples). "Behind"
+is a shift wholly against the direction in which the policy learns, as that of stale weights is. With x = T D r^2, which
+is twice the joint nats of the window, exact weights keep `exp(-x)` of their samples.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, quantile
+
+from flowcorr.config import yaml_text
+from flowcorr.correction.robust import OUTLIER_Z
+from flowcorr.diagnostics.clip_noise import clip_text
+from flowcorr.losses import Limit
+
+Kind = Literal["none", "leave", "correct", "repair"]
+
+# Uncorrected bias, behind, is 28 sqrt(x / 0.1) % of the gradient: below 3 % at x = 1e-3, for any shift there is.
+NEGLIGIBLE_NATS = 5e-4
+# Random shifts, uncorrected, D = 16384: bias 2 % at r = .01 and 5 % at .03 (a sample is worth .88), 18 % at .1 (.44).
+LARGE_R = 0.03
+# Behind, sequence TIS at scale `sum`: a sample is worth 1.29 at x = .3 (uncorrected .24), .64 at .7 (.15), and .07
+# at 1.5 (.10), where its cap takes back what its weights gain. exp(-.7) = .5.
+MIN_ESS = 0.5
+IS_CAP = 2.0  # the cap those numbers were measured with
+# Bypass, random: clip ranges of .5, 1, 2 and more times the .99 quantile give a bias of 15, 2.3 and 1.8 % (1.8 without
+# a clip). The rest of the range is left to learning, which a clip at 2 would leave none.
+CLIP_HEADROOM = 4.0
+CLIP_QUANTILE = 0.99
+# That quantile of one noise, measured at four steps on 100 terms each, differs by a factor of 1.25 (1.5 in one of 20).
+CLIP_SPREAD = 1.5
+MAX_OUTLIERS = 0.05  # more are no outliers but the distribution; rejecting them hides its cause
+BASIS = "Limits and biases are those measured on a flow whose gradient is known: examples/ground_truth."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the rules look at; see `AuditReport` for what is not said here.
+
+    Attributes:
+        exact_ess: share of samples that exact weights keep.
+        stale_nats: joint nats of older weights alone, without the engine's part.
+        clip_limit: how far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none.
+        clip_by_step: clip range that bypass needs, by step index.
+        window_end: one more than the last step index that the SDE window can reach.
+        limit: the key of `actor` that `clip_limit` is from, None where the loss has none.
+        unscaled: whether log-probs are in units of `2 s^2` nats, as published cps ones.
+        recompute_share: of the time of rollout, recompute and update.
+    """
+
+    num_steps: int
+    num_elements: int
+    joint_nats: float
+    exact_ess: float
+    stale_nats: float
+    clip_limit: float | Sequence[float] | None
+    clip_by_step: Mapping[int, float]
+    window_end: int
+    loss_mode: str
+    limit: Limit | None
+    ratio_level: str
+    unscaled: bool
+    outliers: float
+    outlier_band: float
+    recompute_share: float
+
+    @property
+    def clip_needed(self) -> float:
+        """The largest clip range that bypass needs at any step."""
+        return max(self.clip_by_step.values())
+
+    @property
+    def r(self) -> float:
+        """Root mean square gap of the step means, in stds a latent element."""
+        return math.sqrt(2 * self.joint_nats / (self.num_steps * self.num_elements))
+
+    @property
+    def negligible(self) -> bool:
+        return self.joint_nats <= NEGLIGIBLE_NATS
+
+    @property
+    def has_headroom(self) -> bool:
+        """Whether bypass may start its ratios this far off."""
+        if self.clip_limit is None:
+            return self.negligible
+        return all(needed <= limit_at(self.clip_limit, index) for index, needed in self.clip_by_step.items())
+
+    @property
+    def systematic(self) -> bool:
+        """Whether most of the gap lies along what was learned; rounding points anywhere."""
+        return self.stale_nats > self.joint_nats / 2
+
+    @property
+    def has_outliers(self) -> bool:
+        return not self.negligible and 0 < self.outliers <= MAX_OUTLIERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A recommendation.
+
+    Attributes:
+        kind: `none` needed, `leave` it uncorrected, `correct` it, or `repair` its source first.
+        mode: whether old log-probs are recomputed.
+        verdict: one line.
+        reasons: a sentence on each decision: gap, mode, clip range, weights, rejection.
+        yaml: lines for the recipe.
+        alternative: lines for bypass with a clip range above the noise, where the configured one is not; else empty.
+    """
+
+    kind: Kind
+    mode: Literal["bypass", "decoupled"]
+    verdict: str
+    reasons: tuple[str, ...]
+    yaml: str
+    alternative: str
+
+
+def advise(facts: Facts) -> Advice:
+    """Apply the rules."""
+    kind = _kind(facts)
+    bypass = facts.has_headroom and kind != "correct"
+    reasons = (_about_gap(facts, kind), _about_mode(facts, kind, bypass), _about_weights(facts, kind))
+    return Advice(
+        kind=kind,
+        mode="bypass" if bypass else "decoupled",
+        verdict=_verdict(kind, bypass),
+        reasons=(*reasons, _about_rejection(facts, bypass)),
+        yaml=_yaml(_keys(facts, kind, bypass)),
+        alternative=_alternative(facts, bypass),
+    )
+
+
+def limit_at(limit: float | Sequence[float], step_index: int) -> float:
+    """What `clip_limit` is at one step."""
+    return limit[step_index] if isinstance(limit, Sequence) else limit
+
+
+def clip_needed(distance: Tensor) -> float:
+    """The clip range that leaves learning its room above the noise, from `|ratio - 1|` before any update."""
+    return CLIP_HEADROOM * float(quantile(distance.flatten(), CLIP_QUANTILE))
+
+
+def round_up(value: float) -> float:
+    """Up to two digits."""
+    if value <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.2g}")
+
+
+def _kind(facts: Facts) -> Kind:
+    if facts.negligible:
+        return "none"
+    if facts.systematic and facts.exact_ess >= MIN_ESS:
+        return "leave" if facts.unscaled else "correct"
+    return "repair" if facts.systematic or facts.r > LARGE_R else "leave"
+
+
+def _verdict(kind: Kind, bypass: bool) -> str:
+    mode = "bypass, without a recompute pass" if bypass else "decoupled, old log-probs recomputed"
+    what = {
+        "none": "no correction needed",
+        "leave": "there is a gap, and leaving it uncorrected is best",
+        "correct": "correct it with weights of the steps' density ratio",
+        "repair": "the gap is too large to correct: close it at its source",
+    }
+    return f"{what[kind]}; {mode}"
+
+
+def _about_gap(facts: Facts, kind: Kind) -> str:
+    gap = (
+        f"r = {facts.r:.1e} stds a latent element over {facts.num_steps} steps of D = {facts.num_elements} is "
+        f"{facts.joint_nats:.2g} joint nats: exact weights would keep a share of {facts.exact_ess:.2g} of the samples."
+    )
+    match kind:
+        case "none":
+            return f"{gap} Below {NEGLIGIBLE_NATS:g}, even a shift wholly against learning costs under 3 % of bias."
+        case "leave":
+            return f"{gap} Rounding points in a random direction, and up to r = {LARGE_R:g} costs about 5 % of bias."
+        case "correct":
+            return f"{gap} Most of it is staleness, which lies along what is learned and biases the gradient."
+    if facts.systematic:
+        return f"{gap} It is mostly staleness: lower rollout.staleness, or actor.lr."
+    return (
+        f"{gap} Beyond r = {LARGE_R:g} bias grows past 5 %, and no weights mend it: let the rollout compute at higher "
+        "precision, and flowcorr doctor tell what else is to blame."
+    )
+
+
+def _about_mode(facts: Facts, kind: Kind, bypass: bool) -> str:
+    needed = (
+        f"{CLIP_HEADROOM:g} times the {CLIP_QUANTILE:g} quantile of |ratio - 1| is {facts.clip_needed:.1e}"
+    )
+    cost = f"{facts.recompute_share:.0%} of a step's time"
+    if facts.clip_limit is None:
+        held = f"The loss {facts.loss_mode} bounds no ratio, so only the gap itself decides:"
+    elif facts.has_headroom:
+        held = f"{needed}, within the range of {clip_text(facts.clip_limit)}:"
+    else:
+        held = f"{needed}, above the range of {clip_text(facts.clip_limit)}: bypass would clip noise."
+        return f"{held} Recomputing costs {cost} and starts every ratio at 1."
+    if bypass:
+        return f"{held} bypass loses nothing and saves {cost}."
+    if kind == "correct":
+        return f"{held} but the gap is to be corrected, which needs recomputed log-probs, {cost}."
+    return f"{held} it is not negligible, and decoupled mode keeps it out of the ratio. Recomputing costs {cost}."
+
+
+def _about_weights(facts: Facts, kind: Kind) -> str:
+    if kind == "correct":
+        return (
+            f"Weights: sequence TIS at scale sum, capped at {IS_CAP:g}; scales mean and sqrt correct next to nothing. "
+            f"It holds while exact weights keep {MIN_ESS:.0%} of the samples. It takes the bias away, at the price of "
+            "noise: in a short training (examples/mismatch_study) runs without weights learned faster, so compare both."
+        )
+    if kind == "none":
+        return "Weights: none; they would be 1."
+    if facts.unscaled and facts.systematic:
+        return (
+            "Weights: none; with sampling.cps_unscaled differences of log-probs are no log-ratios of densities. Set it "
+            "to false to correct this gap."
+        )
+    if facts.exact_ess < MIN_ESS:
+        return (
+            "Weights: none; scales mean and sqrt correct nothing, and scale sum would keep too few samples."
+        )
+    return "Weights: none; of a random shift, they add variance and remove no bias worth it."
+
+
+def _about_rejection(facts: Facts, bypass: bool) -> str:
+    share = f"{facts.outliers:.2%} of terms lie beyond {OUTLIER_Z:g} robust standard deviations"
+    if facts.negligible:
+        return "Rejection: none; there is nothing to reject."
+    if facts.outliers > MAX_OUTLIERS:
+        return f"Rejection: none; {share}, too many for outliers. Find the cause first: flowcorr doctor."
+    if not facts.outliers:
+        band = _band(facts.outlier_band)
+        return f"Rejection: none; there are no outliers. A token_k1 band that spares this noise is {band}."
+    how = "a band around the noise" if bypass else "step_z, which follows the noise"
+    return f"Rejection: {share}; {how} takes them out. They may have a cause: flowcorr doctor."
+
+
+def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
+    """Keys of `algorithm.rollout_correction`."""
+    if kind == "correct":
+        keys = {
+            "bypass_mode": "false",
+            "rollout_is": "sequence",
+            "rollout_is_threshold": f"{IS_CAP}",
+            "log_ratio_scale": "sum",
+        }
+    else:
+        keys = {"bypass_mode": "true" if bypass else "false"}
+        if bypass and facts.ratio_level != "step":
+            keys["bypass_scope"] = "trajectory"
+    if not facts.has_outliers:
+        return keys
+    if bypass:
+        return keys | {"rollout_rs": "token_k1", "rollout_rs_threshold": _band(facts.outlier_band)}
+    return keys | {"rollout_rs": "step_z", "rollout_rs_threshold": f"{OUTLIER_Z}"}
+
+
+def _alternative(facts: Facts, bypass: bool) -> str:
+    if bypass or facts.has_headroom or facts.clip_limit is None:
+        return ""
+    return f"actor:\n  {_clip_line(facts)}\n" + _yaml(_keys(facts, "leave", bypass=True))
+
+
+def as_overrides(lines: str) -> str:
+    """Advised lines as arguments of a command, where they take the place of a recipe's own correction."""
+    sections = yaml_text.parse(lines)
+    correction = sections.pop("algorithm")["rollout_correction"]
+    own = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    own["algorithm.rollout_correction"] = None
+    own |= {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
+    return shlex.join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items()
+    )
+
+
+def _clip_line(facts: Facts) -> str:
+    """The key that widens the range above the noise: for all steps, or by step index where their noise differs."""
+    assert facts.limit is not None
+    assert facts.clip_limit is not None
+    widest = round_up(facts.clip_needed)
+    key = facts.limit.key
+    if facts.limit.is_cap or facts.clip_needed <= CLIP_SPREAD * min(facts.clip_by_step.values()):
+        return f"{key}: {_number(facts.limit.value(widest))}"
+    # What is wider than its noise stays; a step that was not sampled may be as noisy as any.
+    by_step = [
+        max(round_up(facts.clip_by_step[index]), limit_at(facts.clip_limit, index))
+        if index in facts.clip_by_step
+        else widest
+        for index in range(facts.window_end)
+    ]
+    return f"{key}: [{', '.join(map(_number, by_step))}]  # by step index"
+
+
+def _yaml(keys: dict[str, str]) -> str:
+    lines = [f"    {key}: {value}\n" for key, value in keys.items()]
+    return "algorithm:\n  rollout_correction:\n" + "".join(lines)
+
+
+def _band(width: float) -> str:
+    return f"[{1 / (1 + width):.9g}, {1 + width:.9g}]"
+
+
+def _number(value: float) -> str:
+    """As YAML 1.1 reads a float: with a point."""
+    mantissa, exponent, power = f"{value:.6g}".partition("e")
+    return (mantissa if "." in mantissa else f"{mantissa}.0") + exponent + power

@@ -1,0 +1,193 @@
+"""An audit as files: JSON, one HTML page that needs nothing but itself, and its charts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+import flowcorr
+from flowcorr.diagnostics.audit.advice import BASIS, Kind, as_overrides, limit_at
+from flowcorr.diagnostics.audit.measure import AuditReport
+from flowcorr.diagnostics.audit.tables import PresetOutcome, ScaleWorth, StepGap
+from flowcorr.diagnostics.clip_noise import QUANTILES, clip_text
+from flowcorr.diagnostics.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
+from flowcorr.diagnostics.pages import render, save_charts
+from flowcorr.diagnostics.plots import draw_bars
+from flowcorr.errors import BackendError
+
+STEP_HEADER = (
+    "step",
+    "sigma",
+    "terms",
+    "mean",
+    *(f"|delta| {quantile:.0%}" for quantile in QUANTILES),
+    "exact KL",
+    "outside clip",
+    "clip needed",
+)
+SCALE_HEADER = ("scale", "level", "ESS", "ESS expected", "chi-squared")
+SCALE_NOTE = (
+    "expected: from the exact KLs, for many samples; chi-squared: mean square less 1, so it may be negative"
+)
+PRESET_HEADER = ("preset", "rejected terms", "rejected samples", "mean weight", "ESS")
+_LEVELS: Mapping[Kind, str] = {
+    "none": "healthy",
+    "leave": "warning",
+    "correct": "warning",
+    "repair": "serious",
+}
+
+
+def save(report: AuditReport, folder: Path, *, title: str) -> list[Path]:
+    """Write `audit.json`, `audit.html` and its charts as PNG.
+
+    Args:
+        report: what was measured.
+        folder: made if it is missing.
+        title: the recipe, with its overrides.
+
+    Returns:
+        The files written.
+
+    Raises:
+        BackendError: the folder cannot be written to.
+    """
+    data, page = folder / "audit.json", folder / "audit.html"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        data.write_text(as_json(report, title) + "\n", encoding="utf-8")
+        page.write_text(html(report, title), encoding="utf-8")
+        return [data, page, *save_charts(charts(report), folder)]
+    except OSError as error:
+        raise BackendError(
+            f"the audit cannot be written to {folder}: {error}; give another --out DIR"
+        ) from error
+
+
+def as_json(report: AuditReport, title: str) -> str:
+    """The report as JSON, with what was audited."""
+    origin = {"flowcorr": flowcorr.__version__, "recipe": title}
+    return json.dumps(origin | report.to_mapping(), indent=2, allow_nan=False)
+
+
+def facts(report: AuditReport) -> list[str]:
+    """What holds for all steps, a line each."""
+    cost = report.cost
+    lines = [
+        f"{report.num_samples} samples of {report.num_steps} SDE steps, D = {report.num_elements}, "
+        f"loss {report.loss_mode}",
+        f"joint nats of a window, D times its exact KL: {report.joint_nats:.3g}",
+        f"recompute pass: {cost.recompute:.2g} s a step beside {cost.rollout:.2g} s of rollout and {cost.update:.2g} s "
+        f"of update, {cost.share:.0%} of the three together (reward not counted)",
+    ]
+    if report.outside_clip is not None and report.clip_limit is not None:
+        lines.insert(
+            2,
+            f"terms outside the clip range of {clip_text(report.clip_limit)} before any update: "
+            f"{report.outside_clip:.1%}",
+        )
+    if report.staleness:
+        lines.append(
+            f"the engine lags {report.staleness} training steps behind; they were made on random advantages, which "
+            f"stand in for learning: {report.stale_nats:.3g} joint nats are staleness, {report.precision_nats:.3g} the "
+            "engine's"
+        )
+    return lines
+
+
+def step_row(step: StepGap) -> tuple[str, ...]:
+    """The cells under `STEP_HEADER`."""
+    outside = "-" if step.outside_clip is None else f"{step.outside_clip:.0%}"
+    sizes = (f"{value:.1e}" for value in (step.mean_delta, *step.abs_delta, step.exact_kl))
+    needed = f"{step.clip_needed:.1e}"
+    return str(step.step_index), f"{step.sigma:.3f}", str(step.num_terms), *sizes, outside, needed
+
+
+def scale_row(worth: ScaleWorth) -> tuple[str, ...]:
+    """The cells under `SCALE_HEADER`."""
+    chi2 = "overflows" if worth.chi2 is None else f"{worth.chi2:.2g}"
+    return worth.scale, worth.level, f"{worth.ess:.3f}", f"{worth.expected_ess:.3f}", chi2
+
+
+def preset_row(outcome: PresetOutcome) -> tuple[str, ...]:
+    """The cells under `PRESET_HEADER`."""
+    name = ", ".join((outcome.name, *outcome.aliases))
+    weights = (outcome.mean_weight, outcome.ess)
+    rejected = (f"{share:.1%}" for share in (outcome.rejected_terms, outcome.rejected_samples))
+    return name, *rejected, *("-" if value is None else f"{value:.3f}" for value in weights)
+
+
+def html(report: AuditReport, title: str) -> str:
+    """The page."""
+    advice = report.advice
+    suggestions = [("For the recipe, in place of what it says of these keys", advice.yaml)]
+    if advice.alternative:
+        suggestions.append(("Or bypass, with a clip range above the noise", advice.alternative))
+    return render(
+        "audit.html",
+        title=f"Audit of {title}",
+        level=_LEVELS[advice.kind],
+        verdict=advice.verdict,
+        reasons=(*advice.reasons, BASIS),
+        suggestions=[(text, lines, as_overrides(lines)) for text, lines in suggestions],
+        facts=facts(report),
+        charts=charts(report),
+        # Heading, note, header, rows, and how many columns hold words.
+        tables=[
+            ("By step", "delta log p, in nats a latent element", STEP_HEADER, map(step_row, report.steps), 1),
+            ("Weights without a cap", SCALE_NOTE, SCALE_HEADER, map(scale_row, report.scales), 2),
+            ("Presets at their own thresholds", "", PRESET_HEADER, map(preset_row, report.presets), 1),
+        ],
+    )
+
+
+def charts(report: AuditReport) -> list[Chart]:
+    """The gap by step beside the clip range, and what presets reject, if any do."""
+    quantiles = ", ".join(f"{level:.0%}" for level in QUANTILES)
+    found = [
+        Chart(
+            name="audit_gap",
+            title="The gap by step of the schedule",
+            draw=partial(_draw_gap, report=report),
+            caption=f"{quantiles}: quantiles of |delta log p|, nats per latent element; needed: the clip range that "
+            "bypass needs" + ("; clip: the configured clip range" if report.clip_limit is not None else ""),
+        )
+    ]
+    acting = [outcome for outcome in report.presets if outcome.rejected_samples > 0]
+    if acting:
+        bars = [(row.name, row.rejected_samples, f"{row.rejected_samples:.0%}") for row in acting]
+        found.append(
+            Chart(
+                name="audit_rejected",
+                title="Rejected samples, at each preset's own band",
+                draw=partial(draw_bars, bars=bars),
+                height=30 + 22 * len(bars),
+            )
+        )
+    return found
+
+
+def _draw_gap(figure: Figure, report: AuditReport) -> None:
+    axes = figure.subplots()
+    steps = report.steps
+    places = range(len(steps))
+    lines = [
+        (f"{level:.0%}", [step.abs_delta[place] for step in steps], PALETTE[0], "-")
+        for place, level in enumerate(QUANTILES)
+    ]
+    lines.append(("needed", [step.clip_needed for step in steps], INK, "--"))
+    if report.clip_limit is not None:
+        limits = [limit_at(report.clip_limit, step.step_index) for step in steps]
+        lines.append(("clip", limits, LIMIT, "-"))
+    for _, values, colour, style in lines:
+        axes.plot(places, values, f"o{style}", color=colour, clip_on=False)
+    if all(step.abs_delta[0] > 0 for step in steps):
+        axes.set_yscale("log")
+    style_axis(axes.yaxis)
+    axes.set_xticks(places, [f"step {step.step_index}\nσ {step.sigma:.2f}" for step in steps])
+    axes.set_xlim(-0.3, len(steps) - 1)
+    label_lines(axes, [(values[-1], name, colour) for name, values, colour, _ in lines])

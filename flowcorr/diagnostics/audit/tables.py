@@ -1,0 +1,204 @@
+"""The tables of an audit: the gap by step of the schedule, what weights would be worth, what presets would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowcorr.algorithm.apply import correct
+from flowcorr.correction import (
+    PRESETS,
+    RolloutCorrectionConfig,
+    compute_rollout_correction_and_rejection_mask,
+)
+from flowcorr.correction.bounds import SCALES, scale_factor
+from flowcorr.correction.robust import OUTLIER_Z, outlier_band
+from flowcorr.diagnostics.audit.advice import clip_needed, limit_at
+from flowcorr.diagnostics.audit.gap import Gap
+from flowcorr.diagnostics.clip_noise import QUANTILES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGap:
+    """The gap at one step of the schedule.
+
+    Attributes:
+        step_index: place in the schedule.
+        sigma: noise level before the step.
+        num_terms: terms measured.
+        mean_delta: mean of `delta log p`, nats per latent element: how far the ratios of bypass start off-centre.
+        abs_delta: the `QUANTILES` of `|delta log p|`.
+        exact_kl: mean exact KL, nats per latent element.
+        outside_clip: share of terms whose ratio, as the loss uses it, is outside its limit; None without a limit.
+        clip_needed: clip range that bypass needs here.
+    """
+
+    step_index: int
+    sigma: float
+    num_terms: int
+    mean_delta: float
+    abs_delta: tuple[float, ...]
+    exact_kl: float
+    outside_clip: float | None
+    clip_needed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleWorth:
+    """What importance weights without a cap would be worth.
+
+    Attributes:
+        scale: of the log-ratios, `mean`, `sqrt` or `sum`.
+        level: `token` or `sequence`.
+        ess: effective sample size of the measured weights, a share; too high where few samples were measured.
+        chi2: their mean square less 1; None where it overflows.
+        expected_ess: the share that the exact KLs of the measured terms imply for many samples like them.
+    """
+
+    scale: str
+    level: str
+    ess: float
+    chi2: float | None
+    expected_ess: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetOutcome:
+    """What a preset does to the measured batches, at its own thresholds.
+
+    Attributes:
+        name: the preset's.
+        aliases: its other names.
+        rejected_terms, rejected_samples: shares; a sample counts if one of its terms is rejected.
+        mean_weight, ess: of the weights that multiply the loss; None where none do.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    rejected_terms: float
+    rejected_samples: float
+    mean_weight: float | None
+    ess: float | None
+
+
+def gap_by_step(gap: Gap, distance: Tensor, limit: float | Sequence[float] | None) -> list[StepGap]:
+    """The gap at each step of the schedule.
+
+    Args:
+        gap: what was measured.
+        distance: `[B, T]`, `|ratio - 1|` as the loss has it.
+        limit: how far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none.
+    """
+    delta, steps = gap.delta, []
+    for index in gap.step_indices.unique().tolist():
+        here = gap.step_indices == index
+        quantiles = torch.quantile(delta[here].abs(), delta.new_tensor(QUANTILES)).tolist()
+        limit_here = None if limit is None else limit_at(limit, index)
+        steps.append(
+            StepGap(
+                step_index=index,
+                sigma=float(gap.sigmas[here][0]),
+                num_terms=int(here.sum()),
+                mean_delta=float(delta[here].mean()),
+                abs_delta=tuple(quantiles),
+                exact_kl=float(gap.step_kl[here].mean()),
+                outside_clip=None if limit_here is None else fraction(distance[here] > limit_here),
+                clip_needed=clip_needed(distance[here]),
+            )
+        )
+    return steps
+
+
+def worth_of_weights(gap: Gap, num_elements: int) -> list[ScaleWorth]:
+    """Weights without a cap at every scale, by the definitions of ESS and chi-squared.
+
+    With `R` the sum of `r^2` over the steps that a weight is of, its `delta` is normal with mean `-R / 2` and variance
+    `R / D`, so that `exp(c delta)` has the moments `exp(-c R / 2 + c^2 R / (2 D))` and `exp(-c R + 2 c^2 R / D)`. Terms
+    differ in `R`, by their steps of the schedule above all, so the expected share is of the mixture of them. At scale
+    `sum` it is `1 / mean(exp(R D))`, which a few large gaps make far smaller than their mean would.
+    """
+    worth = []
+    levels = {
+        "token": (gap.delta.flatten(), 2 * gap.step_kl.flatten()),
+        "sequence": (gap.delta.sum(1), 2 * gap.step_kl.sum(1)),
+    }
+    for scale in SCALES:
+        factor = scale_factor(scale, num_elements)
+        for level, (log_ratio, squared) in levels.items():
+            scaled, spread = factor * log_ratio, factor**2 * squared / num_elements
+            first, second = _log_mean_exp(scaled), _log_mean_exp(2 * scaled)
+            drift = factor * squared
+            expected = 2 * _log_mean_exp((spread - drift) / 2) - _log_mean_exp(2 * spread - drift)
+            worth.append(
+                ScaleWorth(
+                    scale=scale,
+                    level=level,
+                    ess=math.exp(2 * first - second),
+                    chi2=math.expm1(second) if second < 700 else None,
+                    expected_ess=math.exp(expected),
+                )
+            )
+    return worth
+
+
+def _log_mean_exp(values: Tensor) -> float:
+    return float(values.logsumexp(0)) - math.log(len(values))
+
+
+def preset_outcomes(gap: Gap, num_elements: int, num_steps: int) -> list[PresetOutcome]:
+    """What each preset would reject, and what its weights would be."""
+    outcomes = []
+    for name, preset in PRESETS.items():
+        config = RolloutCorrectionConfig.from_preset(name)
+        # In bypass, scope step, every term is a trajectory of its own.
+        shape = (-1, 1) if config.mode == "bypass" and config.bypass_scope == "step" else gap.log_probs.shape
+        correction = correct(
+            gap.log_probs.reshape(shape),
+            gap.rollout_log_probs.reshape(shape),
+            config,
+            mask=None,
+            step_index=gap.step_indices.reshape(shape),
+            num_elements=num_elements,
+            num_steps=num_steps,
+        )
+        weights, kept = correction.weights, correction.keep.reshape(gap.log_probs.shape)
+        outcomes.append(
+            PresetOutcome(
+                name=name,
+                aliases=preset.aliases,
+                rejected_terms=fraction(~kept),
+                rejected_samples=fraction(~kept.all(1)),
+                mean_weight=None if weights is None else float(weights.double().mean()),
+                ess=None if weights is None else _effective_share(weights.double()),
+            )
+        )
+    return outcomes
+
+
+def _effective_share(weights: Tensor) -> float:
+    squares = float(weights.square().mean())
+    return float(weights.mean()) ** 2 / squares if squares else 0.0
+
+
+def outliers(gap: Gap, num_elements: int) -> tuple[float, float]:
+    """The share of terms that `step_z` rejects, and the largest `|ratio - 1|` that is no outlier at any step."""
+    keep = compute_rollout_correction_and_rejection_mask(
+        gap.log_probs,
+        gap.rollout_log_probs,
+        rollout_rs="step_z",
+        rollout_rs_threshold=OUTLIER_Z,
+        step_indices=gap.step_indices,
+        num_elements=num_elements,
+    ).keep
+    everywhere, num_steps = torch.ones_like(gap.delta), int(gap.step_indices.max()) + 1
+    low, high = outlier_band(gap.delta, everywhere, gap.step_indices, num_steps, floor=0.01 / num_elements)
+    return fraction(~keep), math.expm1(max(-float(low), float(high)))
+
+
+def fraction(where: Tensor) -> float:
+    """Share of True in a bool tensor."""
+    return float(where.double().mean())

@@ -1,0 +1,68 @@
+"""All checks in their order, each of one explanation for a gap between rollout engine and actor.
+
+An explanation is accepted on evidence of its own: under it, most of the gap must be gone. So a check does not
+fail for what another part does, and what no check explains is left to `weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from flowcorr.diagnostics.doctor.checks import (
+    clip,
+    guidance,
+    images,
+    log_probs,
+    noise,
+    prompts,
+    timesteps,
+    trajectory,
+    weights,
+)
+from flowcorr.diagnostics.doctor.exam import Exam
+from flowcorr.diagnostics.doctor.findings import Finding, skipped
+
+Check = Callable[[Exam], Finding]
+
+_TRAJECTORY = ("finite", "schedule", "latent_dtype", "transition", "log_probs", "bookkeeping")
+_INPUTS = (*_TRAJECTORY, "timesteps", "embeddings", "guidance")
+CHECKS: Sequence[tuple[str, Check, Sequence[str]]] = (
+    ("finite", trajectory.check_finite, ()),
+    ("schedule", trajectory.check_schedule, ("finite",)),
+    ("window", trajectory.check_window, ("finite", "schedule")),
+    ("latent_dtype", trajectory.check_latent_dtype, ("finite",)),
+    ("transition", trajectory.check_transition, ("finite", "schedule")),
+    ("log_probs", log_probs.check_log_probs, ("finite", "latent_dtype")),
+    (
+        "bookkeeping",
+        log_probs.check_bookkeeping,
+        ("finite", "schedule", "latent_dtype", "transition", "log_probs"),
+    ),
+    ("noise", noise.check_noise, ("finite", "latent_dtype", "log_probs", "bookkeeping")),
+    ("determinism", noise.check_determinism, ("finite",)),
+    ("timesteps", timesteps.check_timesteps, _TRAJECTORY),
+    ("embeddings", prompts.check_embeddings, (*_TRAJECTORY, "timesteps")),
+    ("batch_shape", noise.check_batch_shape, ("finite", "determinism", "embeddings")),
+    ("guidance", guidance.check_guidance, (*_TRAJECTORY, "timesteps", "embeddings")),
+    ("sync", weights.check_sync, _INPUTS),
+    ("weights", weights.check_weights, (*_INPUTS, "sync")),
+    ("lora", weights.check_lora, (*_INPUTS, "sync", "weights")),
+    ("attention", weights.check_attention, (*_INPUTS, "sync", "weights", "lora")),
+    ("images", images.check_images, (*_INPUTS, "window", "sync", "weights", "lora")),
+    ("clip", clip.check_clip, (*_INPUTS, "sync", "weights", "lora")),
+)
+"""Name, check, and the checks whose failure would upset it; in the order in which they are made."""
+
+
+def run_checks(exam: Exam) -> list[Finding]:
+    """All findings in the order of `CHECKS`; what a failed check would upset is not judged."""
+    findings: list[Finding] = []
+    failed: set[str] = set()
+    for name, check, blockers in CHECKS:
+        causes = [blocker for blocker in blockers if blocker in failed]
+        finding = skipped(f"not judged while {causes[0]} fails") if causes else check(exam)
+        findings.append(replace(finding, check=name))
+        if finding.status == "FAIL":
+            failed.add(name)
+    return findings

@@ -1,0 +1,64 @@
+"""The gap by step under the weights as they are, and the check of the clip range beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flowcorr.diagnostics.clip_noise import QUANTILES, clip_key, ratio_distance
+from flowcorr.diagnostics.doctor.exam import Exam
+from flowcorr.diagnostics.doctor.findings import Finding, StepNoise, judged, passed
+from flowcorr.losses import clip_by_term, loss_of, resolve_loss
+
+CLIP_SHARE = 0.1
+
+
+def check_clip(exam: Exam) -> Finding:
+    """Whether the clip range is wider than the noise floor, where that matters."""
+    config = exam.config
+    correction = config.algorithm.rollout_correction
+    if correction is None or correction.mode == "decoupled":
+        return passed("the clip is anchored at recomputed log-probs, which this gap does not reach")
+    if loss_of(config.actor, correction).ratio_limit(config.actor) is None:
+        return passed("the loss does not clip")
+    share = float(outside_clip(exam).double().mean())
+    key = clip_key(config.actor)
+    message = f"{100 * share:.0f} % of terms lie outside {key} before any update"
+    remedy = f"widen {key.partition('=')[0]}, or train decoupled"
+    return judged(share, CLIP_SHARE, message, message, remedy, fails_above=1.0)
+
+
+def outside_clip(exam: Exam) -> Tensor:
+    """`[B, T]`: terms whose ratio, as the loss uses it, is outside its range though nothing was learned."""
+    trial = exam.trials.base
+    step_indices, actor = trial.rollout.step_indices, exam.config.actor
+    limit = resolve_loss(actor).ratio_limit(actor)
+    if limit is None:
+        return torch.zeros_like(step_indices, dtype=torch.bool)
+    delta = (trial.log_probs - trial.rollout.log_probs).double()
+    step_kl = trial.squared_distance().double() / 2
+    distance = ratio_distance(delta, step_kl, trial.stds.double(), actor)
+    return distance > clip_by_term(limit, step_indices)
+
+
+def noise_floor(exam: Exam) -> Sequence[StepNoise]:
+    """The gap by step index, under the weights as they are."""
+    trial = exam.trials.base
+    rollout = trial.rollout
+    delta = (trial.log_probs - rollout.log_probs).double().abs()
+    squared, outside = trial.squared_distance(), outside_clip(exam)
+    steps = []
+    for index in rollout.step_indices.unique().tolist():
+        here = rollout.step_indices == index
+        steps.append(
+            StepNoise(
+                step_index=index,
+                sigma=float(rollout.sigmas[here][0]),
+                abs_delta=tuple(torch.quantile(delta[here], delta.new_tensor(QUANTILES)).tolist()),
+                exact_kl=float(squared[here].mean() / 2),
+                outside_clip=float(outside[here].double().mean()),
+            )
+        )
+    return steps

@@ -1,0 +1,97 @@
+"""The check of the images, which no log-prob covers: the steps after the window, and the decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flowcorr.diagnostics.doctor.exam import WARN_FACTOR, Exam
+from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, skipped
+
+IMAGE_ROUNDING = 0.5  # grey levels of 255: images are rounded to integers
+DECODER_ROUNDING = 1.0  # likewise, of a VAE in another precision than float32
+# Errors of the velocity gather along the steps after the window. They are smooth, and change an image up to twice as
+# much as random ones of the same size.
+SMOOTH = 2.0
+SWAPPED = 0.5  # an image this much nearer to another sample's than to its own
+
+
+def check_images(exam: Exam) -> Finding:
+    """Whether each image is that of its own latents: the worst sample counts, as a mean hides a mixed-up pair."""
+    rollout = exam.trials.base.rollout
+    if rollout.images is None:
+        return skipped("the engine decodes no images")
+    expected, usual = _expected(exam)
+    found = rollout.images.to(expected.device).float()
+    if found.shape != expected.shape:
+        return failed(
+            f"images are {list(found.shape[1:])} in the engine and {list(expected.shape[1:])} here",
+            "pass sampling.height and sampling.width to the engine",
+        )
+    gaps = torch.stack([(image - expected).abs().flatten(1).mean(1) for image in found])
+    own = gaps.diagonal()
+    nearest, other = gaps.min(1)
+    worst = int((own / nearest.clamp(min=IMAGE_ROUNDING)).argmax())
+    if nearest[worst] < SWAPPED * own[worst] and own[worst] > IMAGE_ROUNDING:
+        return failed(
+            f"sample {worst} has the image of sample {int(other[worst])}: {float(nearest[worst]):.2g} grey levels "
+            f"of 255 off that one, and {float(own[worst]):.2g} off its own",
+            "keep the order of samples in a batch: image, latents and reward of a row belong together",
+            value=float(own[worst]),
+            threshold=float(nearest[worst]),
+        )
+    gap, limit = float(own.max()), WARN_FACTOR * usual
+    message = f"images differ by up to {gap:.2g} grey levels of 255 from the actor's of the same trajectories"
+    remedy = (
+        "rewards see the engine's images; look at a few of them"
+        if gap <= limit
+        else "compare the VAEs, their scaling and shift, and the Euler steps after the window"
+    )
+    return judged(gap, usual, message, message, remedy, fails_above=limit)
+
+
+@torch.no_grad()
+def _expected(exam: Exam) -> tuple[Tensor, float]:
+    """The actor's images `[B, H, W, 3]` in float of the engine's trajectories, and the usual gap of one of them.
+
+    The usual gap is measured: latents are decoded again with noise of the size that the precision of both sides
+    leaves of the steps after the window.
+    """
+    rollout, decode = exam.trials.base.rollout, exam.actor.family.decode
+    members = rollout.num_samples // exam.trials.num_prompts
+    images, shifts = [], []
+    for member in range(members):  # one image a prompt at a time, as a batch of all may not fit
+        rows = torch.arange(member, rollout.num_samples, members, device=rollout.latents.device)
+        final = _continued(exam, rows)
+        moved = (final - rollout.latents[rows, -1]).square().mean().sqrt()
+        draw = torch.Generator().manual_seed(member)
+        noise = torch.randn(final.shape, generator=draw).to(final)
+        image = decode(final).float()
+        shifts.append((decode(final + exam.usual_gap * moved * noise).float() - image).abs().mean())
+        images.append(image)
+    rounding = IMAGE_ROUNDING
+    if {exam.config.model.dtype, exam.config.rollout.dtype} != {"float32"}:
+        rounding += DECODER_ROUNDING
+    ordered = torch.stack(images, 1).flatten(0, 1)  # prompt by prompt, as the rollout has them
+    return ordered, rounding + SMOOTH * float(torch.stack(shifts).max())
+
+
+def _continued(exam: Exam, rows: Tensor) -> Tensor:
+    """Final latents of the actor's Euler steps from the last window latents of the samples `rows`."""
+    actor, schedule = exam.actor, exam.trials.schedule
+    rollout = exam.trials.base.rollout.select(rows)
+    latents, ends = rollout.latents[:, -1].clone(), rollout.step_indices[:, -1]
+    for index, timestep in enumerate(schedule.timesteps):
+        going = (ends < index).nonzero().squeeze(1)
+        if not len(going):
+            continue
+        velocity = actor.family.velocity(
+            actor.weights.transformer,
+            latents[going],
+            latents.new_full((len(going),), timestep),
+            {name: tensor[going] for name, tensor in rollout.conditioning.items()},
+            actor.guidance,
+        )
+        sigma, sigma_next = schedule.sigmas[index : index + 2]
+        latents[going] -= (sigma - sigma_next) * velocity
+    return latents

@@ -1,0 +1,112 @@
+"""Checks of the noise: its distribution, and which draws are equal."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flowcorr import sde
+from flowcorr.diagnostics.doctor.exam import Exam, rms
+from flowcorr.diagnostics.doctor.findings import Finding, judged
+from flowcorr.diagnostics.doctor.trials import Trial
+
+FALSE_ALARMS = 1e-6  # of `check_noise`, an exam
+NOISE_GAP = 0.05  # rms of latents of unit scale: other noise gives 0.9 and more
+SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance)
+
+
+def check_noise(exam: Exam) -> Finding:
+    """Whether whitened step noise `(x' - mean) / s` is standard normal, and independent between any two steps.
+
+    Its mean, its variance and each correlation give a `z` with `P(|z| > c) <= exp(-c^2 / 2)`. The limit is that of
+    all of them together.
+    """
+    trials = exam.trials
+    noise = torch.cat([_step_noise(trials.base), _step_noise(trials.moved)])
+    count = noise.numel()
+    mean, variance = float(noise.double().mean()), float(noise.double().square().mean())
+    correlation, pair = _largest_correlation(noise)
+    tests = len(noise) * (len(noise) - 1) // 2 + 2
+    limit = math.sqrt(2 * math.log(tests / FALSE_ALARMS))
+    # Wilson and Hilferty: the cube root of a chi-squared variable is nearly normal.
+    spread = 2 / (9 * count)
+    of_variance = abs(variance ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    # For independent directions, P(|correlation| > c) <= (1 - c^2)^((D - 1) / 2).
+    of_pair = math.sqrt(-(noise.shape[1] - 1) * math.log(max(1 - correlation**2, 1e-300)))
+    faults = {
+        f"has std {math.sqrt(variance):.4g} instead of 1": of_variance,
+        f"has mean {mean:.3g} instead of 0": abs(mean) * math.sqrt(count),
+        f"is correlated by {correlation:.2f} over {_difference(trials.base, *pair)}": of_pair,
+    }
+    fault, z = max(faults.items(), key=lambda item: item[1])
+    seen = 100 * limit / math.sqrt(2 * count)
+    return judged(
+        z,
+        limit,
+        f"step noise is standard normal and independent (a std off by {seen:.1g} % would show)",
+        f"step noise {fault}, {z:.3g} standard deviations off",
+        "add s times standard normal noise to the step's mean, seeded by (seed, training step, group, member) and step "
+        "index; sampling.same_initial_noise is about the initial noise alone",
+    )
+
+
+def check_determinism(exam: Exam) -> Finding:
+    """Whether the same seeds give the same latents."""
+    gap = rms(exam.trials.base.rollout.latents - exam.trials.again.latents)
+    unseeded = gap > NOISE_GAP
+    return judged(
+        gap,
+        0.0,
+        "the same seeds give the same bits",
+        f"the same seeds gave {'other latents' if unseeded else 'latents that are'} off by {gap:.2g} (rms)",
+        "seed each sample's noise by (seed, training step, group, member), never by a global generator"
+        if unseeded
+        else "kernels that add up in no fixed order: runs cannot be repeated exactly",
+        fails_above=NOISE_GAP,
+    )
+
+
+def check_batch_shape(exam: Exam) -> Finding:
+    """Whether a prompt is sampled alike alone and in a batch."""
+    alone = exam.trials.alone
+    gap = rms(exam.trials.base.rollout.latents[-alone.num_samples :] - alone.latents)
+    return judged(
+        gap,
+        SHAPE_GAP,
+        "a prompt is sampled alike alone and in a batch",
+        f"a prompt sampled alone differs by {gap:.2g} (rms) from the same prompt in a batch",
+        "seed each sample's noise by its own ids, not by its place in the batch"
+        if gap > NOISE_GAP
+        else "kernels depend on the batch's shape; harmless as long as the noise floor below is small",
+        fails_above=NOISE_GAP,
+    )
+
+
+def _step_noise(trial: Trial) -> Tensor:
+    """`[B T, D]`, the noise that the engine's own steps added, in units of their stds."""
+    rollout = trial.rollout
+    step = sde.Transition(trial.engine_means, trial.engine_stds, rollout.sigmas - rollout.sigmas_next)
+    return sde.added_noise(rollout.latents[:, 1:], step).flatten(2).flatten(0, 1)
+
+
+def _largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:
+    """The correlation farthest from 0 between two rows of `noise` `[N, D]`, and these rows."""
+    unit = noise / noise.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    correlations = (unit @ unit.T).fill_diagonal_(0)
+    first, second = divmod(int(correlations.abs().argmax()), len(noise))
+    return float(correlations[first, second].clamp(-1, 1)), (first, second)
+
+
+def _difference(trial: Trial, first: int, second: int) -> str:
+    """What sets two rows of the noise of `trial` and of a later rollout of the same size apart."""
+    samples, steps = trial.rollout.step_indices.shape
+    owners = trial.rollout.group_ids.tolist()
+    samples_of = [row // steps for row in (first, second)]
+    if samples_of[0] // samples != samples_of[1] // samples:
+        return "training steps"
+    if samples_of[0] == samples_of[1]:
+        return "the steps of a sample"
+    groups = {owners[sample % samples] for sample in samples_of}
+    return "the images of a prompt" if len(groups) == 1 else "prompts"

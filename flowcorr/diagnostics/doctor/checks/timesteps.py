@@ -1,0 +1,73 @@
+"""The check of the timesteps that the model is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flowcorr.diagnostics.doctor.checks.trajectory import places
+from flowcorr.diagnostics.doctor.exam import NO_GAP, Exam
+from flowcorr.diagnostics.doctor.findings import Finding, failed, passed, warned
+from flowcorr.diagnostics.doctor.trials import score_means
+
+REPLAY = "the actor replays Rollout.timesteps; a training loop of your own has to do so as well"
+FEED = (
+    "feed the model its own scheduler's timesteps, in float32, and return exactly these as Rollout.timesteps"
+)
+Change = Callable[[Tensor], Tensor]
+ROUNDINGS: Mapping[str, Change] = {
+    "rounded to bfloat16": lambda timesteps: timesteps.to(torch.bfloat16).float(),
+    "rounded to bfloat16 after a division by 1000": lambda timesteps: (
+        (timesteps / 1000).to(torch.bfloat16).float() * 1000
+    ),
+    "rounded to float16": lambda timesteps: timesteps.to(torch.float16).float(),
+}
+MISTAKES: Mapping[str, Change] = {
+    "truncated to integers": torch.trunc,
+    "rounded to integers": torch.round,
+    "divided by 1000": lambda timesteps: timesteps / 1000,
+    "times 1000": lambda timesteps: timesteps * 1000,
+}
+
+
+def check_timesteps(exam: Exam) -> Finding:
+    """Whether the model is fed the schedule's timesteps, and those that are returned."""
+    rollout = exam.trials.base.rollout
+    table = torch.tensor(exam.trials.schedule.timesteps, device=rollout.timesteps.device)
+    expected, fed = table[places(exam)], rollout.timesteps.float()
+    gap = float((fed - expected).abs().max())
+    if not gap:
+        return _unreturned(exam, expected) or passed("the model is fed the schedule's timesteps")
+    for name, change in {**ROUNDINGS, **MISTAKES}.items():
+        if not torch.equal(fed, change(expected)):
+            continue
+        message = f"the engine feeds timesteps {name}, off by up to {gap:.3g}"
+        if name in ROUNDINGS:
+            return warned(message, REPLAY, value=gap, threshold=0.0)
+        return failed(message, FEED, value=gap, threshold=0.0)
+    message = f"timesteps are off the schedule's by up to {gap:.3g}, and not by rounding"
+    return failed(message, FEED, value=gap, threshold=0.0)
+
+
+def _unreturned(exam: Exam, expected: Tensor) -> Finding | None:
+    """The finding on other timesteps than those that are returned, if the engine's steps fit any."""
+    trial = exam.trials.base
+    if trial.velocity_gap() <= NO_GAP:
+        return None
+    found = []
+    for name, change in {**ROUNDINGS, **MISTAKES}.items():
+        changed = change(expected)
+        if torch.equal(changed, trial.rollout.timesteps):
+            continue
+        fit = trial.fit(score_means(exam.actor, replace(trial.rollout, timesteps=changed)))
+        if (evidence := exam.evidence(trial, fit)) is not None:
+            found.append((fit.share, name, evidence))
+    if not found:
+        return None
+    _, name, evidence = max(found, key=lambda entry: entry[0])
+    message = f"the steps fit timesteps {name}, {evidence.text}; others are returned"
+    report = warned if name in ROUNDINGS and exam.config.rollout.dtype == "bfloat16" else failed
+    return report(message, FEED, value=evidence.value, threshold=evidence.threshold)

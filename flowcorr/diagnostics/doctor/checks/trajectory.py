@@ -1,0 +1,109 @@
+"""Checks of the trajectory's schedule, window, latents and stds, which need no model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flowcorr.diagnostics.doctor.exam import Exam
+from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, passed
+
+SIGMA_TOLERANCE = 1e-5  # float32 tables agree to their rounding, 6e-8; bfloat16 sigmas are off by 1e-3
+STD_TOLERANCE = 1e-4  # float32 stds agree to their rounding, 1e-7; a noise level of 0.8 for 0.7 gives 0.14
+
+
+def check_finite(exam: Exam) -> Finding:
+    """Whether all numbers of both sides are finite."""
+    trials = exam.trials
+    for trial in (trials.base, trials.bare, trials.moved):
+        for who, tensors in (
+            ("engine", (trial.rollout.latents, trial.engine_means, trial.rollout.log_probs)),
+            ("actor", (trial.means, trial.log_probs)),
+        ):
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+                return failed(
+                    f"the {who} returns values that are not finite",
+                    remedy=f"the {who}'s dtype overflows, or its weights are broken: try float32 there",
+                )
+    return passed("latents, means and log-probs are finite")
+
+
+def check_schedule(exam: Exam) -> Finding:
+    """Whether the sigmas are those of the actor's schedule."""
+    rollout, schedule = exam.trials.base.rollout, exam.trials.schedule
+    sigmas, after = _table(exam)[:-1], _table(exam)[1:]
+    rows = places(exam)
+    gaps = (rollout.sigmas - sigmas[rows]).abs(), (rollout.sigmas_next - after[rows]).abs()
+    gap = float(torch.stack(gaps).max())
+    steps = len(schedule.timesteps)
+    rounded = sigmas.to(torch.bfloat16).float()[rows]
+    why = ": they are rounded to bfloat16" if torch.equal(rollout.sigmas, rounded) else ""
+    return judged(
+        gap,
+        SIGMA_TOLERANCE,
+        f"the sigmas are those of the actor's {steps} steps",
+        f"sigmas are off the actor's schedule of {steps} steps by up to {gap:.2g}{why}",
+        "give both stacks one scheduler config (shift, dynamic shift) and one sampling.num_inference_steps, and "
+        "take sigmas from the table by step index",
+    )
+
+
+def check_window(exam: Exam) -> Finding:
+    """Whether the SDE steps are those that were asked for."""
+    rollout, sampling = exam.trials.base.rollout, exam.config.sampling
+    low, high = sampling.sde_window_range
+    found, size = rollout.step_indices, sampling.sde_window_size
+    remedy = (
+        "pass sampling.sde_window_size, sde_window_range (half-open) and window_per with every request, and read "
+        "them per request"
+    )
+    if not torch.equal(found, places(exam)):
+        first, place = int(found[0, 0]), int(places(exam)[0, 0])
+        return failed(f"a step is called {first}, but its sigma is that of step {place}", remedy=remedy)
+    consecutive = found.shape[1] == size and bool((found.diff(dim=1) == 1).all())
+    if not consecutive or int(found.min()) < low or int(found.max()) >= high:
+        windows = sorted({tuple(row) for row in found.tolist()})
+        return failed(
+            f"the SDE windows {windows} are not {size} consecutive steps within [{low}, {high})",
+            remedy=remedy,
+        )
+    starts = found[:, 0].unflatten(0, (exam.trials.num_prompts, -1))
+    if sampling.window_per == "group" and bool((starts != starts[:, :1]).any()):
+        return failed("the images of one prompt have different windows", remedy=remedy)
+    return passed(f"windows are {size} consecutive steps within [{low}, {high})")
+
+
+def check_latent_dtype(exam: Exam) -> Finding:
+    """Whether the latents are float32."""
+    latents = exam.trials.base.rollout.latents
+    for place, states in enumerate(latents.unbind(1)):
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.equal(states, states.to(dtype).float()):
+                return failed(
+                    f"the latents at place {place} of the window are all {str(dtype)[6:]} numbers: they were rounded",
+                    remedy="draw, keep and return the window's latents in float32, the initial noise included",
+                )
+    return passed("the trajectory is float32")
+
+
+def check_transition(exam: Exam) -> Finding:
+    """Whether the steps' stds are those of the configuration."""
+    trial, sampling = exam.trials.base, exam.config.sampling
+    gap = float((trial.engine_stds / trial.stds - 1).abs().max())
+    return judged(
+        gap,
+        STD_TOLERANCE,
+        "the steps' stds agree",
+        f"the engine's step stds are off by up to {100 * gap:.2g} %",
+        f"sample with sampling.sde_type={sampling.sde_type} and sampling.noise_level={sampling.noise_level}; "
+        "return the full std of a step",
+    )
+
+
+def _table(exam: Exam) -> Tensor:
+    return torch.tensor(exam.trials.schedule.sigmas, device=exam.trials.base.rollout.sigmas.device)
+
+
+def places(exam: Exam) -> Tensor:
+    """`[B, T]`, the steps of the actor's schedule whose sigmas are nearest to the trajectory's."""
+    return (exam.trials.base.rollout.sigmas[..., None] - _table(exam)[:-1]).abs().argmin(-1)

@@ -1,0 +1,183 @@
+"""Do the rollout engine and the actor agree, and if not, which part is to blame?
+
+The engine samples the same few prompts again and again while the trained weights are moved by known amounts
+(`trials`). From what it returns, and from what the actor makes of the same trajectories, each check tests one
+explanation of a gap (`checks`); what is left is the noise floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.config.schema import Config
+from flowcorr.data import load_prompts
+from flowcorr.diagnostics.doctor import precision
+from flowcorr.diagnostics.doctor.checks import run_checks
+from flowcorr.diagnostics.doctor.checks.clip import noise_floor
+from flowcorr.diagnostics.doctor.exam import Exam
+from flowcorr.diagnostics.doctor.findings import DoctorReport
+from flowcorr.diagnostics.doctor.trials import run_trials
+from flowcorr.errors import BackendError, ConfigError
+from flowcorr.models import Conditioning, ModelFamily
+from flowcorr.rollout import RolloutEngine
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.setup import build_stacks, load_model
+
+NUM_PROMPTS = 3
+MAX_IMAGES = 4  # a prompt: enough for quantiles, and little to sample
+TURNED_OFF = "it was turned off"
+NO_MEMORY = "memory does not allow it"
+
+
+def examine(
+    actor: DiffusionActor,
+    engine: RolloutEngine,
+    conditioning: Conditioning,
+    *,
+    float32: bool | None = None,
+) -> DoctorReport:
+    """Compare both stacks on a few prompts; afterwards the weights of both are as they were.
+
+    Stacks of lower precision are examined in float32 first, where no rounding hides a fault, if the engine can change
+    its precision. If a check fails there, the report is that of float32.
+
+    Args:
+        actor: trains.
+        engine: samples; built from the same configuration.
+        conditioning: the actor's embeddings, one row a prompt, at least two.
+        float32: whether float32 comes first; by default, if memory allows.
+
+    Raises:
+        BackendError: the engine fails, or returns no step means.
+        BatchError: there are fewer than two prompts.
+    """
+    if precision.float32_config(actor.config) == actor.config:
+        return _examine(actor, engine, conditioning)
+    if not isinstance(engine, precision.ComputesInFloat32):
+        first: DoctorReport | str = (
+            "this engine keeps the precision it was started with; see `flowcorr doctor`"
+        )
+    elif float32 is False:
+        first = TURNED_OFF
+    elif float32 is None and not precision.fits(actor.family, copies=2):
+        first = NO_MEMORY
+    else:
+        with precision.both_in_float32(actor, engine):
+            first = _examine(actor, engine, precision.in_float32(conditioning))
+    return _after(first, actor.config, actor.family, lambda: _examine(actor, engine, conditioning))
+
+
+def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | None = None) -> DoctorReport:
+    """Build the actor and the engine of a configuration, and examine them on its first training prompts.
+
+    An engine that cannot change its precision is started in float32 first, and then as the configuration has it.
+
+    Args:
+        config: the run's configuration; of `rollout.n` images a prompt, at most `MAX_IMAGES` are sampled.
+        num_prompts: how many prompts, at least 2.
+        float32: see `examine`.
+
+    Raises:
+        ConfigError: there are too few prompts, or something in `config` cannot work.
+    """
+    config = replace(config, rollout=replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES)))
+    texts = _first_prompts(config, num_prompts)
+    family, exact = load_model(config), precision.float32_config(config)
+    changes_itself = config.rollout.name == "in_process" and config.rollout.placement == "local"
+    if exact == config or changes_itself:
+        return _examine_built(config, family, texts, partial(examine, float32=float32))
+    if float32 is False:
+        first: DoctorReport | str = TURNED_OFF
+    elif float32 is None and not precision.fits(family, copies=2):
+        first = NO_MEMORY
+    else:
+        try:
+            first = _examine_built(exact, load_model(exact), texts, _examine)
+        except BackendError as error:
+            if float32:
+                raise
+            first = f"an engine in float32 does not work here ({error})"
+        precision.release(next(family.transformer.parameters()).device)
+    return _after(first, config, family, lambda: _examine_built(config, family, texts, _examine))
+
+
+def _examine(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> DoctorReport:
+    """The report on both stacks in the precision that they have now."""
+    exam = Exam(actor=actor, engine=engine, trials=run_trials(actor, engine, conditioning))
+    return DoctorReport(
+        findings=run_checks(exam),
+        noise=noise_floor(exam),
+        num_elements=exam.trials.base.rollout.num_elements,
+        clip_ratio=actor.config.actor.clip_ratio,
+    )
+
+
+def _after(
+    first: DoctorReport | str, config: Config, family: ModelFamily, examine_run: Callable[[], DoctorReport]
+) -> DoctorReport:
+    """The whole report: that of float32 if a check failed there, else that of the run's own precision.
+
+    Args:
+        first: the report of float32, or the reason why there is none.
+        config: the run's.
+        family: the run's.
+        examine_run: examines the run's own precision.
+    """
+    if isinstance(first, str):
+        finding = precision.not_examined(config, distilled=family.distills_guidance, reason=first)
+    elif first.failed():
+        return replace(first, findings=[precision.marked(finding) for finding in first.findings])
+    else:
+        finding = precision.agreement(first)
+    report = examine_run()
+    return replace(report, findings=[finding, *report.findings])
+
+
+def _examine_built(
+    config: Config,
+    family: ModelFamily,
+    texts: list[str],
+    examine_stacks: Callable[[DiffusionActor, RolloutEngine, Conditioning], DoctorReport],
+) -> DoctorReport:
+    """The report on an actor and an engine that are built for it."""
+    stacks = build_stacks(config, family, texts)
+    try:
+        stacks.engine.sync(stacks.actor.weights.snapshot())
+        return examine_stacks(stacks.actor, stacks.engine, stacks.cache(texts))
+    finally:
+        stacks.engine.close()
+
+
+def examine_before_start(show: Callable[[DoctorReport], None]) -> Callable[[TrainingRun], None]:
+    """A hook for the trainer that examines a run's stacks, shows the report and stops a run that would fail.
+
+    The hook raises `BackendError` where a check failed.
+    """
+
+    def examine_run(run: TrainingRun) -> None:
+        position = run.prompts.position
+        texts = list(dict.fromkeys(prompt.text for prompt in run.prompts.next(NUM_PROMPTS)))
+        run.prompts.position = position
+        report = examine(run.actor, run.engine, run.cache(texts))
+        show(report)
+        if report.failed():
+            raise BackendError(
+                f"the rollout engine and the actor disagree on {', '.join(report.failed())}, see the report above; "
+                "mend that, or train anyway with trainer.doctor=false"
+            )
+
+    return examine_run
+
+
+def _first_prompts(config: Config, count: int) -> list[str]:
+    data = load_prompts(config.data)
+    texts = list(dict.fromkeys(prompt.text for prompt in data.train))[: max(count, 0)]
+    if len(texts) < 2:
+        raise ConfigError(
+            f"the doctor needs at least 2 different prompts, and got {len(texts)}: give --prompts 2 or more, and "
+            f"a file with as many (data.path={config.data.path!r})"
+        )
+    return texts

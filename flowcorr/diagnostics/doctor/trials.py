@@ -1,0 +1,302 @@
+"""What the doctor measures: the engine's trajectories under known weights, and the actor's scores of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowcorr import sde
+from flowcorr.actor import DiffusionActor
+from flowcorr.config.schema import Config
+from flowcorr.errors import BackendError, BatchError
+from flowcorr.models import Conditioning, Guidance, Schedule
+from flowcorr.records import Rollout
+from flowcorr.rollout import RolloutEngine, Weights
+from flowcorr.sde.transition import mean_over_elements
+
+MOVE = 0.2  # of the velocity: above the 0.14 that int4 weights cost the embedded model, still near linear
+_FIRST_TRY = 1e-2  # of an adapter's B, or relative to full weights, before it is scaled to `MOVE`
+_TRAINING_STEP = 0  # seeds the noise; training steps count from 1
+_LATEST_STEP = 100  # tried for windows that share a step with those of `_TRAINING_STEP`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How much of a fault is in a gap, by least squares over all latent elements.
+
+    Attributes:
+        factor: 1 if the engine has the fault as it was assumed, 0 if it has none of it.
+        error: standard error of `factor`, if other differences of both sides are independent by element.
+        share: part of `r^2` that disappears with `factor` times the fault; never negative.
+    """
+
+    factor: float
+    error: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trial:
+    """One rollout, and the actor's scores of it under the weights that the engine was told to use.
+
+    Attributes:
+        rollout: the engine's, with its step means and stds.
+        log_probs: `[B, T]`, the actor's.
+        means: `[B, T, *L]`, the actor's step means.
+        still: `[B, T, *L]`, the step means of a velocity of 0.
+        stds: `[B, T]`, as the actor's configuration has them at the engine's sigmas.
+    """
+
+    rollout: Rollout
+    log_probs: Tensor
+    means: Tensor
+    still: Tensor
+    stds: Tensor
+
+    @property
+    def engine_means(self) -> Tensor:
+        assert self.rollout.means is not None, "`run_trials` refuses an engine that returns none"
+        return self.rollout.means
+
+    @property
+    def engine_stds(self) -> Tensor:
+        assert self.rollout.stds is not None, "`run_trials` refuses an engine that returns none"
+        return self.rollout.stds
+
+    def squared_distance(self, means: Tensor | None = None) -> Tensor:
+        """`r^2` `[B, T]` between the engine's step means and the actor's, or other ones."""
+        return r_squared(self.engine_means, self.means if means is None else means, self.stds)
+
+    def velocity_gap(self, means: Tensor | None = None) -> float:
+        """Root mean square difference of both velocities, as a share of the actor's.
+
+        A mean is linear in the velocity, so that the step's own factors cancel.
+        """
+        return velocity_gap(self.engine_means, self.means if means is None else means, self.still)
+
+    def explained_by(self, alternatives: Sequence[Tensor]) -> float:
+        """Fraction of `r^2` that disappears with the closest alternative means; never negative.
+
+        Args:
+            alternatives: step means `[B, T, *L]`; each term may choose another one.
+        """
+        own = self.squared_distance().double()
+        best = torch.stack([self.squared_distance(means).double() for means in alternatives]).amin(0)
+        return max(0.0, float(1 - best.sum() / own.sum())) if own.any() else 0.0
+
+    def fit(self, means: Tensor) -> Fit:
+        """How far the engine's step means lie from the actor's towards `means` `[B, T, *L]`."""
+        gap = ((self.engine_means - self.means).double().flatten(2)) / self.stds.double()[..., None]
+        fault = ((means - self.means).double().flatten(2)) / self.stds.double()[..., None]
+        size = fault.square().sum().clamp(min=1e-30)
+        factor = (gap * fault).sum() / size
+        rest = gap - factor * fault
+        error = (rest * fault).square().sum().sqrt() / size
+        share = (1 - rest.square().sum() / gap.square().sum().clamp(min=1e-30)).clamp(min=0)
+        return Fit(factor=float(factor), error=float(error), share=float(share))
+
+    def select(self, rows: Tensor) -> Trial:
+        """The samples at `rows` alone."""
+        return Trial(
+            rollout=self.rollout.select(rows),
+            **{name: getattr(self, name)[rows] for name in ("log_probs", "means", "still", "stds")},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trials:
+    """All trials.
+
+    Attributes:
+        base: under the weights as they are.
+        again: the same once more.
+        alone: the last prompt of `base` in a batch of its own.
+        bare: without the adapter (B = 0); `base` where its B is 0 anyway, and where all weights are trained.
+        moved: under weights that were moved from those of `bare`, sent right after other such ones, and with the
+            noise of a later training step.
+        moved_under: `moved.rollout` scored under the older weights `bare`, `current` and `previous`.
+        conditioning: the actor's own, a row a sample.
+        schedule: the actor's own.
+        num_prompts: prompts in `base`.
+    """
+
+    base: Trial
+    again: Rollout
+    alone: Rollout
+    bare: Trial
+    moved: Trial
+    moved_under: Mapping[str, Tensor]
+    conditioning: Conditioning
+    schedule: Schedule
+    num_prompts: int
+
+
+def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> Trials:
+    """Sample and score under several weights; those of actor and engine are afterwards as before.
+
+    Args:
+        actor: trains.
+        engine: samples.
+        conditioning: one row a prompt, at least two.
+
+    Raises:
+        BackendError: the engine returns no step means.
+        BatchError: there are fewer than two prompts.
+    """
+    count = len(next(iter(conditioning.values())))
+    if count < 2:
+        raise BatchError(
+            f"{count} prompt cannot show whether prompts are told apart; examine at least 2 of them"
+        )
+    current, history = actor.weights.snapshot(), list(engine.history)
+
+    def tell(weights: Weights) -> None:
+        actor.weights.load(weights.tensors)
+        for _ in range(actor.config.rollout.max_weight_age + 1):  # until a stale engine has arrived at them
+            engine.sync(weights)
+
+    def draw(groups: Sequence[int], training_step: int = _TRAINING_STEP) -> Rollout:
+        rows = {name: tensor[list(groups)] for name, tensor in conditioning.items()}
+        rollout = engine.sample(rows, groups, training_step=training_step, with_means=True)
+        if rollout.means is None or rollout.stds is None:
+            raise BackendError("the rollout engine returns no step means and stds, which the doctor compares")
+        return rollout.to(actor.device)
+
+    def trial(weights: Weights, training_step: int = _TRAINING_STEP) -> Trial:
+        tell(weights)
+        return score_trial(actor, draw(range(count), training_step))
+
+    try:
+        base = trial(current)
+        again, alone = draw(range(count)), draw([count - 1])
+        without = _without_adapter(current)
+        bare = base if without is current else trial(without)
+        scale = _move_scale(actor, bare, without)
+        previous, newest = (_moved(without, seed, scale, version=current.version + seed) for seed in (1, 2))
+        tell(previous)
+        moved = trial(newest, _later_step(actor.config, count))
+        moved_under = {}
+        for name, weights in (("bare", without), ("current", current), ("previous", previous)):
+            actor.weights.load(weights.tensors)
+            moved_under[name] = score_means(actor, moved.rollout)
+    finally:
+        actor.weights.load(current.tensors)
+        if history:
+            engine.restore(history)
+        else:
+            engine.sync(current)
+    members = base.rollout.num_samples // count
+    return Trials(
+        base=base,
+        again=again,
+        alone=alone,
+        bare=bare,
+        moved=moved,
+        moved_under=moved_under,
+        conditioning={name: rows.repeat_interleave(members, 0) for name, rows in conditioning.items()},
+        schedule=actor.family.schedule(
+            actor.config.sampling.num_inference_steps, tuple(base.rollout.latents.shape[2:])
+        ),
+        num_prompts=count,
+    )
+
+
+def score_trial(actor: DiffusionActor, rollout: Rollout) -> Trial:
+    """The actor's scores of `rollout` under its present weights."""
+    sampling, latents = actor.config.sampling, rollout.latents[:, :-1]
+    scores = actor.log_probs(rollout, with_means=True)
+    assert scores.means is not None
+    still = sde.transition(
+        sampling.sde_type,
+        latents,
+        torch.zeros_like(latents),
+        rollout.sigmas,
+        rollout.sigmas_next,
+        sampling.noise_level,
+    )
+    return Trial(
+        rollout=rollout, log_probs=scores.log_probs, means=scores.means, still=still.mean, stds=still.std
+    )
+
+
+def score_means(actor: DiffusionActor, rollout: Rollout, *, guidance: Guidance | None = None) -> Tensor:
+    """The actor's step means `[B, T, *L]` under its present weights; `guidance` None takes that of the run."""
+    means = actor.log_probs(rollout, with_means=True, guidance=guidance).means
+    assert means is not None
+    return means
+
+
+def r_squared(means: Tensor, others: Tensor, stds: Tensor) -> Tensor:
+    """`r^2` `[B, T]` of DESIGN's units: twice the exact KL of the step, a latent element."""
+    return 2 * sde.step_kl(means, others, stds)
+
+
+def velocity_gap(means: Tensor, others: Tensor, still: Tensor) -> float:
+    """See `Trial.velocity_gap`."""
+    difference = mean_over_elements((means - others).double().square(), 2)
+    whole = mean_over_elements((others - still).double().square(), 2)
+    return float((difference / whole.clamp(min=1e-30)).mean().sqrt())
+
+
+def _later_step(config: Config, num_prompts: int) -> int:
+    """A training step with a window that shares a step of the schedule with that of the same sample before.
+
+    The noise of two training steps may be one by step of the schedule, which windows that share none do not show.
+    """
+    sampling, count = config.sampling, config.rollout.n
+
+    def starts(training_step: int) -> Tensor:
+        return sde.draw_windows(
+            [group for group in range(num_prompts) for _ in range(count)],
+            [member for _ in range(num_prompts) for member in range(count)],
+            seed=config.trainer.seed,
+            training_step=training_step,
+            size=sampling.sde_window_size,
+            window_range=sampling.sde_window_range,
+            num_inference_steps=sampling.num_inference_steps,
+            per=sampling.window_per,
+        )
+
+    first = starts(_TRAINING_STEP)
+    later = range(_TRAINING_STEP + 1, _LATEST_STEP)
+    shared = (step for step in later if bool(((starts(step) - first).abs() < sampling.sde_window_size).any()))
+    return next(shared, _LATEST_STEP)
+
+
+def _without_adapter(weights: Weights) -> Weights:
+    """The weights with every adapter's B at 0; the same object where there is nothing to change."""
+    ups = [name for name in weights.tensors if _is_up(name)]
+    if not any(bool(weights.tensors[name].any()) for name in ups):
+        return weights
+    zeros = {name: torch.zeros_like(weights.tensors[name]) for name in ups}
+    # A version of its own, as an engine may take one that it knows for one that it has.
+    return Weights(version=weights.version + 3, tensors={**weights.tensors, **zeros})
+
+
+def _move_scale(actor: DiffusionActor, bare: Trial, without: Weights) -> float:
+    """The scale at which random moves change the velocity by `MOVE`, as if it were linear in them."""
+    actor.weights.load(_moved(without, 2, _FIRST_TRY, version=0).tensors)
+    change = velocity_gap(score_means(actor, bare.rollout), bare.means, bare.still)
+    return _FIRST_TRY * MOVE / change if math.isfinite(change) and change > 0 else _FIRST_TRY
+
+
+def _moved(weights: Weights, seed: int, scale: float, *, version: int) -> Weights:
+    """Random moves: of each adapter's B by `scale`, else of all tensors by `scale` of their size."""
+    generator = torch.Generator().manual_seed(seed)
+    adapter = any(_is_up(name) for name in weights.tensors)
+    tensors = dict(weights.tensors)
+    for name, tensor in weights.tensors.items():
+        if adapter and not _is_up(name):
+            continue
+        size = 1.0 if adapter else tensor.float().square().mean().sqrt().item()
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensors[name] = tensor + (scale * size * noise).to(tensor.device, tensor.dtype)
+    return Weights(version=version, tensors=tensors)
+
+
+def _is_up(name: str) -> bool:
+    return ".lora_B." in name

@@ -1,0 +1,163 @@
+"""One look for every chart: drawn by matplotlib, as SVG inside a page and as PNG beside it."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+PALETTE = ("#2563eb", "#d9730d", "#138a5b", "#9333ea", "#c02650", "#0e8aa8", "#7a6a00", "#64748b")
+BLUE, ORANGE = PALETTE[:2]
+INK, SOFT, MUTED, LINE, LIMIT = "#1c2430", "#5b6675", "#9aa5b1", "#dfe4ea", "#c0392b"
+WIDTH, HEIGHT = 380, 220  # pixels of a chart in a page, as wide as a phone; one point is one pixel there
+_POINTS = 72  # an inch
+_PNG_SCALE = 2
+_CAPTION_COLUMNS = 64
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib; a page shows its own font instead
+    "font.size": 12,
+    "text.color": INK,
+    "text.parse_math": False,  # names of runs may hold dollar signs
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": SOFT,
+    "axes.labelsize": 12,
+    "axes.titlesize": 12,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelsize": 12,
+    "ytick.labelsize": 12,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "lines.linewidth": 2,
+    "lines.markersize": 5,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",  # text stays text: it can be read aloud, searched and copied
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chart:
+    """One chart.
+
+    Attributes:
+        name: of its PNG, without a suffix; no two charts of a page share one.
+        title: what it shows.
+        draw: draws it into an empty figure.
+        caption: unit, limits and what else is to be said about it.
+        metric: the metric that it shows, if it shows one and the title is not its name.
+        height: in pixels, where it is `WIDTH` wide.
+        shaded: whether values outside a healthy range are shaded.
+    """
+
+    name: str
+    title: str
+    draw: Callable[[Figure], None]
+    caption: str = ""
+    metric: str = ""
+    height: float = HEIGHT
+    shaded: bool = False
+
+    def svg(self) -> Markup:
+        """The chart for a page, which writes title and caption itself."""
+        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self.name}):
+            text = _saved(self._figure(self.height), "svg").decode()
+        return _inline(text)
+
+    def png(self, note: str = "") -> bytes:
+        """The chart for a slide, with its title and caption, and `note` below them."""
+        caption = "; ".join(filter(None, (self.caption, self.metric)))
+        caption = "\n".join(textwrap.fill(text, _CAPTION_COLUMNS) for text in (caption, note) if text)
+        with matplotlib.rc_context(_STYLE):
+            figure = self._figure(self.height + 30 + 15 * len(caption.splitlines()))
+            title = textwrap.fill(self.title, _CAPTION_COLUMNS)
+            figure.suptitle(title, x=0.02, ha="left", fontsize=12, fontweight="bold")
+            figure.supxlabel(caption, x=0.02, ha="left", fontsize=10, color=SOFT)
+            return _saved(figure, "png")
+
+    def _figure(self, height: float) -> Figure:
+        figure = Figure(figsize=(WIDTH / _POINTS, height / _POINTS))
+        self.draw(figure)
+        return figure
+
+
+def number(value: float) -> str:
+    """A number in few characters: `0.25`, `1200`, `2e-5`."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.6g}"
+    mantissa, _, power = f"{value:.3g}".partition("e")
+    return f"{mantissa}e{int(power)}" if power else mantissa
+
+
+def style_axis(axis: Axis, ticks: int = 4, *, whole: bool = False) -> None:
+    """At most so many ticks at round, or even whole, numbers that are written by `number`."""
+    if axis.get_scale() == "linear":
+        axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10], integer=whole))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write names at the right end of lines, moved apart where they would cover each other.
+
+    Args:
+        axes: with their final limits.
+        ends: last value, name and colour of each line.
+    """
+    gap = min(0.085, 1 / max(len(ends), 1))  # a line of text, as a share of the axes' height
+    to_axes = axes.transScale + axes.transLimits
+    places = [float(to_axes.transform((1.0, value))[1]) for value, _, _ in ends]
+    below = -gap
+    moved = dict.fromkeys(range(len(ends)), 0.0)
+    for index in sorted(moved, key=places.__getitem__):
+        below = moved[index] = max(places[index], below + gap)
+    excess = max(0.0, below - 1.0)
+    for index, (_, name, colour) in enumerate(ends):
+        axes.annotate(
+            name,
+            (1, moved[index] - excess),
+            xycoords="axes fraction",
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            fontweight="bold",
+            annotation_clip=False,
+        )
+
+
+def _saved(figure: Figure, kind: str) -> bytes:
+    # matplotlib would write the time and its address into an SVG.
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if kind == "svg" else None
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=_PNG_SCALE * _POINTS, metadata=metadata)
+    return buffer.getvalue()
+
+
+def _inline(text: str) -> Markup:
+    """An SVG file as an element of a page: without what only a file needs, and as wide as its place."""
+    text = re.sub(r"<defs>\s*<style.*?</defs>", "", text[text.index("<svg") :], count=1, flags=re.DOTALL)
+    text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", text, count=1)
+    used = set(re.findall(r"#([\w-]+)", text))
+    return Markup(re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text))

@@ -1,0 +1,188 @@
+"""The rules that tell whether a run's numbers are healthy: a table of metrics, limits and advice.
+
+The limits are those in common use for rollout correction of language models, where a log-ratio is that of a token.
+Here log-ratios are means over latent elements; weights and rejection are judged as they were applied, and drift
+(KL, log-perplexity) after it is multiplied by `log_ratio_scale`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_DOCTOR = "find the cause with `flowcorr doctor` first"
+_BENIGN = f"{_DOCTOR}; widen rollout_rs_threshold only if the drift is benign, such as plain rounding"
+_PERSISTENT = 3  # consecutive steps: chance does it in a single one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A healthy range of one metric.
+
+    Attributes:
+        name: of the rule.
+        metric: below `rollout_corr/`, or a whole name.
+        what: the metric in words.
+        low, high: the healthy range.
+        serious: beyond it the finding is serious, if it is given.
+        advice: what to do outside the range.
+        drift: judge the absolute value, in the units of the scale.
+        applied: judge what acted on the update, `actor/rollout_corr/`, where that is logged.
+        patience: consecutive steps outside the range that make a finding.
+    """
+
+    name: str
+    metric: str
+    what: str
+    advice: str
+    low: float = -math.inf
+    high: float = math.inf
+    serious: float = math.inf
+    drift: bool = False
+    applied: bool = False
+    patience: int = 1
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="mean_weight",
+        metric="rollout_is_mean",
+        what="mean importance weight",
+        low=0.5,
+        high=2.0,
+        applied=True,
+        advice=f"both policies differ as a whole, not by noise: {_DOCTOR}, and check that the rollout's weights "
+        "are fresh (rollout.staleness)",
+    ),
+    Rule(
+        name="weight_std",
+        metric="rollout_is_std",
+        what="std of the importance weights",
+        high=1.0,
+        applied=True,
+        advice="few samples carry the gradient: lower rollout_is_threshold, or take a gentler log_ratio_scale "
+        "(sqrt instead of sum, mean instead of sqrt)",
+    ),
+    Rule(
+        name="effective_sample_size",
+        metric="rollout_is_eff_sample_size",
+        what="effective sample size (a share of the batch)",
+        low=0.3,
+        applied=True,
+        advice="few samples carry the gradient: take a gentler log_ratio_scale, or rejection instead of weights",
+    ),
+    Rule(
+        name="cap",
+        metric="rollout_is_raw_max",
+        what="largest importance weight before its cap",
+        applied=True,
+        patience=_PERSISTENT,
+        advice="the cap binds on step after step, so the weights are biased: look at "
+        "rollout_corr/rollout_is_ratio_fraction_high; where it is more than some percent, find the cause of "
+        "the drift before raising rollout_is_threshold",
+    ),
+    Rule(
+        name="kl",
+        metric="kl",
+        what="|KL| of old and rollout policy",
+        high=0.1,
+        drift=True,
+        advice=f"the stacks score the same trajectory differently: {_DOCTOR}",
+    ),
+    Rule(
+        name="log_ppl",
+        metric="log_ppl_diff",
+        what="|difference of log-perplexities|",
+        high=1.0,
+        drift=True,
+        advice=f"log-probs are off by more than rounding can do: {_DOCTOR} (schedule, timesteps, latents)",
+    ),
+    Rule(
+        name="veto",
+        metric="rollout_is_veto_fraction",
+        what="share of vetoed samples",
+        high=0.1,
+        applied=True,
+        advice=f"{_DOCTOR}; lower rollout_token_veto_threshold only if the drift is benign",
+    ),
+    Rule(
+        name="catastrophic",
+        metric="rollout_is_catastrophic_token_fraction",
+        what="share of catastrophic steps, with a ratio below the veto",
+        high=0.01,
+        applied=True,
+        advice=f"single steps are far off, as with a wrong prompt, weights or step index: {_DOCTOR}",
+    ),
+    Rule(
+        name="masked",
+        metric="rollout_rs_masked_fraction",
+        what="share of rejected terms",
+        high=0.3,
+        applied=True,
+        advice=_BENIGN,
+    ),
+    Rule(
+        name="rejected",
+        metric="rejected_ratio",
+        what="share of samples with a rejected step",
+        high=0.05,
+        serious=0.1,
+        applied=True,
+        advice=_BENIGN,
+    ),
+    Rule(
+        name="clip_noise",
+        metric="clip_noise_fraction",
+        what="share of ratios outside the clip range before anything was learned",
+        high=0.1,
+        advice="the clip range lies below the noise floor, so chance decides which terms are learned from: take the "
+        "range from `flowcorr audit`, or recompute old log-probs (bypass_mode: false)",
+    ),
+    Rule(
+        name="skipped",
+        metric="actor/skipped_updates",
+        what="number of skipped updates",
+        high=0.0,
+        advice="a mini-batch taught nothing: all of its terms were rejected (widen rollout_rs_threshold, or drop the "
+        "rejection), its groups were dropped, or its gradient was not finite (lower actor.lr)",
+    ),
+    Rule(
+        name="nonfinite",
+        metric="actor/nonfinite_fraction",
+        what="share of terms whose log-prob is not finite",
+        high=0.0,
+        serious=0.1,
+        advice="they are left out of the loss: the weights diverge (lower actor.lr, or grad_clip), or a precision "
+        "overflows (model.dtype, rollout.dtype)",
+    ),
+    Rule(
+        name="noise_std",
+        metric="rollout/noise_std",
+        what="std of the steps' noise (x' - mean) / s",
+        patience=2,
+        advice=f"the engine adds another noise than its log-probs are computed with: {_DOCTOR}",
+    ),
+    Rule(
+        name="noise_mean",
+        metric="rollout/noise_mean",
+        what="mean of the steps' noise (x' - mean) / s",
+        patience=2,
+        advice=f"the engine's latents do not belong to its step means: {_DOCTOR}",
+    ),
+    Rule(
+        name="noise_shared",
+        metric="rollout/noise_shared_by",
+        what="number of steps that share their noise",
+        advice="samples of one prompt, or steps of one sample, explore in one direction: seed the engine's noise by "
+        "(seed, training step, group, member) and step index; `flowcorr doctor` tells which draws are equal",
+    ),
+    Rule(
+        name="flat_groups",
+        metric="reward/zero_std_group_fraction",
+        what="share of groups whose rewards are all equal",
+        high=0.5,
+        patience=_PERSISTENT,
+        advice="they teach nothing: raise rollout.n or sampling.noise_level, or take a finer reward or prompts "
+        "that are neither solved nor hopeless",
+    ),
+)

@@ -1,0 +1,56 @@
+"""The explanation of one name: a metric, a configuration key or a preset."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction.presets import NAMES
+from flowcorr.diagnostics.health import rule_of
+from flowcorr.diagnostics.reference.keys import find_key, keys
+from flowcorr.diagnostics.reference.metrics import SECTIONS, find_metric
+from flowcorr.diagnostics.reference.pages import healthy
+from flowcorr.errors import ConfigError
+
+
+def explanation(name: str) -> str:
+    """The meaning of a name in a few lines.
+
+    Raises:
+        ConfigError: nothing has that name.
+    """
+    return "\n".join(_lines(name))
+
+
+def _lines(name: str) -> Iterator[str]:
+    if name in NAMES:
+        yield from _preset(name)
+    elif (key := find_key(name)) is not None:
+        yield f"{key.name} (configuration key)"
+        yield f"  {key.meaning}"
+        yield f"  values: {key.choices}; default: {key.default}"
+    elif (metric := find_metric(name)) is not None:
+        yield f"{name} (metric{f', {metric.unit}' if metric.unit else ''})"
+        yield f"  {metric.meaning}"
+        if limits := healthy(metric):
+            yield f"  healthy at log_ratio_scale mean: {limits}"
+        if (rule := rule_of(metric.name)) is not None:
+            yield f"  outside: {rule.advice}"
+    else:
+        known = [*NAMES, *(key.name for key in keys())]
+        known += [metric.name for section in SECTIONS.values() for metric in section]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f": did you mean {', '.join(near)}?" if near else "."
+        raise ConfigError(
+            f"{name!r} is no metric, configuration key or preset{hint} The tables are in "
+            "flowcorr/diagnostics/README.md, recipes/README.md and flowcorr/correction/README.md"
+        )
+
+
+def _preset(name: str) -> Iterator[str]:
+    preset, config = NAMES[name], RolloutCorrectionConfig.preset(name)
+    yield f"{name} (preset, {config.mode} mode)"
+    yield f"  {preset.summary}"
+    for key, value in preset.keys.items():
+        yield f"  algorithm.rollout_correction.{key}: {value}"

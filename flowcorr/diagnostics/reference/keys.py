@@ -1,0 +1,104 @@
+"""Every configuration key with its default, its choices and its sentence, read from the dataclasses of the schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+from flowcorr.config.schema import Config
+from flowcorr.correction import RolloutCorrectionConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One configuration key.
+
+    Attributes:
+        name: dotted.
+        meaning: from the docstring of its section.
+        choices: its type, or the values that it takes.
+        default: as YAML would write it.
+    """
+
+    name: str
+    meaning: str
+    choices: str
+    default: str
+
+
+def keys(section: type = Config, prefix: str = "") -> Iterator[Key]:
+    """All keys below a section, in the order of the schema."""
+    meanings, hints = _attributes(section), typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        nested = next((part for part in _parts(hint) if isinstance(part, type) and is_dataclass(part)), None)
+        if nested is not None and typing.get_origin(hint) is not tuple:
+            yield from keys(nested, f"{name}.")
+            continue
+        is_preset = (section, field.name) == (RolloutCorrectionConfig, "preset")
+        yield Key(
+            name=name,
+            meaning=meanings.get(field.name, ""),
+            choices="the name of a preset" if is_preset else _choices(hint),
+            default="null" if is_preset else _default(field),
+        )
+
+
+def find_key(name: str) -> Key | None:
+    """The key of that dotted name, or the only key that ends in it."""
+    every = list(keys())
+    found = [key for key in every if key.name == name]
+    found = found or [key for key in every if key.name.endswith(f".{name}")]
+    return found[0] if len(found) == 1 else None
+
+
+def _attributes(section: type) -> dict[str, str]:
+    """The sentences under `Attributes:` in a docstring, by name; `height, width: ...` counts for both."""
+    text = inspect.getdoc(section) or ""
+    _, _, attributes = text.partition("Attributes:\n")
+    attributes = attributes.split("\n\n")[0]
+    found: dict[str, str] = {}
+    for names, meaning in re.findall(
+        r"^    ([\w, ]+): (.*(?:\n        .*)*)", attributes, flags=re.MULTILINE
+    ):
+        found |= {name.strip(): " ".join(meaning.split()) for name in names.split(",")}
+    return found
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(part for option in typing.get_args(hint) for part in _parts(option))
+    return (hint,)
+
+
+def _choices(hint: Any) -> str:
+    return " | ".join(dict.fromkeys(_written(part) for part in _parts(hint)))
+
+
+def _written(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(str(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        items = [part for part in typing.get_args(hint) if part is not Ellipsis]
+        return f"list of {_choices(items[0])}"
+    names = {type(None): "null", bool: "true | false", int: "integer", float: "number", str: "text"}
+    return names.get(hint, "mapping")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is dataclasses.MISSING:
+        return "required"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(str, value))}]"
+    return "null" if value is None else "{}" if value == {} else str(value) or '""'

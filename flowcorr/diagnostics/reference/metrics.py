@@ -1,0 +1,269 @@
+"""Every metric that a run logs, one row each.
+
+In a name, `<i>` is a step index, `<mode>` a rejection mode, and `<name>` a name from the configuration. Limits and
+remedies are those of the health rules, which judge a run by the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+NATS = "nats per latent element"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: as logged, with placeholders in angle brackets.
+        meaning: one sentence.
+        unit: of the value; empty for a plain number.
+    """
+
+    name: str
+    meaning: str
+    unit: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Whether `name` is this metric with its placeholders filled in."""
+        pattern = re.sub(r"<\w+>", "[^ ]+", re.sub(r"([{}().*+])", r"\\\1", self.name))
+        return re.fullmatch(pattern, name) is not None
+
+
+def _rows(prefix: str, rows: dict[str, tuple[str, str]]) -> tuple[Metric, ...]:
+    return tuple(Metric(name=prefix + name, meaning=text, unit=unit) for name, (text, unit) in rows.items())
+
+
+DRIFT = _rows(
+    "rollout_corr/",
+    {
+        "kl": ("Mean of rollout minus target log-prob: the KL divergence by its plain estimator.", NATS),
+        "k3_kl": (
+            "The same KL by the k3 estimator, `exp(delta) - 1 - delta`: never negative, less noise.",
+            NATS,
+        ),
+        "exact_kl": ("The exact KL of the steps, from both policies' step means.", NATS),
+        "logprob_abs_diff_mean": ("Mean absolute difference of the two log-probs.", NATS),
+        "logprob_abs_diff_max": ("Largest absolute difference of the two log-probs.", NATS),
+        "log_ppl_diff": ("Mean over samples of rollout minus target mean log-prob.", NATS),
+        "log_ppl_abs_diff": ("Mean over samples of the absolute difference of mean log-probs.", NATS),
+        "log_ppl_diff_max": ("Largest difference of mean log-probs over samples.", NATS),
+        "log_ppl_diff_min": ("Smallest difference of mean log-probs over samples.", NATS),
+        "ppl_ratio": ("Mean over samples of `exp(log_ppl_diff)`; 1 without drift.", ""),
+        "training_ppl": (
+            "Perplexity of the target policy, `exp(-mean log-prob)`, averaged over samples.",
+            "",
+        ),
+        "training_log_ppl": ("Minus the mean log-prob of the target policy.", NATS),
+        "rollout_ppl": ("Perplexity of the rollout policy, averaged over samples.", ""),
+        "rollout_log_ppl": ("Minus the mean log-prob of the rollout policy.", NATS),
+        "chi2_token": ("Chi-squared divergence over steps, `mean(exp(2 delta)) - 1`.", ""),
+        "chi2_seq": ("Chi-squared divergence over samples, from the sum of `delta` over their steps.", ""),
+        "nonfinite_fraction": (
+            "Share of terms whose log-prob is not finite; such terms are dropped.",
+            "share",
+        ),
+        "clip_noise_fraction": (
+            "Share of terms whose ratio is outside the loss's clip range before anything was learned.",
+            "share",
+        ),
+        "bookkeeping_z_max": (
+            "Largest z-score of `delta` given the exact KL: above 6, latents, sigmas or timesteps are wrong, "
+            "not the precision.",
+            "standard deviations",
+        ),
+        "noise_quantile": ("With `auto`: .99 quantile of |ratio - 1| before any update.", "clip ranges"),
+        "noise_quantile_low": ("Lower end of that quantile's 95 % interval.", "clip ranges"),
+        "noise_quantile_high": ("Upper end of that quantile's 95 % interval.", "clip ranges"),
+        "bypass": ("With `auto`: 1 if the training step was in bypass mode, else 0.", ""),
+        "engine/<name>": (
+            "The part of the gap that the rollout engine computes differently: weights that sampled, in the training "
+            "stack, against the rollout.",
+            NATS,
+        ),
+        "staleness/<name>": (
+            "The part of the gap that comes from older weights: current weights against those that sampled.",
+            NATS,
+        ),
+    },
+)
+WEIGHTS = _rows(
+    "rollout_corr/",
+    {
+        "rollout_is_mean": ("Mean importance weight after the cap.", ""),
+        "rollout_is_std": ("Standard deviation of the importance weights after the cap.", ""),
+        "rollout_is_min": ("Smallest importance weight after the cap.", ""),
+        "rollout_is_max": ("Largest importance weight after the cap.", ""),
+        "rollout_is_raw_min": ("Smallest importance weight before the cap.", ""),
+        "rollout_is_raw_max": ("Largest importance weight before the cap.", ""),
+        "rollout_is_eff_sample_size": (
+            "Effective sample size as a share of the batch, `(sum w)^2 / (n sum w^2)`.",
+            "share",
+        ),
+        "rollout_is_ratio_fraction_high": ("Share of raw weights above the cap or band.", "share"),
+        "rollout_is_ratio_fraction_low": ("Share of raw weights below the band, or below 1 / cap.", "share"),
+        "rollout_is_oob_ratio": ("Share of weights that the cap or band changed.", "share"),
+        "rollout_is_batch_norm_factor": ("Mean weight that batch normalization divides by.", ""),
+        "rollout_is_seq_mean": ("Mean over samples of their mean weight.", ""),
+        "rollout_is_seq_std": ("Standard deviation over samples of their mean weight.", ""),
+        "rollout_is_seq_min": ("Smallest mean weight of a sample.", ""),
+        "rollout_is_seq_max": ("Largest mean weight of a sample.", ""),
+        "rollout_is_seq_max_deviation": ("Largest distance of a sample's mean weight from 1.", ""),
+        "rollout_is_seq_fraction_high": ("Share of samples whose mean raw weight is above the cap.", "share"),
+        "rollout_is_seq_fraction_low": ("Share of samples whose mean raw weight is below the band.", "share"),
+    },
+)
+REJECTION = _rows(
+    "rollout_corr/",
+    {
+        "rollout_rs_masked_fraction": ("Share of terms that were rejected.", "share"),
+        "rollout_rs_seq_masked_fraction": ("Share of samples that lost at least one term.", "share"),
+        "rejected_ratio": ("The same as `rollout_rs_seq_masked_fraction`.", "share"),
+        "rollout_is_veto_fraction": ("Share of samples that the veto rejected.", "share"),
+        "rollout_is_catastrophic_token_fraction": ("Share of steps below the veto's threshold.", "share"),
+        "rollout_rs_<mode>_mean": ("Mean of the mode's divergence.", "of the mode"),
+        "rollout_rs_<mode>_std": ("Standard deviation of the mode's divergence.", "of the mode"),
+        "rollout_rs_<mode>_min": ("Smallest value of the mode's divergence.", "of the mode"),
+        "rollout_rs_<mode>_max": ("Largest value of the mode's divergence.", "of the mode"),
+        "rollout_rs_<mode>_fraction_high": (
+            "Share above the upper bound; of a k1 mode, of the ratio.",
+            "share",
+        ),
+        "rollout_rs_<mode>_fraction_low": (
+            "Share below the lower bound; of a k1 mode, of the ratio.",
+            "share",
+        ),
+        "rollout_rs_<mode>_masked_fraction": ("Share of terms that this mode rejects.", "share"),
+        "rollout_rs_<mode>_seq_masked_fraction": ("Share of samples in which this mode rejects.", "share"),
+        "rollout_rs_<mode>_threshold_low": (
+            "Lower bound of an `auto` threshold, as measured.",
+            "of the mode",
+        ),
+        "rollout_rs_<mode>_threshold_high": (
+            "Upper bound of an `auto` threshold, as measured.",
+            "of the mode",
+        ),
+        "dropped_group_fraction": ("Share of prompt groups that rejection dropped.", "share"),
+        "partial_group_fraction": ("Share of prompt groups that rejection left incomplete.", "share"),
+    },
+)
+STEPS = _rows(
+    "rollout_corr/step_<i>/",
+    {
+        "kl": ("`rollout_corr/kl` of step index `<i>` alone.", NATS),
+        "k3_kl": ("`rollout_corr/k3_kl` of step index `<i>` alone.", NATS),
+        "logprob_abs_diff": ("Mean absolute difference of log-probs at step index `<i>`.", NATS),
+        "rollout_is_mean": (
+            "Mean weight at step index `<i>`; where it differs between steps, weights re-weight timesteps.",
+            "",
+        ),
+        "masked_fraction": ("Share of terms rejected at step index `<i>`.", "share"),
+    },
+)
+UPDATE = _rows(
+    "actor/",
+    {
+        "loss": ("The policy loss, over the terms that the denominator counts.", ""),
+        "ppo_kl": ("Mean of old minus current log-prob over the update.", NATS),
+        "ratio_mean": ("Mean ratio as the loss uses it.", ""),
+        "ratio_std": ("Standard deviation of that ratio.", ""),
+        "pg_clipfrac": ("Share of terms whose ratio the loss cuts.", "share"),
+        "pg_clipfrac_higher": ("Share of terms whose ratio the loss cuts from above.", "share"),
+        "pg_clipfrac_lower": ("Share of terms whose ratio the loss cuts from below.", "share"),
+        "exact_kl": ("flow_dppo: exact KL of current and old policy.", NATS),
+        "kl_loss": ("KL to the reference policy, before `actor.kl_coef`.", NATS),
+        "grad_norm": ("Norm of the gradient before clipping.", ""),
+        "lr": ("Learning rate.", ""),
+        "updates": ("Optimizer updates taken in the training step.", "updates"),
+        "skipped_updates": ("Updates skipped: everything rejected, or the gradient not finite.", "updates"),
+        "nonfinite_fraction": ("Share of the update's terms that were not finite and were dropped.", "share"),
+        "rollout_corr/<name>": ("Bypass mode: the metric `rollout_corr/<name>` over the whole update.", ""),
+    },
+)
+RUN = (
+    *_rows(
+        "reward/",
+        {
+            "mean": ("Mean training reward.", "of the reward"),
+            "std": ("Standard deviation of the training reward.", "of the reward"),
+            "min": ("Smallest training reward.", "of the reward"),
+            "max": ("Largest training reward.", "of the reward"),
+            "zero_std_group_fraction": (
+                "Share of prompt groups whose rewards are all equal, and which therefore teach nothing.",
+                "share",
+            ),
+            "failed_samples": ("Samples that the reward failed on.", "samples"),
+            "<name>": ("Mean of a reward term, of one of its extra scores, or of a `gold` reward.", ""),
+        },
+    ),
+    *_rows(
+        "eval/",
+        {
+            "reward": ("Mean reward on held-out prompts, ODE sampler, fixed noise.", "of the reward"),
+            "reward_std": ("Its standard deviation over held-out prompts.", "of the reward"),
+            "<name>": (
+                "Held-out mean of a reward term, of one of its extra scores, or of a `gold` reward.",
+                "",
+            ),
+        },
+    ),
+    *_rows(
+        "rollout/",
+        {
+            "num_elements": ("`D`, latent elements of a sample.", "elements"),
+            "staleness_mean": ("Mean age of the weights that sampled.", "training steps"),
+            "staleness_max": ("Largest age of the weights that sampled.", "training steps"),
+            "dropped_stale_samples": ("Samples dropped because their weights were too old.", "samples"),
+            "noise_std": (
+                "Standard deviation of the step noise `(x' - mean) / s`; 1 if it is scored as drawn.",
+                "",
+            ),
+            "noise_mean": (
+                "Mean of the step noise, where the rollout returns step means; 0 if all is right.",
+                "",
+            ),
+            "noise_shared_by": (
+                "Terms that share their step noise, likewise; 1 if all are independent.",
+                "terms",
+            ),
+        },
+    ),
+    *_rows(
+        "timing/",
+        {
+            "step": ("The whole training step.", "seconds"),
+            "rollout": ("Sampling.", "seconds"),
+            "rollout_wait": ("Waiting for Ray workers to finish sampling.", "seconds"),
+            "reward": ("Scoring images.", "seconds"),
+            "old_log_prob": ("Recomputing old log-probs; absent in bypass mode, which saves it.", "seconds"),
+            "correction": ("Weights, rejection and drift metrics.", "seconds"),
+            "drift": ("Splitting the gap into engine and staleness.", "seconds"),
+            "update": ("Forward, backward and optimizer.", "seconds"),
+            "sync": ("Sending weights to the rollout engine.", "seconds"),
+        },
+    ),
+    *_rows(
+        "perf/",
+        {
+            "images_per_second": ("Images of a training step over its time.", "images / s"),
+            "max_memory_gb": ("Peak memory of this rank's GPU.", "GB"),
+        },
+    ),
+)
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    "Drift": DRIFT,
+    "Importance weights": WEIGHTS,
+    "Rejection": REJECTION,
+    "By step": STEPS,
+    "Update": UPDATE,
+    "Run": RUN,
+}
+
+
+def find_metric(name: str) -> Metric | None:
+    """The row of a logged metric: the exact name first, then a name with placeholders; None if there is none."""
+    rows = [metric for section in SECTIONS.values() for metric in section]
+    exact = [metric for metric in rows if metric.name == name]
+    return next(iter(exact or [metric for metric in rows if metric.matches(name)]), None)

@@ -1,0 +1,383 @@
+"""The charts of some runs, in sections: what the page shows, and what lies beside it as PNG."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean, median
+
+import torch
+from torch import Tensor
+
+from flowcorr.diagnostics.drawing import HEIGHT, PALETTE, Chart
+from flowcorr.diagnostics.health import healthy_range, serious_limit
+from flowcorr.diagnostics.plots import (
+    BandPoint,
+    Curve,
+    draw_bars,
+    draw_curves,
+    draw_heat_map,
+    draw_histograms,
+    limit_in_view,
+)
+from flowcorr.diagnostics.report.runs import Group
+from flowcorr.diagnostics.report.terms import Spread, reach, read_spread, shares
+from flowcorr.trainer.timing import PHASES
+
+_DRIFT = (
+    ("rollout_corr/kl", "KL of rollout and old policy, K1", "nats per latent element"),
+    ("rollout_corr/exact_kl", "Exact KL of a step", "nats per latent element"),
+    ("rollout_corr/k3_kl", "K3", "of mean-pooled ratios: about half the mean square of Δ log p, and no KL"),
+    ("rollout_corr/logprob_abs_diff_mean", "Mean |Δ log p|", "nats per latent element"),
+    ("rollout_corr/ppl_ratio", "Perplexity ratio", "training / rollout"),
+    ("rollout_corr/chi2_token", "χ² of one step", "of mean-pooled ratios"),
+    ("rollout_corr/chi2_seq", "χ² of the window", "of mean-pooled ratios"),
+)
+_CORRECTION = (
+    ("rollout_corr/rollout_is_mean", "Mean importance weight", "after its cap"),
+    ("rollout_corr/rollout_is_std", "Std of the importance weights", "after their cap"),
+    ("rollout_corr/rollout_is_eff_sample_size", "Effective sample size", "share of the batch"),
+    ("rollout_corr/rejected_ratio", "Rejected samples", "share with a rejected step"),
+    ("rollout_corr/rollout_is_veto_fraction", "Vetoed samples", "share"),
+    *(
+        (f"actor/rollout_corr/{name}", f"{title} in the update", "current against rollout policy")
+        for name, title in (
+            ("rollout_is_mean", "Mean importance weight"),
+            ("rollout_is_std", "Std of the importance weights"),
+            ("rollout_is_eff_sample_size", "Effective sample size"),
+            ("rejected_ratio", "Rejected samples"),
+            ("rollout_is_veto_fraction", "Vetoed samples"),
+        )
+    ),
+    ("rollout_corr/clip_noise_fraction", "Outside the clip before learning", "share of drift-1 ratios"),
+)
+_UPDATE = (
+    ("actor/pg_clipfrac", "Clipped terms", "share of the update's"),
+    ("actor/ratio_std", "Std of the PPO ratio", ""),
+    ("actor/ppo_kl", "KL of the update", "nats per latent element"),
+    ("actor/grad_norm", "Gradient norm", ""),
+)
+_BINS = 64
+_MIN_SHARE = 0.005  # of a step's time that is worth a bar
+_MAX_MARK = 12  # characters beside a chart
+MAX_POINTS = 200  # of a curve, or columns of a heat map: a chart is 330 pixels wide
+_STEP_DRIFT = re.compile(r"rollout_corr/step_(\d+)/logprob_abs_diff")
+_HISTOGRAMS = "All dumped steps together. Each row is as high as its largest bin."
+_NO_TERMS = (
+    "Train with trainer.dump_log_probs=true to see here how the ratios of the update lie in the clip range, and how "
+    "rollout and training differ at each step."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartSection:
+    """Charts under a heading.
+
+    Attributes:
+        title: the heading.
+        text: what holds for all of them, or is to be said in their place.
+        charts: in order.
+        has_curves: whether they are curves, each in the colour of its runs.
+    """
+
+    title: str
+    text: str
+    charts: Sequence[Chart]
+    has_curves: bool = False
+
+
+def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
+    """All sections that have something to say."""
+    sections = [
+        _curves(groups, "Learning", _learning_metrics(groups), _learning_text(groups)),
+        _curves(groups, "Drift between rollout and training", _DRIFT, _drift_text(groups), zoom=True),
+        ChartSection(
+            title="Drift by timestep",
+            text="Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch.",
+            charts=[chart for index, group in enumerate(groups) if (chart := _heat_map(group, index))],
+        ),
+        _curves(groups, "What the correction did", _CORRECTION, ""),
+        _curves(groups, "The update", _UPDATE, ""),
+    ]
+    timing = ChartSection(
+        title="Where the time goes",
+        text="Median seconds of each phase of a training step.",
+        charts=[chart for index, group in enumerate(groups) if (chart := _timing(group, index))],
+    )
+    return [
+        *(section for section in sections if section.charts),
+        _histograms(groups),
+        *([timing] if timing.charts else []),
+    ]
+
+
+def colours(groups: Sequence[Group]) -> list[str]:
+    """The colour of each group."""
+    return [PALETTE[index % len(PALETTE)] for index in range(len(groups))]
+
+
+def marks(groups: Sequence[Group]) -> list[str]:
+    """What stands at the end of each group's lines: nothing for one group, its name if all are short, or a letter."""
+    names = [group.label for group in groups]
+    if len(names) == 1:
+        return [""]
+    if max(map(len, names)) <= _MAX_MARK:
+        return names
+    return [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(names))]
+
+
+# Curves --------------------------------------------------------------------------------------------------------
+
+
+def _learning_metrics(groups: Sequence[Group]) -> tuple[tuple[str, str, str], ...]:
+    logged = dict.fromkeys(
+        name
+        for prefix in ("eval/", "reward/")
+        for group in groups
+        for run in group.runs
+        for record in run.records
+        for name in record
+        if name.startswith(prefix)
+    )
+    skipped = ("_std", "/std", "/min", "/max", "/failed_samples")
+    return tuple(
+        (name, name, "held out" if name.startswith("eval/") else "training samples")
+        for name in logged
+        if not name.endswith(skipped)
+    )
+
+
+def _learning_text(groups: Sequence[Group]) -> str:
+    longest = max(len(run.records) for group in groups for run in group.runs)
+    if max(len(group.runs) for group in groups) == 1 and longest <= MAX_POINTS:
+        return ""
+    return "Lines are means over seeds, and over steps where a caption says so; bands go from least to most."
+
+
+def _drift_text(groups: Sequence[Group]) -> str:
+    text = "Log-probs are means over the elements of a latent, so these numbers are small"
+    known = sorted({group.num_elements for group in groups if group.num_elements is not None})
+    return (
+        f"{text}: KL and Δ log p of whole steps are {' or '.join(map(str, known))} times as large."
+        if known
+        else f"{text}."
+    )
+
+
+def _curves(
+    groups: Sequence[Group],
+    title: str,
+    metrics: Sequence[tuple[str, str, str]],
+    text: str,
+    *,
+    zoom: bool = False,
+) -> ChartSection:
+    charts = [chart for metric in metrics if (chart := _curve(groups, *metric, zoom=zoom))]
+    return ChartSection(title=title, text=text, charts=charts, has_curves=True)
+
+
+def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom: bool) -> Chart | None:
+    """The curve of a metric; with `zoom` as large as its values allow, where these are small beside its limits."""
+    bands = {index: band for index, group in enumerate(groups) if (band := group.band(metric))}
+    if not bands:
+        return None
+    stride = _stride(max(map(len, bands.values())))
+    names, palette = marks(groups), colours(groups)
+    curves = [
+        Curve(mark=names[index], colour=palette[index], band=_pooled(band, stride))
+        for index, band in bands.items()
+    ]
+    ranges = {healthy_range(metric, groups[index].units) for index in bands}
+    healthy, limits = (-math.inf, math.inf), "its healthy range depends on log_ratio_scale"
+    if len(ranges) == 1:
+        healthy = ranges.pop()
+        limits = _healthy_text(curves, healthy, serious_limit(metric), zoom)
+    return Chart(
+        name=metric.replace("/", "_"),
+        title=title,
+        draw=partial(draw_curves, curves=curves, healthy=healthy, serious=serious_limit(metric), zoom=zoom),
+        caption="; ".join(filter(None, [unit, limits, _stride_text(stride)])),
+        metric="" if title == metric else metric,
+        shaded=limit_in_view(curves, healthy, zoom=zoom),
+    )
+
+
+def _stride(count: int) -> int:
+    """How many training steps make a point."""
+    return math.ceil(count / MAX_POINTS)
+
+
+def _stride_text(stride: int) -> str:
+    return f"means over {stride} steps" if stride > 1 else ""
+
+
+def _pooled(band: Sequence[BandPoint], stride: int) -> list[BandPoint]:
+    """A band with one point for `stride` steps, at the last of them."""
+    parts = [band[begin : begin + stride] for begin in range(0, len(band), stride)]
+    return [
+        (
+            part[-1][0],
+            fmean(mean for _, mean, _, _ in part),
+            min(low for _, _, low, _ in part),
+            max(high for *_, high in part),
+        )
+        for part in parts
+    ]
+
+
+def _healthy_text(curves: Sequence[Curve], healthy: tuple[float, float], serious: float, zoom: bool) -> str:
+    low, high = healthy
+    if math.isfinite(low) and math.isfinite(high):
+        text = f"healthy from {low:.3g} to {high:.3g}"
+    elif math.isfinite(high):
+        text = f"healthy up to {high:.3g}" + f", serious above {serious:.3g}" * math.isfinite(serious)
+    elif math.isfinite(low):
+        text = f"healthy from {low:.3g}"
+    else:
+        return ""
+    return text if limit_in_view(curves, healthy, zoom=zoom) else f"{text}, far from all values here"
+
+
+def _heat_map(group: Group, index: int) -> Chart | None:
+    names = {name for run in group.runs for record in run.records for name in record}
+    found = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
+    means = {f"step {index}": dict(group.means(name)) for index, name in sorted(found.items())}
+    steps = sorted({step for values in means.values() for step in values})
+    if not steps:
+        return None
+    stride = _stride(len(steps))
+    parts = [steps[begin : begin + stride] for begin in range(0, len(steps), stride)]
+    cells = {
+        (row, part[-1]): fmean(here)
+        for row, values in means.items()
+        for part in parts
+        if (here := [values[step] for step in part if step in values])
+    }
+    unit = "nats per latent element, on a logarithmic scale; white: not in the window"
+    if not max(cells.values()) > 0:
+        unit = "0 everywhere: both stacks score alike, to the last bit"
+    return Chart(
+        name=f"drift_by_timestep_{index}",
+        title=f"Drift by timestep, {group.label}",
+        draw=partial(draw_heat_map, rows=list(means), columns=[part[-1] for part in parts], cells=cells),
+        caption="; ".join(filter(None, ["across: training step", unit, _stride_text(stride)])),
+        height=max(HEIGHT / 2, 60 + 24 * len(means)),
+    )
+
+
+# Histograms ----------------------------------------------------------------------------------------------------
+
+
+def _histograms(groups: Sequence[Group]) -> ChartSection:
+    charts = []
+    for index, group in enumerate(groups):
+        spread = read_spread(group)
+        if spread is not None:
+            charts += [_ratio_chart(group, spread, index), _mismatch_chart(group, spread, index)]
+    return ChartSection(
+        title="Ratios and mismatch",
+        text=_HISTOGRAMS if charts else _NO_TERMS,
+        charts=charts,
+    )
+
+
+def _ratio_chart(group: Group, spread: Spread, index: int) -> Chart:
+    moved = spread.ratios[spread.ratios != 0]
+    view = reach(moved, spread.limits)
+    unit = (
+        "ratio less 1, in clip ranges of its step" if spread.in_ranges else "log-ratio as the loss clips it"
+    )
+    what = "current less rollout" if spread.num_bypass == spread.num_steps else "current less old log-prob"
+    texts = [
+        f"{unit}: {what}, {len(spread.ratios)} terms of {spread.num_steps} training steps",
+        _clip_text(spread, view),
+        _still_text(spread),
+        _beyond(moved, view),
+    ]
+    return Chart(
+        name=f"ratios_{index}",
+        title=f"Ratios of the update, {group.label}",
+        draw=partial(
+            draw_histograms, rows=[("", shares(moved, view, _BINS))], view=view, limits=spread.limits
+        ),
+        caption="; ".join(filter(None, texts)),
+    )
+
+
+def _clip_text(spread: Spread, view: float) -> str:
+    if spread.limits is None:
+        return "this loss has no clip range"
+    low, high = spread.limits
+    above, below = (_share(where) for where in (spread.ratios > high, spread.ratios < low))
+    place = "dashed" if min(abs(low), abs(high)) <= view else "far from all values here"
+    return f"clip range {place}: {above:.1%} above, {below:.1%} below"
+
+
+def _still_text(spread: Spread) -> str:
+    still = _share(spread.ratios == 0)
+    return f"{still:.0%} are 0, scored before the first optimizer step, and not drawn" if still else ""
+
+
+def _mismatch_chart(group: Group, spread: Spread, index: int) -> Chart:
+    everything = torch.cat(list(spread.mismatch.values()))
+    view = reach(everything)
+    rows = [(f"step {step}", shares(values, view, _BINS)) for step, values in spread.mismatch.items()]
+    what = "current less rollout log-prob"
+    if spread.num_bypass < spread.num_steps:
+        also = f", of steps in bypass mode {what}" if spread.num_bypass else ""
+        what = f"old less rollout log-prob{also}"
+    found = "0 everywhere: both stacks score alike, to the last bit"
+    if everything.any():
+        found = "mean ± std of step " + ", ".join(
+            f"{step}: {values.mean():.1e} ± {values.std(correction=0):.1e}"
+            for step, values in spread.mismatch.items()
+        )
+    texts = [f"{what}, nats per latent element, by step of the schedule", found, _beyond(everything, view)]
+    return Chart(
+        name=f"mismatch_by_step_{index}",
+        title=f"Rollout mismatch, {group.label}",
+        draw=partial(draw_histograms, rows=rows, view=view),
+        caption="; ".join(filter(None, texts)),
+        height=max(HEIGHT, 30 + 40 * len(rows)),
+    )
+
+
+def _beyond(values: Tensor, view: float) -> str:
+    share = _share(values.abs() > view)
+    return f"{share:.1%} lie beyond the picture" if share else ""
+
+
+def _share(where: Tensor) -> float:
+    return float(where.double().mean()) if len(where) else 0.0
+
+
+# Time ----------------------------------------------------------------------------------------------------------
+
+
+def _timing(group: Group, index: int) -> Chart | None:
+    whole = _median(group, "timing/step")
+    if not whole:
+        return None
+    seconds = {phase.replace("_", " "): _median(group, f"timing/{phase}") for phase in PHASES}
+    seconds["other"] = max(0.0, whole - sum(seconds.values()))
+    total = sum(seconds.values())
+    bars = [
+        (phase, value, f"{value:.2g} s, {value / total:.0%}")
+        for phase, value in seconds.items()
+        if value / total >= _MIN_SHARE
+    ]
+    return Chart(
+        name=f"time_{index}",
+        title=f"Time, {group.label}",
+        draw=partial(draw_bars, bars=bars),
+        caption=f"a step takes {whole:.3g} s in the median",
+        height=30 + 28 * len(bars),
+    )
+
+
+def _median(group: Group, metric: str) -> float:
+    values = [value for run in group.runs for _, value in run.series(metric)]
+    return median(values) if values else 0.0

@@ -1,0 +1,258 @@
+"""Runs on one page: `write_report` makes a single HTML file without scripts, which loads nothing from anywhere.
+
+On request its charts lie beside it as PNG files, for where a page cannot go.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from flowcorr.diagnostics.health import examine_run
+from flowcorr.diagnostics.pages import render, save_charts
+from flowcorr.diagnostics.report.charts import ChartSection, chart_sections, colours, marks
+from flowcorr.diagnostics.report.runs import Group, Run, differences, group_by_seed, read_run
+from flowcorr.errors import ConfigError
+from flowcorr.trackers import IMAGES_FOLDER
+from flowcorr.trainer.run_folder import resume_command
+
+MAX_GRIDS = 4
+# Larger images are shown smaller and compressed, so that the page of three runs stays below 2 MB.
+MAX_IMAGE_BYTES = 100_000
+_HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """How a group of runs is shown.
+
+    Attributes:
+        label: its name.
+        mark: what stands at the end of its lines, see `charts.marks`.
+        colour: of its lines.
+    """
+
+    label: str
+    mark: str
+    colour: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What is to be said about some runs.
+
+    Attributes:
+        level: `healthy`, `note`, `warning` or `serious`.
+        runs: their names.
+        message: a sentence without its full stop.
+        where: at which steps.
+        advice: what to do, another sentence.
+        metric: that was judged.
+        command: that continues the run.
+    """
+
+    level: str
+    runs: str
+    message: str
+    where: str = ""
+    advice: str = ""
+    metric: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """An image in the page; `full` if it takes a whole row, `source` being its data."""
+
+    caption: str
+    source: str
+    full: bool = False
+
+
+def write_report(folders: Sequence[Path], out: Path, *, charts: Path | None = None) -> Path:
+    """Write the page of one or more runs; runs that differ by seed only are drawn as one, with a band.
+
+    Args:
+        folders: the runs' folders.
+        out: the file; its folder is made.
+        charts: a folder that gets every chart as PNG, or None for none.
+
+    Raises:
+        ConfigError: a folder holds no run, or a file cannot be written.
+    """
+    different = {folder.resolve(): folder for folder in folders}
+    groups = group_by_seed([read_run(folder) for folder in different.values()])
+    sections = chart_sections(groups)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(report_page(groups, sections), encoding="utf-8")
+        if charts is not None:
+            note = "; ".join(f"{key.mark}: {key.label}" for key in _keys(groups) if key.mark != key.label)
+            for section in sections:
+                save_charts(
+                    section.charts, charts, note=note if section.has_curves and len(groups) > 1 else ""
+                )
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out} cannot be written ({error.strerror or error}); name another file"
+        ) from error
+    return out
+
+
+def report_page(groups: Sequence[Group], sections: Sequence[ChartSection]) -> str:
+    """The page as HTML text."""
+    keys = _keys(groups)
+    seeds = max(len(group.runs) for group in groups) > 1
+    headlines = [name for name in _HEADLINES if any(group.band(name) for group in groups)]
+    return render(
+        "report.html",
+        title=" · ".join(key.label for key in keys),
+        counts=f"{_plural(sum(len(group.runs) for group in groups), 'run')}, "
+        f"{_plural(len(groups), 'configuration')}",
+        keys=keys,
+        headlines=headlines,
+        summary=[_summary_row(group, key, headlines) for group, key in zip(groups, keys, strict=True)],
+        summary_note=_summary_note(groups),
+        findings=_findings(groups),
+        sections=sections,
+        pictures=[
+            {"name": group.runs[0].name, "pictures": pictures}
+            for group in groups
+            if (pictures := list(_pictures(group.runs[0])))
+        ],
+        images_note="Of runs that differ by seed only, the images of the first one." if seeds else "",
+        differences=differences(groups),
+    )
+
+
+def _keys(groups: Sequence[Group]) -> list[Key]:
+    return [
+        Key(label=group.label, mark=mark, colour=colour)
+        for group, mark, colour in zip(groups, marks(groups), colours(groups), strict=True)
+    ]
+
+
+# Summary and health --------------------------------------------------------------------------------------------
+
+
+def _summary_row(group: Group, key: Key, headlines: Sequence[str]) -> dict[str, Any]:
+    correction = group.config.algorithm.rollout_correction
+    last = sorted({run.last_step for run in group.runs})
+    return {
+        "key": key,
+        "correction": "off" if correction is None else correction.label,
+        "steps": f"{last[0]}–{last[-1]}" if len(last) > 1 else f"{last[0]}",
+        "changes": [_change(group, metric) for metric in headlines],
+    }
+
+
+def _summary_note(groups: Sequence[Group]) -> str:
+    note = "First to last value; with several seeds their mean, and in brackets the smallest and largest last one."
+    if any(len({run.last_step for run in group.runs}) > 1 for group in groups):
+        note += " Last values are of the seeds that got furthest."
+    return note
+
+
+def _change(group: Group, metric: str) -> str:
+    band = group.band(metric)
+    if not band:
+        return "–"
+    first, (_, mean, low, high) = band[0][1], band[-1]
+    spread = f" ({low:.3g} to {high:.3g})" if len(group.runs) > 1 else ""
+    return f"{first:.3g} → {mean:.3g}{spread}"
+
+
+def _findings(groups: Sequence[Group]) -> list[Finding]:
+    """Healthy runs first, then what is to be said about the others."""
+    found = [finding for group in groups for run in group.runs for finding in _findings_of(run, group)]
+    healthy = [finding for finding in found if finding.level == "healthy"]
+    alike = groupby(sorted(healthy, key=lambda finding: finding.message), lambda finding: finding.message)
+    return [
+        *(
+            Finding(level="healthy", message=message, runs=", ".join(finding.runs for finding in same))
+            for message, same in alike
+        ),
+        *(finding for finding in found if finding.level != "healthy"),
+    ]
+
+
+def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
+    steps = len(run.series("timing/step"))
+    if run.ending:
+        yield Finding(
+            level="serious" if run.failed else "note",
+            runs=run.name,
+            message=f"the run {run.ending}",
+            where=f"last logged step {run.last_step} of {run.config.trainer.total_steps}",
+            command=resume_command(run.folder),
+        )
+    broken = examine_run(run.records, group.units)
+    for finding in broken:
+        yield Finding(
+            level=finding.level,
+            runs=run.name,
+            message=finding.message,
+            where=f"worst at step {finding.step}; on {finding.num_steps} of {_plural(steps, 'step')}",
+            advice=finding.advice,
+            metric=finding.metric,
+        )
+    if run.failed:
+        return
+    if not steps:
+        text = "no training step was logged, so there is nothing to judge"
+        yield Finding(level="note", runs=run.name, message=text)
+    elif not broken:
+        text = "no rule was broken"
+        if run.config.algorithm.rollout_correction is None:
+            text += "; without rollout_correction, the gap was not measured"
+        yield Finding(level="healthy", runs=run.name, message=text)
+
+
+# Images --------------------------------------------------------------------------------------------------------
+
+
+def _pictures(run: Run) -> Iterator[Picture]:
+    folder = run.folder / IMAGES_FOLDER
+    pair = folder / "before_after.png"
+    if pair.is_file():
+        yield Picture(caption="held out, before and after", source=_source(pair), full=True)
+    else:
+        for path in sorted(folder.glob("eval_*.png")):
+            yield Picture(caption=f"held out, {path.stem[5:]}", source=_source(path))
+    for path in _spread(sorted(folder.glob("rollout_*.png"))):
+        match = re.match(r"rollout_(\d+)", path.stem)
+        caption = f"rollouts at step {int(match[1])}" if match else path.stem
+        yield Picture(caption=caption, source=_source(path))
+
+
+def _spread(paths: Sequence[Path]) -> list[Path]:
+    """The first, the last and some between."""
+    if len(paths) <= MAX_GRIDS:
+        return list(paths)
+    return [paths[round(i * (len(paths) - 1) / (MAX_GRIDS - 1))] for i in range(MAX_GRIDS)]
+
+
+def _source(path: Path) -> str:
+    """The image as the `src` of an `<img>`."""
+    data, kind = path.read_bytes(), "png"
+    side = 1200
+    while len(data) > MAX_IMAGE_BYTES and side > 200:
+        with Image.open(path) as image:
+            small = image.convert("RGB")
+        small.thumbnail((side, side))
+        buffer = io.BytesIO()
+        small.save(buffer, format="WEBP", quality=80)
+        data, kind, side = buffer.getvalue(), "webp", side * 3 // 4
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,173 @@
+"""Runs read back from their folders: metrics, configuration, and which of them differ by seed only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from flowcorr.config import Config, to_mapping
+from flowcorr.diagnostics.health import Units, logged_num_elements, units_of
+from flowcorr.diagnostics.plots import BandPoint
+from flowcorr.errors import ConfigError
+from flowcorr.trackers import METRICS_FILE, read_metrics, redact
+from flowcorr.trainer.events import EVENTS_FILE, read_events
+from flowcorr.trainer.run_folder import load_config
+
+_OF_A_SEED = "trainer.seed"
+_ENDINGS = ("start", "resume", "failure", "end")
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """One run.
+
+    Attributes:
+        folder: where it lies.
+        config: its configuration.
+        settings: the configuration as dotted keys, secrets redacted.
+        records: its `metrics.jsonl`.
+        ending: how it ended if not at its last step, in words; else, or where nothing is known, empty.
+        name: the end of `folder` that tells it from the other runs.
+    """
+
+    folder: Path
+    config: Config
+    settings: Mapping[str, str]
+    records: Sequence[Mapping[str, Any]]
+    ending: str
+    name: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error ended it."""
+        return self.ending.startswith("failed")
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged."""
+        return int(max(record["step"] for record in self.records))
+
+    def series(self, metric: str) -> Points:
+        """Steps and values of a metric, where it was logged and finite."""
+        return [(record["step"], record[metric]) for record in self.records if record.get(metric) is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """Runs whose configurations differ by seed only."""
+
+    label: str
+    runs: Sequence[Run]
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the first run."""
+        return self.runs[0].config
+
+    @property
+    def num_elements(self) -> int | None:
+        """`D`, as the first run logged it."""
+        return next(filter(None, map(logged_num_elements, self.runs[0].records)), None)
+
+    @property
+    def units(self) -> Units:
+        """The units in which its runs are judged."""
+        return units_of(self.config, self.num_elements)
+
+    def band(self, metric: str) -> list[BandPoint]:
+        """Mean, smallest and largest value over the runs that logged a step."""
+        values: dict[float, list[float]] = {}
+        for run in self.runs:
+            for step, value in run.series(metric):
+                values.setdefault(step, []).append(value)
+        return [(step, fmean(found), min(found), max(found)) for step, found in sorted(values.items())]
+
+    def means(self, metric: str) -> Points:
+        """Step and mean over the runs."""
+        return [(step, mean) for step, mean, _, _ in self.band(metric)]
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: it holds no run, or one that logged nothing yet.
+    """
+    config = load_config(folder)
+    path = folder / METRICS_FILE
+    records = read_metrics(path) if path.is_file() else []
+    if not records:
+        raise ConfigError(f"{path} holds no metrics yet; let the run finish a step first")
+    settings = {key: _text(value) for key, value in _flatten(redact(to_mapping(config))).items()}
+    return Run(
+        folder=folder,
+        config=config,
+        settings=settings,
+        records=records,
+        ending=_ending(folder),
+        name=folder.resolve().name,
+    )
+
+
+def group_by_seed(runs: Sequence[Run]) -> list[Group]:
+    """Groups of runs with equal configurations but for the seed, in the order of their first runs."""
+    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    for run, name in zip(runs, _names([run.folder.resolve() for run in runs]), strict=True):
+        key = tuple((name, value) for name, value in run.settings.items() if name != _OF_A_SEED)
+        groups.setdefault(key, []).append(replace(run, name=name))
+    return [Group(label=_label(members), runs=members) for members in groups.values()]
+
+
+def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Configuration keys on which the groups differ, with each group's value."""
+    keys = dict.fromkeys(key for group in groups for key in group.runs[0].settings if key != _OF_A_SEED)
+    values = {key: [group.runs[0].settings.get(key, "-") for group in groups] for key in keys}
+    return {key: found for key, found in values.items() if len(set(found)) > 1}
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The ends of different paths, as long as it takes to tell them apart."""
+    longest = max(len(folder.parts) for folder in folders)
+    for length in range(1, longest + 1):
+        names = ["/".join(folder.parts[-length:]) for folder in folders]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _label(runs: Sequence[Run]) -> str:
+    names = [run.name for run in runs]
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} runs)"
+
+
+def _ending(folder: Path) -> str:
+    path = folder / EVENTS_FILE
+    events = read_events(path) if path.is_file() else []
+    last = next((event for event in reversed(events) if event["kind"] in _ENDINGS), None)
+    if last is None or last.get("status") == "finished":
+        return ""
+    step = last.get("step")
+    match last["kind"]:
+        case "failure":
+            return f"failed after step {step}: {last.get('error')}"
+        case "end":
+            return f"was {last.get('status')} after step {step}"
+    return "has not ended: it still runs, or it was killed"
+
+
+def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        name = f"{prefix}{key}"
+        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return flat
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

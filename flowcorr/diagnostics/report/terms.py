@@ -1,0 +1,116 @@
+"""How the dumped log-probs of some runs are spread: ratios as the loss clips them, and the rollout mismatch by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowcorr.config.schema import ActorConfig
+from flowcorr.diagnostics.report.runs import Group
+from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
+from flowcorr.trainer import log_probs
+from flowcorr.trainer.log_probs import LoggedTerms
+
+MAX_STEPS = 200  # read from a run: more would tell the same
+_SHOWN = 0.998  # of the values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spread:
+    """The dumped terms of a group of runs, those that are finite.
+
+    Attributes:
+        num_steps: training steps that were read.
+        num_bypass: how many of them were in bypass mode.
+        ratios: `[N]`, log-ratios as the loss exponentiates them; where its clip range differs by step, `ratio - 1` in
+            clip ranges.
+        limits: what the loss clips them to, infinite where it does not; None where it clips nothing.
+        in_ranges: whether `ratios` are in clip ranges.
+        mismatch: by step index, `[n]` each: old less rollout log-probs, in bypass mode current less rollout.
+    """
+
+    num_steps: int
+    num_bypass: int
+    ratios: Tensor
+    limits: tuple[float, float] | None
+    in_ranges: bool
+    mismatch: Mapping[int, Tensor]
+
+
+def read_spread(group: Group) -> Spread | None:
+    """The terms that the runs of a group dumped; None where they dumped none.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    paths = [path for run in group.runs for path in _spread_out(list(log_probs.files(run.folder).values()))]
+    steps = [log_probs.load(path) for path in paths]
+    if not steps:
+        return None
+    loss = loss_of(group.config.actor, group.config.algorithm.rollout_correction)
+    mismatch: dict[int, list[Tensor]] = {}
+    for terms in steps:
+        target = terms.current_log_probs if terms.bypass else terms.old_log_probs
+        delta = target - terms.rollout_log_probs
+        for index in terms.step_indices.unique().tolist():
+            mismatch.setdefault(index, []).append(delta[terms.step_indices == index])
+    return Spread(
+        num_steps=len(steps),
+        num_bypass=sum(terms.bypass for terms in steps),
+        ratios=_finite([_ratios(terms, group.config.actor, loss) for terms in steps]),
+        limits=_limits(group.config.actor, loss),
+        in_ranges=isinstance(loss.ratio_limit(group.config.actor), Sequence),
+        mismatch={index: _finite(parts) for index, parts in sorted(mismatch.items())},
+    )
+
+
+def shares(values: Tensor, view: float, bins: int) -> list[float]:
+    """Shares of `[N]` values in bins of one width from `-view` to `view`; those beyond are in none."""
+    return (torch.histc(values, bins, min=-view, max=view) / max(len(values), 1)).tolist()
+
+
+def reach(values: Tensor, limits: tuple[float, float] | None = None) -> float:
+    """Half the width of a picture around 0 that shows nearly all `[N]` values, and limits that are not far away."""
+    rank = math.ceil(_SHOWN * len(values))
+    most = float(values.abs().kthvalue(rank)[0]) if rank else 0.0
+    near = [
+        abs(limit) for limit in limits or () if abs(limit) <= 4 * most or (not most and math.isfinite(limit))
+    ]
+    return 1.1 * max([most, *near]) or 1e-6
+
+
+def _ratios(terms: LoggedTerms, actor: ActorConfig, loss: Loss) -> Tensor:
+    delta = terms.current_log_probs - terms.old_log_probs
+    log_ratio = loss.log_ratio(delta, terms.current_old_kl, terms.stds)
+    log_ratio = pool_log_ratio(log_ratio, log_ratio.isfinite(), actor.ratio_level)
+    limit = loss.ratio_limit(actor)
+    if isinstance(limit, Sequence):
+        return log_ratio.expm1() / clip_by_term(limit, terms.step_indices)
+    return log_ratio
+
+
+def _limits(actor: ActorConfig, loss: Loss) -> tuple[float, float] | None:
+    limit = loss.ratio_limit(actor)
+    if loss.limit is None or limit is None:
+        return None
+    if isinstance(limit, Sequence):
+        return -1.0, 1.0
+    low = math.log1p(-limit) if limit < 1 and not loss.limit.is_cap else -math.inf
+    return low, math.log1p(limit)
+
+
+def _finite(parts: Sequence[Tensor]) -> Tensor:
+    values = torch.cat([part.flatten() for part in parts]).float()
+    return values[values.isfinite()]
+
+
+def _spread_out(paths: Sequence[Path]) -> Sequence[Path]:
+    """All paths, or `MAX_STEPS` of them from the first to the last."""
+    if len(paths) <= MAX_STEPS:
+        return paths
+    return [paths[round(i * (len(paths) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]

@@ -1,0 +1,64 @@
+"""Full fine-tuning with weights, gradients and optimizer state sharded over the ranks: FSDP2, `fully_shard`.
+
+Each rank holds a shard of every tensor, as a `DTensor`. Arithmetic between tensors of one layout needs no other rank;
+a forward pass and gathering a tensor need all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from flowcorr import distributed
+
+
+def shard(transformer: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Shard the weights over all ranks: each of the transformer's blocks by itself, then its other weights together.
+
+    A block is gathered only while it computes. So are the other weights, unlike FSDP's default: after a forward pass
+    without gradients they would stay gathered, and the next pass would not see weights that were loaded in between.
+    """
+    first = next(transformer.parameters())
+    mesh = init_device_mesh(first.device.type, (distributed.world_size(),))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(first.dtype, torch.float32))
+    for module in (*blocks, transformer):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A tensor gathered from its shards; every rank has to call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(like: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor` on the device of `like`, and sharded if that is; each rank brings the same whole tensor."""
+    tensor = tensor.to(like.device)
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors in the main rank's memory, gathered one after the other so that no device holds two of them.
+
+    Tensors that are not sharded come back as they are, on every rank.
+    """
+    result = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            result[name] = tensor
+            continue
+        full = tensor.full_tensor()
+        if distributed.is_main():
+            result[name] = full.cpu()
+    return result

@@ -1,0 +1,231 @@
+"""`LOSSES`: each loss is one row, and the row answers whatever other modules ask about it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.imports import import_target
+from flowcorr.losses.flow_dppo import flow_dppo
+from flowcorr.losses.flow_grpo import flow_grpo
+from flowcorr.losses.grpo_guard import grpo_guard, normalized_log_ratio
+from flowcorr.losses.importance_cap import importance_cap
+from flowcorr.losses.reinforce import reinforce
+from flowcorr.losses.terms import RatioLevel, clip_by_term, plain_log_ratio
+from flowcorr.records import BatchStep, LossOutput, PolicyStep
+
+
+class LossSettings(Protocol):
+    """The keys of `actor` that losses read, see `ActorConfig`."""
+
+    @property
+    def loss_mode(self) -> str: ...
+    @property
+    def loss_options(self) -> Mapping[str, Any]: ...
+    @property
+    def clip_ratio(self) -> float | Sequence[float]: ...
+    @property
+    def adv_clip_max(self) -> float: ...
+    @property
+    def ratio_level(self) -> RatioLevel: ...
+    @property
+    def kl_threshold(self) -> float: ...
+    @property
+    def importance_cap(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """How far a loss lets a ratio be from 1, which one key of `actor` says.
+
+    Attributes:
+        key: its name: a distance from 1 on both sides, one number or one for each step of the schedule.
+        is_cap: whether it is the largest ratio instead, which leaves the other side open.
+    """
+
+    key: str
+    is_cap: bool = False
+
+    def distance(self, settings: LossSettings) -> float | Sequence[float] | None:
+        """The distance from 1, for all steps or by step index; None for a cap that leaves no room above 1."""
+        value = getattr(settings, self.key)
+        if not self.is_cap:
+            return value
+        return value - 1 if value > 1 else None
+
+    def value(self, distance: float) -> float:
+        """The value of the key that gives this distance."""
+        return 1 + distance if self.is_cap else distance
+
+
+CLIP = Limit(key="clip_ratio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A policy loss.
+
+    Attributes:
+        objective: `(policy_step, batch_step, actor_config, **loss_options)` -> `LossOutput`.
+        log_ratio: `(delta, kl, std)` -> the log-ratios of single steps as the loss exponentiates them, from
+            `log_prob - old_log_prob`, `sde.step_kl` of both policies (may be None unless `needs_means`) and stds.
+        limit: how far the loss lets a ratio be from 1; None if it bounds no ratio.
+        needs_means: whether it reads the step means of the old policy, `batch_step.old_mean`.
+        needs_step: whether it reads the steps' sizes, `policy_step.step`.
+        needs_densities: whether it adds nats to log-ratios, so that log-probs must be log-densities.
+        from_correction: whether it is chosen by `rollout_correction.loss_type`, which supplies its weights.
+        reads: the `LOSS_KEYS` that it reads; None where that is not known.
+    """
+
+    objective: Callable[..., LossOutput]
+    log_ratio: Callable[..., Tensor] = plain_log_ratio
+    limit: Limit | None = None
+    needs_means: bool = False
+    needs_step: bool = False
+    needs_densities: bool = False
+    from_correction: bool = False
+    reads: tuple[str, ...] | None = None
+
+    def ratio_limit(self, settings: LossSettings) -> float | Sequence[float] | None:
+        """How far a ratio may be from 1, for all steps or by step index; None where nothing bounds it."""
+        return None if self.limit is None else self.limit.distance(settings)
+
+
+def _shared(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> dict[str, Any]:
+    """The arguments that all losses take."""
+    return {
+        "log_prob": policy.log_prob,
+        "advantage": batch.advantage,
+        "adv_clip_max": settings.adv_clip_max,
+        "weight": batch.weight,
+        "keep": batch.keep,
+        "old_log_prob": batch.old_log_prob,
+    }
+
+
+def _flow_grpo(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
+    return flow_grpo(
+        **_shared(policy, batch, settings),
+        clip_ratio=clip_by_term(settings.clip_ratio, batch.step_index),
+        ratio_level=settings.ratio_level,
+    )
+
+
+def _grpo_guard(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
+    return grpo_guard(
+        **_shared(policy, batch, settings),
+        mean=policy.mean,
+        old_mean=batch.old_mean,
+        std=policy.std,
+        step=policy.step,
+        clip_ratio=clip_by_term(settings.clip_ratio, batch.step_index),
+        ratio_level=settings.ratio_level,
+    )
+
+
+def _flow_dppo(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
+    return flow_dppo(
+        **_shared(policy, batch, settings),
+        mean=policy.mean,
+        old_mean=batch.old_mean,
+        std=policy.std,
+        kl_threshold=settings.kl_threshold,
+        ratio_level=settings.ratio_level,
+    )
+
+
+def _importance_cap(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
+    return importance_cap(
+        **_shared(policy, batch, settings), cap=settings.importance_cap, ratio_level=settings.ratio_level
+    )
+
+
+def _reinforce(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
+    return reinforce(**_shared(policy, batch, settings))
+
+
+LOSSES: dict[str, Loss] = {
+    "flow_grpo": Loss(objective=_flow_grpo, limit=CLIP, reads=("clip_ratio", "ratio_level")),
+    "grpo_guard": Loss(
+        objective=_grpo_guard,
+        log_ratio=normalized_log_ratio,
+        limit=CLIP,
+        needs_means=True,
+        needs_step=True,
+        needs_densities=True,
+        reads=("clip_ratio", "ratio_level"),
+    ),
+    "flow_dppo": Loss(objective=_flow_dppo, needs_means=True, reads=("kl_threshold", "ratio_level")),
+    "importance_cap": Loss(
+        objective=_importance_cap,
+        limit=Limit(key="importance_cap", is_cap=True),
+        reads=("importance_cap", "ratio_level"),
+    ),
+    "reinforce": Loss(objective=_reinforce, from_correction=True, reads=()),
+}
+
+
+LOSS_KEYS = frozenset(key for loss in LOSSES.values() for key in loss.reads or ())
+"""The keys of `actor` that only some losses read."""
+
+
+def resolve_loss(settings: LossSettings) -> Loss:
+    """The loss of `actor.loss_mode`: a row of `LOSSES`, or what stands at `package.module:name`.
+
+    There it is a `Loss`, or a function `(policy_step, batch_step, actor_config, **loss_options) -> LossOutput`. Such a
+    function is taken to clip the plain ratio to `clip_by_term(actor_config.clip_ratio, batch_step.step_index)`.
+
+    Raises:
+        ConfigError: the name is unknown, nothing of the kind can be imported, or `actor.loss_options` do not fit.
+    """
+    name, options = settings.loss_mode, settings.loss_options
+    if name in LOSSES:
+        loss = LOSSES[name]
+    elif ":" in name:
+        loss = _imported(name)
+    else:
+        message = unknown_choice("actor.loss_mode", name, LOSSES)
+        raise ConfigError(f"{message}; a loss of your own is given as 'package.module:name'")
+    _check_call(name, loss.objective, options)
+    return replace(loss, objective=partial(loss.objective, **options)) if options else loss
+
+
+def loss_of(settings: LossSettings, correction: RolloutCorrectionConfig | None) -> Loss:
+    """The loss of an update: the correction's `loss_type` where that is a loss itself, else `actor.loss_mode`.
+
+    Raises:
+        ConfigError: as `resolve_loss`.
+    """
+    if correction is not None and correction.loss_type in LOSSES:
+        return LOSSES[correction.loss_type]
+    return resolve_loss(settings)
+
+
+def _imported(path: str) -> Loss:
+    found = import_target("actor.loss_mode", path, "a function or a Loss")
+    if isinstance(found, Loss):
+        return found
+    if not callable(found):
+        raise ConfigError(
+            f"actor.loss_mode={path!r} is of type {type(found).__name__}; name a flowcorr.losses.Loss, or a function "
+            "that takes (policy_step, batch_step, actor_config, **loss_options) and returns a LossOutput"
+        )
+    return Loss(objective=found, limit=CLIP)
+
+
+def _check_call(name: str, objective: Callable[..., LossOutput], options: Mapping[str, Any]) -> None:
+    signature = inspect.signature(objective)
+    try:
+        signature.bind("policy_step", "batch_step", "actor_config", **options)
+    except TypeError as error:
+        takes = ", ".join(list(signature.parameters)[3:]) or "none"
+        raise ConfigError(
+            f"actor.loss_options={dict(options)} do not fit actor.loss_mode={name!r}: {error}; its options are: {takes}"
+        ) from error

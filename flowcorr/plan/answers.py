@@ -1,0 +1,222 @@
+"""A plan, and the sentences that answer a user's questions by it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from flowcorr.plan.devices import Gpu, Utilisation
+
+MEMORY_TOLERANCE, FRAGMENTATION, TIME_TOLERANCE = 0.05, 0.08, 0.25
+MARGIN = 1 + MEMORY_TOLERANCE + FRAGMENTATION
+"""A peak times this has to fit: the prediction's error, fragmentation and what CUDA itself takes."""
+BEFORE_TRAINING = ("load", "encode prompts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One part of a run, of one rank.
+
+    Attributes:
+        name: how it is called.
+        where: the process whose GPU does it, or the host's CPU.
+        peak: most bytes of that process on its GPU; None on the host.
+        flops, moved: floating point operations, and bytes of memory traffic.
+        seconds: predicted; None where nothing is known, 0 where nothing is done.
+    """
+
+    name: str
+    where: Literal["trainer", "engine", "host"]
+    peak: float | None
+    flops: float = 0.0
+    moved: float = 0.0
+    seconds: float | None = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Most bytes on a GPU, by phase.
+
+    Attributes:
+        load, encode: of the trainer before the first step, with text encoders.
+        idle: of the trainer between two phases.
+        sample, decode: of a trainer that samples itself.
+        reward, recompute, update, sync: of the trainer.
+        update_without_samples: what the update needs besides its forward and backward passes.
+        update_a_sample: what these need for each sample of a micro-batch.
+        engine: of an engine in a process of its own; 0 without one.
+        engine_sleeps: whether that frees its memory while the trainer computes.
+        may_share: whether trainer and engine are on one machine, and so on one GPU if there is only one.
+    """
+
+    load: float
+    encode: float
+    idle: float
+    sample: float
+    decode: float
+    reward: float
+    recompute: float
+    update: float
+    update_without_samples: float
+    update_a_sample: float
+    sync: float
+    engine: float
+    engine_sleeps: bool
+    may_share: bool
+
+    @property
+    def by_phase(self) -> dict[str, float]:
+        """Peaks of the trainer."""
+        names = ["load", "encode", "reward", "recompute", "update", "sync"]
+        if not self.engine:
+            names += ["sample", "decode"]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def trainer(self) -> float:
+        return max(self.by_phase.values())
+
+    @property
+    def shared(self) -> float:
+        """The peak of a GPU that trainer and engine share."""
+        if self.engine_sleeps:
+            return max(self.trainer, self.idle + self.engine)
+        return self.trainer + self.engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run needs of a device.
+
+    Attributes:
+        title: what the plan is of.
+        gpu: the device of each rank.
+        utilisation: the share of its numbers that is reached.
+        ranks: training ranks.
+        images: images a step, of one rank.
+        phases: in their order.
+        memory: peaks of both processes.
+        micro_batch: samples of a forward pass of the update.
+        mini_batch: samples of an optimizer step.
+        bypass: whether the run is in bypass mode.
+    """
+
+    title: str
+    gpu: Gpu
+    utilisation: Utilisation
+    ranks: int
+    images: int
+    phases: tuple[Phase, ...]
+    memory: Memory
+    micro_batch: int
+    mini_batch: int
+    bypass: bool
+
+    def seconds(self, *names: str) -> float:
+        """Predicted seconds of the phases of these names in a step; of all if there is none."""
+        chosen = [
+            phase
+            for phase in self.phases
+            if (phase.name in names if names else phase.name not in BEFORE_TRAINING)
+        ]
+        return sum(phase.seconds or 0.0 for phase in chosen)
+
+    def fits(self, peak: float) -> bool:
+        """Whether so many bytes fit, with the margin."""
+        return peak * MARGIN <= self.gpu.memory
+
+    def largest_micro_batch(self, beside: float = 0.0) -> int:
+        """The largest `actor.micro_batch_size` that fits beside so many other bytes; 0 if none does."""
+        room = self.gpu.memory / MARGIN - beside - self.memory.update_without_samples
+        return max(0, min(int(room / self.memory.update_a_sample), self.mini_batch))
+
+    @property
+    def fitting(self) -> bool:
+        """Whether the run fits as it is configured, with a GPU of its own for the engine."""
+        return self.fits(self.memory.trainer) and self.fits(self.memory.engine)
+
+    def answers(self) -> tuple[str, ...]:
+        """Whether it fits, which micro-batch does, whether a GPU can be shared, what bypass mode saves."""
+        return (self._fit(), self._micro_batch(), *self._sharing(), self._bypass())
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The plan as JSON has it."""
+        return {
+            **asdict(self),
+            "tolerance": {"memory": MEMORY_TOLERANCE, "fragmentation": FRAGMENTATION, "time": TIME_TOLERANCE},
+            "trainer_peak": self.memory.trainer,
+            "shared_peak": self.memory.shared if self.memory.may_share else None,
+            "fits": self.fitting,
+            "shared_fits": self.fits(self.memory.shared) if self.memory.may_share else None,
+            "largest_micro_batch": self.largest_micro_batch(),
+            "step_seconds": self.seconds(),
+            "answers": self.answers(),
+        }
+
+    def _fit(self) -> str:
+        by_phase = self.memory.by_phase
+        highest = max(by_phase, key=lambda name: by_phase[name])
+        peak, card = by_phase[highest], f"{self.gpu.name} ({gigabytes(self.gpu.memory)})"
+        needed = gigabytes(peak * MARGIN)
+        size = f"the trainer needs {gigabytes(peak)} at its peak, in {highest}; with the margin {needed}"
+        if self.fits(peak):
+            return f"Fits {card}: {size}."
+        verdict = "May not fit" if peak <= self.gpu.memory else "Does not fit"
+        return f"{verdict} {card}: {size}."
+
+    def _micro_batch(self) -> str:
+        largest = self.largest_micro_batch()
+        now = f"actor.micro_batch_size={self.micro_batch}"
+        if largest >= self.micro_batch:
+            return f"{now} fits; the largest that does is {largest}."
+        if largest:
+            return f"{now} does not fit; use actor.micro_batch_size={largest}."
+        needed = (self.memory.update_without_samples + self.memory.update_a_sample) * MARGIN
+        remedy = "a GPU with more memory, a smaller model.lora.rank, or fewer images a step"
+        return f"No actor.micro_batch_size fits: one sample takes {gigabytes(needed)} with the margin; use {remedy}."
+
+    def _sharing(self) -> tuple[str, ...]:
+        memory = self.memory
+        if not memory.engine:
+            return ("The trainer samples itself: no engine beside it.",)
+        engine = f"the engine {gigabytes(memory.engine)}"
+        if not memory.may_share:
+            return (f"The engine has GPUs of its own, and needs {gigabytes(memory.engine)} on each.",)
+        if self.fits(memory.shared):
+            return (f"Trainer and engine can share a GPU: together {gigabytes(memory.shared)}, {engine}.",)
+        room = self.largest_micro_batch(0 if memory.engine_sleeps else memory.engine)
+        start = f"Trainer and engine cannot share a GPU: together {gigabytes(memory.shared)}, {engine}"
+        others = max(value for name, value in memory.by_phase.items() if name != "update")
+        if room and self.fits(others + memory.engine * (not memory.engine_sleeps)):
+            return (f"{start}; with actor.micro_batch_size={room} they can.",)
+        return (f"{start}; give the engine another one, such as trainer.device=cuda:1.",)
+
+    def _bypass(self) -> str:
+        step, recompute = self.seconds(), self.seconds("recompute")
+        whole = f"a step of {duration(step)}"
+        if self.bypass:
+            return f"Bypass mode has no recompute pass: {whole}."
+        return (
+            f"Bypass mode (algorithm.rollout_correction.preset=bypass_ppo_clip) would save the recompute pass: "
+            f"{duration(recompute)} of {whole}."
+        )
+
+
+def summary(plan: Plan) -> str:
+    """What the plan is of, in one line."""
+    ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
+    card = plan.gpu
+    return (
+        f"{plan.title} on {card.name}: {gigabytes(card.memory)}, {card.bandwidth / 1e12:.2f} TB/s, "
+        f"{card.bf16 / 1e12:.0f} TFLOP/s in bf16; {ranks}, {plan.images} images a step each"
+    )
+
+
+def gigabytes(size: float) -> str:
+    """Bytes for a reader; GB = 1e9 bytes."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a reader."""
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

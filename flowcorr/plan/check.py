@@ -1,0 +1,84 @@
+"""Whether a run fits the GPU of this machine, asked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from flowcorr.config.schema import Config
+from flowcorr.devices import named_device
+from flowcorr.errors import ConfigError
+from flowcorr.models import EMBEDDED
+from flowcorr.plan.answers import MEMORY_TOLERANCE, gigabytes
+
+logger = logging.getLogger(__name__)
+
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_SPEED = "bandwidth=1000,bf16=100"  # only the memory is asked for
+
+
+def check_this_gpu(recipe: str, overrides: Sequence[str], config: Config) -> None:
+    """Check that a run fits the GPU that it is about to use, on the main one of several ranks.
+
+    Args:
+        recipe: as the command line names it.
+        overrides: of the recipe.
+        config: both, loaded.
+
+    Raises:
+        ConfigError: it cannot fit; the message says what would.
+
+    Warns:
+        UserWarning: it fits without the margin that is needed for fragmentation.
+    """
+    if config.model.path in EMBEDDED or os.environ.get("RANK", "0") != "0":
+        return
+    device = named_device("trainer.device", config.trainer.device)
+    if device.type != "cuda":
+        return
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    memory = torch.cuda.get_device_properties(device).total_memory
+    check_fit(recipe, overrides, memory=memory, ranks=ranks, shared=torch.cuda.device_count() == 1)
+
+
+def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: int, shared: bool) -> None:
+    """Check that a run fits into `memory` bytes, which the rollout engine takes from too if it is `shared`.
+
+    `flowcorr plan` runs in a process of its own: a fake device stays registered in the process that made it.
+
+    Raises:
+        ConfigError: see `check_this_gpu`.
+    """
+    gpu = f"memory={memory / 1e9},{_SPEED}"
+    command = [sys.executable, "-m", "flowcorr", "plan", recipe, *overrides, "--json", "--gpu", gpu]
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+    outcome = subprocess.run(
+        [*command, "--ranks", str(ranks)],
+        env={**environment, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if outcome.returncode:
+        lines = outcome.stderr.strip().splitlines()
+        logger.warning("how much memory the run needs is not known: %s", lines[-1] if lines else "no answer")
+        return
+    plan = json.loads(outcome.stdout)
+    crowded = shared and plan["shared_peak"] is not None
+    if plan["shared_fits" if crowded else "fits"]:
+        return
+    peak = plan["shared_peak"] if crowded else max(plan["trainer_peak"], plan["memory"]["engine"])
+    advice = f"{' '.join(plan['answers'])} `flowcorr plan {recipe}` says what needs it"
+    if peak * (1 - MEMORY_TOLERANCE) > memory:
+        raise ConfigError(
+            f"the run needs {gigabytes(peak)} of GPU memory, and there are {gigabytes(memory)}. {advice}"
+        )
+    message = f"the run needs {gigabytes(peak)} of {gigabytes(memory)} of GPU memory, which leaves little for"
+    warnings.warn(f"{message} fragmentation. {advice}", UserWarning, stacklevel=2)

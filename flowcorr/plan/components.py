@@ -1,0 +1,93 @@
+"""What surrounds the transformer, on the fake device: text encoders, the VAE, and rewards that are models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from flowcorr.config.schema import Config, RewardTerm
+from flowcorr.models import DTYPES
+from flowcorr.plan.fake_device import DEVICE, FakeDevice
+from flowcorr.plan.pipelines import Architecture, build_component, build_family, find_clip
+from flowcorr.plan.text_inputs import TextInputs
+from flowcorr.plan.training import Work
+from flowcorr.rewards.aesthetic import Aesthetic
+from flowcorr.rewards.clip import DTYPES as CLIP_DTYPES
+from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rollout.sampler import decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """A frozen model: the bytes of its weights, and the work of `batch` items at a time."""
+
+    weights: float
+    work: Work
+    batch: int
+
+    def scaled(self, items: float) -> Work:
+        """The work of so many items, of which one batch at a time is in memory."""
+        return self.work.times(items / self.batch)
+
+
+def measure_text_encoders(
+    config: Config, architecture: Architecture, inputs: TextInputs, device: FakeDevice, *, prompts: int
+) -> Component:
+    """All text encoders, which read `prompts` prompts at a time one after the other."""
+    dtype = DTYPES[config.model.dtype]
+    batch = prompts * (2 if inputs.negative else 1)
+    work = Work(peaks={}, flops=0, moved=0, busy=0, kernels=0)
+    with device, torch.no_grad():
+        encoders = {
+            name: build_component(architecture, name, device, dtype)
+            for name in inputs.tokens
+            if name in architecture.configs
+        }
+        weights = device.allocated
+        for name, encoder in encoders.items():
+            tokens = torch.ones(batch, inputs.tokens[name], dtype=torch.long, device=DEVICE)
+            with device.section() as section:
+                encoder(tokens, output_hidden_states=True)
+            work = work.then(Work.of(section))
+    return Component(weights=weights, work=work, batch=prompts)
+
+
+def measure_decoder(
+    config: Config, architecture: Architecture, device: FakeDevice, *, images: int
+) -> Component:
+    """The VAE, which decodes `images` images as the rollout's own loop does."""
+    with device:
+        # The transformer is only asked for its configuration: one block of each kind will do.
+        shallow = architecture.with_depths(dict.fromkeys(architecture.depths, 1))
+        dtype = DTYPES[config.rollout.dtype]
+        family = build_family(shallow, config.model, device, dtype=dtype, adapted=False)
+        shape = family.latent_shape(config.sampling.height, config.sampling.width)
+        latents = torch.ones(images, *shape, device=DEVICE)
+        with device.section() as section:
+            decode(family, latents)
+        weights = sum(parameter.nbytes for parameter in family.pipeline.vae.parameters())
+    return Component(weights=weights, work=Work.of(section), batch=images)
+
+
+def measure_clip(term: RewardTerm, device: FakeDevice) -> Component | None:
+    """The CLIP model of a reward, which embeds a batch of images; None for a reward without one on the GPU."""
+    if term.name not in _ON_CLIP:
+        return None
+    defaults = {entry.name: entry.default for entry in fields(_ON_CLIP[term.name])}
+    options: dict[str, Any] = {**defaults, **term.options}
+    if options["device"] == "cpu":
+        return None
+    dtype, batch = CLIP_DTYPES[options["dtype"]], options["batch_size"]
+    with device, torch.no_grad():
+        model: Any = build_component(find_clip(options["path"]), "model", device, dtype)
+        weights = device.allocated
+        size = model.config.vision_config.image_size
+        pixels = torch.ones(batch, 3, size, size, dtype=dtype, device=DEVICE)
+        with device.section() as section:
+            model.get_image_features(pixel_values=pixels)
+    return Component(weights=weights, work=Work.of(section), batch=batch)
+
+
+_ON_CLIP: dict[str, Any] = {"pickscore": PickScore, "aesthetic": Aesthetic}

@@ -1,0 +1,315 @@
+"""From a configuration to a plan: what each phase of a run needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from flowcorr.algorithm import AutoMode
+from flowcorr.config.schema import Config
+from flowcorr.data import load_prompts
+from flowcorr.errors import ConfigError
+from flowcorr.models import DTYPES
+from flowcorr.models.prompt_cache import CHUNK, MAX_BYTES
+from flowcorr.plan.answers import Memory, Phase, Plan
+from flowcorr.plan.components import Component, measure_clip, measure_decoder, measure_text_encoders
+from flowcorr.plan.devices import Gpu, Utilisation
+from flowcorr.plan.fake_device import FakeDevice
+from flowcorr.plan.pipelines import family_class, find_architecture
+from flowcorr.plan.text_inputs import text_inputs
+from flowcorr.plan.training import Training, Work, measure_training, one_optimizer_step
+
+DECODED_TOGETHER = 16
+"""Images that are decoded to measure the VAE; the rollout's loop takes no more at a time."""
+RECORD_COPIES = 2
+"""Copies of a step's samples in the trainer: as they were collected, and without groups whose reward failed."""
+HOST_BANDWIDTH = 25e9
+"""Bytes a second between a device and the host, by PCIe."""
+OCR_SECONDS = 0.55
+"""CPU seconds of OCR with text detection, an image."""
+QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
+"""Bytes of a weight that vllm-omni has quantized."""
+NOTHING = Work(peaks={}, flops=0, moved=0, busy=0, kernels=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """All that is measured for a run, of one rank.
+
+    Attributes:
+        config: with the prompts of one rank.
+        prompts: of the whole data set.
+        text_fits: whether all prompts are encoded before training, and the text encoders freed.
+    """
+
+    config: Config
+    training: Training
+    text: Component
+    decoder: Component
+    rewards: Sequence[Component]
+    prompts: int
+    text_fits: bool
+
+    @property
+    def images(self) -> int:
+        return self.config.rollout.prompts_per_step * self.config.rollout.n
+
+    @property
+    def mini_batches(self) -> int:
+        return min(self.config.actor.mini_batches, self.config.rollout.prompts_per_step)
+
+    @property
+    def mini_batch(self) -> int:
+        """Images of one optimizer step."""
+        groups = math.ceil(self.config.rollout.prompts_per_step / self.mini_batches)
+        return groups * self.config.rollout.n
+
+    @property
+    def micro_batch(self) -> int:
+        size = one_optimizer_step(self.config).actor.micro_batch_size
+        assert size is not None, "`one_optimizer_step` has set it"
+        return size
+
+    @property
+    def bypass(self) -> bool:
+        correction = AutoMode.of(self.config).correction
+        return correction is not None and correction.mode == "bypass"
+
+    @property
+    def own_engine(self) -> bool:
+        """Whether the rollout engine is a process of its own."""
+        return self.config.rollout.name == "vllm_omni" or self.config.rollout.placement == "ray"
+
+    @property
+    def collected(self) -> float:
+        """Bytes of a step's samples."""
+        return self.images * self.training.sample
+
+    @property
+    def resident(self) -> float:
+        """Bytes that the trainer holds at all times once it has taken an optimizer step."""
+        config, training = self.config, self.training
+        adapted = config.model.lora.rank > 0
+        trained = training.gradients
+        shared = config.rollout.dtype == config.model.dtype and config.rollout.emulate == "none"
+        copied = not self.own_engine and not (shared and not config.rollout.max_weight_age)
+        return (
+            training.weights
+            + training.moments
+            + self.decoder.weights
+            + sum(reward.weights for reward in self.rewards)
+            + (0 if self.text_fits else self.text.weights)
+            + (0 if config.actor.ema is None else trained)
+            + trained * (config.rollout.staleness + 1)  # the engine's history
+            + (training.transformer if config.actor.kl_coef and not adapted else 0)
+            + (self.engine_weights if copied else 0)
+        )
+
+    @property
+    def engine_weights(self) -> float:
+        """Bytes of the transformer as the engine has it."""
+        rollout = self.config.rollout
+        options = rollout.engine
+        quantized = options.get("quantization") or options.get("quantization_config")
+        size = DTYPES[rollout.dtype].itemsize
+        each = QUANTIZED_BYTES.get(str(quantized), size) if quantized else size
+        numbers = self.training.transformer / DTYPES[self.config.model.dtype].itemsize
+        return numbers * each
+
+    @property
+    def engine_adapter(self) -> float:
+        """Bytes of the adapter as the engine has it."""
+        config = self.config
+        numbers = self.training.adapter / DTYPES[config.model.lora.dtype].itemsize
+        return numbers * DTYPES[config.rollout.dtype].itemsize
+
+    @property
+    def sampling(self) -> Work:
+        """All denoising steps of all images, from the recompute pass: the same forward passes without gradients."""
+        config, recompute = self.config, self.training.recompute
+        steps = config.sampling.sde_window_size
+        rows = config.rollout.batch_size or self.images
+        limit = config.rollout.engine.get("max_num_seqs")
+        rows = min(rows, self.images, limit if isinstance(limit, int) else rows)
+        measured = self.micro_batch * steps
+        together = measured if config.actor.fold_steps else self.micro_batch
+        passes = math.ceil(self.images / rows) * config.sampling.num_inference_steps
+        work = recompute.times(self.images * config.sampling.num_inference_steps / measured)
+        kernels = recompute.kernels / (measured / together) * passes
+        return replace(work, peaks={"": recompute.peak * rows / together}, kernels=kernels)
+
+    @property
+    def recomputing(self) -> Work:
+        return self.training.recompute.times(self.images / self.micro_batch)
+
+    @property
+    def updating(self) -> Work:
+        passes = self.images / self.micro_batch * self.config.actor.epochs
+        steps = self.mini_batches * self.config.actor.epochs
+        return self.training.backward.times(passes).then(self.training.step.times(steps))
+
+
+def make_plan(
+    config: Config,
+    *,
+    gpu: Gpu,
+    ranks: int = 1,
+    title: str = "",
+    utilisation: Utilisation = Utilisation(),  # noqa: B008
+) -> Plan:
+    """Plan a run from its configuration; nothing is loaded but configurations and prompts.
+
+    Args:
+        config: the run's configuration.
+        gpu: the device of each rank.
+        ranks: training ranks that share a step's prompts.
+        title: what the plan is of.
+        utilisation: the share of the device's numbers that is reached.
+
+    Raises:
+        ConfigError: the model's configurations, or the prompts, cannot be read; or weights are sharded over ranks.
+    """
+    if config.actor.fsdp and ranks > 1:
+        raise ConfigError(
+            f"actor.fsdp=True spreads the weights over {ranks} ranks, which flowcorr plan cannot predict; plan one "
+            "rank with actor.fsdp=false, whose weights, gradients and moments are then shared by all ranks"
+        )
+    measured = _measure(config, ranks, lambda: FakeDevice(gpu, utilisation))
+    memory = _memory(measured)
+    return Plan(
+        title=title,
+        gpu=gpu,
+        utilisation=utilisation,
+        ranks=ranks,
+        images=measured.images,
+        phases=tuple(_phases(measured, memory, ranks, utilisation)),
+        memory=memory,
+        micro_batch=measured.micro_batch,
+        mini_batch=measured.mini_batch,
+        bypass=measured.bypass,
+    )
+
+
+def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -> _Measured:
+    architecture = find_architecture(config.model.path)
+    inputs = text_inputs(architecture, family_class(architecture, config.model), config)
+    groups = math.ceil(config.rollout.prompts_per_step / ranks)
+    config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
+    data = load_prompts(config.data)
+    prompts = len({prompt.text for prompt in (*data.train, *data.heldout)})
+    terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement == "local" else ()
+    rewards = [reward for term in terms if (reward := measure_clip(term, new_device())) is not None]
+    images = groups * config.rollout.n
+    return _Measured(
+        config=config,
+        training=measure_training(config, architecture, new_device),
+        text=measure_text_encoders(config, architecture, inputs, new_device(), prompts=min(prompts, CHUNK)),
+        decoder=measure_decoder(config, architecture, new_device(), images=min(images, DECODED_TOGETHER)),
+        rewards=rewards,
+        prompts=prompts,
+        text_fits=prompts * inputs.nbytes(DTYPES[config.model.dtype]) <= MAX_BYTES,
+    )
+
+
+def _memory(measured: _Measured) -> Memory:
+    config, training = measured.config, measured.training
+    weights = training.weights + measured.decoder.weights + sum(reward.weights for reward in measured.rewards)
+    with_text = weights + measured.text.weights
+    resident = measured.resident
+    collected = RECORD_COPIES * measured.collected
+    update = resident + collected + measured.mini_batch * training.sample
+    engine = 0.0
+    if measured.own_engine:
+        spread = config.rollout.engine.get("tensor_parallel_size", 1)
+        held = measured.engine_weights / spread + measured.engine_adapter + measured.decoder.weights
+        engine = held + max(measured.sampling.peak, measured.decoder.work.peak)
+    return Memory(
+        load=with_text,
+        encode=with_text + measured.text.work.peak,
+        idle=resident + collected,
+        sample=resident + measured.collected + measured.sampling.peak,
+        decode=resident + measured.collected + measured.decoder.work.peak,
+        reward=resident + collected + max((reward.work.peak for reward in measured.rewards), default=0.0),
+        recompute=resident + collected + training.recompute.peak,
+        update=update + max(training.backward.peak, training.step.peak),
+        update_without_samples=update + training.gradients,
+        update_a_sample=(training.backward.peak - training.gradients) / measured.micro_batch,
+        sync=resident + collected + training.gradients + _merged(measured),
+        engine=engine,
+        engine_sleeps=bool(config.rollout.engine.get("enable_sleep_mode")),
+        may_share=measured.own_engine and config.rollout.placement == "local",
+    )
+
+
+def _merged(measured: _Measured) -> float:
+    """Bytes of the whole weights in float32, where the engine gets those."""
+    config = measured.config
+    asked = config.rollout.engine.get("weight_sync")
+    if not measured.own_engine or (config.model.lora.rank and asked != "merged"):
+        return 0.0
+    return 4 * measured.training.transformer / DTYPES[config.model.dtype].itemsize
+
+
+def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilisation) -> list[Phase]:
+    config, training = measured.config, measured.training
+
+    def phase(
+        name: str, peak: float | None, work: Work, extra: float = 0.0, *, of_engine: bool = False
+    ) -> Phase:
+        seconds = max(work.busy, work.kernels * utilisation.launch) + extra
+        return Phase(
+            name=name,
+            where="engine" if of_engine else "trainer",
+            peak=peak,
+            flops=work.flops,
+            moved=work.moved,
+            seconds=seconds,
+        )
+
+    own = measured.own_engine
+    workers = config.rollout.num_workers if config.rollout.placement == "ray" else 1
+    updates = measured.mini_batches * config.actor.epochs
+    reduced = updates * 2 * training.gradients / HOST_BANDWIDTH if ranks > 1 else 0.0
+    phases = [
+        phase("load", memory.load, NOTHING, memory.load / HOST_BANDWIDTH),
+        phase("encode prompts", memory.encode, measured.text.scaled(measured.prompts)),
+        phase(
+            "sample",
+            memory.engine if own else memory.sample,
+            measured.sampling.times(1 / workers),
+            of_engine=own,
+        ),
+        phase(
+            "decode",
+            memory.engine if own else memory.decode,
+            measured.decoder.scaled(measured.images / workers),
+            of_engine=own,
+        ),
+    ]
+    for reward in measured.rewards:
+        phases.append(phase("reward model", memory.reward, reward.scaled(measured.images)))
+    phases += _host_rewards(measured)
+    if not measured.bypass:
+        phases.append(phase("recompute", memory.recompute, measured.recomputing))
+    phases += [
+        phase("update", memory.update, measured.updating, reduced),
+        phase("sync", memory.sync, NOTHING, (memory.sync - memory.idle) / HOST_BANDWIDTH),
+    ]
+    if own:
+        held = 0.0 if memory.engine_sleeps else memory.engine
+        phases.append(Phase(name="engine beside it", where="engine", peak=held))
+    return phases
+
+
+def _host_rewards(measured: _Measured) -> list[Phase]:
+    config = measured.config.reward
+    workers = config.num_workers if config.placement == "ray" else 1
+    phases = []
+    for term in (*config.terms, *config.gold):
+        if term.name in ("pickscore", "aesthetic"):
+            continue
+        known = term.name == "ocr" and bool(term.options.get("detect"))
+        seconds = measured.images * OCR_SECONDS / workers if known else None
+        phases.append(Phase(name=f"reward {term.name}", where="host", peak=None, seconds=seconds))
+    return phases

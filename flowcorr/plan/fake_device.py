@@ -1,0 +1,479 @@
+"""A device that computes nothing: tensors on it have a shape and a dtype, and every operation is counted.
+
+torch calls a device that Python implements `PrivateUse1`; here it is named `fakegpu`. Tensors are `FakeTensor`s, so a
+model of any size fits into the memory of a laptop. Code under `FakeDevice` runs unchanged, forwards and backwards, and
+fails where a CPU tensor meets a device tensor. The name and its backend stay registered in the process, and say that
+they are not available outside of `FakeDevice`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from flowcorr.errors import BackendError
+from flowcorr.plan.devices import Gpu, Utilisation
+
+DEVICE = "fakegpu"
+_ALLOCATION = 512  # bytes: torch's CUDA allocator rounds up to multiples of this
+_aten = torch.ops.aten
+_FREE = frozenset(  # operations that move no data
+    {
+        "detach",
+        "empty",
+        "empty_strided",
+        "empty_like",
+        "new_empty",
+        "empty_permuted",
+        "_unsafe_view",
+        "lift_fresh",
+    }
+)
+_CONVERSIONS = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
+_DATA_DEPENDENT = frozenset({"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"})
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Section:
+    """What happened between the beginning and the end of a part of the program.
+
+    Attributes:
+        before, after: bytes allocated then.
+        peaks: most bytes allocated at once, by the stage that `FakeDevice.enter_stage` has named.
+        flops: floating point operations of matrix products, convolutions and attention.
+        moved: bytes that all operations read and wrote.
+        busy: seconds of the device, each operation limited by arithmetic or by bandwidth.
+        kernels: operations launched.
+        host_reads: values that the host waited for, by kind and place in the source.
+        promotions: bytes that operations on floating-point tensors of different dtypes wrote, by kind and place.
+    """
+
+    before: int = 0
+    after: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+    flops: float = 0.0
+    moved: float = 0.0
+    busy: float = 0.0
+    kernels: int = 0
+    host_reads: Counter[tuple[str, str]] = field(default_factory=Counter)
+    promotions: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+
+class FakeDevice:
+    """A context in which `fakegpu` is available, and counts.
+
+    Values that the host reads cannot be known. It gets `True` for a bool and 1 for a number; a mask selects everything,
+    and all values are alike to `unique`.
+
+    Args:
+        gpu: whose speed `Section.busy` is predicted for.
+        utilisation: the share of it that is reached.
+    """
+
+    def __init__(self, gpu: Gpu, utilisation: Utilisation = Utilisation()) -> None:  # noqa: B008
+        self.gpu, self.utilisation = gpu, utilisation
+        self.allocated = 0
+        self._stage = ""
+        self._sections: list[Section] = []
+        self._storages: set[int] = set()
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> FakeDevice:
+        _register()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(_available())
+            entered.enter_context(_lifting_on_cpu_only())
+            entered.enter_context(self.mode)
+            entered.enter_context(_Counting(self))
+            entered.enter_context(_fused_attention())
+            self._entered = entered.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+
+    @contextlib.contextmanager
+    def section(self) -> Iterator[Section]:
+        """Count what the body does; sections may be nested."""
+        section = Section()
+        self.begin(section)
+        try:
+            yield section
+        finally:
+            self.end(section)
+
+    def begin(self, section: Section) -> None:
+        section.before = self.allocated
+        self._sections.append(section)
+        self._note_peak()
+
+    def end(self, section: Section) -> None:
+        section.after = self.allocated
+        self._sections.remove(section)
+
+    def enter_stage(self, name: str) -> None:
+        """Note peaks under this name from now on."""
+        self._stage = name
+        self._note_peak()
+
+    def place(self, module: nn.Module, dtype: torch.dtype | None = None) -> None:
+        """Put a module's parameters and buffers on the device, empty, in place of those that it has.
+
+        Args:
+            module: with tensors on any device, such as `meta`.
+            dtype: of floating-point tensors; None keeps theirs.
+        """
+
+        def placed(tensor: Tensor) -> Tensor:
+            other = dtype if tensor.is_floating_point() else None
+            return torch.empty(tensor.shape, dtype=other or tensor.dtype, device=DEVICE)
+
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.device.type != DEVICE:
+                    part._parameters[name] = nn.Parameter(placed(parameter), parameter.requires_grad)
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.device.type != DEVICE:
+                    part._buffers[name] = placed(buffer)
+
+    # Called by `_Counting` ---------------------------------------------------------------------------------
+
+    def _allocate(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._storages:
+            return
+        size = -(-storage.nbytes() // _ALLOCATION) * _ALLOCATION
+        self._storages.add(key)
+        weakref.finalize(storage, self._release, key, size)
+        self.allocated += size
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        for section in self._sections:
+            section.peaks[self._stage] = max(section.peaks.get(self._stage, 0), self.allocated)
+
+    def _release(self, key: int, size: int) -> None:
+        self._storages.discard(key)
+        self.allocated -= size
+
+    def _read_by_host(self, kind: str) -> None:
+        place = _place()
+        for section in self._sections:
+            section.host_reads[kind, place] += 1
+
+    def _promote(self, kind: str, size: int) -> None:
+        place = _place()
+        for section in self._sections:
+            section.promotions[kind, place] += size
+
+    def _run(self, flops: float, moved: float, seconds: float) -> None:
+        for section in self._sections:
+            section.flops += flops
+            section.moved += moved
+            section.busy += seconds
+            section.kernels += 1
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what each operation does to the device, and answers what depends on values."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "device":  # of a fake tensor; torch asks for it all the time
+            return func(*args, **kwargs)
+        inputs = _tensors((args, tuple(kwargs.values())))
+        on_device = [tensor for tensor in inputs if tensor.device.type == DEVICE]
+        if on_device or name in _CONVERSIONS:
+            if not all(isinstance(tensor, FakeTensor) for tensor in inputs):
+                args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
+                inputs = _tensors((args, tuple(kwargs.values())))
+            for tensor in inputs:
+                tensor.constant = None  # torch would compute with it on the device, which has no code
+        if name == "_local_scalar_dense":
+            return self._number(func, args[0])
+        if on_device and name in _DATA_DEPENDENT:
+            return self._selection(name, args[0])
+        if on_device and name == "index" and any(map(_is_mask, args[1])):
+            return self._masked(args[0], args[1])
+        out = func(*args, **kwargs)
+        outputs = _tensors((out,))
+        made = [tensor for tensor in outputs if tensor.device.type == DEVICE]
+        for tensor in made:
+            self.device._allocate(tensor)
+        if name in _CONVERSIONS:
+            if on_device and not made:
+                self.device._read_by_host("copy")
+        elif len({tensor.dtype for tensor in on_device if tensor.is_floating_point() and tensor.dim()}) > 1:
+            self.device._promote(name, sum(map(_touched, made)))
+        if made and name not in _FREE and not _is_view(func):
+            self._count(func, args, kwargs, on_device, out, made)
+        return out
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.device.mode.from_tensor(tensor)
+
+    def _number(self, func: Any, tensor: Tensor) -> bool | float | int:
+        if tensor.device.type == DEVICE:
+            self.device._read_by_host("item")
+        else:
+            with contextlib.suppress(DataDependentOutputException):
+                return func(tensor)
+        return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+    def _selection(self, name: str, tensor: Tensor) -> Any:
+        self.device._read_by_host(name)
+        if name == "nonzero":
+            return torch.zeros(tensor.numel(), tensor.dim(), dtype=torch.long, device=DEVICE)
+        if name == "_unique2":
+            places = torch.zeros(tensor.shape, dtype=torch.long, device=DEVICE)
+            return tensor.flatten()[:1].clone(), places, places.flatten()[:1].clone()
+        raise BackendError(f"the fake device has no answer for torch.{name}, whose shape depends on values")
+
+    def _masked(self, tensor: Tensor, indices: Any) -> Tensor:
+        """`tensor[mask]` as if the mask were true everywhere."""
+        self.device._read_by_host("mask")
+        (mask,) = indices
+        return tensor.flatten(0, mask.dim() - 1).clone()
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, outputs: list[Tensor]
+    ) -> None:
+        gpu, utilisation = self.device.gpu, self.device.utilisation
+        moved = sum(map(_touched, [*inputs, *outputs]))
+        seconds = moved / (gpu.bandwidth * utilisation.bandwidth)
+        flops = 0.0
+        if func.overloadpacket in flop_registry:
+            flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+            low = next(tensor for tensor in inputs if tensor.is_floating_point()).element_size() <= 2
+            reached = _reached(func.overloadpacket.__name__, utilisation)
+            seconds = max(seconds, flops / ((gpu.bf16 if low else gpu.float32) * reached))
+        self.device._run(flops, moved, seconds)
+
+
+def _tensors(values: tuple[Any, ...]) -> list[Any]:
+    """The tensors in arguments or results of an operation, which hold them alone or in sequences."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(tuple(value))
+    return found
+
+
+@contextlib.contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Attention by the fused operators that CUDA has: flash attention, or memory-efficient attention with a mask.
+
+    A `TorchFunctionMode` would do this as well, but activation checkpointing under one aborts the process.
+    """
+    functional = torch.nn.functional
+    of_torch = functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        compute = _attention if query.device.type == DEVICE else of_torch
+        return compute(query, *args, **kwargs)
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = of_torch
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            hidden = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = hidden.masked_fill(attn_mask.logical_not(), float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _reached(name: str, utilisation: Utilisation) -> float:
+    backward = "_backward" if "backward" in name else ""
+    if "flash" in name:
+        return getattr(utilisation, f"attention{backward}")
+    if "efficient" in name:
+        return getattr(utilisation, f"masked_attention{backward}")
+    return utilisation.matmul
+
+
+def _touched(tensor: Tensor) -> int:
+    """Bytes of a tensor that are in memory; what is expanded is there once."""
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool
+
+
+def _is_view(func: Any) -> bool:
+    return any(
+        value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns
+    )
+
+
+def _place() -> str:
+    """The innermost line outside of torch, as `package/module.py:function`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path != __file__ and "/torch/" not in path:
+            package = path.rpartition("site-packages/")[2]
+            if package == path:
+                package = "flowcorr/" + path.rpartition("/flowcorr/")[2] if "/flowcorr/" in path else path
+            return f"{package}:{frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "backward pass"
+
+
+# Registration --------------------------------------------------------------------------------------------
+
+_STATE = {"registered": False, "available": False}
+
+
+@contextlib.contextmanager
+def _available() -> Iterator[None]:
+    _STATE["available"] = True
+    try:
+        yield
+    finally:
+        _STATE["available"] = False
+
+
+@contextlib.contextmanager
+def _lifting_on_cpu_only() -> Iterator[None]:
+    """Let `torch.tensor(..., device=DEVICE)` make a CPU tensor and copy it, where torch would allocate for real."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+def _register() -> None:
+    if _STATE["registered"]:
+        return
+    try:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
+    except ImportError:
+        raise BackendError(
+            f"flowcorr plan needs a torch that lets Python implement a device; {torch.__version__} does not: "
+            "pip install -U torch"
+        ) from None
+
+    class Hook(torch._C._acc.PrivateUse1Hooks):
+        def is_available(self) -> bool:
+            return _STATE["available"]
+
+        def has_primary_context(self, index: int) -> bool:
+            return True
+
+        def is_built(self) -> bool:
+            return True
+
+    setup(DEVICE, backend_module=_Backend, hook=Hook())
+    _STATE["registered"] = True
+
+
+class _Backend:
+    """What torch asks of a device's module."""
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def is_available() -> bool:
+        return _STATE["available"]
+
+    @staticmethod
+    def device_count() -> int:
+        return int(_STATE["available"])
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None:
+        pass
+
+    @staticmethod
+    def get_rng_state(device: int = 0) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def set_rng_state(state: Tensor, device: int = 0) -> None:
+        pass
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        pass
+
+    @staticmethod
+    def empty_cache() -> None:
+        pass
+
+    device: Callable[..., contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+def without_device() -> contextlib.AbstractContextManager[Any]:
+    """Leave the fake device for a while, as to build a module on torch's `meta` device."""
+    return _disable_current_modes()

@@ -1,0 +1,221 @@
+"""Pipelines from their configurations alone: shipped, in a local folder, or on the hub. No weights are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowcorr.config.schema import ModelConfig
+from flowcorr.errors import ConfigError
+from flowcorr.models import FAMILIES, ModelFamily, quiet_loaders, resolve_family, resolve_path
+from flowcorr.plan.fake_device import FakeDevice, without_device
+
+SHIPPED = Path(__file__).parent / "architectures"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The configurations of a pipeline's components.
+
+    Attributes:
+        path: the folder or hub name that they describe.
+        model_index: `model_index.json`: the classes of the pipeline and of its components.
+        configs: the configuration of each component by its name.
+    """
+
+    path: str
+    model_index: Mapping[str, Any]
+    configs: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def depths(self) -> dict[str, int]:
+        """How many blocks of each kind the transformer has, by the key of its configuration."""
+        config = self.configs["transformer"]
+        depths = {key: config[key] for key in ("num_layers", "num_single_layers") if key in config}
+        dual = len(config.get("dual_attention_layers", ()))
+        if dual:
+            depths = {"num_layers": depths["num_layers"] - dual, "dual_attention_layers": dual}
+        return depths
+
+    def with_depths(self, depths: Mapping[str, int]) -> Architecture:
+        """The same pipeline with as many blocks of each kind in its transformer."""
+        changed: dict[str, Any] = dict(depths)
+        if "dual_attention_layers" in depths:
+            dual = depths["dual_attention_layers"]
+            changed = {"num_layers": depths["num_layers"] + dual, "dual_attention_layers": tuple(range(dual))}
+        transformer = {**self.configs["transformer"], **changed}
+        return replace(self, configs={**self.configs, "transformer": transformer})
+
+    @property
+    def text_encoders(self) -> list[str]:
+        return [name for name in self.configs if name.startswith("text_encoder")]
+
+
+def find_architecture(path: str) -> Architecture:
+    """The configurations of the model at `path`: of a folder, of a model that flowcorr knows, or of the hub.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    location = Path(resolve_path(path))
+    if location.is_dir():
+        return _read_folder(path, location)
+    return _shipped(path) or _read_folder(
+        path, _download(path, ["model_index.json", "*/config.json", "scheduler/*"])
+    )
+
+
+def find_clip(path: str) -> Architecture:
+    """The configuration of the CLIP model at `path`, as a pipeline of one component, `model`."""
+    if not Path(path).is_dir() and (known := _shipped(path)):
+        return known
+    folder = Path(path) if Path(path).is_dir() else _download(path, ["config.json"])
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the reward's path={path!r} has no configuration: {error}") from error
+    return Architecture(
+        path=path, model_index={"model": ["transformers", "CLIPModel"]}, configs={"model": config}
+    )
+
+
+def family_class(architecture: Architecture, model: ModelConfig) -> type[ModelFamily]:
+    """The model family that `model.family` names, or that the pipeline's class belongs to.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    if model.family != "auto":
+        return resolve_family(model.family)
+    class_name = architecture.model_index["_class_name"]
+    for family in FAMILIES.values():
+        if family.pipeline_class == class_name:
+            return family
+    known = ", ".join(family.pipeline_class for family in FAMILIES.values())
+    raise ConfigError(
+        f"model.path={model.path!r} is a {class_name}, and flowcorr plan knows {known}; set model.family"
+    )
+
+
+def build_family(
+    architecture: Architecture, model: ModelConfig, device: FakeDevice, *, dtype: torch.dtype, adapted: bool
+) -> ModelFamily:
+    """The family's adapter around a pipeline on the fake device, without text encoders and tokenizers.
+
+    Args:
+        architecture: see `find_architecture`.
+        model: names the family.
+        device: the fake device, entered.
+        dtype: of the weights.
+        adapted: whether the transformer gets an adapter; it is then put on the device as soon as it has it.
+
+    Raises:
+        ConfigError: the family is not known.
+    """
+    import diffusers
+
+    family = family_class(architecture, model)
+    parts: dict[str, Any] = dict.fromkeys(_component_names(architecture))
+    parts["transformer"] = _new(architecture, "transformer")
+    if adapted:
+        _place_with_adapter(parts["transformer"], device, dtype)
+    else:
+        device.place(parts["transformer"], dtype)
+    parts["vae"] = build_component(architecture, "vae", device, dtype)
+    parts["scheduler"] = _class_of(architecture, "scheduler").from_config(architecture.configs["scheduler"])
+    with quiet_loaders():
+        pipeline = getattr(diffusers, architecture.model_index["_class_name"])(**parts)
+    return family(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)
+
+
+def build_component(
+    architecture: Architecture, name: str, device: FakeDevice, dtype: torch.dtype
+) -> nn.Module:
+    """One component on the fake device, frozen and in evaluation mode."""
+    module = _new(architecture, name)
+    device.place(module, dtype)
+    return module
+
+
+def _new(architecture: Architecture, name: str) -> Any:
+    kind, config = _class_of(architecture, name), architecture.configs[name]
+    if hasattr(kind, "from_config"):  # diffusers; transformers' models have `config_class`
+        module = kind.from_config(config)
+    else:
+        with torch.device("meta"):
+            module = kind(kind.config_class.from_dict(dict(config)))
+    return module.requires_grad_(False).eval()
+
+
+def _place_with_adapter(transformer: Any, device: FakeDevice, dtype: torch.dtype) -> None:
+    """Put `transformer` on the device at the end of its `add_adapter`: peft cannot move an adapter there."""
+    add_adapter = transformer.add_adapter
+
+    def add_and_place(*args: Any, **kwargs: Any) -> None:
+        with without_device():
+            add_adapter(*args, **kwargs)
+        device.place(transformer, dtype)
+
+    transformer.add_adapter = add_and_place
+
+
+def _class_of(architecture: Architecture, name: str) -> Any:
+    import diffusers
+    import transformers
+
+    library, class_name = architecture.model_index[name]
+    return getattr({"diffusers": diffusers, "transformers": transformers}[library], class_name)
+
+
+def _component_names(architecture: Architecture) -> list[str]:
+    import diffusers
+
+    kind = getattr(diffusers, architecture.model_index["_class_name"])
+    return [name for name in kind._get_signature_types() if name not in kind._optional_components]
+
+
+def _read_folder(path: str, folder: Path) -> Architecture:
+    try:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+        configs = {
+            name: json.loads(_config_file(folder / name).read_text(encoding="utf-8"))
+            for name, value in index.items()
+            if isinstance(value, list) and value[0] and "token" not in name and (folder / name).is_dir()
+        }
+        return Architecture(path=path, model_index=index, configs=configs)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path!r} is no diffusers pipeline: {error}") from error
+
+
+def _config_file(folder: Path) -> Path:
+    scheduler = folder / "scheduler_config.json"
+    return scheduler if scheduler.is_file() else folder / "config.json"
+
+
+def _shipped(path: str) -> Architecture | None:
+    for file in SHIPPED.glob("*.json"):
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if stored["path"] == path:
+            return Architecture(**stored)
+    return None
+
+
+def _download(path: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        files = sorted(SHIPPED.glob("*.json"))
+        known = ", ".join(json.loads(file.read_text(encoding="utf-8"))["path"] for file in files)
+        raise ConfigError(
+            f"model.path={path!r} is no folder, is not among {known}, which flowcorr knows, and its configurations "
+            f"cannot be read from the hub: {' '.join(str(error).split())}"
+        ) from error

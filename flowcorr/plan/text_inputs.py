@@ -1,0 +1,117 @@
+"""What each model family's text encoders read and its transformer gets, without encoding anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flowcorr.config.schema import Config
+from flowcorr.errors import ConfigError
+from flowcorr.models import Conditioning, ModelFamily, flux, qwen_image, sd3
+from flowcorr.plan.fake_device import DEVICE
+from flowcorr.plan.pipelines import Architecture
+
+_QWEN_TEMPLATE = 34  # tokens that QwenImagePipeline puts around a prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextInputs:
+    """Text of one prompt.
+
+    Attributes:
+        tokens: how many tokens each text encoder reads, by the component's name.
+        conditioning: shape of each tensor for the transformer; what ends in `mask` is bool.
+        negative: whether the negative prompt is encoded too, and beside each prompt.
+    """
+
+    tokens: Mapping[str, int]
+    conditioning: Mapping[str, tuple[int, ...]]
+    negative: bool
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The negative prompt's tensors included."""
+        negative = {f"negative_{name}": shape for name, shape in self.conditioning.items()}
+        return {**self.conditioning, **(negative if self.negative else {})}
+
+    def make(self, samples: int, dtype: torch.dtype) -> Conditioning:
+        """Conditioning `[B, ...]` of `samples` on the fake device."""
+        return {
+            name: torch.ones(samples, *shape, dtype=_dtype(name, dtype), device=DEVICE)
+            for name, shape in self.shapes.items()
+        }
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one prompt's conditioning."""
+        return sum(math.prod(shape) * _dtype(name, dtype).itemsize for name, shape in self.shapes.items())
+
+
+def text_inputs(architecture: Architecture, family: type[ModelFamily], config: Config) -> TextInputs:
+    """The text inputs of a run.
+
+    Raises:
+        ConfigError: the family is not among those that this table knows.
+    """
+    if family.name not in _TABLE:
+        raise ConfigError(
+            f"flowcorr plan knows the text inputs of the families {', '.join(_TABLE)}, and model.family="
+            f"{config.model.family!r} is another"
+        )
+    return _TABLE[family.name](architecture, config)
+
+
+def _sd3(architecture: Architecture, config: Config) -> TextInputs:
+    transformer = architecture.configs["transformer"]
+    clip = architecture.configs["text_encoder"].get("max_position_embeddings", 77)
+    long = _length(config, sd3.DEFAULT_MAX_SEQUENCE_LENGTH)
+    return TextInputs(
+        tokens={"text_encoder": clip, "text_encoder_2": clip, "text_encoder_3": long},
+        conditioning={
+            "prompt_embeds": (clip + long, transformer["joint_attention_dim"]),
+            "pooled_prompt_embeds": (transformer["pooled_projection_dim"],),
+        },
+        negative=config.sampling.guidance_scale > 1,
+    )
+
+
+def _flux(architecture: Architecture, config: Config) -> TextInputs:
+    transformer = architecture.configs["transformer"]
+    clip = architecture.configs["text_encoder"].get("max_position_embeddings", 77)
+    long = _length(config, flux.DEFAULT_MAX_SEQUENCE_LENGTH)
+    return TextInputs(
+        tokens={"text_encoder": clip, "text_encoder_2": long},
+        conditioning={
+            "prompt_embeds": (long, transformer["joint_attention_dim"]),
+            "pooled_prompt_embeds": (transformer["pooled_projection_dim"],),
+        },
+        negative=False,
+    )
+
+
+def _qwen_image(architecture: Architecture, config: Config) -> TextInputs:
+    long = _length(config, qwen_image.DEFAULT_MAX_SEQUENCE_LENGTH)
+    width = architecture.configs["transformer"]["joint_attention_dim"]
+    return TextInputs(
+        tokens={"text_encoder": _QWEN_TEMPLATE + long},
+        conditioning={"prompt_embeds": (long, width), "prompt_embeds_mask": (long,)},
+        negative=config.sampling.true_cfg_scale > 1,
+    )
+
+
+def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.bool if name.endswith("mask") else dtype
+
+
+def _length(config: Config, default: int) -> int:
+    length = config.model.max_sequence_length
+    return default if length is None else length
+
+
+_TABLE: dict[str, Callable[[Architecture, Config], TextInputs]] = {
+    "sd3": _sd3,
+    "flux": _flux,
+    "qwen_image": _qwen_image,
+}

@@ -1,0 +1,148 @@
+"""The gap between rollout engine and actor, split in two: the engine's arithmetic, and stale weights.
+
+The weights that sampled a batch are the *behaviour* weights. The training stack scores the batch under them too, and
+the gap is a sum:
+
+    current - rollout = (behaviour - rollout) + (current - behaviour) = engine + staleness
+
+The engine's part is rounding: it has no direction, and it is zero if both stacks compute alike. Staleness points along
+the updates since the batch was sampled, and grows with the learning rate. The two have different remedies, see
+`diagnostics.audit.advice`.
+
+The samples come from the engine, so the expectation of the engine's `kl` is its exact KL. This is not so for the `kl`
+of staleness, but the two `kl` add up to that of the gap. `exact_kl` is right for both, and adds up only if the two
+parts are uncorrelated.
+
+An engine keeps the weights that sampled a batch until the actor has learned from it (`RolloutEngine.history`).
+Adapters are small. Full weights are expensive: a stale engine keeps `rollout.max_weight_age + 1` copies of the
+transformer in any case, on its device or, with Ray, in main memory; scoring under older weights needs one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flowcorr import distributed
+from flowcorr.actor import DiffusionActor, Scores
+from flowcorr.algorithm import needs_old_means
+from flowcorr.config.schema import Config
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction.describe import drift_metrics
+from flowcorr.errors import BackendError
+from flowcorr.metrics import Metrics
+from flowcorr.records import ActorBatch, Rollout
+from flowcorr.rollout import Weights
+from flowcorr.sde import step_kl
+from flowcorr.trainer.run import TrainingRun
+
+
+def splits_gap(config: Config, step: int) -> bool:
+    """Whether a training step measures both parts: every `rollout.drift_every` steps, if the engine may be stale."""
+    every = config.rollout.drift_every
+    measured = (
+        every > 0 and config.rollout.max_weight_age > 0 and config.algorithm.rollout_correction is not None
+    )
+    return measured and step % every == 0
+
+
+def measure_gap_split(run: TrainingRun, batch: ActorBatch, correction: RolloutCorrectionConfig) -> Metrics:
+    """`rollout_corr/engine/*` and `rollout_corr/staleness/*` of the whole batch, before the update.
+
+    Both use the terms for which all three policies are finite, so that their means add up to the mean gap.
+
+    Args:
+        run: the run's run.
+        batch: the batch of the update; scores that it already has are not computed again.
+        correction: in force at this training step.
+
+    Raises:
+        BackendError: the engine does not keep the weights that sampled.
+    """
+    actor, rollout = run.actor, batch.rollout
+    assert batch.old_log_probs is not None
+    with_means = rollout.means is not None
+    known: dict[str, Scores] = {}
+    if correction.mode == "decoupled":
+        old = Scores(log_probs=batch.old_log_probs, means=batch.old_means)
+        known[run.config.actor.old_policy] = old
+    current = known.get("current") or actor.log_probs(rollout, with_means=with_means)
+    behaviour = known.get("behaviour") or behaviour_scores(
+        actor, rollout, run.engine.history, with_means=with_means
+    )
+    sampled = Scores(log_probs=rollout.log_probs, means=rollout.means)
+    mask = (current.log_probs + behaviour.log_probs + sampled.log_probs).isfinite()
+    metrics = [
+        drift_metrics(
+            target.log_probs,
+            source.log_probs,
+            mask=mask,
+            step_kl=_step_kl(target, source, rollout.stds),
+            prefix=f"rollout_corr/{name}/",
+        )
+        for name, target, source in (("engine", behaviour, sampled), ("staleness", current, behaviour))
+    ]
+    return Metrics.merged(metrics)
+
+
+def with_old_scores(run: TrainingRun, batch: ActorBatch) -> ActorBatch:
+    """The batch with the scores of the old policy, which `actor.old_policy` names.
+
+    Raises:
+        BackendError: the engine does not keep the weights that sampled.
+    """
+    config, with_means = run.config, needs_old_means(run.config)
+    if config.actor.old_policy == "behaviour" and config.rollout.max_weight_age:
+        scores = behaviour_scores(run.actor, batch.rollout, run.engine.history, with_means=with_means)
+    else:
+        scores = run.actor.log_probs(batch.rollout, with_means=with_means)
+    return replace(batch, old_log_probs=scores.log_probs, old_means=scores.means)
+
+
+def behaviour_scores(
+    actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights], *, with_means: bool
+) -> Scores:
+    """Score each sample in the training stack under the weights that sampled it.
+
+    Args:
+        actor: the training stack; its weights are restored afterwards.
+        rollout: the samples, of one or several versions.
+        history: the versions that the engine keeps.
+        with_means: also return the step means.
+
+    Raises:
+        BackendError: `history` lacks a version.
+    """
+    kept = {weights.version: weights.tensors for weights in history}
+    versions = rollout.policy_versions
+    found = distributed.gather(versions.unique().tolist(), "the versions that sampled")
+    places, scores = [], []
+    for version in sorted(set().union(*found)):  # the versions of all ranks: they score together
+        if version not in kept:
+            raise BackendError(
+                f"the rollout engine sampled with weights of version {version} but keeps only {sorted(kept)}, so "
+                "samples cannot be scored under them; set rollout.drift_every: 0 and actor.old_policy: current"
+            )
+        rows = (versions == version).nonzero().squeeze(1)
+        with actor.weights.swapped(kept[version]):
+            scores.append(
+                actor.log_probs(
+                    rollout.select(rows), with_means=with_means, filler_sample=rollout.select(slice(1))
+                )
+            )
+        places.append(rows)
+    order = torch.cat(places).argsort()
+    means = [score.means for score in scores if score.means is not None]
+    return Scores(
+        log_probs=torch.cat([score.log_probs for score in scores])[order],
+        means=torch.cat(means)[order] if means else None,
+    )
+
+
+def _step_kl(target: Scores, source: Scores, stds: Tensor | None) -> Tensor | None:
+    if target.means is None or source.means is None or stds is None:
+        return None
+    return step_kl(target.means, source.means, stds)

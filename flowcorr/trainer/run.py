@@ -1,0 +1,60 @@
+"""What a training step works with, and the samples that are in flight for this step and later ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.algorithm import AutoMode
+from flowcorr.config.schema import Config
+from flowcorr.data import PromptStream
+from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.rewards import Reward
+from flowcorr.rollout import RolloutEngine
+from flowcorr.workers.pool import OnEvent, ignore_event
+from flowcorr.workers.reward import RayReward
+from flowcorr.workers.rollout import PendingRollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PendingStep:
+    """Samples that Ray workers are generating, and the reward call that may already be scoring them."""
+
+    rollout: PendingRollout
+    reward: Reward
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingRun:
+    """What a training step works with.
+
+    Attributes:
+        config: the run's configuration.
+        actor: the training stack.
+        engine: the rollout stack.
+        cache: embeddings of all prompts.
+        prompts: the training prompts in the order in which steps take them.
+        reward: scores the images.
+        on_event: gets a record of each event that concerns workers and samples.
+        in_flight: what Ray workers generate ahead of time, by training step.
+        mode: the rollout correction in force; with `bypass_mode: auto` it changes between steps.
+    """
+
+    config: Config
+    actor: DiffusionActor
+    engine: RolloutEngine
+    cache: PromptCache
+    prompts: PromptStream
+    reward: Reward
+    on_event: OnEvent = ignore_event
+    in_flight: dict[int, PendingStep] = field(default_factory=dict)
+    mode: AutoMode = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mode = AutoMode.of(self.config)
+
+    def close(self) -> None:
+        """End the processes of the engine and of the reward."""
+        self.engine.close()
+        if isinstance(self.reward, RayReward):
+            self.reward.close()

@@ -1,0 +1,182 @@
+"""The Ray cluster that this process joins or starts, and the loss of the node on which it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flowcorr.errors import BackendError, ConfigError, MissingExtraError
+
+logger = logging.getLogger(__name__)
+
+_REASON_LENGTH = 500
+_STARTED_HERE: set[str] = set()  # addresses of clusters that this process started; pools may share one
+
+
+class NodeLostError(BackendError):
+    """The Ray node on which this process runs has failed."""
+
+
+class Cluster:
+    """A connection to a Ray cluster.
+
+    Args:
+        address: the cluster to join; None joins the cluster in `RAY_ADDRESS` or, if that is not set, starts a local
+            one, which ends with this object. A process that is already connected keeps its connection.
+        feature: the feature that needs Ray, for messages.
+        on_lost: called in a thread when the raylet of this process's node ends. Without it no worker starts or answers,
+            and about 15 s later, when the cluster notices, Ray ends this process without a message.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: the address is one for Ray's client.
+        BackendError: the cluster cannot be joined or started.
+    """
+
+    def __init__(
+        self, address: str | None, *, feature: str, on_lost: Callable[[NodeLostError], None] | None = None
+    ) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics
+        # A worker that reserves no GPU must not see any: it would share the trainer's.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingExtraError(feature, "ray", "ray", error) from error
+        self._owns_connection = not ray.is_initialized()
+        self._folder: str | None = None
+        self._raylet: socket.socket | None = None
+        try:
+            if self._owns_connection:
+                self._connect(address)
+            if on_lost is not None:
+                self._watch_node(on_lost)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, address: str | None) -> None:
+        import ray
+
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        if address.startswith("ray://"):
+            raise ConfigError(
+                f"the Ray cluster at {address!r} cannot be used through Ray's client; give the cluster's own address, "
+                "host:port as `ray start` says it, on a machine that is one of its nodes"
+            )
+        options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
+        if address == "local":
+            # In /tmp, since the path of a Unix socket has to be short.
+            self._folder = tempfile.mkdtemp(prefix="flowcorr-ray-", dir="/tmp")
+            options |= {"include_dashboard": False, "_temp_dir": self._folder}
+        try:
+            # `timeout` and schedulers send SIGTERM to the whole process group. Ray's processes must ignore it: the step
+            # in flight needs them, and Ray would end this process too.
+            with _own_signal_handlers(), sigterm(signal.SIG_BLOCK):
+                ray.init(**options)
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise BackendError(f"the Ray cluster at {address!r} cannot be used: {one_line(error)}") from error
+        if address == "local":
+            _STARTED_HERE.add(_address())
+
+    @property
+    def local(self) -> bool:
+        """Whether this process started the cluster, which therefore cannot grow."""
+        return _address() in _STARTED_HERE
+
+    def _watch_node(self, on_lost: Callable[[NodeLostError], None]) -> None:
+        """Connect to this node's raylet; the connection closes at once when the raylet ends."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        raylet = socket.socket(socket.AF_UNIX)
+        try:
+            (path,) = (entry["RayletSocketName"] for entry in ray.nodes() if entry["NodeID"] == node)
+            raylet.connect(path)
+        except (KeyError, ValueError, OSError) as error:
+            raylet.close()
+            logger.warning(
+                "the Ray node of this process cannot be watched (%s): its loss would be noticed about 15 s late",
+                error,
+            )
+            return
+        self._raylet = raylet
+
+        def watch() -> None:
+            with contextlib.suppress(OSError):
+                while raylet.recv(1):
+                    pass
+            if self._raylet is not None:
+                on_lost(
+                    NodeLostError(
+                        f"the Ray node of this process, {node}, is gone: its raylet has ended, and no worker can be "
+                        "started any more; continue with --resume"
+                    )
+                )
+
+        threading.Thread(target=watch, name="raylet", daemon=True).start()
+
+    def close(self) -> None:
+        """Disconnect; end the cluster if this object started it."""
+        raylet, self._raylet = self._raylet, None
+        if raylet is not None:
+            with contextlib.suppress(OSError):
+                raylet.shutdown(socket.SHUT_RDWR)
+            raylet.close()
+        if not self._owns_connection:
+            return
+        import ray
+
+        self._owns_connection = False
+        if ray.is_initialized():
+            _STARTED_HERE.discard(_address())
+        with _own_signal_handlers():
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def one_line(error: Exception) -> str:
+    """An error as one line, without Ray's preamble and without the worker's traceback."""
+    from ray.exceptions import RayTaskError
+
+    if isinstance(error, RayTaskError):
+        error = error.cause
+    says = str(error).rpartition("The actor is dead because ")[2]
+    text = " ".join(f"{type(error).__name__}: {says}".split())
+    return text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}..."
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Restore this process's SIGTERM handler, which Ray replaces with its own."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def sigterm(how: int) -> Iterator[None]:
+    """Block or unblock SIGTERM in this thread and in the processes that it starts."""
+    before = signal.pthread_sigmask(how, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _address() -> str:
+    import ray
+
+    return ray.get_runtime_context().gcs_address

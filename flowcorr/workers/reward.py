@@ -1,0 +1,170 @@
+"""Rewards in Ray workers: a shard of a rollout is scored as soon as it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from flowcorr.config.schema import RewardConfig, RewardTerm
+from flowcorr.records import Prompt
+from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output, reward_name
+from flowcorr.rewards.combine import build_reward
+from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
+
+BATCH_SIZE = 16  # images of one task, where all images come at once; independent of the number of workers
+
+
+class RayReward:
+    """A recipe's reward, computed in workers; itself a `Reward`, which `score_batch` calls like any other.
+
+    Args:
+        config: the reward and its workers.
+        address: see `flowcorr.workers.cluster.Cluster`.
+        num_threads: CPU threads of torch in a worker; None keeps torch's default.
+        on_event: gets a record of each worker that is lost or replaced.
+
+    Raises:
+        ConfigError: `build_reward` raised it in a worker, or the cluster has no room for the workers.
+        MissingExtraError: Ray, or an extra that a reward needs, is not installed.
+        BackendError: a worker does not start.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        address: str | None = None,
+        num_threads: int | None = None,
+        on_event: OnEvent = ignore_event,
+    ) -> None:
+        self._workers = WorkerPool(
+            "reward",
+            partial(RewardWorker, config.terms, config.gold),
+            num_workers=config.num_workers,
+            resources=config.worker_resources,
+            timeout=config.timeout,
+            address=address,
+            num_threads=num_threads,
+            own_errors=(Exception,),  # no retry here: `score_batch` handles the failures of a reward
+            on_event=on_event,
+        )
+        try:
+            (self.name,) = self._workers.submit("the reward's name", "name").result().values
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+        """Score images `[B, H, W, 3]` uint8 in batches of `BATCH_SIZE`.
+
+        Raises:
+            Exception: the reward's own, or `BackendError` if workers were lost repeatedly.
+        """
+        import torch
+
+        begins = range(0, len(prompts), BATCH_SIZE)
+        batches = [slice(begin, begin + BATCH_SIZE) for begin in begins]
+        return concatenated([self._submit(torch.tensor(images[batch]), prompts[batch]) for batch in batches])
+
+    def follow(self, shards: Sequence[Future[Answer]], prompts: Sequence[list[Prompt]]) -> Reward:
+        """Score each shard of a rollout as soon as it is sampled.
+
+        Args:
+            shards: the answer to each shard, whose second value is its images.
+            prompts: for each shard, one prompt an image.
+
+        Returns:
+            The reward to call with all samples of the rollout, in order.
+        """
+        scores: list[Future[Answer]] = []
+        for shard, shard_prompts in zip(shards, prompts, strict=True):
+            score: Future[Answer] = Future()
+            shard.add_done_callback(partial(self._score_shard, shard_prompts, score))
+            scores.append(score)
+        return _PendingReward(self, scores)
+
+    @property
+    def places(self) -> list[Mapping[str, Any]]:
+        """Node and process of each worker."""
+        return self._workers.places
+
+    def close(self) -> None:
+        """Stop the workers, and the cluster if it was started here."""
+        self._workers.close()
+
+    def _score_shard(self, prompts: list[Prompt], score: Future[Answer], shard: Future[Answer]) -> None:
+        if shard.cancelled() or shard.exception() is not None:
+            score.cancel()  # without the samples, the score is not needed
+        else:
+            self._submit(shard.result().references[1], prompts, score)
+
+    def _submit(
+        self, images: Any, prompts: list[Prompt], score: Future[Answer] | None = None
+    ) -> Future[Answer]:
+        label = f"scoring of {len(prompts)} images from prompt {prompts[0].text!r} on"
+        return self._workers.submit(label, "score", images, prompts, future=score)
+
+
+class _PendingReward:
+    """The reward of samples that workers are already scoring.
+
+    The first call waits for these scores. If one failed, `score_batch` calls again with single samples, which are
+    scored anew.
+    """
+
+    def __init__(self, reward: RayReward, scores: list[Future[Answer]]) -> None:
+        self.name = reward.name
+        self._reward = reward
+        self._scores = scores
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+        scores, self._scores = self._scores, []
+        return concatenated(scores) if scores else self._reward(images, prompts)
+
+
+class RewardWorker:
+    """The worker's side: the whole reward of a recipe."""
+
+    def __init__(self, terms: Sequence[RewardTerm], gold: Sequence[RewardTerm]) -> None:
+        self._reward = build_reward(terms, gold)
+
+    def name(self) -> str:
+        """The reward's name in messages."""
+        return reward_name(self._reward)
+
+    def score(self, images: Tensor, prompts: list[Prompt]) -> RewardOutput:
+        """Score images `[b, H, W, 3]` uint8."""
+        return as_reward_output(self._reward(images.numpy(), prompts), len(prompts), self.name())
+
+
+def concatenated(scores: Sequence[Future[Answer]]) -> RewardOutput:
+    """Wait for the scores of all batches and concatenate them; NaN where a batch lacks an extra or a term."""
+    outputs: list[RewardOutput] = [score.result().values[0] for score in scores]
+    sizes = [len(output.scores) for output in outputs]
+    ends = np.cumsum(sizes)
+    errors = {
+        int(end) - size + index: error
+        for output, size, end in zip(outputs, sizes, ends, strict=True)
+        for index, error in output.errors.items()
+    }
+    return RewardOutput(
+        scores=np.concatenate([output.scores for output in outputs]),
+        extra=_columns([output.extra for output in outputs], sizes),
+        terms=_columns([output.terms for output in outputs], sizes),
+        errors=errors,
+    )
+
+
+def _columns(batches: Sequence[Mapping[str, np.ndarray]], sizes: Sequence[int]) -> dict[str, np.ndarray]:
+    names = dict.fromkeys(name for batch in batches for name in batch)
+    return {
+        name: np.concatenate(
+            [batch.get(name, np.full(size, np.nan)) for batch, size in zip(batches, sizes, strict=True)]
+        )
+        for name in names
+    }

@@ -1,0 +1,43 @@
+import json
+
+import pytest
+
+from flowcorr.cli import main
+
+# The fake device has to be registered before a process computes its first gradient.
+pytestmark = pytest.mark.fake_device
+
+
+def test_plan_prints_a_row_a_phase_and_the_answers(capsys):
+    assert main(["plan", "tiny_jpeg_lora", "--gpu", "l40s-48gb", "actor.micro_batch_size=8"]) == 0
+    out = capsys.readouterr().out
+    assert "tiny_jpeg_lora actor.micro_batch_size=8 on l40s-48gb: 47.6 GB" in out
+    for name in ("load", "encode prompts", "sample", "decode", "recompute", "update", "sync", "step"):
+        assert f"\n{name} " in out
+    assert "Fits l40s-48gb" in out
+    assert "actor.micro_batch_size=8 fits" in out
+
+
+@pytest.mark.slow
+def test_plan_prints_json_and_nothing_else(capsys):
+    assert main(["plan", "tiny_jpeg_lora", "--json", "--ranks", "2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["ranks"] == 2
+    assert plan["fits"]
+    assert {phase["name"] for phase in plan["phases"]} >= {"load", "sample", "update"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(["--gpu", "h100"], "did you mean"), (["--ranks", "0"], "at least 1")]
+)
+def test_plan_refuses_what_it_cannot_use(capsys, options, message):
+    assert main(["plan", "tiny_jpeg_lora", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_teaches_how_to_read_a_plan(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    out = capsys.readouterr().out
+    for word in ("examples:", "How to read it", "--gpu", "b200-180gb", "config.json"):
+        assert word in out

@@ -1,0 +1,161 @@
+"""The rules of the audit at their edges."""
+
+import math
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from diagnostics.gaps import D
+
+from flowcorr.config import load
+from flowcorr.config.schema import ActorConfig
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.diagnostics.audit import advice as rules
+from flowcorr.diagnostics.audit.advice import Facts, advise, as_overrides
+from flowcorr.losses import LOSSES, Limit
+
+FACTS = Facts(
+    num_steps=2,
+    num_elements=D,
+    joint_nats=0.05,
+    exact_ess=math.exp(-0.1),
+    stale_nats=0.0,
+    clip_limit=1e-3,
+    clip_by_step={0: 5e-4, 1: 2e-4},
+    window_end=2,
+    loss_mode="flow_grpo",
+    limit=Limit(key="clip_ratio"),
+    ratio_level="step",
+    unscaled=False,
+    outliers=0.0,
+    outlier_band=4e-3,
+    recompute_share=0.1,
+)
+WIDE = {0: 5e-3, 1: 2e-4}
+
+
+def correction_of(advice):
+    section = yaml.safe_load(advice.yaml)["algorithm"]["rollout_correction"]
+    return RolloutCorrectionConfig.from_mapping(section)
+
+
+def test_no_gap_needs_no_correction():
+    advice = advise(replace(FACTS, joint_nats=rules.NEGLIGIBLE_NATS, outliers=0.01))
+    assert (advice.kind, advice.mode, advice.alternative) == ("none", "bypass", "")
+    assert advice.verdict.startswith("no correction needed")
+    assert correction_of(advice) == RolloutCorrectionConfig.bypass_ppo_clip()
+    assert advise(replace(FACTS, joint_nats=2 * rules.NEGLIGIBLE_NATS)).kind == "leave"
+
+
+def test_bypass_needs_headroom_in_the_clip_range():
+    assert advise(FACTS).mode == "bypass"
+    advice = advise(replace(FACTS, clip_by_step=WIDE))
+    assert advice.mode == "decoupled"
+    assert correction_of(advice) == RolloutCorrectionConfig.disabled()
+    other = yaml.safe_load(advice.alternative)
+    # A step whose noise fits keeps its range.
+    assert other["actor"] == {"clip_ratio": [5e-3, 1e-3]}
+    assert other["algorithm"]["rollout_correction"] == {"bypass_mode": True}
+
+
+@pytest.mark.parametrize("level", ["step", "trajectory_mean", "trajectory_sum"])
+@pytest.mark.parametrize("outliers", [0.0, 0.01])
+def test_advice_loads_at_every_level_of_the_ratio(level, outliers):
+    facts = replace(FACTS, ratio_level=level, outliers=outliers)
+    noisy = replace(facts, clip_by_step={0: 5e-3, 1: 5e-3})
+    for lines in (advise(facts).yaml, advise(noisy).yaml, advise(noisy).alternative):
+        load("tiny_ocr_lora", [f"actor.ratio_level={level}", *shlex.split(as_overrides(lines))])
+    assert "bypass_mode: true" in advise(facts).yaml
+    assert "bypass_mode: true" in advise(noisy).alternative
+
+
+def test_log_probs_that_are_no_densities_are_not_weighed():
+    facts = replace(FACTS, stale_nats=0.05)
+    assert advise(facts).kind == "correct"
+    advice = advise(replace(facts, unscaled=True))
+    assert advice.kind == "leave"
+    assert "log_ratio_scale" not in advice.yaml
+    assert any("with sampling.cps_unscaled differences" in reason for reason in advice.reasons)
+
+
+@pytest.mark.parametrize(
+    ("limit", "needed", "window_end", "pasted"),
+    [
+        (1e-3, {0: 5e-3, 1: 4e-3}, 2, 5e-3),  # alike, but for chance
+        (1e-3, {0: 5e-3, 1: 2.2e-3}, 2, [5e-3, 2.2e-3]),
+        (1e-3, {1: 5e-3, 2: 2.2e-3}, 4, [5e-3, 5e-3, 2.2e-3, 5e-3]),  # not sampled: as the noisiest
+        ((1e-3, 4e-3), {0: 5e-3, 1: 2e-3}, 2, [5e-3, 4e-3]),
+        ((5e-3, 1e-3), {0: 5e-3, 1: 2e-3}, 2, [5e-3, 2e-3]),
+    ],
+)
+def test_a_range_a_step_where_the_noise_differs(limit, needed, window_end, pasted):
+    facts = replace(FACTS, clip_limit=limit, clip_by_step=needed, window_end=window_end)
+    assert not facts.has_headroom
+    assert yaml.safe_load(advise(facts).alternative)["actor"] == {"clip_ratio": pasted}
+
+
+def test_headroom_is_judged_step_by_step():
+    needed = {0: 5e-3, 1: 2e-3}
+    assert replace(FACTS, clip_limit=(5e-3, 2e-3), clip_by_step=needed).has_headroom
+    assert not replace(FACTS, clip_limit=(1e-2, 1.9e-3), clip_by_step=needed).has_headroom
+    reasons = " ".join(advise(replace(FACTS, clip_limit=(1e-2, 1.9e-3), clip_by_step=needed)).reasons)
+    assert "above the range of [0.01, 0.0019]" in reasons
+
+
+def test_clip_range_is_four_times_the_noise():
+    distance = torch.linspace(0, 1, 101, dtype=torch.float64)
+    assert rules.clip_needed(distance) == pytest.approx(4 * 0.99)
+    assert rules.round_up(0.00312) == 0.0032
+    assert rules.round_up(0.003) == 0.003
+    assert rules.round_up(0.0) == 0.0
+
+
+def test_only_staleness_is_corrected_and_only_by_density_ratios():
+    stale = replace(FACTS, stale_nats=0.04)
+    advice = advise(stale)
+    assert (advice.kind, advice.mode) == ("correct", "decoupled")
+    assert correction_of(advice) == RolloutCorrectionConfig.from_preset(
+        "decoupled_seq_is", log_ratio_scale="sum"
+    )
+    assert advise(replace(stale, stale_nats=0.02)).kind == "leave"
+    assert advise(replace(stale, exact_ess=rules.MIN_ESS)).kind == "correct"
+    assert advise(replace(stale, exact_ess=0.99 * rules.MIN_ESS)).kind == "repair"
+
+
+def test_a_large_gap_is_to_be_closed():
+    nats = rules.LARGE_R**2 * FACTS.num_steps * D / 2
+    assert advise(replace(FACTS, joint_nats=0.99 * nats)).kind == "leave"
+    advice = advise(replace(FACTS, joint_nats=1.01 * nats))
+    assert advice.kind == "repair"
+    assert "flowcorr doctor" in " ".join(advice.reasons)
+
+
+def test_outliers_are_rejected_as_the_mode_can():
+    few = replace(FACTS, outliers=0.01)
+    bypass = correction_of(advise(few))
+    assert (bypass.bypass_mode, bypass.rollout_rs) == (True, "token_k1")
+    assert bypass.rollout_rs_threshold == pytest.approx((1 / 1.004, 1.004), rel=1e-8)
+    decoupled = correction_of(advise(replace(few, clip_by_step=WIDE)))
+    assert (decoupled.rollout_rs, decoupled.rollout_rs_threshold) == ("step_z", 6.0)
+    both = correction_of(advise(replace(few, stale_nats=0.05)))
+    assert (both.rollout_rs, both.rollout_is) == ("step_z", "sequence")
+    assert correction_of(advise(replace(FACTS, outliers=0.1))).rollout_rs is None
+
+
+@pytest.mark.parametrize(
+    ("loss_mode", "limit"),
+    [("flow_grpo", 1e-3), ("grpo_guard", 1e-3), ("flow_dppo", None), ("importance_cap", 0.5)],
+)
+def test_what_bounds_the_ratio(loss_mode, limit):
+    key = LOSSES[loss_mode].limit
+    assert LOSSES[loss_mode].ratio_limit(ActorConfig(importance_cap=1.5)) == limit
+    advice = advise(replace(FACTS, loss_mode=loss_mode, limit=key, clip_limit=limit, clip_by_step={0: 0.6}))
+    assert advice.mode == "decoupled"
+    if loss_mode == "importance_cap":
+        assert yaml.safe_load(advice.alternative)["actor"] == {"importance_cap": 1.6}
+    if limit is None:
+        assert advice.alternative == ""
+        assert "bounds no ratio" in " ".join(advice.reasons)
+        assert "is to be corrected" not in " ".join(advice.reasons)  # it is to be left as it is

@@ -1,0 +1,97 @@
+"""Audits of the embedded model."""
+
+import math
+
+import pytest
+import yaml
+from diagnostics.gaps import D
+
+from flowcorr.diagnostics.audit import advice as rules
+from flowcorr.diagnostics.audit import audit
+from flowcorr.diagnostics.audit.gap import measure_gap
+from flowcorr.diagnostics.audit.measure import Cost
+from flowcorr.errors import BackendError, ConfigError
+
+
+def test_cost_is_a_share_of_the_step():
+    assert Cost(rollout=3.0, recompute=1.0, update=4.0).share == 0.125
+
+
+def test_one_model_for_both_needs_no_correction(shared):
+    assert shared.advice.kind == "none"
+    assert shared.advice.mode == "bypass"
+    assert shared.joint_nats < 1e-8
+    assert shared.outside_clip == 0
+    assert (shared.num_samples, shared.num_steps, shared.num_elements) == (16, 2, D)
+    assert [step.step_index for step in shared.steps] == [0, 1]
+    assert sum(step.num_terms for step in shared.steps) == 32
+    assert 0 < shared.cost.share < 1
+
+
+def test_rounded_weights_change_the_advice(small, shared):
+    report = audit(small(rollout={"prompts_per_step": 2, "n": 4, "emulate": "int4"}))
+    assert report.advice.kind in ("leave", "repair")
+    assert report.advice.mode == "decoupled"
+    assert report.precision_nats == report.joint_nats > 1e3 * shared.joint_nats
+    assert report.outside_clip > 0
+    for step in report.steps:
+        assert 0 < step.abs_delta[0] <= step.abs_delta[1] <= step.abs_delta[2]
+        assert step.clip_needed == pytest.approx(4 * step.abs_delta[2], rel=0.1)
+    pasted = yaml.safe_load(report.advice.alternative)["actor"]["clip_ratio"]
+    assert len(pasted) == 2  # the second step is noisier by far
+    assert pasted == [max(1e-3, rules.round_up(step.clip_needed)) for step in report.steps]
+    wide = {"clip_ratio": tuple(pasted)}
+    sections = {
+        "rollout": {"prompts_per_step": 2, "n": 4, "emulate": "int4"},
+        "actor": {"mini_batches": 1, **wide},
+    }
+    again = audit(small(**sections))
+    assert again.advice.mode == "bypass"
+    assert again.outside_clip == 0
+    assert [step.outside_clip for step in again.steps] == [0, 0]
+
+
+def test_one_ratio_a_window_has_one_range(small):
+    actor = {"mini_batches": 1, "ratio_level": "trajectory_sum"}
+    report = audit(
+        small(rollout={"prompts_per_step": 2, "n": 4, "emulate": "int4"}, actor=actor),
+        num_batches=1,
+    )
+    assert isinstance(yaml.safe_load(report.advice.alternative)["actor"]["clip_ratio"], float)
+
+
+def test_staleness_is_measured_after_something_was_learned(small):
+    config = small(rollout={"prompts_per_step": 2, "n": 4, "staleness": 2})
+    report = audit(config, num_batches=1)
+    assert report.precision_nats < 1e-8
+    assert report.stale_nats == pytest.approx(report.joint_nats, rel=1e-3)
+    assert report.joint_nats > rules.NEGLIGIBLE_NATS
+    assert report.advice.kind == "correct"
+    assert report.num_samples == 8
+
+
+def test_the_engine_and_staleness_are_told_apart(small):
+    rollout = {"prompts_per_step": 2, "n": 4}
+    int4 = audit(small(rollout={**rollout, "emulate": "int4"}), num_batches=1)
+    both = audit(small(rollout={**rollout, "emulate": "int4", "staleness": 1}), num_batches=1)
+    assert int4.stale_nats == 0
+    assert both.precision_nats == pytest.approx(int4.precision_nats, rel=0.5)  # other weights, other prompts
+    assert rules.NEGLIGIBLE_NATS < both.stale_nats < both.precision_nats / 2
+    assert both.advice.kind == int4.advice.kind == "repair"
+    sides = [math.sqrt(nats) for nats in (both.precision_nats, both.stale_nats, both.joint_nats)]
+    assert max(sides) < sum(sides) - max(sides)  # distances of three policies
+
+
+def test_batches_are_needed(small):
+    with pytest.raises(ConfigError, match="--batches 0 measures nothing"):
+        audit(small(), num_batches=0)
+
+
+def test_unusable_rollouts(make_run):
+    run = make_run(sampling={"num_inference_steps": 3, "sde_window_range": (0, 2)})
+    with pytest.raises(BackendError, match="returns no step means"):
+        measure_gap(run.actor, run.sample(with_means=False))
+    rollout = run.sample()
+    rollout.log_probs[0, 0] = math.nan
+    with pytest.raises(BackendError, match="not finite"):
+        measure_gap(run.actor, rollout)

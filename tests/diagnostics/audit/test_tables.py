@@ -1,0 +1,78 @@
+"""The tables of an audit against their definitions."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from diagnostics.gaps import D, normal_gap
+
+from flowcorr.correction.presets import NAMES
+from flowcorr.diagnostics.audit.gap import Gap
+from flowcorr.diagnostics.audit.tables import outliers, preset_outcomes, worth_of_weights
+
+
+def test_scales_agree_with_the_exact_kl():
+    gap = normal_gap(0.01)
+    joint = gap.joint_nats(D)
+    assert joint == pytest.approx(2 * D * 0.01**2 / 2)
+    worth = {(row.scale, row.level): row for row in worth_of_weights(gap, D)}
+    assert worth["sum", "sequence"].expected_ess == pytest.approx(math.exp(-2 * D * 0.01**2))
+    assert worth["sum", "token"].expected_ess == pytest.approx(math.exp(-D * 0.01**2))
+    assert worth["sqrt", "sequence"].expected_ess == pytest.approx(math.exp(-2 * 0.01**2))
+    for row in worth.values():
+        assert row.ess == pytest.approx(row.expected_ess, rel=0.02)
+    # A density ratio's chi-squared is exp(x) - 1; `mean` makes of it next to nothing.
+    assert worth["sum", "sequence"].chi2 == pytest.approx(math.expm1(2 * D * 0.01**2), rel=0.15)
+    assert abs(worth["mean", "sequence"].chi2) < 1e-3
+
+
+def test_a_share_is_expected_of_all_gaps_not_of_the_mean_one():
+    """A third of the samples with nine times the KL: few weights carry all, though the mean gap is moderate."""
+    small, large = normal_gap(0.02, samples=2 * 200_000), normal_gap(0.06, samples=200_000)
+    gap, share = Gap.concatenate([small, large]), {}
+    for row in worth_of_weights(gap, D):
+        share[row.scale, row.level] = row.expected_ess
+        if row.scale != "sum":  # whose measured share has too heavy tails
+            assert row.ess == pytest.approx(row.expected_ess, rel=1e-3)
+    squares = [D * 0.02**2, D * 0.06**2]
+    exact = 3 / (2 * math.exp(squares[0]) + math.exp(squares[1]))
+    assert share["sum", "token"] == pytest.approx(exact)
+    assert share["sum", "sequence"] == pytest.approx(
+        3 / (2 * math.exp(2 * squares[0]) + math.exp(2 * squares[1]))
+    )
+    assert share["sum", "sequence"] < math.exp(-2 * gap.joint_nats(D)) / 3
+
+
+def test_weights_that_overflow_have_no_chi2():
+    gap = normal_gap(0.01)
+    gap = replace(gap, log_probs=torch.full((4096, 2), 1.0), step_kl=torch.full_like(gap.step_kl, 1e3))
+    last = worth_of_weights(gap, D)[-1]
+    assert (last.scale, last.chi2, last.ess, last.expected_ess) == ("sum", None, pytest.approx(1.0), 0.0)
+
+
+def test_every_preset_has_an_outcome():
+    outcomes = preset_outcomes(normal_gap(0.03), D, 10)
+    names = [name for outcome in outcomes for name in (outcome.name, *outcome.aliases)]
+    assert sorted(names) == sorted(NAMES)
+    found = {outcome.name: outcome for outcome in outcomes}
+    delta = normal_gap(0.03).delta
+    band = (math.log(0.999), math.log(1.001))
+    outside = (delta.mean(1) < band[0]) | (delta.mean(1) > band[1])
+    assert found["decoupled_geo_rs"].rejected_samples == float(outside.double().mean()) > 0
+    alone = (delta < band[0]) | (delta > band[1])
+    assert found["bypass_ppo_clip_geo_rs"].rejected_terms == float(alone.double().mean())
+    assert found["bypass_ppo_clip_geo_rs"].mean_weight is None
+    assert found["decoupled_seq_is"].ess == pytest.approx(1, abs=1e-4)
+    assert found["disabled"].rejected_samples == 0
+
+
+def test_outliers_stand_out_of_the_noise():
+    gap = normal_gap(0.03)
+    share, band = outliers(gap, D)
+    assert share == 0
+    assert band > float(gap.delta.expm1().abs().max())
+    gap.log_probs[:40, 0] = 0.05
+    share, spared = outliers(gap, D)
+    assert share == pytest.approx(40 / gap.delta.numel())
+    assert spared == pytest.approx(band, rel=0.05)

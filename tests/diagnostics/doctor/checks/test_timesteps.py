@@ -1,0 +1,63 @@
+import pytest
+import torch
+from diagnostics.doctor.faults import (
+    another_schedule,
+    assert_named,
+    check,
+    feeding,
+    finding_of,
+    rounded,
+    rounded_by_the_model,
+    separate,
+    statuses,
+    with_timesteps,
+)
+
+FRACTIONS = {"sampling": {"num_inference_steps": 7, "sde_window_range": (1, 3)}}  # timesteps 833.5 and 667
+FAULTS = {
+    "divided by 1000": (
+        another_schedule(with_timesteps(lambda timesteps: timesteps / 1000)),
+        "divided by 1000",
+    ),
+    "divided by 1000 unnoticed": (feeding(lambda timesteps: timesteps / 1000), "divided by 1000"),
+    "truncated": (another_schedule(with_timesteps(torch.trunc)), "truncated to integers"),
+    "truncated unnoticed": (feeding(torch.trunc), "truncated to integers"),
+    "rounded unnoticed": (feeding(rounded), "rounded to bfloat16"),
+    "of another table": (
+        another_schedule(with_timesteps(lambda timesteps: timesteps + 3)),
+        "and not by rounding",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_timesteps(small_run, fault):
+    plant, message = FAULTS[fault]
+    run = small_run(**FRACTIONS)
+    engine = separate(run)
+    plant(engine)
+    assert_named(check(run, engine), "timesteps", message)
+
+
+@pytest.mark.parametrize(
+    ("plant", "rollout"),
+    [(another_schedule(with_timesteps(rounded)), {}), (rounded_by_the_model, {"dtype": "bfloat16"})],
+)
+def test_rounding_that_is_to_be_replayed_warns(small_run, plant, rollout):
+    run = small_run(rollout=rollout)
+    engine = separate(run)
+    plant(engine)
+    report = check(run, engine, float32=False)
+    assert report.failed() == []
+    assert statuses(report, "WARN") == ["timesteps"]
+
+
+def test_truncation_stands_out_of_the_rounding_of_bfloat16(small_run):
+    """Without an exam in float32, it takes samples enough."""
+    run = small_run(rollout={"n": 12, "dtype": "bfloat16"}, sampling={"num_inference_steps": 3})
+    engine = separate(run)
+    feeding(torch.trunc)(engine)
+    report = check(run, engine, float32=False)
+    finding = finding_of(report, "timesteps")
+    assert "beside rounding" in finding.message
+    assert finding.status in ("WARN", "FAIL")

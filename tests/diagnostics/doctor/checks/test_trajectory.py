@@ -1,0 +1,75 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from diagnostics.doctor.faults import (
+    another_sampling,
+    another_schedule,
+    assert_named,
+    check,
+    returning,
+    rounded,
+    rounded_after_scoring,
+    separate,
+    shifted,
+    spoiled,
+)
+
+RETURNED = {
+    "values that are not finite": ("finite", {"latents": spoiled}, ""),
+    "steps counted from one": (
+        "window",
+        {"step_indices": lambda rollout: rollout.step_indices + 1},
+        "is called 1, but its sigma is that of step 0",
+    ),
+    "latents rounded to bfloat16": (
+        "latent_dtype",
+        {"latents": lambda rollout: rounded(rollout.latents)},
+        "",
+    ),
+    "next latents rounded after they were scored": ("latent_dtype", {"latents": rounded_after_scoring}, ""),
+}
+SAMPLED = {
+    "another shift": ("schedule", another_schedule(shifted), {}, ""),
+    "one step fewer": (
+        "schedule",
+        another_schedule(lambda engine: engine.family.schedule(2, engine.latent_shape)),
+        {},
+        "",
+    ),
+    "sigmas rounded to bfloat16": (
+        "schedule",
+        another_schedule(
+            lambda engine: replace(
+                engine.schedule, sigmas=tuple(rounded(torch.tensor(engine.schedule.sigmas)).tolist())
+            )
+        ),
+        {},
+        "rounded to bfloat16",
+    ),
+    "the window one step later": ("window", another_sampling(sde_window_range=(1, 3)), {}, ""),
+    "a window for each image": (
+        "window",
+        another_sampling(window_per="sample"),
+        {"rollout": {"n": 6}, "sampling": {"sde_window_size": 1}},
+        "",
+    ),
+    "another noise level": ("transition", another_sampling(noise_level=0.8), {}, ""),
+    "another sde type": ("transition", another_sampling(sde_type="dance_sde"), {}, ""),
+}
+
+
+@pytest.mark.parametrize("fault", RETURNED)
+def test_returned_values(recorded, fault):
+    name, changes, message = RETURNED[fault]
+    returning(**changes)(recorded.engine)
+    assert_named(check(recorded, recorded.engine), name, message)
+
+
+@pytest.mark.parametrize("fault", SAMPLED)
+def test_sampling(small_run, fault):
+    name, plant, sections, message = SAMPLED[fault]
+    run = small_run(**sections)
+    engine = separate(run)
+    plant(engine)
+    assert_named(check(run, engine), name, message)

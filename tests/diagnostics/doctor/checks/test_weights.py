@@ -1,0 +1,131 @@
+from dataclasses import replace
+
+import pytest
+from diagnostics.doctor.faults import (
+    GUIDED,
+    another_checkpoint,
+    assert_named,
+    check,
+    coarse,
+    deaf_after_the_first_sync,
+    finding_of,
+    head_missing,
+    merging,
+    one_block_missing,
+    one_sync_behind,
+    scale_up,
+    separate,
+    statuses,
+    without_layers,
+)
+
+from flowcorr.rollout import InProcessEngine
+
+
+def half_of_the_layers(name):
+    return "blocks.0" in name or "blocks.1" in name
+
+
+FAULTS = {
+    "one sync behind": ("sync", one_sync_behind, {}, "of one sync ago"),
+    "deaf after the first sync": ("sync", deaf_after_the_first_sync, {}, "from before several syncs"),
+    "another checkpoint": ("weights", merging(another_checkpoint), {}, ""),
+    "a block's feed-forward lost": ("weights", merging(one_block_missing), {}, ""),
+    "an attention head lost": ("weights", merging(head_missing), {"sampling": GUIDED}, ""),
+    "a checkpoint quantised unasked": (
+        "weights",
+        lambda engine: setattr(engine, "config", replace(engine.config, emulate="int8")),
+        {},
+        "",
+    ),
+    "an adapter on misnamed layers": (
+        "lora",
+        merging(without_layers(lambda name: False)),
+        {},
+        "binds to no layer",
+    ),
+    "an adapter on half of the layers": (
+        "lora",
+        merging(without_layers(half_of_the_layers)),
+        {},
+        "layers are left out",
+    ),
+    "an adapter without alpha over rank": ("lora", merging(scale_up(0.5)), {}, "its scale differs"),
+    "an adapter applied twice": ("lora", merging(scale_up(2.0)), {}, "its scale differs"),
+    "half an adapter, int4": (
+        "lora",
+        merging(without_layers(half_of_the_layers)),
+        {"rollout": {"emulate": "int4"}},
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_weights(small_run, fault):
+    name, plant, sections, message = FAULTS[fault]
+    run = small_run(**sections)
+    engine = separate(run)
+    plant(engine)
+    assert_named(check(run, engine, float32=False), name, message)
+
+
+def test_a_coarse_engine_warns(small_run):
+    run = small_run()
+    engine = separate(run)
+    merging(coarse)(engine)
+    report = check(run, engine)
+    assert report.failed() == []
+    assert statuses(report, "WARN") == ["weights"]
+
+
+def test_a_fresh_adapter_that_never_arrives(small_run):
+    run = small_run(stirred=False)
+    engine = separate(run)
+    deaf_after_the_first_sync(engine)
+    report = check(run, engine)
+    assert report.failed() == ["lora"]
+    assert "never arrives" in finding_of(report, "lora").message
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (one_sync_behind, "of one sync ago"),
+        (deaf_after_the_first_sync, "from before several syncs"),
+    ],
+)
+def test_full_weights_from_before(full_run, plant, message):
+    engine = separate(full_run)
+    plant(engine)
+    report = check(full_run, engine, float32=False)
+    assert report.failed() == ["sync"]
+    assert message in finding_of(report, "sync").message
+
+
+def test_full_weights_of_which_half_arrive(full_run):
+    engine, first = separate(full_run), full_run.actor.weights.snapshot().tensors
+
+    def half(tensors, merge):
+        return merge({name: first[name] if "blocks.1" in name else value for name, value in tensors.items()})
+
+    merging(half)(engine)
+    report = check(full_run, engine, float32=False)
+    assert report.failed() == ["sync"]
+    assert "layers are left out" in finding_of(report, "sync").message
+
+
+def test_an_engine_may_describe_itself(small_run):
+    class Described(InProcessEngine):
+        def describe(self):
+            return {"attention": "FLASH_ATTN", "dtype": "float32"}
+
+    run = small_run()
+    engine = separate(run)
+    engine.__class__ = Described
+    merging(coarse)(engine)
+    report = check(run, engine)
+    assert statuses(report, "WARN") == ["weights", "attention"]
+    message = finding_of(report, "attention").message
+    assert "attention FLASH_ATTN" in message
+    assert "JointAttnProcessor2_0" in message

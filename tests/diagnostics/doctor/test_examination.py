@@ -1,0 +1,120 @@
+"""Healthy engines pass, whatever their configuration; and the exam leaves no trace."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diagnostics.doctor.faults import GUIDED, check, finding_of, separate, statuses
+
+from flowcorr.diagnostics import diagnose, examine
+from flowcorr.diagnostics.doctor import examination
+from flowcorr.errors import BackendError
+
+
+@pytest.mark.parametrize(
+    ("shared", "sections"),
+    [
+        (True, {}),
+        (True, {"sampling": GUIDED}),
+        (True, {"actor": {"micro_batch_size": 3, "fold_steps": False}}),
+        (False, {}),
+        (False, {"sampling": {**GUIDED, "sde_type": "cps"}}),
+        (False, {"sampling": {"sde_type": "dance_sde", "window_per": "sample", "sde_window_size": 1}}),
+        (False, {"rollout": {"staleness": 2, "batch_size": 3}}),
+    ],
+)
+def test_healthy_float32_passes_everything(small_run, shared, sections):
+    run = small_run(**sections)
+    report = check(run, run.engine if shared else separate(run))
+    assert set(statuses(report, "PASS")) == {finding.check for finding in report.findings}
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sampling"),
+    [
+        ({"dtype": "bfloat16"}, {}),
+        ({"dtype": "bfloat16"}, GUIDED),
+        ({"emulate": "fp8"}, {"num_inference_steps": 10, "sde_window_range": (0, 8)}),
+        ({"emulate": "int8"}, GUIDED),
+        ({"emulate": "int4"}, GUIDED),
+    ],
+)
+def test_lost_precision_is_no_failure(small_run, rollout, sampling):
+    run = small_run(rollout=rollout, sampling=sampling)
+    report = check(run, run.engine, float32=False)
+    assert report.failed() == []
+    assert 1e-6 < report.noise[0].exact_kl < 0.1
+
+
+def test_full_fine_tuning(full_run):
+    report = check(full_run, full_run.engine)
+    assert report.failed() == []
+    assert statuses(report, "SKIP") == ["lora"]
+    assert "trained weights" in finding_of(report, "sync").message
+
+
+@pytest.mark.parametrize("rollout", [{}, {"emulate": "int8"}, {"staleness": 2}])
+def test_everything_is_as_before(small_run, rollout):
+    run = small_run(rollout=rollout)
+    for seed in range(3):
+        run.stir(seed=seed)
+    before, history, expected = run.actor.weights.snapshot(), run.engine.history, run.sample()
+    random, guidance = torch.get_rng_state(), run.actor.guidance
+    examine(run.actor, run.engine, run.conditioning)
+    after = run.actor.weights.snapshot()
+    assert all(torch.equal(after.tensors[name], value) for name, value in before.tensors.items())
+    assert after.version == before.version
+    assert run.actor.guidance is guidance
+    assert all(parameter.grad is None for parameter in run.actor.weights.parameters.values())
+    assert [weights.version for weights in run.engine.history] == [weights.version for weights in history]
+    assert torch.equal(run.sample().log_probs, expected.log_probs)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+# Engines that keep the precision that they are started with -----------------------------------------------
+
+
+@pytest.fixture
+def fixed_precision(monkeypatch, make_config):
+    """A configuration in bfloat16 whose engine is started once for each precision; and what was started."""
+    config = make_config(rollout={"n": 2, "dtype": "bfloat16", "placement": "ray"}, data={"num_train": 4})
+    build, started = examination.build_stacks, []
+
+    def local(config, family, texts):
+        started.append(config.rollout.dtype)
+        return build(replace(config, rollout=replace(config.rollout, placement="local")), family, texts)
+
+    monkeypatch.setattr(examination, "build_stacks", local)
+    return config, started
+
+
+def test_such_an_engine_is_started_in_float32_first(fixed_precision):
+    config, started = fixed_precision
+    report = diagnose(config, num_prompts=2)
+    assert started == ["float32", "bfloat16"]
+    assert finding_of(report, "float32").status == "PASS"
+    assert report.failed() == []
+
+
+def test_float32_can_be_turned_off(fixed_precision):
+    config, started = fixed_precision
+    report = diagnose(config, num_prompts=2, float32=False)
+    assert started == ["bfloat16"]
+    assert "turned off" in finding_of(report, "float32").message
+
+
+def test_an_engine_that_does_not_start_in_float32(fixed_precision, monkeypatch):
+    config, _ = fixed_precision
+    build = examination.build_stacks
+
+    def only_bfloat16(config, family, texts):
+        if config.rollout.dtype == "float32":
+            raise BackendError("no kernel")
+        return build(config, family, texts)
+
+    monkeypatch.setattr(examination, "build_stacks", only_bfloat16)
+    report = diagnose(config, num_prompts=2)
+    assert "does not work here (no kernel)" in finding_of(report, "float32").message
+    with pytest.raises(BackendError, match="no kernel"):
+        diagnose(config, num_prompts=2, float32=True)

@@ -1,0 +1,219 @@
+"""The page of some runs."""
+
+import base64
+import io
+import json
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from diagnostics.html_pages import Page
+from diagnostics.run_folders import dump, write_run
+from PIL import Image
+
+from flowcorr.diagnostics.report.charts import chart_sections
+from flowcorr.diagnostics.report.page import MAX_GRIDS, MAX_IMAGE_BYTES, write_report
+from flowcorr.diagnostics.report.runs import group_by_seed, read_run
+from flowcorr.errors import ConfigError
+
+CORRECTION = "algorithm.rollout_correction"
+START = {"step": 0, "kind": "start", "total_steps": 4}
+FAILURE = {"step": 2, "kind": "failure", "error": "BackendError: no <space>"}
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def text_of(*folders):
+    out = folders[0].parent / "report.html"
+    return Page(write_report(list(folders), out)).text
+
+
+def test_the_page_is_whole_and_loads_nothing(runs, tmp_path):
+    out = write_report(runs, tmp_path / "new" / "report.html")
+    page = Page(out)
+    page.check_alone()
+    assert "svg" in page.tags
+    assert page.references
+    assert len(page.source) < 1_000_000
+
+
+def test_images_are_embedded_and_few(runs, tmp_path):
+    page = Page(write_report(runs, tmp_path / "report.html"))
+    assert page.tags.count("img") == MAX_GRIDS + 1
+    assert "rollouts at step 0" in page.text
+    assert "rollouts at step 6" in page.text
+
+
+def test_large_images_are_shown_smaller(tmp_path):
+    folder = write_run(tmp_path / "a", images=3)
+    for path in (folder / "images").iterdir():
+        noise = np.random.default_rng(0).integers(0, 256, (1500, 1500, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(path)
+    page = Page(write_report([folder], tmp_path / "report.html"))
+    pictures = [reference for reference in page.references if reference.startswith("data:image/webp")]
+    assert len(pictures) == 4
+    for picture in pictures:
+        data = base64.b64decode(picture.partition("base64,")[2])
+        assert len(data) <= MAX_IMAGE_BYTES
+        with Image.open(io.BytesIO(data)) as image:
+            assert image.width == image.height >= 200
+
+
+def test_text_of_the_user_is_escaped(tmp_path, evil):
+    folders = [
+        write_run(tmp_path / "a <script>", events=[{**FAILURE, "error": evil}]),
+        write_run(
+            tmp_path / "b$x$ <i>",
+            "sampling.guidance_scale=2.0",
+            f"sampling.negative_prompt={json.dumps(evil)}",
+        ),
+    ]
+    page = Page(write_report(folders, tmp_path / "report.html"))
+    page.check_alone()
+    assert f"The run failed after step 2: {evil}" in page.text
+    assert page.text.count(evil) == 2  # the finding, and the prompt that differs
+    assert "a <script>" in page.texts  # the heading of images, and the end of every line
+    assert "b$x$ <i>" in page.texts
+    assert "<i>" not in page.source
+
+
+def test_runs_of_one_name_are_told_apart_where_their_groups_are(tmp_path):
+    folders = [
+        write_run(tmp_path / "x" / "seed_0"),
+        write_run(tmp_path / "x" / "seed_1", "trainer.seed=1"),
+        write_run(tmp_path / "y" / "seed_0", "actor.lr=1e-4", scale=0.0),
+    ]
+    groups = group_by_seed([read_run(folder) for folder in folders])
+    assert [group.label for group in groups] == ["x/seed_0, x/seed_1", "y/seed_0"]
+    text = Page(write_report(folders, tmp_path / "report.html")).text
+    assert "serious · x/seed_0 Share of samples" in text
+    assert "healthy · y/seed_0" in text
+
+
+def test_a_run_named_twice_is_one(tmp_path):
+    folder = write_run(tmp_path / "a")
+    text = Page(write_report([folder, folder / ".." / "a"], tmp_path / "report.html")).text
+    assert "1 run, 1 configuration" in text
+    assert "means over seeds" not in text
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        (
+            [START, FAILURE],
+            "The run failed after step 2: BackendError: no <space>. (last logged step 2 of 30)",
+        ),
+        ([START], "The run has not ended: it still runs, or it was killed. (last logged step 2 of 30)"),
+        (
+            [START, {"step": 2, "kind": "end", "status": "interrupted"}],
+            "The run was interrupted after step 2",
+        ),
+        (
+            [START, FAILURE, {"step": 1, "kind": "resume"}, {"step": 4, "kind": "end", "status": "finished"}],
+            "",
+        ),
+    ],
+)
+def test_how_a_run_ended_is_told(events, says, tmp_path):
+    folder = write_run(tmp_path / "a", steps=2, scale=0.0, events=events)
+    text = text_of(folder)
+    assert says in text
+    assert (f"flowcorr train {folder}/config.yaml --resume --out {folder}" in text) == bool(says)
+    assert ("healthy · a" in text) == (FAILURE not in events[-1:])
+
+
+def test_a_run_that_measured_no_gap_is_not_simply_healthy(tmp_path):
+    folders = [
+        write_run(tmp_path / "a", f"{CORRECTION}=null", scale=0.0),
+        write_run(tmp_path / "b", scale=0.0),
+    ]
+    text = text_of(*folders)
+    assert "healthy · a No rule was broken; without rollout_correction, the gap was not measured." in text
+    assert "healthy · b No rule was broken." in text
+
+
+def test_a_run_without_a_training_step_is_not_healthy(tmp_path):
+    text = text_of(write_run(tmp_path / "a", steps=0))
+    assert "note · a No training step was logged, so there is nothing to judge." in text
+    assert "healthy" not in text
+
+
+def test_seeds_of_unequal_length_are_pointed_out(tmp_path):
+    seeds = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "trainer.seed=1", steps=2)]
+    text = text_of(*seeds)
+    assert "2–4" in text
+    assert "Last values are of the seeds that got furthest." in text
+    assert "got furthest" not in text_of(seeds[0])
+
+
+def test_findings_are_in_words(runs, tmp_path):
+    text = Page(write_report(runs, tmp_path / "report.html")).text
+    assert "Share of samples with a rejected step is 0.3, above 0.1." in text
+    assert "worst at step 1; on 4 of 4 steps" in text
+    assert "No rule was broken." in text
+    assert "0 everywhere: both stacks score alike" in text
+
+
+def test_limits_follow_the_scale(tmp_path):
+    folder = write_run(tmp_path / "a", f"{CORRECTION}={{preset: decoupled_seq_is, log_ratio_scale: sum}}")
+    text = Page(write_report([folder], tmp_path / "report.html")).text
+    assert "|KL| of old and rollout policy is 1.28, above 0.1 at log_ratio_scale sum" in text
+    assert f"healthy from {-0.1 / 320:.3g} to {0.1 / 320:.3g}" in text
+
+
+def test_a_run_that_was_just_begun_has_a_page(tmp_path):
+    folder = write_run(tmp_path / "a", f"{CORRECTION}=null", steps=1)
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.5}\n{"ste', encoding="utf-8")
+    Page(write_report([folder], tmp_path / "report.html")).check_alone()
+
+
+def test_charts_are_pictures_too(runs, tmp_path):
+    dump(runs[0])
+    write_report(runs, tmp_path / "report.html", charts=tmp_path / "charts")
+    pictures = {path.stem: path for path in (tmp_path / "charts").iterdir()}
+    names = [
+        chart.name
+        for section in chart_sections(group_by_seed([read_run(folder) for folder in runs]))
+        for chart in section.charts
+    ]
+    assert sorted(pictures) == sorted(names)
+    assert {"reward_mean", "ratios_0", "mismatch_by_step_0", "drift_by_timestep_1"} <= pictures.keys()
+    for path in pictures.values():
+        with Image.open(path) as picture:
+            assert picture.width == 760
+            colours = picture.convert("RGB").getcolors(maxcolors=10**6)
+        assert len(colours) > 5  # text is anti-aliased, so it was drawn
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_report([tmp_path], tmp_path / "report.html")
+    folder = write_run(tmp_path / "a")
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="holds no metrics yet"):
+        write_report([folder], tmp_path / "report.html")
+    with pytest.raises(ConfigError, match="--out"):
+        write_report([write_run(tmp_path / "b")], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_it_without_complaint(runs, width, tmp_path):
+    dump(runs[0])
+    out = write_report(runs, tmp_path / "report.html")
+    # Windows have a least width of about 500 pixels, frames have none; the framed page tells how wide it got.
+    tell = "<script>parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>"
+    out.write_text(out.read_text(encoding="utf-8").replace("</body>", tell), encoding="utf-8")
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        "<script>onmessage = (event) => { document.body.dataset.width = event.data }</script>"
+        f'<body><iframe src="{out.name}" style="border: 0; width: {width}px; height: 20000px"></iframe></body>',
+        encoding="utf-8",
+    )
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    command = [CHROMIUM, *options, "--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom"]
+    done = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, check=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    assert f'data-width="{width}"' in done.stdout  # nothing sticks out sideways

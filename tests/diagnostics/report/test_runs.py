@@ -1,0 +1,27 @@
+"""Runs read back from their folders."""
+
+import pytest
+from diagnostics.run_folders import write_run
+
+from flowcorr.diagnostics.report.runs import differences, group_by_seed, read_run
+
+
+def test_seeds_become_a_band(runs):
+    groups = group_by_seed([read_run(folder) for folder in runs])
+    assert [group.label for group in groups] == ["a, b", "c <script>"]
+    assert groups[0].band("reward/mean")[0] == pytest.approx((1, 0.15625, 0.125, 0.1875))
+    assert groups[0].band("rollout_corr/rollout_is_mean") == []
+
+
+def test_groups_of_one_name_are_told_apart_by_their_parents(tmp_path):
+    folders = [write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run", "actor.lr=1e-4")]
+    groups = group_by_seed([read_run(folder) for folder in folders])
+    assert [group.label for group in groups] == ["x/run", "y/run"]
+
+
+def test_differences_name_the_keys_that_differ(runs, evil):
+    groups = group_by_seed([read_run(folder) for folder in runs])
+    assert differences(groups) == {
+        "sampling.guidance_scale": ["1.0", "2.0"],
+        "sampling.negative_prompt": ["", evil],
+    }

@@ -1,0 +1,48 @@
+"""What is in view in the charts."""
+
+import math
+
+import pytest
+from matplotlib.figure import Figure
+
+from flowcorr.diagnostics.plots import Curve, Dot, draw_dots, draw_heat_map, heights, limit_in_view
+
+ALL = (-math.inf, math.inf)
+
+
+def curve(*values):
+    return Curve(mark="", colour="k", band=[(step, value, value, value) for step, value in enumerate(values)])
+
+
+def test_limits_far_away_are_left_out_where_the_values_matter():
+    lines = [curve(1.0, 1.1)]
+    assert limit_in_view(lines, (-math.inf, 1.2))
+    assert not limit_in_view(lines, (-math.inf, 20.0))
+    assert limit_in_view(lines, (-math.inf, 20.0), zoom=False)
+    assert limit_in_view(lines, (1.05, math.inf))  # broken
+    assert not limit_in_view(lines, ALL)
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -5.0, 1e-12])
+def test_equal_values_have_room(value):
+    low, high = heights([curve(value, value)], ALL, zoom=True)
+    assert low <= value <= high
+    assert high - low > 0.05 * abs(value)
+
+
+@pytest.mark.parametrize("cells", [{("a", 1): 0.0}, {("a", 1): 2.0}, {("a", 1): 0.0, ("b", 2): 1e-6}])
+def test_heat_maps_of_few_values(cells):
+    figure = Figure()
+    draw_heat_map(figure, ["a", "b"], [1, 2], cells)
+    picture = figure.axes[0].images[0]
+    shown = picture.get_array()
+    assert shown.count() == len(cells)
+    assert (shown.compressed() >= picture.norm.vmin).all()
+
+
+def test_rows_of_dots_begin_at_the_top():
+    figure = Figure()
+    draw_dots(figure, [Dot(name="first", value=0.5), Dot(name="second", value=math.nan)], view=(0, 1))
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "second"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]

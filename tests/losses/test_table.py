@@ -1,0 +1,105 @@
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from flowcorr.config.schema import ActorConfig
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.errors import ConfigError
+from flowcorr.losses import LOSS_KEYS, LOSSES, Limit, Loss, loss_of, resolve_loss
+
+
+@pytest.fixture
+def own_module(monkeypatch):
+    module = ModuleType("own_losses")
+
+    def plain(policy_step, batch_step, actor_config):
+        return None
+
+    def with_options(policy_step, batch_step, actor_config, *, width, sign=1):
+        return policy_step, batch_step, actor_config, width, sign
+
+    module.plain, module.with_options, module.number = plain, with_options, 3
+    module.two_arguments = lambda policy_step, batch_step: None
+    module.ROW = Loss(
+        objective=with_options, limit=Limit(key="importance_cap", is_cap=True), needs_means=True
+    )
+    monkeypatch.setitem(sys.modules, "own_losses", module)
+    return module
+
+
+def resolve(name, **options):
+    return resolve_loss(ActorConfig(loss_mode=name, loss_options=options))
+
+
+def test_built_in_losses_by_name():
+    assert set(LOSSES) == {"flow_grpo", "grpo_guard", "flow_dppo", "importance_cap", "reinforce"}
+    assert all(resolve(name) is LOSSES[name] for name in LOSSES)
+    assert {name for name in LOSSES if LOSSES[name].needs_means} == {"grpo_guard", "flow_dppo"}
+    assert set(ActorConfig.__dataclass_fields__) >= LOSS_KEYS
+
+
+@pytest.mark.parametrize(
+    ("actor", "limit"),
+    [
+        ({"clip_ratio": 0.02}, 0.02),
+        ({"clip_ratio": (0.1, 0.2)}, (0.1, 0.2)),
+        ({"loss_mode": "grpo_guard", "clip_ratio": 0.02}, 0.02),
+        ({"loss_mode": "importance_cap", "importance_cap": 1.5}, 0.5),
+        ({"loss_mode": "importance_cap", "importance_cap": 1.0}, None),
+        ({"loss_mode": "flow_dppo"}, None),
+    ],
+)
+def test_how_far_a_loss_lets_a_ratio_be_from_1(actor, limit):
+    actor = ActorConfig(**actor)
+    loss = resolve_loss(actor)
+    assert loss.ratio_limit(actor) == limit
+    if isinstance(limit, float):
+        assert loss.limit.value(limit) == getattr(actor, loss.limit.key)
+
+
+def test_only_grpo_guard_changes_the_log_ratio_before_it_exponentiates():
+    delta, kl, std = torch.tensor([0.2, -0.1]), torch.tensor([0.1, 0.3]), torch.tensor([0.5, 2.0])
+    for name, loss in LOSSES.items():
+        expected = [0.15, 0.4] if name == "grpo_guard" else [0.2, -0.1]
+        assert loss.log_ratio(delta, kl, std).tolist() == pytest.approx(expected)
+
+
+def test_the_correction_may_bring_its_own_loss():
+    actor = ActorConfig(loss_mode="grpo_guard")
+    reinforce = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce")
+    assert loss_of(actor, reinforce) is LOSSES["reinforce"]
+    for correction in (None, RolloutCorrectionConfig(), RolloutCorrectionConfig(bypass_mode=True)):
+        assert loss_of(actor, correction) is LOSSES["grpo_guard"]
+
+
+def test_a_loss_of_ones_own_by_import_path(own_module):
+    assert resolve("own_losses:plain") == Loss(objective=own_module.plain, limit=Limit(key="clip_ratio"))
+    assert resolve("own_losses:with_options", width=2.0).objective("p", "b", "a") == ("p", "b", "a", 2.0, 1)
+    row = resolve("own_losses:ROW", width=2.0, sign=-1)
+    assert (row.limit, row.needs_means) == (own_module.ROW.limit, True)
+    assert row.objective("p", "b", "a") == ("p", "b", "a", 2.0, -1)
+
+
+@pytest.mark.usefixtures("own_module")
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("flow_gpo", {}, r"actor\.loss_mode='flow_gpo' is unknown.*did you mean flow_grpo.*package\.module:name"),
+        ("no_such_package.losses:mine", {}, r"no module 'no_such_package' on the Python path"),
+        (":mine", {}, r"no module '' on the Python path"),
+        ("own_losses:missing", {}, r"the module own_losses has no 'missing'"),
+        ("own_losses:", {}, r"has no ''; name a function or a Loss"),
+        ("own_losses:number", {}, r"is of type int; name a flowcorr\.losses\.Loss, or a function"),
+        ("own_losses:two_arguments", {}, r"loss_mode='own_losses:two_arguments': too many positional"),
+        ("own_losses:with_options", {}, r"missing a required argument: 'width'; its options are: width, sign"),
+        ("own_losses:ROW", {"widht": 1}, r"'own_losses:ROW': .*'width'"),
+        ("own_losses:plain", {"width": 1}, r"loss_options=\{'width': 1\}.*'width'; its options are: none"),
+        ("own_losses:with_options", {"width": 1, "sing": 1}, r"unexpected keyword argument 'sing'"),
+        ("flow_grpo", {"width": 1}, r"loss_mode='flow_grpo': .*'width'; its options are: none"),
+    ],
+)  # fmt: skip
+def test_names_and_options_that_lead_nowhere(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(name, **options)

@@ -1,0 +1,39 @@
+"""On pipelines of the real classes: the embedded model is never asked about, since it fits everywhere."""
+
+import pytest
+from tiny_pipelines import build_tiny_sd3
+
+from flowcorr.config import load
+from flowcorr.errors import ConfigError
+from flowcorr.plan.check import check_fit, check_this_gpu
+
+ROOM = {"ranks": 1, "shared": True}
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    return [f"model.path={build_tiny_sd3(tmp_path_factory.mktemp('model') / 'sd3')}", "rollout.n=2"]
+
+
+@pytest.mark.slow
+def test_a_run_that_fits_passes_without_a_word(overrides, recwarn):
+    check_fit("tiny_jpeg_lora", overrides, memory=80e9, **ROOM)
+    assert len(recwarn) == 0
+
+
+def test_a_run_that_cannot_fit_is_stopped_with_the_numbers_and_what_would_fit(overrides):
+    with pytest.raises(
+        ConfigError, match=r"(?s)needs .* MB of GPU memory, and there are 8\.0 MB.*micro_batch_size"
+    ):
+        check_fit("tiny_jpeg_lora", overrides, memory=8e6, **ROOM)
+
+
+@pytest.mark.slow
+def test_a_plan_that_cannot_be_made_stops_nothing(overrides, caplog):
+    check_fit("tiny_jpeg_lora", [*overrides, "data.path=nowhere.txt"], memory=8e6, **ROOM)
+    assert "is not known" in caplog.text
+
+
+def test_without_a_gpu_nothing_is_asked(overrides):
+    overrides = [*overrides, "trainer.device=cpu", "data.path=nowhere.txt"]
+    check_this_gpu("tiny_jpeg_lora", overrides, load("tiny_jpeg_lora", overrides))

@@ -1,0 +1,128 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from flowcorr.config import load
+from flowcorr.errors import ConfigError
+from flowcorr.plan.answers import MARGIN
+from flowcorr.plan.devices import GPUS, find_gpu
+from flowcorr.plan.estimate import make_plan
+
+# The fake device has to be registered before a process computes its first gradient.
+pytestmark = pytest.mark.fake_device
+
+H100 = GPUS["h100-80gb"]
+
+
+def plan(*overrides, gpu=H100, ranks=1, recipe="tiny_jpeg_lora"):
+    return make_plan(load(recipe, overrides), gpu=gpu, ranks=ranks, title=recipe)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return plan()
+
+
+def test_a_plan_has_a_row_for_each_phase_and_survives_json(tiny):
+    names = [phase.name for phase in tiny.phases]
+    assert names == [
+        "load", "encode prompts", "sample", "decode", "reward jpeg_compressibility", "recompute", "update", "sync",
+    ]  # fmt: skip
+    mapping = json.loads(json.dumps(tiny.to_mapping(), allow_nan=False))
+    assert mapping["fits"] is True
+    assert mapping["trainer_peak"] == tiny.memory.trainer == max(phase.peak or 0 for phase in tiny.phases)
+    assert mapping["tolerance"] == {"memory": 0.05, "fragmentation": 0.08, "time": 0.25}
+    assert mapping["step_seconds"] == pytest.approx(sum(phase.seconds or 0 for phase in tiny.phases[2:]))
+
+
+def test_bypass_mode_has_no_recompute_pass_and_says_what_it_saves(tiny):
+    bypass = plan("algorithm.rollout_correction.preset=bypass_ppo_clip")
+    assert bypass.seconds("recompute") == 0 < tiny.seconds("recompute")
+    assert bypass.seconds() < tiny.seconds()
+    assert "would save the recompute pass" in tiny.answers()[-1]
+    assert "has no recompute pass" in bypass.answers()[-1]
+
+
+@pytest.mark.slow
+def test_ranks_share_the_images_and_the_time(tiny):
+    four = plan(ranks=4)
+    assert (tiny.images, four.images) == (96, 24)
+    update = {
+        made.ranks: next(phase for phase in made.phases if phase.name == "update") for made in (tiny, four)
+    }
+    assert update[4].flops == pytest.approx(update[1].flops / 4, rel=0.01)
+
+
+def test_the_largest_micro_batch_is_the_largest_that_fits(tiny):
+    memory = tiny.memory
+    for size in (1, 7, 20):
+        needed = memory.update_without_samples + size * memory.update_a_sample
+        small = replace(tiny, gpu=replace(H100, memory=1.001 * needed * MARGIN))
+        assert small.largest_micro_batch() == size
+        assert f"use actor.micro_batch_size={size}." in small.answers()[1]
+    again = plan("actor.micro_batch_size=20")
+    assert again.memory.update == pytest.approx(
+        memory.update_without_samples + 20 * memory.update_a_sample, rel=0.05
+    )
+
+
+def test_a_gpu_that_is_too_small_is_told_so(tiny):
+    small = replace(tiny, gpu=find_gpu("memory=0.01,bandwidth=100,bf16=10"))
+    fit, micro_batch, *_ = small.answers()
+    assert not small.fitting
+    assert fit.startswith("Does not fit")
+    assert micro_batch.startswith("No actor.micro_batch_size fits")
+
+
+def test_a_peak_within_the_margin_of_the_memory_may_not_fit(tiny):
+    tight = replace(tiny, gpu=replace(H100, memory=1.05 * tiny.memory.trainer))
+    assert tight.answers()[0].startswith("May not fit")
+
+
+def test_an_engine_of_its_own_is_weighed_beside_the_trainer(tiny):
+    beside = plan("rollout.name=vllm_omni")
+    assert tiny.memory.engine == 0
+    assert beside.memory.engine > 0
+    assert beside.memory.shared == beside.memory.trainer + beside.memory.engine
+    assert "can share a GPU" in beside.answers()[2]
+    crowded = replace(beside, gpu=replace(H100, memory=MARGIN * 1.01 * beside.memory.trainer))
+    assert "cannot share a GPU" in crowded.answers()[2]
+    asleep = replace(beside.memory, engine_sleeps=True)
+    assert asleep.shared < beside.memory.shared
+
+
+@pytest.mark.slow
+def test_an_engine_that_samples_here_with_other_weights_keeps_a_copy(tiny):
+    stale = plan("rollout.staleness=1")
+    assert stale.memory.idle > tiny.memory.idle
+
+
+@pytest.mark.slow
+def test_a_faster_gpu_predicts_a_shorter_step():
+    slow, fast = plan(gpu=GPUS["l40s-48gb"]), plan(gpu=GPUS["b200-180gb"])
+    assert [phase.flops for phase in slow.phases] == [phase.flops for phase in fast.phases]
+    assert fast.seconds() <= slow.seconds()
+
+
+def test_a_model_that_is_nowhere_is_an_error_that_names_what_is_known():
+    with pytest.raises(ConfigError, match=r"nobody/nothing.*black-forest-labs/FLUX\.1-dev"):
+        plan("model.path=nobody/nothing")
+
+
+def test_sharded_weights_are_refused_rather_than_guessed():
+    with pytest.raises(ConfigError, match=r"actor\.fsdp=True spreads the weights over 2 ranks"):
+        plan("actor.fsdp=true", "model.lora.rank=0", "rollout.calculate_log_probs=true", ranks=2)
+
+
+@pytest.mark.slow
+def test_published_recipes_get_the_answers_that_their_headers_need():
+    sd35 = plan(recipe="sd35_medium_ocr_lora")
+    assert sd35.fits(sd35.memory.shared)
+    assert 9 < sd35.seconds("recompute", "update") < 17  # a feasibility run of the whole model predicts 13
+    qwen = plan(recipe="qwen_image_ocr_lora_decoupled")
+    assert not qwen.fits(qwen.memory.shared)
+    assert 630 < qwen.seconds("recompute", "update") < 1050  # 840
+    flux = plan(recipe="flux_dev_pickscore_lora")
+    assert flux.fitting
+    assert 750 < flux.seconds("recompute", "update") < 1250  # 995

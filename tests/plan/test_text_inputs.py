@@ -1,0 +1,39 @@
+"""Text inputs are those that the family's own `encode` returns, on pipelines of the real classes."""
+
+import pytest
+import torch
+from tiny_pipelines import build_tiny_flux, build_tiny_qwen_image, build_tiny_sd3
+
+from flowcorr.config.schema import Config, ModelConfig, SamplingConfig
+from flowcorr.errors import ConfigError
+from flowcorr.models import Guidance, ModelFamily, load_family
+from flowcorr.plan.pipelines import find_architecture
+from flowcorr.plan.text_inputs import text_inputs
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize(
+    ("build", "key"),
+    [
+        (build_tiny_sd3, "guidance_scale"),
+        (build_tiny_flux, "guidance_scale"),
+        (build_tiny_qwen_image, "true_cfg_scale"),
+    ],
+)
+def test_text_inputs_have_the_shapes_that_the_family_encodes(tmp_path, build, key, guided):
+    scale = {key: 3.0 if guided else 1.0}
+    path = str(build(tmp_path / "model"))
+    config = Config(model=ModelConfig(path=path, max_sequence_length=8), sampling=SamplingConfig(**scale))
+    family = load_family(config.model)
+    encoded = family.encode(["cat", "dog"], Guidance(**scale))
+    inputs = text_inputs(find_architecture(path), type(family), config)
+    assert inputs.shapes == {name: tuple(rows.shape[1:]) for name, rows in encoded.items()}
+    assert inputs.nbytes(torch.float32) == sum(rows[0].nbytes for rows in encoded.values())
+
+
+def test_a_family_of_ones_own_is_named_as_unknown():
+    class Other(ModelFamily):
+        name = "other"
+
+    with pytest.raises(ConfigError, match=r"knows the text inputs of the families sd3, flux, qwen_image"):
+        text_inputs(find_architecture("tiny_ocr"), Other, Config())

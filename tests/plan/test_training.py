@@ -1,0 +1,126 @@
+"""Extrapolated numbers against whole models, and predicted memory against what torch really allocates."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flowcorr.config import load
+from flowcorr.plan.pipelines import find_architecture
+from flowcorr.plan.training import measure_blocks, measure_training
+
+# The fake device has to be registered before a process computes its first gradient.
+pytestmark = pytest.mark.fake_device
+
+SMALL = {"actor": {"micro_batch_size": 4, "mini_batches": 1}, "rollout": {"prompts_per_step": 2, "n": 4}}
+
+
+def check_extrapolation(config, architecture, new_device):
+    extrapolated = measure_training(config, architecture, new_device)
+    whole = measure_blocks(config, architecture, new_device())
+    for name in ("transformer", "adapter", "gradients", "moments", "sample"):
+        assert getattr(extrapolated, name) == pytest.approx(getattr(whole, name), rel=1e-6)
+    for name in ("recompute", "backward", "step"):
+        for quantity in ("peak", "flops", "moved", "busy", "kernels"):
+            expected = getattr(getattr(whole, name), quantity)
+            assert getattr(getattr(extrapolated, name), quantity) == pytest.approx(expected, rel=1e-3)
+
+
+def test_few_blocks_extrapolate_to_all_of_them(make_config, new_device):
+    check_extrapolation(
+        make_config(**SMALL), find_architecture("tiny_ocr").with_depths({"num_layers": 6}), new_device
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sd35_medium_ocr_lora", "flux_dev_pickscore_lora"])
+def test_two_kinds_of_blocks_extrapolate_to_all_of_them(recipe, new_device):
+    config = load(recipe)
+    architecture = find_architecture(config.model.path)
+    architecture = architecture.with_depths(dict.fromkeys(architecture.depths, 5))
+    check_extrapolation(config, architecture, new_device)
+
+
+FEASIBILITY = {  # GB: weights with adapter, peaks of recompute and of the first update
+    "sd35_medium_ocr_lora": (5.2, 6.1, 8.7),
+    "qwen_image_ocr_lora_rollout_corr": (42.8, 46.0, 55.8),
+    "flux_dev_pickscore_lora": (25.4, 27.0, 31.2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", FEASIBILITY)
+def test_real_models_need_what_the_feasibility_runs_of_whole_models_measured(recipe, new_device):
+    """Those measured one micro-batch of the first update: before the optimizer's state, and without older gradients."""
+    config = load(recipe)
+    training = measure_training(config, find_architecture(config.model.path), new_device)
+    vae = 0.254e9 if "qwen" in recipe else 0.168e9
+    loaded = training.weights + vae + (training.gradients if config.actor.ema else 0)
+    peaks = (loaded, loaded + training.recompute.peak, loaded + training.backward.peak - training.gradients)
+    expected = FEASIBILITY[recipe]
+    assert [peak / 1e9 for peak in peaks] == [pytest.approx(value, rel=0.02) for value in expected]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_memory_is_what_torch_allocates_for_the_embedded_model(
+    make_config, make_run, new_device, tmp_path, checkpointing
+):
+    sections = {**SMALL, "actor": {**SMALL["actor"], "gradient_checkpointing": checkpointing}}
+    training = measure_blocks(make_config(**sections), find_architecture("tiny_ocr"), new_device())
+    run = make_run(**sections)
+    batch = run.batch()
+    one = batch.rollout.select(slice(0, 4))
+    run.actor.update(batch, None, training_step=1)  # makes the optimizer's state
+    run.actor.optimizer.adamw.zero_grad()
+    recompute = allocated(lambda: run.actor.log_probs(one), tmp_path)
+    update = allocated(lambda: run.actor.update(batch, None, training_step=2), tmp_path)
+    assert training.recompute.peak == pytest.approx(recompute, rel=0.05)
+    assert max(training.backward.peak, training.step.peak) == pytest.approx(update, rel=0.05)
+    state = sum(value.nbytes for value in run.actor.optimizer.state().values() if value.dim())
+    assert training.moments == pytest.approx(state, rel=0.01)
+    assert training.gradients == sum(parameter.nbytes for parameter in run.actor.weights.parameters.values())
+
+
+def allocated(compute, folder):
+    """Bytes that torch's CPU allocator held at the most, above what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compute()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    memory = [event["args"] for event in events if event.get("name") == "[memory]"]
+    before = memory[0]["Total Allocated"] - memory[0]["Bytes"]
+    return max(event["Total Allocated"] for event in memory) - before
+
+
+def test_a_micro_batch_of_another_size_needs_what_one_predicts_for_it(make_config, new_device):
+    config, architecture = make_config(**SMALL), find_architecture("tiny_ocr")
+    four = measure_blocks(config, architecture, new_device())
+    eight = measure_blocks(
+        replace(config, actor=replace(config.actor, micro_batch_size=8)), architecture, new_device()
+    )
+    predicted = four.gradients + 2 * (four.backward.peak - four.gradients)
+    assert eight.backward.peak == pytest.approx(predicted, rel=0.03)
+
+
+def test_full_fine_tuning_holds_gradients_and_moments_of_all_weights(make_config, new_device):
+    config = make_config(**SMALL, model={"path": "tiny_ocr", "max_sequence_length": 8, "lora": no_adapter()})
+    training = measure_blocks(config, find_architecture("tiny_ocr"), new_device())
+    assert training.adapter == 0
+    assert training.moments == pytest.approx(2 * training.gradients, rel=0.01)
+    assert 0.95 < training.gradients / training.transformer <= 1  # buffers are not trained
+
+
+def no_adapter():
+    from flowcorr.config.schema import LoraConfig
+
+    return LoraConfig(rank=0)
+
+
+def test_the_fake_device_leaves_the_real_cpu_alone(new_device):
+    with new_device():
+        pass
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.square().sum().backward()
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]

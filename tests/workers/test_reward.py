@@ -1,0 +1,213 @@
+"""Rewards in Ray workers mean what they mean here, whether they score, fail or die."""
+
+import contextlib
+import os
+import signal
+import time
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flowcorr.config import RewardConfig, RewardTerm
+from flowcorr.errors import BackendError, BatchError, ConfigError
+from flowcorr.records import Prompt
+from flowcorr.rewards import build_reward, score_batch
+from flowcorr.workers.pool import Answer
+from flowcorr.workers.reward import RayReward
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+NUM = 40  # three shares
+TERMS = (
+    RewardTerm(name="jpeg_compressibility", weight=0.5),
+    RewardTerm(name="ray_tasks:brightness", weight=2.0, options={"dark": 20.0}),
+)
+GOLD = (RewardTerm(name="jpeg_incompressibility"),)
+
+
+@pytest.fixture(scope="module")
+def start(ray_cluster):
+    """Keys of `reward` -> a reward in workers, which is closed at the end."""
+    with contextlib.ExitStack() as rewards:
+
+        def enter(events=None, **keys):
+            config = RewardConfig(
+                **{"terms": TERMS, "gold": GOLD, "placement": "ray", "timeout": 60.0, **keys}
+            )
+            options = {} if events is None else {"on_event": partial(note, events)}
+            reward = RayReward(config, num_threads=1, **options)
+            rewards.callback(reward.close)
+            return reward
+
+        yield enter
+
+
+def note(events, kind, /, **fields):
+    events.append({"kind": kind, **fields})
+
+
+@pytest.fixture(scope="module")
+def events():
+    return []
+
+
+@pytest.fixture(scope="module")
+def remote(start, events):
+    return start(events, num_workers=2)
+
+
+@pytest.fixture
+def local():
+    return build_reward(TERMS, GOLD)
+
+
+@pytest.fixture
+def images():
+    return np.random.default_rng(0).integers(40, 255, (NUM, 16, 24, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def prompts():
+    return [Prompt(text=f"image {index}", target=f"word{index}") for index in range(NUM)]
+
+
+def assert_same(one, other):
+    np.testing.assert_array_equal(one.scores, other.scores)
+    for name in ("extra", "terms"):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        assert ours.keys() == theirs.keys()
+        for key, values in ours.items():
+            np.testing.assert_array_equal(values, theirs[key])
+
+
+def test_scores_extras_terms_and_gold_are_the_same(remote, local, images, prompts):
+    assert remote.name == local.name
+    expected, none = score_batch(local, images, prompts)
+    found, failed = score_batch(remote, images, prompts)
+    assert_same(found, expected)
+    assert set(found.extra) >= {"jpeg_compressibility", "brightness", "gold/jpeg_incompressibility"}
+    assert set(found.terms) == {"jpeg_compressibility", "brightness"}
+    assert not failed.any()
+    assert not none.any()
+
+
+def test_failures_are_found_and_named_as_here(remote, local, images, prompts, caplog):
+    images[[3, 30]] = 0
+    for reward in (local, remote):
+        caplog.clear()
+        found, failed = score_batch(reward, images, prompts, on_error="drop_group")
+        assert np.flatnonzero(failed).tolist() == [3, 30]
+        assert np.isnan(found.scores[[3, 30]]).all()
+        (record,) = [record for record in caplog.records if record.name == "flowcorr.rewards.base"]
+        assert record.getMessage() == (
+            f"reward {local.name} failed on sample 3 (prompt 'image 3'): it raised ValueError: an image of brightness "
+            "0.0 (from reward brightness); 2 of 40 samples failed, and their groups are dropped"
+        )
+        with pytest.raises(
+            BackendError, match=r"failed on sample 3 \(prompt 'image 3'\): it raised ValueError"
+        ):
+            score_batch(reward, images, prompts)
+    expected, _ = score_batch(local, images, prompts, on_error="drop_group")
+    assert_same(found, expected)
+
+
+def test_errors_that_are_no_samples_fault_come_through(start, images):
+    reward = start(terms=(RewardTerm(name="ocr"),), gold=())
+    without_target = [Prompt(text="nothing to read")] * NUM
+    with pytest.raises(BatchError, match="sample 0 .* has no target to look for"):
+        score_batch(reward, images, without_target, on_error="drop_group")
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        (RewardTerm(name="orc"), r"reward.terms.name='orc' is unknown; .*did you mean ocr"),
+        (RewardTerm(name="ray_tasks:nothing"), r"the module ray_tasks has no 'nothing'"),
+        (RewardTerm(name="ocr", options={"thread": 1}), r"reward ocr with options .*it takes .*threads"),
+    ],
+)
+def test_a_reward_that_cannot_be_built_is_an_error_at_once(start, term, message):
+    with pytest.raises(ConfigError, match=message):
+        start(terms=(term,), gold=())
+
+
+def test_secrets_of_options_reach_no_log(ray_cluster, start, images, prompts):
+    options = {"dark": 20.0, "api_key": "s3cret-t0ken"}
+    reward = start(terms=(RewardTerm(name="ray_tasks:brightness", options=options),), gold=())
+    images[2] = 0
+    with pytest.raises(BackendError, match="failed on sample 2") as caught:
+        score_batch(reward, images, prompts)
+    os.kill(reward.places[0]["pid"], signal.SIGKILL)
+    score_batch(reward, images[:2], prompts[:2])
+    assert "s3cret" not in str(caught.value)
+    logs = [path for path in Path(session_folder(ray_cluster)).rglob("*") if path.is_file()]
+    assert len(logs) > 5
+    assert [path for path in logs if b"s3cret" in path.read_bytes()] == []
+
+
+def session_folder(ray):
+    return ray._private.worker._global_node.get_session_dir_path()
+
+
+def sampled(ray, images):
+    """What a rollout worker hands on: a shard whose second value is images in the object store."""
+    shard: Future[Answer] = Future()
+    references = [ray.put(None), ray.put(torch.tensor(images))]
+    return shard, Answer(values=[], references=references)
+
+
+def test_shards_are_scored_when_they_are_there(ray_cluster, remote, local, images, prompts):
+    parts = [slice(0, 8), slice(8, 16), slice(16, 24)]
+    shards = [sampled(ray_cluster, images[part]) for part in parts]
+    reward = remote.follow([shard for shard, _ in shards], [prompts[part] for part in parts])
+    for shard, answer in reversed(shards):
+        shard.set_result(answer)
+    wait_for(lambda: all(score.done() for score in reward._scores))
+    expected, _ = score_batch(local, images[:24], prompts[:24])
+    found, _ = score_batch(reward, images[:24], prompts[:24])
+    assert_same(found, expected)
+
+
+def test_a_shard_that_fails_is_scored_again_one_by_one(ray_cluster, remote, local, images, prompts):
+    images[11] = 0
+    parts = [slice(0, 8), slice(8, 16)]
+    shards = [sampled(ray_cluster, images[part]) for part in parts]
+    reward = remote.follow([shard for shard, _ in shards], [prompts[part] for part in parts])
+    for shard, answer in shards:
+        shard.set_result(answer)
+    found, failed = score_batch(reward, images[:16], prompts[:16], on_error="drop_group")
+    expected, _ = score_batch(local, images[:16], prompts[:16], on_error="drop_group")
+    assert np.flatnonzero(failed).tolist() == [11]
+    assert_same(found, expected)
+
+
+def test_nobody_scores_a_shard_that_was_not_sampled(remote, prompts):
+    shard: Future[Answer] = Future()
+    reward = remote.follow([shard], [prompts[:4]])
+    shard.set_exception(BackendError("the rollout failed"))
+    assert reward._scores[0].cancelled()
+
+
+def test_a_killed_reward_worker_is_replaced_and_its_share_scored_elsewhere(
+    remote, local, images, prompts, events
+):
+    events.clear()
+    os.kill(remote.places[0]["pid"], signal.SIGKILL)
+    found, failed = score_batch(remote, images, prompts)
+    expected, _ = score_batch(local, images, prompts)
+    assert_same(found, expected)
+    assert not failed.any()
+    wait_for(lambda: [event["kind"] for event in events].count("worker_restarted") == 1)
+    assert [event["kind"] for event in events] == ["worker_lost", "shard_retried", "worker_restarted"]
+    assert events[0]["worker"] == "reward worker 0"
+    assert events[0]["task"].startswith("scoring of ")
+
+
+def wait_for(condition):
+    end = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < end, "this did not happen in time"
+        time.sleep(0.01)
