@@ -62,8 +62,9 @@ class RayRollout:
     """A `RolloutEngine` that samples in Ray workers, on demand or ahead of time.
 
     Noise is seeded by seed, training step, group and member, and every shard names its weights. Results therefore do
-    not depend on the number of workers, on which worker samples a shard, or on workers that die. On a CPU they equal a
-    local engine's bit for bit if the batches are the same: `rollout.batch_size` is a multiple of `rollout.n`.
+    not depend on the number of workers, on which worker samples a shard, or on workers that die. Workers on CPUs of one
+    kind return the bits of a local engine if the batches are the same: `rollout.batch_size` is a multiple of
+    `rollout.n`.
 
     Args:
         config: the run's configuration.

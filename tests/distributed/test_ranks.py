@@ -202,6 +202,7 @@ def start_group(backend, *, seconds):
 if __name__ == "__main__":
     if sys.argv[2] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    start_group("cpu:gloo,cuda:nccl" if sys.argv[2] == "cuda" else "gloo", seconds=8)
+    backend = "cpu:gloo,cuda:nccl" if sys.argv[2] == "cuda" else "gloo"
+    start_group(backend, seconds=600 if sys.argv[1] == "talk" else 8)
     talk(Path(sys.argv[2])) if sys.argv[1] == "talk" else stop_answering(*sys.argv[1:])
     dist.destroy_process_group()
