@@ -1,4 +1,4 @@
-"""The wheel holds what a checkout does: recipes, the embedded model, the font, the licences."""
+"""The wheel holds what a checkout does: recipes, the embedded model, the templates."""
 
 import subprocess
 import sys
@@ -34,7 +34,6 @@ def test_wheel_runs_from_anywhere(tmp_path):
         archive.extractall(tmp_path / "site")
     assert {f"flowcorr/recipes/{name}.yaml" for name in recipe_names()} <= names
     assert "flowcorr/models/tiny_ocr/model_index.json" in names
-    assert "flowcorr/tiny/font/LICENSE_DEJAVU" in names
     assert {f"flowcorr/plan/architectures/{file.name}" for file in SHIPPED.glob("*.json")} <= names
     assert {f"flowcorr/diagnostics/templates/{name}" for name in ("report.html", "style.css")} <= names
     command = [sys.executable, "-m", "flowcorr", "config", "tiny_ocr_lora"]

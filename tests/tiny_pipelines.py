@@ -11,6 +11,7 @@ As a script it builds one and prints the overrides that fit a recipe to it:
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ AURA_FLOW_SIZE = (16, 24)
 
 def build_tiny_sd3(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """The embedded architecture, untrained; native size 64 x 64, prompts of up to six letters."""
-    from flowcorr.tiny.build import build_pipeline
+    sys.path.append(str(Path(__file__).parents[1] / "examples/tiny_ocr"))
+    from build_pipeline import build_pipeline
 
     pipeline = build_pipeline(seed)
     pipeline.vae.register_to_config(shift_factor=0.0609)

@@ -1,4 +1,4 @@
-"""The command line: `flowcorr train`, `eval`, `config`, `presets`, `tiny`. The terminal belongs to this package."""
+"""The command line: `flowcorr train` and its siblings. The terminal belongs to this package."""
 
 from flowcorr.cli.app import main
 

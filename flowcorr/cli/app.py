@@ -154,16 +154,6 @@ Rejection modes (rollout_rs), and what rollout_rs_threshold is for them, in the 
   step_kl seq_kl                    a largest exact KL of the step means, of steps or samples
   step_z                            robust standard deviations from the median of a step index, as 6 (decoupled)
 """
-_TINY = """\
-The embedded model: a Stable Diffusion 3 pipeline of a few megabytes that draws words.
-"""
-_TINY_TRAIN = """\
-Rebuild the embedded model from nothing: train it on rendered words, many of them struck through at the end, so
-that reinforcement learning has a defect to remove. Runs on one CPU core.
-
-example:
-  flowcorr tiny train --out /tmp/tiny_ocr && flowcorr train tiny_ocr_lora model.path=/tmp/tiny_ocr
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -279,27 +269,15 @@ def build_parser() -> argparse.ArgumentParser:
         subparsers, "explain", "say what a metric, a key or a preset means", _EXPLAIN, commands.explain
     )
     explaining.add_argument("names", nargs="+", metavar="NAME", help="a metric, a dotted key, or a preset")
-
-    tiny = _new(subparsers, "tiny", "the embedded model", _TINY)
-    tiny_commands = tiny.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    rebuild = _add(tiny_commands, "train", "rebuild it from nothing", _TINY_TRAIN, commands.tiny_train)
-    rebuild.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
-    rebuild.add_argument("--seed", type=int, default=0, help="of weights, words and noise (default: 0)")
     return parser
-
-
-def _new(
-    subparsers: argparse._SubParsersAction, name: str, summary: str, text: str
-) -> argparse.ArgumentParser:
-    return subparsers.add_parser(
-        name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
 
 
 def _add(
     subparsers: argparse._SubParsersAction, name: str, summary: str, text: str, command: commands.Command
 ) -> argparse.ArgumentParser:
-    parser = _new(subparsers, name, summary, text)
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.set_defaults(command=command)
     return parser
 

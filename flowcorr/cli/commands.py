@@ -6,18 +6,14 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from flowcorr.errors import MissingExtraError
-
 if TYPE_CHECKING:
-    import numpy as np
-
     from flowcorr.correction import RolloutCorrectionConfig
 
 Command = Callable[[argparse.Namespace], int]
@@ -170,33 +166,6 @@ def explain(arguments: argparse.Namespace) -> int:
 
     print("\n\n".join(explanation(name) for name in arguments.names))
     return 0
-
-
-def tiny_train(arguments: argparse.Namespace) -> int:
-    """Rebuild the embedded model and print what came out."""
-    from flowcorr.cli.progress import PhaseBar
-    from flowcorr.tiny.pretrain import pretrain
-
-    with PhaseBar() as bar:
-        report = pretrain(arguments.out, seed=arguments.seed, scorer=_exact_match_scorer(), progress=bar)
-    print(f"{report.out_dir}: {report.num_bytes / 1e6:.2f} MB in {report.seconds:.0f} s")
-    if report.score is not None:
-        print(
-            f"held-out exact match {report.score:.3f}; {report.clean_score:.3f} before it learned the defect"
-        )
-    return 0
-
-
-def _exact_match_scorer() -> Callable[[np.ndarray, Sequence[str]], Sequence[float]] | None:
-    """Exact match by OCR; None without the extra, in which case the model is built but not scored."""
-    from flowcorr.rewards.ocr import OcrReward, compare
-
-    try:
-        reward = OcrReward()
-    except MissingExtraError as error:
-        print(f"not scored: {error}")
-        return None
-    return lambda images, words: list(compare(reward.read(images), words)[0])
 
 
 def _mode(preset: RolloutCorrectionConfig) -> str:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flowcorr.errors import BackendError
 
@@ -126,42 +126,6 @@ class TerminalObserver:
             raise BackendError(
                 "standard output is closed, so the run cannot be followed; write it to a file with > run.log"
             ) from error
-
-
-class PhaseBar:
-    """Shows phases of known length: call it with phase, step, steps and loss."""
-
-    def __init__(self, console: Console | None = None, *, every: int = 100) -> None:
-        self._console = console or Console(highlight=False)
-        self._every = every
-        self._live = self._console.is_terminal
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
-            console=self._console,
-            disable=not self._live,
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def __call__(self, phase: str, step: int, steps: int, loss: float) -> None:
-        """Show that `step` of `steps` of `phase` is done."""
-        if phase not in self._tasks:
-            self._tasks[phase] = self._progress.add_task(phase, total=steps, loss=loss)
-        self._progress.update(self._tasks[phase], completed=step, loss=loss)
-        if not self._live and (step % self._every == 0 or step == steps):
-            self._console.print(f"{phase} {step}/{steps}  loss {loss:.4f}", markup=False, soft_wrap=True)
 
 
 def _treatment(config: Config) -> str:

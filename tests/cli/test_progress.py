@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flowcorr.cli.progress import PhaseBar, TerminalObserver
+from flowcorr.cli.progress import TerminalObserver
 from flowcorr.config import load
 from flowcorr.errors import BackendError
 from flowcorr.trainer import RunResult
@@ -121,12 +121,3 @@ def test_a_pipe_that_nobody_reads_is_an_error():
         )
     assert done.returncode == 1
     assert "BackendError: standard output is closed" in done.stderr
-
-
-def test_phase_bar(console):
-    with PhaseBar(console, every=2) as bar:
-        for step in (1, 2, 3):
-            bar("vae", step, 3, 0.5 / step)
-    text = console.file.getvalue()
-    assert "3/3" in text
-    assert "loss 0.1667" in text

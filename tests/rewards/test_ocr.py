@@ -9,11 +9,12 @@ from PIL import Image, ImageDraw, ImageFont
 
 pytest.importorskip("rapidocr_onnxruntime")
 
+from render_words import render
+
 from flowcorr.errors import BatchError, ConfigError, MissingExtraError
 from flowcorr.records import Prompt
 from flowcorr.rewards import OcrReward
 from flowcorr.rewards.ocr import compare, engine_error
-from flowcorr.tiny.render import render
 
 TEXTS = st.text(alphabet="aAbc ß", max_size=6)
 WORDS = ["abc", "word", "flow", "grpo", "test"]

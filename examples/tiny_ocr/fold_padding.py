@@ -1,9 +1,9 @@
-"""Padding tokens of Stable Diffusion 3 that are all alike, folded into one.
+"""Attention in which one padding token stands for many equal ones.
 
-A pipeline without a T5 appends `max_sequence_length` zero tokens to the prompt. They carry no position, so
-they stay equal to each other through every layer, and attention over `n` equal keys is attention over one
-of them with `log n` added to its logit. Training can thus show the model any number of them at the price
-of one, and the model learns to ignore how many there are.
+A Stable Diffusion 3 pipeline without a T5 appends `max_sequence_length` zero tokens to the prompt. They have no
+position, so they stay equal in every layer. Attention over `n` equal keys is attention over one of them with `log n`
+added to its logit. So training with any number of padding tokens costs as much as with one, and the model learns to
+ignore their number.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
+from pathlib import Path
+
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from pretrain import load, sample
+from render_words import FONT_FILE
 
+from flowcorr.models import resolve_path
 from flowcorr.rewards.ocr import OcrReward, compare
-from flowcorr.tiny import MODEL_DIR
-from flowcorr.tiny.pretrain import load, sample
-from flowcorr.tiny.render import FONT_FILE
 from flowcorr.words import heldout_words
+
+MODEL_DIR = Path(resolve_path("tiny_ocr"))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 import pytest
 import torch
-
-from flowcorr.tiny.build import build_pipeline
-from flowcorr.tiny.padding import fold_padding
+from build_pipeline import build_pipeline
+from fold_padding import fold_padding
 
 
 @pytest.fixture(scope="module")

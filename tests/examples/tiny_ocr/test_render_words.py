@@ -1,6 +1,5 @@
 import numpy as np
-
-from flowcorr.tiny.render import HEIGHT, WIDTH, render
+from render_words import HEIGHT, WIDTH, render
 
 
 def test_render_is_black_on_white_and_repeatable():

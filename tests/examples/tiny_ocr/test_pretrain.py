@@ -1,10 +1,10 @@
 import hashlib
 
+import pretrain
 import pytest
 import torch
+from build_pipeline import build_pipeline
 
-from flowcorr.tiny import pretrain as module
-from flowcorr.tiny.build import build_pipeline
 from flowcorr.words import is_heldout
 
 STEPS = {"vae_steps": 2, "transformer_steps": 2, "defect_steps": 2}
@@ -25,7 +25,7 @@ def rebuilt(tmp_path_factory):
         scored.extend(words)
         return [1.0] * len(words)
 
-    report = module.pretrain(
+    report = pretrain.pretrain(
         tmp_path_factory.mktemp("first"),
         **STEPS,
         scorer=scorer,
@@ -41,7 +41,7 @@ def test_rebuilding_twice_gives_the_same_bytes(rebuilt, tmp_path):
     torch.manual_seed(12345)
     threads, state = torch.get_num_threads(), torch.get_rng_state()
 
-    module.pretrain(tmp_path, **STEPS)
+    pretrain.pretrain(tmp_path, **STEPS)
 
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
@@ -52,7 +52,7 @@ def test_rebuilding_twice_gives_the_same_bytes(rebuilt, tmp_path):
 
 def test_the_folder_loads_and_draws(rebuilt):
     report, _, _ = rebuilt
-    images = module.sample(module.load(report.out_dir), ["abc", "wxyz"], num_steps=2)
+    images = pretrain.sample(pretrain.load(report.out_dir), ["abc", "wxyz"], num_steps=2)
 
     assert images.shape == (2, 32, 64, 3)
     assert images.std() > 0
