@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,24 +70,26 @@ def adapter_metadata(transformer: Any) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in metadata.items()}
 
 
-def merged_state_dict(transformer: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The transformer's state dict under diffusers' names, with trained `tensors` put in or merged.
+def merged_weights(transformer: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The transformer's weights under diffusers' names, one by one, with trained `tensors` put in or merged.
 
-    What is merged has the precision of the more precise of base and adapter: small updates would be lost on the grid of
-    a bfloat16 base.
+    Only one merged weight is in memory at a time. It has the precision of the more precise of base and adapter: small
+    updates would be lost on the grid of a bfloat16 base.
 
     Args:
         transformer: with or without an adapter; it is not changed.
-        tensors: trained parameters by name, as `DiffusionActor.snapshot` gives them.
+        tensors: trained parameters by name, as `TrainedWeights.snapshot` gives them.
     """
     state = {name: tensors.get(name, value) for name, value in transformer.state_dict().items()}
-    for path, module in transformer.named_modules():
-        if not hasattr(module, "lora_A"):
+    adapted = {path: module for path, module in transformer.named_modules() if hasattr(module, "lora_A")}
+    for name, value in state.items():
+        if ".lora_" in name:
             continue
-        down, up = (state[f"{path}.lora_{side}.{ADAPTER}.weight"] for side in "AB")
-        base = state[f"{path}.base_layer.weight"]
-        state[f"{path}.base_layer.weight"] = base + module.scaling[ADAPTER] * (up @ down)
-    return {name.replace(".base_layer", ""): value for name, value in state.items() if ".lora_" not in name}
+        path = name.removesuffix(".base_layer.weight")
+        if path in adapted:
+            down, up = (state[f"{path}.lora_{side}.{ADAPTER}.weight"] for side in "AB")
+            value = value + adapted[path].scaling[ADAPTER] * (up @ down)
+        yield name.replace(".base_layer", ""), value
 
 
 def _load_warm_start(transformer: Any, path: str, alpha: float) -> None:

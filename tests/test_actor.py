@@ -448,7 +448,7 @@ def test_full_fine_tuning_moves_every_weight(make_run, tmp_path):
     moved = {name for name, value in weights(run).items() if not torch.equal(value, before[name])}
     # The last block's text stream ends in the block: its query and what follows it have no effect.
     assert len(moved) > 0.9 * len(names)
-    assert_same(run.actor.weights.merged({}), dict(run.family.transformer.state_dict()), rtol=0, atol=0)
+    assert_same(dict(run.actor.weights.merged({})), dict(run.family.transformer.state_dict()), rtol=0, atol=0)
 
     run.actor.weights.save(tmp_path)
     loaded = type(run.family.transformer).from_pretrained(tmp_path / "transformer")

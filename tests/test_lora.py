@@ -1,6 +1,7 @@
 import copy
 import json
 import re
+import weakref
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_a_target_that_is_no_linear_layer_is_an_error(family, target):
 def test_merged_weights_are_those_that_peft_merges(dtype):
     family = tiny_ocr(dtype=dtype, max_sequence_length=8)
     transformer = stir(adapt(family))
-    merged = lora.merged_state_dict(transformer, {})
+    merged = dict(lora.merged_weights(transformer, {}))
     fused = copy.deepcopy(transformer)
     fused.fuse_lora()
     expected = {
@@ -126,7 +127,7 @@ def test_updates_below_the_grid_of_a_bfloat16_base_are_merged():
         if parameter.requires_grad
     }
     base = transformer.state_dict()[f"{name}.base_layer.weight"].float()
-    moved = lora.merged_state_dict(transformer, tensors)[f"{name}.weight"] - base
+    moved = dict(lora.merged_weights(transformer, tensors))[f"{name}.weight"] - base
     torch.testing.assert_close(
         moved, torch.full_like(moved, ALPHA / RANK * RANK * 1e-6), rtol=1e-2, atol=1e-8
     )
@@ -136,7 +137,7 @@ def test_a_transformer_with_merged_weights_computes_the_same(family):
     plain = copy.deepcopy(family.transformer)
     transformer = stir(adapt(family))
     before = velocity(family, plain)
-    plain.load_state_dict(lora.merged_state_dict(transformer, {}))
+    plain.load_state_dict(dict(lora.merged_weights(transformer, {})))
     after = velocity(family, plain)
     torch.testing.assert_close(after, velocity(family, transformer), rtol=1e-4, atol=1e-5)
     assert (after - before).abs().max() > 1e-2
@@ -150,11 +151,24 @@ def test_merging_takes_the_given_tensors_and_changes_nothing(family):
         for name, parameter in transformer.named_parameters()
         if parameter.requires_grad
     }
-    merged = lora.merged_state_dict(transformer, tensors)
+    merged = dict(lora.merged_weights(transformer, tensors))
     name = "transformer_blocks.0.attn.to_q.weight"
     base = kept[name.replace("to_q", "to_q.base_layer")]
     torch.testing.assert_close(merged[name], base + ALPHA / RANK * RANK * 1e-4)
     assert all(torch.equal(value, kept[name]) for name, value in transformer.state_dict().items())
+
+
+def test_one_merged_weight_is_in_memory_at_a_time(family):
+    """All of them in float32 would need twice what a bfloat16 model does."""
+    transformer = adapt(family)
+    weights = lora.merged_weights(transformer, {})
+    stored = {parameter.data_ptr() for parameter in transformer.parameters()}
+    merged = None
+    for name, weight in weights:
+        if merged is not None:
+            assert merged() is None
+        merged = weakref.ref(weight) if weight.data_ptr() not in stored and "to_q" in name else None
+        del weight
 
 
 def test_a_saved_adapter_is_loaded_by_the_pipeline(family, tmp_path):

@@ -124,13 +124,10 @@ class TrainedWeights:
 
     # For others ------------------------------------------------------------------------------------------
 
-    def merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The transformer's state dict under diffusers' names, with `tensors` in place of the trained weights.
-
-        Every rank gets whole tensors. Sharded weights are gathered, for which every rank has to call.
-        """
-        merged = lora.merged_state_dict(self.transformer, tensors)
-        return {name: fsdp.full_tensor(tensor) for name, tensor in merged.items()}
+    def merged(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """See `lora.merged_weights`; every rank gets whole tensors, so every rank has to take all of them."""
+        for name, tensor in lora.merged_weights(self.transformer, tensors):
+            yield name, fsdp.full_tensor(tensor)
 
     def exported(self) -> dict[str, Tensor]:
         """The tensors that `save` writes, averaged if there is an average, on the CPU.

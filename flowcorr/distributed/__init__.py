@@ -12,6 +12,7 @@ from flowcorr.distributed.ranks import (
     is_main,
     local_indices,
     rank,
+    ranks_here,
     report_failure,
     world_size,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "local_device",
     "local_indices",
     "rank",
+    "ranks_here",
     "report_failure",
     "start_ranks",
     "world_size",

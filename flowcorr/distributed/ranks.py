@@ -8,6 +8,7 @@ writes the collective's label to the store that all ranks share.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -33,6 +34,11 @@ def rank(group: Group = None) -> int:
 def world_size(group: Group = None) -> int:
     """The number of ranks."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def ranks_here() -> int:
+    """The number of ranks on this machine, as their launcher says it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if world_size() > 1 else 1
 
 
 def is_main() -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from flowcorr.plan.devices import Gpu, Utilisation
@@ -11,6 +12,7 @@ MEMORY_TOLERANCE, FRAGMENTATION, TIME_TOLERANCE = 0.05, 0.08, 0.25
 MARGIN = 1 + MEMORY_TOLERANCE + FRAGMENTATION
 """A peak times this has to fit: the prediction's error, fragmentation and what CUDA itself takes."""
 BEFORE_TRAINING = ("load", "encode prompts")
+_BEFORE_ENGINE = ("load", "encode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,8 @@ class Memory:
         """The peak of a GPU that trainer and engine share."""
         if self.engine_sleeps:
             return max(self.trainer, self.idle + self.engine)
-        return self.trainer + self.engine
+        beside = max(peak for name, peak in self.by_phase.items() if name not in _BEFORE_ENGINE)
+        return max(self.load, self.encode, beside + self.engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,7 @@ class Plan:
         micro_batch: samples of a forward pass of the update.
         mini_batch: samples of an optimizer step.
         bypass: whether the run is in bypass mode.
+        ways_to_share: overrides that need less where trainer and engine share a GPU, and the peak with them.
     """
 
     title: str
@@ -111,6 +115,7 @@ class Plan:
     micro_batch: int
     mini_batch: int
     bypass: bool
+    ways_to_share: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, *names: str) -> float:
         """Predicted seconds of the phases of these names in a step; of all if there is none."""
@@ -184,12 +189,19 @@ class Plan:
             return (f"The engine has GPUs of its own, and needs {gigabytes(memory.engine)} on each.",)
         if self.fits(memory.shared):
             return (f"Trainer and engine can share a GPU: together {gigabytes(memory.shared)}, {engine}.",)
-        room = self.largest_micro_batch(0 if memory.engine_sleeps else memory.engine)
         start = f"Trainer and engine cannot share a GPU: together {gigabytes(memory.shared)}, {engine}"
-        others = max(value for name, value in memory.by_phase.items() if name != "update")
-        if room and self.fits(others + memory.engine * (not memory.engine_sleeps)):
+        beside = 0.0 if memory.engine_sleeps else memory.engine
+        room = self.largest_micro_batch(beside)
+        others = max(
+            peak for name, peak in memory.by_phase.items() if name not in (*_BEFORE_ENGINE, "update")
+        )
+        if room and self.fits(max(others, memory.idle + memory.engine - beside) + beside):
             return (f"{start}; with actor.micro_batch_size={room} they can.",)
-        return (f"{start}; give the engine another one, such as trainer.device=cuda:1.",)
+        another = "an engine takes another GPU by itself where the run sees one"
+        for overrides, peak in self.ways_to_share.items():
+            if self.fits(peak):
+                return (f"{start}; {another}, and with {overrides} they need {gigabytes(peak)} and can.",)
+        return (f"{start}; {another}.",)
 
     def _bypass(self) -> str:
         step, recompute = self.seconds(), self.seconds("recompute")

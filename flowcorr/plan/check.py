@@ -17,6 +17,8 @@ from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError
 from flowcorr.models import EMBEDDED
 from flowcorr.plan.answers import MEMORY_TOLERANCE, gigabytes
+from flowcorr.rollout.vllm_omni.environment import engine_gpus
+from flowcorr.rollout.vllm_omni.options import num_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,14 @@ def check_this_gpu(recipe: str, overrides: Sequence[str], config: Config) -> Non
         return
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     memory = torch.cuda.get_device_properties(device).total_memory
-    check_fit(recipe, overrides, memory=memory, ranks=ranks, shared=torch.cuda.device_count() == 1)
+    own = device.index or 0
+    gpus = engine_gpus(
+        own,
+        int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
+        num_gpus(config.rollout.engine),
+        visible=torch.cuda.device_count(),
+    )
+    check_fit(recipe, overrides, memory=memory, ranks=ranks, shared=own in gpus)
 
 
 def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: int, shared: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,7 +17,7 @@ from flowcorr.plan.training import Work
 from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.clip import DTYPES as CLIP_DTYPES
 from flowcorr.rewards.pickscore import PickScore
-from flowcorr.rollout.sampler import decode
+from flowcorr.rollout.sampler import decode, decoded_together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +58,14 @@ def measure_text_encoders(
 def measure_decoder(
     config: Config, architecture: Architecture, device: FakeDevice, *, images: int
 ) -> Component:
-    """The VAE, which decodes `images` images as the rollout's own loop does."""
+    """The VAE, which decodes at most `images` images at a time, as the rollout's own loop does."""
     with device:
         # The transformer is only asked for its configuration: one block of each kind will do.
         shallow = architecture.with_depths(dict.fromkeys(architecture.depths, 1))
         dtype = DTYPES[config.rollout.dtype]
         family = build_family(shallow, config.model, device, dtype=dtype, adapted=False)
         shape = family.latent_shape(config.sampling.height, config.sampling.width)
+        images = min(images, decoded_together(math.prod(shape)))
         latents = torch.ones(images, *shape, device=DEVICE)
         with device.section() as section:
             decode(family, latents)

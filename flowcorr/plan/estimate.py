@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flowcorr.algorithm import AutoMode
 from flowcorr.config.schema import Config
@@ -19,9 +20,8 @@ from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import family_class, find_architecture
 from flowcorr.plan.text_inputs import text_inputs
 from flowcorr.plan.training import Training, Work, measure_training, one_optimizer_step
+from flowcorr.rollout.vllm_omni.options import WITHOUT_QUANTIZATION
 
-DECODED_TOGETHER = 16
-"""Images that are decoded to measure the VAE; the rollout's loop takes no more at a time."""
 RECORD_COPIES = 2
 """Copies of a step's samples in the trainer: as they were collected, and without groups whose reward failed."""
 HOST_BANDWIDTH = 25e9
@@ -40,6 +40,7 @@ class _Measured:
     Attributes:
         config: with the prompts of one rank.
         prompts: of the whole data set.
+        quantizable: whether vllm-omni can quantize the transformer.
         text_fits: whether all prompts are encoded before training, and the text encoders freed.
     """
 
@@ -49,6 +50,7 @@ class _Measured:
     decoder: Component
     rewards: Sequence[Component]
     prompts: int
+    quantizable: bool
     text_fits: bool
 
     @property
@@ -188,12 +190,31 @@ def make_plan(
         micro_batch=measured.micro_batch,
         mini_batch=measured.mini_batch,
         bypass=measured.bypass,
+        ways_to_share=_ways_to_share(measured, memory),
     )
+
+
+def _ways_to_share(measured: _Measured, memory: Memory) -> dict[str, float]:
+    """Overrides by which trainer and engine need less of a GPU that they share, and the peak with them."""
+    if not memory.may_share:
+        return {}
+    config = measured.config
+    changes: list[dict[str, Any]] = [{"enable_sleep_mode": True}]
+    if measured.quantizable:
+        changes.append({"enable_sleep_mode": True, "quantization": "fp8"})
+    ways = {}
+    for change in changes:
+        engine = {**config.rollout.engine, **change}
+        changed = replace(config, rollout=replace(config.rollout, engine=engine))
+        overrides = " ".join(f"rollout.engine.{key}={str(value).lower()}" for key, value in change.items())
+        ways[overrides] = _memory(replace(measured, config=changed)).shared
+    return ways
 
 
 def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -> _Measured:
     architecture = find_architecture(config.model.path)
-    inputs = text_inputs(architecture, family_class(architecture, config.model), config)
+    family = family_class(architecture, config.model)
+    inputs = text_inputs(architecture, family, config)
     groups = math.ceil(config.rollout.prompts_per_step / ranks)
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
     data = load_prompts(config.data)
@@ -205,9 +226,10 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
         config=config,
         training=measure_training(config, architecture, new_device),
         text=measure_text_encoders(config, architecture, inputs, new_device(), prompts=min(prompts, CHUNK)),
-        decoder=measure_decoder(config, architecture, new_device(), images=min(images, DECODED_TOGETHER)),
+        decoder=measure_decoder(config, architecture, new_device(), images=images),
         rewards=rewards,
         prompts=prompts,
+        quantizable=family.name not in WITHOUT_QUANTIZATION,
         text_fits=prompts * inputs.nbytes(DTYPES[config.model.dtype]) <= MAX_BYTES,
     )
 
@@ -243,12 +265,12 @@ def _memory(measured: _Measured) -> Memory:
 
 
 def _merged(measured: _Measured) -> float:
-    """Bytes of the whole weights in float32, where the engine gets those."""
+    """Bytes of the largest weight, merged in float32 and rounded, where the engine gets whole weights."""
     config = measured.config
     asked = config.rollout.engine.get("weight_sync")
     if not measured.own_engine or (config.model.lora.rank and asked != "merged"):
         return 0.0
-    return 4 * measured.training.transformer / DTYPES[config.model.dtype].itemsize
+    return 3 * 4 * measured.training.largest / DTYPES[config.model.dtype].itemsize
 
 
 def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilisation) -> list[Phase]:

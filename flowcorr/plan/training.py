@@ -81,6 +81,7 @@ class Training:
 
     Attributes:
         transformer: weights without an adapter, and buffers.
+        largest: the largest of those weights.
         adapter: weights of the adapter; 0 without one.
         gradients: of the trained weights.
         moments: the optimizer's state.
@@ -91,6 +92,7 @@ class Training:
     """
 
     transformer: float
+    largest: float
     adapter: float
     gradients: float
     moments: float
@@ -151,6 +153,7 @@ def measure_blocks(config: Config, architecture: Architecture, device: FakeDevic
     adapter = sum(parameter.nbytes for parameter in trained) if config.model.lora.rank else 0
     return Training(
         transformer=sum(tensor.nbytes for tensor in tensors) - adapter,
+        largest=max(tensor.nbytes for tensor in tensors),
         adapter=adapter,
         gradients=gradients,
         moments=moments,

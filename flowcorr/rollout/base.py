@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from flowcorr.config.schema import Config
 from flowcorr.records import Rollout
+
+Merge = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
+"""Trained tensors -> the transformer's weights under diffusers' names, adapters merged, see `lora.merged_weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

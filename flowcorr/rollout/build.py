@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
-from torch import Tensor, nn
+from torch import nn
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import MissingExtraError
 from flowcorr.models import ModelFamily
-from flowcorr.rollout.base import RolloutEngine
+from flowcorr.rollout.base import Merge, RolloutEngine
 from flowcorr.rollout.in_process import InProcessEngine
 from flowcorr.rollout.vllm_omni import VllmOmniEngine
-from flowcorr.rollout.vllm_omni.probe import ActorProbe, ComputedProbe
+from flowcorr.rollout.vllm_omni.probe import ActorProbe
 
 
 def check_installed(config: Config) -> None:
@@ -34,25 +33,22 @@ def build_backend(
     config: Config,
     family: ModelFamily,
     *,
-    tensors: Mapping[str, Tensor],
-    merge: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+    merge: Merge,
     base: nn.Module,
-    probe: ActorProbe | None = None,
+    probe: ActorProbe | None,
 ) -> RolloutEngine:
     """The engine that `rollout.name` asks for, in this process.
 
     Args:
         config: the run's configuration.
-        family: the pipeline, whose transformer has the adapter; without `probe`, with its text encoders still in place.
-        tensors: the trained tensors as they are now.
-        merge: trained tensors -> the transformer's full state dict, see `InProcessEngine`.
+        family: the pipeline, whose transformer has the adapter; it needs no text encoders.
+        merge: see `Merge`.
         base: the transformer before an adapter was added.
-        probe: the actor's velocities for vllm-omni; None computes them with `family`.
+        probe: the actor's velocities, which vllm-omni needs.
     """
     if config.rollout.name == "vllm_omni":
-        return VllmOmniEngine(
-            family, config, actor_probe=probe or ComputedProbe(family, config, tensors), merge=merge
-        )
+        assert probe is not None, "vllm-omni's engine has to move as the actor does"
+        return VllmOmniEngine(family, config, actor_probe=probe, merge=merge)
     return InProcessEngine(
         family, config.rollout, config.sampling, seed=config.trainer.seed, merge=merge, base=base
     )

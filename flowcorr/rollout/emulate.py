@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -31,9 +31,6 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def round_weights(weights: Mapping[str, Tensor], emulate: str) -> dict[str, Tensor]:
-    """Round the matrices `[out, in]` among `weights`; vectors and convolutions keep their precision."""
-    if emulate == "none":
-        return dict(weights)
-    rounding = ROUNDINGS[emulate]
-    return {name: rounding(weight) if weight.dim() == 2 else weight for name, weight in weights.items()}
+def round_weight(weight: Tensor, emulate: str) -> Tensor:
+    """Round a matrix `[out, in]`; vectors and convolutions keep their precision."""
+    return weight if emulate == "none" or weight.dim() != 2 else ROUNDINGS[emulate](weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,12 +16,9 @@ from flowcorr.config.schema import RolloutConfig, SamplingConfig
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, Guidance, ModelFamily, Schedule
 from flowcorr.records import Rollout
-from flowcorr.rollout.base import Weights, attention_name
-from flowcorr.rollout.emulate import round_weights
+from flowcorr.rollout.base import Merge, Weights, attention_name
+from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.sampler import decode, sample_sde_window
-
-Merge = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Trained tensors -> the transformer's full state dict under diffusers' names, adapters merged."""
 
 
 class InProcessEngine:
@@ -157,7 +154,10 @@ class InProcessEngine:
     def _load(self, weights: Weights) -> None:
         self._loaded = weights
         if self._copy is not None:
-            self._copy.load_state_dict(round_weights(self._merge(weights.tensors), self.config.emulate))
+            stored = self._copy.state_dict()
+            for name, value in self._merge(weights.tensors):
+                stored.pop(name).copy_(round_weight(value, self.config.emulate))
+            assert not stored, "the merged weights are those of a whole transformer"
 
     def _sample(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from flowcorr.config.schema import SamplingConfig
 from flowcorr.models import ModelFamily, Schedule
 from flowcorr.sde.transition import over_elements
 
-DECODE_BATCH = 16  # images that the VAE decodes at a time: more take memory, and on a CPU time as well
+DECODE_BATCH = 16  # images that the VAE decodes at a time at most: on a CPU more of them take longer
+DECODE_ELEMENTS = 2**18  # latent elements that it decodes at a time: those of an image of 1024 x 1024 pixels
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """`(latents [B, *L], timesteps [B]) -> velocity [B, *L]`."""
@@ -129,8 +131,14 @@ def sample_sde_window(
 
 @torch.no_grad()
 def decode(family: ModelFamily, final: Tensor) -> Tensor:
-    """Images `[B, H, W, 3]` uint8 of final latents `[B, *L]`, `DECODE_BATCH` at a time."""
-    return torch.cat([family.decode(latents) for latents in final.split(DECODE_BATCH)])
+    """Images `[B, H, W, 3]` uint8 of final latents `[B, *L]`, of which a few are decoded at a time."""
+    size = decoded_together(math.prod(final.shape[1:]))
+    return torch.cat([family.decode(latents) for latents in final.split(size)])
+
+
+def decoded_together(num_elements: int) -> int:
+    """How many images with so many latent elements each are decoded at a time."""
+    return max(1, min(DECODE_BATCH, DECODE_ELEMENTS // num_elements))
 
 
 def _distinct(twins: Sequence[int], starts: Sequence[int], index: int) -> tuple[list[int], list[int]]:

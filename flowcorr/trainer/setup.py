@@ -48,7 +48,9 @@ def load_model(config: Config) -> ModelFamily:
 def build_stacks(
     config: Config, family: ModelFamily, texts: Sequence[str], *, on_event: OnEvent = ignore_event
 ) -> Stacks:
-    """Build the actor and the rollout engine, which has no weights before its first `sync`, and embed prompts.
+    """Build the actor, embed prompts, and build the rollout engine, which has no weights before its first `sync`.
+
+    The text encoders are gone before an engine starts that may share their GPU.
 
     Args:
         config: the configuration of both.
@@ -62,12 +64,11 @@ def build_stacks(
     """
     actor = DiffusionActor(family, config)
     with distributed.fail_together("starting the rollout engine"):
-        engine = _build_engine(config, actor, on_event)
-        try:
-            cache = PromptCache(family, actor.guidance, texts)
-        except BaseException:
-            engine.close()
-            raise
+        probe = None
+        if config.rollout.name == "vllm_omni":
+            probe = ComputedProbe(family, config, actor.weights.snapshot().tensors)
+        cache = PromptCache(family, actor.guidance, texts)
+        engine = _build_engine(config, actor, probe, on_event)
     return Stacks(actor=actor, engine=engine, cache=cache)
 
 
@@ -118,17 +119,12 @@ def _build_reward(config: Config, on_event: OnEvent) -> Reward:
     )
 
 
-def _build_engine(config: Config, actor: DiffusionActor, on_event: OnEvent) -> RolloutEngine:
-    """The rollout engine that `rollout` asks for; the family's text encoders must still be in place."""
+def _build_engine(
+    config: Config, actor: DiffusionActor, probe: ComputedProbe | None, on_event: OnEvent
+) -> RolloutEngine:
+    """The rollout engine that `rollout` asks for."""
     if config.rollout.placement == "ray":
-        probe = None
-        if config.rollout.name == "vllm_omni":
-            probe = ComputedProbe(actor.family, config, actor.weights.snapshot().tensors)
         return RayRollout(config, probe=probe, on_event=on_event)
     return build_backend(
-        config,
-        actor.family,
-        tensors=actor.weights.snapshot().tensors,
-        merge=actor.weights.merged,
-        base=actor.weights.untrained,
+        config, actor.family, merge=actor.weights.merged, base=actor.weights.untrained, probe=probe
     )

@@ -262,7 +262,6 @@ class RolloutWorker:
         self._engine = build_backend(
             config,
             family,
-            tensors=self._weights.parameters,
             merge=self._weights.merged,
             base=base,
             probe=probe,

@@ -1,7 +1,11 @@
 import pytest
 import torch
 
-from flowcorr.rollout.emulate import ROUNDINGS, round_weights
+from flowcorr.rollout.emulate import ROUNDINGS, round_weight
+
+
+def round_weights(weights, emulate):
+    return {name: round_weight(weight, emulate) for name, weight in weights.items()}
 
 
 @pytest.fixture

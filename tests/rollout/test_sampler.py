@@ -5,7 +5,7 @@ from torch.distributions import Normal
 from flowcorr.config import ModelConfig
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.models import Guidance, load_family
-from flowcorr.rollout import sample_ode, sample_sde_window
+from flowcorr.rollout import decode, sample_ode, sample_sde_window
 from tests.tolerances import LATENTS, LOG_PROBS
 
 PROMPTS = ["cat", "dog"]
@@ -20,6 +20,28 @@ def family():
 @pytest.fixture
 def initial():
     return torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "images", "sizes"),
+    [
+        ((4, 8, 16), 20, [16, 4]),
+        ((16, 48, 48), 10, [7, 3]),  # 384 x 384 pixels
+        ((32, 32, 64), 6, [4, 2]),  # 512 x 512
+        ((64, 64, 64), 2, [1, 1]),  # 1024 x 1024
+        ((96, 96, 64), 2, [1, 1]),
+    ],
+)
+def test_the_larger_the_images_the_fewer_are_decoded_at_a_time(shape, images, sizes):
+    class Family:
+        def decode(self, latents):
+            decoded.append(len(latents))
+            return latents
+
+    decoded = []
+    latents = torch.zeros(images, *shape)
+    assert decode(Family(), latents).shape == latents.shape
+    assert decoded == sizes
 
 
 def bound_velocity(family, guidance):

@@ -30,6 +30,19 @@ def test_what_is_not_installed_is_said_before_a_model_is_loaded(monkeypatch, ove
         build_run(config.load("tiny_jpeg_lora", [override]))
 
 
+def test_the_text_encoders_are_gone_before_an_engine_starts_that_may_share_their_gpu(monkeypatch):
+    started = []
+
+    def start(_, family, *, probe, **__):
+        started.append((family.pipeline.text_encoder, family.pipeline.text_encoder_3))
+        assert probe.start.isfinite().all()
+
+    monkeypatch.setattr(setup, "check_installed", lambda _: None)
+    monkeypatch.setattr(setup, "build_backend", start)
+    build_run(config.load("tiny_jpeg_lora", ["rollout.name=vllm_omni"]))
+    assert started == [(None, None)]
+
+
 def test_guidance_that_the_loaded_model_does_not_read_warns():
     """The family is not known before."""
     overrides = [f"model.path={EMBEDDED['tiny_ocr']}", "sampling.true_cfg_scale=4.5"]

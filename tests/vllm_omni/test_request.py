@@ -56,9 +56,11 @@ def test_adapters_get_the_names_of_peft_and_of_the_engine():
 
 def test_buckets_hold_everything_once_and_no_more_than_the_limit():
     state = {name: torch.full((size,), float(size)) for name, size in zip("abcd", (3, 4, 20, 1), strict=True)}
-    parts = list(adapter.buckets(state, limit=32))
+    parts = list(adapter.buckets(state.items(), torch.float32, limit=32))
     assert [list(part) for part in parts] == [["a", "b"], ["c"], ["d"]]
-    assert list(adapter.buckets({})) == []
+    (half,) = adapter.buckets(list(state.items())[:3], torch.bfloat16, limit=54)
+    assert {name: tensor.dtype for name, tensor in half.items()} == dict.fromkeys("abc", torch.bfloat16)
+    assert list(adapter.buckets([], torch.float32)) == []
 
 
 FLOAT32, BFLOAT16 = (disagreement(RolloutConfig(dtype=dtype)) for dtype in ("float32", "bfloat16"))
@@ -199,17 +201,23 @@ def test_an_engine_of_several_gpus_is_refused_beside_other_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "device", "ranks", "theirs"),
+    ("visible", "device", "ranks", "gpus", "theirs"),
     [
-        ("4, 6,7", "cuda:2", 4, "7"),
-        (None, "cuda:2", 4, "2"),
-        ("4,6", "cuda:1", 1, "4,6"),  # alone: every GPU is there for tensor parallelism
-        ("4,6", "cpu", 2, "4,6"),
+        ("4, 6,7", "cuda:2", 3, 1, "7"),  # no other: the trainer's
+        (None, "cuda:2", 4, 1, "2"),
+        ("4,5,6,7", "cuda:1", 2, 1, "7"),  # the ranks train on 4 and 5
+        ("4", "cuda:0", 1, 1, "4"),
+        ("4,6", "cuda", 1, 1, "6"),
+        ("4,6", "cuda:1", 1, 1, "4"),
+        ("4,5,6", "cuda:0", 1, 2, "5,6"),
+        ("4,6", "cuda:0", 1, 2, "6,4"),
+        ("4,6", "cpu", 2, 1, "4,6"),
     ],
 )
-def test_an_engine_is_none_of_the_trainers_ranks_and_takes_its_gpu(
-    monkeypatch, visible, device, ranks, theirs
+def test_an_engine_is_none_of_the_trainers_ranks_and_takes_a_gpu_of_its_own_where_there_is_one(
+    monkeypatch, visible, device, ranks, gpus, theirs
 ):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -217,10 +225,23 @@ def test_an_engine_is_none_of_the_trainers_ranks_and_takes_its_gpu(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     before = dict(os.environ)
-    with environment.changed(environment.of_engine(torch.device(device), ranks)):
+    with environment.changed(environment.of_engine(torch.device(device), ranks, gpus)):
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == theirs
         assert not {"MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"} & os.environ.keys()
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "ulysses_degree": 2, "sequence_parallel_size": 2}, 4),
+        ({"num_gpus": 8}, 8),
+    ],
+)
+def test_an_engine_takes_as_many_gpus_as_it_is_spread_over(engine, gpus):
+    assert options.num_gpus(engine) == gpus
 
 
 def test_jobs_with_the_same_plan_may_share_a_batch():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 BUCKET_BYTES = 2**29  # of whole weights in one call, so that no message holds all of a large transformer
@@ -39,15 +40,18 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[s
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def buckets(state: Mapping[str, Tensor], limit: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
-    """`state` on the CPU, in parts of at most `limit` bytes or one tensor."""
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int = BUCKET_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """`weights` on the CPU in `dtype`, in parts of at most `limit` bytes or one tensor."""
     part: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in state.items():
+    for name, weight in weights:
+        tensor = weight.detach().to("cpu", dtype)
         if part and size + tensor.nbytes > limit:
             yield part
             part, size = {}, 0
-        part[name] = tensor.detach().cpu()
+        part[name] = tensor
         size += tensor.nbytes
     if part:
         yield part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,13 @@ from flowcorr.config.schema import Config
 from flowcorr.devices import empty_cache
 from flowcorr.models import DTYPES, Guidance, ModelFamily, resolve_path
 from flowcorr.records import Rollout
-from flowcorr.rollout.base import Weights
-from flowcorr.rollout.emulate import round_weights
+from flowcorr.rollout.base import Merge, Weights
+from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.vllm_omni import adapter, environment, probe
 from flowcorr.rollout.vllm_omni.client import OmniClient
-from flowcorr.rollout.vllm_omni.options import engine_options
+from flowcorr.rollout.vllm_omni.options import engine_options, num_gpus
 from flowcorr.rollout.vllm_omni.patience import Patience
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe
-
-Merge = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Trained tensors -> the transformer's full state dict under diffusers' names, adapters merged."""
 
 
 class VllmOmniEngine:
@@ -81,7 +78,7 @@ class VllmOmniEngine:
         self._probe = actor_probe
         self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-vllm-omni-")
         log = Path(self._folder.name) / "engine.log"
-        surroundings = environment.of_engine(self._device, distributed.world_size())
+        surroundings = environment.of_engine(self._device, distributed.ranks_here(), num_gpus(options))
         try:
             self._client = OmniClient(resolve_path(config.model.path), options, log, surroundings, patience)
         except BaseException:
@@ -137,9 +134,9 @@ class VllmOmniEngine:
         self._loaded = weights
 
     def _load_transformer(self, tensors: Mapping[str, Tensor]) -> None:
-        state = round_weights(self._merge(tensors), self.config.rollout.emulate)
-        state = {name: value.to(self._dtype) for name, value in state.items()}
-        for part in adapter.buckets(state):
+        emulate = self.config.rollout.emulate
+        rounded = ((name, round_weight(value, emulate)) for name, value in self._merge(tensors))
+        for part in adapter.buckets(rounded, self._dtype):
             self._client.rpc("flowcorr_transformer", tensors=part)
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> None:

@@ -15,19 +15,41 @@ RENDEZVOUS = (
 )
 
 
-def of_engine(device: torch.device, num_ranks: int) -> dict[str, str | None]:
-    """What to change for the engine of one of `num_ranks` ranks, which trains on `device`; None removes a variable.
+def of_engine(device: torch.device, num_ranks: int, num_gpus: int = 1) -> dict[str, str | None]:
+    """What to change for the engine of one rank; None removes a variable.
 
-    Each engine is alone, whatever job its trainer belongs to, and where there are several it shares its trainer's GPU:
-    left to itself, every one would take the first.
+    Each engine is alone, whatever job its trainer belongs to. Left to itself, every one would take the first GPU.
+
+    Args:
+        device: where the rank trains.
+        num_ranks: ranks on this machine.
+        num_gpus: that the engine is spread over.
     """
     changes: dict[str, str | None] = dict.fromkeys(RENDEZVOUS)
     changes |= {name: None for name in os.environ if name.startswith("TORCHELASTIC_")}
-    if device.type == "cuda" and num_ranks > 1:
-        index = device.index or 0
+    if device.type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        changes["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index].strip() if visible else str(index)
+        names = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
+        gpus = engine_gpus(device.index or 0, num_ranks, num_gpus, visible=len(names))
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu].strip() for gpu in gpus)
     return changes
+
+
+def engine_gpus(trainer: int, num_ranks: int, num_gpus: int, *, visible: int) -> list[int]:
+    """The GPUs of one rank's engine: some that no rank trains on, or else its trainer's own as well.
+
+    Args:
+        trainer: the GPU on which the rank trains; of several ranks, each trains on the GPU of its number.
+        num_ranks: ranks on this machine.
+        num_gpus: that the engine is spread over.
+        visible: how many GPUs there are.
+    """
+    trainers = [trainer] if num_ranks == 1 else range(num_ranks)
+    free = [gpu for gpu in range(visible) if gpu not in trainers]
+    if len(free) >= num_ranks * num_gpus:
+        begin = 0 if num_ranks == 1 else trainer * num_gpus
+        return free[begin : begin + num_gpus]
+    return [trainer] if num_ranks > 1 else [*free, trainer][-num_gpus:]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
@@ -53,6 +54,18 @@ class Installed:
 
     options: Set[str]
     backend: str
+
+
+def num_gpus(options: Mapping[str, Any]) -> int:
+    """How many GPUs an engine with the options of `rollout.engine` is spread over."""
+    degrees = {key: options.get(key) or 1 for key in SEVERAL_GPUS}
+    sequence = max(
+        degrees["sequence_parallel_size"],
+        degrees["ulysses_degree"] * degrees["ring_degree"],
+        degrees["allgather_degree"],
+    )
+    others = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    return int(max(degrees["num_gpus"], sequence * math.prod(degrees[key] for key in others)))
 
 
 def engine_options(

@@ -123,7 +123,7 @@ def merging(change):
 
     def plant(engine):
         merge = engine._merge
-        engine._merge = lambda tensors: change(tensors, merge)
+        engine._merge = lambda tensors: iter(change(tensors, lambda given: dict(merge(given))).items())
 
     return plant
 
