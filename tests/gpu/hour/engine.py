@@ -1,0 +1,186 @@
+"""vllm-omni on the device: weight sync in each way, sleep and wake, agreement with the actor, doctor and audit."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import tiny_pipelines
+import torch
+from torch import Tensor
+
+from flowcorr import config as configs
+from flowcorr.actor import DiffusionActor
+from flowcorr.models import Conditioning, load_family
+from flowcorr.records import Rollout
+from flowcorr.rollout.vllm_omni import VllmOmniEngine
+from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from tests.gpu.hour import meter
+from tests.gpu.hour.parts import Hour, SkippedError
+
+SMALL = (
+    *("rollout.name=vllm_omni", "rollout.prompts_per_step=2", "rollout.n=4", "actor.mini_batches=1"),
+    *("reward.terms=[{name: jpeg_compressibility}]", "data.num_train=8", "data.num_heldout=4"),
+)
+LOW, HIGH = 1e-5, 2e-2
+"""Nats an element between actor and engine, at most: in float32, and in bfloat16."""
+WAYS = ("lora_tensors", "lora_path", "merged")
+
+
+def measure(hour: Hour) -> None:
+    if importlib.util.find_spec("vllm_omni") is None:
+        raise SkippedError("vllm-omni is not installed")
+    device = f"trainer.device={hour.device}"
+    for dtype in ("float32",) if hour.tiny else ("float32", "bfloat16"):
+        types = [f"model.dtype={dtype}", f"rollout.dtype={dtype}"]
+        for way in WAYS:
+            with _reported(hour, f"{way}, {dtype}"):
+                keys = [*SMALL, *types, f"rollout.engine.weight_sync={way}", device]
+                _synced(hour, f"{way}, {dtype}", keys, LOW if dtype == "float32" else HIGH)
+    if hour.device.type == "cuda":
+        with _reported(hour, "sleep"):
+            _slept(hour, [*SMALL, "rollout.engine.enable_sleep_mode=true", device])
+    else:
+        hour.row("sleep", "skipped", note="an engine on a CPU cannot sleep")
+    for family, (build, size) in {
+        "qwen_image": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
+        "flux": (tiny_pipelines.build_tiny_flux, tiny_pipelines.FLUX_SIZE),
+    }.items():
+        recipe = {"qwen_image": "qwen_image_ocr_lora_rollout_corr", "flux": "flux_dev_pickscore_lora"}[family]
+        overrides = tiny_pipelines.overrides(build(hour.folder / family), size, "float32")
+        _doctor(hour, recipe, [*overrides, "reward.gold=[]", device])
+    _doctor(hour, "tiny_jpeg_lora", [*SMALL, device])
+    _audit(hour, "tiny_jpeg_lora", [*SMALL, device])
+
+
+@contextlib.contextmanager
+def _reported(hour: Hour, name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        hour.row(name, "failed", failed=True, note=f"{type(error).__name__}: {error}"[-300:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Stack:
+    actor: DiffusionActor
+    engine: VllmOmniEngine
+    conditioning: Conditioning
+
+    def sample(self, step: int = 1) -> Rollout:
+        return self.engine.sample(self.conditioning, (0, 1), training_step=step, with_means=True)
+
+    def stir(self) -> None:
+        """Move the weights, as training would."""
+        draw = torch.Generator().manual_seed(self.actor.weights.version)
+        for parameter in self.actor.weights.parameters.values():
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=draw).to(parameter)
+        self.actor.weights.version += 1
+
+    def sync(self) -> None:
+        self.engine.sync(self.actor.weights.snapshot())
+
+    def gap(self, rollout: Rollout) -> Tensor:
+        return (self.actor.log_probs(rollout).log_probs - rollout.log_probs).abs()
+
+
+@contextlib.contextmanager
+def _running(overrides: Sequence[str]) -> Iterator[_Stack]:
+    config = configs.load("tiny_jpeg_lora", list(overrides))
+    family = load_family(config.model, config.trainer.device)
+    actor = DiffusionActor(family, config)
+    conditioning = family.encode(("cat", "dog"), actor.guidance)
+    engine = VllmOmniEngine(
+        family,
+        config,
+        actor_probe=ComputedProbe(family, config, actor.weights.snapshot().tensors),
+        merge=actor.weights.merged,
+    )
+    try:
+        stack = _Stack(actor=actor, engine=engine, conditioning=conditioning)
+        stack.sync()
+        yield stack
+    finally:
+        engine.close()
+
+
+def _synced(hour: Hour, name: str, overrides: Sequence[str], most: float) -> None:
+    with _running(overrides) as stack:
+        hour.row(
+            f"{name}: computes with",
+            ", ".join(f"{key} {value}" for key, value in stack.engine.describe().items()),
+        )
+        hour.row(
+            f"{name}: log-probs beside the actor's",
+            stack.gap(stack.sample()).max().item(),
+            unit="nats",
+            at_most=most,
+        )
+        stack.stir()
+        hour.row(f"{name}: with stale weights", stack.gap(stack.sample()).max().item(), unit="nats")
+        hour.row(f"{name}: sync", meter.seconds_once(hour.device, stack.sync), unit="s")
+        gap = stack.gap(stack.sample()).max().item()
+        hour.row(f"{name}: log-probs after it", gap, unit="nats", at_most=most)
+        hour.row(f"{name}: sampling 8 images", meter.seconds(hour.device, stack.sample, repeats=2), unit="s")
+
+
+def _slept(hour: Hour, overrides: Sequence[str]) -> None:
+    """Three training steps' worth of waking, syncing, sampling and sleeping, and the memory that sleep frees."""
+    with _running(overrides) as stack:
+        free = []
+        for step in range(3):
+            free.append(torch.cuda.mem_get_info(hour.device)[0])
+            gap = stack.gap(stack.sample(step)).max().item()
+            hour.row(f"sleep: log-probs of step {step} beside the actor's", gap, unit="nats", at_most=LOW)
+            stack.stir()
+            seconds = meter.seconds_once(hour.device, stack.sync)
+            hour.row(f"sleep: waking and sync of step {step}", seconds, unit="s")
+        stack.sample(3)
+        asleep = torch.cuda.mem_get_info(hour.device)[0]
+        hour.row("sleep: free memory gained", (asleep - min(free)) / 1e9, unit="GB")
+
+
+def _doctor(hour: Hour, recipe: str, overrides: Sequence[str]) -> None:
+    code, report = _command("doctor", recipe, [*overrides, "--prompts", "2"])
+    if report is None:
+        hour.row(f"doctor {recipe}", code, failed=True, note="see the log")
+        return
+    hour.row(f"doctor {recipe}", code, unit="exit code", at_most=1)
+    for finding in report["findings"]:
+        if finding["status"] not in ("PASS", "SKIP"):
+            failed = finding["status"] == "FAIL"
+            hour.row(
+                f"doctor {recipe}: {finding['check']}",
+                finding["status"],
+                failed=failed,
+                note=finding["message"],
+            )
+
+
+def _audit(hour: Hour, recipe: str, overrides: Sequence[str]) -> None:
+    code, report = _command(
+        "audit", recipe, [*overrides, "--batches", "1", "--out", str(hour.folder / "audit")]
+    )
+    if report is None:
+        hour.row(f"audit {recipe}", code, failed=True, note="see the log")
+        return
+    hour.row(f"audit {recipe}", report["advice"]["verdict"])
+
+
+def _command(name: str, recipe: str, arguments: Sequence[str]) -> tuple[int, dict | None]:
+    """A command's exit code and the JSON that it prints; None if it prints none."""
+    command = [sys.executable, "-m", "flowcorr", name, recipe, *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    print(done.stderr[-3000:])
+    try:
+        return done.returncode, json.loads(done.stdout[done.stdout.index("{") :])
+    except ValueError:
+        print(done.stdout)
+        return done.returncode, None

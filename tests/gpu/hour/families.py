@@ -1,0 +1,158 @@
+"""Transformers of real size with random weights, and batches that their own engine samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import tiny_pipelines
+import torch
+from torch import Tensor, nn
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.algorithm import needs_rollout_means
+from flowcorr.config import load
+from flowcorr.config.schema import Config
+from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily
+from flowcorr.plan.pipelines import Architecture, build_family, find_architecture
+from flowcorr.plan.text_inputs import text_inputs
+from flowcorr.plan.training import one_optimizer_step
+from flowcorr.records import ActorBatch
+from flowcorr.rollout import InProcessEngine
+from tests.gpu.hour.parts import RECIPES, Hour
+
+TOKENS_USED = 1 / 8
+"""Of the tokens that a prompt is padded to."""
+_TINY = {
+    "sd35": (tiny_pipelines.build_tiny_sd3, tiny_pipelines.SD3_SIZE),
+    "flux": (tiny_pipelines.build_tiny_flux, tiny_pipelines.FLUX_SIZE),
+    "qwen_image": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
+}
+
+
+def recipe_config(hour: Hour, family: str) -> Config:
+    """The recipe of a family with an engine in this process; tiny, with a tiny pipeline of the same classes."""
+    overrides = ["rollout.name=in_process", "rollout.engine={}"]
+    if hour.tiny:
+        build, size = _TINY[family]
+        overrides = [*tiny_pipelines.overrides(build(hour.folder / family), size, "float32"), *overrides]
+        overrides.append("model.max_sequence_length=8")
+    return load(RECIPES[family], [*overrides, f"trainer.device={hour.device}"])
+
+
+def planned_config(hour: Hour, family: str) -> tuple[Config, Architecture, dict[str, Any]]:
+    """A step of two micro-batches, as many blocks as fit, and what is predicted for it."""
+    planned = hour.fact_of("plan", family)
+    config = one_optimizer_step(recipe_config(hour, family))
+    rollout = replace(config.rollout, n=2 * planned["micro_batch"], batch_size=None)
+    architecture = find_architecture(config.model.path).with_depths(planned["depths"])
+    return replace(config, rollout=rollout), architecture, planned
+
+
+class RandomWeights:
+    """Puts modules on a device with random weights, drawn anew from one seed for each; see `FakeDevice.place`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def place(self, module: nn.Module, dtype: torch.dtype) -> None:
+        draw = torch.Generator(self.device).manual_seed(0)
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    values = self._draw(name, parameter, draw).to(dtype)
+                    part._parameters[name] = nn.Parameter(values, requires_grad=False)
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = buffer.to(
+                        self.device, dtype if buffer.is_floating_point() else None
+                    )
+
+    def _draw(self, name: str, parameter: Tensor, draw: torch.Generator) -> Tensor:
+        values = torch.empty(parameter.shape, device=self.device)
+        if parameter.dim() < 2:  # scales of norms are 1 and biases small
+            values.normal_(0, 0.02, generator=draw)
+            return 1 + values if name == "weight" else values
+        return values.normal_(0, parameter[0].numel() ** -0.5, generator=draw)
+
+
+def random_family(
+    config: Config, architecture: Architecture, device: torch.device, dtype: torch.dtype
+) -> ModelFamily:
+    """A family around random weights, the same for every dtype but for its rounding."""
+    from accelerate import init_empty_weights
+
+    weights: Any = RandomWeights(device)
+    with init_empty_weights(include_buffers=False):
+        family = build_family(architecture, config.model, weights, dtype=dtype, adapted=False)
+    family.pipeline.set_progress_bar_config(disable=True)
+    return family
+
+
+@torch.no_grad()
+def scale_velocities(config: Config, architecture: Architecture, family: ModelFamily) -> None:
+    """Give velocities a mean square of 1, as those of trained models have."""
+    weights = family.transformer.proj_out.weight
+    latents = torch.randn(1, *latent_shape(config, family)).to(weights.device)
+    conditioning = random_conditioning(config, architecture, family, 1)
+    timesteps = torch.full((1,), 800.0, device=weights.device)
+    sampling = config.sampling
+    guidance = Guidance(guidance_scale=sampling.guidance_scale, true_cfg_scale=sampling.true_cfg_scale)
+    velocity = family.velocity(family.transformer, latents, timesteps, conditioning, guidance)
+    for parameter in family.transformer.proj_out.parameters():
+        parameter.div_(velocity.square().mean().sqrt())
+
+
+def latent_shape(config: Config, family: ModelFamily) -> tuple[int, ...]:
+    return family.latent_shape(config.sampling.height, config.sampling.width)
+
+
+def random_conditioning(
+    config: Config, architecture: Architecture, family: ModelFamily, prompts: int
+) -> Conditioning:
+    """Embeddings of unit scale in the shapes that the family encodes prompts to."""
+    device = next(family.transformer.parameters()).device
+    draw = torch.Generator(device).manual_seed(1)
+    conditioning = {}
+    for name, shape in text_inputs(architecture, type(family), config).shapes.items():
+        if name.endswith("mask"):
+            used = max(1, round(TOKENS_USED * shape[0]))
+            conditioning[name] = (torch.arange(shape[0], device=device) < used).repeat(prompts, 1)
+        else:
+            values = torch.randn(prompts, *shape, device=device, generator=draw)
+            conditioning[name] = values.to(family.dtype)
+    return conditioning
+
+
+def build_actor(
+    hour: Hour, config: Config, architecture: Architecture
+) -> tuple[DiffusionActor, Conditioning]:
+    """The actor, and one prompt."""
+    family = random_family(config, architecture, hour.device, DTYPES[config.model.dtype])
+    scale_velocities(config, architecture, family)
+    conditioning = random_conditioning(config, architecture, family, 1)
+    return DiffusionActor(family, config), conditioning
+
+
+def build_engine(actor: DiffusionActor) -> InProcessEngine:
+    """The engine beside an actor, connected as the trainer does."""
+    config = actor.config
+    engine = InProcessEngine(
+        actor.family,
+        config.rollout,
+        config.sampling,
+        seed=config.trainer.seed,
+        merge=actor.weights.merged,
+        base=actor.weights.untrained,
+    )
+    engine.sync(actor.weights.snapshot())
+    return engine
+
+
+def sampled_batch(engine: InProcessEngine, conditioning: Conditioning, config: Config) -> ActorBatch:
+    """A batch of one group whose advantages differ from sample to sample."""
+    means = needs_rollout_means(config)
+    rollout = engine.sample(conditioning, [0], training_step=1, with_means=means)
+    device = rollout.log_probs.device
+    advantages = torch.linspace(-1.5, 1.2, rollout.num_samples, dtype=torch.float64, device=device)
+    return ActorBatch(rollout=replace(rollout, images=None), advantages=advantages)

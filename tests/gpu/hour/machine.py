@@ -1,0 +1,135 @@
+"""What the device reaches: bandwidth, matrix products, attention, launches, and copies from the host."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import torch
+from torch.nn import functional
+
+from flowcorr.devices import free_memory
+from flowcorr.plan.devices import GPUS, Utilisation
+from tests.gpu.hour import meter
+from tests.gpu.hour.parts import Hour
+
+
+def measure(hour: Hour) -> None:
+    device, assumed = hour.device, Utilisation()
+    memory = float(free_memory(device))
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, float(properties.total_memory)
+        hour.row(
+            "device",
+            name,
+            note=f"capability {properties.major}.{properties.minor}, CUDA {torch.version.cuda}",
+        )
+        hour.row("free memory", free_memory(device) / 1e9, unit="GB")
+    else:
+        name = platform.processor() or platform.machine()
+        hour.row("device", f"CPU {name}")
+    hour.row("memory", memory / 1e9, unit="GB")
+    hour.row("versions", ", ".join(_versions()))
+
+    large = 2**22 if hour.tiny else 2**30
+    source = torch.empty(large, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    bandwidth = 2 * large / meter.seconds(device, lambda: copy.copy_(source), repeats=5)
+    size = 256 if hour.tiny else 8192
+    bf16 = _product(device, size, torch.bfloat16)
+    float32 = _product(device, size // 2, torch.float32)
+    known = _data_sheet(name, memory)
+    if known is None:
+        sheet = {"bandwidth": bandwidth / assumed.bandwidth, "bf16": bf16 / assumed.matmul}
+        sheet["float32"] = float32 / assumed.matmul
+    else:
+        sheet = {key: getattr(GPUS[known], key) for key in ("bandwidth", "bf16", "float32")}
+        hour.row("known to flowcorr plan as", known)
+    hour.fact("gpu", {"name": known or name, "memory": memory, **sheet})
+
+    hour.row(
+        "bandwidth",
+        bandwidth / sheet["bandwidth"],
+        note=f"{bandwidth / 1e9:.0f} GB/s",
+        **_judged(assumed.bandwidth),
+    )
+    hour.row(
+        "products in bfloat16",
+        bf16 / sheet["bf16"],
+        note=f"{bf16 / 1e12:.3g} TFLOP/s",
+        **_judged(assumed.matmul),
+    )
+    hour.row(
+        "products in float32",
+        float32 / sheet["float32"],
+        note=f"{float32 / 1e12:.3g} TFLOP/s",
+        **_judged(assumed.matmul),
+    )
+    for masked in (False, True):
+        kind = "masked_attention" if masked else "attention"
+        forward, backward = _attention(device, masked, tokens=64 if hour.tiny else 4096)
+        hour.row(f"{kind}", forward / sheet["bf16"], **_judged(getattr(assumed, kind)))
+        hour.row(
+            f"{kind}_backward", backward / sheet["bf16"], **_judged(getattr(assumed, f"{kind}_backward"))
+        )
+    one = torch.ones(1, device=device)
+
+    def launches() -> None:
+        for _ in range(1000):
+            one.add_(1)
+
+    hour.row("launch", meter.seconds(device, launches) / 1000, unit="s", expected=assumed.launch, within=0.5)
+    if device.type == "cuda":
+        for pinned in (False, True):
+            host = torch.empty(large // 4, dtype=torch.uint8, pin_memory=pinned)
+            rate = large / 4 / meter.seconds(device, lambda host=host: copy[: large // 4].copy_(host))
+            hour.row(
+                f"from the host, {'pinned' if pinned else 'pageable'}", rate / 1e9, unit="GB/s", expected=25.0
+            )
+
+
+def _judged(expected: float) -> dict[str, float | str]:
+    return {"unit": "of the data sheet", "expected": expected, "within": 0.25}
+
+
+def _product(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    """FLOP a second of a square matrix product."""
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / meter.seconds(device, lambda: left @ right, repeats=5)
+
+
+def _attention(device: torch.device, masked: bool, *, tokens: int) -> tuple[float, float]:
+    """FLOP a second of attention forwards, and backwards by 2.5 times the work of forwards."""
+    shape, heads, width = (2, 24, tokens, 64), 24, 64
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+    mask = torch.ones(2, 1, 1, tokens, dtype=torch.bool, device=device) if masked else None
+
+    def forward() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, mask)
+
+    work = 4 * 2 * heads * tokens**2 * width
+    ahead = meter.seconds(device, forward)
+    both = meter.seconds(device, lambda: forward().sum().backward())
+    return work / ahead, 2.5 * work / max(both - ahead, 1e-9)
+
+
+def _data_sheet(name: str, memory: float) -> str | None:
+    """The device of `flowcorr plan` whose chip and memory are those of this one."""
+    plain = name.lower().replace(" ", "")
+    for known, gpu in GPUS.items():
+        if known.split("-")[0] in plain and abs(gpu.memory / memory - 1) < 0.1:
+            return known
+    return None
+
+
+def _versions() -> list[str]:
+    found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
+    for package in ("diffusers", "transformers", "peft", "accelerate", "vllm-omni", "vllm", "ray"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return found
