@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.gpu.hour import bundle
+from tests.gpu.hour.parts import PARTS, Hour, SkippedError
 from tests.gpu.hour.record import Outcome, Record, Row
 
 ROOT = Path(__file__).parents[3]
@@ -33,12 +33,8 @@ def main(description: str | None) -> int:
         bundle.install(options.wheels)
     if options.child:
         return _measure(options)
-    from tests.gpu.hour.parts import PARTS
-
     record = Record(options.out)
-    for name in options.again:
-        record.outcomes.pop(name, None)
-    due = [name for name in options.parts or PARTS if name not in record.outcomes]
+    due = [name for name in options.parts or PARTS if options.again or name not in record.outcomes]
     if options.dry:
         _list(record)
         return 0
@@ -64,8 +60,6 @@ def main(description: str | None) -> int:
 
 def _run(name: str, record: Record, options: argparse.Namespace, *, seconds: float) -> Outcome:
     """Run one part in a process of its own, and collect what it has measured, however it ended."""
-    from tests.gpu.hour.parts import PARTS
-
     folder = options.out / name
     folder.mkdir(parents=True, exist_ok=True)
     lines, log = folder / "lines.jsonl", options.out / f"{name}.log"
@@ -111,7 +105,6 @@ def _measure(options: argparse.Namespace) -> int:
     import torch
 
     from flowcorr.devices import named_device
-    from tests.gpu.hour.parts import PARTS, Hour, SkippedError
 
     part, folder = PARTS[options.child], options.out / options.child
     hour = Hour(
@@ -138,8 +131,6 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _list(record: Record) -> None:
-    from tests.gpu.hour.parts import PARTS
-
     for name, part in PARTS.items():
         outcome = record.outcomes.get(name)
         state = "" if outcome is None else f"  {outcome.status} in {outcome.seconds / 60:.1f}"
@@ -153,8 +144,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/first_hour"), help="folder of the results")
     parser.add_argument("--minutes", type=float, default=8, help="begin no part that would end later")
-    parser.add_argument("--parts", nargs="+", metavar="PART", help="only these")
-    parser.add_argument("--again", nargs="+", default=[], metavar="PART", help="also if they have run")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, metavar="PART", help="only these")
+    parser.add_argument("--again", action="store_true", help="also what has run")
     parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1 or cpu")
     parser.add_argument("--tiny", action="store_true", help="models and batches of a test's size")
     parser.add_argument("--dry", action="store_true", help="list the parts and their estimates")
@@ -163,6 +154,3 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--python-version", default="3.12", help="of that machine, for --bundle")
     parser.add_argument("--child", metavar="PART", help=argparse.SUPPRESS)
     return parser
-
-
-__all__: Sequence[str] = ["main"]

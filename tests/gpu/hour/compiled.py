@@ -17,7 +17,7 @@ BLOCKS = 4
 
 def measure(hour: Hour, family: str) -> None:
     config, architecture, planned = planned_config(hour, family)
-    few = {kind: min(depth, 1 if hour.tiny else BLOCKS) for kind, depth in planned["depths"].items()}
+    few = {kind: min(depth, 2 if hour.tiny else BLOCKS) for kind, depth in planned["depths"].items()}
     actor, conditioning = build_actor(hour, config, architecture.with_depths(few))
     batch = sampled_batch(build_engine(actor), conditioning, config)
     rollout = batch.rollout

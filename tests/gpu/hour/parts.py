@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tests.gpu.hour.record import Row
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SkippedError(Exception):
@@ -53,13 +54,13 @@ def _of_families(about: str, module: str, minutes: tuple[float, float, float]) -
 
 PARTS: dict[str, Part] = {
     "machine": Part(about="what the device reaches of its data sheet", minutes=1, module="machine"),
-    "plan": Part(about="what `flowcorr plan` predicts here", minutes=4, module="predict", on_host=True),
+    "plan": Part(about="what `flowcorr plan` predicts here", minutes=3, module="predict", on_host=True),
     "embedded": Part(about="the embedded model on the device and on the CPU", minutes=1, module="embedded"),
     "paths": Part(about="a training step of each kind, and resuming", minutes=3, module="paths"),
     **_of_families("memory and time of a step, host reads, folded or not", "step", (2, 3, 5)),
     **_of_families("noise floor by timestep and precision", "noise", (2, 3, 4)),
     "correction": Part(about="cost of the correction", minutes=0.5, module="correction"),
-    "vllm_omni": Part(about="weight sync, sleep, doctor and audit", minutes=6, module="engine"),
+    "vllm_omni": Part(about="weight sync, sleep, doctor and audit", minutes=5.5, module="engine"),
     **_of_families("compiled blocks", "compiled", (2, 2, 2)),
     "curve": Part(about="whole runs on the device and on the CPU", minutes=3, module="curve"),
     "ranks": Part(about="two ranks beside one", minutes=2, module="two_ranks"),

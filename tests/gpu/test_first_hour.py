@@ -1,0 +1,103 @@
+"""The first hour on a GPU, in tiny sizes on a CPU: every part runs, and what goes wrong is a row of the table."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.hour import bundle
+from tests.gpu.hour.parts import PARTS
+from tests.gpu.hour.record import Outcome, Record, Row
+
+SCRIPT = Path(__file__).with_name("first_hour.py")
+
+
+def first_hour(*arguments, timeout=60):
+    command = [sys.executable, str(SCRIPT), "--tiny", "--device", "cpu", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def test_the_parts_are_listed_with_their_minutes(tmp_path):
+    record = Record(tmp_path)
+    record.outcomes["machine"] = Outcome(status="done", seconds=30)
+    record.save()
+    done = first_hour("--dry", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [*PARTS, "all"]
+    assert lines[0].endswith("done in 0.5")
+    assert sum(part.minutes for part in PARTS.values()) <= 45
+    assert max(part.minutes for part in PARTS.values()) <= 8
+
+
+def test_a_record_can_be_gone_on_from(tmp_path):
+    record = Record(tmp_path)
+    rows = [
+        Row(what="peak | GB", value=1.04, unit="GB", expected=1.0, within=0.05),
+        Row(what="x", value=[1.0, 2e-5]),
+    ]
+    record.outcomes["plan"] = Outcome(
+        status="failed", reason="lost\nits way", rows=rows, facts={"sd35": {"a": 1}}
+    )
+    record.save()
+    assert Record(tmp_path).outcomes == record.outcomes
+    table = (tmp_path / "first_hour.md").read_text().splitlines()
+    assert table[2] == "| **plan** | 0 s | | | FAILED | lost its way |"
+    assert table[3] == "| | peak / GB | 1.04 GB | 1 ± 5% | ok |  |"
+    assert table[4] == "| | x | 1 2e-05 |  |  |  |"
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        ({"value": 1.2, "expected": 1.0, "within": 0.25}, "ok"),
+        ({"value": 1.3, "expected": 1.0, "within": 0.25}, "look"),
+        ({"value": 0.7, "expected": 1.0, "within": 0.25}, "look"),
+        ({"value": float("nan"), "expected": 1.0, "within": 0.25}, "look"),
+        ({"value": 1.3, "expected": 1.0}, ""),
+        ({"value": 3, "at_most": 3}, "ok"),
+        ({"value": 4, "at_most": 3}, "look"),
+        ({"value": "failed", "failed": True}, "FAILED"),
+    ],
+)
+def test_a_number_is_judged_by_what_was_promised(row, verdict):
+    assert Row(what="it", **row).verdict == verdict
+
+
+def test_a_part_that_cannot_run_does_not_end_the_others(tmp_path):
+    parts = ["step_sd35", "correction"]
+    done = first_hour("--parts", *parts, "--out", tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    outcomes = Record(tmp_path).outcomes
+    assert outcomes["step_sd35"].status == "skipped"
+    assert outcomes["step_sd35"].reason.startswith("needs 'sd35' of the part 'plan'")
+    assert outcomes["correction"].status == "done"
+    assert {row.verdict for row in outcomes["correction"].rows} == {"ok"}
+    written = json.loads((tmp_path / "first_hour.json").read_text())
+    assert first_hour("--parts", *parts, "--out", tmp_path).returncode == 0  # nothing is due
+    assert json.loads((tmp_path / "first_hour.json").read_text()) == written
+
+
+def test_wheels_of_what_is_installed_are_left_alone(tmp_path):
+    (tmp_path / "omegaconf-1.0-py3-none-any.whl").touch()
+    before = list(sys.path)
+    bundle.install(tmp_path)
+    assert sys.path == before
+
+
+@pytest.mark.slow
+def test_every_part_runs_on_a_cpu(tmp_path):
+    done = first_hour("--minutes", 60, "--out", tmp_path, timeout=3600)
+    assert done.returncode == 0, done.stdout
+    outcomes = Record(tmp_path).outcomes
+    skipped = {} if find_spec("vllm_omni") else {"vllm_omni": "vllm-omni is not installed"}
+    assert list(outcomes) == list(PARTS)
+    assert {name: outcome.reason for name, outcome in outcomes.items() if outcome.reason} == skipped
+    assert [row for outcome in outcomes.values() for row in outcome.rows if row.verdict == "FAILED"] == []
