@@ -82,16 +82,18 @@ examples:
   flowcorr audit tiny_ocr_lora rollout.staleness=4 --batches 4
   flowcorr audit tiny_ocr_lora --json | jq -r .advice.yaml
 
-DIR gets audit.json, audit.html (one page that needs nothing else) and its charts as PNG.
+RECIPE may also be a folder of steps that any trainer wrote by flowcorr.dump: then no model is loaded, and nothing
+is timed. DIR gets audit.json, audit.html (one page that needs nothing else) and its charts as PNG.
 If engine and training stack disagree by more than rounding, flowcorr doctor says which part is to blame.
 
 exit codes: 0 audited, whatever it advises; 1 failed, 2 bad configuration
 """
 _LAB = """\
-Replay every preset of rollout correction on the steps of a run that was trained with trainer.dump_log_probs=true,
-from its log-probs alone: what its weights and rejection would have been, its loss, and how far its gradient would have
-been from that of no correction, which is the run's loss on its old log-probs without weights and rejection. Nothing is
-sampled, and no model is loaded; 1,000 steps of 512 images take seconds.
+Replay every preset of rollout correction on the steps of a run that was trained with trainer.dump_log_probs=true, or
+that another trainer wrote by flowcorr.dump, from its log-probs alone: what its weights and rejection would have been,
+its loss, and how far its gradient would have been from that of no correction, which is the run's loss on its old
+log-probs without weights and rejection. Nothing is sampled, and no model is loaded; 1,000 steps of 512 images take
+seconds.
 
 How to read it; shares are of terms, one a sample and SDE step:
   cosine     of the coefficients d loss / d log_prob with uncorrected ones, mean and lowest over steps. At 1 a
@@ -116,6 +118,7 @@ with the number, its limit and what to do, curves with healthy ranges, drift by 
 settings in which the runs differ. Runs that differ by seed only are drawn as one, with a band from the smallest
 to the largest value. The same rules run during training, where each is told once.
 With trainer.dump_log_probs=true, histograms show the ratios in their clip range and the rollout mismatch by step.
+A folder that another trainer wrote by flowcorr.dump is a run too; notes say which fields would show more.
 
 examples:
   flowcorr report runs/tiny_ocr_lora
@@ -228,7 +231,7 @@ def build_parser() -> argparse.ArgumentParser:
     audit = _add(
         subparsers, "audit", "measure the rollout gap and advise on its correction", _AUDIT, commands.audit
     )
-    _add_recipe(audit)
+    _add_recipe(audit, "a YAML file, the name of a shipped recipe, or a folder of dumped steps")
     audit.add_argument("--batches", type=int, default=2, metavar="N", help="rollout batches (default: 2)")
     audit.add_argument("--out", metavar="DIR", help="the folder to write (default: runs/RECIPE_audit)")
     audit.add_argument("--json", action="store_true", help="print audit.json, and nothing else")
@@ -240,7 +243,7 @@ def build_parser() -> argparse.ArgumentParser:
     planning.add_arguments(plan)
 
     lab = _add(subparsers, "lab", "replay every preset on a run's dumped log-probs", _LAB, commands.lab)
-    lab.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
+    lab.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run, or of dumped steps")
     lab.add_argument("--presets", default="all", metavar="all|NAME,NAME", help="default: all")
     lab.add_argument(
         "--scales",
@@ -282,8 +285,10 @@ def _add(
     return parser
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
+def _add_recipe(
+    parser: argparse.ArgumentParser, text: str = "a YAML file, or the name of a shipped recipe"
+) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help=text)
     _add_overrides(parser)
 
 

@@ -35,9 +35,15 @@ def show_audit(report: AuditReport, files: Sequence[Path], console: Console | No
         ("presets at their own thresholds", page.PRESET_HEADER, map(page.preset_row, report.presets)),
     )
     for title, header, rows in tables:
+        if header is page.SCALE_HEADER and not report.scales:
+            continue
         console.print(title, style="italic", markup=False)
         console.print(_table(header, rows))
         console.print()
+    if advice is None:
+        console.print(page.NO_ADVICE, markup=False)
+        console.print(f"saved: {saved(files)}", markup=False, soft_wrap=True)
+        return
     console.print(advice.verdict, style=_STYLES[advice.kind], markup=False)
     for reason in (*advice.reasons, BASIS):
         console.print(f"- {reason}", markup=False)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from flowcorr.errors import ConfigError, MissingExtraError
+
 if TYPE_CHECKING:
     from flowcorr.correction import RolloutCorrectionConfig
 
@@ -72,16 +74,25 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def audit(arguments: argparse.Namespace) -> int:
-    """Measure the gap between a recipe's two stacks, save what was found, and advise."""
+    """Measure the gap between a recipe's two stacks, or of a dump, save what was found, and advise."""
     from flowcorr.cli.audit import show_audit
     from flowcorr.config import load
     from flowcorr.diagnostics.audit import audit as measure
     from flowcorr.diagnostics.audit import page
+    from flowcorr.diagnostics.audit.dumped import audit_folder
     from flowcorr.plan.check import check_this_gpu
 
-    config = load(arguments.recipe, arguments.overrides)
-    check_this_gpu(arguments.recipe, arguments.overrides, config)
-    report = measure(config, num_batches=arguments.batches)
+    if Path(arguments.recipe).is_dir():
+        if arguments.overrides:
+            raise ConfigError(
+                f"{arguments.recipe} is a folder of dumped steps, which {arguments.overrides[0]} cannot change; leave "
+                "it out, or name a recipe"
+            )
+        report = audit_folder(Path(arguments.recipe))
+    else:
+        config = load(arguments.recipe, arguments.overrides)
+        check_this_gpu(arguments.recipe, arguments.overrides, config)
+        report = measure(config, num_batches=arguments.batches)
     out_dir = Path(arguments.out or Path("runs") / f"{Path(arguments.recipe).stem}_audit")
     title = " ".join((arguments.recipe, *map(_without_secret, arguments.overrides)))
     files = page.save(report, out_dir, title=title)

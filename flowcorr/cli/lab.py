@@ -31,5 +31,7 @@ def show_lab(report: LabReport, files: Sequence[Path], console: Console | None =
     console.print(table)
     for reason, names in page.reasons(report).items():
         console.print(f"not replayed: {', '.join(names)} ({reason})", markup=False)
+    for note in report.notes:
+        console.print(note, markup=False)
     console.print(f"\n{report.reading}", markup=False)
     console.print(f"saved: {saved(files)}", markup=False, soft_wrap=True)

@@ -175,7 +175,7 @@ class HealthMonitor:
 
     def update(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
         """What is newly broken after this step; records without training metrics, as of evaluations, are skipped."""
-        if not _is_step(metrics):
+        if not is_step(metrics):
             return []
         found = examine_step(metrics, self._units)
         self._streaks = {finding.rule: self._streaks.get(finding.rule, 0) + 1 for finding in found}
@@ -202,7 +202,8 @@ def _rank(level: Level) -> int:
     return LEVELS.index(level)
 
 
-def _is_step(metrics: Mapping[str, Any]) -> bool:
+def is_step(metrics: Mapping[str, Any]) -> bool:
+    """Whether a record is of a training step, and not of an evaluation alone."""
     return any(not name.startswith("eval/") for name in metrics if name != "step")
 
 

@@ -11,17 +11,16 @@ from pathlib import Path
 from torch import Tensor
 
 from flowcorr import config as configs
-from flowcorr import distributed
+from flowcorr import distributed, dumps
 from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers import Tracker, build_trackers
-from flowcorr.trainer import checkpoint, log_probs, run_folder, state
+from flowcorr.trainer import checkpoint, run_folder, state
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.evaluate import Evaluation, check_best_metric, evaluate
 from flowcorr.trainer.events import EventLog
 from flowcorr.trainer.images import before_after, image_grid, labelled, save_image
-from flowcorr.trainer.log_probs import LoggedTerms
 from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_run
@@ -115,7 +114,7 @@ class _Loop:
                 )
                 tracker.log_config(configs.to_mapping(self.config))
             if distributed.is_main():
-                log_probs.discard_after(self.out_dir, self.step)
+                dumps.discard_after(self.out_dir, self.step)
             self.observer.on_start(self.config, self.out_dir, self.step)
             with distributed.fail_together("the checks before the start"):
                 if before_start is not None:
@@ -231,12 +230,16 @@ class _Loop:
         for tracker in self.trackers:
             tracker.log({**values, **evaluated}, self.step)
 
-    def _dump(self, terms: LoggedTerms | None) -> None:
+    def _dump(self, terms: dumps.LoggedTerms | None) -> None:
         """Save the terms that the losses of a training step were computed from, of all ranks."""
         by_rank = distributed.gather_on_main(terms, "the log-probs of a step")
         if by_rank is not None:
-            all_terms = LoggedTerms.concatenate([terms for terms in by_rank if terms is not None])
-            log_probs.save(self.out_dir / log_probs.FOLDER, self.step, all_terms, self.config)
+            all_terms = dumps.LoggedTerms.concatenate([terms for terms in by_rank if terms is not None])
+            actor = self.config.actor
+            loss = dumps.LoggedLoss(
+                loss_mode=actor.loss_mode, clip_ratio=actor.clip_ratio, adv_clip_max=actor.adv_clip_max
+            )
+            dumps.save(self.out_dir / dumps.FOLDER, self.step, all_terms, loss)
 
     def _log_images(self, result: StepResult) -> None:
         """Log samples of the main rank."""

@@ -14,13 +14,14 @@ from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
 )
+from flowcorr.dumps import LoggedTerms
 from flowcorr.errors import BackendError, BatchError
 from flowcorr.metrics import Metrics, Over, maximum, mean, total
 from flowcorr.records import ActorBatch, Prompt, Rollout
 from flowcorr.rewards import RewardOutput, training_scores
 from flowcorr.trainer.collect import collect, prefetch, score
 from flowcorr.trainer.gap_split import measure_gap_split, splits_gap, with_old_scores
-from flowcorr.trainer.log_probs import LoggedTerms, TermRecorder
+from flowcorr.trainer.log_probs import TermRecorder
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from flowcorr import dumps
 from flowcorr.config import load, to_yaml
 from flowcorr.diagnostics.lab import parse_scales, replay_run
-from flowcorr.trainer import log_probs
-from flowcorr.trainer.log_probs import LoggedTerms
+from flowcorr.dumps import LoggedLoss, LoggedTerms
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def write_run(run_dir: Path, steps: int, samples: int, window: int) -> None:
             num_elements=512,
             bypass=False,
         )
-        log_probs.save(run_dir / log_probs.FOLDER, step, terms, config)
+        dumps.save(run_dir / dumps.FOLDER, step, terms, LoggedLoss())
 
 
 if __name__ == "__main__":

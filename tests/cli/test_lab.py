@@ -6,11 +6,11 @@ import pytest
 import torch
 from PIL import Image
 
+from flowcorr import dumps
 from flowcorr.cli import main
 from flowcorr.config import load, to_yaml
 from flowcorr.correction import PRESETS
-from flowcorr.trainer import log_probs
-from flowcorr.trainer.log_probs import LoggedTerms
+from flowcorr.dumps import LoggedLoss, LoggedTerms
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def run_dir(tmp_path):
             num_elements=512,
             bypass=True,
         )
-        log_probs.save(folder / log_probs.FOLDER, step, terms, config)
+        dumps.save(folder / dumps.FOLDER, step, terms, LoggedLoss())
     return folder
 
 
@@ -102,10 +102,10 @@ def test_names_may_have_spaces(run_dir, tmp_path):
 def test_what_is_no_run_and_what_has_no_dumps_say_what_to_do(run_dir, tmp_path, capsys):
     assert main(["lab", str(tmp_path / "nowhere")]) == 2
     assert (
-        "holds no run: config.yaml is missing; name a folder that flowcorr train wrote"
+        "holds no run (config.yaml is missing) and no dumped step; name the --out of flowcorr train"
         in capsys.readouterr().err
     )
-    for path in (run_dir / log_probs.FOLDER).iterdir():
+    for path in (run_dir / dumps.FOLDER).iterdir():
         path.unlink()
     assert main(["lab", str(run_dir)]) == 2
     err = capsys.readouterr().err

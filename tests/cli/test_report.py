@@ -1,6 +1,8 @@
 import shutil
 
 import pytest
+from diagnostics.foreign_dumps import draw_steps
+from diagnostics.html_pages import Page
 from PIL import Image
 
 from flowcorr.cli import main
@@ -46,5 +48,16 @@ def test_charts_beside_a_page(run_dir, tmp_path, capsys):
 def test_what_is_no_run_is_named(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert (
-        f"{tmp_path} holds no run: config.yaml is missing; name a folder that flow" in capsys.readouterr().err
+        f"{tmp_path} holds no run (config.yaml is missing) and no dumped step; name the --out of flowcorr train"
+        in capsys.readouterr().err
     )
+
+
+def test_a_folder_of_another_trainer_is_a_run(tmp_path):
+    """With findings by the health rules, and a note for each field that is missing."""
+    folder = draw_steps(tmp_path / "dump", without=("sigmas",))
+    assert main(["report", str(folder)]) == 0
+    text = Page(folder / "report.html").text
+    assert "Share of ratios outside the clip range before anything was learned is" in text
+    assert "Not dumped: sigmas, which gives the noise level of each step" in text
+    assert "Ratios of the update" in text

@@ -2,9 +2,8 @@
 
 import torch
 
-from flowcorr import config
-from flowcorr.trainer import log_probs
-from flowcorr.trainer.log_probs import LoggedTerms
+from flowcorr import config, dumps
+from flowcorr.dumps import LoggedLoss, LoggedTerms
 
 CORRECTION = "algorithm.rollout_correction"
 D = 64
@@ -46,5 +45,5 @@ def write_run(folder, parts, *overrides):
     settings = config.load("tiny_jpeg_lora", list(overrides))
     (folder / "config.yaml").write_text(config.to_yaml(settings), encoding="utf-8")
     for step, part in enumerate(parts, 1):
-        log_probs.save(folder / log_probs.FOLDER, step, part, settings)
+        dumps.save(folder / dumps.FOLDER, step, part, LoggedLoss())
     return folder

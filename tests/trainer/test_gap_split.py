@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowcorr import config, trainer
+from flowcorr import config, dumps, trainer
 from flowcorr.errors import BackendError, BatchError
 from flowcorr.records import Rollout
 from flowcorr.rollout import Weights
@@ -192,7 +192,7 @@ def test_the_behaviour_as_the_old_policy_leaves_staleness_in_the_ratio(loss, tmp
     # The correction is left the engine's part; staleness is in the ratio, before the first update too.
     for size in ("kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max"):
         assert second[f"{PARTS[0]}{size}"] == pytest.approx(second[f"rollout_corr/{size}"], rel=1e-9)
-    terms = trainer.log_probs.load(tmp_path / "log_probs" / "step_000002.safetensors")
+    terms = dumps.load(tmp_path / "log_probs" / "step_000002.safetensors")
     drift = (terms.current_log_probs - terms.old_log_probs).double()
     assert -drift.mean() == pytest.approx(second[f"{PARTS[1]}kl"], abs=LOG_PROBS["atol"])
     assert drift.abs().mean() > 2e-5

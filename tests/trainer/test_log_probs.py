@@ -1,19 +1,15 @@
 """The dumped terms of training steps: what they hold, how they are written, and that they change nothing."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributions import Normal, kl_divergence
 
-from flowcorr import config, trainer
-from flowcorr.errors import BackendError, ConfigError
+from flowcorr import config, dumps, trainer
 from flowcorr.trackers import read_metrics
-from flowcorr.trainer import checkpoint, log_probs
-from flowcorr.trainer.log_probs import LoggedTerms, TermRecorder
+from flowcorr.trainer import checkpoint
+from flowcorr.trainer.log_probs import TermRecorder
 from tests.tolerances import LOG_PROBS
 
 SMALL = (
@@ -45,24 +41,6 @@ def runs(tmp_path_factory):
     return folder / "dumped", folder / "plain"
 
 
-def terms(**changes):
-    """Two samples of two steps."""
-    window = torch.tensor([[-0.5, -0.25], [0.125, 1.0]])
-    values = {
-        name: window + place
-        for place, name in enumerate(
-            (
-                *("rollout_log_probs", "old_log_probs", "current_log_probs"),
-                *("timesteps", "sigmas", "sigmas_next", "stds"),
-            )
-        )
-    }
-    rows = torch.tensor([3, 5])
-    values |= {"advantages": rows / 2, "rewards": rows / 4, "group_ids": rows, "policy_versions": rows}
-    values |= {"step_indices": torch.tensor([[0, 1], [1, 2]]), "num_elements": 12, "bypass": False}
-    return LoggedTerms(**(values | changes))
-
-
 def assert_same(one, other):
     assert (one.num_elements, one.bypass) == (other.num_elements, other.bypass)
     assert one.tensors().keys() == other.tensors().keys()
@@ -85,15 +63,15 @@ def test_a_dump_changes_nothing_else(runs):
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    assert list(log_probs.files(dumped)) == [1, 2, 3]
+    assert list(dumps.files(dumped)) == [1, 2, 3]
     assert not (plain / "log_probs").exists()
 
 
 def test_terms_are_those_of_the_step(runs):
     dumped, _ = runs
     logged = {record["step"]: record for record in records(dumped) if "actor/ppo_kl" in record}
-    for step, path in log_probs.files(dumped).items():
-        found, metrics = log_probs.load(path), logged[step]
+    for step, path in dumps.files(dumped).items():
+        found, metrics = dumps.load(path), logged[step]
         gap = found.rollout_log_probs.double() - found.old_log_probs.double()
         assert gap.mean().item() == pytest.approx(metrics["rollout_corr/kl"], rel=1e-9)
         update = (found.old_log_probs - found.current_log_probs).double()
@@ -105,7 +83,7 @@ def test_terms_are_those_of_the_step(runs):
 
 
 def test_the_first_mini_batch_is_scored_by_the_old_policy(runs):
-    found = log_probs.load(log_probs.files(runs[0])[1])
+    found = dumps.load(dumps.files(runs[0])[1])
     gap = (found.current_log_probs - found.old_log_probs).abs()
     first, second = sorted(gap[found.group_ids == group].max() for group in found.group_ids.unique())
     assert first < LOG_PROBS["atol"]
@@ -116,13 +94,13 @@ def test_a_resumed_run_drops_what_is_later_and_writes_it_again(runs, tmp_path):
     whole, _ = runs
     killed = tmp_path / "killed"
     trainer.train(small_config("trainer.dump_log_probs=true", "trainer.total_steps=2"), killed)
-    late = log_probs.files(killed)[2].with_name("step_000009.safetensors")
+    late = dumps.files(killed)[2].with_name("step_000009.safetensors")
     late.write_bytes(b"of a step that never was")
     trainer.train(small_config("trainer.dump_log_probs=true"), killed, resume=True)
     assert not late.exists()
-    assert list(log_probs.files(killed)) == [1, 2, 3]
-    for step, path in log_probs.files(killed).items():
-        assert_same(log_probs.load(path), log_probs.load(log_probs.files(whole)[step]))
+    assert list(dumps.files(killed)) == [1, 2, 3]
+    for step, path in dumps.files(killed).items():
+        assert_same(dumps.load(path), dumps.load(dumps.files(whole)[step]))
 
 
 @pytest.mark.parametrize(
@@ -188,52 +166,3 @@ def test_without_means_there_are_no_kls(make_run):
     )
     run.update(batch, training_step=1, record=recorder)
     assert not {name for name in recorder.terms().tensors() if name.endswith("_kl")}
-
-
-def test_a_file_holds_all_of_it(tmp_path):
-    found = terms(current_old_kl=torch.full((2, 1), 0.5).expand(2, 2), bypass=True)
-    found = replace(found, old_log_probs=found.rollout_log_probs)
-    folder = tmp_path / "log_probs"
-    log_probs.save(folder, 7, found, small_config("actor.loss_mode=grpo_guard", "actor.clip_ratio=2e-3"))
-    assert [path.name for path in folder.iterdir()] == ["step_000007.safetensors"]
-    assert_same(log_probs.load(log_probs.files(tmp_path)[7]), found)
-    with safe_open(folder / "step_000007.safetensors", "pt") as file:
-        metadata = file.metadata()
-    assert json.loads(metadata.pop("clip_ratio")) == 2e-3
-    assert metadata == {
-        "format_version": "1",
-        "step": "7",
-        "num_elements": "12",
-        "mode": "bypass",
-        "loss_mode": "grpo_guard",
-    }
-
-
-def test_steps_can_be_joined():
-    one, other = terms(), terms(rewards=torch.tensor([8.0, 9.0]))
-    whole = LoggedTerms.concatenate([one, other])
-    assert whole.rewards.tolist() == [0.75, 1.25, 8, 9]
-    assert whole.sigmas.shape == (4, 2)
-
-
-def test_what_cannot_be_written_says_what_to_do(tmp_path):
-    (tmp_path / "log_probs").write_text("a file, where a folder should be")
-    with pytest.raises(
-        BackendError, match=r"step_000001.safetensors cannot be written.*dump_log_probs=false"
-    ):
-        log_probs.save(tmp_path / "log_probs", 1, terms(), small_config())
-
-
-def test_what_cannot_be_read_is_named(tmp_path):
-    path = tmp_path / "step_000001.safetensors"
-    path.write_bytes(b"torn")
-    with pytest.raises(ConfigError, match=r"step_000001.safetensors is damaged"):
-        log_probs.load(path)
-    whole = {name: value.clone() for name, value in terms().tensors().items()}
-    save_file(whole, path, {"format_version": "2", "num_elements": "12", "mode": "bypass"})
-    with pytest.raises(ConfigError, match="format_version 2, and this flowcorr reads 1"):
-        log_probs.load(path)
-    del whole["sigmas"]
-    save_file(whole, path, {"format_version": "1", "num_elements": "12", "mode": "bypass"})
-    with pytest.raises(ConfigError, match="sigmas"):
-        log_probs.load(path)

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowcorr import config, distributed, sde, trainer
+from flowcorr import config, distributed, dumps, sde, trainer
 from flowcorr.errors import FlowcorrError
 from flowcorr.models import DTYPES
 from flowcorr.rewards.jpeg import JpegCompressibility
 from flowcorr.trackers.jsonl import read_metrics
-from flowcorr.trainer import checkpoint, log_probs
+from flowcorr.trainer import checkpoint
 from tests.ranks import end_with_first, run_ranks, start_ranks
 
 SMALL = (
@@ -236,8 +236,8 @@ def assert_same_run(two, one):
     best, expected_best = ours.facts.pop("best"), theirs.facts.pop("best")
     assert best == pytest.approx(expected_best, rel=1e-6)
     assert ours.facts == theirs.facts
-    if (one / log_probs.FOLDER).exists():
-        dumped = [log_probs.load(path / log_probs.FOLDER / "step_000002.safetensors") for path in (two, one)]
+    if (one / dumps.FOLDER).exists():
+        dumped = [dumps.load(path / dumps.FOLDER / "step_000002.safetensors") for path in (two, one)]
         assert_close(*(terms.tensors() for terms in dumped))
 
 

@@ -53,7 +53,7 @@ class Facts:
         window_end: one more than the last step index that the SDE window can reach.
         limit: the key of `actor` that `clip_limit` is from, None where the loss has none.
         unscaled: whether log-probs are in units of `2 s^2` nats, as published cps ones.
-        recompute_share: of the time of rollout, recompute and update.
+        recompute_share: of the time of rollout, recompute and update; None if it was not timed.
     """
 
     num_steps: int
@@ -70,7 +70,7 @@ class Facts:
     unscaled: bool
     outliers: float
     outlier_band: float
-    recompute_share: float
+    recompute_share: float | None
 
     @property
     def clip_needed(self) -> float:
@@ -200,9 +200,14 @@ def _about_mode(facts: Facts, kind: Kind, bypass: bool) -> str:
     needed = (
         f"{CLIP_HEADROOM:g} times the {CLIP_QUANTILE:g} quantile of |ratio - 1| is {facts.clip_needed:.1e}"
     )
-    cost = f"{facts.recompute_share:.0%} of a step's time"
+    cost = "a forward pass of each term"
+    if facts.recompute_share is not None:
+        cost = f"{facts.recompute_share:.0%} of a step's time"
     if facts.clip_limit is None:
-        held = f"The loss {facts.loss_mode} bounds no ratio, so only the gap itself decides:"
+        bound = (
+            f"The loss {facts.loss_mode} bounds no ratio" if facts.limit is None else "No clip range is known"
+        )
+        held = f"{bound}, so only the gap itself decides:"
     elif facts.has_headroom:
         held = f"{needed}, within the range of {clip_text(facts.clip_limit)}:"
     else:

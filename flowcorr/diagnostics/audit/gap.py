@@ -44,6 +44,10 @@ class Gap:
         """Mean over samples of the exact KL of the window, by the chain rule."""
         return num_elements * float(self.step_kl.sum(1).mean())
 
+    def select(self, samples: Tensor) -> Gap:
+        """The samples where the `[B]` bools are true."""
+        return Gap(**{entry.name: getattr(self, entry.name)[samples] for entry in fields(Gap)})
+
     @staticmethod
     def concatenate(parts: Sequence[Gap]) -> Gap:
         """The samples of all parts."""

@@ -32,6 +32,7 @@ from flowcorr.diagnostics.audit.tables import (
     worth_of_weights,
 )
 from flowcorr.diagnostics.clip_noise import ratio_distance
+from flowcorr.diagnostics.dumped import UNBOUNDED
 from flowcorr.errors import ConfigError
 from flowcorr.losses import clip_by_term, resolve_loss
 from flowcorr.models.prompt_cache import PromptCache
@@ -69,7 +70,7 @@ class AuditReport:
     """All that was measured, and what follows.
 
     Attributes:
-        advice: the recommendation.
+        advice: the recommendation; it, nats, outliers and scales are None or empty where `D` is not known.
         num_samples: `B`, over all batches.
         num_steps: `T`, SDE steps of the window.
         num_elements: `D`.
@@ -82,34 +83,37 @@ class AuditReport:
         outside_clip: share of terms outside the limit, over all steps.
         outliers: share of terms that `step_z` would reject.
         outlier_band: largest distance of a ratio from 1 that is no outlier at any step.
-        cost: of the recompute pass.
+        cost: of the recompute pass; None if it was not timed.
         steps: by step index.
         scales: by scale and level.
         presets: by preset.
+        notes: of a dump, what it lacks and how that was made up for.
     """
 
-    advice: Advice
+    advice: Advice | None
     num_samples: int
     num_steps: int
-    num_elements: int
+    num_elements: int | None
     loss_mode: str
     clip_limit: float | Sequence[float] | None
     staleness: int
-    joint_nats: float
-    precision_nats: float
-    stale_nats: float
     outside_clip: float | None
-    outliers: float
-    outlier_band: float
-    cost: Cost
+    cost: Cost | None
     steps: Sequence[StepGap]
-    scales: Sequence[ScaleWorth]
     presets: Sequence[PresetOutcome]
+    joint_nats: float | None = None
+    precision_nats: float | None = None
+    stale_nats: float | None = None
+    outliers: float | None = None
+    outlier_band: float | None = None
+    scales: Sequence[ScaleWorth] = ()
+    notes: tuple[str, ...] = ()
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain, finite values for JSON."""
         mapping = asdict(self)
-        mapping["cost"]["share"] = self.cost.share
+        if self.cost is not None:
+            mapping["cost"]["share"] = self.cost.share
         return mapping
 
 
@@ -176,7 +180,7 @@ def examine_batches(
         seconds.timed("update", learn)
     phases = ("rollout", "recompute", "update")
     cost = Cost(**{phase: seconds.fastest(phase) for phase in phases})
-    return _report(config, whole, num_elements, precision, stale, cost)
+    return report_of(config, whole, num_elements, precision=precision, stale=stale, cost=cost)
 
 
 class _Seconds:
@@ -211,21 +215,55 @@ def _learn_anything(actor: DiffusionActor, rollout: Rollout, gap: Gap, *, traini
     actor.update(batch, AutoMode.of(actor.config).correction, training_step=training_step)
 
 
-def _report(
-    config: Config, gap: Gap, num_elements: int, precision: float, stale: float, cost: Cost
+def report_of(
+    config: Config,
+    gap: Gap,
+    num_elements: int | None,
+    *,
+    precision: float | None = None,
+    stale: float = 0.0,
+    cost: Cost | None = None,
+    notes: tuple[str, ...] = (),
 ) -> AuditReport:
+    """The report on a gap; without `num_elements` it holds what needs no unit of whole steps, and no advice.
+
+    Args:
+        config: the run's.
+        gap: what was measured.
+        num_elements: `D`, where known.
+        precision, stale: joint nats of the engine alone, and of staleness alone, where they were told apart.
+        cost: of the recompute pass, where it was timed.
+        notes: what is to be said beside it.
+    """
     loss = resolve_loss(config.actor)
     limit = loss.ratio_limit(config.actor)
+    limit = None if limit == UNBOUNDED else limit
     distance = ratio_distance(gap.delta, gap.step_kl, gap.stds, config.actor)
     steps = gap_by_step(gap, distance, limit)
     needed = {step.step_index: step.clip_needed for step in steps}
     if config.actor.ratio_level != "step":  # the window has one ratio
         needed = dict.fromkeys(needed, max(needed.values()))
+    report = AuditReport(
+        advice=None,
+        num_samples=len(gap.delta),
+        num_steps=gap.delta.shape[1],
+        num_elements=num_elements,
+        loss_mode=config.actor.loss_mode,
+        clip_limit=limit,
+        staleness=config.rollout.max_weight_age,
+        outside_clip=None if limit is None else fraction(distance > clip_by_term(limit, gap.step_indices)),
+        cost=cost,
+        steps=steps,
+        presets=preset_outcomes(gap, num_elements, config.sampling.num_inference_steps),
+        notes=notes,
+    )
+    if num_elements is None:
+        return report
     joint = gap.joint_nats(num_elements)
     outlier_fraction, band = outliers(gap, num_elements)
     scales = worth_of_weights(gap, num_elements)
     facts = Facts(
-        num_steps=gap.delta.shape[1],
+        num_steps=report.num_steps,
         num_elements=num_elements,
         joint_nats=joint,
         exact_ess=next(row.expected_ess for row in scales if (row.scale, row.level) == ("sum", "sequence")),
@@ -239,24 +277,15 @@ def _report(
         unscaled=config.sampling.cps_unscaled,
         outliers=outlier_fraction,
         outlier_band=band,
-        recompute_share=cost.share,
+        recompute_share=None if cost is None else cost.share,
     )
-    return AuditReport(
+    return replace(
+        report,
         advice=advise(facts),
-        num_samples=len(gap.delta),
-        num_steps=facts.num_steps,
-        num_elements=num_elements,
-        loss_mode=config.actor.loss_mode,
-        clip_limit=limit,
-        staleness=config.rollout.max_weight_age,
         joint_nats=joint,
-        precision_nats=precision,
+        precision_nats=joint if precision is None else precision,
         stale_nats=stale,
-        outside_clip=None if limit is None else fraction(distance > clip_by_term(limit, gap.step_indices)),
         outliers=outlier_fraction,
         outlier_band=band,
-        cost=cost,
-        steps=steps,
         scales=scales,
-        presets=preset_outcomes(gap, num_elements, config.sampling.num_inference_steps),
     )

@@ -33,6 +33,7 @@ SCALE_HEADER = ("scale", "level", "ESS", "ESS expected", "chi-squared")
 SCALE_NOTE = (
     "expected: from the exact KLs, for many samples; chi-squared: mean square less 1, so it may be negative"
 )
+NO_ADVICE = "no advice: the dump does not tell num_elements, without which a gap has no size"
 PRESET_HEADER = ("preset", "rejected terms", "rejected samples", "mean weight", "ESS")
 _LEVELS: Mapping[Kind, str] = {
     "none": "healthy",
@@ -76,21 +77,23 @@ def as_json(report: AuditReport, title: str) -> str:
 
 def facts(report: AuditReport) -> list[str]:
     """What holds for all steps, a line each."""
-    cost = report.cost
-    lines = [
-        f"{report.num_samples} samples of {report.num_steps} SDE steps, D = {report.num_elements}, "
-        f"loss {report.loss_mode}",
-        f"joint nats of a window, D times its exact KL: {report.joint_nats:.3g}",
-        f"recompute pass: {cost.recompute:.2g} s a step beside {cost.rollout:.2g} s of rollout and {cost.update:.2g} s "
-        f"of update, {cost.share:.0%} of the three together (reward not counted)",
-    ]
+    size = "" if report.num_elements is None else f", D = {report.num_elements}"
+    lines = [f"{report.num_samples} samples of {report.num_steps} SDE steps{size}, loss {report.loss_mode}"]
+    if report.joint_nats is not None:
+        lines.append(f"joint nats of a window, D times its exact KL: {report.joint_nats:.3g}")
     if report.outside_clip is not None and report.clip_limit is not None:
-        lines.insert(
-            2,
+        lines.append(
             f"terms outside the clip range of {clip_text(report.clip_limit)} before any update: "
-            f"{report.outside_clip:.1%}",
+            f"{report.outside_clip:.1%}"
         )
-    if report.staleness:
+    cost = report.cost
+    if cost is not None:
+        lines.append(
+            f"recompute pass: {cost.recompute:.2g} s a step beside {cost.rollout:.2g} s of rollout and "
+            f"{cost.update:.2g} s of update, {cost.share:.0%} of the three together (reward not counted)"
+        )
+    lines += report.notes
+    if report.staleness and cost is not None:
         lines.append(
             f"the engine lags {report.staleness} training steps behind; they were made on random advantages, which "
             f"stand in for learning: {report.stale_nats:.3g} joint nats are staleness, {report.precision_nats:.3g} the "
@@ -104,7 +107,8 @@ def step_row(step: StepGap) -> tuple[str, ...]:
     outside = "-" if step.outside_clip is None else f"{step.outside_clip:.0%}"
     sizes = (f"{value:.1e}" for value in (step.mean_delta, *step.abs_delta, step.exact_kl))
     needed = f"{step.clip_needed:.1e}"
-    return str(step.step_index), f"{step.sigma:.3f}", str(step.num_terms), *sizes, outside, needed
+    sigma = "-" if step.sigma is None else f"{step.sigma:.3f}"
+    return str(step.step_index), sigma, str(step.num_terms), *sizes, outside, needed
 
 
 def scale_row(worth: ScaleWorth) -> tuple[str, ...]:
@@ -123,23 +127,28 @@ def preset_row(outcome: PresetOutcome) -> tuple[str, ...]:
 
 def html(report: AuditReport, title: str) -> str:
     """The page."""
-    advice = report.advice
-    suggestions = [("For the recipe, in place of what it says of these keys", advice.yaml)]
-    if advice.alternative:
+    advice, suggestions = report.advice, []
+    if advice is not None:
+        suggestions.append(("For the recipe, in place of what it says of these keys", advice.yaml))
+    if advice is not None and advice.alternative:
         suggestions.append(("Or bypass, with a clip range above the noise", advice.alternative))
     return render(
         "audit.html",
         title=f"Audit of {title}",
-        level=_LEVELS[advice.kind],
-        verdict=advice.verdict,
-        reasons=(*advice.reasons, BASIS),
+        level="note" if advice is None else _LEVELS[advice.kind],
+        verdict=NO_ADVICE if advice is None else advice.verdict,
+        reasons=() if advice is None else (*advice.reasons, BASIS),
         suggestions=[(text, lines, as_overrides(lines)) for text, lines in suggestions],
         facts=facts(report),
         charts=charts(report),
         # Heading, note, header, rows, and how many columns hold words.
         tables=[
             ("By step", "delta log p, in nats a latent element", STEP_HEADER, map(step_row, report.steps), 1),
-            ("Weights without a cap", SCALE_NOTE, SCALE_HEADER, map(scale_row, report.scales), 2),
+            *(
+                [("Weights without a cap", SCALE_NOTE, SCALE_HEADER, map(scale_row, report.scales), 2)]
+                if report.scales
+                else []
+            ),
             ("Presets at their own thresholds", "", PRESET_HEADER, map(preset_row, report.presets), 1),
         ],
     )
@@ -188,6 +197,9 @@ def _draw_gap(figure: Figure, report: AuditReport) -> None:
     if all(step.abs_delta[0] > 0 for step in steps):
         axes.set_yscale("log")
     style_axis(axes.yaxis)
-    axes.set_xticks(places, [f"step {step.step_index}\nσ {step.sigma:.2f}" for step in steps])
+    names = [
+        f"step {step.step_index}" + ("" if step.sigma is None else f"\nσ {step.sigma:.2f}") for step in steps
+    ]
+    axes.set_xticks(places, names)
     axes.set_xlim(-0.3, len(steps) - 1)
     label_lines(axes, [(values[-1], name, colour) for name, values, colour, _ in lines])

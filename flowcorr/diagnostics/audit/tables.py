@@ -28,7 +28,7 @@ class StepGap:
 
     Attributes:
         step_index: place in the schedule.
-        sigma: noise level before the step.
+        sigma: noise level before the step, where known.
         num_terms: terms measured.
         mean_delta: mean of `delta log p`, nats per latent element: how far the ratios of bypass start off-centre.
         abs_delta: the `QUANTILES` of `|delta log p|`.
@@ -38,7 +38,7 @@ class StepGap:
     """
 
     step_index: int
-    sigma: float
+    sigma: float | None
     num_terms: int
     mean_delta: float
     abs_delta: tuple[float, ...]
@@ -101,7 +101,7 @@ def gap_by_step(gap: Gap, distance: Tensor, limit: float | Sequence[float] | Non
         steps.append(
             StepGap(
                 step_index=index,
-                sigma=float(gap.sigmas[here][0]),
+                sigma=sigma if math.isfinite(sigma := float(gap.sigmas[here][0])) else None,
                 num_terms=int(here.sum()),
                 mean_delta=float(delta[here].mean()),
                 abs_delta=tuple(quantiles),
@@ -149,7 +149,7 @@ def _log_mean_exp(values: Tensor) -> float:
     return float(values.logsumexp(0)) - math.log(len(values))
 
 
-def preset_outcomes(gap: Gap, num_elements: int, num_steps: int) -> list[PresetOutcome]:
+def preset_outcomes(gap: Gap, num_elements: int | None, num_steps: int) -> list[PresetOutcome]:
     """What each preset would reject, and what its weights would be."""
     outcomes = []
     for name, preset in PRESETS.items():

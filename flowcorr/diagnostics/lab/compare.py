@@ -22,11 +22,10 @@ from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.correction.bounds import SCALES
 from flowcorr.correction.config import ScaleName
 from flowcorr.correction.presets import NAMES
+from flowcorr.diagnostics.dumped import read_dumped
 from flowcorr.diagnostics.lab.replay import LoggedSteps, Replayed, chunks, obstacle, replay
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.metrics import Metrics
-from flowcorr.trainer import log_probs
-from flowcorr.trainer.run_folder import load_config, resume_command
 
 THIS_RUN = "this run"
 # Within both, a preset acts as no correction does: optimizers that normalise a gradient do not see its length.
@@ -34,7 +33,6 @@ SAME_COSINE, SAME_TERMS = 0.999, 0.01
 FACTOR_LEVELS = (0.01, 0.25, 0.5, 0.75, 0.99)
 MAX_FACTORS = 2**20
 _MAX_NAMES = 4
-_MORE_STEPS = 10  # that tell something
 
 Scale = ScaleName | float
 
@@ -121,9 +119,10 @@ class LabReport:
         num_bypass: how many of them were in bypass mode.
         num_samples: samples in all of them.
         window: SDE steps a sample, `T`.
-        num_elements: `D`.
+        num_elements: `D`; None where it was not dumped.
         replays: one a preset and scale.
         reading: what differs from no correction and what does not, in words.
+        notes: what was not dumped and what it would give, a line each.
     """
 
     run_dir: str
@@ -132,9 +131,10 @@ class LabReport:
     num_bypass: int
     num_samples: int
     window: int
-    num_elements: int
+    num_elements: int | None
     replays: Sequence[Replay]
     reading: str
+    notes: Sequence[str] = ()
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain, finite values for JSON."""
@@ -153,13 +153,10 @@ def replay_run(run_dir: Path, *, presets: Sequence[str] = (), scales: Sequence[S
         ConfigError: there is no such run, preset or scale, the run dumped nothing, a file is damaged, or nothing of
             what is asked for can be replayed.
     """
-    config, files = load_config(run_dir), log_probs.files(run_dir)
-    if not files:
-        more = f"trainer.dump_log_probs=true trainer.total_steps={config.trainer.total_steps + _MORE_STEPS}"
-        raise ConfigError(
-            f"{run_dir / log_probs.FOLDER} holds no dumped step; train with trainer.dump_log_probs=true, or add steps "
-            f"to this run: {resume_command(run_dir)} {more}"
-        )
+    run = read_dumped(run_dir)
+    config, files = run.config, run.files
+    if not run.of_flowcorr:  # which does not tell what corrected it
+        config = replace(config, algorithm=replace(config.algorithm, rollout_correction=None))
     corrections = _corrections(config, presets, scales)
     tallies = [_Tally() for _ in corrections]
     num_samples, num_bypass = 0, 0
@@ -189,6 +186,7 @@ def replay_run(run_dir: Path, *, presets: Sequence[str] = (), scales: Sequence[S
         num_elements=steps.terms.num_elements,
         replays=replays,
         reading=read(replays),
+        notes=run.notes,
     )
 
 

@@ -54,8 +54,9 @@ def facts(report: LabReport) -> str:
     steps = f"step {first}" if len(report.steps) == 1 else f"{len(report.steps)} steps, {first} to {last}"
     modes = {0: "decoupled", len(report.steps): "bypass"}
     mode = modes.get(report.num_bypass, f"{report.num_bypass} of the steps in bypass")
+    size = "" if report.num_elements is None else f", D = {report.num_elements}"
     return (
-        f"{steps}: {report.num_samples} samples of {report.window} SDE steps, D = {report.num_elements}; "
+        f"{steps}: {report.num_samples} samples of {report.window} SDE steps{size}; "
         f"loss {report.loss_mode}, {mode}"
     )
 
@@ -100,6 +101,7 @@ def html(report: LabReport) -> str:
         header=HEADER,
         rows=[(row(replay, outcome), replay.of_run, outcome.same) for replay, outcome in _shown(report)],
         reasons=reasons(report),
+        notes=report.notes,
         charts=charts(report),
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flowcorr import dumps
 from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
@@ -21,12 +22,12 @@ from flowcorr.config import Config
 from flowcorr.config.rules import check
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import scale_factor
+from flowcorr.diagnostics.dumped import UNBOUNDED, completed
+from flowcorr.dumps import DumpedTerms, LoggedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, BatchStep, PolicyStep, Rollout
-from flowcorr.trainer import log_probs
-from flowcorr.trainer.log_probs import LoggedTerms
 
 # Terms at a time: many small steps share the cost of a call, and what a call works on stays small.
 CHUNK_TERMS = 2**18
@@ -79,10 +80,10 @@ class Replayed:
 
 def chunks(paths: Sequence[Path]) -> Iterator[LoggedSteps]:
     """Dumped steps in order, as many in one mode at a time as make about `CHUNK_TERMS` terms."""
-    parts: list[LoggedTerms] = []
+    parts: list[DumpedTerms] = []
     for path in paths:
-        part = log_probs.load(path)
-        full = sum(earlier.sigmas.numel() for earlier in parts) >= CHUNK_TERMS
+        part = dumps.load(path)
+        full = sum(earlier.old_log_probs.numel() for earlier in parts) >= CHUNK_TERMS
         if parts and (full or _kind(part) != _kind(parts[0])):
             yield stack(parts)
             parts = []
@@ -91,18 +92,18 @@ def chunks(paths: Sequence[Path]) -> Iterator[LoggedSteps]:
         yield stack(parts)
 
 
-def stack(parts: Sequence[LoggedTerms]) -> LoggedSteps:
+def stack(parts: Sequence[DumpedTerms]) -> LoggedSteps:
     """Steps of one mode, with the same optional tensors."""
     sizes = tuple(len(part.advantages) for part in parts)
     owners = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes))
-    terms = LoggedTerms.concatenate(parts)
+    terms = completed(DumpedTerms.concatenate(parts))
     groups = int(terms.group_ids.max()) + 1
     return LoggedSteps(
         terms=replace(terms, group_ids=terms.group_ids + groups * owners), sizes=sizes, owners=owners
     )
 
 
-def _kind(terms: LoggedTerms) -> tuple[bool, frozenset[str]]:
+def _kind(terms: DumpedTerms) -> tuple[bool, frozenset[str]]:
     return terms.bypass, frozenset(terms.tensors())
 
 
@@ -117,11 +118,21 @@ def obstacle(terms: LoggedTerms, config: Config, correction: RolloutCorrectionCo
             check(corrected)
     except ConfigError as error:
         return str(error)
+    clips = correction.mode == "bypass" and correction.loss_type == "ppo_clip"
+    if config.actor.clip_ratio == UNBOUNDED and clips and not terms.bypass:
+        return "it clips the ratio to the rollout policy, and clip_ratio was not dumped"
+    if terms.num_elements is None and _needs_size(correction):
+        return "it needs num_elements, which was not dumped"
     of_correction, of_loss = _kls(terms, correction)
     reads_means = loss_of(config.actor, correction).needs_means
     if (correction.needs_means and of_correction is None) or (reads_means and of_loss is None):
         return "it needs exact KLs between policies whose step means the run did not compute"
     return ""
+
+
+def _needs_size(correction: RolloutCorrectionConfig) -> bool:
+    robust = any(criterion.mode.needs == "z" or criterion.auto for criterion in correction.criteria)
+    return robust or correction.log_ratio_scale in ("sqrt", "sum")
 
 
 def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConfig | None) -> Replayed:
@@ -214,9 +225,10 @@ def _kept_in_bypass(terms: LoggedTerms, correction: RolloutCorrectionConfig) -> 
 def _batch(terms: LoggedTerms) -> ActorBatch:
     """The batch as training corrects it, with latents that have a size only."""
     kl = terms.old_rollout_kl
+    rollout_kl = kl if terms.current_rollout_kl is None else terms.current_rollout_kl
     rollout = Rollout(
         latents=terms.sigmas.new_zeros(()).expand(
-            len(terms.sigmas), terms.sigmas.shape[1] + 1, terms.num_elements
+            len(terms.sigmas), terms.sigmas.shape[1] + 1, terms.num_elements or 1
         ),
         step_indices=terms.step_indices,
         timesteps=terms.timesteps,
@@ -225,7 +237,7 @@ def _batch(terms: LoggedTerms) -> ActorBatch:
         log_probs=terms.rollout_log_probs,
         group_ids=terms.group_ids,
         policy_versions=terms.policy_versions,
-        means=None if terms.current_rollout_kl is None else _origins(terms.current_rollout_kl),
+        means=None if rollout_kl is None else _origins(rollout_kl),
         stds=terms.stds,
     )
     return ActorBatch(

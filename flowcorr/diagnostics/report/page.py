@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from flowcorr.diagnostics.health import examine_run
+from flowcorr.diagnostics.health import examine_run, is_step
 from flowcorr.diagnostics.pages import render, save_charts
 from flowcorr.diagnostics.report.charts import ChartSection, chart_sections, colours, marks
 from flowcorr.diagnostics.report.runs import Group, Run, differences, group_by_seed, read_run
@@ -185,7 +185,7 @@ def _findings(groups: Sequence[Group]) -> list[Finding]:
 
 
 def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
-    steps = len(run.series("timing/step"))
+    steps = sum(map(is_step, run.records))
     if run.ending:
         yield Finding(
             level="serious" if run.failed else "note",
@@ -194,6 +194,8 @@ def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
             where=f"last logged step {run.last_step} of {run.config.trainer.total_steps}",
             command=resume_command(run.folder),
         )
+    for note in run.notes:
+        yield Finding(level="note", runs=run.name, message=note)
     broken = examine_run(run.records, group.units)
     for finding in broken:
         yield Finding(

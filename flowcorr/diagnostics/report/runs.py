@@ -9,12 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from flowcorr.config import Config, to_mapping
+from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped
+from flowcorr.diagnostics.dumped import records as dumped_records
 from flowcorr.diagnostics.health import Units, logged_num_elements, units_of
 from flowcorr.diagnostics.plots import BandPoint
 from flowcorr.errors import ConfigError
 from flowcorr.trackers import METRICS_FILE, read_metrics, redact
 from flowcorr.trainer.events import EVENTS_FILE, read_events
-from flowcorr.trainer.run_folder import load_config
+from flowcorr.trainer.run_folder import CONFIG_FILE, load_config
 
 _OF_A_SEED = "trainer.seed"
 _ENDINGS = ("start", "resume", "failure", "end")
@@ -32,6 +34,7 @@ class Run:
         records: its `metrics.jsonl`.
         ending: how it ended if not at its last step, in words; else, or where nothing is known, empty.
         name: the end of `folder` that tells it from the other runs.
+        notes: of another trainer's dump, what it lacks and what that would give.
     """
 
     folder: Path
@@ -40,6 +43,7 @@ class Run:
     records: Sequence[Mapping[str, Any]]
     ending: str
     name: str
+    notes: Sequence[str] = ()
 
     @property
     def failed(self) -> bool:
@@ -92,11 +96,13 @@ class Group:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder.
+    """Read a run's folder, or one of steps that another trainer dumped.
 
     Raises:
         ConfigError: it holds no run, or one that logged nothing yet.
     """
+    if not (folder / CONFIG_FILE).is_file():
+        return _read_dump(folder)
     config = load_config(folder)
     path = folder / METRICS_FILE
     records = read_metrics(path) if path.is_file() else []
@@ -110,6 +116,23 @@ def read_run(folder: Path) -> Run:
         records=records,
         ending=_ending(folder),
         name=folder.resolve().name,
+    )
+
+
+def _read_dump(folder: Path) -> Run:
+    dumped = read_dumped(folder)
+    known = {
+        "actor.loss_mode": dumped.config.actor.loss_mode,
+        "actor.clip_ratio": dumped.config.actor.clip_ratio,
+    }
+    return Run(
+        folder=folder,
+        config=dumped.config,
+        settings={key: _text(value) for key, value in known.items() if value != UNBOUNDED},
+        records=dumped_records(dumped),
+        ending="",
+        name=folder.resolve().name,
+        notes=dumped.notes,
     )
 
 

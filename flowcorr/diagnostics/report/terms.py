@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flowcorr import dumps
 from flowcorr.config.schema import ActorConfig
+from flowcorr.diagnostics.dumped import UNBOUNDED, completed
 from flowcorr.diagnostics.report.runs import Group
+from flowcorr.dumps import LoggedTerms
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
-from flowcorr.trainer import log_probs
-from flowcorr.trainer.log_probs import LoggedTerms
 
 MAX_STEPS = 200  # read from a run: more would tell the same
 _SHOWN = 0.998  # of the values
@@ -48,8 +49,8 @@ def read_spread(group: Group) -> Spread | None:
     Raises:
         ConfigError: a file is damaged.
     """
-    paths = [path for run in group.runs for path in _spread_out(list(log_probs.files(run.folder).values()))]
-    steps = [log_probs.load(path) for path in paths]
+    paths = [path for run in group.runs for path in _spread_out(list(dumps.files(run.folder).values()))]
+    steps = [completed(dumps.load(path)) for path in paths]
     if not steps:
         return None
     loss = loss_of(group.config.actor, group.config.algorithm.rollout_correction)
@@ -96,7 +97,7 @@ def _ratios(terms: LoggedTerms, actor: ActorConfig, loss: Loss) -> Tensor:
 
 def _limits(actor: ActorConfig, loss: Loss) -> tuple[float, float] | None:
     limit = loss.ratio_limit(actor)
-    if loss.limit is None or limit is None:
+    if loss.limit is None or limit is None or limit == UNBOUNDED:
         return None
     if isinstance(limit, Sequence):
         return -1.0, 1.0

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 from diagnostics.dumped_runs import CORRECTION, D, terms_of, write_run
+from diagnostics.foreign_dumps import draw_steps
 
-from flowcorr import config, trainer
+from flowcorr import config, dumps, trainer
 from flowcorr.correction import (
     PRESETS,
 )
@@ -15,7 +16,6 @@ from flowcorr.diagnostics.lab import replay as lab_replay
 from flowcorr.diagnostics.lab.compare import THIS_RUN, Outcome, Replay, parse_scales, read, replay_run
 from flowcorr.errors import ConfigError
 from flowcorr.trackers import read_metrics
-from flowcorr.trainer import log_probs
 
 SMALL = (
     "model.lora.rank=4",
@@ -77,11 +77,11 @@ def test_numbers_are_those_of_the_run(name, tmp_path):
     trainer.train(small_config(*TRAINED[name]), run_dir)
     logged = {record["step"]: record for record in read_metrics(run_dir / "metrics.jsonl")}
     rejected = []
-    for step, path in log_probs.files(run_dir).items():
+    for step, path in dumps.files(run_dir).items():
         alone = tmp_path / f"step_{step}"
-        (alone / log_probs.FOLDER).mkdir(parents=True)
+        (alone / dumps.FOLDER).mkdir(parents=True)
         shutil.copy(run_dir / "config.yaml", alone)
-        shutil.copy(path, alone / log_probs.FOLDER)
+        shutil.copy(path, alone / dumps.FOLDER)
         report = replay_run(alone)
         (own,) = [found.outcome for found in report.replays if found.of_run]
         metrics = logged[step]
@@ -332,3 +332,28 @@ def test_what_reinforce_does_not_clip_is_not_called_weights(tmp_path):
 def test_a_report_is_json(tmp_path):
     report = replay_run(write_run(tmp_path / "run", [terms_of()]))
     assert json.loads(json.dumps(report.to_mapping(), allow_nan=False))["num_elements"] == D
+
+
+# Of another trainer ----------------------------------------------------------------------------------------------
+
+
+def test_another_trainers_dump_is_replayed(tmp_path):
+    report = replay_run(draw_steps(tmp_path), scales=parse_scales("sum"))
+    assert (report.num_elements, report.window, report.notes) == (4096, 2, ())
+    found = by_label(report)
+    assert not any(replay.of_run for replay in report.replays)
+    assert found["disabled"].outcome.cosine == pytest.approx(1)
+    assert found["bypass_ppo_clip"].outcome.clipped > 0.5
+    assert found["decoupled_seq_is, sum"].outcome.weight_std > 0.1
+
+
+def test_without_fields_what_they_give_is_named(tmp_path):
+    folder = draw_steps(
+        tmp_path, without=("current_log_probs", "clip_ratio", "num_elements", "sigmas", "group_ids")
+    )
+    report = replay_run(folder, scales=parse_scales("sum"))
+    found = by_label(report)
+    assert found["decoupled_token_is"].outcome.cosine == pytest.approx(1)
+    assert found["decoupled_token_is, sum"].reason == "it needs num_elements, which was not dumped"
+    assert "clip_ratio was not dumped" in found["bypass_ppo_clip"].reason
+    assert len(report.notes) == 5

@@ -1,6 +1,7 @@
 """Runs read back from their folders."""
 
 import pytest
+from diagnostics.foreign_dumps import draw_steps
 from diagnostics.run_folders import write_run
 
 from flowcorr.diagnostics.report.runs import differences, group_by_seed, read_run
@@ -25,3 +26,11 @@ def test_differences_name_the_keys_that_differ(runs, evil):
         "sampling.guidance_scale": ["1.0", "2.0"],
         "sampling.negative_prompt": ["", evil],
     }
+
+
+def test_another_trainers_dump_is_a_run(tmp_path):
+    run = read_run(draw_steps(tmp_path / "foreign", without=("sigmas",)))
+    assert run.name == "foreign"
+    assert run.settings == {"actor.loss_mode": "flow_grpo", "actor.clip_ratio": "0.0001"}
+    assert run.last_step == 3
+    assert "sigmas" in run.notes[0]

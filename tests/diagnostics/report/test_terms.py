@@ -4,10 +4,10 @@ import pytest
 import torch
 from diagnostics.run_folders import dump, write_run
 
+from flowcorr import dumps
 from flowcorr.diagnostics.report import terms as report_terms
 from flowcorr.diagnostics.report.charts import chart_sections
 from flowcorr.diagnostics.report.runs import group_by_seed, read_run
-from flowcorr.trainer import log_probs
 
 CORRECTION = "algorithm.rollout_correction"
 
@@ -30,7 +30,7 @@ def test_dumped_terms_are_drawn(tmp_path):
     dump(folder)
     text = captions(folder)
     assert "dump_log_probs" not in text
-    terms = [log_probs.load(path) for path in log_probs.files(folder).values()]
+    terms = [dumps.load(path) for path in dumps.files(folder).values()]
     ratio = torch.cat([part.current_log_probs - part.old_log_probs for part in terms]).exp()
     above, below = ((ratio > 1.001).double().mean(), (ratio < 0.999).double().mean())
     assert f"clip range dashed: {above:.1%} above, {below:.1%} below" in text

@@ -1,0 +1,97 @@
+"""The audit of a run's dumped log-probs: without its model, so without the time and the causes of the gap."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowcorr import dumps
+from flowcorr.diagnostics.audit.gap import Gap
+from flowcorr.diagnostics.audit.measure import AuditReport, report_of
+from flowcorr.diagnostics.dumped import completed, read_dumped
+from flowcorr.dumps import DumpedTerms
+from flowcorr.errors import ConfigError
+
+# Standard errors between the two estimates of a step's KL beyond which noise of one size does not explain them.
+_DISAGREEMENT = 6.0
+
+
+def audit_folder(folder: Path) -> AuditReport:
+    """Audit the gap between rollout and old policy in all dumped steps of a folder.
+
+    Where exact KLs were not dumped, each step's is estimated from the spread of its log-ratios, see `estimated_kl`.
+
+    Raises:
+        ConfigError: there is no dumped step, a file is damaged, or nothing tells the trainer's log-probs.
+    """
+    run = read_dumped(folder)
+    notes, parts, dropped, bypass = list(run.notes), [], 0, False
+    num_elements = None
+    for path in run.files.values():
+        terms = dumps.load(path)
+        num_elements, bypass = terms.num_elements, bypass or terms.bypass
+        part = _gap(path, terms)
+        finite = (part.delta.isfinite()).all(1)
+        dropped += int((~finite).sum())
+        parts.append(part.select(finite))
+    gap = Gap.concatenate(parts)
+    if not len(gap.delta):
+        raise ConfigError(
+            f"{folder} holds no sample whose log-probs are all finite; flowcorr doctor tells why"
+        )
+    if bypass:
+        notes.append("in bypass mode the gap is of the current policy, so it holds what was learned")
+    if dropped:
+        notes.append(f"{dropped} samples with a log-prob that is not finite were left out")
+    if not gap.step_kl.isfinite().all():
+        gap, told = estimated_kl(gap, num_elements)
+        notes += told
+    return report_of(run.config, gap, num_elements, notes=tuple(notes))
+
+
+def estimated_kl(gap: Gap, num_elements: int | None) -> tuple[Gap, list[str]]:
+    """The gap with each step's mean KL estimated from its log-ratios, and what is to be said about that.
+
+    For a gap of one size, `delta` is normal with mean `-r^2 / 2` and variance `r^2 / D`, and the KL is `r^2 / 2`: both
+    moments tell it, the variance more surely. The larger is taken.
+    """
+    delta, kl = gap.delta, torch.empty_like(gap.delta)
+    notes = ["exact KLs were not dumped (old_rollout_kl): estimated from the spread of the log-ratios"]
+    for index in gap.step_indices.unique().tolist():
+        here = gap.step_indices == index
+        values = delta[here]
+        of_mean = max(0.0, -float(values.mean()))
+        of_spread = 0.0 if num_elements is None else num_elements * float(values.var(correction=0)) / 2
+        kl[here] = max(of_mean, of_spread)
+        error = float(values.std(correction=0)) / math.sqrt(len(values)) + of_spread * math.sqrt(
+            2 / len(values)
+        )
+        if num_elements is not None and abs(of_spread + float(values.mean())) > _DISAGREEMENT * error:
+            notes.append(
+                f"step {index}: delta log p has mean {values.mean():.1e}, and noise of its spread would have "
+                f"{-of_spread:.1e}: not rounding alone; compare sigmas, timesteps and num_elements of both stacks"
+            )
+    return replace(gap, step_kl=kl), notes
+
+
+def _gap(path: Path, dumped: DumpedTerms) -> Gap:
+    terms = completed(dumped)
+    if terms.bypass and dumped.current_log_probs is None:
+        raise ConfigError(
+            f"{path} holds the rollout's log-probs alone; dump the trainer's as well: old_log_probs where it "
+            "recomputes them, or current_log_probs"
+        )
+    known = terms.current_rollout_kl if terms.bypass else terms.old_rollout_kl
+    unknown: Tensor = torch.full_like(terms.old_log_probs, torch.nan)
+    return Gap(
+        log_probs=terms.current_log_probs if terms.bypass else terms.old_log_probs,
+        rollout_log_probs=terms.rollout_log_probs,
+        step_kl=(unknown if known is None else known).double(),
+        stds=terms.stds,
+        sigmas=terms.sigmas,
+        step_indices=terms.step_indices,
+    )

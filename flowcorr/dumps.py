@@ -1,0 +1,351 @@
+"""The log-probs of training steps, one file a step, as any trainer can write them: `step_000123.safetensors`.
+
+`dump` writes such a file from tensors or arrays, and `trainer.dump_log_probs` the same format. `flowcorr lab`, `report`
+and `audit` read a folder of them; what a field gives them is in `GIVES`.
+
+A file holds the tensors of `DumpedTerms` under their names. Its metadata is text: `format_version`, `step`, `mode`
+(`decoupled`: old log-probs were recomputed; `bypass`: they are the rollout's) and `loss_mode`; where known also
+`num_elements`, `adv_clip_max` and, as JSON, `clip_ratio`. Later versions may add fields, and keep these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowcorr.errors import BackendError, BatchError, ConfigError
+
+FOLDER = "log_probs"
+FORMAT_VERSION = "1"
+GIVES = {
+    "current_log_probs": "ratios after the first update (lab), and curves of the update (report)",
+    "clip_ratio": "clipped terms (lab), and noise beside the clip range (audit, report)",
+    "num_elements": "scales sqrt and sum and step_z (lab), and joint nats with advice on weights (audit)",
+    "step_indices": "the gap by step of the schedule; until then steps are counted within the window",
+    "sigmas": "the noise level of each step (audit)",
+    "rewards": "the curve of the reward (report)",
+    "group_ids": "groups that teach nothing (report), and rejection_groups (lab)",
+}
+"""Optional fields of `dump`, and what each gives."""
+_STEP, _PARTIAL = "step_{:06d}.safetensors", ".partial_"
+_PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions")
+
+Array = Tensor | np.ndarray | Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DumpedTerms:
+    """The terms of a training step, `[B, T]` unless another shape is given; what is not known is None.
+
+    Log-probs and exact KLs are in nats per latent element. A log-prob that is not finite is a term that was left out.
+
+    Attributes:
+        rollout_log_probs: of the rollout policy.
+        old_log_probs: of the old policy, in the PPO ratio: recomputed in decoupled mode, the rollout's in bypass.
+        advantages: `[B]`, before rejection.
+        current_log_probs: of the current policy, as the loss used them last; NaN if not finite. With one epoch they are
+            scored with the term's mini-batch. In decoupled mode those of the first mini-batch therefore equal the old
+            ones, if the old policy has the current weights (`actor.old_policy`).
+        rewards: `[B]`, the values that `reward/mean` averages.
+        timesteps, sigmas, sigmas_next, step_indices: as in `Rollout`.
+        stds: full standard deviations of the steps.
+        group_ids, policy_versions: `[B]`, as in `Rollout`.
+        old_rollout_kl: exact KL of the old policy from the rollout policy.
+        current_old_kl: exact KL of the current policy from the old policy.
+        current_rollout_kl: exact KL of the current policy from the rollout policy.
+        num_elements: `D`.
+        bypass: whether the step was in bypass mode.
+    """
+
+    rollout_log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    current_log_probs: Tensor | None = None
+    rewards: Tensor | None = None
+    timesteps: Tensor | None = None
+    sigmas: Tensor | None = None
+    sigmas_next: Tensor | None = None
+    stds: Tensor | None = None
+    step_indices: Tensor | None = None
+    group_ids: Tensor | None = None
+    policy_versions: Tensor | None = None
+    old_rollout_kl: Tensor | None = None
+    current_old_kl: Tensor | None = None
+    current_rollout_kl: Tensor | None = None
+    num_elements: int | None = None
+    bypass: bool = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, without those that are None."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """The samples of all parts in order; all parts must have the same optional tensors."""
+        columns = [part.tensors() for part in parts]
+        joined: dict[str, Any] = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
+        return replace(parts[0], **joined)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoggedTerms(DumpedTerms):
+    """The terms of a training step of which only exact KLs and `D` may be unknown."""
+
+    current_log_probs: Tensor
+    rewards: Tensor
+    timesteps: Tensor
+    sigmas: Tensor
+    sigmas_next: Tensor
+    stds: Tensor
+    step_indices: Tensor
+    group_ids: Tensor
+    policy_versions: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedLoss:
+    """The loss of a dumped step; see `ActorConfig`. What is not known is None."""
+
+    loss_mode: str = "flow_grpo"
+    clip_ratio: float | Sequence[float] | None = None
+    adv_clip_max: float | None = None
+
+
+def dump(
+    folder: str | PathLike[str],
+    step: int,
+    *,
+    rollout_log_probs: Array,
+    advantages: Array,
+    old_log_probs: Array | None = None,
+    current_log_probs: Array | None = None,
+    rewards: Array | None = None,
+    group_ids: Array | None = None,
+    step_indices: Array | None = None,
+    sigmas: Array | None = None,
+    stds: Array | None = None,
+    old_rollout_kl: Array | None = None,
+    num_elements: int | None = None,
+    clip_ratio: float | Sequence[float] | None = None,
+    loss_mode: str = "flow_grpo",
+    adv_clip_max: float | None = None,
+) -> Path:
+    """Write what a training step of any trainer computed, for `flowcorr lab`, `report` and `audit`.
+
+    Call it on one rank, with the samples of all ranks, for instance after `accelerator.gather`.
+
+    Args:
+        folder: made if it is missing.
+        step: the training step, from 0 on.
+        rollout_log_probs: `[B, T]` of the policy that sampled, mean-pooled: nats per latent element.
+        advantages: `[B]`, or `[B, T]` with one value a sample.
+        old_log_probs: `[B, T]` of the old policy, recomputed by the trainer; None if the trainer took the rollout's
+            for them (bypass mode), as flow_grpo does.
+        current_log_probs: `[B, T]`, as the loss used them.
+        rewards: `[B]`, or `[B, T]` with one value a sample.
+        group_ids: `[B]` numbers or names; samples of one prompt share one.
+        step_indices: `[B, T]` or `[T]`, places of the steps in the schedule.
+        sigmas: `[B, T]` or `[T]`, noise levels before the steps.
+        stds: `[B, T]` or `[T]`, full standard deviations of the steps.
+        old_rollout_kl: `[B, T]`, exact KL of the old policy from the rollout policy, nats per latent element.
+        num_elements: `D`, elements of a latent: channels times height times width.
+        clip_ratio: PPO clip range of the loss.
+        loss_mode: flowcorr's name of the loss.
+        adv_clip_max: what the loss clamps advantages to.
+
+    Returns:
+        The file.
+
+    Raises:
+        BatchError: a shape does not fit.
+        BackendError: the folder cannot be written to.
+    """
+    rollout = _numbers("rollout_log_probs", rollout_log_probs)
+    if rollout.dim() != 2:
+        raise BatchError(f"rollout_log_probs has shape {list(rollout.shape)}; it must be [B, T]")
+    given = {
+        "advantages": advantages,
+        "old_log_probs": old_log_probs,
+        "current_log_probs": current_log_probs,
+        "rewards": rewards,
+        "group_ids": None if group_ids is None else np.unique(_plain(group_ids), return_inverse=True)[1],
+        "step_indices": step_indices,
+        "sigmas": sigmas,
+        "stds": stds,
+        "old_rollout_kl": old_rollout_kl,
+    }
+    known: dict[str, Any] = {
+        name: _fitted(name, _numbers(name, value), rollout.shape)
+        for name, value in given.items()
+        if value is not None
+    }
+    terms = DumpedTerms(
+        rollout_log_probs=rollout,
+        num_elements=num_elements,
+        bypass=old_log_probs is None,
+        **{"old_log_probs": rollout, **known},
+    )
+    loss = LoggedLoss(loss_mode=loss_mode, clip_ratio=clip_ratio, adv_clip_max=adv_clip_max)
+    return save(Path(folder), step, terms, loss)
+
+
+def save(folder: Path, step: int, terms: DumpedTerms, loss: LoggedLoss) -> Path:
+    """Write the terms of a step to a file in `folder`, completely or not at all.
+
+    Raises:
+        BackendError: the folder cannot be written to.
+    """
+    path = folder / _STEP.format(step)
+    partial = path.with_name(f"{_PARTIAL}{path.name}")
+    mode = "bypass" if terms.bypass else "decoupled"
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "step": str(step),
+        "mode": mode,
+        "loss_mode": loss.loss_mode,
+    }
+    numbers = {
+        "num_elements": terms.num_elements,
+        "clip_ratio": loss.clip_ratio,
+        "adv_clip_max": loss.adv_clip_max,
+    }
+    metadata |= {name: json.dumps(value) for name, value in numbers.items() if value is not None}
+    # safetensors needs tensors that share no memory; in bypass mode, old log-probs are the rollout's.
+    layout = torch.contiguous_format
+    tensors = {name: value.clone(memory_format=layout) for name, value in terms.tensors().items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, partial, metadata)
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise BackendError(
+            f"{path} cannot be written ({error}); free space, or train without the dump (trainer.dump_log_probs=false)"
+        ) from error
+    return path
+
+
+def load(path: Path) -> DumpedTerms:
+    """Read the file of a step.
+
+    Raises:
+        ConfigError: the file is damaged, or has another format.
+    """
+    known = {entry.name for entry in fields(DumpedTerms)}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = _metadata(path, file)
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names if name in known}
+        size = metadata.get("num_elements")
+        terms = DumpedTerms(
+            num_elements=None if size is None else int(size), bypass=metadata["mode"] == "bypass", **tensors
+        )
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); delete it, and go on without this step") from error
+    shape = terms.rollout_log_probs.shape
+    for name, tensor in terms.tensors().items():
+        if tensor.shape != (shape[:1] if name in _PER_SAMPLE else shape):
+            raise ConfigError(
+                f"{path} is damaged: {name} has shape {list(tensor.shape)}; write it by flowcorr.dump"
+            )
+    return terms
+
+
+def load_loss(path: Path) -> LoggedLoss:
+    """Read the loss of the file of a step.
+
+    Raises:
+        ConfigError: the file is damaged, or has another format.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = _metadata(path, file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); delete it, and go on without this step") from error
+    numbers = {
+        name: json.loads(metadata[name]) for name in ("clip_ratio", "adv_clip_max") if name in metadata
+    }
+    return LoggedLoss(loss_mode=metadata["loss_mode"], **numbers)
+
+
+def files(run_dir: Path) -> dict[int, Path]:
+    """The files of a run by training step, in ascending order; `run_dir` is a run's folder, or holds them itself."""
+    inner = run_dir / FOLDER
+    folder = inner if inner.is_dir() else run_dir
+    found = ((_step_of(path), path) for path in folder.glob(_STEP.replace("{:06d}", "*")))
+    return dict(sorted((step, path) for step, path in found if step is not None))
+
+
+def discard_after(run_dir: Path, step: int) -> None:
+    """Delete the files of later steps; training from `step` will write them again."""
+    for later, path in files(run_dir).items():
+        if later > step:
+            path.unlink()
+
+
+def missing(terms: DumpedTerms, loss: LoggedLoss) -> list[str]:
+    """A line for each field of `GIVES` that is not there: what it would give."""
+    known = {*terms.tensors()}
+    known |= {name for name in ("num_elements", "clip_ratio") if _known(name, terms, loss)}
+    return [f"not dumped: {name}, which gives {gives}" for name, gives in GIVES.items() if name not in known]
+
+
+def _known(name: str, terms: DumpedTerms, loss: LoggedLoss) -> bool:
+    return getattr(terms if name == "num_elements" else loss, name) is not None
+
+
+def _metadata(path: Path, file: Any) -> dict[str, str]:
+    metadata = file.metadata() or {}
+    version = metadata.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ConfigError(
+            f"{path} has format_version {version}, and this flowcorr reads {FORMAT_VERSION}; "
+            "use the flowcorr that wrote it"
+        )
+    return metadata
+
+
+def _plain(values: Array) -> np.ndarray:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _numbers(name: str, values: Array) -> Tensor:
+    """A tensor on the CPU: indices as int64, other numbers as float32, or float64 where they are."""
+    tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    if name in ("group_ids", "step_indices"):
+        return tensor.long()
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _fitted(name: str, values: Tensor, shape: torch.Size) -> Tensor:
+    """`values` as `[B]` or `[B, T]`, as the field has it."""
+    if name in _PER_SAMPLE:
+        if values.dim() == 2 and values.shape[:1] == shape[:1] and bool((values == values[:, :1]).all()):
+            values = values[:, 0]
+        expected = shape[:1]
+    else:
+        expected = shape
+        if values.dim() == 1 and values.shape == shape[1:]:
+            values = values.expand(shape)
+    if values.shape != expected:
+        raise BatchError(
+            f"{name} has shape {list(values.shape)}; with rollout_log_probs of shape {list(shape)} it must be "
+            f"{list(expected)}" + (", one value a sample" if name in _PER_SAMPLE else "")
+        )
+    return values
+
+
+def _step_of(path: Path) -> int | None:
+    number = path.stem.partition("_")[2]
+    return int(number) if number.isdecimal() else None

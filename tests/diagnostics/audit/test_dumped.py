@@ -1,0 +1,84 @@
+"""The audit of dumped log-probs."""
+
+import json
+import math
+
+import pytest
+import torch
+from diagnostics.foreign_dumps import D, draw_steps
+
+from flowcorr.cli import main
+from flowcorr.diagnostics.audit.dumped import audit_folder
+from flowcorr.errors import ConfigError
+
+
+def test_the_gap_is_found_from_log_probs_alone(tmp_path):
+    report = audit_folder(draw_steps(tmp_path, steps=20))
+    assert report.joint_nats == pytest.approx(2 * D * 0.02**2 / 2, rel=0.15)
+    assert [step.step_index for step in report.steps] == [1, 3]
+    assert report.steps[0].sigma == pytest.approx(0.9)
+    assert report.advice.mode == "decoupled"
+    assert report.outside_clip > 0.5
+    assert report.cost is None
+    assert report.notes == (
+        "exact KLs were not dumped (old_rollout_kl): estimated from the spread of the log-ratios",
+    )
+
+
+def test_dumped_kls_are_taken(tmp_path):
+    kl = torch.full((32, 2), 1e-6)
+    report = audit_folder(draw_steps(tmp_path, old_rollout_kl=kl))
+    assert report.joint_nats == pytest.approx(2 * D * 1e-6, rel=1e-6)
+    assert not report.notes
+
+
+def test_a_shift_that_no_rounding_makes_is_told(tmp_path):
+    """Ratios shifted the wrong way, as by other sigmas."""
+    rollout = torch.randn(32, 2, generator=torch.Generator().manual_seed(0))
+    folder = draw_steps(tmp_path, rollout_log_probs=rollout, old_log_probs=rollout + 1e-3)
+    notes = audit_folder(folder).notes
+    assert [note.split(":")[0] for note in notes[1:]] == ["step 1", "step 3"]
+    assert "compare sigmas, timesteps and num_elements" in notes[1]
+
+
+def test_samples_that_are_not_finite_are_left_out(tmp_path):
+    rollout = torch.zeros(32, 2)
+    rollout[5, 1] = math.nan
+    report = audit_folder(draw_steps(tmp_path, steps=2, rollout_log_probs=rollout))
+    assert report.num_samples == 62
+    assert "2 samples with a log-prob that is not finite were left out" in report.notes
+
+
+def test_without_a_size_there_is_no_advice(tmp_path, capsys):
+    folder = draw_steps(tmp_path / "dump", without=("num_elements", "sigmas", "clip_ratio"))
+    assert main(["audit", str(folder), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "no advice: the dump does not tell num_elements" in out
+    assert "weights without a cap" not in out
+    saved = json.loads((tmp_path / "out" / "audit.json").read_text(encoding="utf-8"))
+    assert saved["advice"] is None
+    assert saved["steps"][0]["sigma"] is None
+    assert saved["outside_clip"] is None
+
+
+def test_the_command_reads_a_folder(tmp_path, capsys):
+    folder = draw_steps(tmp_path / "dump")
+    assert main(["audit", str(folder), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "joint nats of a window" in out
+    assert "Recomputing costs a forward pass of each term" in " ".join(out.split())
+    assert "recompute pass:" not in out
+    assert main(["audit", str(folder), "actor.lr=1"]) == 2
+    assert "is a folder of dumped steps, which actor.lr=1 cannot change" in capsys.readouterr().err
+
+
+def test_a_dump_of_the_rollout_alone_is_refused(tmp_path):
+    folder = draw_steps(tmp_path, without=("old_log_probs", "current_log_probs"))
+    with pytest.raises(ConfigError, match="holds the rollout's log-probs alone; dump the trainer's as well"):
+        audit_folder(folder)
+
+
+def test_in_bypass_the_current_policy_is_audited(tmp_path):
+    report = audit_folder(draw_steps(tmp_path, without=("old_log_probs",)))
+    assert "in bypass mode the gap is of the current policy, so it holds what was learned" in report.notes
+    assert report.joint_nats == pytest.approx(2 * D * 0.02**2 / 2, rel=0.3)

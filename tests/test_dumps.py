@@ -1,0 +1,155 @@
+"""The file of a training step's log-probs: what it holds, who can write it, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import flowcorr
+from flowcorr import dumps
+from flowcorr.dumps import DumpedTerms, LoggedLoss, LoggedTerms
+from flowcorr.errors import BackendError, BatchError, ConfigError
+
+WINDOW = torch.tensor([[-0.5, -0.25], [0.125, 1.0]])
+ROWS = torch.tensor([3, 5])
+
+
+def terms(**changes):
+    """Two samples of two steps."""
+    names = (
+        "rollout_log_probs",
+        "old_log_probs",
+        "current_log_probs",
+        "timesteps",
+        "sigmas",
+        "sigmas_next",
+        "stds",
+    )
+    values = {name: WINDOW + place for place, name in enumerate(names)}
+    values |= {"advantages": ROWS / 2, "rewards": ROWS / 4, "group_ids": ROWS, "policy_versions": ROWS}
+    values |= {"step_indices": torch.tensor([[0, 1], [1, 2]]), "num_elements": 12, "bypass": False}
+    return LoggedTerms(**(values | changes))
+
+
+def metadata_of(path):
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+def assert_same(one, other):
+    assert (one.num_elements, one.bypass) == (other.num_elements, other.bypass)
+    assert one.tensors().keys() == other.tensors().keys()
+    for name, value in one.tensors().items():
+        torch.testing.assert_close(value, other.tensors()[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_file_holds_all_of_it(tmp_path):
+    found = terms(current_old_kl=torch.full((2, 1), 0.5).expand(2, 2), bypass=True, old_log_probs=WINDOW)
+    loss = LoggedLoss(loss_mode="grpo_guard", clip_ratio=2e-3, adv_clip_max=5.0)
+    path = dumps.save(tmp_path / "log_probs", 7, found, loss)
+    assert [file.name for file in (tmp_path / "log_probs").iterdir()] == ["step_000007.safetensors"]
+    assert dumps.files(tmp_path) == {7: path} == dumps.files(tmp_path / "log_probs")
+    assert_same(dumps.load(path), found)
+    assert dumps.load_loss(path) == loss
+    metadata = metadata_of(path)
+    assert json.loads(metadata.pop("clip_ratio")) == 2e-3
+    assert metadata == {
+        "format_version": "1",
+        "step": "7",
+        "num_elements": "12",
+        "mode": "bypass",
+        "loss_mode": "grpo_guard",
+        "adv_clip_max": "5.0",
+    }
+
+
+def test_any_trainer_can_write_one(tmp_path):
+    """Arrays of numpy, names for groups, one value a sample or a step, and half precision."""
+    path = flowcorr.dump(
+        tmp_path / "a" / "b",
+        3,
+        rollout_log_probs=WINDOW.numpy(),
+        old_log_probs=(WINDOW + 1).bfloat16(),
+        advantages=np.array([[1.0, 1.0], [-1.0, -1.0]]),
+        rewards=[0.5, 0.25],
+        group_ids=np.array(["x", "a"], dtype=object),
+        step_indices=[4, 6],
+        sigmas=torch.tensor([0.9, 0.8], requires_grad=True),
+        num_elements=64,
+        clip_ratio=[1e-4, 2e-4],
+    )
+    found = dumps.load(path)
+    assert found.group_ids.tolist() == [1, 0]
+    assert found.advantages.tolist() == [1, -1]
+    assert found.step_indices.tolist() == [[4, 6], [4, 6]]
+    assert found.sigmas.shape == (2, 2)
+    assert found.old_log_probs.dtype == torch.float32
+    assert (found.num_elements, found.bypass, found.current_log_probs) == (64, False, None)
+    assert dumps.load_loss(path) == LoggedLoss(clip_ratio=[1e-4, 2e-4])
+
+
+def test_without_old_log_probs_they_are_the_rollouts(tmp_path):
+    found = dumps.load(flowcorr.dump(tmp_path, 0, rollout_log_probs=WINDOW, advantages=ROWS))
+    assert found.bypass
+    assert torch.equal(found.old_log_probs, found.rollout_log_probs)
+
+
+def test_what_is_missing_is_told_with_what_it_gives():
+    known = DumpedTerms(rollout_log_probs=WINDOW, old_log_probs=WINDOW, advantages=ROWS, rewards=ROWS)
+    lines = dumps.missing(known, LoggedLoss(clip_ratio=1e-3))
+    fields = ["current_log_probs", "num_elements", "step_indices", "sigmas", "group_ids"]
+    assert [line.split(",")[0] for line in lines] == [f"not dumped: {name}" for name in fields]
+    assert "step_z" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rollout_log_probs": ROWS}, r"rollout_log_probs has shape \[2\]; it must be \[B, T\]"),
+        ({"advantages": WINDOW}, r"advantages has shape \[2, 2\].*must be \[2\], one value a sample"),
+        ({"sigmas": torch.ones(3)}, r"sigmas has shape \[3\].*must be \[2, 2\]"),
+        ({"old_log_probs": torch.ones(2, 3)}, r"old_log_probs has shape \[2, 3\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(tmp_path, given, message):
+    with pytest.raises(BatchError, match=message):
+        flowcorr.dump(tmp_path, 1, **({"rollout_log_probs": WINDOW, "advantages": ROWS} | given))
+    assert not dumps.files(tmp_path)
+
+
+def test_steps_can_be_joined():
+    one, other = terms(), terms(rewards=torch.tensor([8.0, 9.0]))
+    whole = LoggedTerms.concatenate([one, other])
+    assert whole.rewards.tolist() == [0.75, 1.25, 8, 9]
+    assert whole.sigmas.shape == (4, 2)
+
+
+def test_what_cannot_be_written_says_what_to_do(tmp_path):
+    (tmp_path / "log_probs").write_text("a file, where a folder should be")
+    with pytest.raises(
+        BackendError, match=r"step_000001.safetensors cannot be written.*dump_log_probs=false"
+    ):
+        dumps.save(tmp_path / "log_probs", 1, terms(), LoggedLoss())
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "step_000001.safetensors"
+    path.write_bytes(b"torn")
+    for read in (dumps.load, dumps.load_loss):
+        with pytest.raises(ConfigError, match=r"step_000001.safetensors is damaged"):
+            read(path)
+    whole = {name: value.clone() for name, value in terms().tensors().items()}
+    save_file(whole, path, {"format_version": "2", "num_elements": "12", "mode": "bypass"})
+    with pytest.raises(ConfigError, match="format_version 2, and this flowcorr reads 1"):
+        dumps.load(path)
+    good = {"format_version": "1", "num_elements": "12", "mode": "bypass"}
+    save_file(whole | {"sigmas": torch.ones(2, 3)}, path, good)
+    with pytest.raises(ConfigError, match=r"damaged: sigmas has shape \[2, 3\]"):
+        dumps.load(path)
+    del whole["advantages"]
+    save_file(whole, path, good)
+    with pytest.raises(ConfigError, match="advantages"):
+        dumps.load(path)
