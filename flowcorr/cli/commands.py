@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from flowcorr.errors import ConfigError, MissingExtraError
+from flowcorr.errors import ConfigError
 
 if TYPE_CHECKING:
     from flowcorr.correction import RolloutCorrectionConfig
