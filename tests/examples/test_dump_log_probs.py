@@ -1,0 +1,108 @@
+"""The snippets that dump another trainer's log-probs, on batches as those trainers have them."""
+
+import importlib.util
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from tensordict import TensorDict
+
+from flowcorr import dumps
+from flowcorr.diagnostics.audit.dumped import audit_folder
+from flowcorr.diagnostics.lab import replay_run
+from flowcorr.diagnostics.report.runs import read_run
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "dump_log_probs.py"
+B, T, LATENT = 16, 2, (16, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def snippets():
+    spec = importlib.util.spec_from_file_location("dump_log_probs", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def accelerator():
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def log_probs(*, size=1e-4):
+    draw = torch.Generator().manual_seed(0)
+    rollout = torch.randn(B, T, generator=draw)
+    return rollout, rollout + size * torch.randn(B, T, generator=draw)
+
+
+def check(folder):
+    """All three tools read it."""
+    assert audit_folder(folder).num_elements == 1024
+    assert replay_run(folder).num_samples == B
+    assert read_run(folder).records[0]["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(1e-4, rel=0.5)
+    return dumps.load(dumps.files(folder)[3])
+
+
+def test_a_data_proto_of_verl(snippets, tmp_path):
+    """Its shapes: `[B, T]` advantages, `[B, 1]` or `[B]` rewards, names for groups."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        protocol = pytest.importorskip("verl.protocol", reason="verl is not installed")
+    rollout, old = log_probs()
+    tensors = {
+        "rollout_log_probs": rollout,
+        "old_log_probs": old,
+        "advantages": torch.randn(B, 1).expand(B, T),
+        "sample_level_rewards": torch.rand(B, 1),
+        "all_timesteps": torch.tensor([900.0, 800.0]).repeat(B, 1),
+        "all_latents": torch.zeros(B, T + 1, *LATENT),
+    }
+    uid = np.array([f"prompt-{sample // 4}" for sample in range(B)], dtype=object)
+    data = protocol.DataProto(TensorDict(tensors, batch_size=[B]), {"uid": uid}, {})
+    loss = SimpleNamespace(clip_ratio=1e-4)
+    actor = SimpleNamespace(diffusion_loss=loss)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor))
+    snippets.dump_verl_omni(tmp_path, 3, data, config)
+    found = check(tmp_path)
+    assert not found.bypass
+    assert found.group_ids.tolist() == [sample // 4 for sample in range(B)]
+    assert found.sigmas[0].tolist() == pytest.approx([0.9, 0.8])
+
+
+def test_samples_of_flow_grpo(snippets, accelerator, tmp_path):
+    rollout, current = log_probs()
+    samples = {
+        "log_probs": rollout,
+        "advantages": torch.randn(B, 1).repeat(1, T),
+        "timesteps": torch.tensor([1000.0, 900.0]).repeat(B, 1),
+        "latents": torch.zeros(B, T, *LATENT),
+    }
+    collected = torch.full_like(rollout, torch.nan)
+    for i, batch in enumerate(current.unflatten(0, (4, -1))):  # as the docstring says
+        for j in range(T):
+            collected.unflatten(0, (4, -1))[i, :, j] = batch[:, j]
+    config = SimpleNamespace(train=SimpleNamespace(clip_range=1e-4))
+    snippets.dump_flow_grpo(tmp_path, 3, samples, collected, accelerator, config)
+    found = check(tmp_path)
+    assert found.bypass
+    assert torch.equal(found.current_log_probs, current)
+
+
+def test_a_loop_with_accelerate(snippets, accelerator, tmp_path):
+    rollout, old = log_probs()
+    samples = {
+        "log_probs": rollout,
+        "old_log_probs": old,
+        "advantages": torch.randn(B),
+        "rewards": torch.rand(B),
+        "groups": torch.arange(B) // 4,
+        "latents": torch.zeros(B, T, *LATENT),
+    }
+    snippets.dump_accelerate(tmp_path, 3, samples, accelerator, clip_ratio=1e-3)
+    assert check(tmp_path).rewards.tolist() == samples["rewards"].tolist()
