@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flowcorr.models import ModelFamily
     from flowcorr.records import ActorBatch, Rollout
     from flowcorr.rollout import InProcessEngine
+    from tests.ranks import Ranks
 
 torch.set_num_threads(1)
 # A shell lets background jobs ignore it, and Python leaves it at that.
@@ -41,23 +42,25 @@ settings.register_profile("flowcorr", deadline=None, derandomize=True)
 settings.load_profile("flowcorr")
 
 
-RAY = tuple(
-    f"tests/{name}.py"
-    for name in (
+# Files whose tests share processes: those of a Ray cluster, and two ranks.
+SHARED = {
+    "ray": (
         "workers/test_rollout",
         "trainer/test_asynchronous",
         "workers/test_reward",
         "workers/test_pool",
         "workers/test_cluster",
         "faults/test_reward_service",
-    )
-)
-COSTLY = ("tests/trainer/test_ranks.py", *RAY, "tests/faults/test_trainer.py", "tests/test_invariants.py")
+    ),
+    "ranks": ("trainer/test_ranks", "test_invariants", "correction/test_correct", "test_metrics"),
+}
+SCOPES = {f"tests/{name}.py": scope for scope, names in SHARED.items() for name in names}
+COSTLY = (*SCOPES, "tests/faults/test_trainer.py")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let `-n` keep the tests of a file in one process, and those of one Ray cluster: what they share is made once."""
+    """Let `-n` keep the tests of a file in one process, and those of files that share more: it is made once."""
     if config.getvalue("dist") != "load":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -65,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "ray" if file in RAY else file
+            return SCOPES.get(file, file)
 
     config.option.loadscopereorder = False  # files come in the order of the items
     return ByFile(config, log)
@@ -213,6 +216,16 @@ def make_run() -> Callable[..., Run]:
         return start_run(small_config(**sections))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two ranks, started once."""
+    from tests.ranks import Ranks
+
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,20 +1,13 @@
-"""Runs that must agree, on the embedded model.
-
-Run as a script, this file is one rank of the comparison of ranks: RANK WORLD_SIZE FOLDER.
-"""
+"""Runs that must agree, on the embedded model."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from flowcorr import distributed
 from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
@@ -25,7 +18,6 @@ from flowcorr.records import ActorBatch
 from tests.conftest import SMALL, small_config, start_run
 from tests.tolerances import LATENTS, LOG_PROBS
 
-ROOT = Path(__file__).parent.parent
 LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo", "importance_cap")
 BAND = (0.93, 1.07)
 
@@ -172,35 +164,16 @@ def test_other_micro_batches_change_neither_gradient_nor_metrics(batch, whole, c
     assert_same_update(one_update(case, batch, micro_batch_size=size, fold_steps=fold), whole[case])
 
 
-def test_two_ranks_are_one(batch, whole, tmp_path):
-    torch.save(batch, tmp_path / "batch.pt")
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), "2", str(tmp_path)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=900)
-        assert process.returncode == 0, errors
-    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+def test_two_ranks_are_one(batch, whole, two_ranks):
+    results = two_ranks.call(updates_of_this_rank, batch)
     for case in CASES:
         for result in results:
             assert_same_update(result[case], whole[case])
 
 
-def run_one_rank(rank, world_size, folder):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size
-    )
-    batch = torch.load(folder / "batch.pt", weights_only=False)
-    mine = batch.select(batch.rollout.group_ids % world_size == rank)
-    torch.save({case: one_update(case, mine) for case in CASES}, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+def updates_of_this_rank(batch):
+    mine = batch.select(batch.rollout.group_ids % distributed.world_size() == distributed.rank())
+    return {case: one_update(case, mine) for case in CASES}
 
 
 # The behaviour policy's own log-probs ---------------------------------------------------------------------
@@ -301,7 +274,3 @@ def test_a_group_is_the_same_whatever_others_are_sampled_beside_it():
     alone = run.engine.sample(rows, [1], training_step=1, with_means=True)
     assert torch.equal(alone.step_indices, both.step_indices[4:])
     torch.testing.assert_close(alone.latents, both.latents[4:], **LATENTS)
-
-
-if __name__ == "__main__":
-    run_one_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

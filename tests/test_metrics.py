@@ -1,15 +1,12 @@
-import json
 import math
 import statistics
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcorr import metrics
+from flowcorr import distributed, metrics
 from flowcorr.metrics import KINDS, Metrics, Over, Stat
 
 VALUES = st.lists(st.floats(-100, 100), min_size=1, max_size=12)
@@ -158,32 +155,16 @@ def test_every_kind_is_covered_here():
     assert {stat.kind for _, stat in describe([1.0])._stats} == set(KINDS)
 
 
-RANK = """
-import json, sys
-import torch
-import torch.distributed as dist
-from flowcorr import metrics
-from flowcorr.metrics import Metrics, Over
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-x = torch.tensor([[0.1, 0.7, 4.0], [0.2, -3.0, 0.3]], dtype=torch.float64)[rank]
-over = Over(torch.ones(3, dtype=torch.bool))
-mine = Metrics.from_stats({
-    "mean": over.mean(x), "std": over.std(x), "max": over.max(x), "min": over.min(x),
-}).merge(Metrics.from_stats({"count": metrics.total(3)}))
-print(json.dumps(mine.across_ranks().compute()))
-dist.destroy_process_group()
-"""
+def merged_over_ranks():
+    x = torch.tensor([[0.1, 0.7, 4.0], [0.2, -3.0, 0.3]], dtype=torch.float64)[distributed.rank()]
+    over = Over(torch.ones(3, dtype=torch.bool))
+    stats = {"mean": over.mean(x), "std": over.std(x), "max": over.max(x), "min": over.min(x)}
+    stats["count"] = metrics.total(3)
+    return Metrics.from_stats(stats).across_ranks().compute()
 
 
-def test_ranks_merge_to_the_whole_and_agree_in_every_bit(tmp_path):
-    command = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
-    first, second = (json.loads(rank.communicate(timeout=60)[0]) for rank in ranks)
+def test_ranks_merge_to_the_whole_and_agree_in_every_bit(two_ranks):
+    first, second = two_ranks.call(merged_over_ranks)
     values = [0.1, 0.7, 4.0, 0.2, -3.0, 0.3]
     expected = {"mean": statistics.fmean(values), "std": statistics.stdev(values), "max": 4.0, "min": -3.0}
     assert first == second == pytest.approx(expected | {"count": 6.0}, rel=1e-12)

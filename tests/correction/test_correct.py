@@ -5,12 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +16,6 @@ from flowcorr.correction import Mode
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.metrics import Metrics
-from tests.ranks import run_ranks
 
 RS_CHAIN = (
     "token_k1,token_k2,token_k3,seq_sum_k1,seq_sum_k2,seq_sum_k3,"
@@ -707,24 +703,15 @@ def of_rank(part):
     )
 
 
-def test_ranks_may_hold_different_steps_and_no_samples(tmp_path):
-    run_ranks(2, Path(__file__), tmp_path)
+def test_ranks_may_hold_different_steps_and_no_samples(two_ranks):
     whole = of_rank(slice(None))
     assert bool(whole.keep.all())
-    for rank in range(2):
-        for case, (keep, values) in torch.load(tmp_path / f"{rank}.pt").items():
+    for rank, found in enumerate(two_ranks.call(of_this_rank)):
+        for case, (keep, values) in found.items():
             assert torch.equal(keep, whole.keep[RANK_BOUNDS[case][rank]]), case
             assert values == pytest.approx(whole.metrics.compute(), rel=1e-9), case
 
 
-def tell(folder):
-    rank = distributed.rank()
-    found = {case: of_rank(parts[rank]) for case, parts in RANK_BOUNDS.items()}
-    told = {case: (part.keep, part.metrics.across_ranks().compute()) for case, part in found.items()}
-    torch.save(told, folder / f"{rank}.pt")
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    tell(Path(sys.argv[1]))
-    dist.destroy_process_group()
+def of_this_rank():
+    found = {case: of_rank(parts[distributed.rank()]) for case, parts in RANK_BOUNDS.items()}
+    return {case: (part.keep, part.metrics.across_ranks().compute()) for case, part in found.items()}

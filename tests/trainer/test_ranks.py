@@ -1,8 +1,8 @@
-"""Runs on two ranks are those of one; run as a script, this file is one of the ranks."""
+"""Runs on two ranks are those of one; run as a script, this file is a rank that dies or hangs."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import os
 import signal
@@ -21,7 +21,8 @@ from flowcorr.models import DTYPES
 from flowcorr.rewards.jpeg import JpegCompressibility
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
-from tests.ranks import end_with_first, run_ranks, start_ranks
+from flowcorr.trainer.events import read_events
+from tests.ranks import Ranks, end_with_first, start_ranks
 
 SMALL = (
     "model.lora.rank=4",
@@ -92,7 +93,8 @@ CASES["fsdp, apart"] = (
     OWN,
 )
 SOME = ("decoupled", "dropped", "fsdp")
-QUICK = ("trainer.collective_timeout=40", "trainer.eval_every=0")
+EVALUATED_TWICE = "trainer.eval_every=0"  # before and after training
+QUICK = ("trainer.collective_timeout=40", EVALUATED_TWICE)
 CONTINUED = ("grpo_guard", "fsdp, apart")  # on another number of ranks
 SLOW = tuple(case for case in CASES if case not in SOME)
 
@@ -125,8 +127,17 @@ def fragile(call, then):
     return f"reward.terms=[{{name: 'tests.trainer.test_ranks:Fragile', options: {{call: {call}, then: {then}}}}}]"
 
 
+@contextlib.contextmanager
+def in_float64():
+    """Models that compute in float64: then a sample's log-probs are the same whatever batch it is scored in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DTYPES, "float32", torch.float64)
+        yield
+
+
+@in_float64()
 def on_ranks(folder, cases):
-    """What two ranks do, each case in a folder of its own."""
+    """What the ranks do, each case in a folder of its own."""
     for case in cases:
         trainer.train(settings(case), folder / f"{case}, many")
         if case in CONTINUED:
@@ -149,40 +160,28 @@ def error_of(run, folder):
     return f"{caught.type.__name__}: {caught.value}"
 
 
+@in_float64()
 def endings(folder):
     """On the second rank: a signal and a reward that fails, in the second training step; latents that diverge."""
-    result = trainer.train(settings(None, fragile(4, "SIGTERM"), "trainer.total_steps=9"), folder / "signal")
-    error = error_of(settings(None, fragile(4, "raise"), "trainer.save_every=9"), folder / "failure")
+    signalled = settings(None, fragile(3, "SIGTERM"), "trainer.total_steps=9", EVALUATED_TWICE)
+    result = trainer.train(signalled, folder / "signal")
+    error = error_of(
+        settings(None, fragile(3, "raise"), "trainer.save_every=9", EVALUATED_TWICE), folder / "failure"
+    )
     with pytest.MonkeyPatch.context() as patch:
         if distributed.rank() == 1:
             patch.setattr(sde, "initial_noise", spoiled(sde.initial_noise))
-        diverged = error_of(
-            settings("fsdp", "rollout.batch_size=1", "trainer.eval_every=0"), folder / "diverged"
-        )
-    found = {
-        "status": result.status,
-        "signal": result.signal,
-        "step": result.step,
-        "error": error,
-        "diverged": diverged,
-    }
-    (folder / f"{distributed.rank()}.json").write_text(json.dumps(found))
+        diverged = error_of(settings("fsdp", "rollout.batch_size=1", EVALUATED_TWICE), folder / "diverged")
+    return {"result": result, "error": error, "diverged": diverged}
 
 
-@pytest.fixture(scope="module")
-def in_float64():
-    """Models that compute in float64: then a sample's log-probs are the same whatever batch it is scored in."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(DTYPES, "float32", torch.float64)
-        yield
-
-
-def both(folder, cases, ranks=2):
+@in_float64()
+def both(folder, cases, ranks):
     """A folder with each case on one rank and on more, and begun on one to be continued on more and the other way."""
     continued = [case for case in cases if case in CONTINUED]
     for case in continued:
         trainer.train(settings(case, "trainer.total_steps=1"), folder / f"{case}, 1 to 2")
-    run_ranks(ranks, Path(__file__), "cases", folder, *cases)
+    ranks.call(on_ranks, folder, cases)
     for case in continued:
         trainer.train(settings(case), folder / f"{case}, 2 to 1", resume=True)
     for case in cases:
@@ -191,13 +190,20 @@ def both(folder, cases, ranks=2):
 
 
 @pytest.fixture(scope="module")
-def usual(in_float64, tmp_path_factory):
-    return both(tmp_path_factory.mktemp("usual"), SOME)
+def usual(two_ranks, tmp_path_factory):
+    return both(tmp_path_factory.mktemp("usual"), SOME, two_ranks)
 
 
 @pytest.fixture(scope="module")
-def rare(in_float64, tmp_path_factory):
-    return both(tmp_path_factory.mktemp("rare"), SLOW)
+def rare(two_ranks, tmp_path_factory):
+    return both(tmp_path_factory.mktemp("rare"), SLOW, two_ranks)
+
+
+@pytest.fixture(scope="module")
+def ended(two_ranks, tmp_path_factory):
+    """The folder of runs that ended early, and how each rank saw them end."""
+    folder = tmp_path_factory.mktemp("ended")
+    return folder, two_ranks.call(endings, folder)
 
 
 def records(folder):
@@ -220,8 +226,10 @@ def test_two_ranks_are_one(case, way, request):
 
 
 @pytest.mark.slow
-def test_four_ranks_are_one(in_float64, tmp_path):
-    both(tmp_path, ["eight"], ranks=4)
+def test_four_ranks_are_one(tmp_path):
+    ranks = Ranks(4)
+    both(tmp_path, ["eight"], ranks)
+    ranks.close()
     assert_same_run(tmp_path / "eight, many", tmp_path / "eight, one")
 
 
@@ -276,24 +284,28 @@ def test_sharded_weights_are_saved_whole(usual):
     ).read_text()
 
 
-def test_a_signal_to_any_rank_ends_all_after_the_same_step(usual):
-    found = [json.loads((usual / f"{rank}.json").read_text()) for rank in range(2)]
-    for ending in found:
-        assert (ending["status"], ending["signal"], ending["step"]) == ("interrupted", signal.SIGTERM, 2)
-    assert checkpoint.load_latest(usual / "signal" / "checkpoints")[1].step == 2
+def test_a_signal_to_any_rank_ends_all_after_the_same_step(ended):
+    folder, ranks = ended
+    for ending in ranks:
+        result = ending["result"]
+        assert (result.status, result.signal, result.step) == ("interrupted", signal.SIGTERM, 2)
+    assert checkpoint.load_latest(folder / "signal" / "checkpoints")[1].step == 2
+    kinds = [event["kind"] for event in read_events(folder / "signal" / "events.jsonl")]
+    assert kinds.count("end") == 1
 
 
-def test_a_failure_of_any_rank_ends_all_with_its_reason(usual):
-    first, second = (json.loads((usual / f"{rank}.json").read_text())["error"] for rank in range(2))
+def test_a_failure_of_any_rank_ends_all_with_its_reason(ended):
+    folder, ranks = ended
+    first, second = (ending["error"] for ending in ranks)
     assert second.startswith("BackendError: reward Fragile raised RuntimeError: the scorer is gone")
     assert first == f"RankError: rank 1 failed during the rollout and its rewards: {second}"
-    assert "rank 1 failed during" in (usual / "failure" / "failure.txt").read_text()
-    assert "the scorer is gone" in (usual / "failure" / "failure_rank1.txt").read_text()
-    assert checkpoint.load_latest(usual / "failure" / "checkpoints")[1].step == 1
+    assert "rank 1 failed during" in (folder / "failure" / "failure.txt").read_text()
+    assert "the scorer is gone" in (folder / "failure" / "failure_rank1.txt").read_text()
+    assert checkpoint.load_latest(folder / "failure" / "checkpoints")[1].step == 1
 
 
-def test_latents_that_diverge_on_one_rank_leave_none_waiting_for_its_part_of_the_weights(usual):
-    first, second = (json.loads((usual / f"{rank}.json").read_text())["diverged"] for rank in range(2))
+def test_latents_that_diverge_on_one_rank_leave_none_waiting_for_its_part_of_the_weights(ended):
+    first, second = (ending["diverged"] for ending in ended[1])
     assert second.startswith("BatchError: the final latents are not finite for image 0 of prompt ")
     assert first == f"RankError: rank 1 failed during the rollout and its rewards: {second}"
 
@@ -304,21 +316,22 @@ def test_one_rank_alone_writes(usual):
     }
     steps = [record["step"] for record in read_metrics(usual / "decoupled, many" / "metrics.jsonl")]
     assert steps == [0, 1, 2]
-    kinds = [
-        json.loads(line)["kind"] for line in (usual / "signal" / "events.jsonl").read_text().splitlines()
-    ]
-    assert kinds.count("end") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("then", ["SIGKILL", "hang"])
-def test_a_rank_that_is_gone_or_hangs_is_named_in_bounded_time(then, in_float64, tmp_path):
-    processes = start_ranks(2, Path(__file__), "silence", tmp_path, then)
+def test_a_rank_that_is_gone_or_hangs_is_named_in_bounded_time(then, tmp_path):
+    processes = start_ranks(2, Path(__file__), tmp_path, then)
     first, _ = end_with_first(processes, timeout=600)
     said = "rank 0 of 2 waited in vain for the rollout and its rewards: rank 1 ended or hangs after the end of a step"
     assert said in first.stderr
     assert said in (tmp_path / "run" / "failure.txt").read_text()
 
+    with in_float64():
+        assert_resumed(then, tmp_path)
+
+
+def assert_resumed(then, tmp_path):
     calm = settings(None, fragile(2, then), *QUICK)  # one rank alone never fails
     trainer.train(calm, tmp_path / "run", resume=True)
     trainer.train(calm, tmp_path / "whole")
@@ -329,12 +342,6 @@ def test_a_rank_that_is_gone_or_hangs_is_named_in_bounded_time(then, in_float64,
 
 
 if __name__ == "__main__":
-    DTYPES["float32"] = torch.float64
-    task, folder, *names = sys.argv[1:]
-    if task == "cases":
-        on_ranks(Path(folder), names)
-        if set(names) == set(SOME):
-            endings(Path(folder))
-    else:
-        trainer.train(settings(None, fragile(2, names[0]), *QUICK), Path(folder) / "run")
-    distributed.leave_ranks()
+    folder, then = sys.argv[1:]
+    with in_float64():
+        trainer.train(settings(None, fragile(2, then), *QUICK), Path(folder) / "run")
