@@ -75,6 +75,12 @@ class Rollout:
         """`D`, the number of latent elements of one sample."""
         return self.latents.shape[2:].numel()
 
+    @property
+    def decoded(self) -> Tensor:
+        """`images` of a rollout that comes from an engine, which decodes them."""
+        assert self.images is not None, "an engine's rollout has images"
+        return self.images
+
     def validate(self) -> Self:
         """Return the record if its shapes fit together.
 

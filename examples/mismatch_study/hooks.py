@@ -15,7 +15,7 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, Rollout
-from flowcorr.rollout import RolloutEngine, Weights
+from flowcorr.rollout import OnImages, RolloutEngine, Weights, ignore_images
 
 
 class WrongPrompts:
@@ -50,13 +50,16 @@ class WrongPrompts:
         *,
         training_step: int,
         with_means: bool,
+        on_images: OnImages = ignore_images,
     ) -> Rollout:
         """See `RolloutEngine.sample`; twice the work, which no measurement of time may count."""
         settings = {"training_step": training_step, "with_means": with_means}
         right = self.engine.sample(conditioning, groups, **settings)
         shifted = {name: rows.roll(1, 0) for name, rows in conditioning.items()}
         wrong = self.engine.sample(shifted, groups, **settings)
-        return mixed(right, wrong, self.is_wrong(right.num_samples, training_step))
+        rollout = mixed(right, wrong, self.is_wrong(right.num_samples, training_step))
+        on_images(rollout.decoded)
+        return rollout
 
     def is_wrong(self, num_samples: int, training_step: int) -> Tensor:
         """`[B]` bool, the samples of this step that belong to another prompt."""

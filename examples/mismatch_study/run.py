@@ -33,6 +33,7 @@ from flowcorr.trainer.setup import build_run
 
 HERE = Path(__file__).parent
 RECIPE = "tiny_ocr_lora"
+IN_TURN = ("rollout.batch_size=null", "reward.placement=local")  # a phase's CPU time is then its own
 PHASES = ("rollout", "reward", "old_log_prob", "correction", "update")
 METRICS = {  # column -> metric, meaned over the training steps since the last evaluation
     "train_reward": "reward/mean",
@@ -112,7 +113,7 @@ def train(run: Run) -> list[Row]:
     """Train and evaluate; one row an evaluation. Its times are of training alone, but for `cpu_total`."""
     born = time.process_time()
     steps = run.phase.steps[run.arm.window]
-    keys = [f"trainer.seed={run.seed}", f"data.num_heldout={run.phase.words}", *run.phase.overrides]
+    keys = [f"trainer.seed={run.seed}", f"data.num_heldout={run.phase.words}", *IN_TURN, *run.phase.overrides]
     training, data = build_run(config.load(RECIPE, [*run.arm.overrides(), *keys]))
     if run.arm.corrupted:
         training = replace(

@@ -27,6 +27,12 @@ class Scores:
     log_probs: Tensor
     means: Tensor | None
 
+    def select(self, index: Tensor) -> Scores:
+        """The samples at `index` along the batch axis."""
+        return Scores(
+            log_probs=self.log_probs[index], means=None if self.means is None else self.means[index]
+        )
+
 
 class Scorer:
     """Scores the steps of a rollout with the trained transformer.

@@ -220,9 +220,9 @@ def _unused_guidance(family: str, reads: str) -> Iterator[tuple[str, str]]:
 def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
     placements = {"rollout": config.rollout.placement, "reward": config.reward.placement}
     for section, placement in placements.items():
-        if placement == "local":
+        if placement != "ray":
             for key in ("num_workers", "worker_resources"):
-                yield f"{section}.{key}", f"{section}.placement=local has no workers"
+                yield f"{section}.{key}", f"{section}.placement={placement} has no workers"
     if config.rollout.placement == "local":
         for key in ("timeout", "scheduling"):
             yield f"rollout.{key}", "rollout.placement=local has no workers"

@@ -13,6 +13,7 @@ from flowcorr.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
 Placement = Literal["local", "ray"]
+RewardPlacement = Literal["auto", "local", "thread", "ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,8 @@ class RolloutConfig:
         prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images a prompt.
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once.
-            With `placement: ray` also what a worker is given at a time, in whole prompts; null gives it one prompt.
+            With less, rewards in a thread begin earlier. With `placement: ray` also what a worker is given at a time,
+            in whole prompts; null gives it one prompt.
         same_initial_noise: all images of a prompt start from one noise.
         calculate_log_probs: let the engine score its own steps; bypass and correction need it.
     """
@@ -333,8 +335,10 @@ class RewardConfig:
         gold: held-out rewards, logged as `reward/gold/<name>` and `eval/gold/<name>` and never optimised: where the
             sum rises and they fall, the policy exploits the reward.
         on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
-        placement: `local` scores in the trainer's process; `ray` in workers, which begin with the first images. Each
-            image is then scored beside a few others, and not with all of its step.
+        placement: `local` scores all images of a step in one call; `thread` scores images as they come, in a thread
+            beside sampling and the recomputation of old log-probs; `ray` does so in workers. Both score an image beside
+            a few others, and not with all of its step. `auto` takes `thread` where all rewards say that they may, as
+            `ocr`, the JPEG rewards, `http` and `vlm_judge` do, else `local`.
         num_workers: reward workers of each training rank; each has the whole reward.
         worker_resources: what Ray reserves for each, as in `rollout.worker_resources`.
         timeout: seconds that a worker may take for what it is given at a time; it then counts as hung. In the trainer's
@@ -344,7 +348,7 @@ class RewardConfig:
     terms: tuple[RewardTerm, ...] = (RewardTerm(name="ocr"),)
     gold: tuple[RewardTerm, ...] = ()
     on_error: Literal["fail", "drop_group"] = "fail"
-    placement: Placement = "local"
+    placement: RewardPlacement = "auto"
     num_workers: int = 1
     worker_resources: Mapping[str, float] = field(default_factory=dict)
     timeout: float = 900.0

@@ -219,7 +219,7 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
     data = load_prompts(config.data)
     prompts = len({prompt.text for prompt in (*data.train, *data.heldout)})
-    terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement == "local" else ()
+    terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement != "ray" else ()
     rewards = [reward for term in terms if (reward := measure_clip(term, new_device())) is not None]
     images = groups * config.rollout.n
     return _Measured(

@@ -7,6 +7,7 @@ from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
 from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rewards.thread import ThreadReward, scored_ahead
 from flowcorr.rewards.vlm_judge import VlmJudge
 
 __all__ = [
@@ -20,11 +21,13 @@ __all__ = [
     "PickScore",
     "Reward",
     "RewardOutput",
+    "ThreadReward",
     "VlmJudge",
     "WeightedSum",
     "as_reward_output",
     "build_reward",
     "reward_name",
     "score_batch",
+    "scored_ahead",
     "training_scores",
 ]

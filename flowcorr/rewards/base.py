@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -45,9 +45,29 @@ class RewardOutput:
             terms={key: function(array) for key, array in self.terms.items()},
         )
 
+    @staticmethod
+    def concatenate(parts: Sequence[RewardOutput]) -> RewardOutput:
+        """The scores of all parts in order; NaN where a part lacks an extra or a term."""
+        sizes = [len(part.scores) for part in parts]
+        ends = np.cumsum(sizes)
+        return RewardOutput(
+            scores=np.concatenate([part.scores for part in parts]),
+            extra=_columns([part.extra for part in parts], sizes),
+            terms=_columns([part.terms for part in parts], sizes),
+            errors={
+                int(end) - size + index: error
+                for part, size, end in zip(parts, sizes, ends, strict=True)
+                for index, error in part.errors.items()
+            },
+        )
+
 
 Reward: TypeAlias = Callable[[np.ndarray, list[Prompt]], RewardOutput]
-"""Called with images `[B, H, W, 3]` uint8 and their `B` prompts."""
+"""Called with images `[B, H, W, 3]` uint8 and their `B` prompts.
+
+A reward may have `overlaps = True`, an attribute of its class or function: it scores each image by itself, in whatever
+thread and company, and spends its time where Python's interpreter lock is released, so that other work goes on.
+"""
 
 
 def as_reward_output(value: Any, batch_size: int, name: str) -> RewardOutput:
@@ -134,6 +154,16 @@ def _score_one_by_one(
             if stop_at_first:
                 break
     return _gather(scored, len(prompts)), causes
+
+
+def _columns(parts: Sequence[Mapping[str, np.ndarray]], sizes: Sequence[int]) -> dict[str, np.ndarray]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: np.concatenate(
+            [part.get(name, np.full(size, np.nan)) for part, size in zip(parts, sizes, strict=True)]
+        )
+        for name in names
+    }
 
 
 def _gather(scored: Mapping[int, RewardOutput], batch_size: int) -> RewardOutput:

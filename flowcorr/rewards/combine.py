@@ -107,6 +107,11 @@ class WeightedSum:
         """The labels of all terms, for messages."""
         return " + ".join(self.labels)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether every term says that it may score parts of a batch, in a thread beside other work."""
+        return all(getattr(reward, "overlaps", False) for reward in self.rewards)
+
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
         """Score images `[B, H, W, 3]` uint8."""
         outputs = {
@@ -289,7 +294,7 @@ def _users_own(term: Term) -> Callable[..., Any]:
             f"reward {term.name} is of type {type(target).__name__}; it must be a function or a class"
         )
     _check_call(term, target, options)
-    return functools.partial(target, **options) if options else target
+    return functools.update_wrapper(functools.partial(target, **options), target) if options else target
 
 
 def _check_options(term: Term, factory: Callable[..., Any]) -> None:

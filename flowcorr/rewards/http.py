@@ -70,6 +70,7 @@ class HttpReward:
     endpoint: Endpoint = field(init=False, repr=False, compare=False)
 
     name = "http"
+    overlaps = True
 
     def __post_init__(self) -> None:
         check_choice(self.name, "format", self.format, list(_ENCODERS))

@@ -19,6 +19,7 @@ class JpegCompressibility:
     """Minus the size of the image as a JPEG at quality 95, in kB of 1000 bytes."""
 
     name = "jpeg_compressibility"
+    overlaps = True
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
         """Score images `[B, H, W, 3]` uint8; the prompts do not matter."""
@@ -30,6 +31,7 @@ class JpegIncompressibility:
     """The size of the image as a JPEG at quality 95, in kB of 1000 bytes."""
 
     name = "jpeg_incompressibility"
+    overlaps = True
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
         """Score images `[B, H, W, 3]` uint8; the prompts do not matter."""

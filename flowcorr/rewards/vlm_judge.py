@@ -79,6 +79,7 @@ class VlmJudge:
     endpoint: Endpoint = field(init=False, repr=False, compare=False)
 
     name = "vlm_judge"
+    overlaps = True
 
     def __post_init__(self) -> None:
         check_choice(self.name, "mode", self.mode, list(TEMPLATES))

@@ -13,6 +13,12 @@ from flowcorr.records import Rollout
 
 Merge = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Trained tensors -> the transformer's weights under diffusers' names, adapters merged, see `lora.merged_weights`."""
+OnImages = Callable[[Tensor], None]
+"""Called with images `[b, H, W, 3]` uint8 as soon as they are decoded, in the order of the samples."""
+
+
+def ignore_images(images: Tensor) -> None:
+    """Leave images to the rollout that they belong to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,6 +65,7 @@ class RolloutEngine(Protocol):
         *,
         training_step: int,
         with_means: bool,
+        on_images: OnImages = ignore_images,
     ) -> Rollout:
         """Sample `rollout.n` images for each prompt.
 
@@ -67,6 +74,7 @@ class RolloutEngine(Protocol):
             groups: ids of the prompts' groups, which seed their noise.
             training_step: seeds the noise too.
             with_means: also return the step means and stds.
+            on_images: gets every image; an engine that has all of them at once may call it once.
         """
 
     def close(self) -> None:

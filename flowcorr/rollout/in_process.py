@@ -16,7 +16,7 @@ from flowcorr.config.schema import RolloutConfig, SamplingConfig
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, Guidance, ModelFamily, Schedule
 from flowcorr.records import Rollout
-from flowcorr.rollout.base import Merge, Weights, attention_name
+from flowcorr.rollout.base import Merge, OnImages, Weights, attention_name, ignore_images
 from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.sampler import decode, sample_sde_window
 
@@ -95,6 +95,7 @@ class InProcessEngine:
         *,
         training_step: int,
         with_means: bool,
+        on_images: OnImages = ignore_images,
     ) -> Rollout:
         """See `RolloutEngine.sample`; samples come group by group, in the order of `groups`."""
         count = self.config.n
@@ -106,7 +107,9 @@ class InProcessEngine:
         for begin in range(0, len(owners), size):
             rows = slice(begin, begin + size)
             chunk = {name: values[rows] for name, values in conditioning.items()}
-            rollout, final = self._sample(chunk, owners[rows], members[rows], training_step, with_means)
+            rollout, final = self._sample(
+                chunk, owners[rows], members[rows], training_step, with_means, on_images
+            )
             drawn.append(rollout)
             finite.append(torch.isfinite(final).flatten(1).all(1))
         # After the last chunk, as ranks that sample with sharded weights wait for each other's forward passes.
@@ -166,6 +169,7 @@ class InProcessEngine:
         members: Sequence[int],
         training_step: int,
         with_means: bool,
+        on_images: OnImages,
     ) -> tuple[Rollout, Tensor]:
         """The samples, and their final latents."""
         transformer = self._transformer
@@ -216,7 +220,7 @@ class InProcessEngine:
             means=drawn.means,
             stds=drawn.stds,
             conditioning=dict(conditioning),
-            images=decode(self.family, drawn.final),
+            images=decode(self.family, drawn.final, on_images),
             group_ids=torch.tensor(groups, device=device),
             policy_versions=torch.full((len(groups),), self.version, device=device),
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.models import ModelFamily, Schedule
+from flowcorr.rollout.base import OnImages, ignore_images
 from flowcorr.sde.transition import over_elements
 
 DECODE_BATCH = 16  # images that the VAE decodes at a time at most: on a CPU more of them take longer
@@ -130,10 +131,14 @@ def sample_sde_window(
 
 
 @torch.no_grad()
-def decode(family: ModelFamily, final: Tensor) -> Tensor:
+def decode(family: ModelFamily, final: Tensor, on_images: OnImages = ignore_images) -> Tensor:
     """Images `[B, H, W, 3]` uint8 of final latents `[B, *L]`, of which a few are decoded at a time."""
     size = decoded_together(math.prod(final.shape[1:]))
-    return torch.cat([family.decode(latents) for latents in final.split(size)])
+    decoded = []
+    for part in final.split(DECODE_BATCH):
+        decoded.append(torch.cat([family.decode(latents) for latents in part.split(size)]))
+        on_images(decoded[-1])
+    return torch.cat(decoded)
 
 
 def decoded_together(num_elements: int) -> int:

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.algorithm import needs_rollout_means
 from flowcorr.config.schema import SamplingConfig
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, BatchError
 from flowcorr.metrics import Metrics, Stat, maximum, mean, total
 from flowcorr.records import Prompt, Rollout
-from flowcorr.rewards import Reward, RewardOutput, score_batch
+from flowcorr.rewards import Reward, RewardOutput, score_batch, scored_ahead
 from flowcorr.trainer.run import PendingStep, TrainingRun
 from flowcorr.workers.reward import RayReward
 from flowcorr.workers.rollout import RayRollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Collected:
+class Samples:
     """A training step's samples on this rank.
 
     Attributes:
-        rollout: the samples.
-        reward: the reward to call with all of these samples.
-        stale: `[B]` bool, True for samples whose weights were too old.
-        metrics: the age of the weights, and the time spent waiting for workers.
+        rollout: the `b` samples of groups whose weights were not too old, without images.
+        fresh: `[b]`, their places among all `B` samples.
+        images: `[B, H, W, 3]` uint8.
+        prompts: `B`, one for each image.
+        group_ids: `[B]`.
+        reward: the reward to call with all images, which may already be scoring them.
+        metrics: noise, age of the weights, and the time spent waiting for workers.
     """
 
     rollout: Rollout
+    fresh: np.ndarray
+    images: np.ndarray
+    prompts: list[Prompt]
+    group_ids: np.ndarray
     reward: Reward
-    stale: np.ndarray
     metrics: Metrics
 
 
@@ -70,19 +78,64 @@ def prefetch(run: TrainingRun, step: int) -> None:
         run.in_flight[future_step] = PendingStep(rollout=rollout, reward=reward)
 
 
-def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> Collected:
-    """Sample this rank's `groups` of the prompts `drawn` for training step `step`, or wait for the workers that do."""
+def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> Samples:
+    """Sample this rank's `groups` of the prompts `drawn` for training step `step`, or wait for the workers that do.
+
+    Raises:
+        BackendError: every sample comes from weights that are too old.
+        BatchError: latents are not finite.
+    """
     pending = run.in_flight.pop(step, None)
+    prompts = [drawn[group] for group in groups for _ in range(run.config.rollout.n)]
+    reward, on_images = scored_ahead(run.reward if pending is None else pending.reward, prompts)
+    metrics = Metrics()
     if pending is None:
-        rollout, reward = _sample(run, drawn, groups, step), run.reward
-        metrics = Metrics()
+        rollout = run.engine.sample(
+            run.cache([drawn[group].text for group in groups]),
+            groups,
+            training_step=step,
+            with_means=needs_rollout_means(run.config),
+            on_images=on_images,
+        )
     else:
         begin = time.perf_counter()
-        rollout, reward = pending.rollout.result().to(run.actor.device), pending.reward
+        rollout = pending.rollout.result()
         metrics = Metrics.from_stats({"timing/rollout_wait": maximum(time.perf_counter() - begin)})
+        on_images(rollout.decoded)
+    rollout = rollout.to(run.actor.device)
+    check_latents(rollout, prompts)
     stale, age_metrics = _find_stale(run, rollout)
-    metrics = metrics.merge(age_metrics).merge(noise_metrics(rollout, run.config.sampling))
-    return Collected(rollout=rollout, reward=reward, stale=stale, metrics=metrics)
+    fresh = whole_groups(rollout.group_ids, stale)
+    return Samples(
+        rollout=replace(rollout, images=None).select(fresh),
+        fresh=fresh.cpu().numpy(),
+        images=rollout.decoded.cpu().numpy(),
+        prompts=prompts,
+        group_ids=rollout.group_ids.cpu().numpy(),
+        reward=reward,
+        metrics=metrics.merge(age_metrics).merge(noise_metrics(rollout, run.config.sampling)),
+    )
+
+
+def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
+    """Check the trajectories: a non-finite one would be decoded to an arbitrary image, and scored.
+
+    Raises:
+        BatchError: latents are not finite; the message names the first such sample.
+    """
+    bad = (~rollout.latents.isfinite().flatten(1).all(1)).nonzero().squeeze(1).tolist()
+    if bad:
+        raise BatchError(
+            f"the rollout's latents are not finite for sample {bad[0]} (prompt {prompts[bad[0]].text!r}), "
+            f"{len(bad)} of {len(prompts)} samples: the weights have diverged, or rollout.dtype overflows; "
+            "lower actor.lr, or use another rollout.dtype"
+        )
+
+
+def whole_groups(group_ids: Tensor, failed: np.ndarray) -> Tensor:
+    """Indices `[B']` of the samples of groups without a sample that `failed` `[B]`."""
+    dropped = group_ids[torch.as_tensor(failed, device=group_ids.device)].unique()
+    return (~torch.isin(group_ids, dropped)).nonzero().squeeze(1)
 
 
 def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
@@ -107,12 +160,12 @@ def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
     return Metrics.from_stats(stats)
 
 
-def score(
-    run: TrainingRun, reward: Reward, images: np.ndarray, prompts: list[Prompt]
-) -> tuple[RewardOutput, np.ndarray]:
-    """Score a batch, handle failures as `reward.on_error` says, and record them as events."""
+def score(run: TrainingRun, samples: Samples) -> tuple[RewardOutput, np.ndarray]:
+    """Score a batch, handle failures as `reward.on_error` says, and record them as events; see `score_batch`."""
     try:
-        scored, failed = score_batch(reward, images, prompts, on_error=run.config.reward.on_error)
+        scored, failed = score_batch(
+            samples.reward, samples.images, samples.prompts, on_error=run.config.reward.on_error
+        )
     except BackendError as error:
         run.on_event("reward_failed", error=str(error))
         raise
@@ -148,13 +201,3 @@ def _find_stale(run: TrainingRun, rollout: Rollout) -> tuple[np.ndarray, Metrics
         "rollout/dropped_stale_samples": total(stale.sum()),
     }
     return stale, Metrics.from_stats(stats)
-
-
-def _sample(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> Rollout:
-    """Sample in this process."""
-    return run.engine.sample(
-        run.cache([drawn[group].text for group in groups]),
-        groups,
-        training_step=step,
-        with_means=needs_rollout_means(run.config),
-    ).to(run.actor.device)

@@ -14,8 +14,8 @@ from torch import Tensor
 from flowcorr import distributed, sde
 from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_choice
 from flowcorr.records import Prompt
-from flowcorr.rewards import score_batch
-from flowcorr.rollout import decode, sample_ode
+from flowcorr.rewards import score_batch, scored_ahead
+from flowcorr.rollout import OnImages, decode, sample_ode
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.run import TrainingRun
@@ -52,12 +52,14 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
     # Sharded weights need equally many forward passes on every rank: a rank with fewer prompts repeats the first.
     size = math.ceil(len(prompts) / distributed.world_size())
     indices = [*own, *[0] * (size - len(own))]
+    own_prompts = [prompts[index] for index in own]
     own_scores: dict[str, np.ndarray] = {}
+    reward, on_images = scored_ahead(run.reward, own_prompts)
     with distributed.fail_together("an evaluation"):
         with run.actor.weights.averaged():
             step = min(BATCH_SIZE, run.config.rollout.batch_size or BATCH_SIZE)
             batches = [indices[begin : begin + step] for begin in range(0, size, step)]
-            drawn, finite = zip(*(_sample(run, prompts, batch) for batch in batches), strict=True)
+            drawn, finite = zip(*(_sample(run, prompts, batch, on_images) for batch in batches), strict=True)
         if not all(finite):
             raise BatchError(
                 "the evaluation's latents are not finite: the weights have diverged, or model.path is damaged; "
@@ -65,7 +67,7 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
             )
         images = np.concatenate(drawn)[: len(own)]
         if own:
-            output, _ = score_batch(run.reward, images, [prompts[index] for index in own])
+            output, _ = score_batch(reward, images, own_prompts)
             own_scores = {"reward": output.scores, **output.extra}
     by_rank = [scores for scores in distributed.gather(own_scores, "the scores of an evaluation") if scores]
     gathered = distributed.gather_on_main(images, "the images of an evaluation")
@@ -114,7 +116,9 @@ def evaluate_run(
     return chosen, evaluate(run, data.heldout)
 
 
-def _sample(run: TrainingRun, prompts: Sequence[Prompt], indices: Sequence[int]) -> tuple[np.ndarray, bool]:
+def _sample(
+    run: TrainingRun, prompts: Sequence[Prompt], indices: Sequence[int], on_images: OnImages
+) -> tuple[np.ndarray, bool]:
     """Images `[b, H, W, 3]` uint8 of the prompts at `indices`, and whether their latents are finite."""
     actor, config = run.actor, run.config
     family = actor.family
@@ -127,7 +131,7 @@ def _sample(run: TrainingRun, prompts: Sequence[Prompt], indices: Sequence[int])
         return family.velocity(actor.weights.transformer, latents, timesteps, conditioning, actor.guidance)
 
     final = sample_ode(velocity, noise.to(actor.device), family.schedule(steps, shape))
-    return decode(family, final).cpu().numpy(), bool(torch.isfinite(final).all())
+    return decode(family, final, on_images).cpu().numpy(), bool(torch.isfinite(final).all())
 
 
 def _choose(root: Path, which: str) -> tuple[Path, TrainingState]:

@@ -21,7 +21,6 @@ transformer in any case, on its device or, with Ray, in main memory; scoring und
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -88,18 +87,16 @@ def measure_gap_split(run: TrainingRun, batch: ActorBatch, correction: RolloutCo
     return Metrics.merged(metrics)
 
 
-def with_old_scores(run: TrainingRun, batch: ActorBatch) -> ActorBatch:
-    """The batch with the scores of the old policy, which `actor.old_policy` names.
+def old_scores(run: TrainingRun, rollout: Rollout) -> Scores:
+    """The scores of the old policy, which `actor.old_policy` names.
 
     Raises:
         BackendError: the engine does not keep the weights that sampled.
     """
     config, with_means = run.config, needs_old_means(run.config)
     if config.actor.old_policy == "behaviour" and config.rollout.max_weight_age:
-        scores = behaviour_scores(run.actor, batch.rollout, run.engine.history, with_means=with_means)
-    else:
-        scores = run.actor.log_probs(batch.rollout, with_means=with_means)
-    return replace(batch, old_log_probs=scores.log_probs, old_means=scores.means)
+        return behaviour_scores(run.actor, rollout, run.engine.history, with_means=with_means)
+    return run.actor.log_probs(rollout, with_means=with_means)
 
 
 def behaviour_scores(

@@ -9,7 +9,7 @@ from flowcorr.algorithm import AutoMode
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.rewards import Reward
+from flowcorr.rewards import Reward, ThreadReward
 from flowcorr.rollout import RolloutEngine
 from flowcorr.workers.pool import OnEvent, ignore_event
 from flowcorr.workers.reward import RayReward
@@ -54,7 +54,7 @@ class TrainingRun:
         self.mode = AutoMode.of(self.config)
 
     def close(self) -> None:
-        """End the processes of the engine and of the reward."""
+        """End the processes of the engine, and the processes or the thread of the reward."""
         self.engine.close()
-        if isinstance(self.reward, RayReward):
+        if isinstance(self.reward, RayReward | ThreadReward):
             self.reward.close()

@@ -15,7 +15,7 @@ from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
 from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.rewards import Reward, build_reward
+from flowcorr.rewards import Reward, ThreadReward, build_reward
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.build import build_backend, check_installed
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
@@ -89,7 +89,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             check_installed(config)
             prompts = load_prompts(config.data)
             reward = _build_reward(config, on_event)
-            if isinstance(reward, RayReward):
+            if isinstance(reward, RayReward | ThreadReward):
                 on_failure.callback(reward.close)
             family = load_model(config)
             check_guidance(config, family.name, family.guidance_key)
@@ -109,14 +109,17 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
 
 
 def _build_reward(config: Config, on_event: OnEvent) -> Reward:
-    if config.reward.placement == "local":
-        return build_reward(config.reward.terms, config.reward.gold, timeout=config.reward.timeout)
-    return RayReward(
-        config.reward,
-        address=config.rollout.ray_address,
-        num_threads=config.trainer.num_threads,
-        on_event=on_event,
-    )
+    settings = config.reward
+    if settings.placement == "ray":
+        return RayReward(
+            settings,
+            address=config.rollout.ray_address,
+            num_threads=config.trainer.num_threads,
+            on_event=on_event,
+        )
+    reward = build_reward(settings.terms, settings.gold, timeout=settings.timeout)
+    in_thread = settings.placement == "thread" or (settings.placement == "auto" and reward.overlaps)
+    return ThreadReward(reward) if in_thread else reward
 
 
 def _build_engine(

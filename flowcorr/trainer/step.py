@@ -15,12 +15,12 @@ from flowcorr.algorithm import (
     apply_rollout_correction_to_diffusion_batch,
 )
 from flowcorr.dumps import LoggedTerms
-from flowcorr.errors import BackendError, BatchError
+from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, Over, maximum, mean, total
 from flowcorr.records import ActorBatch, Prompt, Rollout
 from flowcorr.rewards import RewardOutput, training_scores
-from flowcorr.trainer.collect import collect, prefetch, score
-from flowcorr.trainer.gap_split import measure_gap_split, splits_gap, with_old_scores
+from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
+from flowcorr.trainer.gap_split import measure_gap_split, old_scores, splits_gap
 from flowcorr.trainer.log_probs import TermRecorder
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
@@ -54,33 +54,30 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
 
     prefetch(run, step)
     drawn = run.prompts.next(config.rollout.prompts_per_step)
-    groups = distributed.local_indices(len(drawn))
-    prompts = [drawn[group] for group in groups for _ in range(config.rollout.n)]
-    with distributed.fail_together("the rollout and its rewards"):
-        with watch("rollout"):
-            collected = collect(run, drawn, groups, step)
-            rollout = collected.rollout
-        check_latents(rollout, prompts)
-        with watch("reward"):
-            assert rollout.images is not None, "an engine's rollout has images"
-            images = rollout.images.cpu().numpy()
-            scored, failed = score(run, collected.reward, images, prompts)
+    with distributed.fail_together("the rollout"), watch("rollout"):
+        samples = collect(run, drawn, distributed.local_indices(len(drawn)), step)
+    rollout, old = samples.rollout, None
+    if not bypass:
+        with watch("old_log_prob"):  # while a reward that has a thread of its own is computed
+            old = old_scores(run, rollout)
+    with distributed.fail_together("the rewards"), watch("reward"):
+        scored, failed = score(run, samples)
 
-    kept = drop_failed_groups(rollout, failed | collected.stale)
-    metrics = collected.metrics.merge(_reward_metrics(scored, failed, rollout)).merge(
+    kept = drop_failed_groups(rollout, failed[samples.fresh])
+    metrics = samples.metrics.merge(_reward_metrics(scored, failed, samples.group_ids)).merge(
         Metrics.from_stats({"rollout/num_elements": maximum(rollout.num_elements)})
     )
-    rollout = replace(rollout, images=None).select(kept)
-    succeeded = scored.map(lambda values: values[kept.cpu().numpy()])
+    rollout = rollout.select(kept)
+    succeeded = scored.map(lambda values: values[samples.fresh][kept.cpu().numpy()])
     rewards = training_scores(succeeded, config.reward.terms, rollout.group_ids)
     advantages = group_advantages(rewards, rollout.group_ids, std=config.algorithm.advantage_std)
     batch = ActorBatch(rollout=rollout, advantages=advantages)
 
-    if bypass:
+    if old is None:
         batch = apply_bypass_mode_to_diffusion_batch(batch)
     else:
-        with watch("old_log_prob"):
-            batch = with_old_scores(run, batch)
+        old = old.select(kept)
+        batch = replace(batch, old_log_probs=old.log_probs, old_means=old.means)
         if correction is not None:
             with watch("correction"):
                 batch, corrected = apply_rollout_correction_to_diffusion_batch(
@@ -107,22 +104,9 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     metrics = metrics.merge(watch.metrics(num_images=len(drawn) * config.rollout.n)).across_ranks()
     metrics = metrics.merge(run.mode.observe(metrics))
     terms = recorder.terms() if recorder is not None and rollout.num_samples else None
-    return StepResult(metrics=metrics, images=images, prompts=prompts, scores=scored.scores, terms=terms)
-
-
-def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
-    """Check the trajectories: a non-finite one would be decoded to an arbitrary image, and scored.
-
-    Raises:
-        BatchError: latents are not finite; the message names the first such sample.
-    """
-    bad = (~rollout.latents.isfinite().flatten(1).all(1)).nonzero().squeeze(1).tolist()
-    if bad:
-        raise BatchError(
-            f"the rollout's latents are not finite for sample {bad[0]} (prompt {prompts[bad[0]].text!r}), "
-            f"{len(bad)} of {len(prompts)} samples: the weights have diverged, or rollout.dtype overflows; "
-            "lower actor.lr, or use another rollout.dtype"
-        )
+    return StepResult(
+        metrics=metrics, images=samples.images, prompts=samples.prompts, scores=scored.scores, terms=terms
+    )
 
 
 def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> torch.Tensor:
@@ -131,16 +115,14 @@ def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> torch.Tensor:
     Raises:
         BackendError: no group is left on any rank.
     """
-    dropped = rollout.group_ids[torch.as_tensor(failed, device=rollout.group_ids.device)].unique()
-    kept = (~torch.isin(rollout.group_ids, dropped)).nonzero().squeeze(1)
+    kept = whole_groups(rollout.group_ids, failed)
     if not sum(distributed.gather(len(kept), "the rewards that succeeded")):
         raise BackendError("the reward failed on every group of this step, so nothing is left to train on")
     return kept
 
 
-def _reward_metrics(scored: RewardOutput, failed: np.ndarray, rollout: Rollout) -> Metrics:
+def _reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Metrics:
     scores, good = torch.as_tensor(scored.scores), Over(torch.as_tensor(~failed))
-    groups = rollout.group_ids.cpu().numpy()
     members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]
     flat = sum(int(len(member) < 2 or np.ptp(member) == 0) for member in members)
     metrics = Metrics.from_stats(

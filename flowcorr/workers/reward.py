@@ -143,28 +143,5 @@ class RewardWorker:
 
 
 def concatenated(scores: Sequence[Future[Answer]]) -> RewardOutput:
-    """Wait for the scores of all batches and concatenate them; NaN where a batch lacks an extra or a term."""
-    outputs: list[RewardOutput] = [score.result().values[0] for score in scores]
-    sizes = [len(output.scores) for output in outputs]
-    ends = np.cumsum(sizes)
-    errors = {
-        int(end) - size + index: error
-        for output, size, end in zip(outputs, sizes, ends, strict=True)
-        for index, error in output.errors.items()
-    }
-    return RewardOutput(
-        scores=np.concatenate([output.scores for output in outputs]),
-        extra=_columns([output.extra for output in outputs], sizes),
-        terms=_columns([output.terms for output in outputs], sizes),
-        errors=errors,
-    )
-
-
-def _columns(batches: Sequence[Mapping[str, np.ndarray]], sizes: Sequence[int]) -> dict[str, np.ndarray]:
-    names = dict.fromkeys(name for batch in batches for name in batch)
-    return {
-        name: np.concatenate(
-            [batch.get(name, np.full(size, np.nan)) for batch, size in zip(batches, sizes, strict=True)]
-        )
-        for name in names
-    }
+    """Wait for the scores of all batches and concatenate them."""
+    return RewardOutput.concatenate([score.result().values[0] for score in scores])

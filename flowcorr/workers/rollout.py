@@ -18,7 +18,7 @@ from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, BatchError, ConfigError, MissingExtraError
 from flowcorr.models import load_family
 from flowcorr.records import Rollout
-from flowcorr.rollout.base import Weights, needs_base
+from flowcorr.rollout.base import OnImages, Weights, ignore_images, needs_base
 from flowcorr.rollout.build import build_backend
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe, ShippedProbe
 from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
@@ -144,13 +144,18 @@ class RayRollout:
         *,
         training_step: int,
         with_means: bool,
+        on_images: OnImages = ignore_images,
     ) -> Rollout:
         """See `RolloutEngine.sample`; samples come group by group, in the order of `groups`.
 
         Raises:
             BackendError: a shard failed repeatedly, or was sampled with other weights.
         """
-        return self.submit(conditioning, groups, training_step=training_step, with_means=with_means).result()
+        rollout = self.submit(
+            conditioning, groups, training_step=training_step, with_means=with_means
+        ).result()
+        on_images(rollout.decoded)
+        return rollout
 
     def submit(
         self,
@@ -275,8 +280,7 @@ class RolloutWorker:
         rollout = self._engine.sample(
             shard.conditioning, shard.groups, training_step=shard.training_step, with_means=shard.with_means
         ).to("cpu")
-        assert rollout.images is not None, "an engine's rollout has images"
-        return replace(rollout, images=None), rollout.images
+        return replace(rollout, images=None), rollout.decoded
 
     def describe(self) -> dict[str, str]:
         """Plain facts about the engine."""

@@ -3,7 +3,9 @@ from dataclasses import replace
 import pytest
 
 from flowcorr import sde
-from flowcorr.trainer.collect import noise_metrics
+from flowcorr.errors import BatchError
+from flowcorr.records import Prompt
+from flowcorr.trainer.collect import check_latents, noise_metrics
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,13 @@ def test_noise_that_is_shared(make_run, monkeypatch, same, sharing):
     monkeypatch.setattr(sde, "step_noise", shared)
     values = noise_metrics(run.sample(), run.config.sampling).compute()
     assert values["rollout/noise_shared_by"] == pytest.approx(sharing, rel=0.3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_latents_that_are_not_finite_are_named(make_run, bad):
+    rollout = make_run().sample()
+    prompts = [Prompt(text=text) for text in ("ab", "cd") for _ in range(4)]
+    check_latents(rollout, prompts)
+    rollout.latents[5, 1, 0, 0, 0] = rollout.latents[7, 2, 0, 0, 0] = bad
+    with pytest.raises(BatchError, match=r"sample 5 \(prompt 'cd'\), 2 of 8 samples"):
+        check_latents(rollout, prompts)

@@ -298,7 +298,7 @@ def test_a_failure_of_any_rank_ends_all_with_its_reason(ended):
     folder, ranks = ended
     first, second = (ending["error"] for ending in ranks)
     assert second.startswith("BackendError: reward Fragile raised RuntimeError: the scorer is gone")
-    assert first == f"RankError: rank 1 failed during the rollout and its rewards: {second}"
+    assert first == f"RankError: rank 1 failed during the rewards: {second}"
     assert "rank 1 failed during" in (folder / "failure" / "failure.txt").read_text()
     assert "the scorer is gone" in (folder / "failure" / "failure_rank1.txt").read_text()
     assert checkpoint.load_latest(folder / "failure" / "checkpoints")[1].step == 1
@@ -307,7 +307,7 @@ def test_a_failure_of_any_rank_ends_all_with_its_reason(ended):
 def test_latents_that_diverge_on_one_rank_leave_none_waiting_for_its_part_of_the_weights(ended):
     first, second = (ending["diverged"] for ending in ended[1])
     assert second.startswith("BatchError: the final latents are not finite for image 0 of prompt ")
-    assert first == f"RankError: rank 1 failed during the rollout and its rewards: {second}"
+    assert first == f"RankError: rank 1 failed during the rollout: {second}"
 
 
 def test_one_rank_alone_writes(usual):
@@ -323,7 +323,7 @@ def test_one_rank_alone_writes(usual):
 def test_a_rank_that_is_gone_or_hangs_is_named_in_bounded_time(then, tmp_path):
     processes = start_ranks(2, Path(__file__), tmp_path, then)
     first, _ = end_with_first(processes, timeout=600)
-    said = "rank 0 of 2 waited in vain for the rollout and its rewards: rank 1 ended or hangs after the end of a step"
+    said = "rank 0 of 2 waited in vain for the rewards: rank 1 ended or hangs after the rollout"
     assert said in first.stderr
     assert said in (tmp_path / "run" / "failure.txt").read_text()
 

@@ -7,6 +7,7 @@ import pytest
 from flowcorr import config
 from flowcorr.errors import MissingExtraError
 from flowcorr.models import EMBEDDED
+from flowcorr.rewards import ThreadReward, WeightedSum
 from flowcorr.trainer import setup
 from flowcorr.trainer.setup import build_run
 
@@ -53,3 +54,25 @@ def test_guidance_that_the_loaded_model_does_not_read_warns():
     with pytest.warns(UserWarning, match=message):
         run, _ = build_run(settings)
     run.close()
+
+
+@pytest.mark.parametrize(
+    ("placement", "name", "kind"),
+    [
+        ("auto", "jpeg_compressibility", ThreadReward),
+        ("local", "jpeg_compressibility", WeightedSum),
+        ("auto", "plain_reward:brightness", WeightedSum),
+        ("thread", "plain_reward:brightness", ThreadReward),
+    ],
+)
+def test_a_reward_has_a_thread_where_it_says_that_it_may_or_the_recipe_does(
+    placement, name, kind, tmp_path, monkeypatch
+):
+    (tmp_path / "plain_reward.py").write_text(
+        "def brightness(images, prompts):\n    return images.mean((1, 2, 3))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = [f"reward.placement={placement}", f"reward.terms=[{{name: '{name}'}}]"]
+    run, _ = build_run(config.load("tiny_jpeg_lora", overrides))
+    run.close()
+    assert isinstance(run.reward, kind)

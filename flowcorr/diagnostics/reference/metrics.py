@@ -236,7 +236,10 @@ RUN = (
             "step": ("The whole training step.", "seconds"),
             "rollout": ("Sampling.", "seconds"),
             "rollout_wait": ("Waiting for Ray workers to finish sampling.", "seconds"),
-            "reward": ("Scoring images.", "seconds"),
+            "reward": (
+                "Scoring images, or waiting for the thread or the workers that score them.",
+                "seconds",
+            ),
             "old_log_prob": ("Recomputing old log-probs; absent in bypass mode, which saves it.", "seconds"),
             "correction": ("Weights, rejection and drift metrics.", "seconds"),
             "drift": ("Splitting the gap into engine and staleness.", "seconds"),

@@ -17,7 +17,7 @@ from flowcorr.config.schema import Config
 from flowcorr.devices import empty_cache
 from flowcorr.models import DTYPES, Guidance, ModelFamily, resolve_path
 from flowcorr.records import Rollout
-from flowcorr.rollout.base import Merge, Weights
+from flowcorr.rollout.base import Merge, OnImages, Weights, ignore_images
 from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.vllm_omni import adapter, environment, probe
 from flowcorr.rollout.vllm_omni.client import OmniClient
@@ -183,6 +183,7 @@ class VllmOmniEngine:
         *,
         training_step: int,
         with_means: bool,
+        on_images: OnImages = ignore_images,
     ) -> Rollout:
         """See `RolloutEngine.sample`; samples come group by group, in the order of `groups`.
 
@@ -202,9 +203,11 @@ class VllmOmniEngine:
         ]
         outputs = self._client.generate(requests, steps=self.config.sampling.num_inference_steps)
         self._rest()
-        return _rollout(
+        rollout = _rollout(
             outputs, jobs, {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
-        ).to(self._device)
+        )
+        on_images(rollout.decoded)
+        return rollout.to(self._device)
 
     def _jobs(self, groups: Sequence[int], training_step: int, with_means: bool) -> list[Job]:
         sampling, rollout = self.config.sampling, self.config.rollout

@@ -1,0 +1,112 @@
+"""Rewards in a thread of their own: some images are scored while others are still sampled."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+from torch import Tensor
+
+from flowcorr.records import Prompt
+from flowcorr.rewards.base import Reward, RewardOutput
+from flowcorr.rewards.combine import WeightedSum
+
+MAX_WAITING = 32  # calls that wait for the thread; with more, sampling waits
+CLOSE_TIMEOUT = 5.0  # seconds that the end of a run waits for the call that is being computed
+
+
+class ThreadReward:
+    """A recipe's reward, computed in one thread beside the trainer's; itself a `Reward`.
+
+    It runs beside other work as far as the reward releases Python's interpreter lock: onnxruntime, PIL and HTTP do.
+
+    Args:
+        reward: what the thread computes.
+    """
+
+    def __init__(self, reward: WeightedSum) -> None:
+        self.name = reward.name
+        self._reward = reward
+        self._calls: queue.Queue[_Call | None] = queue.Queue(MAX_WAITING)
+        # A daemon, so that a reward that hangs cannot keep an interrupted process alive.
+        self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
+        self._thread.start()
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+        """Score images `[B, H, W, 3]` uint8 in one call, and wait for the scores."""
+        return self.submit(images, prompts).result()
+
+    def submit(self, images: np.ndarray, prompts: list[Prompt]) -> Future[RewardOutput]:
+        """Score images `[B, H, W, 3]` uint8 in one call, after those that were submitted before."""
+        call = _Call(images, prompts)
+        self._calls.put(call)
+        return call.scores
+
+    def close(self) -> None:
+        """End the thread; what has not begun is not computed."""
+        with contextlib.suppress(queue.Empty):
+            while (call := self._calls.get_nowait()) is not None:
+                call.scores.cancel()
+        self._calls.put(None)
+        self._thread.join(CLOSE_TIMEOUT)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if not call.scores.set_running_or_notify_cancel():
+                continue
+            try:
+                call.scores.set_result(self._reward(call.images, call.prompts))
+            except BaseException as error:
+                call.scores.set_exception(error)  # for the trainer's thread
+
+
+class _Call:
+    def __init__(self, images: np.ndarray, prompts: list[Prompt]) -> None:
+        self.images, self.prompts = images, prompts
+        self.scores: Future[RewardOutput] = Future()
+
+
+class ScoredAhead:
+    """The reward of samples whose images are scored as they come; `score_batch` calls it like any other.
+
+    The first call waits for the scores. If a part failed, all images are scored again by one call, as if nothing had
+    been scored ahead: failures and their messages are those of a reward in the trainer's own thread.
+
+    Args:
+        reward: scores the images.
+        prompts: of all samples.
+    """
+
+    def __init__(self, reward: ThreadReward, prompts: list[Prompt]) -> None:
+        self.name = reward.name
+        self._reward, self._prompts = reward, prompts
+        self._scores: list[Future[RewardOutput]] = []
+
+    def add(self, images: Tensor) -> None:
+        """Begin to score the next images `[b, H, W, 3]` uint8; those beyond the prompts are left out."""
+        prompts, self._prompts = self._prompts[: len(images)], self._prompts[len(images) :]
+        if prompts:
+            self._scores.append(self._reward.submit(images[: len(prompts)].cpu().numpy(), prompts))
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+        """The scores of images `[B, H, W, 3]` uint8: of all samples at the first call, of any at later ones."""
+        scores, self._scores = self._scores, []
+        if scores:
+            try:
+                return RewardOutput.concatenate([score.result() for score in scores])
+            except Exception:
+                for score in scores:
+                    score.cancel()
+        return self._reward(images, prompts)
+
+
+def scored_ahead(reward: Reward, prompts: list[Prompt]) -> tuple[Reward, Callable[[Tensor], None]]:
+    """The reward to call with all samples of `prompts`, and what takes their images as they come."""
+    if not isinstance(reward, ThreadReward):
+        return reward, lambda images: None
+    ahead = ScoredAhead(reward, prompts)
+    return ahead, ahead.add
