@@ -35,8 +35,11 @@ def clip_higher(policy: PolicyStep, batch: BatchStep, actor: ActorConfig, *, abo
     return output(loss, terms, ratio_stats(terms, terms.log_ratio, above=ratio > high, below=ratio < low))
 
 
-# What the noise floor, the doctor and the audit ask: how far this loss lets a ratio be from 1, and what it reads.
-CLIP_HIGHER = Loss(objective=clip_higher, limit=Limit(key="clip_ratio"), reads=("clip_ratio",))
+# What the noise floor, the doctor and the audit ask: how far this loss lets a ratio be from 1, and what it reads. Each
+# term is a multiple of its advantage, so the update leaves samples of advantage 0 out.
+CLIP_HIGHER = Loss(
+    objective=clip_higher, limit=Limit(key="clip_ratio"), scaled_by_advantage=True, reads=("clip_ratio",)
+)
 
 
 def main(out: str, steps: int, *overrides: str) -> trainer.RunResult:

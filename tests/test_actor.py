@@ -14,6 +14,7 @@ from flowcorr.config import ModelConfig
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import BatchError
+from flowcorr.losses import LOSSES
 from flowcorr.models import load_family
 from flowcorr.records import ActorBatch
 from tests.tolerances import GRADIENTS, LOG_PROBS, MEANS
@@ -396,6 +397,73 @@ def test_bypass_logs_drift_of_the_first_mini_batch_and_of_all(make_run):
     assert metrics["rollout_corr/kl"] == pytest.approx([0.25, 0.5][first], abs=1e-5)
     assert metrics["actor/rollout_corr/kl"] == pytest.approx(0.375, abs=0.05)
     assert metrics["actor/rollout_corr/kl"] != metrics["rollout_corr/kl"]
+
+
+# Samples of advantage 0 ----------------------------------------------------------------------------------
+
+
+def of_even_group(run):
+    """A batch whose first group has advantages of 0."""
+    batch = run.batch()
+    return replace(batch, advantages=batch.advantages * (batch.rollout.group_ids > 0))
+
+
+def scored(run):
+    """Filled with the number of images of each forward pass, and whether it has a gradient."""
+    passes = []
+    run.actor.weights.transformer.register_forward_hook(
+        lambda *call: passes.append((len(call[2][0]) // 2, torch.is_grad_enabled()))
+    )
+    return passes
+
+
+BYPASS = RolloutCorrectionConfig.from_preset("bypass_ppo_clip")
+
+
+@pytest.mark.parametrize(
+    ("sections", "recorded", "passes"),
+    [
+        ({}, False, [(4, True)]),
+        ({}, True, [(4, True), (4, False)]),
+        ({"algorithm": {"rollout_correction": BYPASS}}, False, [(4, True), (4, False)]),
+        ({"actor": {"micro_batch_size": 3}}, False, [(3, True), (1, True)]),
+        ({"actor": {"loss_mode": "flowcorr.losses.table:_flow_grpo"}}, False, [(8, True)]),
+        ({"actor": {"kl_coef": 0.1}}, False, [(8, False), (8, True)]),
+    ],
+)
+def test_nothing_is_computed_for_a_gradient_of_zero(make_run, sections, recorded, passes):
+    """Unless the loss is not known to vanish, or something reads the scores."""
+    run = make_run(**sections)
+    batch = of_even_group(run)
+    found, places = scored(run), []
+    record = (lambda part, policy: places.extend(part.places.flatten().tolist())) if recorded else None
+    run.update(batch, training_step=1, record=record)
+    assert found == passes
+    assert not recorded or sorted(places) == list(range(16))
+
+
+def test_micro_batches_that_stay_as_they_were_give_the_same_bits(make_run, monkeypatch):
+    found = []
+    for skips in (True, False):
+        monkeypatch.setitem(LOSSES, "flow_grpo", replace(LOSSES["flow_grpo"], scaled_by_advantage=skips))
+        run, _ = updated(make_run, of_even_group, actor={"micro_batch_size": 4})
+        found.append((run.gradient(), weights(run)))
+    assert_same(found[0][0], found[1][0], rtol=0, atol=0)
+    assert_same(found[0][1], found[1][1], rtol=0, atol=0)
+
+
+def test_an_update_without_any_gradient_still_takes_its_step(make_run):
+    """With the momentum of earlier updates, and with decay."""
+    run = make_run(actor={"weight_decay": 0.1})
+    run.stir()
+    batch = run.batch()
+    run.update(batch, training_step=1)
+    before, found = weights(run), scored(run)
+    metrics = run.update(replace(batch, advantages=torch.zeros(8)), training_step=2).compute()
+    assert found == []
+    assert (metrics["actor/updates"], metrics["actor/loss"], metrics["actor/grad_norm"]) == (1, 0, 0)
+    assert metrics["actor/zero_advantage_fraction"] == 1
+    assert all(not torch.equal(value, before[name]) for name, value in weights(run).items())
 
 
 # Weights -------------------------------------------------------------------------------------------------

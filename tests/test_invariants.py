@@ -14,6 +14,7 @@ from flowcorr.algorithm import (
 )
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.losses import LOSSES as ALL_LOSSES
 from flowcorr.records import ActorBatch
 from tests.conftest import SMALL, small_config, start_run
 from tests.tolerances import LATENTS, LOG_PROBS
@@ -63,6 +64,7 @@ CASES["decoupled flow_grpo auto bands"] = (
         rollout_rs="token_k1,step_z,seq_mean_k2", rollout_rs_threshold=[BAND, "auto", "auto"]
     ),
 )
+OF_ALL_SAMPLES = {"actor/loss", "actor/lr", "actor/grad_norm", "actor/updates", "actor/skipped_updates"}
 SOME_CASES = ("bypass grpo_guard step kept", "bypass reinforce trajectory all", "decoupled flow_grpo all")
 
 
@@ -101,6 +103,11 @@ def drifted_batch():
         old_log_probs=rollout.log_probs + 0.4 * learned,
         old_means=rollout.means - moved,
     )
+
+
+def with_even_rewards(batch):
+    """The batch with advantages of 0 for the first group, all that one of two ranks has, and for a sample more."""
+    return replace(batch, advantages=batch.advantages * (torch.arange(8) > 4))
 
 
 def one_update(case, batch, **actor):
@@ -164,16 +171,40 @@ def test_other_micro_batches_change_neither_gradient_nor_metrics(batch, whole, c
     assert_same_update(one_update(case, batch, micro_batch_size=size, fold_steps=fold), whole[case])
 
 
+@pytest.mark.parametrize("case", slow_except(*SOME_CASES))
+def test_samples_without_a_gradient_count_as_if_they_were_learned_from(batch, monkeypatch, case):
+    """In bypass mode they are measured as well; in decoupled mode ratios are those of the other samples."""
+    gradient, metrics = one_update(case, with_even_rewards(batch), micro_batch_size=3)
+    for name, loss in ALL_LOSSES.items():
+        monkeypatch.setitem(ALL_LOSSES, name, replace(loss, scaled_by_advantage=False))
+    expected_gradient, expected = one_update(case, with_even_rewards(batch), micro_batch_size=3)
+    assert metrics["actor/zero_advantage_fraction"] == 5 / 8
+    if case.startswith("decoupled"):
+        assert metrics["actor/ppo_kl"] != pytest.approx(expected["actor/ppo_kl"], rel=1e-3)
+        for name in set(metrics) - OF_ALL_SAMPLES:
+            if name.startswith("actor/"):
+                del metrics[name], expected[name]
+    assert_same_update((gradient, metrics), (expected_gradient, expected))
+
+
 def test_two_ranks_are_one(batch, whole, two_ranks):
     results = two_ranks.call(updates_of_this_rank, batch)
     for case in CASES:
         for result in results:
             assert_same_update(result[case], whole[case])
+    for case in SOME_CASES:
+        expected = one_update(case, with_even_rewards(batch))
+        for result in results:
+            assert_same_update(result["even rewards", case], expected)
 
 
 def updates_of_this_rank(batch):
-    mine = batch.select(batch.rollout.group_ids % distributed.world_size() == distributed.rank())
-    return {case: one_update(case, mine) for case in CASES}
+    def mine(whole):
+        return whole.select(whole.rollout.group_ids % distributed.world_size() == distributed.rank())
+
+    results = {case: one_update(case, mine(batch)) for case in CASES}
+    even = with_even_rewards(batch)
+    return results | {("even rewards", case): one_update(case, mine(even)) for case in SOME_CASES}
 
 
 # The behaviour policy's own log-probs ---------------------------------------------------------------------

@@ -115,14 +115,15 @@ class Scorer:
                 them; needed for sharded weights where a rank's batch may be empty. None takes the batch's first.
         """
         micro_batches = self.micro_batches(rollout.num_samples)
+        filler_sample = rollout.select(slice(1)) if filler_sample is None else filler_sample
+        num_fillers = self.num_fillers(len(micro_batches), filler_sample)
         log_probs, means = [rollout.log_probs[:0]], [rollout.latents[:0, 1:]]
         for rows in micro_batches:
             policy = self.score(rollout.select(rows), guidance=guidance)
             log_probs.append(policy.log_prob)
             if with_means:
                 means.append(policy.mean)
-        filler_sample = rollout.select(slice(1)) if filler_sample is None else filler_sample
-        for _ in range(self.num_fillers(len(micro_batches), filler_sample)):
+        for _ in range(num_fillers):
             self.score(filler_sample)
         return Scores(log_probs=torch.cat(log_probs), means=torch.cat(means) if with_means else None)
 
@@ -142,7 +143,7 @@ class Scorer:
     def num_fillers(self, num_micro_batches: int, filler_sample: Rollout) -> int:
         """How many micro-batches this rank lacks beside the rank that has most; 0 unless weights are sharded.
 
-        A forward pass through sharded weights needs all ranks.
+        A forward pass through sharded weights needs all ranks, so this is called before the first of them.
 
         Raises:
             BatchError: a rank has no sample to fill up with; on all ranks.

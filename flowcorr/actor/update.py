@@ -19,6 +19,7 @@ from flowcorr.algorithm import diffusion_loss
 from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.distributed import fsdp
+from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics, mean, total
 from flowcorr.records import ActorBatch, BatchStep, LossOutput, PolicyStep, Rollout
 
@@ -75,12 +76,15 @@ class PolicyOptimizer:
             for mini_batch in self.mini_batches(batch, training_step, epoch):
                 outputs = self._accumulate(mini_batch, correction, filler_sample, record)
                 stepped, stats = self._step(outputs)
+                is_zero = mini_batch.advantages == 0
+                zeros = {"actor/zero_advantage_fraction": mean(is_zero.sum(), is_zero.numel())}
                 measured = Metrics.merged(output.correction_metrics for output in outputs)
                 metrics = Metrics.merged(
                     [
                         metrics,
                         *(output.metrics for output in outputs),
                         stats,
+                        Metrics.from_stats(zeros),
                         measured.prefixed("actor/"),
                         measured if untouched else Metrics(),
                     ]
@@ -105,16 +109,52 @@ class PolicyOptimizer:
         filler_sample: Rollout,
         record: Record | None,
     ) -> list[LossOutput]:
-        """Accumulate the gradient of a mini-batch's loss sum; a rank without samples adds zeros."""
+        """Accumulate the gradient of a mini-batch's loss sum; a rank without samples adds zeros.
+
+        Samples without a gradient are only counted. In bypass mode, where the correction inside the loss measures and
+        rejects them, and for `record`, they are scored without a graph.
+        """
         self.adamw.zero_grad(set_to_none=True)
         whole_windows = _sees_whole_windows(self.config, correction)
+        is_read = record is not None or (correction is not None and correction.mode == "bypass")
+        idle = self._without_gradient(batch.advantages, correction, is_read)
+        learned, rest = (batch.select(rows.nonzero().squeeze(1)) for rows in (~idle, idle))
+        num_micro_batches = len(self.scorer.micro_batches(learned.rollout.num_samples))
+        num_fillers = self.scorer.num_fillers(num_micro_batches, filler_sample)
+        outputs = self._losses(learned, correction, record, whole_windows)
+        if is_read:
+            with torch.no_grad():
+                outputs += self._losses(rest, correction, record, whole_windows)
+        else:
+            outputs.append(_counted(rest))
+        for _ in range(num_fillers):
+            for rollout in self._backward_units(filler_sample, whole_windows):
+                (0.0 * self.scorer.score(rollout).log_prob.sum()).backward()
+        return outputs
+
+    def _without_gradient(
+        self, advantages: Tensor, correction: RolloutCorrectionConfig | None, is_read: bool
+    ) -> Tensor:
+        """Which samples `[B]` have a loss whose gradient is 0 whatever their scores are."""
+        scaled = loss_of(self.config.actor, correction).scaled_by_advantage and not self.config.actor.kl_coef
+        # Sharded weights want as many forward passes on every rank, with a graph or without one.
+        if not scaled or (is_read and self.weights.sharded):
+            return torch.zeros_like(advantages, dtype=torch.bool)
+        return advantages == 0
+
+    def _losses(
+        self,
+        batch: ActorBatch,
+        correction: RolloutCorrectionConfig | None,
+        record: Record | None,
+        whole_windows: bool,
+    ) -> list[LossOutput]:
+        """The loss of each micro-batch; its gradient is added to the others."""
         outputs = []
-        micro_batches = self.scorer.micro_batches(batch.rollout.num_samples)
-        for rows in micro_batches:
+        for rows in self.scorer.micro_batches(batch.rollout.num_samples):
             for part in self._backward_units(batch.select(rows), whole_windows):
-                reference_means = self.scorer.reference_means(
-                    part.rollout
-                )  # before the policy's graph takes memory
+                # Before the policy's graph takes memory.
+                reference_means = self.scorer.reference_means(part.rollout)
                 policy = self.scorer.score_finite(part.rollout)
                 if record is not None:
                     record(part, policy)
@@ -122,9 +162,6 @@ class PolicyOptimizer:
                 if self.weights.sharded or output.loss_sum.requires_grad:
                     output.loss_sum.backward()
                 outputs.append(output)
-        for _ in range(self.scorer.num_fillers(len(micro_batches), filler_sample)):
-            for rollout in self._backward_units(filler_sample, whole_windows):
-                (0.0 * self.scorer.score(rollout).log_prob.sum()).backward()
         return outputs
 
     def _backward_units(self, batch: BatchT, whole_windows: bool) -> list[BatchT]:
@@ -233,6 +270,15 @@ class PolicyOptimizer:
             entries.setdefault(places[name], {})[moment] = value.clone()
         groups = self.adamw.state_dict()["param_groups"]
         self.adamw.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def _counted(batch: ActorBatch) -> LossOutput:
+    """The loss of samples that are not scored: 0, over the terms whose old log-probs are finite."""
+    assert batch.old_log_probs is not None
+    finite = batch.old_log_probs.isfinite()
+    kept = finite if batch.keep is None else finite & batch.keep
+    loss = batch.old_log_probs.new_zeros(())
+    return LossOutput(loss_sum=loss, count_all=finite.sum(), count_kept=kept.sum(), metrics=Metrics())
 
 
 def deal_groups(group_ids: Tensor, parts: int, *, seed: int, training_step: int, epoch: int) -> Tensor:

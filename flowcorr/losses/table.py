@@ -80,6 +80,7 @@ class Loss:
         needs_means: whether it reads the step means of the old policy, `batch_step.old_mean`.
         needs_step: whether it reads the steps' sizes, `policy_step.step`.
         needs_densities: whether it adds nats to log-ratios, so that log-probs must be log-densities.
+        scaled_by_advantage: whether each term is a multiple of its advantage, so without a gradient where that is 0.
         from_correction: whether it is chosen by `rollout_correction.loss_type`, which supplies its weights.
         reads: the `LOSS_KEYS` that it reads; None where that is not known.
     """
@@ -90,6 +91,7 @@ class Loss:
     needs_means: bool = False
     needs_step: bool = False
     needs_densities: bool = False
+    scaled_by_advantage: bool = False
     from_correction: bool = False
     reads: tuple[str, ...] | None = None
 
@@ -152,7 +154,9 @@ def _reinforce(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> 
 
 
 LOSSES: dict[str, Loss] = {
-    "flow_grpo": Loss(objective=_flow_grpo, limit=CLIP, reads=("clip_ratio", "ratio_level")),
+    "flow_grpo": Loss(
+        objective=_flow_grpo, limit=CLIP, scaled_by_advantage=True, reads=("clip_ratio", "ratio_level")
+    ),
     "grpo_guard": Loss(
         objective=_grpo_guard,
         log_ratio=normalized_log_ratio,
@@ -160,15 +164,22 @@ LOSSES: dict[str, Loss] = {
         needs_means=True,
         needs_step=True,
         needs_densities=True,
+        scaled_by_advantage=True,
         reads=("clip_ratio", "ratio_level"),
     ),
-    "flow_dppo": Loss(objective=_flow_dppo, needs_means=True, reads=("kl_threshold", "ratio_level")),
+    "flow_dppo": Loss(
+        objective=_flow_dppo,
+        needs_means=True,
+        scaled_by_advantage=True,
+        reads=("kl_threshold", "ratio_level"),
+    ),
     "importance_cap": Loss(
         objective=_importance_cap,
         limit=Limit(key="importance_cap", is_cap=True),
+        scaled_by_advantage=True,
         reads=("importance_cap", "ratio_level"),
     ),
-    "reinforce": Loss(objective=_reinforce, from_correction=True, reads=()),
+    "reinforce": Loss(objective=_reinforce, scaled_by_advantage=True, from_correction=True, reads=()),
 }
 
 

@@ -38,6 +38,7 @@ SMALL = (
     "trainer.save_every=1",
 )
 OWN = "reward.terms=[{name: 'tests.trainer.test_ranks:Fragile', options: {fails_for: [oask, zmwg]}}]"
+EVEN = "reward.terms=[{name: 'tests.trainer.test_ranks:Fragile', options: {same_for: [oask, zmwg]}}]"
 CORRECTION = "algorithm.rollout_correction"
 # Name -> overrides. Each has five groups, three of them on the first rank, where nothing else is said.
 CASES = {
@@ -76,7 +77,7 @@ CASES = {
         "reward.on_error=drop_group",
         OWN,
     ),  # a rank has no group at all
-    "full": ("rollout.prompts_per_step=4", "rollout.n=2", "actor.ema=0.5", "model.lora.rank=0"),
+    "full": ("rollout.prompts_per_step=4", "rollout.n=2", "actor.ema=0.5", "model.lora.rank=0", EVEN),
 }
 CASES["eight"] = (*CASES["decoupled"], "rollout.prompts_per_step=8", "rollout.n=2", "actor.epochs=1")
 CASES["fsdp"] = (*CASES["full"], "actor.fsdp=true")
@@ -100,10 +101,13 @@ SLOW = tuple(case for case in CASES if case not in SOME)
 
 
 class Fragile:
-    """The JPEG reward, which fails for some prompts, and on the second rank does something at its `call`-th call."""
+    """The JPEG reward, which fails for some prompts, and on the second rank does something at its `call`-th call.
 
-    def __init__(self, fails_for=(), call=None, then="raise"):
-        self.fails_for, self.call, self.then = fails_for, call, then
+    It gives all images of some other prompts the same score.
+    """
+
+    def __init__(self, fails_for=(), same_for=(), call=None, then="raise"):
+        self.fails_for, self.same_for, self.call, self.then = fails_for, same_for, call, then
         self.reward, self.calls = JpegCompressibility(), 0
 
     def __call__(self, images, prompts):
@@ -115,6 +119,7 @@ class Fragile:
                 time.sleep(3000)
             os.kill(os.getpid(), getattr(signal, self.then))
         scores = np.array(self.reward(images, prompts).scores)
+        scores[[prompt.text in self.same_for for prompt in prompts]] = 0.0
         scores[[prompt.text in self.fails_for for prompt in prompts]] = np.nan
         return scores
 
