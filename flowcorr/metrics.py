@@ -18,22 +18,22 @@ from torch import Tensor
 from flowcorr.distributed import Group, gather, world_size
 
 Number = Tensor | float | int
-TrainingRun = tuple[float, ...]
+Parts = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How the parts of two batches merge, and the value that they make; NaN where there was no term."""
+    """How the parts of two batches merge, and the value of merged parts; NaN if there was no term."""
 
-    merge: Callable[[TrainingRun, TrainingRun], TrainingRun]
+    merge: Callable[[Parts, Parts], Parts]
     value: Callable[..., float]
 
 
-def _add(one: TrainingRun, other: TrainingRun) -> TrainingRun:
+def _add(one: Parts, other: Parts) -> Parts:
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def _merge_moments(one: TrainingRun, other: TrainingRun) -> TrainingRun:
+def _merge_moments(one: Parts, other: Parts) -> Parts:
     """Count, mean and sum of squared deviations of both; Chan, Golub and LeVeque (1983), eq. 1.5."""
     (count_a, mean_a, squares_a), (count_b, mean_b, squares_b) = one, other
     count = count_a + count_b
@@ -115,22 +115,23 @@ class Over:
 
     def __init__(self, where: Tensor) -> None:
         self.where, self.elsewhere = where, ~where
-        self.count = where.sum()
+        self.count = where.sum().double()
 
     def mean(self, values: Tensor) -> Stat:
         return mean(self._sum(values), self.count)
 
     def share(self, of: Tensor) -> Stat:
         """The share of terms in which the bools `of` hold."""
-        return mean((of & self.where).sum(), self.count)
+        return mean((of & self.where).sum().double(), self.count)
 
     def std(self, values: Tensor) -> Stat:
         """The unbiased standard deviation; 0 for one term."""
-        return Stat("std", self._moments(values))
+        return Stat("std", self.moments(values))
 
-    def ess(self, weights: Tensor) -> Stat:
-        """The effective sample size of weights as a share of the sample, `(sum w)^2 / (n sum w^2)`."""
-        return Stat("ess", self._moments(weights))
+    def moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Count, mean and sum of squared deviations: the parts of `std` and `ess`."""
+        mean = self._sum(values) / self.count.clamp(min=1)
+        return self.count, mean, self._sum((values - mean).square())
 
     def max(self, values: Tensor) -> Stat:
         values = values.masked_fill(self.elsewhere, -math.inf)
@@ -142,10 +143,6 @@ class Over:
 
     def _sum(self, values: Tensor) -> Tensor:
         return values.masked_fill(self.elsewhere, 0.0).sum(dtype=torch.float64)
-
-    def _moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mean = self._sum(values) / self.count.clamp(min=1)
-        return self.count, mean, self._sum((values - mean).square())
 
 
 class Metrics:
@@ -162,9 +159,9 @@ class Metrics:
         return cls((name, Stat(stat.kind, tuple(map(_detached, stat.parts)))) for name, stat in stats.items())
 
     @classmethod
-    def merged(cls, parts: Iterable[Metrics]) -> Metrics:
-        """All of `parts` in one."""
-        return cls(chain.from_iterable(part._stats for part in parts))
+    def merged(cls, batches: Iterable[Metrics]) -> Metrics:
+        """The metrics of all batches together."""
+        return cls(chain.from_iterable(batch._stats for batch in batches))
 
     def merge(self, other: Metrics) -> Metrics:
         """The metrics of both batches together."""
@@ -176,7 +173,7 @@ class Metrics:
 
     def on_host(self) -> Metrics:
         """The same metrics, copied to the host at once and merged there to one stat a name."""
-        return Metrics((name, _stat(kind, rows)) for name, (kind, rows) in self._merged().items())
+        return Metrics((name, _stat(kind, rows)) for name, (kind, rows) in self._by_name().items())
 
     def across_ranks(self, group: Group = None) -> Metrics:
         """The metrics of all ranks together, by one collective; a rank may lack some of them.
@@ -191,27 +188,28 @@ class Metrics:
         """All values, by one copy to the host; metrics that saw no term are left out."""
         values = {
             name.replace("{}", str(index)): KINDS[kind].value(*parts)
-            for name, (kind, rows) in self._merged().items()
+            for name, (kind, rows) in self._by_name().items()
             for index, parts in enumerate(rows)
         }
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def counts(self, name: str) -> list[float]:
         """The stat `name`, of kind `counts`, added up."""
-        _, rows = self._merged()[name]
+        _, rows = self._by_name()[name]
         return [count for (count,) in rows]
 
-    def _merged(self) -> dict[str, tuple[str, list[TrainingRun]]]:
-        """Kind and parts of each metric on the host: a list of one, or of one for each index."""
-        merged: dict[str, tuple[str, list[TrainingRun]]] = {}
-        for name, kind, rows in self._on_host():
+    def _by_name(self) -> dict[str, tuple[str, list[Parts]]]:
+        """Kind and merged parts of each metric: a list of one, or of one for each index of a name with `{}`."""
+        merged: dict[str, tuple[str, list[Parts]]] = {}
+        for name, kind, rows in self._copied():
             known, old = merged.get(name, (kind, []))
             assert known == kind, f"metric {name} has two producers"
             merge = KINDS[kind].merge
             merged[name] = kind, [merge(a, b) if a and b else a or b for a, b in zip_longest(old, rows)]
         return merged
 
-    def _on_host(self) -> Iterable[tuple[str, str, list[TrainingRun]]]:
+    def _copied(self) -> Iterable[tuple[str, str, list[Parts]]]:
+        """Name, kind and rows of parts of each stat, after one copy to the host."""
         tensors = [part for _, stat in self._stats for part in stat.parts if isinstance(part, Tensor)]
         numbers = iter(_concatenated(tensors).tolist())
         for name, stat in self._stats:
@@ -222,7 +220,7 @@ class Metrics:
             yield name, stat.kind, list(zip(*columns, strict=True))
 
 
-def _stat(kind: str, rows: list[TrainingRun]) -> Stat:
+def _stat(kind: str, rows: list[Parts]) -> Stat:
     if len(rows) == 1:
         return Stat(kind, rows[0])
     return Stat(kind, tuple(torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)))
@@ -237,4 +235,4 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(0)
     device = tensors[0].device
-    return torch.cat([part.to(device).reshape(-1) for part in tensors]).double()
+    return torch.hstack([part.to(device) for part in tensors]).double()

@@ -281,9 +281,11 @@ StepT = TypeVar("StepT", PolicyStep, BatchStep)
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise `BatchError` unless `tensor` has exactly `shape`: nothing in flowcorr broadcasts silently."""
+    """Raise `BatchError` unless `tensor` has exactly `shape`."""
     if tuple(tensor.shape) != shape:
-        raise BatchError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+        raise BatchError(
+            f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}, as nothing is broadcast"
+        )
 
 
 def _per_term(record: StepT, batch_dims: int) -> StepT:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Binomial
 
+from flowcorr.correction.ratios import bounded
 from flowcorr.losses import RatioLevel, pool_log_ratio
-from flowcorr.losses.terms import MAX_LOG_RATIO
 from flowcorr.metrics import Metrics, Over, Stat
 
 # Eight bins an octave from 2^-16 to 2^16 clip ranges: an end of an interval moves outwards by 9 % at most, and by
@@ -39,7 +39,7 @@ def clip_noise(log_ratio: Tensor, mask: Tensor | None, level: RatioLevel, limit:
     if level != "step":
         log_ratio, valid = log_ratio.sum(1) / valid.sum(1).clamp(min=1), valid.any(1)
         limit = limit[:, 0] if isinstance(limit, Tensor) else limit
-    distance = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1().abs() / limit
+    distance = bounded(log_ratio).expm1().abs() / limit
     bins = torch.bucketize(distance, _edges(distance.device), right=True)
     # Sums of ones are exact in any order.
     counts = distance.new_zeros(len(EDGES) + 1).index_add(0, bins.flatten(), valid.double().flatten())

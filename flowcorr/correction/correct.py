@@ -10,21 +10,16 @@ import torch
 from torch import Tensor
 
 from flowcorr.correction import describe
-from flowcorr.correction.bounds import (
-    Criterion,
-    parse_criteria,
-    parse_veto,
-    parse_weights,
-    scale_factor,
-)
+from flowcorr.correction.bounds import Criterion, parse_criteria, parse_veto, parse_weights, scale_factor
 from flowcorr.correction.legacy_names import legacy_band, under_legacy_names
-from flowcorr.correction.ratios import LogRatios, log_ratios, rounding
+from flowcorr.correction.ratios import LogRatios, log_ratios, one_sample
 from flowcorr.correction.rejection import measured_bounds
-from flowcorr.correction.robust import log_prob_resolution, robust_z
-from flowcorr.correction.weights import batch_mean, capped, raw_weights, thresholds
+from flowcorr.correction.robust import robust_z
+from flowcorr.correction.weights import band_of, batch_mean, capped, raw_weights
 from flowcorr.distributed import Group, gather, gather_rows, world_size
 from flowcorr.errors import BatchError
 from flowcorr.metrics import Metrics
+from flowcorr.records import check_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,6 +104,11 @@ def compute_rollout_correction_and_rejection_mask(
     _check_shapes(target_log_prob, tensors, may_be_empty=world_size(group) > 1)
     cap = parse_weights(rollout_is, rollout_is_threshold)
     criteria = parse_criteria(rollout_rs, rollout_rs_threshold)
+    for criterion in criteria:
+        if criterion.mode.needs == "step_kl" and step_kl is None:
+            raise BatchError(
+                f"rollout_rs={criterion.name!r} needs step_kl, which the rollout's step means give"
+            )
     veto = parse_veto(rollout_token_veto_threshold)
     scale = scale_factor(log_ratio_scale, num_elements)
     if num_steps is None:
@@ -116,10 +116,9 @@ def compute_rollout_correction_and_rejection_mask(
 
     # The drift
     ratios = log_ratios(target_log_prob, rollout_log_prob, mask, step_kl, scale=scale)
-    resolution = log_prob_resolution(target_log_prob, rollout_log_prob)
     stats = describe.of_drift(ratios)
     if step_kl is not None and num_elements is not None:
-        stats |= describe.of_bookkeeping(ratios, num_elements, resolution)
+        stats |= describe.of_bookkeeping(ratios, num_elements)
     if clip_ratio is not None:
         stats |= describe.of_clip(ratios, clip_ratio)
 
@@ -128,7 +127,7 @@ def compute_rollout_correction_and_rejection_mask(
     if rollout_is is not None:
         raw = raw_weights(rollout_is, ratios)
         weights = capped(raw, cap)
-        stats |= describe.of_weights(ratios, raw, weights, thresholds(cap))
+        stats |= describe.of_weights(ratios, raw, weights, band_of(cap))
 
     # Rejection
     keep = ratios.valid
@@ -136,13 +135,14 @@ def compute_rollout_correction_and_rejection_mask(
     if weighs_samples or any(criterion.mode.level == "sample" for criterion in criteria):
         keep = keep & ~(ratios.on & ~ratios.valid).any(1, keepdim=True)
     if any(criterion.needs_batch for criterion in criteria):
-        floor = resolution if num_elements is None else resolution.clamp(min=0.01 / num_elements)
+        floor = ratios.resolution().clamp(min=0.01 / num_elements if num_elements else 0.0)
         ratios, criteria = _measured(ratios, criteria, floor, scale, step_indices, num_steps, group)
     for criterion in criteria:
-        value = _value(criterion, ratios)
+        value = criterion.mode.value(ratios)
         inside = (value >= criterion.lower) & (value <= criterion.upper)
-        keep = keep & (inside if criterion.mode.level == "step" else inside[:, None])
-        stats |= describe.of_rejection(ratios, criterion, value)
+        rejected = ratios.valid & ~(inside if criterion.mode.level == "step" else inside[:, None])
+        keep = keep & ~rejected
+        stats |= describe.of_rejection(ratios, criterion, value, rejected)
     if veto is not None:
         catastrophic = ratios.valid & (ratios.scaled < math.log(veto))
         keep = keep & ~catastrophic.any(1, keepdim=True)
@@ -157,36 +157,20 @@ def compute_rollout_correction_and_rejection_mask(
             stats |= describe.outside_band(ratios, raw, legacy_band(cap, criteria))
         metrics |= under_legacy_names(stats)
     if weights is not None and rollout_is_batch_normalize:
-        over = stats["rollout_is_mean" if rollout_is == "token" else "rollout_is_seq_mean"]
-        metrics["rollout_corr/rollout_is_batch_norm_factor"] = over
-        weights = weights / batch_mean(over, group)
-    if weights is not None:
-        weights = torch.where(ratios.valid, weights, 0.0).float() if rollout_is_apply else None
-    return Correction(
-        weights=weights,
-        keep=keep,
-        metrics=Metrics.from_stats(metrics),
-    )
+        mean_weight = stats["rollout_is_mean" if rollout_is == "token" else "rollout_is_seq_mean"]
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean_weight
+        weights = weights / batch_mean(mean_weight, group)
+    applied = weights.float() if weights is not None and rollout_is_apply else None
+    return Correction(weights=applied, keep=keep, metrics=Metrics.from_stats(metrics))
 
 
 def _check_shapes(target: Tensor, tensors: Mapping[str, object], *, may_be_empty: bool) -> None:
-    shape = target.shape
+    shape = tuple(target.shape)
     if len(shape) != 2 or 0 in (shape[1:] if may_be_empty else shape):
         raise BatchError(f"target_log_prob has shape {list(shape)}; it must be [B, T] with at least one term")
-    for name, value in tensors.items():
-        if isinstance(value, Tensor) and value.shape != shape:
-            raise BatchError(
-                f"{name} has shape {list(value.shape)} and target_log_prob {list(shape)}; "
-                f"they must be the same, nothing is broadcast"
-            )
-
-
-def _value(criterion: Criterion, ratios: LogRatios) -> Tensor:
-    if criterion.mode.needs == "step_kl" and ratios.step_kl is None:
-        raise BatchError(
-            f"rollout_rs={criterion.name!r} needs step_kl, the exact KL from the rollout's step means"
-        )
-    return criterion.mode.value(ratios)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            check_shape(name, tensor, shape)
 
 
 def _measured(
@@ -198,7 +182,7 @@ def _measured(
     num_steps: int,
     group: Group,
 ) -> tuple[LogRatios, tuple[Criterion, ...]]:
-    """Z-scores and `auto` bounds, which need the whole batch of all ranks; `floor` `[B, T]` is rounding."""
+    """Z-scores and `auto` bounds, measured on the batch of all ranks; `floor` `[B, T]` is the size of rounding."""
     samples, steps = ratios.delta.shape
     if step_indices is None:
         step_indices, num_steps = torch.arange(steps, device=ratios.delta.device).repeat(samples, 1), steps
@@ -206,23 +190,19 @@ def _measured(
     if any(criterion.mode.needs == "z" for criterion in criteria):
         z = robust_z(ratios.delta, ratios.valid, step_indices, num_rows, floor=floor, group=group)
         ratios = replace(ratios, z=z)
-    largest = torch.cat([torch.where(ratios.valid, floor, 0.0).flatten(), floor.new_zeros(1)]).amax()
-    largest = gather_rows(largest.reshape(1), "the resolution of log-probs", group).amax()
-    noise = rounding(largest, steps, scale)
+    largest = gather_rows(torch.where(ratios.valid, floor, 0.0), "the resolution of log-probs", group).amax()
+    rounding = one_sample(largest, steps, scale)
 
-    def with_bounds(criterion: Criterion) -> Criterion:
-        if not criterion.auto:
-            return criterion
-        value, value_of_noise = _value(criterion, ratios), _value(criterion, noise)
+    def measured(criterion: Criterion) -> Criterion:
         lower, upper = measured_bounds(
             criterion.mode,
-            value,
+            criterion.mode.value(ratios),
             ratios.valid,
             rows=step_indices,
             num_rows=num_rows,
-            floor=value_of_noise.abs().amax(),
+            floor=criterion.mode.value(rounding).abs().amax(),
             group=group,
         )
         return replace(criterion, lower=lower, upper=upper)
 
-    return ratios, tuple(with_bounds(criterion) for criterion in criteria)
+    return ratios, tuple(measured(criterion) if criterion.auto else criterion for criterion in criteria)

@@ -21,22 +21,23 @@ SIZES = ("kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max", "exact_
 
 def of_drift(ratios: LogRatios) -> Stats:
     """Of the log-ratios. A perplexity is the mean over samples of `exp(-mean_t log_prob)`."""
-    delta, terms, samples = ratios.delta, ratios.terms, ratios.samples
+    delta, size, terms, samples = ratios.delta, ratios.delta.abs(), ratios.terms, ratios.samples
     k1, rollout_nll = -ratios.mean(delta), -ratios.mean(ratios.rollout)
+    training_nll = rollout_nll + k1
     stats = {
         "kl": terms.mean(-delta),
         "k3_kl": terms.mean(k3(delta)),
-        "logprob_abs_diff_mean": terms.mean(delta.abs()),
-        "logprob_abs_diff_max": terms.max(delta.abs()),
+        "logprob_abs_diff_mean": terms.mean(size),
+        "logprob_abs_diff_max": terms.max(size),
         "chi2_token": terms.mean((2.0 * bounded(delta)).expm1()),
-        "chi2_seq": samples.mean((2.0 * bounded(ratios.sum(delta))).expm1()),
+        "chi2_seq": samples.mean((2.0 * bounded(delta.sum(1))).expm1()),
         "log_ppl_diff": samples.mean(k1),
         "log_ppl_abs_diff": samples.mean(k1.abs()),
         "log_ppl_diff_max": samples.max(k1),
         "log_ppl_diff_min": samples.min(k1),
         "ppl_ratio": samples.mean(bounded(k1).exp()),
-        "training_ppl": samples.mean(bounded(rollout_nll + k1).exp()),
-        "training_log_ppl": samples.mean(rollout_nll + k1),
+        "training_ppl": samples.mean(bounded(training_nll).exp()),
+        "training_log_ppl": samples.mean(training_nll),
         "rollout_ppl": samples.mean(bounded(rollout_nll).exp()),
         "rollout_log_ppl": samples.mean(rollout_nll),
         "nonfinite_fraction": Over(ratios.on).share(~ratios.valid),
@@ -66,14 +67,14 @@ def drift_metrics(
     return Metrics.from_stats({prefix + name: stat for name, stat in stats.items() if name in SIZES})
 
 
-def of_bookkeeping(ratios: LogRatios, num_elements: int, resolution: Tensor) -> Stats:
+def of_bookkeeping(ratios: LogRatios, num_elements: int) -> Stats:
     """How far `delta` is from what the exact KL implies.
 
     Sampled under the rollout policy, `z = (delta + r^2/2) sqrt(D) / r` with `r^2 / 2` the exact KL is standard
-    normal; `r / sqrt(D)` is not taken below the log-probs' `resolution` `[B, T]`, so that rounding is no alarm.
+    normal; `r / sqrt(D)` is not taken below the resolution of log-probs, so that rounding is no alarm.
     """
     assert ratios.step_kl is not None
-    noise = torch.maximum((2.0 / num_elements * ratios.step_kl).sqrt(), resolution)
+    noise = torch.maximum((2.0 / num_elements * ratios.step_kl).sqrt(), ratios.resolution())
     return {"bookkeeping_z_max": ratios.terms.max(((ratios.delta + ratios.step_kl) / noise).abs())}
 
 
@@ -86,15 +87,15 @@ def of_clip(ratios: LogRatios, clip_ratio: float | Tensor) -> Stats:
 def of_weights(ratios: LogRatios, raw: Tensor, weights: Tensor, band: Band) -> Stats:
     """Of the weights `[B, T]` before and after their cap, and of each sample's mean of them."""
     terms, samples = ratios.terms, ratios.samples
-    seq_weights = ratios.mean(weights)
+    moments, seq_weights = terms.moments(weights), ratios.mean(weights)
     return {
         "rollout_is_mean": terms.mean(weights),
-        "rollout_is_std": terms.std(weights),
+        "rollout_is_std": Stat("std", moments),
         "rollout_is_max": terms.max(weights),
         "rollout_is_min": terms.min(weights),
         "rollout_is_raw_max": terms.max(raw),
         "rollout_is_raw_min": terms.min(raw),
-        "rollout_is_eff_sample_size": terms.ess(weights),
+        "rollout_is_eff_sample_size": Stat("ess", moments),
         "rollout_is_oob_ratio": terms.share(raw != weights),
         "rollout_is_seq_mean": samples.mean(seq_weights),
         "rollout_is_seq_std": samples.std(seq_weights),
@@ -117,13 +118,11 @@ def outside_band(ratios: LogRatios, raw: Tensor, band: Band) -> Stats:
     }
 
 
-def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor) -> Stats:
-    """Of one mode's values, `[B, T]` of steps or `[B]` of samples, and of the terms that it rejects."""
+def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor, rejected: Tensor) -> Stats:
+    """Of one mode's values, `[B, T]` of steps or `[B]` of samples, and of the `[B, T]` terms that it rejects."""
     terms, samples = ratios.terms, ratios.samples
-    per_step, of_ratio = criterion.mode.level == "step", criterion.mode.bounds == "ratio"
-    over = terms if per_step else samples
+    over, of_ratio = terms if criterion.mode.level == "step" else samples, criterion.mode.bounds == "ratio"
     above, below = value > criterion.upper, value < criterion.lower
-    rejected = (above | below if per_step else (above | below)[:, None]) & ratios.valid
     stats = {
         "mean": over.mean(value),
         "std": over.std(value),

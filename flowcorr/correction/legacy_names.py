@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from flowcorr.correction.bounds import Band, Criterion
-from flowcorr.correction.weights import thresholds
+from flowcorr.correction.weights import band_of
 from flowcorr.metrics import Stat
 
 _DRIFT = (
@@ -32,4 +32,4 @@ def legacy_band(cap: float | Band, criteria: Sequence[Criterion]) -> Band:
     bands = [criterion for criterion in criteria if criterion.mode.bounds == "ratio" and not criterion.auto]
     if cap == math.inf and bands:
         return math.exp(-bands[0].upper), math.exp(-bands[0].lower)
-    return thresholds(cap)
+    return band_of(cap)

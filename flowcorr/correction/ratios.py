@@ -28,6 +28,7 @@ class LogRatios:
         z: `[B, T]` float64, robust z-score of `delta` among the terms of its step; None if not measured.
         on: `[B, T]` bool, terms that the mask has on.
         valid: `[B, T]` bool, terms that are on and whose values are finite.
+        steps: `[B]` int64, valid steps of each sample.
         terms, samples: stats over valid terms, and over samples that have one.
     """
 
@@ -38,16 +39,19 @@ class LogRatios:
     z: Tensor | None
     on: Tensor
     valid: Tensor
+    steps: Tensor
     terms: Over
     samples: Over
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum over each sample's valid steps, `[B]`."""
-        return torch.where(self.valid, values, 0.0).sum(1)
-
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over each sample's valid steps, `[B]`; 0 where there is none."""
-        return self.sum(values) / self.valid.sum(1).clamp(min=1)
+        """Mean over each sample's valid steps, `[B]`, of `[B, T]` values that are 0 where a step is not valid."""
+        return values.sum(1) / self.steps.clamp(min=1)
+
+    def resolution(self) -> Tensor:
+        """4 float32 ulps of the larger log-prob, `[B, T]`: differences below it are rounding."""
+        size = torch.maximum(self.rollout.abs(), (self.rollout + self.delta).abs())
+        _, exponent = torch.frexp(size)
+        return torch.ldexp(torch.full_like(size, 4.0), exponent - 24)
 
 
 def log_ratios(
@@ -67,6 +71,7 @@ def log_ratios(
         valid = valid & step_kl.isfinite()
         step_kl = torch.where(valid, step_kl, 0.0)
     delta = torch.where(valid, target - rollout, 0.0)
+    steps = valid.sum(1)
     return LogRatios(
         delta=delta,
         scaled=scale * delta,
@@ -75,8 +80,9 @@ def log_ratios(
         z=None,
         on=on,
         valid=valid,
+        steps=steps,
         terms=Over(valid),
-        samples=Over(valid.any(1)),
+        samples=Over(steps > 0),
     )
 
 
@@ -94,7 +100,7 @@ def k3(delta: Tensor) -> Tensor:
     return exponent.expm1() - exponent + (delta - exponent).abs()
 
 
-def rounding(resolution: Tensor, num_steps: int, scale: float) -> LogRatios:
-    """One sample of `num_steps` log-ratios that are each 0-d `resolution`, the size of rounding."""
-    delta = resolution.expand(1, num_steps)
+def one_sample(delta: Tensor, num_steps: int, scale: float) -> LogRatios:
+    """One sample of `num_steps` steps whose log-ratios are all 0-d `delta`."""
+    delta = delta.expand(1, num_steps)
     return log_ratios(delta, torch.zeros_like(delta), step_kl=delta.square() / 2, scale=scale)

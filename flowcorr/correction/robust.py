@@ -95,13 +95,6 @@ def outlier_band(
     return low, high
 
 
-def log_prob_resolution(target_log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
-    """4 float32 ulps of the larger log-prob, `[B, T]`: differences below it are rounding."""
-    size = torch.maximum(target_log_prob.detach().double().abs(), rollout_log_prob.detach().double().abs())
-    _, exponent = torch.frexp(size.nan_to_num(0.0, 0.0, 0.0))
-    return torch.ldexp(torch.full_like(size, 4.0), exponent - 24)
-
-
 def _rows(values: Tensor, valid: Tensor, rows: Tensor, num_rows: int, group: Group) -> Iterator[_Row]:
     columns = torch.stack([values, valid.to(values), rows.to(values)], dim=-1)
     values, valid, rows = gather_rows(columns, "the statistics of a batch", group).unbind(-1)

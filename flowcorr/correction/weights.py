@@ -14,18 +14,18 @@ from flowcorr.metrics import Stat
 def raw_weights(level: str, ratios: LogRatios) -> Tensor:
     """`[B, T]` weights `exp(d)` (`token`), `exp(sum_t d)` (`sequence`) or `exp(mean_t d)` (`geometric`).
 
-    `d` is the scaled log-ratio. The weight of a sample stands at each of its steps.
+    `d` is the scaled log-ratio. The weight of a sample stands at each of its valid steps; elsewhere weights are 0.
     """
-    if level == "token":
-        exponent = ratios.scaled
-    else:
-        pooled = ratios.sum(ratios.scaled) if level == "sequence" else ratios.mean(ratios.scaled)
-        exponent = pooled[:, None].expand_as(ratios.scaled)
-    return bounded(exponent).exp()
+    exponent = ratios.scaled
+    if level == "sequence":
+        exponent = exponent.sum(1, keepdim=True)
+    elif level == "geometric":
+        exponent = ratios.mean(exponent)[:, None]
+    return torch.where(ratios.valid, bounded(exponent).exp(), 0.0)
 
 
-def thresholds(cap: float | Band) -> Band:
-    """The range of weights that a cap leaves as they are; that of a number is symmetric in the log."""
+def band_of(cap: float | Band) -> Band:
+    """The band `(1 / cap, cap)` for a number; a pair is a band already."""
     return cap if isinstance(cap, tuple) else (1.0 / cap, cap)
 
 
@@ -43,6 +43,6 @@ def capped(weights: Tensor, cap: float | Band) -> Tensor:
 
 def batch_mean(mean: Stat, group: Group = None) -> Tensor:
     """The mean weight of all ranks, from this rank's; 1 where it is 0 or undefined."""
-    parts = torch.stack([torch.as_tensor(part).double() for part in mean.parts])
+    parts = torch.stack([torch.as_tensor(part) for part in mean.parts])
     total, count = add_up(parts, "the mean weight", group)
     return torch.where(total > 0.0, total / count, 1.0)

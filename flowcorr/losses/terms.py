@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowcorr import metrics
+from flowcorr.correction.ratios import bounded
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Metrics, Over, Stat
 from flowcorr.records import LossOutput, check_shape
@@ -17,7 +18,6 @@ from flowcorr.sde import step_kl
 
 RatioLevel = Literal["step", "trajectory_mean", "trajectory_sum"]
 RATIO_LEVELS = ("step", "trajectory_mean", "trajectory_sum")
-MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,7 +161,7 @@ def pool_log_ratio(log_ratio: Tensor, keep: Tensor, level: RatioLevel) -> Tensor
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
     """`exp(log_ratio)`, its exponent bounded to +-20 so that no ratio, and no gradient, overflows."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return bounded(log_ratio).exp()
 
 
 def clip_by_term(clip_ratio: float | Sequence[float], step_index: Tensor) -> float | Tensor:
@@ -203,7 +203,7 @@ def ratio_stats(
         below: bool, likewise from below.
     """
     kept = Over(terms.keep)
-    ratio = log_ratio.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = exp_ratio(log_ratio.detach().double())
     stats = {
         "ppo_kl": kept.mean(-terms.log_ratio),
         "ratio_mean": kept.mean(ratio),

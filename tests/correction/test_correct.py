@@ -617,7 +617,7 @@ def test_a_mode_of_ones_own():
         correct(delta, delta, rollout_rs=f"{__name__}:BOUNDS", rollout_rs_threshold=1.0)
 
 
-LATER_STEPS = Mode(level="sample", value=lambda ratios: ratios.sum(ratios.scaled) - ratios.scaled[:, 0])
+LATER_STEPS = Mode(level="sample", value=lambda ratios: ratios.scaled.sum(1) - ratios.scaled[:, 0])
 
 
 def test_legacy_fractions_count_against_the_band_of_mode_mask():
