@@ -161,5 +161,7 @@ def test_loss_denominators(count_all, count_kept, kept, over_all):
 
 def test_check_shape_names_the_tensor():
     check_shape("x", torch.zeros(2, 3), (2, 3))
-    with pytest.raises(BatchError, match=r"^x has shape \[2, 3\]; it must be \[2\], as nothing is broadcast$"):
+    with pytest.raises(
+        BatchError, match=r"^x has shape \[2, 3\]; it must be \[2\], as nothing is broadcast$"
+    ):
         check_shape("x", torch.zeros(2, 3), (2,))
