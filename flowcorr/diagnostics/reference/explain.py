@@ -13,6 +13,10 @@ from flowcorr.diagnostics.reference.metrics import SECTIONS, find_metric
 from flowcorr.diagnostics.reference.pages import healthy
 from flowcorr.errors import ConfigError
 
+_DRIFT_ADVICE = (
+    "find the cause with `flowcorr doctor`; inside, clip_noise_fraction says whether the gap matters"
+)
+
 
 def explanation(name: str) -> str:
     """The meaning of a name in a few lines.
@@ -37,6 +41,8 @@ def _lines(name: str) -> Iterator[str]:
             yield f"  healthy at log_ratio_scale mean: {limits}"
         if (rule := rule_of(metric.name)) is not None:
             yield f"  outside: {rule.advice}"
+        elif limits:
+            yield f"  outside: {_DRIFT_ADVICE}"
     else:
         known = [*NAMES, *(key.name for key in keys())]
         known += [metric.name for section in SECTIONS.values() for metric in section]

@@ -39,9 +39,13 @@ def _rows(prefix: str, rows: dict[str, tuple[str, str]]) -> tuple[Metric, ...]:
 DRIFT = _rows(
     "rollout_corr/",
     {
-        "kl": ("Mean of rollout minus target log-prob: the KL divergence by its plain estimator.", NATS),
+        "kl": (
+            "Mean of rollout minus target log-prob: the plain estimate of the KL divergence of a step.",
+            NATS,
+        ),
         "k3_kl": (
-            "The same KL by the k3 estimator, `exp(delta) - 1 - delta`: never negative, less noise.",
+            "Mean of `exp(delta) - 1 - delta`: never negative, about half the mean square of `delta`. With mean-pooled "
+            "log-probs it is not the KL divergence; that is `exact_kl`.",
             NATS,
         ),
         "exact_kl": ("The exact KL of the steps, from both policies' step means.", NATS),

@@ -62,7 +62,7 @@ def presets_table() -> str:
 def healthy(metric: Metric) -> str:
     """The healthy range of a metric at `log_ratio_scale: mean`, or nothing where no rule judges it."""
     low, high = healthy_range(metric.name, Units())
-    bounds = [f"≥ {low:g}"] * (low > -float("inf")) + [f"≤ {high:g}"] * (high < float("inf"))
+    bounds = [f"≥ {low:.3g}"] * (low > -float("inf")) + [f"≤ {high:.3g}"] * (high < float("inf"))
     return ", ".join(bounds)
 
 
