@@ -14,6 +14,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_correction_equals_the_cpus_and_reads_the_device_once():
     draw = torch.Generator().manual_seed(0)
     rollout = torch.randn(512, 2, generator=draw)

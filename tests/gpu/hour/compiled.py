@@ -8,7 +8,7 @@ from flowcorr.actor.scoring import Scorer
 from flowcorr.plan.training import correct, update
 from tests.gpu.hour import meter
 from tests.gpu.hour.families import build_actor, build_engine, planned_config, sampled_batch
-from tests.gpu.hour.parts import Hour
+from tests.gpu.hour.parts import Hour, SkippedError
 from tests.gpu.hour.step import SAME_POLICY
 
 BLOCKS = 4
@@ -16,6 +16,8 @@ BLOCKS = 4
 
 
 def measure(hour: Hour, family: str) -> None:
+    if hour.tiny and family != "flux":
+        raise SkippedError("in tiny sizes only FLUX is compiled")
     config, architecture, planned = planned_config(hour, family)
     few = {kind: min(depth, 2 if hour.tiny else BLOCKS) for kind, depth in planned["depths"].items()}
     actor, conditioning = build_actor(hour, config, architecture.with_depths(few))

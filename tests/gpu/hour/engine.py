@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import tiny_pipelines
 import torch
-from torch import Tensor
 
 from flowcorr import config as configs
 from flowcorr.actor import DiffusionActor
@@ -28,21 +27,25 @@ SMALL = (
     *("rollout.name=vllm_omni", "rollout.prompts_per_step=2", "rollout.n=4", "actor.mini_batches=1"),
     *("reward.terms=[{name: jpeg_compressibility}]", "data.num_train=8", "data.num_heldout=4"),
 )
-LOW, HIGH = 1e-5, 2e-2
-"""Nats an element between actor and engine, at most: in float32, and in bfloat16."""
-WAYS = ("lora_tensors", "lora_path", "merged")
+MOST = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Nats an element between actor and engine, at most."""
+WAYS = (("lora_tensors", "lora_path"), ("merged",))
+"""Of weight sync; an adapter's two ways are tried on one engine."""
 
 
 def measure(hour: Hour) -> None:
     if importlib.util.find_spec("vllm_omni") is None:
         raise SkippedError("vllm-omni is not installed")
     device = f"trainer.device={hour.device}"
-    for dtype in ("float32",) if hour.tiny else ("float32", "bfloat16"):
-        types = [f"model.dtype={dtype}", f"rollout.dtype={dtype}"]
-        for way in WAYS:
-            with _reported(hour, f"{way}, {dtype}"):
-                keys = [*SMALL, *types, f"rollout.engine.weight_sync={way}", device]
-                _synced(hour, f"{way}, {dtype}", keys, LOW if dtype == "float32" else HIGH)
+    for dtype in ("float32",) if hour.tiny else ("bfloat16", "float32"):
+        for ways in WAYS:
+            with _reported(hour, f"{ways[0]}, {dtype}"):
+                keys = [
+                    f"model.dtype={dtype}",
+                    f"rollout.dtype={dtype}",
+                    f"rollout.engine.weight_sync={ways[0]}",
+                ]
+                _synced(hour, dtype, ways, [*SMALL, *keys, device])
     if hour.device.type == "cuda":
         with _reported(hour, "sleep"):
             _slept(hour, [*SMALL, "rollout.engine.enable_sleep_mode=true", device])
@@ -87,8 +90,10 @@ class _Stack:
     def sync(self) -> None:
         self.engine.sync(self.actor.weights.snapshot())
 
-    def gap(self, rollout: Rollout) -> Tensor:
-        return (self.actor.log_probs(rollout).log_probs - rollout.log_probs).abs()
+    def gap(self, step: int = 1) -> float:
+        """Largest difference between the actor's log-probs and those that the engine samples with."""
+        rollout = self.sample(step)
+        return (self.actor.log_probs(rollout).log_probs - rollout.log_probs).abs().max().item()
 
 
 @contextlib.contextmanager
@@ -111,24 +116,22 @@ def _running(overrides: Sequence[str]) -> Iterator[_Stack]:
         engine.close()
 
 
-def _synced(hour: Hour, name: str, overrides: Sequence[str], most: float) -> None:
+def _synced(hour: Hour, dtype: str, ways: Sequence[str], overrides: Sequence[str]) -> None:
+    most = MOST[dtype]
     with _running(overrides) as stack:
-        hour.row(
-            f"{name}: computes with",
-            ", ".join(f"{key} {value}" for key, value in stack.engine.describe().items()),
-        )
-        hour.row(
-            f"{name}: log-probs beside the actor's",
-            stack.gap(stack.sample()).max().item(),
-            unit="nats",
-            at_most=most,
-        )
-        stack.stir()
-        hour.row(f"{name}: with stale weights", stack.gap(stack.sample()).max().item(), unit="nats")
-        hour.row(f"{name}: sync", meter.seconds_once(hour.device, stack.sync), unit="s")
-        gap = stack.gap(stack.sample()).max().item()
-        hour.row(f"{name}: log-probs after it", gap, unit="nats", at_most=most)
-        hour.row(f"{name}: sampling 8 images", meter.seconds(hour.device, stack.sample, repeats=2), unit="s")
+        facts = ", ".join(f"{key} {value}" for key, value in stack.engine.describe().items())
+        hour.row(f"{ways[0]}, {dtype}: computes with", facts)
+        for way in ways:
+            stack.engine.weight_sync = way
+            name = f"{way}, {dtype}"
+            hour.row(f"{name}: log-probs beside the actor's", stack.gap(), unit="nats", at_most=most)
+            stack.stir()
+            hour.row(f"{name}: with stale weights", stack.gap(), unit="nats")
+            hour.row(f"{name}: sync", meter.seconds_once(hour.device, stack.sync), unit="s")
+            hour.row(f"{name}: log-probs after it", stack.gap(), unit="nats", at_most=most)
+            hour.row(
+                f"{name}: sampling 8 images", meter.seconds(hour.device, stack.sample, repeats=2), unit="s"
+            )
 
 
 def _slept(hour: Hour, overrides: Sequence[str]) -> None:
@@ -137,8 +140,8 @@ def _slept(hour: Hour, overrides: Sequence[str]) -> None:
         free = []
         for step in range(3):
             free.append(torch.cuda.mem_get_info(hour.device)[0])
-            gap = stack.gap(stack.sample(step)).max().item()
-            hour.row(f"sleep: log-probs of step {step} beside the actor's", gap, unit="nats", at_most=LOW)
+            name = f"sleep: log-probs of step {step} beside the actor's"
+            hour.row(name, stack.gap(step), unit="nats", at_most=MOST["float32"])
             stack.stir()
             seconds = meter.seconds_once(hour.device, stack.sync)
             hour.row(f"sleep: waking and sync of step {step}", seconds, unit="s")
