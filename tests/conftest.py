@@ -50,6 +50,7 @@ SHARED = {
         "workers/test_reward",
         "workers/test_pool",
         "workers/test_cluster",
+        "workers/test_shared",
         "faults/test_reward_service",
     ),
     "ranks": ("trainer/test_ranks", "test_invariants", "correction/test_correct", "test_metrics"),

@@ -138,7 +138,7 @@ class RolloutConfig:
             only choice for `model.lora.rank: 0`). The rest passes through to it, such as `tensor_parallel_size`,
             `quantization`, `diffusion_attention_config`, `gpu_memory_utilization` or `enable_sleep_mode`.
         placement: `local` samples in the trainer's process; `ray` in workers of their own, each with its own engine.
-        num_workers: rollout workers of each training rank.
+        num_workers: rollout workers, which all training ranks share.
         worker_resources: what Ray reserves for each, such as `{num_cpus: 1, num_gpus: 1}` or resources of your own; a
             worker computes on a GPU if it has one here.
         ray_address: the Ray cluster to join; null takes `RAY_ADDRESS`, and without that starts a local cluster.
@@ -339,7 +339,7 @@ class RewardConfig:
             beside sampling and the recomputation of old log-probs; `ray` does so in workers. Both score an image beside
             a few others, and not with all of its step. `auto` takes `thread` where all rewards say that they may, as
             `ocr`, the JPEG rewards, `http` and `vlm_judge` do, else `local`.
-        num_workers: reward workers of each training rank; each has the whole reward.
+        num_workers: reward workers, which all training ranks share; each has the whole reward.
         worker_resources: what Ray reserves for each, as in `rollout.worker_resources`.
         timeout: seconds that a worker may take for what it is given at a time; it then counts as hung. In the trainer's
             process, seconds after which the log says which reward is still computing, once a minute.

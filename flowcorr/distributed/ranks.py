@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -134,6 +135,16 @@ def report_failure(error: Exception) -> None:
     if _several(None) and not isinstance(error, RankError):
         with contextlib.suppress(RuntimeError):
             _store().set(f"flowcorr/failed/{rank()}", _describe(error))
+
+
+def publish(key: str, value: Any) -> None:
+    """Leave a small value for the other ranks under a key of its own; unlike a collective, this waits for nobody."""
+    _store().set(f"flowcorr/published/{key}", pickle.dumps(value))
+
+
+def published(key: str) -> Any:
+    """The value that a rank has left under `key`; waits for it."""
+    return pickle.loads(_store().get(f"flowcorr/published/{key}"))
 
 
 def _several(group: Group) -> bool:

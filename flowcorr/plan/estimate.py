@@ -290,7 +290,8 @@ def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilis
         )
 
     own = measured.own_engine
-    workers = config.rollout.num_workers if config.rollout.placement == "ray" else 1
+    # All ranks share the workers.
+    share = ranks / config.rollout.num_workers if config.rollout.placement == "ray" else 1
     updates = measured.mini_batches * config.actor.epochs
     reduced = updates * 2 * training.gradients / HOST_BANDWIDTH if ranks > 1 else 0.0
     phases = [
@@ -299,19 +300,19 @@ def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilis
         phase(
             "sample",
             memory.engine if own else memory.sample,
-            measured.sampling.times(1 / workers),
+            measured.sampling.times(share),
             of_engine=own,
         ),
         phase(
             "decode",
             memory.engine if own else memory.decode,
-            measured.decoder.scaled(measured.images / workers),
+            measured.decoder.scaled(measured.images * share),
             of_engine=own,
         ),
     ]
     for reward in measured.rewards:
         phases.append(phase("reward model", memory.reward, reward.scaled(measured.images)))
-    phases += _host_rewards(measured)
+    phases += _host_rewards(measured, ranks)
     if not measured.bypass:
         phases.append(phase("recompute", memory.recompute, measured.recomputing))
     phases += [
@@ -324,14 +325,14 @@ def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilis
     return phases
 
 
-def _host_rewards(measured: _Measured) -> list[Phase]:
+def _host_rewards(measured: _Measured, ranks: int) -> list[Phase]:
     config = measured.config.reward
-    workers = config.num_workers if config.placement == "ray" else 1
+    share = ranks / config.num_workers if config.placement == "ray" else 1
     phases = []
     for term in (*config.terms, *config.gold):
         if term.name in ("pickscore", "aesthetic"):
             continue
         known = term.name == "ocr" and bool(term.options.get("detect"))
-        seconds = measured.images * OCR_SECONDS / workers if known else None
+        seconds = measured.images * OCR_SECONDS * share if known else None
         phases.append(Phase(name=f"reward {term.name}", where="host", peak=None, seconds=seconds))
     return phases

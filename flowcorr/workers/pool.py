@@ -425,8 +425,8 @@ def _check_resources(section: str, num_workers: int, resources: Mapping[str, flo
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks > 1 and resources.get("num_gpus"):
         raise ConfigError(
-            f"{section}.worker_resources.num_gpus={resources['num_gpus']:g}: each of {ranks} ranks on this machine "
-            "would start a Ray cluster of its own, and all of them would hand out the same GPUs; start one for all by "
+            f"{section}.worker_resources.num_gpus={resources['num_gpus']:g}: the Ray cluster that is started here "
+            f"hands out GPUs from index 0 on, and {ranks} ranks train on these; start a cluster by "
             "`CUDA_VISIBLE_DEVICES=... ray start --head`, on GPUs that no rank trains on, and name it in RAY_ADDRESS"
         )
     names = {"num_cpus": "CPU", "num_gpus": "GPU"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from flowcorr.config.schema import RewardConfig, RewardTerm
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output, reward_name
 from flowcorr.rewards.combine import build_reward
-from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
+from flowcorr.workers.pool import Answer, OnEvent, ignore_event
+from flowcorr.workers.shared import open_pool
 
 BATCH_SIZE = 16  # images of one task, where all images come at once; independent of the number of workers
 
@@ -42,7 +43,7 @@ class RayReward:
         num_threads: int | None = None,
         on_event: OnEvent = ignore_event,
     ) -> None:
-        self._workers = WorkerPool(
+        self._workers = open_pool(
             "reward",
             partial(RewardWorker, config.terms, config.gold),
             num_workers=config.num_workers,
@@ -53,11 +54,12 @@ class RayReward:
             own_errors=(Exception,),  # no retry here: `score_batch` handles the failures of a reward
             on_event=on_event,
         )
-        try:
-            (self.name,) = self._workers.submit("the reward's name", "name").result().values
-        except BaseException:
-            self.close()
-            raise
+
+    @cached_property
+    def name(self) -> str:
+        """The reward's name in messages."""
+        (name,) = self._workers.submit("the reward's name", "name").result().values
+        return str(name)
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
         """Score images `[B, H, W, 3]` uint8 in batches of `BATCH_SIZE`.

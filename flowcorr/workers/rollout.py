@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flowcorr import distributed
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, BatchError, ConfigError, MissingExtraError
@@ -21,7 +23,8 @@ from flowcorr.records import Rollout
 from flowcorr.rollout.base import OnImages, Weights, ignore_images, needs_base
 from flowcorr.rollout.build import build_backend
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe, ShippedProbe
-from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
+from flowcorr.workers.pool import Answer, OnEvent, ignore_event
+from flowcorr.workers.shared import open_pool
 
 # Errors of the task, not of the worker: the task would fail in any other worker too.
 OWN_ERRORS = (ConfigError, BatchError, MissingExtraError)
@@ -42,8 +45,8 @@ class WeightsHandle:
     """Where a worker finds the weights that a shard has to be sampled with.
 
     Attributes:
-        number: index of the sync; two syncs may have the same version.
-        reference: to the `Weights` in Ray's object store.
+        number: index of the sync, the same on all ranks; two syncs may have the same version.
+        reference: to the `Weights` in Ray's object store; None where another rank than the main one asks.
     """
 
     number: int
@@ -85,9 +88,12 @@ class RayRollout:
         self._numbers = itertools.count()
         self._history: deque[SyncedWeights] = deque(maxlen=rollout.max_weight_age + 1)
         self._groups_per_shard = max(1, (rollout.batch_size or rollout.n) // rollout.n)
-        self._workers = WorkerPool(
+        self._handles: dict[int, WeightsHandle] = {}  # of the newest syncs, for other ranks' shards
+        self._synced = threading.Condition()  # of `_handles`
+        self._workers = open_pool(
             "rollout",
             partial(RolloutWorker, config, None if probe is None else probe.shipped()),
+            localize=self._with_reference,
             num_workers=rollout.num_workers,
             resources=rollout.worker_resources,
             scheduling=rollout.scheduling,
@@ -119,16 +125,34 @@ class RayRollout:
 
     def _put(self, weights: Weights) -> SyncedWeights:
         """Put weights into the object store; a worker loads them when a shard names them."""
-        import ray
-
         self._workers.check()  # without a cluster, `ray.put` would end this process or start another cluster
         on_cpu = replace(
             weights,
             tensors={name: tensor.cpu() for name, tensor in weights.tensors.items()},
-            probe_velocity=None if self._probe is None else self._probe.velocity(weights),
+            probe_velocity=self._probe.velocity(weights) if self._probe and distributed.is_main() else None,
         )
-        handle = WeightsHandle(number=next(self._numbers), reference=ray.put(on_cpu))
+        handle = WeightsHandle(number=next(self._numbers), reference=self._stored(on_cpu))
+        with self._synced:
+            self._handles[handle.number] = handle
+            self._handles.pop(handle.number - 2 * (self.config.rollout.max_weight_age + 1), None)
+            self._synced.notify_all()
         return SyncedWeights(weights=on_cpu, handle=handle)
+
+    def _stored(self, weights: Weights) -> Any:
+        """A reference to weights in the object store; only the main rank, which has the workers, puts them there."""
+        if not distributed.is_main():
+            return None
+        import ray
+
+        return ray.put(weights)
+
+    def _with_reference(self, argument: Any) -> Any:
+        """An argument of another rank's task. Weights are those of the same sync on this rank, which may come later."""
+        if not isinstance(argument, WeightsHandle):
+            return argument
+        with self._synced:
+            self._synced.wait_for(lambda: argument.number in self._handles)
+            return self._handles[argument.number]
 
     def _weights_for(self, ahead: int) -> SyncedWeights:
         """The weights for the training step that lies `ahead` steps after the next one."""

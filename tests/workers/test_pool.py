@@ -260,11 +260,11 @@ def test_what_a_local_cluster_cannot_hold_is_an_error_at_once(monkeypatch):
         start(resources={"tpu_slice": 0.5})
 
 
-def test_ranks_on_one_machine_do_not_share_its_gpus_by_clusters_of_their_own(monkeypatch):
+def test_a_local_cluster_hands_out_no_gpus_that_ranks_train_on(monkeypatch):
     monkeypatch.setattr(Cluster, "local", True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(
-        ConfigError, match=r"num_gpus=1: each of 8 ranks .* hand out the same GPUs; .* RAY_ADDRESS"
+        ConfigError, match=r"num_gpus=1: .* from index 0 on, and 8 ranks train on these; .* RAY_ADDRESS"
     ):
         start(resources={"num_gpus": 1})
     start(num_workers=1, resources={"num_cpus": 0.5}).close()
