@@ -13,7 +13,7 @@ import torch
 
 from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, ModelFamily, Schedule, load_family
-from flowcorr.models.base import check_size, to_images
+from flowcorr.models.base import check_size, guided, to_images, with_negative
 from flowcorr.rollout import sample_ode
 
 
@@ -39,27 +39,26 @@ class AuraFlow(ModelFamily):
 
     @torch.no_grad()
     def encode(self, prompts, guidance):
-        guided = guidance.guidance_scale > 1
+        is_guided = guidance.guidance_scale > 1
         embeds, _, negative, _ = self.pipeline.encode_prompt(
             list(prompts),
             [guidance.negative_prompt] * len(prompts),
-            do_classifier_free_guidance=guided,
+            do_classifier_free_guidance=is_guided,
             max_sequence_length=self.max_sequence_length or 256,
         )
-        # One row a prompt, whatever else is in the batch: these tensors are cached and put together anew.
-        return {"embeds": embeds} | ({"negative_embeds": negative} if guided else {})
+        # One row a prompt, whatever else is in the batch: these tensors are cached and put together anew. Prompts of
+        # different lengths are padded to one length beside a mask, as in flowcorr/models/z_image.py.
+        return {"embeds": embeds} | ({"negative_embeds": negative} if is_guided else {})
 
     def velocity(self, transformer, latents, timesteps, conditioning, guidance):
-        embeds, guided = conditioning["embeds"], guidance.guidance_scale > 1
-        if guided:
-            embeds = torch.cat([conditioning["negative_embeds"], embeds])
-            latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
+        is_guided = guidance.guidance_scale > 1
+        if is_guided:
+            # Twice the batch, in one forward pass: a tensor `negative_x` stands for the `x` of the negative prompt.
+            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
+        embeds = conditioning["embeds"]
         dtype = embeds.dtype
         velocity = transformer(latents.to(dtype), embeds, timesteps.to(dtype), return_dict=False)[0].float()
-        if guided:
-            negative, positive = velocity.chunk(2)
-            velocity = negative + guidance.guidance_scale * (positive - negative)
-        return velocity
+        return guided(velocity, guidance.guidance_scale) if is_guided else velocity
 
     @torch.no_grad()
     def decode(self, latents):

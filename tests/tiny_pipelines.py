@@ -20,6 +20,8 @@ TEXT_WIDTH = 32
 SD3_SIZE = (64, 64)
 QWEN_SIZE = (32, 48)
 FLUX_SIZE = (16, 24)
+FLUX2_KLEIN_SIZE = (16, 24)
+Z_IMAGE_SIZE = (16, 24)
 AURA_FLOW_SIZE = (16, 24)
 
 
@@ -113,6 +115,75 @@ def build_tiny_flux(
         return _save(pipeline, path, dtype)
 
 
+def build_tiny_flux2_klein(
+    path, dtype: torch.dtype = torch.float32, seed: int = 0, *, is_distilled: bool = False
+) -> Path:
+    """FLUX.2 klein: 16-channel patches of a 4-channel VAE that shrinks by 2; text of the real layers, 9, 18 and 27."""
+    from diffusers import (
+        AutoencoderKLFlux2,
+        FlowMatchEulerDiscreteScheduler,
+        Flux2KleinPipeline,
+        Flux2Transformer2DModel,
+    )
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = Flux2Transformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=3 * TEXT_WIDTH,
+            timestep_guidance_channels=32,
+            guidance_embeds=False,
+            axes_dims_rope=(4, 4, 4, 4),
+        )
+        vae = AutoencoderKLFlux2(**_VAE)
+        vae.bn.running_mean.normal_(std=0.3)
+        vae.bn.running_var.uniform_(0.5, 2.0)
+        tokenizer = qwen_tokenizer()
+        pipeline = Flux2KleinPipeline(
+            transformer=transformer,
+            vae=vae,
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+            text_encoder=_qwen3("Qwen3ForCausalLM", len(tokenizer), num_layers=27),
+            tokenizer=tokenizer,
+            is_distilled=is_distilled,
+        )
+        return _save(pipeline, path, dtype)
+
+
+def build_tiny_z_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Z-Image: patches of a 4-channel VAE that shrinks by 2; the real scheduler's constant shift."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = ZImageTransformer2DModel(
+            in_channels=4,
+            dim=48,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=3,
+            n_kv_heads=3,
+            cap_feat_dim=TEXT_WIDTH,
+            axes_dims=[4, 6, 6],
+            axes_lens=[256, 64, 64],
+        )
+        for padding in (transformer.x_pad_token, transformer.cap_pad_token):
+            torch.nn.init.normal_(padding)
+        tokenizer = qwen_tokenizer()
+        pipeline = ZImagePipeline(
+            transformer=transformer,
+            vae=_vae(),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            text_encoder=_qwen3("Qwen3Model", len(tokenizer), num_layers=2),
+            tokenizer=tokenizer,
+        )
+        return _save(pipeline, path, dtype)
+
+
 def build_tiny_aura_flow(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """AuraFlow, the family that `examples/new_model.py` adds."""
     from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
@@ -148,7 +219,10 @@ def build_tiny_aura_flow(path, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def qwen_tokenizer():
-    """A byte-level tokenizer trained on the prompt template, which it cuts into 34 tokens as the real one does."""
+    """A byte-level tokenizer trained on Qwen-Image's template, which it cuts into 34 tokens as the real one does.
+
+    It has Qwen3's chat template, as far as one message of a user goes.
+    """
     from transformers import Qwen2Tokenizer
 
     template = (
@@ -159,6 +233,10 @@ def qwen_tokenizer():
         [template] * 2, vocab_size=600, new_special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False
     )
     assert len(tokenizer(template).input_ids) == 34
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    )
     return tokenizer
 
 
@@ -208,6 +286,23 @@ def _qwen_text_encoder(vocab_size: int):
     return _with_unit_scale(Qwen2_5_VLForConditionalGeneration(config))
 
 
+def _qwen3(class_name: str, vocab_size: int, *, num_layers: int):
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return _with_unit_scale(getattr(transformers, class_name)(config))
+
+
 def _clip_text_encoder():
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -235,22 +330,23 @@ def _t5_encoder():
     return T5EncoderModel(config)
 
 
+_VAE = {
+    "block_out_channels": (8, 8),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+    "mid_block_add_attention": False,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+
+
 def _vae():
     from diffusers import AutoencoderKL
 
-    return AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1,
-        norm_num_groups=4,
-        latent_channels=4,
-        mid_block_add_attention=False,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-    )
+    return AutoencoderKL(**_VAE, scaling_factor=0.3611, shift_factor=0.1159)
 
 
 def _with_unit_scale(encoder: torch.nn.Module) -> torch.nn.Module:
@@ -335,6 +431,8 @@ def main() -> None:
         "sd3": (build_tiny_sd3, SD3_SIZE),
         "qwen_image": (build_tiny_qwen_image, QWEN_SIZE),
         "flux": (build_tiny_flux, FLUX_SIZE),
+        "flux2_klein": (build_tiny_flux2_klein, FLUX2_KLEIN_SIZE),
+        "z_image": (build_tiny_z_image, Z_IMAGE_SIZE),
     }
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -11,7 +11,13 @@ from flowcorr.errors import ConfigError
 from flowcorr.losses import LOSS_KEYS, loss_of, resolve_loss
 
 # The key of `sampling` that turns guidance on, by family.
-GUIDANCE = {"sd3": "guidance_scale", "flux": "guidance_scale", "qwen_image": "true_cfg_scale"}
+GUIDANCE = {
+    "sd3": "guidance_scale",
+    "flux": "guidance_scale",
+    "flux2_klein": "guidance_scale",
+    "qwen_image": "true_cfg_scale",
+    "z_image": "guidance_scale",
+}
 _CORRECTION = "algorithm.rollout_correction"
 
 

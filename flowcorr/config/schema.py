@@ -79,7 +79,8 @@ class SamplingConfig:
         sde_window_size: SDE steps a trajectory; the others are Euler steps without a log-prob.
         sde_window_range: half-open range of steps that the window lies in; its start is drawn uniformly.
         window_per: `group` draws one window for all images of a prompt, `sample` one for each image.
-        guidance_scale: classifier-free guidance (SD3) or distilled guidance (FLUX); 1 is off.
+        guidance_scale: classifier-free guidance (SD3, FLUX.2 klein; Z-Image, one more than its pipeline counts) or
+            distilled guidance (FLUX.1); 1 is off.
         true_cfg_scale: classifier-free guidance of Qwen-Image; 1 is off.
         negative_prompt: what guidance moves away from.
         height, width: image size in pixels; null takes the model's native size.

@@ -16,10 +16,14 @@ from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.flux import Flux
+from flowcorr.models.flux2_klein import Flux2Klein
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
+from flowcorr.models.z_image import ZImage
 
-FAMILIES: dict[str, type[ModelFamily]] = {"sd3": SD3, "qwen_image": QwenImage, "flux": Flux}
+FAMILIES: dict[str, type[ModelFamily]] = {
+    family.name: family for family in (SD3, QwenImage, Flux, Flux2Klein, ZImage)
+}
 GUIDE = "examples/new_model.py shows how to add a family of your own, given as 'package.module:Class'"
 EMBEDDED = {"tiny_ocr": Path(__file__).parent / "tiny_ocr"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

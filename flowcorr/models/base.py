@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -134,14 +134,15 @@ class ModelFamily(ABC):
 
 
 class PackedFamily(ModelFamily):
-    """A family whose transformer reads patches of 2 x 2 latents, and whose schedule shifts with their number.
+    """A family whose transformer reads patches of 2 x 2 latents as tokens.
 
     `L` is `(rows, columns, 4 * channels)`: the pipeline's own packed latents `[B, rows * columns, 4 * channels]`
     on their grid, the same numbers in the same order. So a `reshape` leads from one to the other, and latents
     carry their image's proportions with them.
 
     `velocity` takes the scheduler's timesteps, up to 1000, and divides them in float32; the transformer casts the
-    quotient to its own dtype. Timesteps that an engine rounded before are thereby replayed exactly.
+    quotient to its own dtype, and multiplies it there. Timesteps that an engine rounded before are thereby replayed
+    exactly.
     """
 
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
@@ -153,22 +154,70 @@ class PackedFamily(ModelFamily):
 
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
         rows, columns, _ = latent_shape
-        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
-        config = scheduler.config
-        slope = (config.max_shift - config.base_shift) / (
-            config.max_image_seq_len - config.base_image_seq_len
-        )
-        mu = config.base_shift + slope * (rows * columns - config.base_image_seq_len)
-        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), mu=mu)
-        return Schedule(
-            sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.tolist())
-        )
+        return linear_schedule(self.pipeline.scheduler, num_inference_steps, rows * columns)
+
+    def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
+        timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
+        return replace(schedule, timesteps=tuple((timesteps.to(dtype) * 1000).tolist()))
 
     @staticmethod
     def unpack(latents: Tensor) -> Tensor:
         """`[B, rows, columns, 4 * channels]` as the VAE's `[B, channels, 2 * rows, 2 * columns]`."""
         patches = latents.unflatten(-1, (-1, 2, 2)).permute(0, 3, 1, 4, 2, 5)
         return patches.flatten(4, 5).flatten(2, 3)
+
+
+def linear_schedule(
+    scheduler: Any, num_inference_steps: int, num_tokens: int, *, shift: float | None = None
+) -> Schedule:
+    """Sigmas in equal steps from 1 to `1 / num_inference_steps`, which the scheduler then shifts.
+
+    Args:
+        scheduler: the pipeline's; it is not changed.
+        num_inference_steps: of the schedule.
+        num_tokens: image tokens of one sample. Where the scheduler shifts dynamically, its shift grows with them.
+        shift: takes the place of that shift.
+    """
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    scheduler = type(scheduler).from_config(scheduler.config)
+    config = scheduler.config
+    if shift is None:
+        shift = calculate_shift(
+            num_tokens,
+            config.base_image_seq_len,
+            config.max_image_seq_len,
+            config.base_shift,
+            config.max_shift,
+        )
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), mu=shift)
+    return Schedule(sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.tolist()))
+
+
+def with_negative(
+    latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Conditioning]:
+    """A batch of twice as many samples: all of them under the negative prompt, then all under their own prompts.
+
+    Args:
+        latents: `[B, *L]`.
+        timesteps: `[B]`.
+        conditioning: `{name: [B, ...]}`, with a `negative_` tensor beside each other one.
+    """
+    prompts = {name: rows for name, rows in conditioning.items() if not name.startswith("negative_")}
+    both = {name: torch.cat([conditioning[f"negative_{name}"], rows]) for name, rows in prompts.items()}
+    return torch.cat([latents, latents]), torch.cat([timesteps, timesteps]), both
+
+
+def guided(velocity: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance, arXiv:2207.12598: `[B, ...]` from `[2 B, ...]`, of a batch that `with_negative` made.
+
+    Args:
+        velocity: under the negative prompt, then under the prompts.
+        scale: 1 leaves the velocity under the prompts.
+    """
+    negative, positive = velocity.chunk(2)
+    return negative + scale * (positive - negative)
 
 
 def check_size(height: int, width: int, multiple: int) -> None:
@@ -185,3 +234,14 @@ def to_images(pixels: Tensor) -> Tensor:
     """A VAE's pixels `[B, 3, H, W]` in [-1, 1] as images `[B, H, W, 3]` uint8."""
     levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round()
     return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def decode_scaled(vae: Any, latents: Tensor) -> Tensor:
+    """Images `[B, H, W, 3]` uint8 of latents `[B, C, h, w]`, by a VAE that scales its latents by one number."""
+    latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    return to_images(vae.decode(latents.to(vae.dtype), return_dict=False)[0])
+
+
+def positions(*sizes: int, device: torch.device) -> Tensor:
+    """`[prod(sizes), len(sizes)]`: the place of each token on a grid of `sizes`, in the order of its rows."""
+    return torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))

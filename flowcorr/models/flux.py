@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowcorr.models.base import Conditioning, Guidance, PackedFamily, Schedule, to_images
+from flowcorr.models.base import Conditioning, Guidance, PackedFamily, decode_scaled, positions
 
 DEFAULT_MAX_SEQUENCE_LENGTH = 512
 
@@ -38,10 +37,6 @@ class Flux(PackedFamily):
     def distills_guidance(self) -> bool:
         return bool(self.transformer.config.guidance_embeds)
 
-    def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
-        timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
-        return replace(schedule, timesteps=tuple((timesteps.to(dtype) * 1000).tolist()))
-
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
         length = self.max_sequence_length
@@ -69,21 +64,11 @@ class Flux(PackedFamily):
             pooled_projections=conditioning["pooled_prompt_embeds"],
             encoder_hidden_states=embeds,
             txt_ids=embeds.new_zeros(embeds.shape[1], 3),
-            img_ids=_positions(rows, columns, embeds),
+            img_ids=positions(1, rows, columns, device=embeds.device).to(embeds.dtype),
             return_dict=False,
         )[0].float()
         return velocity.unflatten(1, (rows, columns))
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        spatial = self.unpack(latents) / vae.config.scaling_factor + vae.config.shift_factor
-        return to_images(vae.decode(spatial.to(vae.dtype), return_dict=False)[0])
-
-
-def _positions(rows: int, columns: int, like: Tensor) -> Tensor:
-    """`[rows * columns, 3]`: 0, row and column of every image token, on the device and in the dtype of `like`."""
-    row, column = torch.meshgrid(
-        torch.arange(rows, device=like.device), torch.arange(columns, device=like.device), indexing="ij"
-    )
-    return torch.stack([torch.zeros_like(row), row, column], dim=-1).flatten(0, 1).to(like.dtype)
+        return decode_scaled(self.pipeline.vae, self.unpack(latents))

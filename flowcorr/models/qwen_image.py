@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flowcorr.models.base import Conditioning, Guidance, PackedFamily, Schedule, to_images
+from flowcorr.models.base import (
+    Conditioning,
+    Guidance,
+    PackedFamily,
+    Schedule,
+    guided,
+    to_images,
+    with_negative,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,7 @@ class QwenImage(PackedFamily):
     )
 
     def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
+        # Unlike other packed families, this transformer multiplies in float32.
         timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
         return replace(schedule, timesteps=tuple((timesteps.to(dtype).double() * 1000).tolist()))
 
@@ -80,24 +89,21 @@ class QwenImage(PackedFamily):
         conditioning: Mapping[str, Tensor],
         guidance: Guidance,
     ) -> Tensor:
-        embeds, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
-        guided = guidance.true_cfg_scale > 1
-        if guided:
-            embeds = torch.cat([conditioning["negative_prompt_embeds"], embeds])
-            mask = torch.cat([conditioning["negative_prompt_embeds_mask"], mask])
-            latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
+        is_guided = guidance.true_cfg_scale > 1
+        if is_guided:
+            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
+        embeds = conditioning["prompt_embeds"]
         samples, rows, columns, _ = latents.shape
         velocity = transformer(
             hidden_states=latents.flatten(1, 2).to(embeds.dtype),
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=mask,
+            encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
             img_shapes=[[(1, rows, columns)]] * samples,
             return_dict=False,
         )[0].float()
-        if guided:
-            unconditional, conditional = velocity.chunk(2)
-            velocity = guide(conditional, unconditional, guidance.true_cfg_scale)
+        if is_guided:
+            velocity = guided_at_equal_norm(velocity, guidance.true_cfg_scale)
         return velocity.unflatten(1, (rows, columns))
 
     @torch.no_grad()
@@ -111,16 +117,15 @@ class QwenImage(PackedFamily):
         return to_images(vae.decode(frames.to(vae.dtype), return_dict=False)[0][:, :, 0])
 
 
-def guide(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+def guided_at_equal_norm(velocity: Tensor, scale: float) -> Tensor:
     """Classifier-free guidance in which every token keeps the norm that it has without guidance.
 
     Args:
-        conditional: `[..., tokens, channels]`, velocity under the prompt.
-        unconditional: likewise, under the negative prompt.
+        velocity: `[2 B, tokens, channels]`, under the negative prompt, then under the prompts.
         scale: `sampling.true_cfg_scale`.
 
     Returns:
-        The guided velocity, as `QwenImagePipeline` computes it.
+        The guided velocity `[B, tokens, channels]`, as `QwenImagePipeline` computes it.
     """
-    guided = unconditional + scale * (conditional - unconditional)
-    return guided * (conditional.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+    mixed, (_, positive) = guided(velocity, scale), velocity.chunk(2)
+    return mixed * (positive.norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True))

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from flowcorr.errors import ConfigError
-from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule, check_size, to_images
+from flowcorr.models.base import (
+    Conditioning,
+    Guidance,
+    ModelFamily,
+    Schedule,
+    check_size,
+    decode_scaled,
+    guided,
+    with_negative,
+)
 
 DEFAULT_MAX_SEQUENCE_LENGTH = 256
 
@@ -93,27 +102,19 @@ class SD3(ModelFamily):
         conditioning: Mapping[str, Tensor],
         guidance: Guidance,
     ) -> Tensor:
-        embeds, pooled = conditioning["prompt_embeds"], conditioning["pooled_prompt_embeds"]
-        guided = guidance.guidance_scale > 1
-        if guided:
-            embeds = torch.cat([conditioning["negative_prompt_embeds"], embeds])
-            pooled = torch.cat([conditioning["negative_pooled_prompt_embeds"], pooled])
-            latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
-        dtype = embeds.dtype
+        is_guided = guidance.guidance_scale > 1
+        if is_guided:
+            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
+        embeds = conditioning["prompt_embeds"]
         velocity = transformer(
-            hidden_states=latents.to(dtype),
+            hidden_states=latents.to(embeds.dtype),
             timestep=timesteps,
             encoder_hidden_states=embeds,
-            pooled_projections=pooled,
+            pooled_projections=conditioning["pooled_prompt_embeds"],
             return_dict=False,
         )[0].float()
-        if guided:
-            unconditional, conditional = velocity.chunk(2)
-            velocity = unconditional + guidance.guidance_scale * (conditional - unconditional)
-        return velocity
+        return guided(velocity, guidance.guidance_scale) if is_guided else velocity
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-        return to_images(vae.decode(latents.to(vae.dtype), return_dict=False)[0])
+        return decode_scaled(self.pipeline.vae, latents)

@@ -7,10 +7,7 @@ import torch
 from flowcorr.config import ModelConfig
 from flowcorr.config.rules import GUIDANCE
 from flowcorr.errors import ConfigError
-from flowcorr.models import EMBEDDED, load_family, resolve_path
-from flowcorr.models.flux import Flux
-from flowcorr.models.qwen_image import QwenImage
-from flowcorr.models.sd3 import SD3
+from flowcorr.models import EMBEDDED, FAMILIES, load_family, resolve_path
 
 
 def test_the_embedded_model_is_frozen_and_in_evaluation_mode():
@@ -76,7 +73,7 @@ def test_an_incomplete_pipeline_is_an_error(tmp_path):
 
 
 def test_configurations_know_which_guidance_a_family_reads():
-    assert {family.name: family.guidance_key for family in (SD3, Flux, QwenImage)} == GUIDANCE
+    assert {name: family.guidance_key for name, family in FAMILIES.items()} == GUIDANCE
 
 
 def test_without_text_encoders_nothing_of_them_is_loaded():

@@ -1,0 +1,109 @@
+"""FLUX.2 klein: packed latents, three layers of a language model as text, classifier-free guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcorr.errors import ConfigError
+from flowcorr.models.base import (
+    Conditioning,
+    Guidance,
+    PackedFamily,
+    Schedule,
+    guided,
+    linear_schedule,
+    positions,
+    to_images,
+    with_negative,
+)
+
+DEFAULT_MAX_SEQUENCE_LENGTH = 512
+
+
+class Flux2Klein(PackedFamily):
+    """`Flux2KleinPipeline`; guidance is on above `guidance_scale` 1, for the base models only.
+
+    Prompts are padded to `max_sequence_length` tokens, which the transformer attends to.
+    """
+
+    name = "flux2_klein"
+    pipeline_class = "Flux2KleinPipeline"
+    lora_targets = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_qkv_mlp_proj",
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+    )
+
+    def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+        rows, columns, _ = latent_shape
+        shift = compute_empirical_mu(rows * columns, num_inference_steps)
+        return linear_schedule(self.pipeline.scheduler, num_inference_steps, rows * columns, shift=shift)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+        """See `ModelFamily.encode`.
+
+        Raises:
+            ConfigError: guidance is on, and the model was distilled to do without.
+        """
+        length = DEFAULT_MAX_SEQUENCE_LENGTH if self.max_sequence_length is None else self.max_sequence_length
+        embeds, _ = self.pipeline.encode_prompt(list(prompts), max_sequence_length=length)
+        conditioning = {"prompt_embeds": embeds}
+        if guidance.guidance_scale > 1:
+            if self.pipeline.config.is_distilled:
+                raise ConfigError(
+                    f"sampling.guidance_scale={guidance.guidance_scale} needs a base model, and this one was distilled "
+                    "to sample without guidance; set it to 1, or model.path to FLUX.2-klein-base"
+                )
+            negative, _ = self.pipeline.encode_prompt([guidance.negative_prompt], max_sequence_length=length)
+            conditioning["negative_prompt_embeds"] = negative.expand_as(embeds)
+        return conditioning
+
+    def velocity(
+        self,
+        transformer: Callable[..., Any],
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Mapping[str, Tensor],
+        guidance: Guidance,
+    ) -> Tensor:
+        is_guided = guidance.guidance_scale > 1
+        if is_guided:
+            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
+        embeds = conditioning["prompt_embeds"]
+        _, rows, columns, _ = latents.shape
+        velocity = transformer(
+            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            timestep=timesteps / 1000,
+            guidance=None,
+            encoder_hidden_states=embeds,
+            txt_ids=positions(1, 1, 1, embeds.shape[1], device=embeds.device),
+            img_ids=positions(1, rows, columns, 1, device=embeds.device),
+            return_dict=False,
+        )[0].float()
+        if is_guided:
+            velocity = guided(velocity, guidance.guidance_scale)
+        return velocity.unflatten(1, (rows, columns))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        std = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
+        spatial = self.unpack(latents * std + vae.bn.running_mean)
+        return to_images(vae.decode(spatial.to(vae.dtype), return_dict=False)[0])

@@ -1,0 +1,111 @@
+"""Z-Image: spatial latents, one stream of image and caption tokens, a language model as encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from flowcorr.models.base import (
+    Conditioning,
+    Guidance,
+    ModelFamily,
+    Schedule,
+    check_size,
+    decode_scaled,
+    guided,
+    linear_schedule,
+    with_negative,
+)
+
+DEFAULT_MAX_SEQUENCE_LENGTH = 512
+NATIVE_SIZE = 1024
+PATCH = 2
+
+
+class ZImage(ModelFamily):
+    """`ZImagePipeline`; guidance is on above `guidance_scale` 1.
+
+    The pipeline counts guidance from 0: its `guidance_scale` of 4 is 5 here, and the Turbo model's 0 is 1.
+
+    The transformer reads captions of their own lengths: the length decides where the image's positions begin. So
+    conditioning is padded to `max_sequence_length` tokens beside a mask, and every forward pass reads that mask on the
+    host to cut captions out.
+    """
+
+    name = "z_image"
+    pipeline_class = "ZImagePipeline"
+    lora_targets = (
+        "attention.to_q",
+        "attention.to_k",
+        "attention.to_v",
+        "attention.to_out.0",
+        "feed_forward.w1",
+        "feed_forward.w2",
+        "feed_forward.w3",
+    )
+
+    def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        height, width = height or NATIVE_SIZE, width or NATIVE_SIZE
+        check_size(height, width, PATCH * factor)
+        return (self.transformer.config.in_channels, height // factor, width // factor)
+
+    def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
+        _, rows, columns = latent_shape
+        return linear_schedule(
+            self.pipeline.scheduler, num_inference_steps, (rows // PATCH) * (columns // PATCH)
+        )
+
+    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+        conditioning = self._encode(list(prompts))
+        if guidance.guidance_scale > 1:
+            negative = self._encode([guidance.negative_prompt])
+            conditioning |= {
+                f"negative_{name}": rows.expand(len(prompts), *rows.shape[1:])
+                for name, rows in negative.items()
+            }
+        return conditioning
+
+    @torch.no_grad()
+    def _encode(self, prompts: list[str]) -> Conditioning:
+        """Embeddings `[B, max_sequence_length, width]`, and the mask `[B, max_sequence_length]` of their tokens."""
+        length = DEFAULT_MAX_SEQUENCE_LENGTH if self.max_sequence_length is None else self.max_sequence_length
+        captions, _ = self.pipeline.encode_prompt(
+            prompts, do_classifier_free_guidance=False, max_sequence_length=length
+        )
+        whole = captions[0].new_zeros(length, captions[0].shape[-1])  # so that the padding reaches `length`
+        embeds = pad_sequence([*captions, whole], batch_first=True)[:-1]
+        ends = torch.tensor([[len(caption)] for caption in captions], device=embeds.device)
+        return {
+            "prompt_embeds": embeds,
+            "prompt_embeds_mask": torch.arange(length, device=embeds.device) < ends,
+        }
+
+    def velocity(
+        self,
+        transformer: Callable[..., Any],
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Mapping[str, Tensor],
+        guidance: Guidance,
+    ) -> Tensor:
+        is_guided = guidance.guidance_scale > 1
+        if is_guided:
+            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
+        embeds, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
+        frames = transformer(
+            x=list(latents.to(embeds.dtype).unsqueeze(2)),
+            t=(1000 - timesteps) / 1000,
+            cap_feats=[rows[kept] for rows, kept in zip(embeds, mask, strict=True)],
+            return_dict=False,
+        )[0]
+        velocity = -torch.stack(frames).squeeze(2).float()  # the transformer predicts the way to the image
+        return guided(velocity, guidance.guidance_scale) if is_guided else velocity
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        return decode_scaled(self.pipeline.vae, latents)

@@ -1,0 +1,246 @@
+"""Z-Image on a tiny-random pipeline of its own classes, against loops written with diffusers' pieces."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.z_image import pipeline_z_image
+from tiny_pipelines import Z_IMAGE_SIZE, build_tiny_z_image, connect, flow_grpo_log_prob, stir
+
+from flowcorr.config import ModelConfig
+from flowcorr.errors import ConfigError
+from flowcorr.models import Guidance, load_family
+from flowcorr.records import ActorBatch
+from flowcorr.rollout import sample_ode
+from tests.tolerances import LATENTS, LOG_PROBS, MEANS
+
+HEIGHT, WIDTH = Z_IMAGE_SIZE
+SHAPE = (4, 8, 12)
+TOKENS = 24  # 4 x 6 patches: not a multiple of 32, so the transformer pads images as well
+LENGTH = 48
+PROMPTS = ["cat", "two dogs on a very long sofa"]  # 17 and 38 tokens: padded to 32 and to 64
+GUIDED = Guidance(guidance_scale=3.0, negative_prompt="bad")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(build_tiny_z_image(tmp_path_factory.mktemp("z_image")))
+
+
+@pytest.fixture(scope="module")
+def family(path):
+    return load_family(ModelConfig(path=path, max_sequence_length=LENGTH))
+
+
+def settings(path, **sampling):
+    return {
+        "model": {"path": path, "max_sequence_length": LENGTH},
+        "sampling": {
+            "height": HEIGHT,
+            "width": WIDTH,
+            "num_inference_steps": 5,
+            "sde_window_size": 3,
+            "sde_window_range": (0, 4),
+            "guidance_scale": GUIDED.guidance_scale,
+            "negative_prompt": GUIDED.negative_prompt,
+            **sampling,
+        },
+        "rollout": {"prompts_per_step": 2, "n": 2},
+        "actor": {"mini_batches": 1, "lr": 1e-3},
+    }
+
+
+def noise(seed=0, batch=2):
+    return torch.randn(batch, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def pipeline_velocity(pipe, latents, timestep, prompt, guidance):
+    """One prompt alone, guided as `ZImagePipeline.__call__` does, which counts guidance from 0."""
+    positive, negative = pipe.encode_prompt(
+        [prompt], negative_prompt=[guidance.negative_prompt], max_sequence_length=LENGTH
+    )
+    time = torch.tensor([(1000 - timestep) / 1000])
+
+    def predict(captions):
+        return pipe.transformer([latents[:, None]], time, captions, return_dict=False)[0][0].float()
+
+    prediction = predict(positive)
+    if guidance.guidance_scale > 1:
+        prediction = prediction + (guidance.guidance_scale - 1) * (prediction - predict(negative))
+    return -prediction[None, :, 0]
+
+
+def pipeline_schedule(pipe, steps, tokens):
+    """Sigmas and timesteps with the calls that `ZImagePipeline.__call__` makes."""
+    mu = pipeline_z_image.calculate_shift(tokens)
+    timesteps, _ = pipeline_z_image.retrieve_timesteps(
+        pipe.scheduler, steps, "cpu", sigmas=pipeline_z_image.get_default_z_image_sigmas(steps), mu=mu
+    )
+    return pipe.scheduler.sigmas.tolist(), timesteps.tolist()
+
+
+def test_latent_shape(family):
+    assert family.name == "z_image"
+    assert family.latent_shape(HEIGHT, WIDTH) == SHAPE
+    assert family.latent_shape(None, None) == (4, 512, 512)  # 1024 pixels, and a VAE that shrinks by 2
+
+
+@pytest.mark.parametrize(("key", "size"), [("height", (18, 24)), ("width", (16, 22))])
+def test_a_size_between_patches_is_an_error(family, key, size):
+    with pytest.raises(ConfigError, match=rf"sampling\.{key}=.* must be a multiple of 4, such as"):
+        family.latent_shape(*size)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_schedule_is_the_pipelines(path, steps, dynamic):
+    family = load_family(ModelConfig(path=path), text_encoders=False)
+    family.pipeline.scheduler.register_to_config(use_dynamic_shifting=dynamic)
+    schedule = family.schedule(steps, SHAPE)
+    sigmas, timesteps = pipeline_schedule(family.pipeline, steps, TOKENS)
+    assert schedule.sigmas == pytest.approx(sigmas, abs=1e-6)
+    assert schedule.timesteps == pytest.approx(timesteps, abs=1e-3)
+    assert (schedule.sigmas[0], schedule.sigmas[-1]) == (1.0, 0.0)
+
+
+def test_encode_is_the_pipelines_own(family):
+    got = family.encode(PROMPTS, GUIDED)
+    positive, negative = family.pipeline.encode_prompt(
+        list(PROMPTS), negative_prompt=["bad"] * 2, max_sequence_length=LENGTH
+    )
+    assert all(rows.shape[:2] == (2, LENGTH) for rows in got.values())
+    for row in range(2):
+        for prefix, expected in (("", positive[row]), ("negative_", negative[row])):
+            embeds, mask = got[f"{prefix}prompt_embeds"][row], got[f"{prefix}prompt_embeds_mask"][row]
+            assert mask.sum() == len(expected) < LENGTH
+            torch.testing.assert_close(embeds[mask], expected, **MEANS)
+            assert embeds[~mask].abs().max() == 0
+    assert family.encode(PROMPTS, Guidance()).keys() == {"prompt_embeds", "prompt_embeds_mask"}
+
+
+def test_a_long_prompt_is_cut_off_as_the_pipeline_does(family):
+    mask = family.encode(["word " * 100, "cat"], Guidance())["prompt_embeds_mask"]
+    assert mask.sum(1).tolist() == [LENGTH, 17]
+
+
+@pytest.mark.parametrize("guidance", [Guidance(), GUIDED])
+@torch.no_grad()
+def test_velocity_is_the_pipelines(family, guidance):
+    latents, timesteps = noise(), torch.tensor([912.5, 303.0])
+    conditioning = family.encode(PROMPTS, guidance)
+    got = family.velocity(family.transformer, latents, timesteps, conditioning, guidance)
+    for row, prompt in enumerate(PROMPTS):
+        expected = pipeline_velocity(family.pipeline, latents[row], timesteps[row].item(), prompt, guidance)
+        torch.testing.assert_close(got[row : row + 1], expected, **MEANS)
+    assert got.std() > 0.1
+
+
+@torch.no_grad()
+def test_velocity_depends_on_the_prompt_and_on_its_length(family):
+    conditioning = family.encode([PROMPTS[1]] * 2, Guidance())
+    conditioning["prompt_embeds_mask"][1, 20:] = False
+    same = noise(batch=1).expand(2, *SHAPE)
+    got = family.velocity(family.transformer, same, torch.full((2,), 500.0), conditioning, Guidance())
+    assert (got[0] - got[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("guidance", [Guidance(), GUIDED])
+def test_the_ode_sampler_is_the_pipelines_own_call(family, guidance):
+    conditioning = family.encode(PROMPTS, guidance)
+    got = sample_ode(
+        lambda latents, timesteps: family.velocity(
+            family.transformer, latents, timesteps, conditioning, guidance
+        ),
+        noise(),
+        family.schedule(4, SHAPE),
+    )
+    expected = family.pipeline(
+        list(PROMPTS),
+        negative_prompt=["bad"] * 2,
+        guidance_scale=guidance.guidance_scale - 1,
+        height=HEIGHT,
+        width=WIDTH,
+        num_inference_steps=4,
+        latents=noise(),
+        max_sequence_length=LENGTH,
+        output_type="latent",
+    ).images
+    torch.testing.assert_close(got, expected, **LATENTS)
+
+
+@torch.no_grad()
+def test_decode_is_the_pipelines_own(family):
+    pipe, latents = family.pipeline, noise()
+    got = family.decode(latents)
+    pixels = pipe.vae.decode(latents / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor).sample
+    expected = pipe.image_processor.postprocess(pixels, output_type="np")
+    assert got.shape == (2, HEIGHT, WIDTH, 3)
+    assert got.dtype == torch.uint8
+    assert np.abs(got.numpy() - expected * 255).max() <= 0.51
+    assert got.float().std() > 5
+
+
+def test_log_probs_equal_an_independent_loop(path, make_config):
+    family, actor, engine, conditioning = connect(make_config(**settings(path)), PROMPTS)
+    stir(actor)
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
+    scored = actor.log_probs(rollout).log_probs
+    torch.testing.assert_close(scored, rollout.log_probs, **LOG_PROBS)
+    assert rollout.latents.shape == (4, 4, *SHAPE)
+
+    sigmas, timesteps = pipeline_schedule(family.pipeline, 5, TOKENS)
+    for sample in range(4):
+        for t in range(3):
+            index = int(rollout.step_indices[sample, t])
+            latents, following = rollout.latents[sample, t], rollout.latents[sample, t + 1]
+            velocity = pipeline_velocity(
+                family.pipeline, latents, timesteps[index], PROMPTS[sample // 2], GUIDED
+            )
+            expected = flow_grpo_log_prob(
+                latents[None], following[None], velocity, sigmas[index], sigmas[index + 1], 0.7
+            )
+            assert rollout.log_probs[sample, t].item() == pytest.approx(
+                expected.item(), abs=LOG_PROBS["atol"]
+            )
+
+
+def test_one_update_and_its_adapter_loads_into_a_pipeline(path, make_config, tmp_path):
+    family, actor, engine, conditioning = connect(make_config(**settings(path)), PROMPTS)
+    assert len(actor.weights.parameters) == 2 * 7 * 4  # (A, B) of the targets of two layers and two refiners
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
+    assert rollout.images.shape == (4, HEIGHT, WIDTH, 3)
+    scores = actor.log_probs(rollout, with_means=True)
+    batch = ActorBatch(
+        rollout=rollout,
+        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        old_log_probs=scores.log_probs,
+        old_means=scores.means,
+    )
+    metrics = actor.update(batch, actor.config.algorithm.rollout_correction, training_step=1).compute()
+    assert actor.weights.version == 1
+    assert metrics["actor/grad_norm"] > 0
+    stir(actor)
+    actor.weights.save(tmp_path)
+
+    fresh = load_family(ModelConfig(path=path, max_sequence_length=LENGTH))
+    fresh.pipeline.load_lora_weights(str(tmp_path))
+    inputs = (noise(), torch.tensor([900.0, 300.0]), family.encode(PROMPTS, GUIDED), GUIDED)
+    with torch.no_grad():
+        trained = family.velocity(family.transformer, *inputs)
+        torch.testing.assert_close(fresh.velocity(fresh.transformer, *inputs), trained, **MEANS)
+        fresh.pipeline.unload_lora_weights()
+        assert (fresh.velocity(fresh.transformer, *inputs) - trained).abs().max() > 1e-2
+
+
+def test_bfloat16(path, make_config):
+    """Engine and actor call the transformer with the same batches, one step at a time, and so round alike."""
+    sections = settings(path, sde_window_range=(1, 4))
+    sections["model"]["dtype"] = sections["rollout"]["dtype"] = "bfloat16"
+    sections["actor"]["fold_steps"] = False
+    family, actor, engine, conditioning = connect(make_config(**sections), PROMPTS)
+    assert conditioning["prompt_embeds"].dtype == torch.bfloat16
+    schedule = family.schedule(5, SHAPE)
+    assert family.in_dtype(schedule, torch.bfloat16) == schedule  # the transformer takes timesteps in float32
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=False)
+    assert rollout.latents.dtype == torch.float32
+    assert torch.equal(actor.log_probs(rollout).log_probs, rollout.log_probs)
