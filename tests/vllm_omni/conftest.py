@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from flowcorr.rollout.vllm_omni.patience import Patience
 
 PROMPTS = ("cat", "dog")
-SIZES = {"tiny_ocr": (32, 64), "sd3": (64, 64), "qwen_image": (64, 96), "flux": (32, 48)}
+SIZES = {
+    "tiny_ocr": (32, 64),
+    "sd3": (64, 64),
+    "qwen_image": (64, 96),
+    "flux": (32, 48),
+    "flux2_klein": (32, 48),
+    "z_image": (32, 48),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,10 +92,9 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
     rollout = {
         "name": "vllm_omni", "prompts_per_step": 2, "n": 4, "dtype": dtype, **sections.get("rollout", {}),
     }  # fmt: skip
+    model = {"max_sequence_length": 8, **sections.get("model", {})}
     return Config(
-        model=ModelConfig(
-            path=path, max_sequence_length=8, dtype=dtype, lora=LoraConfig(**sections.get("lora", {}))
-        ),
+        model=ModelConfig(path=path, dtype=dtype, lora=LoraConfig(**sections.get("lora", {})), **model),
         sampling=SamplingConfig(**sampling),
         rollout=RolloutConfig(**rollout),
         actor=ActorConfig(mini_batches=1, **sections.get("actor", {})),

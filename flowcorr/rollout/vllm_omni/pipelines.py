@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from diffusers import AutoencoderKLFlux2
 from torch import Tensor, nn
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -27,17 +29,21 @@ from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_qwenimage impor
 from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
+from vllm_omni.diffusion.models.flux2_klein.flux2_klein_transformer import Flux2Transformer2DModel
 from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
 from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
 from vllm_omni.diffusion.models.sd3.sd3_transformer import SD3Transformer2DModel
+from vllm_omni.diffusion.models.z_image.z_image_transformer import SEQ_MULTI_OF, ZImageTransformer2DModel
 from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowcorr import sde
 from flowcorr.models import Guidance, ModelFamily
 from flowcorr.models.flux import Flux
+from flowcorr.models.flux2_klein import Flux2Klein
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
+from flowcorr.models.z_image import ZImage
 from flowcorr.rollout.sampler import decode, sample_sde_window
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe, from_extra
 
@@ -239,6 +245,45 @@ class FlowcorrFluxPipeline(RolloutPipeline):
             (fused, part, "") for fused, parts in transformer.packed_modules_mapping.items() for part in parts
         ]
         return transformer
+
+
+class FlowcorrFlux2KleinPipeline(RolloutPipeline):
+    """FLUX.2 klein."""
+
+    family_class = Flux2Klein
+    vae_class = AutoencoderKLFlux2
+
+    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
+        options = get_transformer_config_kwargs(od_config.tf_model_config, Flux2Transformer2DModel)
+        return Flux2Transformer2DModel(
+            od_config=od_config, quant_config=od_config.quantization_config, **options
+        )
+
+
+class FlowcorrZImagePipeline(RolloutPipeline):
+    """Z-Image."""
+
+    family_class = ZImage
+    vae_class = DistributedAutoencoderKL
+
+    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
+        options = get_transformer_config_kwargs(od_config.tf_model_config, ZImageTransformer2DModel)
+        return ZImageTransformer2DModel(quant_config=od_config.quantization_config, **options)
+
+    def call_transformer(self, **inputs: Any) -> Any:
+        """The transformer's attention has no mask: only captions that it pads to one length may share a batch."""
+        images, captions = inputs["x"], inputs["cap_feats"]
+        velocities: dict[int, Tensor] = {}
+        lengths = [math.ceil(len(caption) / SEQ_MULTI_OF) for caption in captions]
+        for length in dict.fromkeys(lengths):
+            rows = [row for row, found in enumerate(lengths) if found == length]
+            predicted, _ = self.transformer(
+                x=[images[row] for row in rows],
+                t=inputs["t"][rows],
+                cap_feats=[captions[row] for row in rows],
+            )
+            velocities |= zip(rows, predicted, strict=True)
+        return ([velocities[row] for row in range(len(images))],)
 
 
 def _initial_noise(job: Job) -> Tensor:

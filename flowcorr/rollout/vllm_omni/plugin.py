@@ -6,6 +6,8 @@ PIPELINES = {
     "sd3": "FlowcorrSD3Pipeline",
     "qwen_image": "FlowcorrQwenImagePipeline",
     "flux": "FlowcorrFluxPipeline",
+    "flux2_klein": "FlowcorrFlux2KleinPipeline",
+    "z_image": "FlowcorrZImagePipeline",
 }
 """Model family -> its class in `pipelines`, which is also the name that vllm-omni knows it by."""
 
