@@ -37,7 +37,8 @@ class Architecture:
     def depths(self) -> dict[str, int]:
         """How many blocks of each kind the transformer has, by the key of its configuration."""
         config = self.configs["transformer"]
-        depths = {key: config[key] for key in ("num_layers", "num_single_layers") if key in config}
+        keys = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
+        depths = {key: config[key] for key in keys if key in config}
         dual = len(config.get("dual_attention_layers", ()))
         if dual:
             depths = {"num_layers": depths["num_layers"] - dual, "dual_attention_layers": dual}

@@ -10,7 +10,7 @@ import torch
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
-from flowcorr.models import Conditioning, ModelFamily, flux, qwen_image, sd3
+from flowcorr.models import Conditioning, ModelFamily, flux, flux2_klein, qwen_image, sd3, z_image
 from flowcorr.plan.fake_device import DEVICE
 from flowcorr.plan.pipelines import Architecture
 
@@ -101,6 +101,25 @@ def _qwen_image(architecture: Architecture, config: Config) -> TextInputs:
     )
 
 
+def _flux2_klein(architecture: Architecture, config: Config) -> TextInputs:
+    long = _length(config, flux2_klein.DEFAULT_MAX_SEQUENCE_LENGTH)
+    return TextInputs(
+        tokens={"text_encoder": long},
+        conditioning={"prompt_embeds": (long, architecture.configs["transformer"]["joint_attention_dim"])},
+        negative=config.sampling.guidance_scale > 1,
+    )
+
+
+def _z_image(architecture: Architecture, config: Config) -> TextInputs:
+    long = _length(config, z_image.DEFAULT_MAX_SEQUENCE_LENGTH)
+    width = architecture.configs["transformer"]["cap_feat_dim"]
+    return TextInputs(
+        tokens={"text_encoder": long},
+        conditioning={"prompt_embeds": (long, width), "prompt_embeds_mask": (long,)},
+        negative=config.sampling.guidance_scale > 1,
+    )
+
+
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.bool if name.endswith("mask") else dtype
 
@@ -113,5 +132,7 @@ def _length(config: Config, default: int) -> int:
 _TABLE: dict[str, Callable[[Architecture, Config], TextInputs]] = {
     "sd3": _sd3,
     "flux": _flux,
+    "flux2_klein": _flux2_klein,
     "qwen_image": _qwen_image,
+    "z_image": _z_image,
 }

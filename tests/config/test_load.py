@@ -51,6 +51,7 @@ def test_every_recipe_says_how_to_run_it(name):
 
 def test_shipped_recipes():
     assert recipe_names() == [
+        "flux2_klein_pickscore_lora",
         "flux_dev_pickscore_lora",
         "qwen_image_ocr_grpo_guard_lora",
         "qwen_image_ocr_lora_decoupled",
@@ -60,6 +61,7 @@ def test_shipped_recipes():
         "tiny_ocr_lora",
         "tiny_ocr_lora_bypass",
         "tiny_ocr_lora_grpo_guard",
+        "z_image_pickscore_lora",
     ]
 
 
@@ -329,6 +331,6 @@ def test_missing_recipe():
     ):
         load("tiny_ocr_lra")
     with pytest.raises(
-        ConfigError, match=r"'gone/away\.yaml': no such file; give a YAML file or one of flux_dev"
+        ConfigError, match=r"'gone/away\.yaml': no such file; give a YAML file or one of flux2_klein"
     ):
         load("gone/away.yaml")

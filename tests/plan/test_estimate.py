@@ -126,3 +126,8 @@ def test_published_recipes_get_the_answers_that_their_headers_need():
     flux = plan(recipe="flux_dev_pickscore_lora")
     assert flux.fitting
     assert 750 < flux.seconds("recompute", "update") < 1250  # 995
+    klein = plan(recipe="flux2_klein_pickscore_lora")
+    assert klein.fitting
+    assert not klein.fits(klein.memory.shared)
+    z_image = plan(recipe="z_image_pickscore_lora")
+    assert z_image.fits(z_image.memory.shared)

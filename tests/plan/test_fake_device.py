@@ -30,12 +30,15 @@ BOUNDS = {  # GB beside weights and batch, by the first part of the recipe's nam
     "sd35": (0.96, 2.8),
     "qwen": (3.3, 6.0),
     "flux": (1.7, 2.95),
+    "flux2": (2.9, 3.15),
+    "z": (1.95, 4.95),
 }
 PROMOTING = {  # float32 adapters and norms among bfloat16 activations, and their gradients
     "peft/tuners/lora/layer.py:forward",
     "diffusers/models/normalization.py:forward",
     "diffusers/models/embeddings.py:get_1d_rotary_pos_embed",
     "diffusers/models/transformers/transformer_flux.py:__call__",
+    "diffusers/models/transformers/transformer_flux2.py:__call__",
     "backward pass",
 }
 
@@ -60,17 +63,21 @@ def test_a_recipes_step_keeps_to_the_device_and_to_its_bounds(recipe, new_device
             update(actor, micro_batch)
         with device.section() as second:
             update(actor, batch)
-    assert recompute.host_reads == Counter()
-    assert first.host_reads.total() <= 6, (
-        first.host_reads
-    )  # the norm, the kept terms, and dealing mini-batches
-    one_more = second.host_reads.total() - first.host_reads.total()
+    assert host_reads(recompute) == Counter()
+    assert host_reads(first).total() <= 6, first.host_reads  # the norm, kept terms, and dealing mini-batches
+    one_more = host_reads(second).total() - host_reads(first).total()
     assert one_more <= 1, second.host_reads  # of a further micro-batch: whether all log-probs are finite
     for section in (recompute, first):
         large = {place for (_, place), size in section.promotions.items() if size > 1e6}
         assert large <= PROMOTING
     for section, bound in zip((recompute, first), BOUNDS[recipe.partition("_")[0]], strict=True):
         assert (section.peak - section.before) / 1e9 < bound
+
+
+def host_reads(section):
+    """What the host waited for, but for the masks by which Z-Image cuts out captions."""
+    reads = section.host_reads.items()
+    return Counter({(kind, place): count for (kind, place), count in reads if "z_image.py" not in place})
 
 
 def test_a_cpu_tensor_that_meets_a_device_tensor_raises(new_device):

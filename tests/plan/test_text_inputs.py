@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from tiny_pipelines import build_tiny_flux, build_tiny_qwen_image, build_tiny_sd3
+from tiny_pipelines import (
+    build_tiny_flux,
+    build_tiny_flux2_klein,
+    build_tiny_qwen_image,
+    build_tiny_sd3,
+    build_tiny_z_image,
+)
 
 from flowcorr.config.schema import Config, ModelConfig, SamplingConfig
 from flowcorr.errors import ConfigError
@@ -17,6 +23,8 @@ from flowcorr.plan.text_inputs import text_inputs
     [
         (build_tiny_sd3, "guidance_scale"),
         (build_tiny_flux, "guidance_scale"),
+        (build_tiny_flux2_klein, "guidance_scale"),
+        (build_tiny_z_image, "guidance_scale"),
         (build_tiny_qwen_image, "true_cfg_scale"),
     ],
 )
@@ -35,5 +43,8 @@ def test_a_family_of_ones_own_is_named_as_unknown():
     class Other(ModelFamily):
         name = "other"
 
-    with pytest.raises(ConfigError, match=r"knows the text inputs of the families sd3, flux, qwen_image"):
+    with pytest.raises(
+        ConfigError,
+        match=r"knows the text inputs of the families sd3, flux, flux2_klein, qwen_image, z_image",
+    ):
         text_inputs(find_architecture("tiny_ocr"), Other, Config())

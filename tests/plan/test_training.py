@@ -35,7 +35,9 @@ def test_few_blocks_extrapolate_to_all_of_them(make_config, new_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["sd35_medium_ocr_lora", "flux_dev_pickscore_lora"])
+@pytest.mark.parametrize(
+    "recipe", ["sd35_medium_ocr_lora", "flux_dev_pickscore_lora", "z_image_pickscore_lora"]
+)
 def test_two_kinds_of_blocks_extrapolate_to_all_of_them(recipe, new_device):
     config = load(recipe)
     architecture = find_architecture(config.model.path)

@@ -19,6 +19,8 @@ FAMILIES = {
     "sd35": (tiny_pipelines.build_tiny_sd3, (32, 32)),
     "qwen": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
     "flux": (tiny_pipelines.build_tiny_flux, tiny_pipelines.FLUX_SIZE),
+    "flux2": (tiny_pipelines.build_tiny_flux2_klein, tiny_pipelines.FLUX2_KLEIN_SIZE),
+    "z": (tiny_pipelines.build_tiny_z_image, tiny_pipelines.Z_IMAGE_SIZE),
 }
 # On images of noise OCR reads nothing, and equal rewards teach nothing: this one tells them apart.
 JPEG = RewardTerm(name="jpeg_incompressibility")
