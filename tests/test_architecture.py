@@ -20,7 +20,7 @@ FLOORS = {
 
     "actor": 5, "rollout": 5, "workers": 5,
     "trainer": 6, "plan": 6,
-    "diagnostics": 7, "integrations": 7,
+    "diagnostics": 7, "integrations": 7, "translate": 7,
     "cli": 8, "__main__": 9,
 }  # fmt: skip
 MODEL_LIBRARIES = {"diffusers", "transformers", "peft", "vllm_omni", "ray"}

@@ -134,6 +134,19 @@ examples:
   flowcorr config tiny_ocr_lora
   flowcorr config tiny_ocr_lora actor.lr=1e-4 > my_recipe.yaml
 """
+_TRANSLATE = """\
+Turn the configuration of another trainer into a recipe, which is printed. Comments say where each line is from, which
+defaults are others here, what has no place here, and what differs in the maths. Nothing of the source is executed;
+what cannot be read, or is no run that flowcorr can make, is refused with the reason.
+
+  verl-omni   a shell script that runs verl_omni.trainer.main_diffusion, or a Hydra YAML, and further overrides of it
+  flow_grpo   FILE.py:NAME, a configuration of its Python file
+
+examples:
+  flowcorr translate run_qwen_image_ocr_lora.sh > my_recipe.yaml && flowcorr config my_recipe.yaml
+  flowcorr translate outputs/.hydra/config.yaml actor_rollout_ref.rollout.n=8
+  flowcorr translate config/grpo.py:general_ocr_sd3 --gpus 8
+"""
 _EXPLAIN = """\
 Say what a metric, a configuration key or a preset means: its unit, its healthy range, and what to do outside it.
 
@@ -268,6 +281,18 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(
         _add(subparsers, "config", "print a resolved recipe", f"{_CONFIG}\n{_RECIPES}", commands.config)
     )
+    translating = _add(
+        subparsers,
+        "translate",
+        "turn a configuration of verl-omni or flow_grpo into a recipe",
+        _TRANSLATE,
+        commands.translate,
+    )
+    translating.add_argument("source", metavar="SOURCE", help="a .sh, a .yaml, or FILE.py:NAME")
+    translating.add_argument(
+        "--gpus", type=int, metavar="N", help="of a flow_grpo run, if its file does not say"
+    )
+    _add_overrides(translating)
     _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)
     explaining = _add(
         subparsers, "explain", "say what a metric, a key or a preset means", _EXPLAIN, commands.explain

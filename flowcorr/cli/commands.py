@@ -156,6 +156,14 @@ def config(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def translate(arguments: argparse.Namespace) -> int:
+    """Print the recipe that another trainer's configuration becomes."""
+    from flowcorr.translate import translate as translated
+
+    print(translated(arguments.source, arguments.overrides, gpus=arguments.gpus), end="")
+    return 0
+
+
 def presets(_: argparse.Namespace) -> int:
     """Print the table of presets."""
     from flowcorr.correction import PRESETS, RolloutCorrectionConfig

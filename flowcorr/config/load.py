@@ -1,4 +1,4 @@
-"""Recipes and overrides to a checked `Config`. The only module that uses OmegaConf."""
+"""Recipes and overrides to a checked `Config`, by OmegaConf."""
 
 from __future__ import annotations
 

@@ -1,0 +1,219 @@
+"""flow_grpo's configuration, a `ConfigDict` of a Python file; constants are those of its `scripts/train_sd3.py`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from flowcorr.translate.table import Get, Row, Table
+from flowcorr.translate.verl_omni import reward_terms
+
+DEFAULTS: dict[str, Any] = {
+    "pretrained.model": "runwayml/stable-diffusion-v1-5",
+    "seed": 42,
+    "resolution": 768,
+    "mixed_precision": "fp16",
+    "use_lora": True,
+    "dataset": "",
+    "reward_fn": {},
+    "save_freq": 20,
+    "eval_freq": 20,
+    "num_checkpoint_limit": 5,
+    "per_prompt_stat_tracking": True,
+    "gpus": None,
+    "sample.num_steps": 40,
+    "sample.eval_num_steps": 40,
+    "sample.guidance_scale": 4.5,
+    "sample.train_batch_size": 1,
+    "sample.num_image_per_prompt": 1,
+    "sample.num_batches_per_epoch": 2,
+    "sample.global_std": True,
+    "sample.noise_level": 0.7,
+    "sample.sde_window_size": 0,
+    "sample.sde_window_range": None,
+    "sample.sde_type": "sde",
+    "sample.same_latent": False,
+    "train.algorithm": "grpo",
+    "train.batch_size": 1,
+    "train.learning_rate": 3e-4,
+    "train.adam_beta1": 0.9,
+    "train.adam_beta2": 0.999,
+    "train.adam_weight_decay": 1e-4,
+    "train.gradient_accumulation_steps": 1,
+    "train.max_grad_norm": 1.0,
+    "train.num_inner_epochs": 1,
+    "train.adv_clip_max": 5,
+    "train.clip_range": 1e-4,
+    "train.timestep_fraction": 1.0,
+    "train.beta": 0.0,
+    "train.lora_path": None,
+    "train.ema": False,
+}
+
+
+def _prompts(get: Get) -> float:
+    images = get("gpus") * get("sample.train_batch_size") * get("sample.num_batches_per_epoch")
+    return images / get("sample.num_image_per_prompt")
+
+
+def _window(get: Get) -> tuple[int, list[int]]:
+    """Its window, or every step that it trains on."""
+    size = get("sample.sde_window_size")
+    if size:
+        return size, list(get("sample.sde_window_range") or (0, get("sample.num_steps") // 2))
+    trained = int(get("sample.num_steps") * get("train.timestep_fraction"))
+    return trained, [0, trained]
+
+
+def _advantage_std(get: Get) -> str:
+    return "global" if get("sample.global_std") or not get("per_prompt_stat_tracking") else "group"
+
+
+def _dtype(get: Get) -> str:
+    return "float32" if get("mixed_precision") == "no" else "bfloat16"
+
+
+def _refuse(get: Get) -> str:
+    model = get("pretrained.model")
+    if not re.search(r"stable-diffusion-3|sd3|flux|qwen-?image(?!.*edit)", model.lower()):
+        return f"pretrained.model={model} is of no family that flowcorr knows: SD3, Qwen-Image, FLUX.1"
+    if get("train.algorithm") != "grpo":
+        return (
+            f"train.algorithm={get('train.algorithm')} has no equal here; flowcorr has policy gradients only"
+        )
+    if get("sample.num_image_per_prompt") < 2:
+        return "sample.num_image_per_prompt=1 leaves nothing to compare an image with; give 2 or more"
+    if get("gpus") is None:
+        return "the number of GPUs, and so of prompts a step, is not in the file; give it by --gpus N"
+    if _prompts(get) < 1:
+        return f"{get('gpus')} GPUs sample less than one prompt a step; give the right number by --gpus N"
+    return ""
+
+
+def _same(source: str, key: str, note: str = "") -> Row:
+    return Row(key=key, value=lambda get: get(source), sources=(source,), note=note)
+
+
+def _number(source: str, key: str, note: str = "") -> Row:
+    return Row(key=key, value=lambda get: float(get(source)), sources=(source,), note=note)
+
+
+ROWS = (
+    _same("pretrained.model", "model.path"),
+    Row(key="model.dtype", value=_dtype, sources=("mixed_precision",), note="there is no fp16 here"),
+    Row(key="model.max_sequence_length", value=lambda get: 128),
+    Row(key="model.lora.rank", value=lambda get: 32 if get("use_lora") else 0, sources=("use_lora",)),
+    Row(key="model.lora.alpha", value=lambda get: 64.0 if get("use_lora") else None),
+    _same("train.lora_path", "model.lora.warm_start"),
+    _same("sample.sde_type", "sampling.sde_type"),
+    _number("sample.noise_level", "sampling.noise_level"),
+    _same("sample.num_steps", "sampling.num_inference_steps"),
+    Row(
+        key="sampling.sde_window_size",
+        value=lambda get: _window(get)[0],
+        sources=("sample.sde_window_size", "train.timestep_fraction"),
+        note="it samples every step with noise and trains on the first timestep_fraction of them",
+    ),
+    Row(
+        key="sampling.sde_window_range",
+        value=lambda get: _window(get)[1],
+        sources=("sample.sde_window_range",),
+    ),
+    _number(
+        "sample.guidance_scale", "sampling.guidance_scale", "Qwen-Image reads sampling.true_cfg_scale instead"
+    ),
+    _same("resolution", "sampling.height"),
+    _same("resolution", "sampling.width"),
+    Row(key="rollout.dtype", value=_dtype, sources=("mixed_precision",)),
+    Row(
+        key="rollout.prompts_per_step",
+        value=lambda get: round(_prompts(get)),
+        sources=("gpus", "sample.train_batch_size", "sample.num_batches_per_epoch"),
+        note="GPUs * batch * batches / images a prompt",
+    ),
+    _same("sample.num_image_per_prompt", "rollout.n"),
+    Row(
+        key="rollout.batch_size",
+        value=lambda get: get("sample.train_batch_size"),
+        sources=("sample.train_batch_size",),
+    ),
+    _same("sample.same_latent", "rollout.same_initial_noise"),
+    _number("train.clip_range", "actor.clip_ratio"),
+    _number("train.adv_clip_max", "actor.adv_clip_max"),
+    _number("train.beta", "actor.kl_coef"),
+    Row(key="actor.kl_weighting", value=lambda get: "flow_grpo" if get("train.beta") else None),
+    _number("train.learning_rate", "actor.lr"),
+    Row(
+        key="actor.betas",
+        value=lambda get: [get("train.adam_beta1"), get("train.adam_beta2")],
+        sources=("train.adam_beta1", "train.adam_beta2"),
+    ),
+    _number("train.adam_weight_decay", "actor.weight_decay"),
+    _number("train.max_grad_norm", "actor.grad_clip"),
+    _same("train.num_inner_epochs", "actor.epochs"),
+    Row(
+        key="actor.mini_batches",
+        value=lambda get: min(
+            max(1, get("sample.num_batches_per_epoch") // get("train.gradient_accumulation_steps")),
+            round(_prompts(get)),
+        ),
+        sources=("train.gradient_accumulation_steps",),
+        note="updates a step; groups are never split here",
+    ),
+    _same("train.batch_size", "actor.micro_batch_size"),
+    Row(key="actor.ema", value=lambda get: 0.9 if get("train.ema") else None, sources=("train.ema",)),
+    Row(
+        key="algorithm.advantage_std",
+        value=_advantage_std,
+        sources=("sample.global_std", "per_prompt_stat_tracking"),
+    ),
+    Row(
+        key="algorithm.rollout_correction.bypass_mode",
+        value=lambda get: True,
+        note="old log-probs are the rollout's",
+    ),
+    Row(
+        key="reward.terms",
+        value=lambda get: reward_terms(get("reward_fn")),
+        sources=("reward_fn",),
+        note="my_rewards:NAME is yours to write (examples/custom_reward.py)",
+    ),
+    Row(
+        key="data.path",
+        value=lambda get: f"{get('dataset')}/train.txt",
+        sources=("dataset",),
+        note="train_metadata.jsonl where its prompts are read from that",
+    ),
+    _same("seed", "trainer.seed"),
+    _same("eval_freq", "trainer.eval_every", "epochs"),
+    _same("sample.eval_num_steps", "trainer.eval_num_inference_steps"),
+    _same("save_freq", "trainer.save_every", "epochs"),
+    _same("num_checkpoint_limit", "trainer.keep_checkpoints"),
+)
+
+NO_PLACE = {
+    "train.use_8bit_adam": "the optimizer is AdamW",
+    "train.adam_epsilon": "AdamW's is 1e-8",
+    "train.cfg": "training has the guidance of sampling",
+    "train.*": "of algorithms or options that flowcorr does not have",
+    "sample.*": "evaluations and batches are cut by rollout.batch_size",
+    "prompt_fn*": "prompts are a file: data.path",
+    "save_dir": "give --out",
+    "logdir": "give --out",
+    "run_name": "give --out",
+    "num_epochs": "flow_grpo runs until it is stopped; set trainer.total_steps",
+    "pretrained.revision": "the hub's newest",
+    "allow_tf32": "set it in torch",
+    "*": "of its script",
+}
+
+DIFFERENCES = (
+    "its advantages use the population std: sqrt((n - 1) / n) of the one here",
+    "it leaves samples whose advantage is 0 out of the mean of the loss; here they count",
+    "its GRPO-Guard averages std and step over the batch; here each sample has its own",
+    "it trains until it is stopped: set trainer.total_steps",
+)
+
+TABLE = Table(
+    name="flow_grpo", defaults=DEFAULTS, rows=ROWS, no_place=NO_PLACE, differences=DIFFERENCES, refuse=_refuse
+)

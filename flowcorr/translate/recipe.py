@@ -1,0 +1,73 @@
+"""A translation as the text of a recipe, with a comment on every line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowcorr.translate.table import Line, Translation
+
+_WIDTH, _MOST = 110, 12
+_PLAIN = re.compile(r"[A-Za-z~$/{][\w./:~${}-]*")
+_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "nan", "inf")
+
+
+def recipe_text(translation: Translation, origin: str) -> str:
+    """The recipe as YAML.
+
+    Args:
+        translation: what was mapped, and what not.
+        origin: what was translated, for the first line.
+    """
+    parts = [
+        f"# Translated by flowcorr translate from {origin}.",
+        "# Each comment names the key that its line is from. A default that is another here is written out.",
+        *_section(_tree(translation.lines), 0),
+    ]
+    for reason, keys in translation.no_place.items():
+        parts += _comment(f"no place here ({reason}):", keys)
+    if translation.unknown:
+        parts += _comment("not known to flowcorr translate:", translation.unknown)
+    parts += _comment("differs in the maths:", translation.differences)
+    return "\n".join(parts) + "\n"
+
+
+def _tree(lines: Mapping[str, Line]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, line in lines.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = line
+    return tree
+
+
+def _section(tree: Mapping[str, Any], depth: int) -> list[str]:
+    lines = []
+    for name, entry in tree.items():
+        indent = "  " * depth
+        if isinstance(entry, Line):
+            lines.append(f"{indent}{name}: {_value(entry.value)}  # {entry.comment}")
+        else:
+            lines += [f"{indent}{name}:", *_section(entry, depth + 1)]
+    return lines
+
+
+def _value(value: Any) -> str:
+    if (
+        isinstance(value, str)
+        and _PLAIN.fullmatch(value)
+        and value.lower() not in _WORDS
+        and "${" not in value
+    ):
+        return value
+    return json.dumps(value)
+
+
+def _comment(title: str, entries: Sequence[str]) -> list[str]:
+    lines = [f"# {title}", *(f"#   {' '.join(entry.split())[:_WIDTH]}" for entry in entries[:_MOST])]
+    more = len(entries) - _MOST
+    return [*lines, f"#   and {more} more"] if more > 0 else lines

@@ -1,0 +1,136 @@
+"""Tables of keys: how another trainer's configuration becomes a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from flowcorr.config import Config, to_mapping
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.errors import ConfigError
+
+Get = Callable[[str], Any]
+_CORRECTION = {"algorithm.rollout_correction": to_mapping(RolloutCorrectionConfig())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One key of a recipe.
+
+    Attributes:
+        key: the dotted key here.
+        sources: the keys there that it is made of; none for what that trainer does always.
+        value: its value, from `get`, which gives a key's value there; None leaves the line out.
+        note: what the comment adds.
+        always: write it even where it is the default here, as the key that turns a section on.
+    """
+
+    key: str
+    value: Callable[[Get], Any]
+    sources: tuple[str, ...] = ()
+    note: str = ""
+    always: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A trainer's configuration.
+
+    Attributes:
+        name: the trainer's.
+        defaults: of the keys that rows read.
+        rows: what is mapped.
+        no_place: patterns of keys that no row reads, with the reason; the first that fits holds.
+        differences: what differs in the maths, whatever the configuration.
+        refuse: why a configuration is no run that flowcorr can make; empty if it is one.
+    """
+
+    name: str
+    defaults: Mapping[str, Any]
+    rows: Sequence[Row]
+    no_place: Mapping[str, str]
+    differences: Sequence[str]
+    refuse: Callable[[Get], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a recipe: a value and where it is from."""
+
+    value: Any
+    comment: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """A recipe in parts.
+
+    Attributes:
+        lines: by dotted key.
+        no_place: what was given and is not in the recipe, by reason.
+        unknown: keys that the table does not know.
+        differences: see `Table`.
+    """
+
+    lines: Mapping[str, Line]
+    no_place: Mapping[str, Sequence[str]]
+    unknown: Sequence[str]
+    differences: Sequence[str] = field(default_factory=tuple)
+
+
+def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
+    """Apply a table to the keys that a configuration gives.
+
+    Raises:
+        ConfigError: flowcorr cannot make such a run; the message says why.
+    """
+
+    def get(key: str) -> Any:
+        return given.get(key, table.defaults.get(key))
+
+    if reason := table.refuse(get):
+        raise ConfigError(reason)
+    ours = _flat({**to_mapping(Config()), **_CORRECTION})
+    lines: dict[str, Line] = {}
+    for row in table.rows:
+        value = row.value(get)
+        there = [source for source in row.sources if source in given]
+        if value is None or (value == ours.get(row.key) and not there and not row.always):
+            continue
+        lines[row.key] = Line(value=value, comment=_comment(row, there, ours.get(row.key), table.name))
+    read = {source for row in table.rows for source in row.sources} | table.defaults.keys()
+    no_place: dict[str, list[str]] = {}
+    unknown: list[str] = []
+    for key, value in given.items():
+        if key in read:
+            continue
+        found = next((text for pattern, text in table.no_place.items() if fnmatchcase(key, pattern)), None)
+        if found is None:
+            unknown.append(f"{key}={value}")
+        else:
+            no_place.setdefault(found, []).append(f"{key}={value}")
+    return Translation(lines=lines, no_place=no_place, unknown=unknown, differences=table.differences)
+
+
+def _comment(row: Row, there: Sequence[str], ours: Any, name: str) -> str:
+    if not row.sources:
+        text = f"always so in {name}; default here: {_text(ours)}"
+    elif there:
+        text = ", ".join(there)
+    else:
+        text = f"{name}'s default of {row.sources[0]}; here: {_text(ours)}"
+    return f"{text} ({row.note})" if row.note else text
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return flat

@@ -1,0 +1,476 @@
+"""verl-omni's configuration, by its Hydra keys; defaults are those of its `diffusion_trainer.yaml` at a1139ba."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from flowcorr.config import yaml_text
+from flowcorr.translate.table import Get, Row, Table
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+LOSS, PIPELINE, ALGO = f"{ACTOR}.diffusion_loss", f"{ROLLOUT}.pipeline", f"{ROLLOUT}.algo"
+VALIDATION, CORRECTION = f"{ROLLOUT}.val_kwargs", "algorithm.rollout_correction"
+REWARD = "reward.custom_reward_function"
+
+LOSSES = {
+    "flow_grpo": "flow_grpo",
+    "mix_grpo": "flow_grpo",
+    "dance_grpo": "flow_grpo",
+    "grpo_guard": "grpo_guard",
+    "flow_dppo": "flow_dppo",
+}
+REWARDS = {
+    "ocr": "ocr",
+    "jpeg_compressibility": "jpeg_compressibility",
+    "pickscore": "pickscore",
+    "aesthetic": "aesthetic",
+}
+"""Words in the path or name of a reward function, and the reward here."""
+OTHER_MODELS = ("edit", "bagel", "ltx", "wan", "minimax", "omni-", "hunyuan")
+_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+
+DEFAULTS: dict[str, Any] = {
+    f"{MODEL}.path": "~/models/Qwen/Qwen-Image",
+    f"{MODEL}.algorithm": "flow_grpo",
+    f"{MODEL}.model_type": "diffusion_model",
+    f"{MODEL}.lora_rank": 0,
+    f"{MODEL}.lora_alpha": 64,
+    f"{MODEL}.lora_init_weights": "gaussian",
+    f"{MODEL}.target_modules": "all-linear",
+    f"{MODEL}.lora_dtype": None,
+    f"{MODEL}.lora_adapter_path": None,
+    f"{MODEL}.enable_gradient_checkpointing": True,
+    f"{PIPELINE}.height": 512,
+    f"{PIPELINE}.width": 512,
+    f"{PIPELINE}.num_inference_steps": 10,
+    f"{PIPELINE}.true_cfg_scale": 1.0,
+    f"{PIPELINE}.guidance_scale": None,
+    f"{PIPELINE}.max_sequence_length": 512,
+    f"{PIPELINE}.num_frames": 1,
+    f"{ALGO}.noise_level": 1.0,
+    f"{ALGO}.sde_type": "sde",
+    f"{ALGO}.sde_window_size": None,
+    f"{ALGO}.sde_window_range": None,
+    f"{ALGO}.sde_contiguous": True,
+    f"{ROLLOUT}.name": "vllm_omni",
+    f"{ROLLOUT}.dtype": "bfloat16",
+    f"{ROLLOUT}.n": 1,
+    f"{ROLLOUT}.tensor_model_parallel_size": 2,
+    f"{ROLLOUT}.gpu_memory_utilization": 0.5,
+    f"{ROLLOUT}.calculate_log_probs": False,
+    f"{VALIDATION}.pipeline.num_inference_steps": 50,
+    f"{VALIDATION}.pipeline.height": None,
+    f"{VALIDATION}.pipeline.width": None,
+    f"{ACTOR}.fsdp_config.model_dtype": "fp32",
+    f"{ACTOR}.fsdp_config.dtype": "bfloat16",
+    f"{LOSS}.loss_mode": None,
+    f"{LOSS}.clip_ratio": 1e-4,
+    f"{LOSS}.adv_clip_max": 5.0,
+    f"{LOSS}.kl_mask_threshold": 1e-5,
+    f"{LOSS}.add_kl_coefficient": True,
+    f"{ACTOR}.use_kl_loss": False,
+    f"{ACTOR}.kl_loss_coef": 0.001,
+    f"{ACTOR}.optim.lr": 1e-6,
+    f"{ACTOR}.optim.betas": [0.9, 0.999],
+    f"{ACTOR}.optim.weight_decay": 0.01,
+    f"{ACTOR}.optim.clip_grad": 1.0,
+    f"{ACTOR}.optim.lr_warmup_steps": -1,
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.0,
+    f"{ACTOR}.optim.lr_scheduler_type": "constant",
+    f"{ACTOR}.optim.min_lr_ratio": 0.0,
+    f"{ACTOR}.ppo_epochs": 1,
+    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": None,
+    "algorithm.trainer_type": "policy_gradient",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.global_std": True,
+    f"{CORRECTION}.bypass_mode": False,
+    f"{CORRECTION}.loss_type": "ppo_clip",
+    f"{CORRECTION}.rollout_is": None,
+    f"{CORRECTION}.rollout_is_threshold": 2.0,
+    f"{CORRECTION}.rollout_is_batch_normalize": False,
+    f"{CORRECTION}.rollout_rs": None,
+    f"{CORRECTION}.rollout_rs_threshold": None,
+    f"{REWARD}.path": None,
+    f"{REWARD}.name": "compute_score",
+    "reward.reward_functions": {},
+    "reward.reward_model.model_path": None,
+    "data.train_files": "~/data/train.parquet",
+    "data.train_batch_size": 1024,
+    "data.val_max_samples": -1,
+    "data.seed": None,
+    "trainer.total_training_steps": None,
+    "trainer.total_epochs": 30,
+    "trainer.test_freq": -1,
+    "trainer.save_freq": -1,
+    "trainer.max_actor_ckpt_to_keep": None,
+    "trainer.logger": ["console", "wandb"],
+    "distillation.enabled": False,
+    "main": "verl_omni.trainer.main_diffusion",
+}
+
+
+def _loss(get: Get) -> str:
+    return get(f"{LOSS}.loss_mode") or get(f"{MODEL}.algorithm")
+
+
+def _adapted(get: Get) -> bool:
+    return bool(get(f"{MODEL}.lora_rank"))
+
+
+def _targets(get: Get) -> list[str] | None:
+    targets = get(f"{MODEL}.target_modules")
+    if isinstance(targets, str) and targets.startswith("["):
+        targets = yaml_text.parse(targets)
+    return list(targets) if _adapted(get) and isinstance(targets, list) else None
+
+
+def _window_range(get: Get) -> list[int]:
+    """Without a size every step but the last is an SDE step; the range of a size is 0 to 5 if it is not given."""
+    steps = get(f"{PIPELINE}.num_inference_steps")
+    if not get(f"{ALGO}.sde_window_size"):
+        return [0, steps - 1]
+    window = get(f"{ALGO}.sde_window_range")
+    low, high = (yaml_text.parse(window) if isinstance(window, str) else window) or (0, 5)
+    return [low, min(high, steps)]
+
+
+def _window_size(get: Get) -> int:
+    low, high = _window_range(get)
+    return get(f"{ALGO}.sde_window_size") or high - low
+
+
+def _is_mix(get: Get) -> bool:
+    return get(f"{MODEL}.algorithm") == "mix_grpo"
+
+
+def _guidance(get: Get) -> float | None:
+    return None if "qwen" in get(f"{MODEL}.path").lower() else get(f"{PIPELINE}.guidance_scale")
+
+
+def _correction(key: str) -> Row:
+    source = f"{CORRECTION}.{key}"
+
+    def value(get: Get) -> Any:
+        reads = {
+            "rollout_is_threshold": "rollout_is",
+            "rollout_is_batch_normalize": "rollout_is",
+            "rollout_rs_threshold": "rollout_rs",
+        }
+        in_use = key not in reads or get(f"{CORRECTION}.{reads[key]}") is not None
+        return get(source) if in_use and _measures(get) else None
+
+    return Row(key=source, value=value, sources=(source,), always=key == "bypass_mode")
+
+
+def _measures(get: Get) -> bool:
+    return bool(get(f"{CORRECTION}.bypass_mode") or get(f"{ROLLOUT}.calculate_log_probs"))
+
+
+def _warmup(get: Get) -> int:
+    steps = get(f"{ACTOR}.optim.lr_warmup_steps")
+    if steps is not None and steps >= 0:
+        return steps
+    return round(get(f"{ACTOR}.optim.lr_warmup_steps_ratio") * (get("trainer.total_training_steps") or 0))
+
+
+def _advantage_std(get: Get) -> str:
+    if not get("algorithm.norm_adv_by_std_in_grpo"):
+        return "none"
+    return "global" if get("algorithm.global_std") else "group"
+
+
+def reward_terms(names: dict[str, float]) -> list[dict[str, Any]]:
+    """Terms for rewards by name or path, each with its weight; an unknown one is left to a function of the user's."""
+    terms = []
+    for name, weight in names.items():
+        word = next((word for word in REWARDS if word in name.lower()), None)
+        short = re.sub(r"\W", "_", name.rpartition("/")[2].removesuffix(".py").rpartition(":")[2])
+        term = {"name": word or f"my_rewards:{short}"}
+        terms.append(term | ({} if weight == 1 else {"weight": float(weight)}))
+    return terms
+
+
+def _rewards(get: Get) -> list[dict[str, Any]]:
+    several = get("reward.reward_functions")
+    if several:
+        return reward_terms(
+            {f"{one.get('path', '')}:{name}": one.get("weight", 1.0) for name, one in several.items()}
+        )
+    return reward_terms({f"{get(f'{REWARD}.path')}:{get(f'{REWARD}.name')}": 1.0})
+
+
+def _data_path(get: Get) -> str:
+    path = get("data.train_files")
+    path = path[0] if isinstance(path, list) else path
+    return re.sub(r"\.parquet$", ".jsonl", path)
+
+
+def _logger(get: Get) -> list[str]:
+    logger = get("trainer.logger")
+    logger = yaml_text.parse(logger) if isinstance(logger, str) and logger.startswith("[") else logger
+    return [name for name in ("tensorboard", "wandb") if name in logger]
+
+
+def _engine(get: Get) -> dict[str, Any] | None:
+    if get(f"{ROLLOUT}.name") != "vllm_omni":
+        return None
+    return {
+        "tensor_parallel_size": get(f"{ROLLOUT}.tensor_model_parallel_size"),
+        "gpu_memory_utilization": get(f"{ROLLOUT}.gpu_memory_utilization"),
+    }
+
+
+def _refuse(get: Get) -> str:
+    if not get("main").startswith("verl_omni.trainer.main_diffusion"):
+        return f"{get('main')} trains no diffusion model; flowcorr translates runs of verl_omni.trainer.main_diffusion"
+    if get("algorithm.trainer_type") != "policy_gradient":
+        return f"algorithm.trainer_type={get('algorithm.trainer_type')} is no policy gradient; flowcorr has no other"
+    if get("distillation.enabled"):
+        return "distillation.enabled=true learns from a teacher, and flowcorr from rewards"
+    if _loss(get) not in LOSSES:
+        return f"{LOSS}.loss_mode={_loss(get)} has no equal here; flowcorr has {', '.join(LOSSES)}"
+    path, frames = get(f"{MODEL}.path"), get(f"{PIPELINE}.num_frames")
+    if frames > 1:
+        return f"{PIPELINE}.num_frames={frames} makes videos, and flowcorr trains on images"
+    if any(word in path.rpartition("/")[2].lower() for word in OTHER_MODELS):
+        return f"{MODEL}.path={path} is of a family that flowcorr does not know; it knows SD3, Qwen-Image and FLUX.1"
+    if get(f"{ROLLOUT}.n") < 2:
+        return f"{ROLLOUT}.n={get(f'{ROLLOUT}.n')} leaves nothing to compare an image with; flowcorr needs 2 or more"
+    prompts, mini = get("data.train_batch_size"), get(f"{ACTOR}.ppo_mini_batch_size")
+    if prompts < mini:
+        return f"data.train_batch_size={prompts} is below {ACTOR}.ppo_mini_batch_size={mini}, so no update is whole"
+    if not get(f"{LOSS}.add_kl_coefficient") and _loss(get) == "flow_dppo":
+        return f"{LOSS}.add_kl_coefficient=false bounds a squared distance, and flow_dppo here an exact KL"
+    return ""
+
+
+def _same(source: str, key: str, note: str = "") -> Row:
+    return Row(key=key, value=lambda get: get(source), sources=(source,), note=note)
+
+
+def _dtype(source: str, key: str, note: str = "") -> Row:
+    return Row(key=key, value=lambda get: _DTYPES.get(str(get(source))), sources=(source,), note=note)
+
+
+ROWS = (
+    _same(f"{MODEL}.path", "model.path"),
+    _dtype(f"{ACTOR}.fsdp_config.model_dtype", "model.dtype"),
+    _same(f"{PIPELINE}.max_sequence_length", "model.max_sequence_length"),
+    _same(f"{MODEL}.lora_rank", "model.lora.rank", "0 trains all weights"),
+    Row(
+        key="model.lora.alpha",
+        value=lambda get: float(get(f"{MODEL}.lora_alpha")) if _adapted(get) else None,
+        sources=(f"{MODEL}.lora_alpha",),
+    ),
+    Row(key="model.lora.targets", value=_targets, sources=(f"{MODEL}.target_modules",)),
+    Row(
+        key="model.lora.dtype",
+        value=lambda get: _DTYPES.get(str(get(f"{MODEL}.lora_dtype"))) if _adapted(get) else None,
+        sources=(f"{MODEL}.lora_dtype",),
+    ),
+    Row(
+        key="model.lora.init",
+        value=lambda get: (
+            ("gaussian" if get(f"{MODEL}.lora_init_weights") == "gaussian" else "kaiming")
+            if _adapted(get)
+            else None
+        ),
+        sources=(f"{MODEL}.lora_init_weights",),
+    ),
+    _same(f"{MODEL}.lora_adapter_path", "model.lora.warm_start"),
+    _same(f"{ALGO}.sde_type", "sampling.sde_type"),
+    _same(f"{ALGO}.noise_level", "sampling.noise_level"),
+    _same(f"{PIPELINE}.num_inference_steps", "sampling.num_inference_steps"),
+    Row(key="sampling.sde_window_size", value=_window_size, sources=(f"{ALGO}.sde_window_size",)),
+    Row(key="sampling.sde_window_range", value=_window_range, sources=(f"{ALGO}.sde_window_range",)),
+    Row(key="sampling.window_per", value=lambda get: None if _is_mix(get) else "sample"),
+    Row(
+        key="sampling.window_per",
+        value=lambda get: "group" if _is_mix(get) else None,
+        sources=(f"{MODEL}.algorithm",),
+        note="mix_grpo draws one for all samples of an iteration; one a prompt is the nearest",
+    ),
+    Row(key="sampling.guidance_scale", value=_guidance, sources=(f"{PIPELINE}.guidance_scale",)),
+    _same(f"{PIPELINE}.true_cfg_scale", "sampling.true_cfg_scale"),
+    _same(f"{PIPELINE}.height", "sampling.height"),
+    _same(f"{PIPELINE}.width", "sampling.width"),
+    Row(
+        key="sampling.cps_unscaled",
+        value=lambda get: True if get(f"{ALGO}.sde_type") == "cps" and _loss(get) != "grpo_guard" else None,
+        note="its cps log-probs lack 1 / (2 s^2)",
+    ),
+    _same(f"{ROLLOUT}.name", "rollout.name"),
+    Row(
+        key="rollout.engine",
+        value=_engine,
+        sources=(f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.gpu_memory_utilization"),
+    ),
+    _dtype(f"{ROLLOUT}.dtype", "rollout.dtype"),
+    _same("data.train_batch_size", "rollout.prompts_per_step", "prompts"),
+    _same(f"{ROLLOUT}.n", "rollout.n"),
+    Row(key="rollout.same_initial_noise", value=lambda get: False),
+    Row(key="rollout.calculate_log_probs", value=_measures, sources=(f"{ROLLOUT}.calculate_log_probs",)),
+    Row(key="actor.loss_mode", value=lambda get: LOSSES[_loss(get)], sources=(f"{LOSS}.loss_mode",)),
+    Row(
+        key="actor.clip_ratio",
+        value=lambda get: None if _loss(get) == "flow_dppo" else float(get(f"{LOSS}.clip_ratio")),
+        sources=(f"{LOSS}.clip_ratio",),
+    ),
+    Row(
+        key="actor.kl_threshold",
+        value=lambda get: get(f"{LOSS}.kl_mask_threshold") if _loss(get) == "flow_dppo" else None,
+        sources=(f"{LOSS}.kl_mask_threshold",),
+    ),
+    Row(
+        key="actor.adv_clip_max",
+        value=lambda get: float(get(f"{LOSS}.adv_clip_max")),
+        sources=(f"{LOSS}.adv_clip_max",),
+    ),
+    Row(
+        key="actor.kl_coef",
+        value=lambda get: float(get(f"{ACTOR}.kl_loss_coef")) if get(f"{ACTOR}.use_kl_loss") else 0.0,
+        sources=(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss"),
+        note="it counts only with use_kl_loss",
+    ),
+    Row(
+        key="actor.kl_weighting",
+        value=lambda get: (
+            "flow_grpo" if get(f"{ACTOR}.use_kl_loss") and get(f"{ACTOR}.kl_loss_coef") else None
+        ),
+    ),
+    Row(key="actor.lr", value=lambda get: float(get(f"{ACTOR}.optim.lr")), sources=(f"{ACTOR}.optim.lr",)),
+    Row(key="actor.betas", value=lambda get: list(_betas(get)), sources=(f"{ACTOR}.optim.betas",)),
+    Row(
+        key="actor.weight_decay",
+        value=lambda get: float(get(f"{ACTOR}.optim.weight_decay")),
+        sources=(f"{ACTOR}.optim.weight_decay",),
+    ),
+    Row(
+        key="actor.warmup_steps",
+        value=_warmup,
+        sources=(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"),
+    ),
+    Row(
+        key="actor.grad_clip",
+        value=lambda get: float(get(f"{ACTOR}.optim.clip_grad")),
+        sources=(f"{ACTOR}.optim.clip_grad",),
+    ),
+    _same(f"{ACTOR}.ppo_epochs", "actor.epochs"),
+    Row(
+        key="actor.mini_batches",
+        value=lambda get: get("data.train_batch_size") // get(f"{ACTOR}.ppo_mini_batch_size"),
+        sources=(f"{ACTOR}.ppo_mini_batch_size",),
+        note="updates a step: train_batch_size over it",
+    ),
+    _same(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor.micro_batch_size"),
+    Row(
+        key="actor.autocast",
+        value=lambda get: (
+            _DTYPES.get(str(get(f"{ACTOR}.fsdp_config.model_dtype"))) == "float32"
+            and _DTYPES.get(str(get(f"{ACTOR}.fsdp_config.dtype"))) == "bfloat16"
+        ),
+        sources=(f"{ACTOR}.fsdp_config.dtype",),
+        note="FSDP's mixed precision",
+    ),
+    _same(f"{MODEL}.enable_gradient_checkpointing", "actor.gradient_checkpointing"),
+    Row(
+        key="algorithm.advantage_std",
+        value=_advantage_std,
+        sources=("algorithm.global_std", "algorithm.norm_adv_by_std_in_grpo"),
+    ),
+    *map(
+        _correction,
+        (
+            *("bypass_mode", "loss_type", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
+            *("rollout_rs", "rollout_rs_threshold"),
+        ),
+    ),
+    Row(
+        key=f"{CORRECTION}.rollout_rs_denominator",
+        value=lambda get: "all" if _measures(get) and get(f"{CORRECTION}.rollout_rs") else None,
+        note="its losses divide by all terms",
+    ),
+    Row(
+        key="reward.terms",
+        value=_rewards,
+        sources=(f"{REWARD}.path", f"{REWARD}.name", "reward.reward_functions"),
+        note="my_rewards:NAME is yours to write (examples/custom_reward.py); ocr reads by OCR, and for a model that "
+        "reads see vlm_judge with mode transcribe",
+    ),
+    Row(
+        key="data.path",
+        value=_data_path,
+        sources=("data.train_files",),
+        note='a line {"prompt": ..., "target": ...} for each row of its parquet',
+    ),
+    Row(
+        key="data.num_heldout",
+        value=lambda get: get("data.val_max_samples") if get("data.val_max_samples") > 0 else None,
+        sources=("data.val_max_samples",),
+    ),
+    Row(
+        key="trainer.total_steps",
+        value=lambda get: get("trainer.total_training_steps"),
+        sources=("trainer.total_training_steps",),
+    ),
+    Row(key="trainer.seed", value=lambda get: get("data.seed"), sources=("data.seed",)),
+    Row(
+        key="trainer.eval_every",
+        value=lambda get: max(0, get("trainer.test_freq")),
+        sources=("trainer.test_freq",),
+    ),
+    _same(f"{VALIDATION}.pipeline.num_inference_steps", "trainer.eval_num_inference_steps"),
+    Row(
+        key="trainer.save_every",
+        value=lambda get: get("trainer.save_freq") if get("trainer.save_freq") > 0 else None,
+        sources=("trainer.save_freq",),
+    ),
+    _same("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints"),
+    Row(key="trainer.trackers", value=_logger, sources=("trainer.logger",)),
+)
+
+
+def _betas(get: Get) -> list[float]:
+    betas = get(f"{ACTOR}.optim.betas")
+    return yaml_text.parse(betas) if isinstance(betas, str) else betas
+
+
+NO_PLACE = {
+    f"{ALGO}.s*": "windows are drawn from trainer.seed",
+    f"{ALGO}.iters_per_group": "windows are drawn from trainer.seed",
+    f"{VALIDATION}.*": "evaluations are deterministic, one image a prompt, with the recipe's guidance",
+    f"{ACTOR}.optim.*": "the optimizer is AdamW",
+    f"{ACTOR}.fsdp_config.*": "a LoRA's gradients need no sharding; for all weights see actor.fsdp",
+    f"{ACTOR}.*loss*": "of losses that are not in use, or that flowcorr does not have",
+    f"{ACTOR}.*": "of its workers: strategy, offloading, profiling, order of batches",
+    "actor_rollout_ref.ref.*": "the reference is the model without its adapter",
+    f"{ROLLOUT}.engine_kwargs.*": "options of its engine; pass them by rollout.engine",
+    f"{ROLLOUT}.*": "of its engine and workers; see rollout.engine, placement and num_workers",
+    f"{PIPELINE}.*": "of videos, or of its pipeline",
+    f"{MODEL}.*": "read from the pipeline itself, or of its workers",
+    "actor_rollout_ref.*": "of its workers",
+    "algorithm.adv_estimator": "advantages are those of GRPO",
+    "algorithm.*": "of algorithms that flowcorr does not have",
+    "reward.*": "see reward.placement; a judge's model is an option of its term",
+    "data.*": "prompts are a file; its text encoders read model.max_sequence_length tokens",
+    "trainer.v1.*": "to sample ahead of training: rollout.placement=ray with rollout.max_staleness",
+    "trainer.*": "of its trainer: names, folders (--out), devices, validation",
+    "critic.*": "there is no critic",
+    "distillation.*": "flowcorr does not distil",
+    "ray_kwargs.*": "see rollout.ray_address",
+    "global_profiler.*": "of its profiler",
+    "transfer_queue.*": "of its workers",
+    "skip.*": "of its workers",
+    "hydra.*": "of Hydra",
+}
+
+DIFFERENCES = (
+    "verl applies an asymmetric k1 band to the reciprocal ratio; here it holds for exp(delta)",
+    "its grpo_guard takes the std of a step as the mean over the batch; here each sample has its own",
+)
+
+TABLE = Table(
+    name="verl-omni", defaults=DEFAULTS, rows=ROWS, no_place=NO_PLACE, differences=DIFFERENCES, refuse=_refuse
+)
