@@ -43,6 +43,7 @@ class Rollout:
         stds: `[B, T]` float32, the full standard deviations of the steps, beside `means`.
         conditioning: `[B, ...]` tensors that the model family feeds to its transformer.
         images: `[B, H, W, 3]` uint8, or None where nothing was decoded.
+        final_latents: `[B, *L]` float32, the latents that were decoded, or None likewise.
         group_ids: `[B]` int64; samples of one prompt share one.
         policy_versions: `[B]` int64, optimizer steps behind the weights that sampled.
     """
@@ -59,6 +60,7 @@ class Rollout:
     stds: Tensor | None = None
     conditioning: Mapping[str, Tensor] = field(default_factory=dict)
     images: Tensor | None = None
+    final_latents: Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -100,6 +102,8 @@ class Rollout:
             check_shape("Rollout.means", self.means, (samples, steps, *latent_shape))
         if self.stds is not None:
             check_shape("Rollout.stds", self.stds, (samples, steps))
+        if self.final_latents is not None:
+            check_shape("Rollout.final_latents", self.final_latents, (samples, *latent_shape))
         for name, tensor in self.conditioning.items():
             if tensor.shape[:1] != (samples,):
                 raise BatchError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from flowcorr.actor.scoring import Scorer, Scores
 from flowcorr.actor.update import PolicyOptimizer
@@ -47,6 +48,16 @@ class DiffusionActor:
     @property
     def device(self) -> torch.device:
         return self.weights.device
+
+    def velocity(self, conditioning: Mapping[str, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """The policy's velocity under `conditioning`, `(latents [B, *L], timesteps [B]) -> [B, *L]`, for a sampler."""
+
+        def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
+            return self.family.velocity(
+                self.weights.transformer, latents, timesteps, conditioning, self.guidance
+            )
+
+        return velocity
 
     def score(self, rollout: Rollout) -> PolicyStep:
         """See `Scorer.score`."""

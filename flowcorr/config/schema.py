@@ -152,6 +152,8 @@ class RolloutConfig:
         staleness: the engine samples with the weights of this many training steps ago, to study that.
         drift_every: where weights are stale, training steps between measurements of what is theirs of the gap, and what
             is the engine's, see `trainer.gap_split`; each costs a recompute pass (two in bypass mode); 0 is off.
+        replay_every: training steps between replays of a few whole images with the training stack, which watch all that
+            log-probs do not see, see `trainer.replay`; 0 is off.
         prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images a prompt.
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once.
@@ -174,6 +176,7 @@ class RolloutConfig:
     emulate: Literal["none", "fp8", "int8", "int4"] = "none"
     staleness: int = 0
     drift_every: int = 10
+    replay_every: int = 10
     prompts_per_step: int = 8
     n: int = 12
     batch_size: int | None = None
@@ -183,6 +186,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         _at_least("rollout.staleness", self.staleness, 0)
         _at_least("rollout.drift_every", self.drift_every, 0)
+        _at_least("rollout.replay_every", self.replay_every, 0)
         _at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
         if self.n < 2:
             raise ConfigError(

@@ -191,7 +191,7 @@ class HealthMonitor:
 
 def rule_of(metric: str) -> Rule | None:
     """The rule that judges a metric, if any."""
-    return next((rule for rule in RULES if rule.metric == _short(metric)), None)
+    return next((rule for rule in RULES if rule.metric in (metric, _short(metric))), None)
 
 
 def _short(metric: str) -> str:

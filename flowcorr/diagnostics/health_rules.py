@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 _DOCTOR = "find the cause with `flowcorr doctor` first"
 _BENIGN = f"{_DOCTOR}; widen rollout_rs_threshold only if the drift is benign, such as plain rounding"
+# The steps outside the window are off as the window's are, or up to 1.8 times as much: bf16, fp8, int8, int4, guidance.
+_OUTSIDE_WINDOW = 4.0
 _PERSISTENT = 3  # consecutive steps: chance does it in a single one
 
 
@@ -175,6 +177,46 @@ RULES: tuple[Rule, ...] = (
         what="number of steps that share their noise",
         advice="samples of one prompt, or steps of one sample, explore in one direction: seed the engine's noise by "
         "(seed, training step, group, member) and step index; `flowcorr doctor` tells which draws are equal",
+    ),
+    Rule(
+        name="replay_window",
+        metric="rollout_corr/replay/window",
+        what="relative error of the velocity in the SDE window of replayed images",
+        high=0.5,
+        advice=f"{_DOCTOR}: the ratio sees this gap, and it hides those of the replay; or the engine does not seed its "
+        "noise by (seed, training step, group, member) and step index, so that nothing can be replayed",
+    ),
+    Rule(
+        name="replay_before",
+        metric="rollout_corr/replay/before",
+        what="error of the steps before the SDE window, in errors of the window itself,",
+        high=_OUTSIDE_WINDOW,
+        advice="conditioning or sampling before the window is at fault, and no log-prob sees it: compare the initial "
+        "noise, prompt embeddings, guidance and schedule of these steps in both stacks",
+    ),
+    Rule(
+        name="replay_after",
+        metric="rollout_corr/replay/after",
+        what="error of the steps after the SDE window, in errors of the window itself,",
+        high=_OUTSIDE_WINDOW,
+        advice="conditioning or sampling after the window is at fault, and no log-prob sees it: compare prompt "
+        "embeddings, guidance and schedule of these steps in both stacks",
+    ),
+    Rule(
+        name="replay_decode",
+        metric="rollout_corr/replay/decode",
+        what="difference of an image from the trainer's decoding of its latents, in grey levels of 255,",
+        high=3.0,
+        advice="the decoder is at fault, or images and latents of different samples are paired: compare the VAEs, "
+        "their scaling and shift, and the order of images in a batch",
+    ),
+    Rule(
+        name="replay_reward",
+        metric="rollout_corr/replay/reward",
+        what="difference of a score from the reward of its image, in standard deviations of the scores,",
+        high=0.1,
+        advice="the reward is at fault: it sees other images than the trainer (order, channels, size), or it does not "
+        "repeat its scores, such as a judge that samples its answers",
     ),
     Rule(
         name="flat_groups",

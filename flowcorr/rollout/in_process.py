@@ -103,24 +103,24 @@ class InProcessEngine:
         members = [member for _ in groups for member in range(count)]
         conditioning = {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
         size = self.config.batch_size or len(owners)
-        drawn, finite = [], []
+        drawn = []
         for begin in range(0, len(owners), size):
             rows = slice(begin, begin + size)
             chunk = {name: values[rows] for name, values in conditioning.items()}
-            rollout, final = self._sample(
-                chunk, owners[rows], members[rows], training_step, with_means, on_images
+            drawn.append(
+                self._sample(chunk, owners[rows], members[rows], training_step, with_means, on_images)
             )
-            drawn.append(rollout)
-            finite.append(torch.isfinite(final).flatten(1).all(1))
+        rollout = Rollout.concatenate(drawn).validate()
+        assert rollout.final_latents is not None
         # After the last chunk, as ranks that sample with sharded weights wait for each other's forward passes.
-        bad = (~torch.cat(finite)).nonzero().flatten().tolist()
+        bad = (~rollout.final_latents.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
         if bad:
             raise BatchError(
                 f"the final latents are not finite for image {members[bad[0]]} of prompt {owners[bad[0]]} of training "
                 f"step {training_step}: the weights have diverged, or rollout.dtype={self.config.dtype} overflows; "
                 "lower actor.lr, or use another rollout.dtype"
             )
-        return Rollout.concatenate(drawn).validate()
+        return rollout
 
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[None]:
@@ -170,8 +170,7 @@ class InProcessEngine:
         training_step: int,
         with_means: bool,
         on_images: OnImages,
-    ) -> tuple[Rollout, Tensor]:
-        """The samples, and their final latents."""
+    ) -> Rollout:
         transformer = self._transformer
         device = _device(transformer)
         inputs = {
@@ -210,7 +209,7 @@ class InProcessEngine:
             twins=groups if self.config.same_initial_noise else None,
             with_means=with_means,
         )
-        rollout = Rollout(
+        return Rollout(
             latents=drawn.latents,
             step_indices=drawn.step_indices,
             timesteps=drawn.timesteps,
@@ -221,10 +220,10 @@ class InProcessEngine:
             stds=drawn.stds,
             conditioning=dict(conditioning),
             images=decode(self.family, drawn.final, on_images),
+            final_latents=drawn.final,
             group_ids=torch.tensor(groups, device=device),
             policy_versions=torch.full((len(groups),), self.version, device=device),
         )
-        return rollout, drawn.final
 
 
 def _device(transformer: nn.Module) -> torch.device:

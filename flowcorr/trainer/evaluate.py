@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_choice
@@ -126,11 +125,7 @@ def _sample(
     steps = config.trainer.eval_num_inference_steps or config.sampling.num_inference_steps
     conditioning = run.cache([prompts[index].text for index in indices])
     noise = sde.initial_noise(shape, indices, [0] * len(indices), seed=_NOISE_SEED, training_step=0)
-
-    def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
-        return family.velocity(actor.weights.transformer, latents, timesteps, conditioning, actor.guidance)
-
-    final = sample_ode(velocity, noise.to(actor.device), family.schedule(steps, shape))
+    final = sample_ode(actor.velocity(conditioning), noise.to(actor.device), family.schedule(steps, shape))
     return decode(family, final, on_images).cpu().numpy(), bool(torch.isfinite(final).all())
 
 

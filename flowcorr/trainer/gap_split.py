@@ -20,7 +20,8 @@ transformer in any case, on its device or, with Ray, in main memory; scoring und
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -113,18 +114,12 @@ def behaviour_scores(
     Raises:
         BackendError: `history` lacks a version.
     """
-    kept = {weights.version: weights.tensors for weights in history}
     versions = rollout.policy_versions
     found = distributed.gather(versions.unique().tolist(), "the versions that sampled")
     places, scores = [], []
     for version in sorted(set().union(*found)):  # the versions of all ranks: they score together
-        if version not in kept:
-            raise BackendError(
-                f"the rollout engine sampled with weights of version {version} but keeps only {sorted(kept)}, so "
-                "samples cannot be scored under them; set rollout.drift_every: 0 and actor.old_policy: current"
-            )
         rows = (versions == version).nonzero().squeeze(1)
-        with actor.weights.swapped(kept[version]):
+        with behaviour_weights(actor, history, version):
             scores.append(
                 actor.log_probs(
                     rollout.select(rows), with_means=with_means, filler_sample=rollout.select(slice(1))
@@ -137,6 +132,31 @@ def behaviour_scores(
         log_probs=torch.cat([score.log_probs for score in scores])[order],
         means=torch.cat(means)[order] if means else None,
     )
+
+
+@contextlib.contextmanager
+def behaviour_weights(actor: DiffusionActor, history: Sequence[Weights], version: int) -> Iterator[None]:
+    """Use the weights of the version that sampled; the present ones come back.
+
+    Args:
+        actor: the training stack.
+        history: the versions that the engine keeps.
+        version: of the samples.
+
+    Raises:
+        BackendError: `history` lacks the version.
+    """
+    kept = {weights.version: weights.tensors for weights in history}
+    if version not in kept:
+        raise BackendError(
+            f"the rollout engine sampled with weights of version {version} but keeps only {sorted(kept)}, so samples "
+            "cannot be scored under them; set rollout.drift_every: 0, rollout.replay_every: 0 and "
+            "actor.old_policy: current"
+        )
+    with (
+        contextlib.nullcontext() if version == actor.weights.version else actor.weights.swapped(kept[version])
+    ):
+        yield
 
 
 def _step_kl(target: Scores, source: Scores, stds: Tensor | None) -> Tensor | None:

@@ -22,6 +22,7 @@ from flowcorr.rewards import RewardOutput, training_scores
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
 from flowcorr.trainer.gap_split import measure_gap_split, old_scores, splits_gap
 from flowcorr.trainer.log_probs import TermRecorder
+from flowcorr.trainer.replay import measure_replay, replays
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
@@ -91,6 +92,10 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     if correction is not None and splits_gap(config, step):
         with watch("drift"):
             metrics = metrics.merge(measure_gap_split(run, batch, correction))
+
+    if replays(config, step):
+        with watch("replay"), distributed.fail_together("the replay of a few images"):
+            metrics = metrics.merge(measure_replay(run, samples, scored, step))
 
     recorder = None
     if config.trainer.dump_log_probs:

@@ -36,7 +36,7 @@ SMALL = (
     "trainer.image_every=0",
     "trainer.num_threads=1",  # in workers as here, so that both make the same calls
 )
-AHEAD = (*WORKERS, "rollout.max_staleness=2", "rollout.drift_every=2")
+AHEAD = (*WORKERS, "rollout.max_staleness=2", "rollout.drift_every=2", "rollout.replay_every=2")
 
 
 class AtPhase(Silent):
@@ -83,7 +83,8 @@ def runs(ray_cluster, tmp_path_factory):
     """A synchronous run with old weights, one ahead, and that one's folder as a kill in step 5 leaves it."""
     folder = tmp_path_factory.mktemp("runs")
     torch.manual_seed(0)
-    trainer.train(small_config("rollout.staleness=2", "rollout.drift_every=2"), folder / "stale")
+    stale = ("rollout.staleness=2", "rollout.drift_every=2", "rollout.replay_every=2")
+    trainer.train(small_config(*stale), folder / "stale")
     torch.manual_seed(0)
     copy = AtPhase(5, "update", lambda: shutil.copytree(folder / "ahead", folder / "killed"))
     trainer.train(small_config(*AHEAD), folder / "ahead", observer=copy)
@@ -102,6 +103,9 @@ def test_sampling_ahead_equals_sampling_with_old_weights(runs):
     assert ages == [0, 1, 2, 2, 2, 2]
     drifts = [record.get("rollout_corr/staleness/k3_kl", 0.0) for record in records(runs / "ahead")[1:]]
     assert [drift > 0 for drift in drifts] == [False, True] * 3
+    replayed = [record.get("rollout_corr/replay/after") for record in records(runs / "ahead")[1:]]
+    assert [value is None for value in replayed] == [True, False] * 3
+    assert max(filter(None, replayed)) < 0.5  # under the weights that sampled, to rounding
     for record in read_metrics(runs / "ahead" / "metrics.jsonl")[1:]:
         assert record["rollout/staleness_mean"] == record["rollout/staleness_max"]
         assert record["rollout/dropped_stale_samples"] == 0

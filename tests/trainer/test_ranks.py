@@ -51,6 +51,7 @@ CASES = {
         f"{CORRECTION}={{preset: null, rollout_is: token, rollout_is_batch_normalize: true, rollout_rs: "
         "'token_k1,step_z', rollout_rs_threshold: [auto, 2.0], rejection_groups: drop_small}",
         "trainer.dump_log_probs=true",
+        "rollout.replay_every=1",
     ),
     "grpo_guard": (
         "rollout.staleness=1",
@@ -84,6 +85,7 @@ CASES["fsdp"] = (*CASES["full"], "actor.fsdp=true")
 CASES["fsdp, apart"] = (
     *CASES["fsdp"],
     "rollout.emulate=int8",
+    "rollout.replay_every=1",
     "rollout.staleness=1",
     "rollout.drift_every=1",
     "actor.old_policy=behaviour",

@@ -5,16 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flowcorr.config.schema import RewardTerm
 from flowcorr.data import PromptStream
+from flowcorr.diagnostics.health import Units, examine_step
 from flowcorr.errors import BackendError
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
+from flowcorr.rollout import decode
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
@@ -45,6 +48,30 @@ def test_training_steps(start):
         assert values["actor/grad_norm"] > 0
         assert values["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert stack.mismatch(stack.sample()).mean() <= 1e-6
+
+
+def broken_replay_rules(run):
+    values = train_step(run, 1, lambda phase: None).metrics.compute()
+    assert len([name for name in values if name.startswith("rollout_corr/replay/")]) == 5
+    return [finding.rule for finding in examine_step(values, Units()) if finding.rule.startswith("replay")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_images_are_replayed_to_rounding(start, dtype):
+    stack = start("tiny_ocr", dtype=dtype, rollout={"replay_every": 1})
+    assert broken_replay_rules(training_run(stack)) == []
+
+
+def test_faults_outside_the_log_probs_are_named_by_their_leg(start, monkeypatch):
+    run = training_run(start("tiny_ocr", rollout={"replay_every": 1}))
+    pipelines = "flowcorr.rollout.vllm_omni.pipelines"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{pipelines}.decode", lambda family, final: decode(family, 1.25 * final))
+        assert broken_replay_rules(run) == ["replay_decode"]
+    schedule = run.engine.schedule
+    sigmas = (*schedule.sigmas[:4], 0.5 * schedule.sigmas[4], 0.0)  # windows end at step 3
+    run.engine.schedule = replace(schedule, sigmas=sigmas)
+    assert broken_replay_rules(run) == ["replay_after"]
 
 
 def test_an_engine_that_dies_is_an_error_and_can_be_closed(start):

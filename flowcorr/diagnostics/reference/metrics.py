@@ -87,6 +87,23 @@ DRIFT = _rows(
             "stack, against the rollout.",
             NATS,
         ),
+        "replay/before": (
+            "Replay: error of the way from the initial noise to the SDE window, in errors of the window itself.",
+            "`replay/window`",
+        ),
+        "replay/after": (
+            "Replay: error of the way from the SDE window to the final latents, likewise.",
+            "`replay/window`",
+        ),
+        "replay/window": ("Replay: relative error of the velocity in the SDE window.", "share"),
+        "replay/decode": (
+            "Replay: largest mean difference of an image from the training stack's decoding of its final latents.",
+            "grey levels of 255",
+        ),
+        "replay/reward": (
+            "Replay: largest difference of a score from the reward of the same image, called again.",
+            "std of the scores",
+        ),
         "staleness/<name>": (
             "The part of the gap that comes from older weights: current weights against those that sampled.",
             NATS,
@@ -252,6 +269,7 @@ RUN = (
             "old_log_prob": ("Recomputing old log-probs; absent in bypass mode, which saves it.", "seconds"),
             "correction": ("Weights, rejection and drift metrics.", "seconds"),
             "drift": ("Splitting the gap into engine and staleness.", "seconds"),
+            "replay": ("Replaying a few images.", "seconds"),
             "update": ("Forward, backward and optimizer.", "seconds"),
             "sync": ("Sending weights to the rollout engine.", "seconds"),
         },

@@ -36,6 +36,17 @@ _DRIFT = (
     ("rollout_corr/chi2_token", "χ² of one step", "of mean-pooled ratios"),
     ("rollout_corr/chi2_seq", "χ² of the window", "of mean-pooled ratios"),
 )
+_REPLAY = (
+    ("rollout_corr/replay/before", "Before the window", "error of the way there, in errors of the window"),
+    ("rollout_corr/replay/after", "After the window", "error of the way on, in errors of the window"),
+    ("rollout_corr/replay/window", "The window", "relative error of the velocity, which the ratio sees"),
+    ("rollout_corr/replay/decode", "Decoder", "grey levels of 255, worst image"),
+    ("rollout_corr/replay/reward", "Reward", "standard deviations of the scores, worst image"),
+)
+_REPLAY_TEXT = (
+    "Images that the training stack repeated, one of each prompt, every rollout.replay_every steps: what the ratio of "
+    "log-probs does not cover."
+)
 _CORRECTION = (
     ("rollout_corr/rollout_is_mean", "Mean importance weight", "after its cap"),
     ("rollout_corr/rollout_is_std", "Std of the importance weights", "after their cap"),
@@ -99,6 +110,7 @@ def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
             text="Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch.",
             charts=[chart for index, group in enumerate(groups) if (chart := _heat_map(group, index))],
         ),
+        _curves(groups, "Outside the log-probs", _REPLAY, _REPLAY_TEXT),
         _curves(groups, "What the correction did", _CORRECTION, ""),
         _curves(groups, "The update", _UPDATE, ""),
     ]

@@ -311,6 +311,7 @@ def _rollout(outputs: Sequence[Any], jobs: Sequence[Job], conditioning: Mapping[
         stds=stacked("stds"),
         conditioning={name: rows.cpu() for name, rows in conditioning.items()},
         images=torch.stack([output.images[0] for output in outputs]),
+        final_latents=stacked("final"),
         group_ids=torch.tensor([job.group for job in jobs]),
         policy_versions=torch.tensor([trajectory["policy_version"] for trajectory in drawn]),
     ).validate()

@@ -1,0 +1,190 @@
+"""Replays of whole images, which watch what a ratio of log-probs cannot see.
+
+The ratio covers the steps of the SDE window, given the latents before each. It does not cover the steps outside the
+window, the decoder and the reward. Every `rollout.replay_every` training steps, the training stack repeats one image of
+each prompt in four legs:
+
+| leg | from | to |
+|---|---|---|
+| `before` | initial noise | latents at the window's start |
+| `after` | latents at the window's end | final latents |
+| `decode` | final latents | image |
+| `reward` | image | score |
+
+Each leg starts from the rollout's own values, so it does not inherit the differences of the leg before it. The stack
+uses its own embeddings of the prompts, its own schedule, and the weights that sampled.
+
+Rounding moves every step a little, in the window and outside. So the unit of `before` and `after` is the gap inside the
+window, which the ratio sees: about 1 whatever the precision, the guidance and the model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowcorr import sde
+from flowcorr.actor import DiffusionActor
+from flowcorr.config.schema import Config
+from flowcorr.errors import BackendError
+from flowcorr.metrics import Metrics, maximum, mean
+from flowcorr.models import DTYPES, Schedule
+from flowcorr.records import Prompt, Rollout
+from flowcorr.rewards import RewardOutput, score_batch
+from flowcorr.rollout import decode, sample_ode
+from flowcorr.trainer.collect import Samples
+from flowcorr.trainer.gap_split import behaviour_weights
+from flowcorr.trainer.run import TrainingRun
+
+ROUNDING = 1e-5  # relative error of a velocity that float32 explains in any case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageGaps:
+    """How far one image is from its replay.
+
+    Attributes:
+        window: relative error of the velocity in the SDE window.
+        before, after: relative error of the mean velocity on the way to the window, and on the way from it.
+        decode: mean absolute difference of the pixels, in grey levels of 255.
+    """
+
+    window: float
+    before: float
+    after: float
+    decode: float
+
+
+def replays(config: Config, step: int) -> bool:
+    """Whether a training step replays images: every `rollout.replay_every` steps."""
+    every = config.rollout.replay_every
+    return every > 0 and step % every == 0
+
+
+@torch.no_grad()
+def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, step: int) -> Metrics:
+    """`rollout_corr/replay/*` of one image of each prompt: means of both ways, and the worst image and score.
+
+    Args:
+        run: the training run.
+        samples: of training step `step`.
+        scored: their scores.
+        step: the training step.
+
+    Raises:
+        BackendError: the engine returned no final latents, or does not keep the weights that sampled.
+    """
+    rollout, seed, count = samples.rollout, run.config.trainer.seed, run.config.rollout.n
+    if rollout.final_latents is None:
+        raise BackendError(
+            "the rollout engine returned no Rollout.final_latents, so nothing can be replayed; return them, or set "
+            "rollout.replay_every: 0"
+        )
+    if not rollout.num_samples:
+        return Metrics()
+    members = [
+        sde.stable_seed(seed, step, group, "replay") % count for group in rollout.group_ids[::count].tolist()
+    ]
+    rows = [place * count + member for place, member in enumerate(members)]
+    places = samples.fresh[rows]
+    prompts, images = [samples.prompts[place] for place in places], samples.images[places]
+    chosen = replace(
+        rollout.select(torch.tensor(rows)),
+        conditioning=run.cache([prompt.text for prompt in prompts]),
+        images=torch.from_numpy(images).to(run.actor.device),
+    )
+    gaps = []
+    for version in chosen.policy_versions.unique().tolist():
+        with behaviour_weights(run.actor, run.engine.history, version):
+            # One by one: whatever their windows, all ranks make equally many forward passes, as sharded weights need.
+            for place in (chosen.policy_versions == version).nonzero().flatten().tolist():
+                gaps.append(_replay(run, chosen.select(slice(place, place + 1)), members[place], step))
+    units = sum(max(gap.window, ROUNDING) for gap in gaps)
+    return Metrics.from_stats(
+        {
+            "rollout_corr/replay/window": mean(sum(gap.window for gap in gaps), len(gaps)),
+            "rollout_corr/replay/before": mean(sum(gap.before for gap in gaps), units),
+            "rollout_corr/replay/after": mean(sum(gap.after for gap in gaps), units),
+            "rollout_corr/replay/decode": maximum(max(gap.decode for gap in gaps)),
+            "rollout_corr/replay/reward": maximum(_reward_gap(run, images, prompts, scored.scores, places)),
+        }
+    )
+
+
+def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageGaps:
+    """The gaps of one image, from its noise to its pixels."""
+    assert sample.final_latents is not None
+    assert sample.images is not None
+    actor, config = run.actor, run.config
+    shape, owner = sample.latents.shape[2:], sample.group_ids.tolist()
+    seeds = {"seed": config.trainer.seed, "training_step": step}
+    same = config.rollout.same_initial_noise
+    initial = sde.initial_noise(shape, owner, [member], **seeds, same_in_group=same).to(actor.device)
+    indices = sample.step_indices[0].tolist()
+    noise = torch.stack(
+        [sde.step_noise(shape, owner, [member], **seeds, step_index=index) for index in indices], dim=1
+    ).to(actor.device)
+    schedule, velocity = _schedule(actor, config), actor.velocity(sample.conditioning)
+    first, last = schedule.between(0, indices[0]), schedule.between(indices[-1] + 1, len(schedule.timesteps))
+    start, end, final = sample.latents[:, 0], sample.latents[:, -1], sample.final_latents
+    image = decode(actor.family, final)
+    return ImageGaps(
+        window=_window_gap(actor, sample, noise),
+        before=_path_gap(sample_ode(velocity, initial, first), start, initial, first),
+        after=_path_gap(sample_ode(velocity, end, last), final, end, last),
+        decode=float((image.float() - sample.images.float()).abs().mean()),
+    )
+
+
+def _schedule(actor: DiffusionActor, config: Config) -> Schedule:
+    """The training stack's schedule, with the timesteps that a transformer of `rollout.dtype` computes with."""
+    sampling, family = config.sampling, actor.family
+    exact = family.schedule(
+        sampling.num_inference_steps, family.latent_shape(sampling.height, sampling.width)
+    )
+    return family.in_dtype(exact, DTYPES[config.rollout.dtype])
+
+
+def _path_gap(replayed: Tensor, sampled: Tensor, begin: Tensor, schedule: Schedule) -> float:
+    """Distance of both ends as a share of the way that the rollout took: the relative error of its mean velocity.
+
+    Where the leg has no steps, as a share of the latents themselves.
+    """
+    way = sampled - begin if schedule.timesteps else begin
+    return float((replayed - sampled).norm() / way.norm())
+
+
+def _window_gap(actor: DiffusionActor, sample: Rollout, noise: Tensor) -> float:
+    """The relative error of the velocity in the window, from the step means that the known `noise` leaves."""
+    policy = actor.score(sample)
+    still = sde.transition(
+        actor.config.sampling.sde_type,
+        sample.latents[:, :-1],
+        torch.zeros_like(policy.mean),
+        sample.sigmas,
+        sample.sigmas_next,
+        actor.config.sampling.noise_level,
+    )
+    arrived = sde.sample(sde.Transition(policy.mean, policy.std, policy.step), noise)
+    return float((arrived - sample.latents[:, 1:]).norm() / (policy.mean - still.mean).norm())
+
+
+def _reward_gap(
+    run: TrainingRun, images: np.ndarray, prompts: list[Prompt], scores: np.ndarray, places: np.ndarray
+) -> float:
+    """The largest difference of a score when the reward is called again, in standard deviations of all scores.
+
+    Samples that the reward failed on are left out; `-inf` if it failed on all.
+    """
+    good = np.flatnonzero(np.isfinite(scores[places]))
+    if not len(good):
+        return -math.inf
+    again, _ = score_batch(
+        run.reward, images[good], [prompts[place] for place in good], on_error=run.config.reward.on_error
+    )
+    gap = np.nanmax(np.abs(scores[places[good]] - again.scores), initial=0.0)
+    return float(gap / np.nanstd([*scores, *again.scores])) if gap else 0.0

@@ -1,0 +1,199 @@
+"""Replays of whole images: each fault outside the log-probs is named by its leg, and by no other."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from flowcorr.config.schema import RewardTerm
+from flowcorr.data import PromptStream
+from flowcorr.diagnostics.health import Units, examine_step
+from flowcorr.errors import BackendError
+from flowcorr.models import Schedule
+from flowcorr.records import Prompt
+from flowcorr.rewards import build_reward
+from flowcorr.trainer.collect import collect, score
+from flowcorr.trainer.replay import measure_replay, replays
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.step import train_step
+from tests.diagnostics.doctor.faults import separate
+
+TEXTS = ["cat", "dog"]
+PROMPTS = [Prompt(text=text) for text in TEXTS]
+LEGS = ("before", "after", "decode", "reward")
+STEP = 3  # its windows begin at steps 2 and 1
+
+
+@pytest.fixture
+def make_training(make_run):
+    """A training run on two prompts, whose engine has a pipeline of its own."""
+
+    def make(**rollout):
+        sampling = {"num_inference_steps": 8, "sde_window_range": (1, 4)}
+        connected = make_run(sampling=sampling, rollout={"n": 2, "replay_every": 1, **rollout})
+        embeds = connected.conditioning
+        run = TrainingRun(
+            config=connected.config,
+            actor=connected.actor,
+            engine=separate(connected),
+            cache=lambda texts: {name: rows[list(map(TEXTS.index, texts))] for name, rows in embeds.items()},
+            prompts=PromptStream(PROMPTS, seed=0),
+            reward=build_reward((RewardTerm(name="jpeg_compressibility"),)),
+        )
+        connected.stir()
+        run.engine.sync(run.actor.weights.snapshot())
+        return run
+
+    return make
+
+
+def replayed(run, step=STEP):
+    """`rollout_corr/replay/*` of a step's samples."""
+    samples = collect(run, PROMPTS, range(2), step)
+    scored, _ = score(run, samples)
+    return measure_replay(run, samples, scored, step).compute()
+
+
+def named(metrics):
+    return [finding.rule for finding in examine_step(metrics, Units())]
+
+
+# Faults ------------------------------------------------------------------------------------------------------
+
+
+def conditioned(where):
+    """The samples of both prompts get each other's embeddings at the steps whose index is `where`."""
+
+    def plant(run):
+        family, schedule = run.engine.family, run.engine.schedule
+        true, steps = family.velocity, [step for step in range(8) if where(step)]
+        wrong = torch.tensor([schedule.timesteps[step] for step in steps])
+
+        def velocity(transformer, latents, timesteps, conditioning, guidance):
+            if timesteps[0] in wrong:
+                conditioning = {name: rows.flip(0) for name, rows in conditioning.items()}
+            return true(transformer, latents, timesteps, conditioning, guidance)
+
+        family.velocity = velocity
+
+    return plant
+
+
+def tail(run):
+    """Euler steps of equal size after the last window."""
+    schedule = run.engine.schedule
+    sigmas = [*schedule.sigmas[:4], *np.linspace(schedule.sigmas[4], 0, 5).tolist()]
+    run.engine.schedule = Schedule(
+        sigmas=tuple(sigmas), timesteps=tuple(1000 * sigma for sigma in sigmas[:-1])
+    )
+
+
+def unscaled(run):
+    family = run.engine.family
+    true, factor = family.decode, family.pipeline.vae.config.scaling_factor
+    family.decode = lambda latents: true(latents * factor)
+
+
+def exchanged(run):
+    sample = run.engine.sample
+
+    def exchanging(*args, **kwargs):
+        rollout = sample(*args, **kwargs)
+        return replace(rollout, images=rollout.images[[1, 0, 2, 3]])
+
+    run.engine.sample = exchanging
+
+
+def other_images(run):
+    """The reward sees the images of a batch in another order than the trainer."""
+    true, calls = run.reward, []
+
+    def reward(images, prompts):
+        calls.append(len(images))
+        return true(images[::-1] if len(calls) == 1 else images, prompts)
+
+    run.reward = reward
+
+
+FAULTS = {
+    "prompt embeddings swapped after step 5": (conditioned(lambda step: step >= 5), "after"),
+    "prompt embeddings swapped in the first step": (conditioned(lambda step: step == 0), "before"),
+    "an Euler tail with another schedule": (tail, "after"),
+    "a decoder without its scaling factor": (unscaled, "decode"),
+    "images of two samples exchanged": (exchanged, "decode"),
+    "a reward that sees other images": (other_images, "reward"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_by_its_leg_and_by_no_other(fault, make_training):
+    plant, leg = FAULTS[fault]
+    run = make_training()
+    plant(run)
+    assert named(replayed(run)) == [f"replay_{leg}"]
+
+
+@pytest.mark.parametrize("fault", [fault for fault, (_, leg) in FAULTS.items() if "schedule" not in fault])
+def test_rounding_does_not_hide_it(fault, make_training):
+    plant, leg = FAULTS[fault]
+    run = make_training(dtype="bfloat16", emulate="fp8")
+    plant(run)
+    assert named(replayed(run)) == [f"replay_{leg}"]
+
+
+@pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}, {"emulate": "int8"}])
+def test_nothing_is_named_where_only_rounding_differs(rollout, make_training):
+    values = replayed(make_training(**rollout))
+    assert sorted(values) == sorted(f"rollout_corr/replay/{leg}" for leg in (*LEGS, "window"))
+    assert named(values) == []
+    assert values["rollout_corr/replay/reward"] == 0
+    if rollout:
+        assert 1e-3 < values["rollout_corr/replay/window"] < 0.1
+        assert 0.2 < values["rollout_corr/replay/after"] < 2
+
+
+def test_noise_that_nobody_seeded_is_told_from_faults(make_training):
+    run = make_training()
+    run.engine.seed += 1
+    assert named(replayed(run)) == ["replay_window"]
+
+
+def test_an_engine_without_final_latents_is_an_error(make_training):
+    run = make_training()
+    sample = run.engine.sample
+    run.engine.sample = lambda *args, **kwargs: replace(sample(*args, **kwargs), final_latents=None)
+    with pytest.raises(BackendError, match=r"return them, or set rollout.replay_every: 0"):
+        replayed(run)
+
+
+def test_failed_scores_are_left_out(make_training):
+    run = make_training()
+    run.config = replace(run.config, reward=replace(run.config.reward, on_error="drop_group"))
+    run.reward = lambda images, prompts: [np.nan if prompt.text == "cat" else 1.0 for prompt in prompts]
+    assert replayed(run)["rollout_corr/replay/reward"] == 0
+    run.reward = lambda images, prompts: [np.nan] * len(prompts)
+    assert "rollout_corr/replay/reward" not in replayed(run)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_training_step_replays_on_schedule_and_learns_the_same(staleness, make_training):
+    learned = []
+    for every in (0, 2):
+        run = make_training(staleness=staleness, replay_every=every)
+        values = [train_step(run, step, lambda phase: None).metrics.compute() for step in (1, 2)]
+        learned.append(run.actor.weights.snapshot().tensors)
+        found = [[name for name in record if "replay" in name] for record in values]
+        assert [bool(names) for names in found] == [False, every > 0]
+        if every:
+            assert {f"rollout_corr/replay/{leg}" for leg in LEGS} < set(found[1])
+            assert "timing/replay" in found[1]
+            assert values[1]["rollout_corr/replay/after"] < 0.5  # under the weights that sampled
+    for name, tensor in learned[0].items():
+        assert torch.equal(tensor, learned[1][name])
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])
+def test_schedule(every, steps, make_config):
+    settings = make_config(rollout={"replay_every": every})
+    assert [step for step in range(1, 5) if replays(settings, step)] == steps
