@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcorr.actor import DiffusionActor
-from flowcorr.actor.update import deal_groups
+from flowcorr.actor.update import deal_groups, scheduled_lr
 from flowcorr.config import ModelConfig
-from flowcorr.config.schema import LoraConfig
+from flowcorr.config.schema import ActorConfig, LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import BatchError
 from flowcorr.losses import LOSSES
@@ -220,6 +220,27 @@ def test_the_learning_rate_warms_up(make_run):
     rates = [run.update(batch, training_step=step).compute()["actor/lr"] for step in range(6)]
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
     assert run.actor.optimizer.adamw.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.5, 1, 1, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2 + 0.4 * (1 - 2**-0.5), 0.2]),
+    ],
+)
+def test_the_learning_rate_falls_to_a_share(schedule, rates):
+    actor = ActorConfig(lr=1.0, warmup_steps=2, lr_schedule=schedule, lr_min_ratio=0.2)
+    assert [scheduled_lr(actor, update, 6) for update in range(7)] == pytest.approx(rates)
+
+
+def test_the_learning_rate_ends_with_the_run(make_run):
+    run = make_run(actor={"lr": 1e-3, "lr_schedule": "linear"}, trainer={"total_steps": 2})
+    batch = run.batch()
+    updates = run.actor.config.actor.mini_batches
+    rates = [run.update(batch, training_step=step).compute()["actor/lr"] for step in range(2)]
+    steps = [[1e-3 * (1 - (step * updates + i) / (2 * updates)) for i in range(updates)] for step in range(2)]
+    assert rates == pytest.approx([sum(rates) / updates for rates in steps])
 
 
 def test_gradient_checkpointing_changes_no_gradient(make_run):

@@ -16,7 +16,7 @@ from flowcorr import distributed, sde
 from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
-from flowcorr.config.schema import Config
+from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.distributed import fsdp
 from flowcorr.losses import loss_of
@@ -203,7 +203,8 @@ class PolicyOptimizer:
         grad_norm, num_kept = torch.stack([fsdp.full_tensor(norm).double(), all_kept.double()]).tolist()
         finite = math.isfinite(grad_norm)
         stepped = num_kept > 0 and finite
-        learning_rate = actor.lr * min(1.0, (self.weights.version + 1) / max(actor.warmup_steps, 1))
+        last = self.config.trainer.total_steps * actor.epochs * actor.mini_batches
+        learning_rate = scheduled_lr(actor, self.weights.version, last)
         if stepped:
             for group in self.adamw.param_groups:
                 group["lr"] = learning_rate
@@ -314,6 +315,21 @@ def sum_over_ranks(gradients: Sequence[Tensor], counts: Sequence[Tensor]) -> lis
     for gradient, added in zip(gradients, sums, strict=True):
         gradient.copy_(added.view_as(gradient))
     return list(totals)
+
+
+def scheduled_lr(actor: ActorConfig, update: int, num_updates: int) -> float:
+    """The learning rate of an update: a linear warm-up, then `lr_schedule` down to `lr_min_ratio` of it.
+
+    Args:
+        actor: the keys.
+        update: how many optimizer updates were made before.
+        num_updates: of the whole run.
+    """
+    if update < actor.warmup_steps:
+        return actor.lr * (update + 1) / actor.warmup_steps
+    progress = min(1.0, (update - actor.warmup_steps) / max(num_updates - actor.warmup_steps, 1))
+    falls = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return actor.lr * (actor.lr_min_ratio + (1 - actor.lr_min_ratio) * falls[actor.lr_schedule])
 
 
 def _sees_whole_windows(config: Config, correction: RolloutCorrectionConfig | None) -> bool:

@@ -251,6 +251,8 @@ def _unused_by_staleness(config: Config) -> Iterator[tuple[str, str]]:
 
 def _unused_by_loss(config: Config) -> Iterator[tuple[str, str]]:
     actor, correction = config.actor, config.algorithm.rollout_correction
+    if actor.lr_schedule == "constant":
+        yield "actor.lr_min_ratio", "actor.lr_schedule=constant does not fall"
     if actor.kl_coef == 0:
         yield "actor.kl_weighting", "actor.kl_coef=0"
     loss = loss_of(actor, correction)

@@ -239,6 +239,8 @@ class ActorConfig:
         kl_weighting: unit of `kl_coef`: `exact` is the KL of the step, `flow_grpo` that of published recipes.
         lr, betas, weight_decay: AdamW.
         warmup_steps: optimizer updates over which the learning rate rises linearly.
+        lr_schedule: how it falls afterwards, until the last update of `trainer.total_steps`.
+        lr_min_ratio: share of `lr` that it falls to.
         grad_clip: largest gradient norm.
         epochs: passes over a step's samples.
         mini_batches: optimizer updates a pass; groups are never split.
@@ -266,6 +268,8 @@ class ActorConfig:
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     warmup_steps: int = 0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_min_ratio: float = 0.0
     grad_clip: float = 1.0
     epochs: int = 1
     mini_batches: int = 2
@@ -288,6 +292,10 @@ class ActorConfig:
             _at_least(f"actor.{key}", getattr(self, key), 1)
         if self.micro_batch_size is not None:
             _at_least("actor.micro_batch_size", self.micro_batch_size, 1)
+        if not 0 <= self.lr_min_ratio <= 1:
+            raise ConfigError(
+                f"actor.lr_min_ratio={self.lr_min_ratio} is out of range; use a share in [0, 1]"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"actor.betas={list(self.betas)} is out of range; each must be in [0, 1)")
         if self.ema is not None and not 0 < self.ema < 1:
@@ -404,6 +412,7 @@ class TrainerConfig:
         seed: of everything random: noise, windows, order of prompts, initial adapter.
         eval_every: training steps between evaluations on held-out prompts; 0 evaluates at start and end only.
         eval_num_inference_steps: ODE steps of an evaluation; null takes `sampling.num_inference_steps`.
+        eval_height, eval_width: image size of an evaluation in pixels; null takes that of `sampling`.
         save_every: training steps between checkpoints; the last step is always saved.
         keep_checkpoints: newest checkpoints kept, besides the best.
         best_metric: the `eval/` metric by which the best checkpoint is chosen (higher is better).
@@ -421,6 +430,8 @@ class TrainerConfig:
     seed: int = 0
     eval_every: int = 10
     eval_num_inference_steps: int | None = None
+    eval_height: int | None = None
+    eval_width: int | None = None
     save_every: int = 10
     keep_checkpoints: int = 2
     best_metric: str = "eval/reward"
@@ -437,8 +448,9 @@ class TrainerConfig:
             _at_least(f"trainer.{key}", getattr(self, key), 1)
         for key in ("seed", "eval_every", "image_every"):
             _at_least(f"trainer.{key}", getattr(self, key), 0)
-        if self.eval_num_inference_steps is not None:
-            _at_least("trainer.eval_num_inference_steps", self.eval_num_inference_steps, 1)
+        for key in ("eval_num_inference_steps", "eval_height", "eval_width"):
+            if getattr(self, key) is not None:
+                _at_least(f"trainer.{key}", getattr(self, key), 1)
         if self.num_threads is not None:
             _at_least("trainer.num_threads", self.num_threads, 1)
         _above("trainer.collective_timeout", self.collective_timeout, 0)

@@ -119,18 +119,31 @@ def outside_band(ratios: LogRatios, raw: Tensor, band: Band) -> Stats:
 
 
 def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor, rejected: Tensor) -> Stats:
-    """Of one mode's values, `[B, T]` of steps or `[B]` of samples, and of the `[B, T]` terms that it rejects."""
-    terms, samples = ratios.terms, ratios.samples
-    over, of_ratio = terms if criterion.mode.level == "step" else samples, criterion.mode.bounds == "ratio"
-    above, below = value > criterion.upper, value < criterion.lower
-    stats = {
-        "mean": over.mean(value),
-        "std": over.std(value),
-        "max": over.max(value),
-        "min": over.min(value),
-        # A band is of ratios `exp(-value)`: where the ratio is high, the value is low.
-        "fraction_high": over.share(below if of_ratio else above),
-        "fraction_low": over.share(above if of_ratio else below),
+    """Of one mode's values, `[B, T]` of steps or `[B]` of samples, and of the `[B, T]` terms that it rejects.
+
+    Those named `seq_` are of samples: of each sample's mean where the mode looks at steps.
+    """
+    terms, samples, per_step = ratios.terms, ratios.samples, criterion.mode.level == "step"
+    of_ratio = criterion.mode.bounds == "ratio"
+
+    def summary(over: Over, value: Tensor) -> Stats:
+        above, below = value > criterion.upper, value < criterion.lower
+        return {
+            "mean": over.mean(value),
+            "std": over.std(value),
+            "max": over.max(value),
+            "min": over.min(value),
+            # A band is of ratios `exp(-value)`: where the ratio is high, the value is low.
+            "fraction_high": over.share(below if of_ratio else above),
+            "fraction_low": over.share(above if of_ratio else below),
+        }
+
+    stats = summary(terms if per_step else samples, value)
+    of_sample = ratios.mean(value) if per_step else value
+    of_samples = summary(samples, of_sample) if per_step else stats
+    stats = stats | {f"seq_{name}": stat for name, stat in of_samples.items()}
+    stats |= {
+        "seq_max_deviation": samples.max(of_sample.abs()),
         "masked_fraction": terms.share(rejected),
         "seq_masked_fraction": samples.share(rejected.any(1)),
     }

@@ -119,14 +119,25 @@ def _sample(
     run: TrainingRun, prompts: Sequence[Prompt], indices: Sequence[int], on_images: OnImages
 ) -> tuple[np.ndarray, bool]:
     """Images `[b, H, W, 3]` uint8 of the prompts at `indices`, and whether their latents are finite."""
-    actor, config = run.actor, run.config
+    actor, sampling, trainer = run.actor, run.config.sampling, run.config.trainer
     family = actor.family
-    shape = family.latent_shape(config.sampling.height, config.sampling.width)
-    steps = config.trainer.eval_num_inference_steps or config.sampling.num_inference_steps
+    shape = _latent_shape(run)
+    steps = trainer.eval_num_inference_steps or sampling.num_inference_steps
     conditioning = run.cache([prompts[index].text for index in indices])
     noise = sde.initial_noise(shape, indices, [0] * len(indices), seed=_NOISE_SEED, training_step=0)
     final = sample_ode(actor.velocity(conditioning), noise.to(actor.device), family.schedule(steps, shape))
     return decode(family, final, on_images).cpu().numpy(), bool(torch.isfinite(final).all())
+
+
+def _latent_shape(run: TrainingRun) -> tuple[int, ...]:
+    sampling, trainer = run.config.sampling, run.config.trainer
+    height, width = trainer.eval_height or sampling.height, trainer.eval_width or sampling.width
+    try:
+        return run.actor.family.latent_shape(height, width)
+    except ConfigError as error:
+        raise ConfigError(
+            f"trainer.eval_height={trainer.eval_height}, trainer.eval_width={trainer.eval_width}: {error}"
+        ) from error
 
 
 def _choose(root: Path, which: str) -> tuple[Path, TrainingState]:

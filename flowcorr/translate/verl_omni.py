@@ -241,6 +241,8 @@ def _refuse(get: Get) -> str:
     prompts, mini = get("data.train_batch_size"), get(f"{ACTOR}.ppo_mini_batch_size")
     if prompts < mini:
         return f"data.train_batch_size={prompts} is below {ACTOR}.ppo_mini_batch_size={mini}, so no update is whole"
+    if not get(f"{ALGO}.sde_contiguous"):
+        return f"{ALGO}.sde_contiguous=false trains on steps that do not follow each other; here a window's steps do"
     if not get(f"{LOSS}.add_kl_coefficient") and _loss(get) == "flow_dppo":
         return f"{LOSS}.add_kl_coefficient=false bounds a squared distance, and flow_dppo here an exact KL"
     return ""
@@ -353,6 +355,20 @@ ROWS = (
         sources=(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"),
     ),
     Row(
+        key="actor.lr_schedule",
+        value=lambda get: get(f"{ACTOR}.optim.lr_scheduler_type"),
+        sources=(f"{ACTOR}.optim.lr_scheduler_type",),
+    ),
+    Row(
+        key="actor.lr_min_ratio",
+        value=lambda get: (
+            None
+            if get(f"{ACTOR}.optim.lr_scheduler_type") == "constant"
+            else float(get(f"{ACTOR}.optim.min_lr_ratio") or 0)
+        ),
+        sources=(f"{ACTOR}.optim.min_lr_ratio",),
+    ),
+    Row(
         key="actor.grad_clip",
         value=lambda get: float(get(f"{ACTOR}.optim.clip_grad")),
         sources=(f"{ACTOR}.optim.clip_grad",),
@@ -422,6 +438,8 @@ ROWS = (
         sources=("trainer.test_freq",),
     ),
     _same(f"{VALIDATION}.pipeline.num_inference_steps", "trainer.eval_num_inference_steps"),
+    _same(f"{VALIDATION}.pipeline.height", "trainer.eval_height"),
+    _same(f"{VALIDATION}.pipeline.width", "trainer.eval_width"),
     Row(
         key="trainer.save_every",
         value=lambda get: get("trainer.save_freq") if get("trainer.save_freq") > 0 else None,

@@ -366,6 +366,29 @@ def test_asymmetric_k1_bands_bound_the_ratio_and_not_its_reciprocal():
     assert values["rollout_corr/rollout_rs_token_k1_max"] == pytest.approx(-math.log(0.6), rel=1e-6)
 
 
+def test_a_step_mode_is_told_by_sample_too():
+    """Each sample's mean of the mode's values, with the bounds of a step."""
+    delta = torch.tensor([[0.2, 0.0], [-0.4, -0.2], [0.1, 0.1]], dtype=torch.float64)
+    values = correct(
+        delta,
+        torch.zeros(3, 2).double(),
+        rollout_rs="token_k1,seq_sum_k2",
+        rollout_rs_threshold=["0.8_1.15", 0.1],
+    ).metrics.compute()
+    step = {name: values[f"rollout_corr/rollout_rs_token_k1_seq_{name}"] for name in ("mean", "min", "max")}
+    assert step == pytest.approx({"mean": 0.1 / 3, "min": -0.1, "max": 0.3})
+    assert values["rollout_corr/rollout_rs_token_k1_seq_std"] == pytest.approx(
+        torch.tensor([-0.1, 0.3, -0.1]).std()
+    )
+    assert values["rollout_corr/rollout_rs_token_k1_seq_max_deviation"] == pytest.approx(0.3)
+    assert values["rollout_corr/rollout_rs_token_k1_seq_fraction_low"] == pytest.approx(1 / 3)
+    assert values["rollout_corr/rollout_rs_token_k1_seq_fraction_high"] == 0
+    assert values["rollout_corr/rollout_rs_token_k1_seq_masked_fraction"] == pytest.approx(2 / 3)
+    for name in ("mean", "std", "min", "max", "fraction_high"):
+        sums = "rollout_corr/rollout_rs_seq_sum_k2_"
+        assert values[f"{sums}seq_{name}"] == values[f"{sums}{name}"]
+
+
 def test_fractions_of_a_k1_band_are_of_the_ratio():
     ratio = torch.tensor([[0.1], [1.0], [1.0], [5.0], [6.0]])
     values = correct(

@@ -395,6 +395,15 @@ def test_evaluate_run_finds_best_last_and_a_folder(finished):
     )
 
 
+def test_an_evaluation_may_have_its_own_size(finished):
+    size = ("trainer.eval_height=16", "trainer.eval_width=48")
+    assert trainer.evaluate_run(finished, overrides=size)[1].images.shape == (4, 16, 48, 3)
+    with pytest.raises(
+        ConfigError, match="trainer.eval_height=17, trainer.eval_width=None: .* must be a multiple"
+    ):
+        trainer.evaluate_run(finished, overrides=("trainer.eval_height=17",))
+
+
 def test_evaluate_run_refuses_what_does_not_fit(finished, tmp_path):
     with pytest.raises(CheckpointError, match=r"does not fit this run: .*shape"):
         trainer.evaluate_run(finished, which="last", overrides=("model.lora.rank=2",))

@@ -123,6 +123,12 @@ def test_verl_omnis_values_and_defaults(omni):
         ((f"{OMNI}actor.fsdp_config.model_dtype=fp32",), "actor.autocast", True),
         ((f"{OMNI}model.target_modules=\"['to_q','to_k']\"",), "model.lora.targets", ("to_q", "to_k")),
         ((f"{OMNI}actor.optim.lr_warmup_steps_ratio=0.1",), "actor.warmup_steps", 30),
+        (
+            (f"{OMNI}actor.optim.lr_scheduler_type=cosine", f"{OMNI}actor.optim.min_lr_ratio=0.1"),
+            "actor.lr_min_ratio",
+            0.1,
+        ),
+        ((f"{OMNI}rollout.val_kwargs.pipeline.height=1024",), "trainer.eval_height", 1024),
         (("trainer.test_freq=-1", "trainer.save_freq=20"), "trainer.save_every", 20),
     ],
 )
@@ -168,6 +174,7 @@ def test_rewards_by_name(omni):
         (f"{OMNI}rollout.pipeline.num_frames=81", "makes videos"),
         (f"{OMNI}model.path=Qwen/Qwen-Image-Edit", "of a family that flowcorr does not know"),
         (f"{OMNI}rollout.n=1", "nothing to compare an image with"),
+        (f"{OMNI}rollout.algo.sde_contiguous=False", "do not follow each other"),
         ("distillation.enabled=True", "learns from a teacher"),
         ("data.train_batch_size=8", "no update is whole"),
     ],

@@ -156,6 +156,25 @@ REJECTION = _rows(
             "Share below the lower bound; of a k1 mode, of the ratio.",
             "share",
         ),
+        "rollout_rs_<mode>_seq_mean": (
+            "Mean over samples; of a step mode, of each sample's mean.",
+            "of the mode",
+        ),
+        "rollout_rs_<mode>_seq_std": ("Standard deviation over samples of the same.", "of the mode"),
+        "rollout_rs_<mode>_seq_min": ("Smallest value of a sample.", "of the mode"),
+        "rollout_rs_<mode>_seq_max": ("Largest value of a sample.", "of the mode"),
+        "rollout_rs_<mode>_seq_max_deviation": (
+            "Largest distance of a sample's value from 0.",
+            "of the mode",
+        ),
+        "rollout_rs_<mode>_seq_fraction_high": (
+            "Share of samples above the upper bound; of a k1 mode, of the ratio.",
+            "share",
+        ),
+        "rollout_rs_<mode>_seq_fraction_low": (
+            "Share of samples below the lower bound; of a k1 mode, of the ratio.",
+            "share",
+        ),
         "rollout_rs_<mode>_masked_fraction": ("Share of terms that this mode rejects.", "share"),
         "rollout_rs_<mode>_seq_masked_fraction": ("Share of samples in which this mode rejects.", "share"),
         "rollout_rs_<mode>_threshold_low": (
