@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.idle_workers
 
-A task sleeps instead of sampling, so that this machine's cores do not matter: about `--seconds`, log-normal with a sigma
-of 0.3. Each step, the ranks submit their shares of five tasks, and go on when both have their answers.
+A task sleeps instead of sampling, so that the cores of this machine do not matter: about `--seconds`, log-normal with a
+sigma of 0.3. Each step, the ranks submit their shares of five tasks, and go on when both have their answers.
 """
 
 from __future__ import annotations
