@@ -1,0 +1,221 @@
+"""Families whose latents are packed into tokens: tiny pipelines of their own classes, and the calls of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.pipelines.flux import pipeline_flux
+from diffusers.pipelines.qwenimage import pipeline_qwenimage
+from tiny_pipelines import FLUX_SIZE, QWEN_SIZE, build_tiny_flux, build_tiny_qwen_image
+
+from flowcorr.config import ModelConfig
+from flowcorr.models import Guidance, load_family
+from flowcorr.rollout import sample_ode
+from tests.tolerances import LATENTS, MEANS
+
+SHAPE = (4, 6, 16)
+PROMPTS = ["cat", "two dogs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """A family, and the calls of its pipeline in diffusers.
+
+    Attributes:
+        name: of the family.
+        build: writes its tiny pipeline.
+        size: height and width of its images.
+        length: tokens of a prompt.
+        guidances: with which it is tried; the last is the usual one.
+        sampling: the keys of `sampling` that ask for the usual guidance.
+        multiple: what heights and widths are multiples of.
+        adapter_tensors: tensors of an adapter on all targets.
+        pipeline: the module of its pipeline.
+        velocity: `(pipe, latents, timestep, prompt, guidance)` -> the velocity of one prompt alone.
+        call: arguments of the pipeline's call, from the guidance.
+        unscale: `(vae, latents)` -> what the VAE decodes.
+    """
+
+    name: str
+    build: Callable[[Path], Path]
+    size: tuple[int, int]
+    length: int
+    guidances: tuple[Guidance, ...]
+    sampling: dict[str, Any]
+    multiple: int
+    adapter_tensors: int
+    pipeline: ModuleType
+    velocity: Callable[..., torch.Tensor]
+    call: Callable[[Guidance], dict[str, Any]]
+    unscale: Callable[..., torch.Tensor]
+
+    @property
+    def guidance(self) -> Guidance:
+        return self.guidances[-1]
+
+    def load(self, path: str, **model: Any) -> Any:
+        return load_family(ModelConfig(path=path, max_sequence_length=self.length, **model))
+
+    def sections(self, path: str, **sampling: Any) -> dict[str, dict[str, Any]]:
+        """Sections of a configuration of short trajectories."""
+        height, width = self.size
+        steps = {"num_inference_steps": 5, "sde_window_size": 3, "sde_window_range": (0, 4)}
+        return {
+            "model": {"path": path, "max_sequence_length": self.length},
+            "sampling": {"height": height, "width": width, **steps, **self.sampling, **sampling},
+            "rollout": {"prompts_per_step": 2, "n": 2},
+            "actor": {"mini_batches": 1, "lr": 1e-3},
+        }
+
+    def schedule(self, pipe: Any, steps: int, tokens: int) -> tuple[list[float], list[float]]:
+        """Sigmas and timesteps with the calls that the pipeline's `__call__` makes."""
+        config = pipe.scheduler.config
+        mu = self.pipeline.calculate_shift(
+            tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+        )
+        timesteps, _ = self.pipeline.retrieve_timesteps(
+            pipe.scheduler, steps, "cpu", sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu
+        )
+        return pipe.scheduler.sigmas.tolist(), timesteps.tolist()
+
+
+def noise(seed: int = 0, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def assert_velocity_is_the_pipelines(packed: Packed, family: Any, guidance: Guidance) -> None:
+    """In one forward for all prompts."""
+    latents, timesteps, calls = noise(), torch.tensor([912.5, 303.0]), []
+    conditioning = family.encode(PROMPTS, guidance)
+    hook = family.transformer.register_forward_hook(lambda *_: calls.append(1))
+    got = family.velocity(family.transformer, latents, timesteps, conditioning, guidance)
+    hook.remove()
+    assert len(calls) == 1
+    for row, prompt in enumerate(PROMPTS):
+        expected = packed.velocity(family.pipeline, latents[row], timesteps[row].item(), prompt, guidance)
+        torch.testing.assert_close(got[row : row + 1], expected, **MEANS)
+    assert got.std() > 0.1
+
+
+def assert_ode_is_the_pipelines(packed: Packed, family: Any, guidance: Guidance) -> None:
+    conditioning = family.encode(PROMPTS, guidance)
+    got = sample_ode(
+        lambda latents, timesteps: family.velocity(
+            family.transformer, latents, timesteps, conditioning, guidance
+        ),
+        noise(),
+        family.schedule(4, SHAPE),
+    )
+    expected = family.pipeline(
+        PROMPTS,
+        **packed.call(guidance),
+        height=packed.size[0],
+        width=packed.size[1],
+        num_inference_steps=4,
+        latents=noise().flatten(1, 2),
+        max_sequence_length=packed.length,
+        output_type="latent",
+    ).images
+    torch.testing.assert_close(got.flatten(1, 2), expected, **LATENTS)
+
+
+# FLUX -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def flux_velocity(pipe, latents, timestep, prompt, guidance):
+    """With the pipeline's own position ids."""
+    embeds, pooled, text_ids = pipe.encode_prompt([prompt], None, max_sequence_length=FLUX.length)
+    _, image_ids = pipe.prepare_latents(
+        1, SHAPE[-1] // 4, *FLUX.size, embeds.dtype, "cpu", None, latents.reshape(1, -1, SHAPE[-1])
+    )
+    scale = torch.tensor([guidance.guidance_scale]) if pipe.transformer.config.guidance_embeds else None
+    return pipe.transformer(
+        hidden_states=latents.reshape(1, -1, SHAPE[-1]),
+        timestep=torch.tensor([timestep]) / 1000,
+        guidance=scale,
+        pooled_projections=pooled,
+        encoder_hidden_states=embeds,
+        txt_ids=text_ids,
+        img_ids=image_ids,
+        return_dict=False,
+    )[0].reshape(1, *SHAPE)
+
+
+FLUX = Packed(
+    name="flux",
+    build=build_tiny_flux,
+    size=FLUX_SIZE,
+    length=12,
+    guidances=(Guidance(guidance_scale=3.5),),
+    sampling={"guidance_scale": 3.5},
+    multiple=4,
+    adapter_tensors=2 * (12 + 3),  # (A, B) of a double block's targets and a single block's
+    pipeline=pipeline_flux,
+    velocity=flux_velocity,
+    call=lambda guidance: {"guidance_scale": guidance.guidance_scale},
+    unscale=lambda vae, latents: latents / vae.config.scaling_factor + vae.config.shift_factor,
+)
+
+# Qwen-Image -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def qwen_velocity(pipe, latents, timestep, prompt, guidance):
+    """Without padding, the two halves of guidance one after the other, as in the pipeline."""
+
+    def predict(text):
+        embeds, mask = pipe.encode_prompt([text], max_sequence_length=QWEN.length)
+        return pipe.transformer(
+            hidden_states=latents.reshape(1, -1, SHAPE[-1]),
+            timestep=torch.tensor([timestep]) / 1000,
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, *SHAPE[:2])]],
+            return_dict=False,
+        )[0]
+
+    positive = predict(prompt)
+    if guidance.true_cfg_scale > 1:
+        negative = predict(guidance.negative_prompt)
+        combined = negative + guidance.true_cfg_scale * (positive - negative)
+        positive = combined * (
+            torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
+        )
+    return positive.reshape(1, *SHAPE)
+
+
+def qwen_call(guidance):
+    negative = ["bad", "bad"] if guidance.true_cfg_scale > 1 else None
+    return {"negative_prompt": negative, "true_cfg_scale": guidance.true_cfg_scale}
+
+
+def qwen_unscale(vae, latents):
+    mean, std = (
+        torch.tensor(values).view(1, 4, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return latents / (1 / std) + mean
+
+
+QWEN = Packed(
+    name="qwen_image",
+    build=build_tiny_qwen_image,
+    size=QWEN_SIZE,
+    length=24,
+    guidances=(Guidance(), Guidance(true_cfg_scale=3.0, negative_prompt="bad")),
+    sampling={"true_cfg_scale": 3.0, "negative_prompt": "bad"},
+    multiple=8,
+    adapter_tensors=2 * 2 * 12,  # blocks x (A, B) x targets
+    pipeline=pipeline_qwenimage,
+    velocity=qwen_velocity,
+    call=qwen_call,
+    unscale=qwen_unscale,
+)

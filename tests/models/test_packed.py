@@ -1,0 +1,202 @@
+"""FLUX and Qwen-Image against loops written with diffusers' pieces."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_pipelines import connect, flow_grpo_log_prob, stir
+
+from flowcorr.errors import ConfigError
+from flowcorr.records import ActorBatch
+from tests.models.packed import (
+    FLUX,
+    PROMPTS,
+    QWEN,
+    SHAPE,
+    assert_ode_is_the_pipelines,
+    assert_velocity_is_the_pipelines,
+    noise,
+)
+from tests.tolerances import LOG_PROBS, MEANS
+
+FAMILIES = (FLUX, QWEN)
+GUIDED = [
+    pytest.param(packed, guidance, id=f"{packed.name} {number}")
+    for packed in FAMILIES
+    for number, guidance in enumerate(packed.guidances)
+]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return {packed.name: str(packed.build(tmp_path_factory.mktemp(packed.name))) for packed in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def families(paths):
+    return {packed.name: packed.load(paths[packed.name]) for packed in FAMILIES}
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda packed: packed.name)
+def packed(request):
+    return request.param
+
+
+@pytest.fixture
+def path(packed, paths):
+    return paths[packed.name]
+
+
+@pytest.fixture
+def family(packed, families):
+    return families[packed.name]
+
+
+def test_latent_shape(packed, family):
+    assert family.name == packed.name
+    assert family.latent_shape(*packed.size) == SHAPE
+    assert family.latent_shape(None, None) == (64, 64, 16)  # default_sample_size 128, patches of 2
+
+
+@pytest.mark.parametrize("key", ["height", "width"])
+def test_a_size_between_patches_is_an_error(packed, family, key):
+    size = dict(zip(("height", "width"), packed.size, strict=True))
+    size[key] += packed.multiple // 2
+    with pytest.raises(
+        ConfigError, match=rf"sampling\.{key}=.* must be a multiple of {packed.multiple}, such as"
+    ):
+        family.latent_shape(**size)
+
+
+@pytest.mark.parametrize(
+    ("packed", "steps", "shape"),
+    [(FLUX, 1, SHAPE), (QWEN, 2, SHAPE), *((packed, 5, SHAPE) for packed in FAMILIES)]
+    + [(packed, 10, (64, 64, 16)) for packed in FAMILIES],
+    indirect=["packed"],
+)
+def test_the_schedule_is_the_pipelines(packed, family, steps, shape):
+    schedule = family.schedule(steps, shape)
+    sigmas, timesteps = packed.schedule(family.pipeline, steps, shape[0] * shape[1])
+    assert schedule.sigmas == pytest.approx(sigmas, abs=1e-7)
+    assert schedule.timesteps == pytest.approx(timesteps, abs=1e-4)
+    assert (schedule.sigmas[0], schedule.sigmas[-1]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(("packed", "guidance"), GUIDED, indirect=["packed"])
+def test_velocity_is_the_pipelines_in_one_forward(packed, family, guidance):
+    assert_velocity_is_the_pipelines(packed, family, guidance)
+
+
+@torch.no_grad()
+def test_velocity_depends_on_the_prompt(packed, family):
+    guidance = packed.guidances[0]
+    conditioning = family.encode(PROMPTS, guidance)
+    same = noise(batch=1).expand(2, *SHAPE)
+    got = family.velocity(family.transformer, same, torch.full((2,), 500.0), conditioning, guidance)
+    assert (got[0] - got[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("packed", "guidance"), GUIDED, indirect=["packed"])
+def test_the_ode_sampler_is_the_pipelines_own_call(packed, family, guidance):
+    assert_ode_is_the_pipelines(packed, family, guidance)
+
+
+@torch.no_grad()
+def test_decode_is_the_pipelines_own(packed, family):
+    pipe, latents = family.pipeline, noise()
+    got = family.decode(latents)
+    unpacked = pipe._unpack_latents(latents.flatten(1, 2), *packed.size, pipe.vae_scale_factor)
+    pixels = pipe.vae.decode(packed.unscale(pipe.vae, unpacked), return_dict=False)[0]
+    expected = pipe.image_processor.postprocess(pixels.reshape(2, 3, *packed.size), output_type="np")
+    assert got.shape == (2, *packed.size, 3)
+    assert got.dtype == torch.uint8
+    assert np.abs(got.numpy() - expected * 255).max() <= 0.51
+    assert got.float().std() > 5
+
+
+@pytest.mark.parametrize(("packed", "guidance"), GUIDED, indirect=["packed"])
+def test_log_probs_equal_an_independent_loop(packed, path, make_config, guidance):
+    scale = {key: getattr(guidance, key) for key in packed.sampling if key != "negative_prompt"}
+    config = make_config(**packed.sections(path, **scale))
+    family, actor, engine, conditioning = connect(config, PROMPTS)
+    stir(actor)
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
+    scored = actor.log_probs(rollout).log_probs
+    torch.testing.assert_close(scored, rollout.log_probs, **LOG_PROBS)
+    assert rollout.latents.shape == (4, 4, *SHAPE)
+
+    sigmas, timesteps = packed.schedule(family.pipeline, 5, SHAPE[0] * SHAPE[1])
+    for sample in range(4):
+        for t in range(3):
+            index = int(rollout.step_indices[sample, t])
+            latents, following = rollout.latents[sample, t], rollout.latents[sample, t + 1]
+            velocity = packed.velocity(
+                family.pipeline, latents, timesteps[index], PROMPTS[sample // 2], guidance
+            )
+            expected = flow_grpo_log_prob(
+                latents[None], following[None], velocity, sigmas[index], sigmas[index + 1], 0.7
+            )
+            assert rollout.log_probs[sample, t].item() == pytest.approx(
+                expected.item(), abs=LOG_PROBS["atol"]
+            )
+
+
+def test_one_update_and_its_adapter_loads_into_a_pipeline(packed, path, family, make_config, tmp_path):
+    trained, actor, engine, conditioning = connect(make_config(**packed.sections(path)), PROMPTS)
+    assert len(actor.weights.parameters) == packed.adapter_tensors
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
+    assert rollout.images.shape == (4, *packed.size, 3)
+    scores = actor.log_probs(rollout, with_means=True)
+    batch = ActorBatch(
+        rollout=rollout,
+        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        old_log_probs=scores.log_probs,
+        old_means=scores.means,
+    )
+    metrics = actor.update(batch, actor.config.algorithm.rollout_correction, training_step=1).compute()
+    assert actor.weights.version == 1
+    assert metrics["actor/grad_norm"] > 0
+    stir(actor)
+    actor.weights.save(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["pytorch_lora_weights.safetensors"]
+
+    fresh = packed.load(path)
+    fresh.pipeline.load_lora_weights(str(tmp_path))
+    conditioning = family.encode(PROMPTS, packed.guidance)
+    inputs = (noise(), torch.tensor([900.0, 300.0]), conditioning, packed.guidance)
+    with torch.no_grad():
+        expected = trained.velocity(trained.transformer, *inputs)
+        torch.testing.assert_close(fresh.velocity(fresh.transformer, *inputs), expected, **MEANS)
+        fresh.pipeline.unload_lora_weights()
+        assert (fresh.velocity(fresh.transformer, *inputs) - expected).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_a_bfloat16_transformer_computes_with_the_timesteps_of_its_schedule(packed, path):
+    family = packed.load(path, dtype="bfloat16")
+    conditioning = family.encode(PROMPTS[:1], packed.guidance)
+    exact = family.schedule(10, SHAPE)
+    rounded = family.in_dtype(exact, torch.bfloat16)
+    assert rounded.sigmas == exact.sigmas
+    assert rounded.timesteps != exact.timesteps
+    assert rounded.timesteps == pytest.approx(exact.timesteps, rel=2**-7)
+    assert family.in_dtype(exact, torch.float32).timesteps == pytest.approx(exact.timesteps, rel=1e-7)
+    for timesteps in zip(exact.timesteps, rounded.timesteps, strict=True):
+        first, second = (
+            family.velocity(
+                family.transformer, noise(batch=1), torch.tensor([t]), conditioning, packed.guidance
+            )
+            for t in timesteps
+        )
+        assert torch.equal(first, second)
+
+
+def test_bfloat16(packed, path, make_config):
+    """Engine and actor call the transformer with the same batches, one step at a time, and so round alike."""
+    sections = packed.sections(path, sde_window_range=(1, 4))
+    sections["model"]["dtype"] = sections["rollout"]["dtype"] = "bfloat16"
+    sections["actor"]["fold_steps"] = False
+    _, actor, engine, conditioning = connect(make_config(**sections), PROMPTS)
+    assert conditioning["prompt_embeds"].dtype == torch.bfloat16
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=False)
+    assert rollout.latents.dtype == torch.float32
+    assert torch.equal(actor.log_probs(rollout).log_probs, rollout.log_probs)
