@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcorr.actor import DiffusionActor
+from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.update import deal_groups, scheduled_lr
 from flowcorr.config import ModelConfig
 from flowcorr.config.schema import ActorConfig, LoraConfig
@@ -124,6 +125,17 @@ def test_a_compiled_transformer_computes_the_same(make_run):
     plain, expected = updated(make_run)
     assert_same(compiled.gradient(), plain.gradient(), **GRADIENTS)
     assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("cost", "warned"), [(lambda rows: rows**2, True), (lambda rows: rows + 8, False)])
+def test_folding_that_is_slower_is_warned_of(make_run, caplog, cost, warned):
+    run = make_run()
+    seconds = []
+    run.actor.weights.transformer.register_forward_hook(lambda *call: seconds.append(cost(len(call[2][0]))))
+    before = weights(run)
+    warn_if_folding_is_slower(run.actor.scorer, run.sample(), clock=lambda: sum(seconds))
+    assert ("actor.fold_steps=True is slower here: 8 samples take 256 s" in caplog.text) is warned
+    assert_same(weights(run), before, rtol=0, atol=0)
 
 
 # Updates -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed, sde
+from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
@@ -44,6 +45,8 @@ class PolicyOptimizer:
         self.adamw = torch.optim.AdamW(
             weights.parameters.values(), lr=actor.lr, betas=actor.betas, weight_decay=actor.weight_decay
         )
+        # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
+        self._measures_folding = actor.fold_steps and weights.device.type == "cuda" and not weights.sharded
 
     def update(
         self,
@@ -70,6 +73,11 @@ class PolicyOptimizer:
             places = torch.arange(terms.numel(), device=terms.device).view_as(terms)
             batch = replace(batch, places=places)
         filler_sample = batch.rollout.select(slice(1))
+        if self._measures_folding:
+            first = next(self.mini_batches(batch, training_step, 0)).rollout
+            for rows in self.scorer.micro_batches(first.num_samples)[:1]:
+                warn_if_folding_is_slower(self.scorer, first.select(rows))
+                self._measures_folding = False
         metrics = Metrics()
         untouched = True  # whether the weights are still those that the batch came with
         for epoch in range(self.config.actor.epochs):

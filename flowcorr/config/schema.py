@@ -245,7 +245,8 @@ class ActorConfig:
         epochs: passes over a step's samples.
         mini_batches: optimizer updates a pass; groups are never split.
         micro_batch_size: samples a forward pass; null takes the whole mini-batch.
-        fold_steps: score all window steps of a micro-batch in one forward pass.
+        fold_steps: score all window steps of a micro-batch in one forward pass. On a GPU the first training step
+            measures it, and warns where step by step is faster.
         autocast: bfloat16 autocast around the transformer.
         gradient_checkpointing: trade compute for memory in the transformer.
         compile: `torch.compile` the transformer where log-probs are scored and learned; evaluations, and rollouts in
