@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,49 +35,72 @@ def load_prompts(data: DataConfig, *, seed: int = 0) -> PromptSet:
     """Read prompts and split them.
 
     A `.txt` file holds one prompt a line; the words in double quotes, if there are any, are its target. A
-    `.jsonl` file holds one object a line: `{"prompt": ..., "target": ..., ...}`, where a missing target is
-    taken from the double quotes, and all other fields go into `Prompt.metadata`. `tiny_words` is the
+    `.jsonl` file holds one object a line: `{"prompt": ..., "target": ..., "tag": ..., ...}`, where a missing target is
+    taken from the double quotes, and all fields but prompt and target go into `Prompt.metadata`. `tiny_words` is the
     embedded list of words, which the embedded model was trained to draw: the prompt is the word itself.
 
-    A file is split by the SHA-256 of each prompt's text, so a prompt keeps its side whatever else the file
-    holds. The embedded words have a split of their own, which the embedded model's pretraining respects.
+    Without a second file, one is split by the SHA-256 of each prompt's text, so a prompt keeps its side whatever else
+    the file holds. The embedded words have a split of their own, which the embedded model's pretraining respects.
 
     Args:
-        data: the file, or `tiny_words`, and how it is split. Of a file's held-out prompts, those with the smallest
-            hashes are kept.
+        data: the files, or `tiny_words`, and how they are read. Of held-out prompts, each text counts once, and those
+            with the smallest hashes are kept.
         seed: chooses among the embedded words; a file ignores it.
 
     Raises:
-        ConfigError: the file is missing, empty or malformed (the message names file and line), or a side of
+        ConfigError: a file is missing, empty or malformed (the message names file and line), or a side of
             the split is empty.
     """
     if data.path == TINY_WORDS:
         return _tiny_words(data.num_train, data.num_heldout, seed)
-    prompts = read_prompts(Path(data.path))
-    train = [prompt for prompt in prompts if _hash(prompt.text) >= data.heldout_fraction]
-    heldout = [prompt for prompt in prompts if _hash(prompt.text) < data.heldout_fraction]
+    prompts = _read(data, "path", data.path)
+    if data.heldout_path is None:
+        split = f"data.heldout_fraction={data.heldout_fraction}"
+        heldout = [prompt for prompt in prompts if _hash(prompt.text) < data.heldout_fraction]
+    else:
+        split = f"data.heldout_path={data.heldout_path!r}"
+        heldout = _read(data, "heldout_path", data.heldout_path)
+    held_back = {prompt.text: prompt for prompt in heldout}
+    train = [prompt for prompt in prompts if prompt.text not in held_back]
     for side, chosen in (("training", train), ("held-out", heldout)):
         if not chosen:
             raise ConfigError(
-                f"data.path={data.path!r}: data.heldout_fraction={data.heldout_fraction} leaves no {side} prompt "
-                f"of {len(prompts)}; add prompts, or change the fraction"
+                f"data.path={data.path!r}: {split} leaves no {side} prompt of {len(prompts)}; add prompts, or change "
+                "that key"
             )
-    heldout.sort(key=lambda prompt: _hash(prompt.text))
-    return PromptSet(train=tuple(train), heldout=tuple(heldout[: data.num_heldout]))
+    ordered = sorted(held_back.values(), key=lambda prompt: _hash(prompt.text))
+    return PromptSet(train=tuple(train), heldout=tuple(ordered[: data.num_heldout]))
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def _read(data: DataConfig, key: str, path: str) -> list[Prompt]:
+    return read_prompts(
+        Path(path), key=f"data.{key}", target_field=data.target_field, tag_field=data.tag_field
+    )
+
+
+def read_prompts(
+    path: Path, *, key: str = "data.path", target_field: str = "target", tag_field: str = "tag"
+) -> list[Prompt]:
     """All prompts of a `.txt` or `.jsonl` file, in its order; blank lines are skipped.
+
+    Args:
+        path: the file.
+        key: what names it in the configuration, for messages.
+        target_field, tag_field: fields of a `.jsonl` line.
 
     Raises:
         ConfigError: the file is missing, empty or malformed; the message names file and line.
     """
-    if path.suffix not in _PARSERS:
-        raise ConfigError(unknown_choice(f"data.path={str(path)!r}: file type", path.suffix, _PARSERS))
-    parse = _PARSERS[path.suffix]
-    prompts = [parse(line, f"{path}:{number}") for number, line in _lines(path)]
+    parsers: dict[str, Callable[[str, str], Prompt]] = {
+        ".txt": _parse_text,
+        ".jsonl": partial(_parse_json, target_field=target_field, tag_field=tag_field),
+    }
+    if path.suffix not in parsers:
+        raise ConfigError(unknown_choice(f"{key}={str(path)!r}: file type", path.suffix, parsers))
+    parse = parsers[path.suffix]
+    prompts = [parse(line, f"{path}:{number}") for number, line in _lines(path, key)]
     if not prompts:
-        raise ConfigError(f"data.path={str(path)!r} holds no prompt; give one a line")
+        raise ConfigError(f"{key}={str(path)!r} holds no prompt; give one a line")
     return prompts
 
 
@@ -131,16 +155,16 @@ def _word_prompts(
     return tuple(Prompt(text=word, target=word) for word in words)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(
-            f"data.path={str(path)!r} does not exist (the current folder is {Path.cwd()}); "
+            f"{key}={str(path)!r} does not exist (the current folder is {Path.cwd()}); "
             f"give a .txt or .jsonl file, or {TINY_WORDS}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.path={str(path)!r} cannot be read as UTF-8 text: {error}") from error
+        raise ConfigError(f"{key}={str(path)!r} cannot be read as UTF-8 text: {error}") from error
     # Not splitlines(): it also splits at characters that JSON allows within a string.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -151,8 +175,9 @@ def _parse_text(line: str, place: str) -> Prompt:
     return Prompt(text=line, target=_quoted(line))
 
 
-def _parse_json(line: str, place: str) -> Prompt:
-    expected = 'each line must be an object such as {"prompt": "a sign that says hello", "target": "hello"}'
+def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> Prompt:
+    example = {"prompt": "a sign that says hello", target_field: "hello"}
+    expected = f"each line must be an object such as {json.dumps(example)}"
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -162,12 +187,13 @@ def _parse_json(line: str, place: str) -> Prompt:
     text = _string(entry, "prompt", place, expected)
     if text is None:
         raise ConfigError(f'{place} has no "prompt"; {expected}')
-    target = _string(entry, "target", place, expected)
-    metadata = {key: value for key, value in entry.items() if key not in ("prompt", "target")}
-    return Prompt(text=text, target=_quoted(text) if target is None else target, metadata=metadata)
-
-
-_PARSERS: Mapping[str, Callable[[str, str], Prompt]] = {".txt": _parse_text, ".jsonl": _parse_json}
+    target = _string(entry, target_field, place, expected)
+    return Prompt(
+        text=text,
+        target=_quoted(text) if target is None else target,
+        tag=_string(entry, tag_field, place, expected),
+        metadata={key: value for key, value in entry.items() if key not in ("prompt", target_field)},
+    )
 
 
 def _string(entry: Mapping[str, Any], key: str, place: str, expected: str) -> str | None:

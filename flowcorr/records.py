@@ -20,11 +20,13 @@ class Prompt:
     Attributes:
         text: what the model is asked for.
         target: what a reward looks for in the image, such as the words to render.
+        tag: its kind, by which `reward.terms` may choose prompts.
         metadata: further fields of the data file, for a user's own reward.
     """
 
     text: str
     target: str | None = None
+    tag: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,11 +11,9 @@ from flowcorr.records import Prompt
 from flowcorr.words import is_heldout
 
 
-def load(path, *, heldout_fraction=0.3, num_train=8, num_heldout=1000, seed=0):
-    data = DataConfig(
-        path=str(path), heldout_fraction=heldout_fraction, num_train=num_train, num_heldout=num_heldout
-    )
-    return load_prompts(data, seed=seed)
+def load(path, *, seed=0, **keys):
+    keys = {"heldout_fraction": 0.3, "num_train": 8, "num_heldout": 1000, **keys}
+    return load_prompts(DataConfig(path=str(path), **keys), seed=seed)
 
 
 def write(folder, text, name="prompts.txt"):
@@ -48,6 +48,45 @@ def test_jsonl_file(tmp_path):
     ]
 
 
+GENEVAL = [
+    {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "a photo of two cups"},
+    {"tag": "colors", "include": [{"class": "dog", "color": "red"}], "prompt": "a photo of a red dog"},
+]
+
+
+def test_lines_in_the_form_of_geneval(tmp_path):
+    path = write(tmp_path, "\n".join(map(json.dumps, GENEVAL)), "train_metadata.jsonl")
+    prompts = read_prompts(path)
+    assert [(prompt.text, prompt.tag, prompt.target) for prompt in prompts] == [
+        ("a photo of two cups", "counting", None),
+        ("a photo of a red dog", "colors", None),
+    ]
+    assert prompts[0].metadata == {"tag": "counting", "include": [{"class": "cup", "count": 2}]}
+
+
+def test_fields_of_target_and_tag_are_chosen(tmp_path):
+    line = '{"prompt": "a \\"big\\" sign %d", "text": "Hello", "category": "Text", "target": "x"}'
+    path = write(tmp_path, "\n".join(line % number for number in range(20)), "prompts.jsonl")
+    split = load(path, target_field="text", tag_field="category")
+    for prompt in split.train + split.heldout:
+        assert (prompt.target, prompt.tag) == ("Hello", "Text")
+        assert prompt.metadata == {"category": "Text", "target": "x"}
+    assert {prompt.target for prompt in load(path, target_field="words").train} == {"big"}
+
+
+def test_heldout_prompts_of_a_file_of_their_own(tmp_path):
+    train = write(tmp_path, "one\ntwo\nthree\n", "train.txt")
+    heldout = write(tmp_path, "four\ntwo\nfour\nfive\n", "test.txt")
+    split = load(train, heldout_path=str(heldout))
+    assert texts(split.train) == ["one", "three"]  # nothing is on both sides
+    assert sorted(texts(split.heldout)) == ["five", "four", "two"]  # each text once
+    assert len(load(train, heldout_path=str(heldout), num_heldout=2).heldout) == 2
+    with pytest.raises(ConfigError, match=r"data\.heldout_path='.*gone.txt' does not exist"):
+        load(train, heldout_path=str(tmp_path / "gone.txt"))
+    with pytest.raises(ConfigError, match=r"data\.heldout_path='.*' leaves no training prompt of 3"):
+        load(train, heldout_path=str(train))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -57,6 +96,7 @@ def test_jsonl_file(tmp_path):
         ('{"prompt": 3}', 'prompts.jsonl:2 has "prompt": 3'),
         ('{"prompt": "  "}', 'prompts.jsonl:2 has "prompt": "  "'),
         ('{"prompt": "a", "target": ["b"]}', r'prompts.jsonl:2 has "target": \["b"\]'),
+        ('{"prompt": "a", "tag": 3}', 'prompts.jsonl:2 has "tag": 3'),
     ],
 )
 def test_malformed_line_is_named(tmp_path, line, message):
@@ -103,6 +143,7 @@ def test_split_depends_on_the_text_alone(tmp_path):
     assert set(texts(half_reversed.heldout)) == set(texts(whole.heldout)) & set(lines[:50])
     repeated = load(write(tmp_path, "\n".join([*lines, *lines])))
     assert set(texts(repeated.heldout)).isdisjoint(texts(repeated.train))
+    assert texts(repeated.heldout) == texts(whole.heldout)
 
 
 def test_number_of_heldout_prompts_is_bounded(tmp_path):

@@ -33,8 +33,8 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
     Args:
         recipe: a YAML file, or the name of a recipe that ships with flowcorr.
         overrides: `dotted.key=value` strings; values are YAML, so `key=[0, 4]` and `key=null` work.
-            `data.path` may also name a file beside the recipe. A `preset` of rollout correction takes the place of all
-            that the recipe says of it, so that one key switches between modes.
+            `data.path` and `data.heldout_path` may also name files beside the recipe. A `preset` of rollout
+            correction takes the place of all that the recipe says of it, so that one key switches between modes.
 
     Raises:
         ConfigError: no such recipe, no YAML, or a key, value or combination that cannot be used. The message names
@@ -85,14 +85,16 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
 
 
 def _beside(recipe: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values with a prompts file that lies beside the recipe, and not in the current folder, found there."""
+    """The values with prompts files that lie beside the recipe, and not in the current folder, found there."""
     data = values.get("data")
-    if not isinstance(data, Mapping) or not isinstance(data.get("path"), str):
+    if not isinstance(data, Mapping):
         return values
-    there = recipe.parent / data["path"]
-    if Path(data["path"]).exists() or not there.is_file():
-        return values
-    return {**values, "data": {**data, "path": str(there.resolve())}}
+    found = {}
+    for key in ("path", "heldout_path"):
+        name = data.get(key)
+        if isinstance(name, str) and not Path(name).exists() and (recipe.parent / name).is_file():
+            found[key] = str((recipe.parent / name).resolve())
+    return {**values, "data": {**data, **found}}
 
 
 def _listed_recipes() -> str:

@@ -199,9 +199,15 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     if sampling.guidance_scale <= 1 and sampling.true_cfg_scale <= 1:
         yield "sampling.negative_prompt", "guidance is off"
     if data.path == "tiny_words":
-        yield "data.heldout_fraction", "data.path=tiny_words has its own split; set data.num_heldout"
+        for key in ("heldout_path", "heldout_fraction", "target_field", "tag_field"):
+            yield (
+                f"data.{key}",
+                "data.path=tiny_words has targets and a split of its own; set data.num_heldout",
+            )
     else:
         yield "data.num_train", "it belongs to data.path=tiny_words; a file's prompts are all used"
+        if data.heldout_path is not None:
+            yield "data.heldout_fraction", f"data.heldout_path={data.heldout_path} has the held-out prompts"
 
 
 def _unused_by_model(config: Config) -> Iterator[tuple[str, str]]:

@@ -325,6 +325,8 @@ class RewardTerm:
             or `package.module:name`.
         weight: its factor in the sum.
         options: keyword arguments of the reward.
+        tags: score only prompts with one of these tags, see `data.tag_field`; empty scores all. A term adds nothing to
+            the reward of other prompts, and its own mean leaves them out.
         normalize: in training, take the term relative to its prompt's mean and divide it by the std of its `group`
             (GDPO, together with `algorithm.advantage_std: global`), or of all rewards of the step (`global`), before
             it is summed; `none` sums raw scores. What is logged and evaluated is always raw.
@@ -333,6 +335,7 @@ class RewardTerm:
     name: str
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
     normalize: Literal["none", "group", "global"] = "none"
 
     def __post_init__(self) -> None:
@@ -385,15 +388,22 @@ class DataConfig:
 
     Attributes:
         path: a .txt or .jsonl file, or `tiny_words`, the word list of the embedded model.
+        heldout_path: a file of prompts for evaluation; null keeps back a share of `path`.
         heldout_fraction: share of a file's prompts kept for evaluation, chosen by hash.
         num_train: prompts drawn from `tiny_words` for training.
         num_heldout: prompts of an evaluation.
+        target_field: the field of a .jsonl line that holds the target, such as the words to render; without it the
+            target is the text in double quotes.
+        tag_field: the field of a .jsonl line by which `reward.terms[].tags` chooses prompts.
     """
 
     path: str = "tiny_words"
+    heldout_path: str | None = None
     heldout_fraction: float = 0.1
     num_train: int = 2048
     num_heldout: int = 128
+    target_field: str = "target"
+    tag_field: str = "tag"
 
     def __post_init__(self) -> None:
         if not 0 < self.heldout_fraction < 1:

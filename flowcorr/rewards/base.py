@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -43,6 +43,18 @@ class RewardOutput:
             scores=function(self.scores),
             extra={key: function(array) for key, array in self.extra.items()},
             terms={key: function(array) for key, array in self.terms.items()},
+        )
+
+    def at(self, rows: np.ndarray, batch_size: int) -> RewardOutput:
+        """These scores at `rows` of a larger batch, and NaN in its other rows."""
+
+        def spread(array: np.ndarray) -> np.ndarray:
+            whole = np.full(batch_size, np.nan)
+            whole[rows] = array
+            return whole
+
+        return replace(
+            self.map(spread), errors={int(rows[place]): error for place, error in self.errors.items()}
         )
 
     @staticmethod

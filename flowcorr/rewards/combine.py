@@ -66,13 +66,17 @@ class Term(Protocol):
         """Keyword arguments of the reward."""
 
     @property
+    def tags(self) -> Sequence[str]:
+        """Tags of the prompts that it scores; empty for all."""
+
+    @property
     def normalize(self) -> AdvantageStd:
         """What `training_scores` divides the term by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSum:
-    """`sum_k weight_k * reward_k`.
+    """`sum_k weight_k * reward_k`, over the terms that score the sample's prompt.
 
     One term keeps the names of its extras. With several, each extra is called `<label>_<extra>`, and the
     term's own score, before its weight, is logged as `<label>`. Held-out rewards are terms of weight 0 whose label
@@ -83,6 +87,7 @@ class WeightedSum:
         labels: a short name for each term.
         weights: their weights.
         rewards: their rewards; may return plain sequences of numbers.
+        tags: tags of the prompts that each scores, empty for all; its scores of other prompts are NaN.
         timeout: seconds after which the log says which reward is still computing; None never says so.
 
     Raises:
@@ -92,6 +97,7 @@ class WeightedSum:
     labels: tuple[str, ...]
     weights: tuple[float, ...]
     rewards: tuple[Callable[[np.ndarray, list[Prompt]], Any], ...]
+    tags: tuple[Sequence[str], ...]
     timeout: float | None = None
 
     def __post_init__(self) -> None:
@@ -114,20 +120,36 @@ class WeightedSum:
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
         """Score images `[B, H, W, 3]` uint8."""
-        outputs = {
-            label: as_reward_output(self._score(label, reward, images, prompts), len(prompts), label)
-            for label, reward in zip(self.labels, self.rewards, strict=True)
-        }
+        outputs: dict[str, RewardOutput] = {}
         scores = np.zeros(len(prompts))
-        with np.errstate(invalid="ignore"):  # 0 * inf: the sample has failed
-            for weight, output in zip(self.weights, outputs.values(), strict=True):
-                scores += weight * output.scores
+        for label, weight, reward, tags in zip(
+            self.labels, self.weights, self.rewards, self.tags, strict=True
+        ):
+            rows = np.flatnonzero([not tags or prompt.tag in tags for prompt in prompts])
+            own = self._score_rows(label, reward, images, prompts, rows)
+            with np.errstate(invalid="ignore"):  # 0 * inf: the sample has failed
+                scores[rows] += weight * own.scores
+            outputs[label] = own.at(rows, len(prompts))
         return RewardOutput(
             scores=scores,
             extra=self._extras(outputs),
             terms={label: output.scores for label, output in outputs.items() if not label.startswith(GOLD)},
             errors=self._errors(outputs),
         )
+
+    def _score_rows(
+        self,
+        label: str,
+        reward: Callable[..., Any],
+        images: np.ndarray,
+        prompts: list[Prompt],
+        rows: np.ndarray,
+    ) -> RewardOutput:
+        if len(rows) == 0:
+            return RewardOutput(scores=np.zeros(0))
+        if len(rows) < len(prompts):
+            images, prompts = images[rows], [prompts[row] for row in rows]
+        return as_reward_output(self._score(label, reward, images, prompts), len(prompts), label)
 
     def _score(
         self, label: str, reward: Callable[..., Any], images: np.ndarray, prompts: list[Prompt]
@@ -199,9 +221,11 @@ def training_scores(output: RewardOutput, terms: Sequence[Term], group_ids: Tens
     total = torch.zeros(len(output.scores), dtype=torch.float64, device=device)
     for term in terms:
         scores = torch.as_tensor(output.terms[_label(term)], device=device)
+        rows = ~scores.isnan()  # samples that it scores
+        scores = scores[rows]
         if term.normalize != "none":
-            scores = group_advantages(scores, group_ids, std=term.normalize)
-        total += term.weight * scores
+            scores = group_advantages(scores, group_ids[rows], std=term.normalize)
+        total[rows] += term.weight * scores
     return total
 
 
@@ -228,8 +252,33 @@ def build_reward(
         labels=labels,
         weights=(*(float(term.weight) for term in terms), *(0.0 for _ in gold)),
         rewards=tuple(_build_term(term) for term in (*terms, *gold)),
+        tags=tuple(term.tags for term in (*terms, *gold)),
         timeout=timeout,
     )
+
+
+def check_tags(terms: Sequence[Term], gold: Sequence[Term], prompts: Sequence[Prompt]) -> None:
+    """Check that a term scores each prompt, and that each tag of a term is that of a prompt.
+
+    Raises:
+        ConfigError: a prompt would get no reward, or no prompt has a tag that a term names.
+    """
+    found = dict.fromkeys(prompt.tag for prompt in prompts)
+    known = [tag for tag in found if tag is not None]
+    for key, listed in (("reward.terms", terms), ("reward.gold", gold)):
+        for term in listed:
+            for name in term.tags:
+                if name not in found:
+                    raise ConfigError(unknown_choice(f"{key}[{term.name}].tags", name, known))
+    if all(term.tags for term in terms):
+        scored = {name for term in terms for name in term.tags}
+        for tag in found:
+            if tag not in scored:
+                which = "without a tag" if tag is None else f"with the tag {tag!r}"
+                raise ConfigError(
+                    f"no term of reward.terms scores prompts {which}; name that tag in a term, or add a term without "
+                    "tags"
+                )
 
 
 @contextlib.contextmanager

@@ -70,8 +70,11 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
             own_scores = {"reward": output.scores, **output.extra}
     by_rank = [scores for scores in distributed.gather(own_scores, "the scores of an evaluation") if scores]
     gathered = distributed.gather_on_main(images, "the images of an evaluation")
-    scores = {name: np.concatenate([scores[name] for scores in by_rank]) for name in by_rank[0]}
-    metrics = {f"eval/{name}": float(values.mean()) for name, values in scores.items()}
+    names = dict.fromkeys(name for scores in by_rank for name in scores)
+    scores = {name: np.concatenate([part[name] for part in by_rank if name in part]) for name in names}
+    # A term that does not score a prompt has NaN there.
+    finite = {name: values[np.isfinite(values)] for name, values in scores.items()}
+    metrics = {f"eval/{name}": float(values.mean()) for name, values in finite.items() if len(values)}
     metrics["eval/reward_std"] = float(scores["reward"].std(ddof=1)) if len(prompts) > 1 else 0.0
     return Evaluation(
         metrics=metrics,

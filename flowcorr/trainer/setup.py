@@ -15,7 +15,7 @@ from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
 from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.rewards import Reward, ThreadReward, build_reward
+from flowcorr.rewards import Reward, ThreadReward, build_reward, check_tags
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.build import build_backend, check_installed
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
@@ -88,6 +88,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
         with distributed.fail_together("loading the model"):
             check_installed(config)
             prompts = load_prompts(config.data)
+            check_tags(config.reward.terms, config.reward.gold, (*prompts.train, *prompts.heldout))
             reward = _build_reward(config, on_event)
             if isinstance(reward, RayReward | ThreadReward):
                 on_failure.callback(reward.close)

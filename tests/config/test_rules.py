@@ -118,6 +118,12 @@ def test_sound_combinations_are_silent(values):
         ({"model": {"lora": {"rank": 0, "alpha": 8}}}, "model.lora.alpha=8.0"),
         ({"data": {"heldout_fraction": 0.5}}, "data.heldout_fraction=0.5"),
         ({"data": {"path": "prompts.txt", "num_train": 5}}, "data.num_train=5"),
+        ({"data": {"heldout_path": "test.txt"}}, "data.heldout_path=test.txt"),
+        ({"data": {"tag_field": "category"}}, "data.tag_field=category"),
+        (
+            {"data": {"path": "prompts.txt", "heldout_path": "test.txt", "heldout_fraction": 0.5}},
+            "data.heldout_fraction=0.5",
+        ),
         ({"rollout": {"num_workers": 2}}, "rollout.num_workers=2"),
         ({"rollout": {"worker_resources": {"num_gpus": 1}}}, "rollout.worker_resources={'num_gpus': 1}"),
         ({"rollout": {"timeout": 60}}, "rollout.timeout=60.0"),

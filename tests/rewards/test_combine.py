@@ -14,7 +14,14 @@ from flowcorr.config import load
 from flowcorr.config.schema import RewardTerm
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.records import Prompt
-from flowcorr.rewards import REWARDS, RewardOutput, build_reward, score_batch, training_scores
+from flowcorr.rewards import (
+    REWARDS,
+    RewardOutput,
+    build_reward,
+    check_tags,
+    score_batch,
+    training_scores,
+)
 from flowcorr.rewards.combine import reported_when_slow
 
 IMAGES = np.array([0, 100, 200], dtype=np.uint8)[:, None, None, None] * np.ones((3, 8, 8, 3), dtype=np.uint8)
@@ -77,8 +84,8 @@ def user_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def term(name, weight=1.0, **options):
-    return SimpleNamespace(name=name, weight=weight, options=options)
+def term(name, weight=1.0, *, tags=(), **options):
+    return SimpleNamespace(name=name, weight=weight, tags=tags, options=options)
 
 
 def test_weighted_sum_of_a_function_and_a_class():
@@ -234,6 +241,79 @@ def test_reason_of_a_term_is_passed_on_with_its_name(monkeypatch):
     reward = build_reward([term("jpeg_compressibility"), term("users_rewards:brightness")])
     with pytest.raises(BackendError, match=r"sample 1 \(prompt 'bb'\): brightness: too dark"):
         score_batch(reward, IMAGES, PROMPTS)
+
+
+TAGGED = [Prompt(text=text, tag=tag) for text, tag in (("a", "text"), ("bb", "count"), ("ccc", "text"))]
+
+
+def test_a_term_scores_the_prompts_that_have_its_tags():
+    own = term("users_rewards:Length", 2, tags=("text", "colour"))
+    output, failed = score_batch(build_reward([own, term("users_rewards:brightness")]), IMAGES, TAGGED)
+    assert not failed.any()
+    assert output.scores.tolist() == [0 + 2 * 1, 100, 200 + 2 * 3]
+    np.testing.assert_array_equal(output.extra["Length"], [1, np.nan, 3])
+    np.testing.assert_array_equal(output.extra["Length_odd"], [1, np.nan, 1])
+    np.testing.assert_array_equal(output.terms["brightness"], [0, 100, 200])
+
+
+def test_a_term_whose_tags_no_prompt_of_a_batch_has_is_not_called():
+    reward = build_reward([term("users_rewards:exits", tags=("colour",)), term("users_rewards:brightness")])
+    output = reward(IMAGES, TAGGED)
+    assert output.scores.tolist() == [0, 100, 200]
+    assert np.isnan(output.terms["exits"]).all()
+
+
+def test_a_failure_of_a_term_with_tags_is_that_of_its_sample(monkeypatch):
+    import users_rewards
+
+    prompts = [TAGGED[1], TAGGED[0], Prompt(text="bb", tag="text")]
+    reward = build_reward([term("users_rewards:nan_at_bb", tags=("text",)), term("users_rewards:brightness")])
+    _, failed = score_batch(reward, IMAGES, prompts, on_error="drop_group")
+    assert failed.tolist() == [False, False, True]
+
+    def unsure(images, prompts):
+        return RewardOutput(scores=np.array([1.0, np.nan]), errors={1: "too dark"})
+
+    monkeypatch.setattr(users_rewards, "brightness", unsure)
+    reward = build_reward([term("users_rewards:brightness", tags=("text",)), term("jpeg_compressibility")])
+    with pytest.raises(BackendError, match=r"sample 2 \(prompt 'bb'\): brightness: too dark"):
+        score_batch(reward, IMAGES, prompts)
+
+
+def test_terms_are_normalised_over_the_samples_that_they_score():
+    output = sum_of([np.nan, np.nan, 10, 30], [5, 1, 4, 8])
+    terms = [RewardTerm(name="a", normalize="global", tags=("x",)), RewardTerm(name="b", weight=0.5)]
+    half = 0.5**0.5
+    expected = [2.5, 0.5, 2 - half, 4 + half]
+    scores = training_scores(output, terms, torch.tensor([0, 0, 1, 1]))
+    np.testing.assert_allclose(scores, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("terms", "gold", "message"),
+    [
+        (
+            [term("ocr", tags=("tezt",)), term("b")],
+            [],
+            r"reward.terms\[ocr\].tags='tezt' is unknown; choose from text, count .*text",
+        ),
+        ([term("a")], [term("ocr", tags=("x",))], r"reward.gold\[ocr\].tags='x' is unknown"),
+        (
+            [term("ocr", tags=("text",))],
+            [term("b")],
+            "no term of reward.terms scores prompts with the tag 'count'",
+        ),
+        ([term("ocr", tags=("text", "count"))], [], "no term of reward.terms scores prompts without a tag"),
+    ],
+)
+def test_tags_and_prompts_that_do_not_fit_are_named(terms, gold, message):
+    with pytest.raises(ConfigError, match=message):
+        check_tags(terms, gold, [*TAGGED, Prompt(text="d")])
+
+
+def test_tags_that_fit():
+    check_tags([term("a", tags=("text",)), term("b")], [term("c", tags=("count",))], TAGGED)
+    check_tags([term("a", tags=("text",)), term("b", tags=("count",))], [], TAGGED)
 
 
 def sum_of(*columns):

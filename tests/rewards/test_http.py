@@ -2,12 +2,12 @@ import base64
 import io
 import json
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from flowcorr.config.schema import RewardTerm
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.records import Prompt
 from flowcorr.rewards import HttpReward, build_reward, score_batch
@@ -131,7 +131,7 @@ def test_reward_of_a_recipe_can_be_pickled_and_shows_no_token(serve, monkeypatch
     monkeypatch.setenv("SCORER_TOKEN", "s3cret")
     server = serve(brightness)
     options = {"url": server.url, "token_env": "SCORER_TOKEN"}
-    scorer = build_reward([SimpleNamespace(name="http", weight=2, options=options)])
+    scorer = build_reward([RewardTerm(name="http", weight=2, options=options)])
     stored = pickle.dumps(scorer)
     assert b"s3cret" not in stored
     assert "s3cret" not in repr(scorer)
@@ -155,4 +155,4 @@ def test_bad_options_are_refused(options, message):
 
 def test_address_is_required():
     with pytest.raises(ConfigError, match="missing a required argument: 'url'; it takes url, format"):
-        build_reward([SimpleNamespace(name="http", weight=1, options={})])
+        build_reward([RewardTerm(name="http")])

@@ -1,12 +1,12 @@
 """A reward in a thread of its own gives what it gives in the trainer's, while the trainer does other work."""
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from flowcorr.config.schema import RewardTerm
 from flowcorr.errors import BackendError, BatchError
 from flowcorr.records import Prompt
 from flowcorr.rewards import (
@@ -60,7 +60,13 @@ def start():
 
     def enter(*rewards, timeout=None):
         labels = tuple(getattr(reward, "name", None) or reward.__name__ for reward in rewards)
-        local = WeightedSum(labels=labels, weights=(0.5,) * len(labels), rewards=rewards, timeout=timeout)
+        local = WeightedSum(
+            labels=labels,
+            weights=(0.5,) * len(labels),
+            rewards=rewards,
+            tags=((),) * len(labels),
+            timeout=timeout,
+        )
         started.append(ThreadReward(local))
         return local, started[-1]
 
@@ -195,7 +201,5 @@ def test_a_users_function_says_so_by_an_attribute(tmp_path, monkeypatch):
         "limited.overlaps = True\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    term = SimpleNamespace(
-        name="limited_reward:limited", weight=1.0, options={"limit": 100.0}, normalize="none"
-    )
+    term = RewardTerm(name="limited_reward:limited", options={"limit": 100.0})
     assert build_reward([term]).overlaps
