@@ -7,6 +7,9 @@ Copy the function of your trainer, call it where its docstring says, and read th
     flowcorr report my_dump       # curves and findings
 """
 
+import torch
+from accelerate.utils import gather_object
+
 import flowcorr
 
 
@@ -37,14 +40,17 @@ def dump_flow_grpo(folder, epoch, samples, current, accelerator, config):
     Before the loop over `samples_batched`: `current = torch.full_like(samples["log_probs"], torch.nan)`; in it, after
     `compute_log_prob`: `current.unflatten(0, (len(samples_batched), -1))[i, :, j] = log_prob.detach()`.
     """
-    gathered = {name: accelerator.gather(samples[name]) for name in ("log_probs", "advantages", "timesteps")}
-    current = accelerator.gather(current)
+    mine = {name: samples[name].cpu() for name in ("log_probs", "advantages", "timesteps")}
+    parts = gather_object(
+        [mine | {"current": current.cpu()}]
+    )  # processes may have left out different samples
+    gathered = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if accelerator.is_main_process:
         flowcorr.dump(
             folder,
             epoch,
             rollout_log_probs=gathered["log_probs"],  # they are its old ones: bypass mode
-            current_log_probs=current,
+            current_log_probs=gathered["current"],
             advantages=gathered["advantages"],
             sigmas=gathered["timesteps"] / 1000,
             num_elements=samples["latents"][0, 0].numel(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from flowcorr.models import FAMILIES
 from flowcorr.translate.table import Get, Row, Table
 from flowcorr.translate.verl_omni import reward_terms
 
@@ -75,8 +76,8 @@ def _dtype(get: Get) -> str:
 
 def _refuse(get: Get) -> str:
     model = get("pretrained.model")
-    if not re.search(r"stable-diffusion-3|sd3|flux|qwen-?image(?!.*edit)", model.lower()):
-        return f"pretrained.model={model} is of no family that flowcorr knows: SD3, Qwen-Image, FLUX.1"
+    if not re.search(r"stable-diffusion-3|sd3|flux|z-image|qwen-?image(?!.*edit)", model.lower()):
+        return f"pretrained.model={model} is of no family that flowcorr knows: {', '.join(FAMILIES)}"
     if get("train.algorithm") != "grpo":
         return (
             f"train.algorithm={get('train.algorithm')} has no equal here; flowcorr has policy gradients only"

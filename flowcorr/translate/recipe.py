@@ -30,7 +30,7 @@ def recipe_text(translation: Translation, origin: str) -> str:
         parts += _comment(f"no place here ({reason}):", keys)
     if translation.unknown:
         parts += _comment("not known to flowcorr translate:", translation.unknown)
-    parts += _comment("differs in the maths:", translation.differences)
+    parts += _comment("differs, whatever the recipe says:", translation.differences)
     return "\n".join(parts) + "\n"
 
 

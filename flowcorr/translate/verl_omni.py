@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from flowcorr.config import yaml_text
+from flowcorr.models import FAMILIES
 from flowcorr.translate.table import Get, Row, Table
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -204,7 +205,7 @@ def _rewards(get: Get) -> list[dict[str, Any]]:
 def _data_path(get: Get) -> str:
     path = get("data.train_files")
     path = path[0] if isinstance(path, list) else path
-    return re.sub(r"\.parquet$", ".jsonl", path)
+    return re.sub(r"\.parquet$", ".txt", path)
 
 
 def _logger(get: Get) -> list[str]:
@@ -235,7 +236,7 @@ def _refuse(get: Get) -> str:
     if frames > 1:
         return f"{PIPELINE}.num_frames={frames} makes videos, and flowcorr trains on images"
     if any(word in path.rpartition("/")[2].lower() for word in OTHER_MODELS):
-        return f"{MODEL}.path={path} is of a family that flowcorr does not know; it knows SD3, Qwen-Image and FLUX.1"
+        return f"{MODEL}.path={path} is of no family that flowcorr knows: {', '.join(FAMILIES)}"
     if get(f"{ROLLOUT}.n") < 2:
         return f"{ROLLOUT}.n={get(f'{ROLLOUT}.n')} leaves nothing to compare an image with; flowcorr needs 2 or more"
     prompts, mini = get("data.train_batch_size"), get(f"{ACTOR}.ppo_mini_batch_size")
@@ -419,7 +420,7 @@ ROWS = (
         key="data.path",
         value=_data_path,
         sources=("data.train_files",),
-        note='a line {"prompt": ..., "target": ...} for each row of its parquet',
+        note="its prompts as text, as the train.txt from which its parquet was made",
     ),
     Row(
         key="data.num_heldout",
@@ -485,6 +486,7 @@ NO_PLACE = {
 }
 
 DIFFERENCES = (
+    'its negative prompt stands in its data, as " " in that of Qwen-Image; here it is sampling.negative_prompt',
     "verl applies an asymmetric k1 band to the reciprocal ratio; here it holds for exp(delta)",
     "its grpo_guard takes the std of a step as the mean over the batch; here each sample has its own",
 )

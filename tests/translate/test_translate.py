@@ -94,7 +94,7 @@ def test_verl_omnis_values_and_defaults(omni):
     assert found.algorithm.rollout_correction is None
     assert not found.rollout.calculate_log_probs
     assert [term.name for term in found.reward.terms] == ["ocr"]
-    assert (found.data.path, found.trainer.trackers) == ("data/train.jsonl", ("wandb",))
+    assert (found.data.path, found.trainer.trackers) == ("data/train.txt", ("wandb",))
     assert f"  path: Qwen/Qwen-Image  # {OMNI}model.path\n" in text
     assert f"height: 512  # verl-omni's default of {OMNI}rollout.pipeline.height; here: null" in text
     assert f"#   {OMNI}actor.fsdp_config.param_offload=True" in text
@@ -172,7 +172,7 @@ def test_rewards_by_name(omni):
         ("algorithm.trainer_type=direct_preference", "is no policy gradient"),
         (f"{OMNI}actor.diffusion_loss.loss_mode=diffusion_nft", "loss_mode=diffusion_nft has no equal here"),
         (f"{OMNI}rollout.pipeline.num_frames=81", "makes videos"),
-        (f"{OMNI}model.path=Qwen/Qwen-Image-Edit", "of a family that flowcorr does not know"),
+        (f"{OMNI}model.path=Qwen/Qwen-Image-Edit", "of no family that flowcorr knows: sd3"),
         (f"{OMNI}rollout.n=1", "nothing to compare an image with"),
         (f"{OMNI}rollout.algo.sde_contiguous=False", "do not follow each other"),
         ("distillation.enabled=True", "learns from a teacher"),
