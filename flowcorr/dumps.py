@@ -31,7 +31,7 @@ GIVES = {
     "current_log_probs": "ratios after the first update (lab), and curves of the update (report)",
     "clip_ratio": "clipped terms (lab), and noise beside the clip range (audit, report)",
     "num_elements": "scales sqrt and sum and step_z (lab), and joint nats with advice on weights (audit)",
-    "step_indices": "the gap by step of the schedule; until then steps are counted within the window",
+    "step_indices": "the gap by step of the schedule; else steps are counted by noise level, or within the window",
     "sigmas": "the noise level of each step (audit)",
     "rewards": "the curve of the reward (report)",
     "group_ids": "groups that teach nothing (report), and rejection_groups (lab)",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowcorr import dumps
 from flowcorr.algorithm.apply import correct
@@ -21,6 +22,7 @@ from flowcorr.trainer.run_folder import CONFIG_FILE, load_config, resume_command
 
 UNBOUNDED = 1e9  # in place of a clip range that is not known: no ratio reaches it
 _MORE_STEPS = 10  # that tell something
+_ROUNDING = 2.0**-8  # relative; noise levels may have been rounded to bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +35,15 @@ class DumpedRun:
         files: by training step.
         of_flowcorr: whether flowcorr trained it, so that all of `config` is known.
         notes: what was not dumped and what it would give, a line each.
+        levels: noise levels of all steps, highest first, where they have to stand for step indices; else None.
     """
 
     folder: Path
     config: Config
     files: Mapping[int, Path]
     of_flowcorr: bool
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    levels: Tensor | None = None
 
 
 def read_dumped(folder: Path) -> DumpedRun:
@@ -61,7 +65,7 @@ def read_dumped(folder: Path) -> DumpedRun:
             "or a folder that flowcorr.dump wrote"
         )
     if of_flowcorr:
-        return DumpedRun(folder=folder, config=load_config(folder), files=files, of_flowcorr=True, notes=())
+        return DumpedRun(folder=folder, config=load_config(folder), files=files, of_flowcorr=True)
     first = next(iter(files.values()))
     terms, loss = dumps.load(first), dumps.load_loss(first)
     notes = dumps.missing(terms, loss)
@@ -77,7 +81,8 @@ def read_dumped(folder: Path) -> DumpedRun:
     )
     samples, window = terms.rollout_log_probs.shape
     groups = samples if terms.group_ids is None else len(terms.group_ids.unique())
-    steps = max(map(_num_steps, files.values()))
+    levels = noise_levels(list(files.values()))
+    steps = max(_num_steps(path, levels) for path in files.values())
     config = Config(
         actor=actor,
         sampling=SamplingConfig(
@@ -86,13 +91,34 @@ def read_dumped(folder: Path) -> DumpedRun:
         rollout=RolloutConfig(prompts_per_step=max(2, groups), n=max(2, samples // groups)),
         algorithm=AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=terms.bypass)),
     )
-    return DumpedRun(folder=folder, config=config, files=files, of_flowcorr=False, notes=tuple(notes))
+    return DumpedRun(
+        folder=folder, config=config, files=files, of_flowcorr=False, notes=tuple(notes), levels=levels
+    )
 
 
-def completed(terms: DumpedTerms) -> LoggedTerms:
+def noise_levels(paths: Sequence[Path]) -> Tensor | None:
+    """The noise levels of all steps, highest first, to within the rounding of bfloat16; None where none are needed.
+
+    Samples may have windows of their own, so that a step's place within its window does not tell which step it is.
+    """
+    if not paths or dumps.load(paths[0]).step_indices is not None:
+        return None
+    seen = [terms.sigmas.unique() for terms in map(dumps.load, paths) if terms.sigmas is not None]
+    if not seen:
+        return None
+    levels = torch.cat(seen).unique().flip(0)
+    new = torch.cat([levels.new_ones(1).bool(), levels[1:] < levels[:-1] * (1 - _ROUNDING)])
+    return levels[new]
+
+
+def completed(terms: DumpedTerms, levels: Tensor | None = None) -> LoggedTerms:
     """The terms with stand-ins for what was not dumped: current policy = old one, steps counted within the window.
 
     Noise levels, times and rewards become NaN, stds 1; exact KLs and `num_elements` stay unknown.
+
+    Args:
+        terms: of a training step.
+        levels: `noise_levels`, by which steps are counted instead.
     """
     shape = terms.old_log_probs.shape
     unknown = torch.full(shape, torch.nan)
@@ -105,11 +131,18 @@ def completed(terms: DumpedTerms) -> LoggedTerms:
         "sigmas": unknown,
         "sigmas_next": unknown,
         "stds": torch.ones(shape),
-        "step_indices": torch.arange(shape[1]).expand(shape),
+        "step_indices": _places(terms, levels),
         "group_ids": torch.arange(shape[0]),
         "policy_versions": torch.zeros(shape[0], dtype=torch.int64),
     }
     return LoggedTerms(**(values | terms.tensors()))
+
+
+def _places(terms: DumpedTerms, levels: Tensor | None) -> Tensor:
+    shape = terms.old_log_probs.shape
+    if levels is None or terms.sigmas is None:
+        return torch.arange(shape[1]).expand(shape)
+    return (terms.sigmas.unsqueeze(-1) - levels).abs().argmin(-1)
 
 
 def records(run: DumpedRun) -> list[dict[str, Any]]:
@@ -118,11 +151,12 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a file is damaged.
     """
-    return [{"step": step, **_metrics(dumps.load(path), run.config)} for step, path in run.files.items()]
+    return [{"step": step, **_metrics(dumps.load(path), run)} for step, path in run.files.items()]
 
 
-def _metrics(dumped: DumpedTerms, config: Config) -> dict[str, float]:
-    terms, actor = completed(dumped), config.actor
+def _metrics(dumped: DumpedTerms, run: DumpedRun) -> dict[str, float]:
+    config = run.config
+    terms, actor = completed(dumped, run.levels), config.actor
     correction = config.algorithm.rollout_correction
     assert correction is not None
     target = terms.current_log_probs if terms.bypass else terms.old_log_probs
@@ -170,5 +204,5 @@ def _of_rewards(terms: DumpedTerms) -> Metrics:
     return Metrics.from_stats(stats)
 
 
-def _num_steps(path: Path) -> int:
-    return int(completed(dumps.load(path)).step_indices.max()) + 1
+def _num_steps(path: Path, levels: Tensor | None) -> int:
+    return int(completed(dumps.load(path), levels).step_indices.max()) + 1

@@ -1,9 +1,12 @@
 """Folders of steps that another trainer dumped, with little and with much in them."""
 
 import pytest
+import torch
 from diagnostics.foreign_dumps import D, draw_steps
 
-from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped, records
+import flowcorr
+from flowcorr import dumps
+from flowcorr.diagnostics.dumped import UNBOUNDED, completed, read_dumped, records
 from flowcorr.errors import ConfigError
 
 
@@ -47,6 +50,22 @@ def test_what_is_missing_is_left_out(tmp_path):
     (first, *_) = records(run)
     assert {name.split("/")[0] for name in first} == {"step", "rollout_corr"}
     assert "rollout_corr/clip_noise_fraction" not in first
+
+
+def test_noise_levels_stand_for_step_indices(tmp_path):
+    """Windows of each sample's own; one noise level was rounded to bfloat16."""
+    schedule = torch.tensor([1.0, 0.9, 0.7, 0.5])
+    own = torch.stack([schedule[start : start + 2] for start in [0, 1, 2, 1] * 8])
+    draw_steps(tmp_path, steps=1, without=("step_indices",), sigmas=own)
+    rounded = torch.where(own == 0.9, own.bfloat16().float(), own)
+    flowcorr.dump(tmp_path, 2, rollout_log_probs=own, old_log_probs=own, advantages=own[:, 0], sigmas=rounded)
+    run = read_dumped(tmp_path)
+    assert run.levels.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5], rel=1e-2)
+    assert run.config.sampling.num_inference_steps == 4
+    found = [completed(dumps.load(path), run.levels).step_indices for path in run.files.values()]
+    assert torch.equal(found[0], found[1])
+    assert found[0][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
+    assert "rollout_corr/step_3/kl" in records(run)[0]
 
 
 def test_in_bypass_the_drift_is_that_of_the_current_policy(tmp_path):

@@ -34,7 +34,7 @@ def audit_folder(folder: Path) -> AuditReport:
     for path in run.files.values():
         terms = dumps.load(path)
         num_elements, bypass = terms.num_elements, bypass or terms.bypass
-        part = _gap(path, terms)
+        part = _gap(path, terms, run.levels)
         finite = (part.delta.isfinite()).all(1)
         dropped += int((~finite).sum())
         parts.append(part.select(finite))
@@ -78,8 +78,8 @@ def estimated_kl(gap: Gap, num_elements: int | None) -> tuple[Gap, list[str]]:
     return replace(gap, step_kl=kl), notes
 
 
-def _gap(path: Path, dumped: DumpedTerms) -> Gap:
-    terms = completed(dumped)
+def _gap(path: Path, dumped: DumpedTerms, levels: Tensor | None) -> Gap:
+    terms = completed(dumped, levels)
     if terms.bypass and dumped.current_log_probs is None:
         raise ConfigError(
             f"{path} holds the rollout's log-probs alone; dump the trainer's as well: old_log_probs where it "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowcorr import dumps
 from flowcorr.config.schema import ActorConfig
-from flowcorr.diagnostics.dumped import UNBOUNDED, completed
+from flowcorr.diagnostics.dumped import UNBOUNDED, completed, noise_levels
 from flowcorr.diagnostics.report.runs import Group
 from flowcorr.dumps import LoggedTerms
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
@@ -50,7 +50,8 @@ def read_spread(group: Group) -> Spread | None:
         ConfigError: a file is damaged.
     """
     paths = [path for run in group.runs for path in _spread_out(list(dumps.files(run.folder).values()))]
-    steps = [completed(dumps.load(path)) for path in paths]
+    levels = noise_levels(paths)
+    steps = [completed(dumps.load(path), levels) for path in paths]
     if not steps:
         return None
     loss = loss_of(group.config.actor, group.config.algorithm.rollout_correction)
