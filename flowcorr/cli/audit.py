@@ -47,7 +47,7 @@ def show_audit(report: AuditReport, files: Sequence[Path], console: Console | No
     console.print(advice.verdict, style=_STYLES[advice.kind], markup=False)
     for reason in (*advice.reasons, BASIS):
         console.print(f"- {reason}", markup=False)
-    _show_lines(console, "\nfor the recipe, in place of what it says of these keys:", advice.yaml)
+    _show_lines(console, "\nreplace these keys of the recipe:", advice.yaml)
     if advice.alternative:
         _show_lines(console, "or bypass, with a clip range above the noise:", advice.alternative)
     console.print(f"saved: {saved(files)}", markup=False, soft_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,14 @@ def style_axis(axis: Axis, ticks: int = 4, *, whole: bool = False) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+END_LABEL: Mapping[str, Any] = {
+    "xytext": (5, 0),
+    "textcoords": "offset points",
+    "va": "center",
+    "fontweight": "bold",
+}
+
+
 def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Write names at the right end of lines, moved apart where they would cover each other.
 
@@ -138,12 +146,9 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
             name,
             (1, moved[index] - excess),
             xycoords="axes fraction",
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
             color=colour,
-            fontweight="bold",
             annotation_clip=False,
+            **END_LABEL,
         )
 
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from flowcorr.diagnostics.drawing import (
     BLUE,
+    END_LABEL,
     LIMIT,
     LINE,
     MUTED,
@@ -78,7 +79,11 @@ def draw_curves(
     style_axis(axes.yaxis, 5)
     first, last = (pick(step for curve in curves for step, *_ in curve.band) for pick in (min, max))
     axes.set_xlim(*(first, last) if first < last else (first - 0.5, last + 0.5))
-    label_lines(axes, [(curve.band[-1][1], curve.mark, curve.colour) for curve in curves if curve.mark])
+    ends = [(curve.band[-1], curve.mark, curve.colour) for curve in curves if curve.mark]
+    label_lines(axes, [(mean, mark, colour) for (step, mean, *_), mark, colour in ends if step == last])
+    for (step, mean, *_), mark, colour in ends:
+        if step < last:  # a shorter run: its name stands beside its last point
+            axes.annotate(mark, (step, mean), **END_LABEL, color=colour)
 
 
 def limit_in_view(curves: Sequence[Curve], healthy: tuple[float, float], *, zoom: bool = True) -> bool:
@@ -115,7 +120,7 @@ def draw_heat_map(
     axes.set_yticks(range(len(rows)), rows)
     for edge in range(1, len(rows)):
         axes.axhline(edge - 0.5, color="white", linewidth=2)
-    places = sorted({round(place * (len(columns) - 1) / 4) for place in range(5)})
+    places = range(0, len(columns), math.ceil(len(columns) / 5))
     axes.set_xticks(places, [number(columns[place]) for place in places])
     axes.spines["bottom"].set_visible(False)
     if low < high:

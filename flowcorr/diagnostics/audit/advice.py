@@ -169,7 +169,7 @@ def _verdict(kind: Kind, bypass: bool) -> str:
     mode = "bypass, without a recompute pass" if bypass else "decoupled, old log-probs recomputed"
     what = {
         "none": "no correction needed",
-        "leave": "there is a gap, and leaving it uncorrected is best",
+        "leave": "there is a gap; leave it uncorrected",
         "correct": "correct it with weights of the steps' density ratio",
         "repair": "the gap is too large to correct: close it at its source",
     }
@@ -178,21 +178,24 @@ def _verdict(kind: Kind, bypass: bool) -> str:
 
 def _about_gap(facts: Facts, kind: Kind) -> str:
     gap = (
-        f"r = {facts.r:.1e} stds a latent element over {facts.num_steps} steps of D = {facts.num_elements} is "
-        f"{facts.joint_nats:.2g} joint nats: exact weights would keep a share of {facts.exact_ess:.2g} of the samples."
+        f"The step means differ by r = {facts.r:.1e} stds. Over {facts.num_steps} steps with D = {facts.num_elements} "
+        f"that is {facts.joint_nats:.2g} joint nats: exact weights would keep a share of {facts.exact_ess:.2g} of the "
+        "samples."
     )
     match kind:
         case "none":
-            return f"{gap} Below {NEGLIGIBLE_NATS:g}, even a shift wholly against learning costs under 3 % of bias."
+            return f"{gap} Below {NEGLIGIBLE_NATS:g} joint nats, even the worst shift costs less than 3 % of bias."
         case "leave":
-            return f"{gap} Rounding points in a random direction, and up to r = {LARGE_R:g} costs about 5 % of bias."
+            return (
+                f"{gap} Rounding shifts at random: up to r = {LARGE_R:g} it biases the gradient by about 5 %."
+            )
         case "correct":
-            return f"{gap} Most of it is staleness, which lies along what is learned and biases the gradient."
+            return f"{gap} Most of it is staleness, a shift along the direction of learning, and biases the gradient."
     if facts.systematic:
         return f"{gap} It is mostly staleness: lower rollout.staleness, or actor.lr."
     return (
-        f"{gap} Beyond r = {LARGE_R:g} bias grows past 5 %, and no weights mend it: let the rollout compute at higher "
-        "precision, and flowcorr doctor tell what else is to blame."
+        f"{gap} Beyond r = {LARGE_R:g} the bias is above 5 %, and weights cannot remove it. Let the rollout compute at "
+        "higher precision; flowcorr doctor says whether another part is wrong."
     )
 
 
@@ -216,8 +219,8 @@ def _about_mode(facts: Facts, kind: Kind, bypass: bool) -> str:
     if bypass:
         return f"{held} bypass loses nothing and saves {cost}."
     if kind == "correct":
-        return f"{held} but the gap is to be corrected, which needs recomputed log-probs, {cost}."
-    return f"{held} it is not negligible, and decoupled mode keeps it out of the ratio. Recomputing costs {cost}."
+        return f"{held} but correcting the gap needs recomputed log-probs, which cost {cost}."
+    return f"{held} it is not negligible. Decoupled mode keeps it out of the ratio; recomputing costs {cost}."
 
 
 def _about_weights(facts: Facts, kind: Kind) -> str:
@@ -236,9 +239,9 @@ def _about_weights(facts: Facts, kind: Kind) -> str:
         )
     if facts.exact_ess < MIN_ESS:
         return (
-            "Weights: none; scales mean and sqrt correct nothing, and scale sum would keep too few samples."
+            "Weights: none; at scales mean and sqrt they correct nothing, at scale sum too few samples count."
         )
-    return "Weights: none; of a random shift, they add variance and remove no bias worth it."
+    return "Weights: none; the shift is random, so they would add more variance than they remove bias."
 
 
 def _about_rejection(facts: Facts, bypass: bool) -> str:
@@ -249,9 +252,11 @@ def _about_rejection(facts: Facts, bypass: bool) -> str:
         return f"Rejection: none; {share}, too many for outliers. Find the cause first: flowcorr doctor."
     if not facts.outliers:
         band = _band(facts.outlier_band)
-        return f"Rejection: none; there are no outliers. A token_k1 band that spares this noise is {band}."
+        return (
+            f"Rejection: none; there are no outliers. A token_k1 band that this noise stays inside is {band}."
+        )
     how = "a band around the noise" if bypass else "step_z, which follows the noise"
-    return f"Rejection: {share}; {how} takes them out. They may have a cause: flowcorr doctor."
+    return f"Rejection: {share}; {how} removes them. To find their cause, run flowcorr doctor."
 
 
 def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:

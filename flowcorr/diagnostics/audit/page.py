@@ -129,7 +129,7 @@ def html(report: AuditReport, title: str) -> str:
     """The page."""
     advice, suggestions = report.advice, []
     if advice is not None:
-        suggestions.append(("For the recipe, in place of what it says of these keys", advice.yaml))
+        suggestions.append(("Replace these keys of the recipe", advice.yaml))
     if advice is not None and advice.alternative:
         suggestions.append(("Or bypass, with a clip range above the noise", advice.alternative))
     return render(

@@ -30,7 +30,7 @@ from flowcorr.trainer.timing import PHASES
 _DRIFT = (
     ("rollout_corr/kl", "KL of rollout and old policy, K1", "nats per latent element"),
     ("rollout_corr/exact_kl", "Exact KL of a step", "nats per latent element"),
-    ("rollout_corr/k3_kl", "K3", "of mean-pooled ratios: about half the mean square of Δ log p, and no KL"),
+    ("rollout_corr/k3_kl", "K3", "of mean-pooled ratios: about half the mean square of Δ log p; not a KL"),
     ("rollout_corr/logprob_abs_diff_mean", "Mean |Δ log p|", "nats per latent element"),
     ("rollout_corr/ppl_ratio", "Perplexity ratio", "training / rollout"),
     ("rollout_corr/chi2_token", "χ² of one step", "of mean-pooled ratios"),
@@ -63,10 +63,10 @@ _CORRECTION = (
             ("rollout_is_veto_fraction", "Vetoed samples"),
         )
     ),
-    ("rollout_corr/clip_noise_fraction", "Outside the clip before learning", "share of drift-1 ratios"),
+    ("rollout_corr/clip_noise_fraction", "Outside the clip before learning", "share of terms"),
 )
 _UPDATE = (
-    ("actor/pg_clipfrac", "Clipped terms", "share of the update's"),
+    ("actor/pg_clipfrac", "Clipped terms", "share of the update's terms"),
     ("actor/ratio_std", "Std of the PPO ratio", ""),
     ("actor/ppo_kl", "KL of the update", "nats per latent element"),
     ("actor/grad_norm", "Gradient norm", ""),
@@ -76,7 +76,7 @@ _MIN_SHARE = 0.005  # of a step's time that is worth a bar
 _MAX_MARK = 12  # characters beside a chart
 MAX_POINTS = 200  # of a curve, or columns of a heat map: a chart is 330 pixels wide
 _STEP_DRIFT = re.compile(r"rollout_corr/step_(\d+)/logprob_abs_diff")
-_HISTOGRAMS = "All dumped steps together. Each row is as high as its largest bin."
+_HISTOGRAMS = "All dumped steps together. Each row is scaled to its largest bin."
 _NO_TERMS = (
     "Train with trainer.dump_log_probs=true to see here how the ratios of the update lie in the clip range, and how "
     "rollout and training differ at each step."
