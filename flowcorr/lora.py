@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from flowcorr import sde
 from flowcorr.config.schema import LoraConfig
@@ -19,6 +20,21 @@ ADAPTER = "default"
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 _PREFIXES = ("transformer.", "base_model.model.")
 _UNKNOWN_OPTIONS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+
+
+class Factor(nn.Module):
+    """One of an adapter's two matrices, which multiplies in the dtype of its input, as a rollout engine does.
+
+    The weight itself, its gradient and its updates keep their own dtype. peft would cast the input to that one, and
+    multiply in float32.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.linear(inputs, self.weight.to(inputs.dtype))
 
 
 def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, seed: int) -> None:
@@ -53,6 +69,11 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[config.dtype])
+    for layer in transformer.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.cast_input_dtype_enabled = False
+            for factor in (layer.lora_A, layer.lora_B):
+                factor[ADAPTER] = Factor(factor[ADAPTER].weight)
     if config.warm_start is not None:
         _load_warm_start(transformer, config.warm_start, config.alpha)
 

@@ -121,6 +121,10 @@ class Rollout:
             conditioning={name: tensor[index] for name, tensor in self.conditioning.items()},
         )
 
+    def only(self, index: Tensor) -> Rollout:
+        """The samples at ascending indices `[B']`; without a copy where those are all."""
+        return self if len(index) == self.num_samples else self.select(index)
+
     def step(self, t: int) -> Rollout:
         """The window's step `t` alone, as a window of one step."""
         columns = slice(t, t + 1)

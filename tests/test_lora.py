@@ -158,6 +158,19 @@ def test_merging_takes_the_given_tensors_and_changes_nothing(family):
     assert all(torch.equal(value, kept[name]) for name, value in transformer.state_dict().items())
 
 
+def test_the_adapter_multiplies_in_the_dtype_of_the_base_from_its_own_finer_weights():
+    """As an engine in bfloat16 does; the weights still feel updates below its grid."""
+    exact, coarse = (tiny_ocr(dtype="bfloat16", max_sequence_length=8) for _ in range(2))
+    transformer, rounded = stir(adapt(exact)), stir(adapt(coarse))
+    for parameter in rounded.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    assert torch.equal(velocity(exact, transformer), velocity(coarse, rounded))
+    layer = transformer.transformer_blocks[0].attn.to_q
+    layer(torch.ones(1, layer.in_features, dtype=torch.bfloat16)).sum().backward()
+    assert layer.lora_B["default"].weight.grad.dtype == torch.float32
+
+
 def test_one_merged_weight_is_in_memory_at_a_time(family):
     """All of them in float32 would need twice what a bfloat16 model does."""
     transformer = adapt(family)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.actor.folding import warn_if_folding_is_slower
+from flowcorr.actor.loss_scale import LossScale
 from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
@@ -43,10 +44,15 @@ class PolicyOptimizer:
         self.weights, self.scorer, self.config = weights, scorer, config
         actor = config.actor
         self.adamw = torch.optim.AdamW(
-            weights.parameters.values(), lr=actor.lr, betas=actor.betas, weight_decay=actor.weight_decay
+            weights.parameters.values(),
+            lr=actor.lr,
+            betas=actor.betas,
+            eps=actor.eps,
+            weight_decay=actor.weight_decay,
         )
         # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
         self._measures_folding = actor.fold_steps and weights.device.type == "cuda" and not weights.sharded
+        self.loss_scale = LossScale(scales=config.model.dtype == "float16")
 
     def update(
         self,
@@ -168,7 +174,7 @@ class PolicyOptimizer:
                     record(part, policy)
                 output = self._loss(policy, part, reference_means, correction, whole_windows)
                 if self.weights.sharded or output.loss_sum.requires_grad:
-                    output.loss_sum.backward()
+                    (self.loss_scale.value * output.loss_sum).backward()
                 outputs.append(output)
         return outputs
 
@@ -210,6 +216,7 @@ class PolicyOptimizer:
         # The one read by the host of an optimizer step.
         grad_norm, num_kept = torch.stack([fsdp.full_tensor(norm).double(), all_kept.double()]).tolist()
         finite = math.isfinite(grad_norm)
+        self.loss_scale.observe(finite=finite)
         stepped = num_kept > 0 and finite
         last = self.config.trainer.total_steps * actor.epochs * actor.mini_batches
         learning_rate = scheduled_lr(actor, self.weights.version, last)
@@ -234,7 +241,7 @@ class PolicyOptimizer:
         return stepped, Metrics.from_stats(stats)
 
     def _divide_gradients(self, kept: Tensor, counted: Tensor) -> Tensor:
-        """Turn each rank's gradient of its loss sum into that of the whole mini-batch's mean.
+        """Turn each rank's gradient of its scaled loss sum into that of the whole mini-batch's mean.
 
         Returns:
             The kept terms of all ranks.
@@ -252,7 +259,7 @@ class PolicyOptimizer:
             torch._foreach_mul_(gradients, distributed.world_size())  # FSDP has averaged them over the ranks
         else:
             kept, counted = sum_over_ranks(gradients, [kept, counted])
-        torch._foreach_div_(gradients, counted.clamp(min=1))
+        torch._foreach_div_(gradients, self.loss_scale.value * counted.clamp(min=1))
         return kept
 
     def _denominator(self) -> str:

@@ -19,6 +19,7 @@ GUIDANCE = {
     "z_image": "guidance_scale",
 }
 _CORRECTION = "algorithm.rollout_correction"
+_SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
 
 
 def check(config: Config) -> None:
@@ -173,14 +174,17 @@ def _check_unscaled(config: Config) -> None:
 
 
 def _warn_of_rough_weights(config: Config) -> None:
-    """A weight in bfloat16 does not feel small updates, and gradients add up as coarsely."""
+    """A weight of 16 bits does not feel small updates, and gradients add up as coarsely."""
     model = config.model
     key = "model.lora.dtype" if model.lora.rank else "model.dtype"
-    if attrgetter(key)(config) == "bfloat16":
+    dtype = attrgetter(key)(config)
+    if dtype in _SIGNIFICANT_BITS:
+        bits = _SIGNIFICANT_BITS[dtype]
         trained = "the adapter" if model.lora.rank else "all weights"
         remedy = "" if model.lora.rank else " with actor.autocast=true"
         warnings.warn(
-            f"{key}=bfloat16 trains {trained} with 8 significant bits, so updates below a 512th of a weight are lost; "
+            f"{key}={dtype} trains {trained} with {bits} significant bits, so updates below a {2 ** (bits + 1)}th of a "
+            "weight are lost; "
             f"set {key}=float32{remedy}",
             UserWarning,
             stacklevel=3,

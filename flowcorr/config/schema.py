@@ -11,7 +11,7 @@ from typing import Any, Literal
 from flowcorr.correction.config import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Placement = Literal["local", "ray"]
 RewardPlacement = Literal["auto", "local", "thread", "ray"]
 
@@ -52,7 +52,9 @@ class ModelConfig:
     Attributes:
         path: a diffusers pipeline folder or hub name; `tiny_ocr` is the model that ships with flowcorr.
         family: the model family; `auto` reads it from the pipeline's `model_index.json`.
-        dtype: dtype of the frozen weights that the actor computes with.
+        dtype: dtype of the frozen weights that the actor computes with; float16 scales the loss.
+        attention: what computes the transformer's attention, a backend of diffusers, such as `flash_varlen` or
+            `_native_cudnn`; null leaves diffusers' own choice. It needs a model whose attention has backends.
         lora: the adapter.
         max_sequence_length: tokens of the long text encoder (T5, Qwen); null takes the family's default.
     """
@@ -60,6 +62,7 @@ class ModelConfig:
     path: str = "tiny_ocr"
     family: str = "auto"
     dtype: Dtype = "float32"
+    attention: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     max_sequence_length: int | None = None
 
@@ -237,7 +240,7 @@ class ActorConfig:
         importance_cap: cap of the ratio in `importance_cap`.
         kl_coef: weight of the exact KL to the reference (the weights without the adapter).
         kl_weighting: unit of `kl_coef`: `exact` is the KL of the step, `flow_grpo` that of published recipes.
-        lr, betas, weight_decay: AdamW.
+        lr, betas, eps, weight_decay: AdamW; gradients far below `eps` hardly move the weights.
         warmup_steps: optimizer updates over which the learning rate rises linearly.
         lr_schedule: how it falls afterwards, until the last update of `trainer.total_steps`.
         lr_min_ratio: share of `lr` that it falls to.
@@ -267,6 +270,7 @@ class ActorConfig:
     kl_weighting: Literal["exact", "flow_grpo"] = "exact"
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
     weight_decay: float = 0.0
     warmup_steps: int = 0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -283,7 +287,7 @@ class ActorConfig:
     ema: float | None = None
 
     def __post_init__(self) -> None:
-        for key in ("adv_clip_max", "kl_threshold", "importance_cap", "lr", "grad_clip"):
+        for key in ("adv_clip_max", "kl_threshold", "importance_cap", "lr", "eps", "grad_clip"):
             _above(f"actor.{key}", getattr(self, key), 0)
         for clip in self.clip_ratio if isinstance(self.clip_ratio, tuple) else (self.clip_ratio,):
             _above("actor.clip_ratio", clip, 0)

@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ FAMILIES: dict[str, type[ModelFamily]] = {
 }
 GUIDE = "examples/new_model.py shows how to add a family of your own, given as 'package.module:Class'"
 EMBEDDED = {"tiny_ocr": Path(__file__).parent / "tiny_ocr"}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 __all__ = [
     "DTYPES",
@@ -76,7 +77,7 @@ def load_family(
         text_encoders: whether to load them; without them `encode` cannot be called.
 
     Raises:
-        ConfigError: the folder holds no pipeline, or its family is unknown.
+        ConfigError: the folder holds no pipeline, its family is unknown, or its attention cannot be computed so.
     """
     import diffusers
 
@@ -94,6 +95,8 @@ def load_family(
             f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {error}"
         ) from error
     pipeline.set_progress_bar_config(disable=True)
+    if model.attention is not None:
+        _set_attention(pipeline.transformer, model.attention)
     pipeline.to(device)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
@@ -120,6 +123,19 @@ def quiet_loaders() -> Iterator[None]:
         imports.removeFilter(_is_news)
         for log in logs:
             log.enable_progress_bar()
+
+
+def _set_attention(transformer: Any, backend: str) -> None:
+    processors = transformer.attn_processors.values()
+    if not any(hasattr(processor, "_attention_backend") for processor in processors):
+        raise ConfigError(
+            f"model.attention={backend!r} would have no effect: {type(transformer).__name__} always uses torch's "
+            "scaled_dot_product_attention; leave the key out"
+        )
+    try:
+        transformer.set_attention_backend(backend)
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"model.attention={backend!r} cannot be used here: {error}") from error
 
 
 def _is_news(record: logging.LogRecord) -> bool:

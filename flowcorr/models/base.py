@@ -105,11 +105,23 @@ class ModelFamily(ABC):
 
     def free_text_encoders(self) -> None:
         """Release the text encoders' memory; `encode` cannot be called afterwards."""
-        for name in self.pipeline.components:
-            if name.startswith("text_encoder"):
-                setattr(self.pipeline, name, None)
+        for name in self._text_encoders:
+            setattr(self.pipeline, name, None)
         gc.collect()
         empty_cache(next(self.transformer.parameters()).device)
+
+    def move_text_encoders(self, device: torch.device) -> None:
+        """Put the text encoders on a device: in main memory they wait, on the transformer's `encode` can be called."""
+        for encoder in self._text_encoders.values():
+            encoder.to(device)
+        empty_cache(next(self.transformer.parameters()).device)
+
+    @property
+    def _text_encoders(self) -> dict[str, Any]:
+        parts = self.pipeline.components
+        return {
+            name: part for name, part in parts.items() if name.startswith("text_encoder") and part is not None
+        }
 
     @abstractmethod
     def velocity(

@@ -1,28 +1,33 @@
-"""Prompt embeddings, computed once: the text encoders are then released."""
+"""Prompt embeddings, computed once: the text encoders then leave the device."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 64
+CHUNK, CHUNK_TOKENS = 64, 4096  # prompts that are encoded at a time at most, and tokens
 MAX_BYTES = 8 * 2**30
+MULTIPLE = 16  # of tokens: what matrix products and attention on a GPU are fast with
 
 
 class PromptCache:
     """Conditioning by prompt text, kept in main memory.
 
+    The negative prompt is the same for all prompts, and stored once. Of text with a mask only the tokens that count are
+    stored, and all rows are padded to the longest of `texts`: the mask hides the padding, but it would cost time.
+
     If the embeddings of all `texts` fit into `max_bytes` they are computed at once, in their order and in
-    fixed chunks, and the text encoders are freed. Otherwise the encoders stay and each prompt is encoded
-    when it is needed, alone; beyond `max_bytes` those that were not asked for the longest are dropped, but none of
-    the call that asks. Either way a prompt's embedding never depends on the batch that asks for it.
+    fixed chunks, and the text encoders are freed. Otherwise the encoders wait in main memory, and each prompt is
+    encoded when it is needed, alone; beyond `max_bytes` those that were not asked for the longest are dropped, but none
+    of the call that asks. Either way a prompt's embedding never depends on the batch that asks for it.
     """
 
     def __init__(
@@ -32,10 +37,12 @@ class PromptCache:
         self._guidance = guidance
         self._max_bytes = max_bytes
         self._rows: dict[str, Conditioning] = {}
+        self._negative: Conditioning = {}
+        self._num_tokens: dict[str, int] = {}  # of each text with a mask, negative or not
         unique = list(dict.fromkeys(texts))
-        first = unique[:CHUNK]
-        self._add(first)
-        size = _nbytes(self._rows[first[0]]) * len(unique)
+        chunk = chunk_size(family.max_sequence_length)
+        self._add(unique[:chunk])
+        size = sum(map(_nbytes, self._rows.values())) / len(self._rows) * len(unique)
         self._fits = size <= max_bytes
         if not self._fits:
             logger.info(
@@ -44,33 +51,73 @@ class PromptCache:
                 size / 2**30,
             )
             self._rows.clear()
+            family.move_text_encoders(torch.device("cpu"))
             return
-        for begin in range(CHUNK, len(unique), CHUNK):
-            self._add(unique[begin : begin + CHUNK])
+        for begin in range(chunk, len(unique), chunk):
+            self._add(unique[begin : begin + chunk])
+        for text, full in self._num_tokens.items():
+            rows = [*self._rows.values(), self._negative]
+            longest = max(len(tensor) for row in rows for name, tensor in row.items() if _text(name) == text)
+            self._num_tokens[text] = min(full, -(-longest // MULTIPLE) * MULTIPLE)
         family.free_text_encoders()
 
     def __call__(self, texts: Sequence[str]) -> Conditioning:
         """Conditioning `{name: [B, ...]}` of `texts`, on the model's device."""
-        for text in texts:
-            if text not in self._rows:
+        device = next(self._family.transformer.parameters()).device
+        missing = [text for text in dict.fromkeys(texts) if text not in self._rows]
+        if missing:
+            self._family.move_text_encoders(device)
+            for text in missing:
                 self._add([text])
-            else:
-                self._rows[text] = self._rows.pop(text)  # to the end: the oldest come first
+            self._family.move_text_encoders(torch.device("cpu"))
+        for text in texts:
+            self._rows[text] = self._rows.pop(text)  # to the end: the oldest come first
         if not self._fits:
             self._drop_oldest(keep=len(set(texts)))
-        device = next(self._family.transformer.parameters()).device
         rows = [self._rows[text] for text in texts]
-        return {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
+        negative = {name: self._stacked(name, [row] * len(rows)) for name, row in self._negative.items()}
+        positive = {name: self._stacked(name, [row[name] for row in rows]) for name in rows[0]}
+        return {name: values.to(device) for name, values in (positive | negative).items()}
 
     def _add(self, texts: Sequence[str]) -> None:
         encoded: dict[str, Tensor] = self._family.encode(texts, self._guidance)
+        masked = _with_masks(encoded)
+        self._num_tokens = {_text(name): encoded[name].shape[1] for name in masked}
         for index, text in enumerate(texts):
-            self._rows[text] = {name: rows[index].cpu().clone() for name, rows in encoded.items()}
+            row = {name: rows[index] for name, rows in encoded.items()}
+            lengths = {name: int(row[mask].nonzero().max()) + 1 for name, mask in masked.items()}
+            kept = {name: values[: lengths.get(name)].cpu().clone() for name, values in row.items()}
+            self._rows[text] = {name: kept[name] for name in kept if not name.startswith("negative_")}
+            self._negative = {name: kept[name] for name in kept if name.startswith("negative_")}
+
+    def _stacked(self, name: str, rows: Sequence[Tensor]) -> Tensor:
+        """Rows as a batch; those with a mask are padded with zeros."""
+        if _text(name) not in self._num_tokens:
+            return torch.stack(list(rows))
+        length = self._num_tokens[_text(name)]
+        padded = [functional.pad(row, (0, 0) * (row.dim() - 1) + (0, length - len(row))) for row in rows]
+        return torch.stack(padded)
 
     def _drop_oldest(self, *, keep: int) -> None:
         size = sum(map(_nbytes, self._rows.values()))
         while size > self._max_bytes and len(self._rows) > keep:
             size -= _nbytes(self._rows.pop(next(iter(self._rows))))
+
+
+def chunk_size(max_sequence_length: int | None) -> int:
+    """How many prompts with so many tokens each are encoded at a time; None: with at most 512."""
+    return max(1, min(CHUNK, CHUNK_TOKENS // max(max_sequence_length or 512, 1)))
+
+
+def _with_masks(names: Iterable[str]) -> dict[str, str]:
+    """The tensors that have a mask, masks included, and the name of the mask."""
+    masks = {name.removesuffix("_mask"): name for name in names if name.endswith("_mask")}
+    return masks | {mask: mask for mask in masks.values()}
+
+
+def _text(name: str) -> str:
+    """What a tensor, its mask and the negative prompt's tensors have in common."""
+    return name.removeprefix("negative_").removesuffix("_mask")
 
 
 def _nbytes(row: Conditioning) -> int:

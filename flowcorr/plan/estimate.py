@@ -12,18 +12,16 @@ from flowcorr.config.schema import Config
 from flowcorr.data import load_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.models import DTYPES
-from flowcorr.models.prompt_cache import CHUNK, MAX_BYTES
+from flowcorr.models.prompt_cache import MAX_BYTES, chunk_size
 from flowcorr.plan.answers import Memory, Phase, Plan
 from flowcorr.plan.components import Component, measure_clip, measure_decoder, measure_text_encoders
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import family_class, find_architecture
-from flowcorr.plan.text_inputs import text_inputs
+from flowcorr.plan.text_inputs import text_inputs, with_longest_prompt
 from flowcorr.plan.training import Training, Work, measure_training, one_optimizer_step
 from flowcorr.rollout.vllm_omni.options import WITHOUT_QUANTIZATION
 
-RECORD_COPIES = 2
-"""Copies of a step's samples in the trainer: as they were collected, and without groups whose reward failed."""
 HOST_BANDWIDTH = 25e9
 """Bytes a second between a device and the host, by PCIe."""
 OCR_SECONDS = 0.55
@@ -41,7 +39,7 @@ class _Measured:
         config: with the prompts of one rank.
         prompts: of the whole data set.
         quantizable: whether vllm-omni can quantize the transformer.
-        text_fits: whether all prompts are encoded before training, and the text encoders freed.
+        text_fits: whether all prompts are encoded before training; else each step encodes its own.
     """
 
     config: Config
@@ -101,7 +99,6 @@ class _Measured:
             + training.moments
             + self.decoder.weights
             + sum(reward.weights for reward in self.rewards)
-            + (0 if self.text_fits else self.text.weights)
             + (0 if config.actor.ema is None else trained)
             + trained * (config.rollout.staleness + 1)  # the engine's history
             + (training.transformer if config.actor.kl_coef and not adapted else 0)
@@ -214,18 +211,20 @@ def _ways_to_share(measured: _Measured, memory: Memory) -> dict[str, float]:
 def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -> _Measured:
     architecture = find_architecture(config.model.path)
     family = family_class(architecture, config.model)
+    data = load_prompts(config.data)
+    texts = {prompt.text for prompt in (*data.train, *data.heldout)}
+    config = with_longest_prompt(config, family, texts)
     inputs = text_inputs(architecture, family, config)
     groups = math.ceil(config.rollout.prompts_per_step / ranks)
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
-    data = load_prompts(config.data)
-    prompts = len({prompt.text for prompt in (*data.train, *data.heldout)})
+    prompts, chunk = len(texts), chunk_size(config.model.max_sequence_length)
     terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement != "ray" else ()
     rewards = [reward for term in terms if (reward := measure_clip(term, new_device())) is not None]
     images = groups * config.rollout.n
     return _Measured(
         config=config,
         training=measure_training(config, architecture, new_device),
-        text=measure_text_encoders(config, architecture, inputs, new_device(), prompts=min(prompts, CHUNK)),
+        text=measure_text_encoders(config, architecture, inputs, new_device(), prompts=min(prompts, chunk)),
         decoder=measure_decoder(config, architecture, new_device(), images=images),
         rewards=rewards,
         prompts=prompts,
@@ -238,8 +237,9 @@ def _memory(measured: _Measured) -> Memory:
     config, training = measured.config, measured.training
     weights = training.weights + measured.decoder.weights + sum(reward.weights for reward in measured.rewards)
     with_text = weights + measured.text.weights
+    encode = with_text if measured.text_fits else max(with_text, measured.resident + measured.text.weights)
     resident = measured.resident
-    collected = RECORD_COPIES * measured.collected
+    collected = measured.collected
     update = resident + collected + measured.mini_batch * training.sample
     engine = 0.0
     if measured.own_engine:
@@ -248,10 +248,10 @@ def _memory(measured: _Measured) -> Memory:
         engine = held + max(measured.sampling.peak, measured.decoder.work.peak)
     return Memory(
         load=with_text,
-        encode=with_text + measured.text.work.peak,
+        encode=encode + measured.text.work.peak,
         idle=resident + collected,
-        sample=resident + measured.collected + measured.sampling.peak,
-        decode=resident + measured.collected + measured.decoder.work.peak,
+        sample=resident + collected + measured.sampling.peak,
+        decode=resident + collected + measured.decoder.work.peak,
         reward=resident + collected + max((reward.work.peak for reward in measured.rewards), default=0.0),
         recompute=resident + collected + training.recompute.peak,
         update=update + max(training.backward.peak, training.step.peak),

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.models import Conditioning, ModelFamily, flux, flux2_klein, qwen_image, sd3, z_image
+from flowcorr.models.prompt_cache import MULTIPLE
 from flowcorr.plan.fake_device import DEVICE
 from flowcorr.plan.pipelines import Architecture
 
-_QWEN_TEMPLATE = 34  # tokens that QwenImagePipeline puts around a prompt
+_QWEN_TEMPLATE, _QWEN_SUFFIX = (
+    34,
+    5,
+)  # tokens that QwenImagePipeline puts before a prompt, and keeps behind it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +49,23 @@ class TextInputs:
         }
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one prompt's conditioning."""
-        return sum(math.prod(shape) * _dtype(name, dtype).itemsize for name, shape in self.shapes.items())
+        """Bytes of one prompt's conditioning, the negative prompt's left out."""
+        shapes = self.conditioning.items()
+        return sum(math.prod(shape) * _dtype(name, dtype).itemsize for name, shape in shapes)
+
+
+def with_longest_prompt(config: Config, family: type[ModelFamily], texts: Collection[str]) -> Config:
+    """The config with as many tokens of text as its longest prompt may have, where prompts are padded to that.
+
+    A token is at least one byte, so the number of tokens is an upper bound.
+    """
+    if family.name not in _KEPT_TEMPLATE:
+        return config
+    longest = max(len(text.encode()) for text in (*texts, config.sampling.negative_prompt))
+    longest += _KEPT_TEMPLATE[family.name]
+    limit = _length(config, qwen_image.DEFAULT_MAX_SEQUENCE_LENGTH)  # z_image's too
+    length = min(limit, -(-longest // MULTIPLE) * MULTIPLE)
+    return replace(config, model=replace(config.model, max_sequence_length=length))
 
 
 def text_inputs(architecture: Architecture, family: type[ModelFamily], config: Config) -> TextInputs:

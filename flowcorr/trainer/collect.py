@@ -107,7 +107,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     stale, age_metrics = _find_stale(run, rollout)
     fresh = whole_groups(rollout.group_ids, stale)
     return Samples(
-        rollout=replace(rollout, images=None).select(fresh),
+        rollout=replace(rollout, images=None).only(fresh),
         fresh=fresh.cpu().numpy(),
         images=rollout.decoded.cpu().numpy(),
         prompts=prompts,

@@ -16,7 +16,7 @@ from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers import Tracker, build_trackers
-from flowcorr.trainer import checkpoint, run_folder, state
+from flowcorr.trainer import checkpoint, out_of_memory, run_folder, state
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.evaluate import Evaluation, check_best_metric, evaluate
 from flowcorr.trainer.events import EventLog
@@ -90,6 +90,7 @@ class _Loop:
         self.saved_step: int | None = None
         self.unevaluated: Mapping[str, float] | None = None  # metrics of a step whose evaluation failed
         self._warned: set[str] = set()
+        self._phase = ""
         try:
             self.resumed = resume and self._restore()
             if not self.resumed:
@@ -158,7 +159,8 @@ class _Loop:
         actor, prompts = self.run.actor, self.run.prompts
         version, position = actor.weights.version, prompts.position
         try:
-            return train_step(self.run, step, self.observer.on_phase)
+            with out_of_memory.explained(self.config, lambda: self._phase):
+                return train_step(self.run, step, self._on_phase)
         except Exception:
             # Saving sharded weights needs all ranks, and one of them has failed.
             if (
@@ -169,6 +171,10 @@ class _Loop:
                 prompts.position = position
                 self._rescue()
             raise
+
+    def _on_phase(self, phase: str) -> None:
+        self._phase = phase
+        self.observer.on_phase(phase)
 
     @contextlib.contextmanager
     def _kept(self, values: Mapping[str, float] | None, *, evaluates: bool) -> Iterator[None]:
@@ -213,8 +219,9 @@ class _Loop:
 
     def _evaluate(self) -> dict[str, float]:
         trainer = self.config.trainer
-        self.observer.on_phase("evaluation")
-        self.evaluation = evaluate(self.run, self.data.heldout)
+        self._on_phase("evaluation")
+        with out_of_memory.explained(self.config, lambda: self._phase):
+            self.evaluation = evaluate(self.run, self.data.heldout)
         metrics = self.evaluation.metrics
         check_best_metric(trainer.best_metric, metrics)
         if self.best is None or metrics[trainer.best_metric] > self.best[1]:

@@ -40,6 +40,7 @@ def capture(
         "weights": actor.weights.snapshot().tensors,
         "optimizer": actor.optimizer.state(),
         "ema": actor.weights.average or {},
+        "loss_scale": actor.optimizer.loss_scale.state(),
         "auto_mode": run.mode.state(),
         "rng": {"cpu": torch.get_rng_state()},
     }
@@ -88,6 +89,7 @@ def restore_actor(actor: DiffusionActor, folder: Path, state: TrainingState) -> 
     except ValueError as error:
         raise CheckpointError(f"checkpoint {folder} does not fit this run: {error}") from error
     actor.optimizer.load_state(state.group("optimizer"))
+    actor.optimizer.loss_scale.load_state(state.group("loss_scale"))
     if actor.weights.average is not None:
         actor.weights.average = actor.weights.like_parameters(state.group("ema"))
     actor.weights.version = state.facts["version"]

@@ -68,7 +68,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     metrics = samples.metrics.merge(_reward_metrics(scored, failed, samples.group_ids)).merge(
         Metrics.from_stats({"rollout/num_elements": maximum(rollout.num_elements)})
     )
-    rollout = rollout.select(kept)
+    rollout = rollout.only(kept)
     succeeded = scored.map(lambda values: values[samples.fresh][kept.cpu().numpy()])
     rewards = training_scores(succeeded, config.reward.terms, rollout.group_ids)
     advantages = group_advantages(rewards, rollout.group_ids, std=config.algorithm.advantage_std)

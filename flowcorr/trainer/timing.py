@@ -28,6 +28,8 @@ class Stopwatch:
         self._device = device
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._begin = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -39,7 +41,7 @@ class Stopwatch:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def metrics(self, *, num_images: int) -> Metrics:
-        """`timing/<phase>` and `timing/step` in seconds on the slowest rank, and `perf/` over all ranks.
+        """`timing/<phase>` and `timing/step` in seconds on the slowest rank, and `perf/` of this step over all ranks.
 
         Args:
             num_images: number of images that all ranks sampled together.

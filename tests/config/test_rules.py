@@ -170,9 +170,13 @@ def test_guidance_that_was_checked_before_is_not_told_twice():
             {"lora": {"rank": 0}, "dtype": "bfloat16"},
             r"^model.dtype=bfloat16 .* are lost; set model.dtype=float32 with actor.autocast=true$",
         ),
+        (
+            {"lora": {"dtype": "float16"}},
+            "^model.lora.dtype=float16 .* 11 significant bits.* below a 4096th ",
+        ),
         ({"lora": {"dtype": "bfloat16"}}, "^model.lora.dtype=bfloat16 .* set model.lora.dtype=float32$"),
     ],
 )
-def test_trained_weights_in_bfloat16_warn(model, message):
+def test_trained_weights_of_16_bits_warn(model, message):
     with pytest.warns(UserWarning, match=message):
         load_mapping({"model": model})

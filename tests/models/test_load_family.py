@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+from tiny_pipelines import build_tiny_flux
 
 from flowcorr.config import ModelConfig
 from flowcorr.config.rules import GUIDANCE
@@ -25,6 +26,20 @@ def test_weights_have_the_dtype_asked_for(dtype):
     family = load_family(ModelConfig(path="tiny_ocr", dtype=str(dtype).removeprefix("torch.")))
     assert {parameter.dtype for parameter in family.transformer.parameters()} == {dtype}
     assert family.dtype == dtype
+
+
+def test_attention_is_computed_by_the_backend_that_is_named(tmp_path):
+    path = str(build_tiny_flux(tmp_path / "flux"))
+    family = load_family(ModelConfig(path=path, attention="native"))
+    backends = {processor._attention_backend for processor in family.transformer.attn_processors.values()}
+    assert backends == {"native"}
+    with pytest.raises(ConfigError, match=r"model\.attention='flesh' cannot be used here.*_native_cudnn"):
+        load_family(ModelConfig(path=path, attention="flesh"))
+
+
+def test_a_backend_that_the_model_would_not_use_is_an_error():
+    with pytest.raises(ConfigError, match=r"model\.attention='native' would have no effect: SD3Transformer"):
+        load_family(ModelConfig(path="tiny_ocr", attention="native"))
 
 
 def test_an_embedded_name_is_a_folder_and_other_paths_stay():

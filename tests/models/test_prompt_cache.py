@@ -31,14 +31,20 @@ def test_encoders_are_freed_once_all_prompts_are_known(family):
     assert family.pipeline.text_encoder_3 is None
 
 
-def test_encoders_stay_where_the_embeddings_do_not_fit(family, caplog):
+def test_encoders_wait_in_main_memory_where_the_embeddings_do_not_fit(family, caplog, monkeypatch):
     texts = ["cat", "dog"]
     expected = {text: family.encode([text], Guidance()) for text in texts}
     with caplog.at_level("INFO"):
         cache = PromptCache(family, Guidance(), texts, max_bytes=1)
     assert "the text encoders stay in memory" in caplog.text
     assert family.pipeline.text_encoder is not None
+    moves = []
+    move = family.move_text_encoders
+    monkeypatch.setattr(family, "move_text_encoders", lambda device: moves.append(device) or move(device))
     together = cache(["dog", "cat"])
+    assert moves == [next(family.transformer.parameters()).device, torch.device("cpu")]
+    cache(["dog"])
+    assert len(moves) == 2  # nothing to encode
     for row, text in enumerate(["dog", "cat"]):
         for name, rows in together.items():
             assert torch.equal(rows[row], expected[text][name][0]), name
@@ -69,6 +75,13 @@ def test_rows_that_do_not_fit_are_dropped_oldest_first(family, monkeypatch):
     assert asked == ["cat", "dog", "bird", "dog", "fish"]
     cache(["dog"])
     assert len(cache._rows) == 2
+
+
+def test_the_negative_prompt_is_stored_once(family):
+    texts = ["cat", "dog", "bird"]
+    bare = sum(rows.nbytes for rows in family.encode(texts, Guidance()).values())
+    PromptCache(family, GUIDED, texts, max_bytes=bare)
+    assert family.pipeline.text_encoder is None  # all rows fit
 
 
 def test_more_prompts_than_a_chunk(family):

@@ -55,10 +55,25 @@ def test_a_long_prompt_is_cut_and_said_so(family, caplog):
 def test_prompts_can_be_cached(path):
     family = QWEN.load(path)
     direct = family.encode(PROMPTS, GUIDED)
-    cached = PromptCache(family, GUIDED, PROMPTS)(PROMPTS[::-1])
-    for name, rows in cached.items():
-        assert torch.equal(rows, direct[name].flip(0)), name
+    cache = PromptCache(family, GUIDED, PROMPTS)
+    for name, rows in cache(PROMPTS[::-1]).items():
+        assert torch.equal(rows, direct[name].flip(0)[:, : rows.shape[1]]), name
     assert family.pipeline.text_encoder is None
+
+
+@torch.no_grad()
+def test_text_is_as_long_as_the_longest_prompt_and_the_velocity_is_that_of_padded_text(path):
+    family = load_family(ModelConfig(path=path, max_sequence_length=200))
+    direct = family.encode(PROMPTS, GUIDED)
+    cached = PromptCache(family, GUIDED, PROMPTS)(PROMPTS)
+    longest = max(int(direct[name].sum(1).max()) for name in direct if name.endswith("_mask"))
+    assert {rows.shape[1] for rows in direct.values()} == {200}
+    assert {rows.shape[1] for rows in cached.values()} == {-(-longest // 16) * 16}
+    velocities = [
+        family.velocity(family.transformer, QWEN.noise(), torch.tensor([900.0, 300.0]), rows, GUIDED)
+        for rows in (cached, direct)
+    ]
+    torch.testing.assert_close(*velocities, **MEANS)
 
 
 def test_guidance_keeps_the_norm_of_every_token():

@@ -13,8 +13,10 @@ from tiny_pipelines import (
 from flowcorr.config.schema import Config, ModelConfig, SamplingConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, ModelFamily, load_family
+from flowcorr.models.qwen_image import QwenImage
+from flowcorr.models.sd3 import SD3
 from flowcorr.plan.pipelines import find_architecture
-from flowcorr.plan.text_inputs import text_inputs
+from flowcorr.plan.text_inputs import text_inputs, with_longest_prompt
 
 
 @pytest.mark.parametrize("guided", [False, True])
@@ -36,7 +38,16 @@ def test_text_inputs_have_the_shapes_that_the_family_encodes(tmp_path, build, ke
     encoded = family.encode(["cat", "dog"], Guidance(**scale))
     inputs = text_inputs(find_architecture(path), type(family), config)
     assert inputs.shapes == {name: tuple(rows.shape[1:]) for name, rows in encoded.items()}
-    assert inputs.nbytes(torch.float32) == sum(rows[0].nbytes for rows in encoded.values())
+    kept = [rows[0].nbytes for name, rows in encoded.items() if not name.startswith("negative_")]
+    assert inputs.nbytes(torch.float32) == sum(kept)
+
+
+def test_only_padded_text_is_as_long_as_the_longest_prompt_may_be():
+    config = Config(model=ModelConfig(max_sequence_length=256))
+    texts = ["cat", "a sign that says STOP"]
+    assert with_longest_prompt(config, QwenImage, texts).model.max_sequence_length == 32
+    assert with_longest_prompt(config, QwenImage, ["x" * 900]).model.max_sequence_length == 256
+    assert with_longest_prompt(config, SD3, texts) is config
 
 
 def test_a_family_of_ones_own_is_named_as_unknown():

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from flowcorr.config import load
 from flowcorr.errors import BackendError
 from flowcorr.records import Rollout
 from flowcorr.rewards import RewardOutput
-from flowcorr.trainer.step import _reward_metrics, drop_failed_groups
+from flowcorr.trainer.setup import build_run
+from flowcorr.trainer.step import _reward_metrics, drop_failed_groups, train_step
 
 
 def rollout():
@@ -58,3 +60,23 @@ def test_reward_metrics_are_of_the_scored_samples():
         "reward/exact_match": pytest.approx(4 / 5),
         "reward/zero_std_group_fraction": pytest.approx(2 / 3),
     }
+
+
+def test_samples_are_not_copied_where_all_rewards_succeeded(monkeypatch):
+    """Beside a model that fills the GPU, a step's conditioning and latents are gigabytes."""
+    overrides = ["rollout.prompts_per_step=2", "rollout.n=2", "data.num_heldout=2", "data.num_train=4"]
+    run, _ = build_run(load("tiny_jpeg_lora", overrides))
+    run.engine.sync(run.actor.weights.snapshot())
+    sample, update, seen = run.engine.sample, run.actor.update, []
+    monkeypatch.setattr(
+        run.engine, "sample", lambda *args, **key: seen.append(drawn := sample(*args, **key)) or drawn
+    )
+    monkeypatch.setattr(
+        run.actor,
+        "update",
+        lambda batch, *args, **key: seen.append(batch.rollout) or update(batch, *args, **key),
+    )
+    train_step(run, 1, lambda _: None)
+    sampled, learned = seen
+    assert learned.latents.data_ptr() == sampled.latents.data_ptr()
+    assert learned.images is None

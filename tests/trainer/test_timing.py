@@ -6,6 +6,19 @@ import torch
 from flowcorr.trainer.timing import PHASES, Stopwatch
 
 
+def test_the_peak_is_that_of_one_step(monkeypatch):
+    peak = 9 * 2**30
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
+
+    def reset(_):
+        nonlocal peak
+        peak = 2**30
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    values = Stopwatch(lambda _: None, torch.device("cuda")).metrics(num_images=1).compute()
+    assert values["perf/max_memory_gb"] == 1
+
+
 def test_each_phase_is_told_and_timed():
     told = []
     watch = Stopwatch(told.append, torch.device("cpu"))

@@ -17,7 +17,7 @@ import torch
 
 from flowcorr.actor import DiffusionActor
 from flowcorr.algorithm import AutoMode
-from flowcorr.config.schema import Config
+from flowcorr.config.schema import Config, RolloutConfig
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.diagnostics.audit.advice import Advice, Facts, advise
 from flowcorr.diagnostics.audit.gap import Gap, measure_gap, split_gap
@@ -41,6 +41,7 @@ from flowcorr.rollout import RolloutEngine
 from flowcorr.trainer.setup import build_stacks, load_model
 
 NUM_BATCHES = 2
+MAX_IMAGES = 96  # a batch: their steps give quantiles, and more take minutes with a large model
 
 Result = TypeVar("Result")
 
@@ -122,7 +123,8 @@ def audit(config: Config, *, num_batches: int = NUM_BATCHES) -> AuditReport:
 
     Args:
         config: the run's configuration; nothing is rewarded, so its reward is not even built.
-        num_batches: rollout batches, each of `rollout.prompts_per_step * rollout.n` images.
+        num_batches: rollout batches, each of `rollout.prompts_per_step * rollout.n` images; if those are more than
+            `MAX_IMAGES`, of fewer prompts.
 
     Raises:
         ConfigError: `num_batches` is below 1, or something in `config` cannot work.
@@ -131,7 +133,7 @@ def audit(config: Config, *, num_batches: int = NUM_BATCHES) -> AuditReport:
     if num_batches < 1:
         raise ConfigError(f"--batches {num_batches} measures nothing; use 1 or more")
     # The steps that make an engine stale have to move the weights as far as those of a run after its warm-up.
-    config = replace(config, actor=replace(config.actor, warmup_steps=0))
+    config = replace(config, actor=replace(config.actor, warmup_steps=0), rollout=_few_prompts(config))
     stream = PromptStream(load_prompts(config.data).train, seed=config.trainer.seed)
     texts = [
         [prompt.text for prompt in stream.next(config.rollout.prompts_per_step)]
@@ -143,6 +145,12 @@ def audit(config: Config, *, num_batches: int = NUM_BATCHES) -> AuditReport:
         return examine_batches(stacks.actor, stacks.engine, stacks.cache, texts)
     finally:
         stacks.engine.close()
+
+
+def _few_prompts(config: Config) -> RolloutConfig:
+    rollout = config.rollout
+    enough = max(MAX_IMAGES // rollout.n, config.actor.mini_batches)
+    return replace(rollout, prompts_per_step=min(rollout.prompts_per_step, enough))
 
 
 def examine_batches(

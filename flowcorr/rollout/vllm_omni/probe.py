@@ -21,7 +21,8 @@ from flowcorr.rollout.base import Weights
 
 PROMPT = "cat"
 LARGEST_GAP = 0.25  # of the velocity, between two stacks that hold the same model
-DISAGREEMENT = {"float32": (2e-6, 1e-3), "bfloat16": (2e-3, 0.05)}  # by the engine's dtype, see `MoveCheck`
+# By the engine's dtype, see `MoveCheck`.
+DISAGREEMENT = {"float32": (2e-6, 1e-3), "float16": (2.5e-4, 0.01), "bfloat16": (2e-3, 0.05)}
 COARSE = 0.2  # the larger of both for quantized weights
 
 

@@ -7,7 +7,7 @@ import yaml
 from diagnostics.gaps import D
 
 from flowcorr.diagnostics.audit import advice as rules
-from flowcorr.diagnostics.audit import audit
+from flowcorr.diagnostics.audit import audit, measure
 from flowcorr.diagnostics.audit.gap import measure_gap
 from flowcorr.diagnostics.audit.measure import Cost
 from flowcorr.errors import BackendError, ConfigError
@@ -15,6 +15,20 @@ from flowcorr.errors import BackendError, ConfigError
 
 def test_cost_is_a_share_of_the_step():
     assert Cost(rollout=3.0, recompute=1.0, update=4.0).share == 0.125
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "taken"), [(2, 4, 2), (32, 16, 6), (48, 24, 4), (8, 12, 8), (8, 90, 2)]
+)
+def test_an_audit_samples_no_more_than_it_needs(small, monkeypatch, prompts, n, taken):
+    def build(config, _, texts):
+        assert config.rollout.prompts_per_step == taken
+        assert len(texts) == taken * measure.NUM_BATCHES
+        raise BackendError("built")
+
+    monkeypatch.setattr(measure, "build_stacks", build)
+    with pytest.raises(BackendError, match="built"):
+        audit(small(rollout={"prompts_per_step": prompts, "n": n}, actor={"mini_batches": 2}))
 
 
 def test_one_model_for_both_needs_no_correction(shared):

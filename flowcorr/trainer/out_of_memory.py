@@ -1,0 +1,53 @@
+"""Which key to change when a GPU's memory runs out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from flowcorr.config.schema import Config
+from flowcorr.errors import BackendError
+
+_SAMPLING = ("rollout", "evaluation")
+_SCORING = ("old_log_prob", "correction", "drift", "update")
+
+
+@contextlib.contextmanager
+def explained(config: Config, phase: Callable[[], str]) -> Iterator[None]:
+    """Turn torch's error into one that names the phase and the keys that need less memory.
+
+    Args:
+        config: the run's.
+        phase: tells the phase that is running.
+
+    Raises:
+        BackendError: the device has no memory left.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise BackendError(
+            f"out of GPU memory in {phase()} ({reason}): {_remedy(config, phase())}; `flowcorr plan` predicts what "
+            "each phase of a recipe needs"
+        ) from error
+
+
+def _remedy(config: Config, phase: str) -> str:
+    rollout, actor = config.rollout, config.actor
+    if phase in _SCORING:
+        groups = -(-rollout.prompts_per_step // actor.mini_batches)
+        size = actor.micro_batch_size or groups * rollout.n
+        if size > 1:
+            return f"set actor.micro_batch_size={size // 2} instead of {size}"
+        if not actor.gradient_checkpointing:
+            return "set actor.gradient_checkpointing=true"
+    if phase in _SAMPLING and rollout.name == "in_process":
+        size = rollout.batch_size or rollout.prompts_per_step * rollout.n
+        if size > 1:
+            return f"set rollout.batch_size={size // 2} instead of {size}"
+    if phase == "reward":
+        return "give the reward that runs on the GPU a smaller batch_size, or device: cpu"
+    return "take fewer images a step (rollout.prompts_per_step), or a GPU with more memory"

@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from flowcorr.errors import BackendError
+from flowcorr.trainer.out_of_memory import explained
+
+TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+
+
+@pytest.mark.parametrize(
+    ("phase", "sections", "remedy"),
+    [
+        ("update", {"actor": {"micro_batch_size": 8}}, "actor.micro_batch_size=4 instead of 8"),
+        (
+            "old_log_prob",
+            {"rollout": {"prompts_per_step": 4, "n": 6}},
+            "actor.micro_batch_size=12 instead of 24",
+        ),
+        ("update", {"actor": {"micro_batch_size": 1}}, "actor.gradient_checkpointing=true"),
+        ("rollout", {"rollout": {"prompts_per_step": 4, "n": 6}}, "rollout.batch_size=12 instead of 24"),
+        ("evaluation", {"rollout": {"batch_size": 8}}, "rollout.batch_size=4 instead of 8"),
+        ("rollout", {"rollout": {"name": "vllm_omni"}}, "fewer images a step"),
+        ("reward", {}, "a smaller batch_size"),
+        ("sync", {}, "fewer images a step"),
+    ],
+)
+def test_the_phase_and_the_key_that_helps_are_named(make_config, phase, sections, remedy):
+    with (
+        pytest.raises(BackendError, match=rf"in {phase} \(CUDA out of memory\): .*{remedy}.*flowcorr plan"),
+        explained(make_config(**sections), lambda: phase),
+    ):
+        raise torch.OutOfMemoryError(TORCH)
+
+
+def test_other_errors_pass(make_config):
+    with pytest.raises(KeyError), explained(make_config(), lambda: "update"):
+        raise KeyError
