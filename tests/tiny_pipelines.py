@@ -35,6 +35,20 @@ def build_tiny_sd3(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> P
     return _save(pipeline, path, dtype)
 
 
+def build_tiny_sd35(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """The same with what Stable Diffusion 3.5 Medium adds: normalised queries, and blocks with a second attention."""
+    from diffusers import SD3Transformer2DModel
+    from flowcorr.tiny.build import build_pipeline
+
+    pipeline = build_pipeline(seed)
+    pipeline.vae.register_to_config(shift_factor=0.0609)
+    config = {**pipeline.transformer.config, "qk_norm": "rms_norm", "dual_attention_layers": (0,)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline.register_modules(transformer=SD3Transformer2DModel.from_config(config))
+    return _save(pipeline, path, dtype)
+
+
 def build_tiny_qwen_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """Qwen-Image: 16-channel patches of a 4-channel VAE that shrinks by 4; the real scheduler's shift."""
     from diffusers import (
@@ -422,6 +436,8 @@ def overrides(path, size: tuple[int, int], dtype: str) -> list[str]:
         "trainer.eval_every=0",
         # Nothing can be read on images of noise, and equal rewards teach nothing.
         'reward.terms=[{"name":"jpeg_incompressibility"}]',
+        "reward.placement=auto",
+        "reward.num_workers=1",
     ]
 
 

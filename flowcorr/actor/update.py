@@ -79,11 +79,10 @@ class PolicyOptimizer:
             places = torch.arange(terms.numel(), device=terms.device).view_as(terms)
             batch = replace(batch, places=places)
         filler_sample = batch.rollout.select(slice(1))
-        if self._measures_folding:
-            first = next(self.mini_batches(batch, training_step, 0)).rollout
-            for rows in self.scorer.micro_batches(first.num_samples)[:1]:
-                warn_if_folding_is_slower(self.scorer, first.select(rows))
-                self._measures_folding = False
+        if self._measures_folding and batch.rollout.num_samples:
+            first = self.scorer.micro_batches(batch.rollout.num_samples)[0]
+            warn_if_folding_is_slower(self.scorer, batch.rollout.select(first))
+            self._measures_folding = False
         metrics = Metrics()
         untouched = True  # whether the weights are still those that the batch came with
         for epoch in range(self.config.actor.epochs):

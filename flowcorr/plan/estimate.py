@@ -26,6 +26,8 @@ HOST_BANDWIDTH = 25e9
 """Bytes a second between a device and the host, by PCIe."""
 OCR_SECONDS = 0.55
 """CPU seconds of OCR with text detection, an image."""
+OVERLAPPING = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "http", "vlm_judge")
+"""Rewards that `reward.placement: auto` computes in a thread."""
 QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight that vllm-omni has quantized."""
 NOTHING = Work(peaks={}, flops=0, moved=0, busy=0, kernels=0)
@@ -312,7 +314,9 @@ def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilis
     ]
     for reward in measured.rewards:
         phases.append(phase("reward model", memory.reward, reward.scaled(measured.images)))
-    phases += _host_rewards(measured, ranks)
+    sampled = sum(phase.seconds or 0.0 for phase in phases if phase.name in ("sample", "decode"))
+    recomputed = 0.0 if measured.bypass else phase("", None, measured.recomputing).seconds or 0.0
+    phases += _host_rewards(measured, ranks, beside=sampled + recomputed)
     if not measured.bypass:
         phases.append(phase("recompute", memory.recompute, measured.recomputing))
     phases += [
@@ -325,14 +329,18 @@ def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilis
     return phases
 
 
-def _host_rewards(measured: _Measured, ranks: int) -> list[Phase]:
+def _host_rewards(measured: _Measured, ranks: int, *, beside: float) -> list[Phase]:
+    """Rewards on the host, with the seconds that are not spent `beside` other work."""
     config = measured.config.reward
+    overlaps = all(term.name in OVERLAPPING for term in (*config.terms, *config.gold))
+    if not (config.placement == "thread" or (config.placement == "auto" and overlaps)):
+        beside = 0.0
     share = ranks / config.num_workers if config.placement == "ray" else 1
     phases = []
     for term in (*config.terms, *config.gold):
         if term.name in ("pickscore", "aesthetic"):
             continue
         known = term.name == "ocr" and bool(term.options.get("detect"))
-        seconds = measured.images * OCR_SECONDS * share if known else None
+        seconds = max(0.0, measured.images * OCR_SECONDS * share - beside) if known else None
         phases.append(Phase(name=f"reward {term.name}", where="host", peak=None, seconds=seconds))
     return phases

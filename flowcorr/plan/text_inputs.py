@@ -15,10 +15,8 @@ from flowcorr.models.prompt_cache import MULTIPLE
 from flowcorr.plan.fake_device import DEVICE
 from flowcorr.plan.pipelines import Architecture
 
-_QWEN_TEMPLATE, _QWEN_SUFFIX = (
-    34,
-    5,
-)  # tokens that QwenImagePipeline puts before a prompt, and keeps behind it
+_QWEN_TEMPLATE = 34  # tokens that QwenImagePipeline puts before a prompt, and drops again
+_KEPT_TEMPLATE = {"qwen_image": 5, "z_image": 8}  # tokens that stay around a prompt, of families with a mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from flowcorr.models import Guidance
+from flowcorr.config import ModelConfig
+from flowcorr.models import Guidance, load_family
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.models.qwen_image import guided_at_equal_norm
 from tests.models.packed import PROMPTS, QWEN, noise
+from tests.tolerances import MEANS
 
 GUIDED = QWEN.guidance
 
@@ -70,7 +72,7 @@ def test_text_is_as_long_as_the_longest_prompt_and_the_velocity_is_that_of_padde
     assert {rows.shape[1] for rows in direct.values()} == {200}
     assert {rows.shape[1] for rows in cached.values()} == {-(-longest // 16) * 16}
     velocities = [
-        family.velocity(family.transformer, QWEN.noise(), torch.tensor([900.0, 300.0]), rows, GUIDED)
+        family.velocity(family.transformer, noise(), torch.tensor([900.0, 300.0]), rows, GUIDED)
         for rows in (cached, direct)
     ]
     torch.testing.assert_close(*velocities, **MEANS)

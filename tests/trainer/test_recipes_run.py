@@ -16,7 +16,7 @@ from flowcorr.trainer import train
 ROOT = Path(__file__).parents[2]
 RECIPES = [name for name in recipe_names() if not name.startswith("tiny_")]
 FAMILIES = {
-    "sd35": (tiny_pipelines.build_tiny_sd3, (32, 32)),
+    "sd35": (tiny_pipelines.build_tiny_sd35, (32, 32)),
     "qwen": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
     "flux": (tiny_pipelines.build_tiny_flux, tiny_pipelines.FLUX_SIZE),
     "flux2": (tiny_pipelines.build_tiny_flux2_klein, tiny_pipelines.FLUX2_KLEIN_SIZE),
@@ -28,6 +28,8 @@ SMALL = (
     "model.max_sequence_length=16",
     "rollout.prompts_per_step=2",
     "rollout.n=2",
+    "reward.placement=auto",
+    "reward.num_workers=1",
     "data.heldout_fraction=0.5",
     "data.num_heldout=2",
     "trainer.device=cpu",

@@ -77,6 +77,7 @@ def test_samples_are_not_copied_where_all_rewards_succeeded(monkeypatch):
         lambda batch, *args, **key: seen.append(batch.rollout) or update(batch, *args, **key),
     )
     train_step(run, 1, lambda _: None)
+    run.close()
     sampled, learned = seen
     assert learned.latents.data_ptr() == sampled.latents.data_ptr()
     assert learned.images is None
