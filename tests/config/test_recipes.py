@@ -22,7 +22,7 @@ def test_header_says_where_from_how_large_and_how_the_clip_stands(name):
     assert clip < high  # else there is nothing to warn of
     for promise in (
         "Source: ",
-        "Needs (",
+        "Needs (flowcorr plan) ",
         f"Clip: {clip:.0e}".replace("e-0", "e-") if "rollout_corr" not in name else "Clip: here it sees",
         f"lies {'below' if clip < low else 'within'} the noise floor",
         f"`flowcorr audit {name}`",
