@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flowcorr.diagnostics.health import HealthMonitor
     from flowcorr.trainer import RunResult
 
+_STATISTICS = "eval/image/"
 _CLOSED = (OSError, ValueError, SystemExit)  # rich raises the last where the reader of a pipe has gone
 _STEP_METRICS = {
     "reward/mean": "reward",
@@ -51,6 +52,7 @@ class TerminalObserver:
         self._note = ""
         self._evals: list[Mapping[str, float]] = []
         self._config: Config | None = None
+        self._out_dir: Path | None = None
         self._health: HealthMonitor | None = None
 
     def __enter__(self) -> Self:
@@ -65,7 +67,7 @@ class TerminalObserver:
 
     def on_start(self, config: Config, out_dir: Path, start_step: int) -> None:
         """The run is set up and begins after `start_step`."""
-        self._config = config
+        self._config, self._out_dir = config, out_dir
         self._start = self._first_step_start = self._clock()
         self._start_step, self._total = start_step, config.trainer.total_steps
         begin = f"resumes after step {start_step}" if start_step else f"{self._total} steps"
@@ -110,10 +112,20 @@ class TerminalObserver:
 
         if self._health is None:
             assert self._config is not None, "a run starts before its first step"
-            self._health = HealthMonitor(units_of(self._config, logged_num_elements(metrics)))
+            units = units_of(self._config, logged_num_elements(metrics))
+            self._health = HealthMonitor(units, start=self._first_step())
         for finding in self._health.update(metrics):
             if finding.level != "note":
                 self._say(f"{finding.level}: {finding.message} ({finding.metric}); {finding.advice}")
+
+    def _first_step(self) -> Mapping[str, float] | None:
+        """The metrics of the first training step of a run that was resumed."""
+        from flowcorr.diagnostics.health import is_step
+        from flowcorr.trackers import METRICS_FILE, read_metrics
+
+        assert self._out_dir is not None, "a run starts before its first step"
+        path = self._out_dir / METRICS_FILE
+        return next(filter(is_step, read_metrics(path)), None) if path.is_file() else None
 
     def _remaining(self, step: int) -> str:
         per_step = (self._clock() - self._first_step_start) / max(1, step - self._start_step)
@@ -136,11 +148,16 @@ def _treatment(config: Config) -> str:
 
 
 def _scores(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
+    return "  ".join(
+        f"{name.removeprefix('eval/')} {value:.3f}"
+        for name, value in metrics.items()
+        if not name.startswith(_STATISTICS)
+    )
 
 
 def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     names = [name for name in before if name in after and not name.endswith("_std")]
+    names = [name for name in names if not name.startswith(_STATISTICS)]
     return ", ".join(
         f"{name.removeprefix('eval/')} {before[name]:.3f} -> {after[name]:.3f}" for name in names
     )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import scale_factor
+from flowcorr.diagnostics import image_drift
 from flowcorr.diagnostics.clip_noise import clip_key
 from flowcorr.diagnostics.health_rules import RULES, Rule
 
@@ -72,7 +73,7 @@ class HealthFinding:
 
 _NOISE_ERRORS = 6.0  # standard errors: once in 5e8 steps by chance
 _OF_WEIGHTS = ("mean_weight", "weight_std", "effective_sample_size", "cap")
-_BY_NAME = {rule.name: rule for rule in RULES}
+_BY_NAME = {rule.name: rule for rule in (*RULES, image_drift.RULE)}
 # Drawn in the report, and judged by no rule: `kl` and `log_ppl_diff` say the same. They are not linear in log-ratios,
 # so that at another scale than `mean` there is no such limit.
 _DRAWN = {
@@ -137,14 +138,19 @@ def serious_limit(metric: str) -> float:
     return math.inf if rule is None else rule.serious
 
 
-def examine_step(metrics: Mapping[str, Any], units: Units) -> list[HealthFinding]:
+def examine_step(
+    metrics: Mapping[str, Any], units: Units, *, start: Mapping[str, Any] | None = None
+) -> list[HealthFinding]:
     """What one step breaks, whatever the rules' patience.
 
     Args:
         metrics: the step's, as logged; what is missing or null is not judged.
         units: the run's.
+        start: the metrics of the run's first step; None does not judge what depends on them.
     """
-    findings = (_examine(rule, metrics, units) for rule in RULES)
+    findings = [_examine(rule, metrics, units) for rule in RULES]
+    if start is not None:
+        findings.append(_examine_images(metrics, start))
     return [finding for finding in findings if finding is not None]
 
 
@@ -153,9 +159,10 @@ def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[Heal
     monitor = HealthMonitor(units)
     broken: dict[str, list[HealthFinding]] = {}
     lasting: set[str] = set()
+    start = next(filter(is_step, records), None)
     for record in records:
         lasting.update(finding.rule for finding in monitor.update(record))
-        for finding in examine_step(record, units):
+        for finding in examine_step(record, units, start=start):
             broken.setdefault(finding.rule, []).append(replace(finding, step=record.get("step")))
     findings = [
         replace(max(hits, key=_distance), num_steps=len(hits))
@@ -166,10 +173,15 @@ def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[Heal
 
 
 class HealthMonitor:
-    """Follows a run and tells each broken rule once; a finding that becomes serious is told again."""
+    """Follows a run and tells each broken rule once; a finding that becomes serious is told again.
 
-    def __init__(self, units: Units) -> None:
-        self._units = units
+    Args:
+        units: the run's.
+        start: the metrics of the run's first step, if it was before the first update that comes here.
+    """
+
+    def __init__(self, units: Units, start: Mapping[str, Any] | None = None) -> None:
+        self._units, self._start = units, start
         self._streaks: dict[str, int] = {}
         self._told: dict[str, int] = {}
 
@@ -177,7 +189,8 @@ class HealthMonitor:
         """What is newly broken after this step; records without training metrics, as of evaluations, are skipped."""
         if not is_step(metrics):
             return []
-        found = examine_step(metrics, self._units)
+        self._start = metrics if self._start is None else self._start
+        found = examine_step(metrics, self._units, start=self._start)
         self._streaks = {finding.rule: self._streaks.get(finding.rule, 0) + 1 for finding in found}
         lasting = [
             finding for finding in found if self._streaks[finding.rule] >= _BY_NAME[finding.rule].patience
@@ -231,6 +244,25 @@ def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> HealthFind
         message=f"{rule.what} is {value:.3g}, {'below' if value < low else 'above'} {threshold:.3g}"
         f"{_unit(rule, units)}{_noise(rule, metrics, units)}",
         advice=_advice(rule, units),
+    )
+
+
+def _examine_images(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> HealthFinding | None:
+    """Whether the reward rises while the images drift far from their start."""
+    drift = image_drift.largest_drift(metrics, start)
+    before, now = start.get("reward/mean"), metrics.get("reward/mean")
+    rule = image_drift.RULE
+    if drift is None or drift.size <= rule.high or before is None or now is None or now <= before:
+        return None
+    return HealthFinding(
+        rule=rule.name,
+        level="warning",
+        metric=drift.metric,
+        value=drift.size,
+        threshold=rule.high,
+        message=f"the reward rose from {before:.3g} to {now:.3g} while {drift.metric} went from {drift.start:.3g} to "
+        f"{drift.now:.3g}: {drift.size:.3g} times as far as is usual",
+        advice=rule.advice,
     )
 
 

@@ -17,6 +17,7 @@ from flowcorr.rewards import score_batch, scored_ahead
 from flowcorr.rollout import OnImages, decode, sample_ode
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
+from flowcorr.trainer.image_statistics import image_statistics
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.state import restore_actor
@@ -67,7 +68,8 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
         images = np.concatenate(drawn)[: len(own)]
         if own:
             output, _ = score_batch(reward, images, own_prompts)
-            own_scores = {"reward": output.scores, **output.extra}
+            statistics = {f"image/{name}": values for name, values in image_statistics(images).items()}
+            own_scores = {"reward": output.scores, **output.extra, **statistics}
     by_rank = [scores for scores in distributed.gather(own_scores, "the scores of an evaluation") if scores]
     gathered = distributed.gather_on_main(images, "the images of an evaluation")
     names = dict.fromkeys(name for scores in by_rank for name in scores)

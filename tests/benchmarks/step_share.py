@@ -1,9 +1,10 @@
-"""Share of a default training step that correction, losses and metrics take.
+"""Share of a default training step that correction, losses and metrics take, and what watches the images.
 
     python tests/benchmarks/step_share.py
 
 Runs steps of `tiny_ocr_lora` on its embedded model, then times the correction, the loss with its backward
-pass to the log-probs, and the metrics' `compute()` on tensors of the same shapes. Prints medians and ratios.
+pass to the log-probs, and the metrics' `compute()` on tensors of the same shapes; then the statistics of images and
+replays. Prints medians and ratios.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from flowcorr import config
 from flowcorr.algorithm import apply_rollout_correction_to_diffusion_batch, diffusion_loss
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, BatchStep, PolicyStep, Rollout
+from flowcorr.trainer.image_statistics import image_metrics
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 
@@ -73,18 +75,29 @@ def own_work(settings: config.Config, batch: ActorBatch) -> None:
 
 
 def main(repeats: int) -> None:
-    settings = config.load("tiny_ocr_lora", ["data.num_train=64", "data.num_heldout=8"])
+    settings = config.load(
+        "tiny_ocr_lora", ["data.num_train=64", "data.num_heldout=8", "rollout.replay_every=0"]
+    )
     settings = replace(settings, trainer=replace(settings.trainer, num_threads=1))
     run, _ = build_run(settings)
     run.engine.sync(run.actor.weights.snapshot())
-    steps = iter(range(1, repeats + 2))
+    steps = iter(range(1, 2 * repeats + 3))
     train_step(run, next(steps), lambda _: None)
     step = median_seconds(lambda: train_step(run, next(steps), lambda _: None), repeats)
     batch = batch_of(settings)
     own_work(settings, batch)
     own = median_seconds(lambda: own_work(settings, batch), 20 * repeats)
+    images, groups = train_step(run, next(steps), lambda _: None).images, batch.rollout.group_ids.numpy()
+    measuring = median_seconds(lambda: image_metrics(images, groups), 4 * repeats)
+    run.config = replace(settings, rollout=replace(settings.rollout, replay_every=1))
+    replays = [train_step(run, next(steps), lambda _: None).metrics.compute() for _ in range(repeats)]
+    replay = statistics.median(values["timing/replay"] for values in replays)
     print(f"training step            {step * 1e3:9.1f} ms")
     print(f"correction+loss+metrics  {own * 1e3:9.2f} ms   {100 * own / step:.2f} % of the step")
+    print(f"image statistics         {measuring * 1e3:9.2f} ms   {100 * measuring / step:.2f} % of the step")
+    print(
+        f"replay                   {replay * 1e3:9.2f} ms   {100 * replay / step:.2f} % of the step in which it runs"
+    )
 
 
 if __name__ == "__main__":

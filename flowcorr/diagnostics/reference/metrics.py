@@ -227,6 +227,16 @@ UPDATE = _rows(
         "rollout_corr/<name>": ("Bypass mode: the metric `rollout_corr/<name>` over the whole update.", ""),
     },
 )
+_IMAGE_STATISTICS: dict[str, tuple[str, str]] = {
+    "image/dark": ("Share of pixels with a luma below .2 of the largest.", "share"),
+    "image/saturated": ("Share of pixels with a channel of 250 or more, of 255.", "share"),
+    "image/contrast": ("Standard deviation of the luma of an image.", "of the largest luma"),
+    "image/sharpness": (
+        "Mean absolute difference of the luma of neighbouring pixels.",
+        "of the largest luma",
+    ),
+    "image/bits_per_pixel": ("Size of an image as a JPEG of quality 95.", "bits a pixel"),
+}
 RUN = (
     *_rows(
         "reward/",
@@ -240,6 +250,8 @@ RUN = (
                 "share",
             ),
             "failed_samples": ("Samples that the reward failed on.", "samples"),
+            **_IMAGE_STATISTICS,
+            "image/diversity": ("Mean std of a pixel over the images of a prompt.", "of the largest value"),
             "<name>": ("Mean of a reward term, of one of its extra scores, or of a `gold` reward.", ""),
         },
     ),
@@ -248,6 +260,7 @@ RUN = (
         {
             "reward": ("Mean reward on held-out prompts, ODE sampler, fixed noise.", "of the reward"),
             "reward_std": ("Its standard deviation over held-out prompts.", "of the reward"),
+            **_IMAGE_STATISTICS,
             "<name>": (
                 "Held-out mean of a reward term, of one of its extra scores, or of a `gold` reward.",
                 "",

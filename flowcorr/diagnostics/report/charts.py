@@ -47,6 +47,10 @@ _REPLAY_TEXT = (
     "Images that the training stack repeated, one of each prompt, every rollout.replay_every steps: what the ratio of "
     "log-probs does not cover."
 )
+_IMAGES_TEXT = (
+    "Statistics that nothing optimises, beside the reward. Where one drifts far from its start while the reward rises, "
+    "the policy may exploit the reward: look at the images."
+)
 _CORRECTION = (
     ("rollout_corr/rollout_is_mean", "Mean importance weight", "after its cap"),
     ("rollout_corr/rollout_is_std", "Std of the importance weights", "after their cap"),
@@ -103,7 +107,8 @@ class ChartSection:
 def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
     """All sections that have something to say."""
     sections = [
-        _curves(groups, "Learning", _learning_metrics(groups), _learning_text(groups)),
+        _curves(groups, "Learning", _learning_metrics(groups, of_images=False), _learning_text(groups)),
+        _curves(groups, "The images", _learning_metrics(groups, of_images=True), _IMAGES_TEXT),
         _curves(groups, "Drift between rollout and training", _DRIFT, _drift_text(groups), zoom=True),
         ChartSection(
             title="Drift by timestep",
@@ -144,7 +149,8 @@ def marks(groups: Sequence[Group]) -> list[str]:
 # Curves --------------------------------------------------------------------------------------------------------
 
 
-def _learning_metrics(groups: Sequence[Group]) -> tuple[tuple[str, str, str], ...]:
+def _learning_metrics(groups: Sequence[Group], *, of_images: bool) -> tuple[tuple[str, str, str], ...]:
+    """Rewards and held-out scores, or the statistics of images beside the reward."""
     logged = dict.fromkeys(
         name
         for prefix in ("eval/", "reward/")
@@ -159,6 +165,7 @@ def _learning_metrics(groups: Sequence[Group]) -> tuple[tuple[str, str, str], ..
         (name, name, "held out" if name.startswith("eval/") else "training samples")
         for name in logged
         if not name.endswith(skipped)
+        and ("/image/" in name or (of_images and name == "reward/mean")) == of_images
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +16,7 @@ from typing import Any
 from PIL import Image
 
 from flowcorr.diagnostics.health import examine_run, is_step
+from flowcorr.diagnostics.image_drift import ImageDrift, largest_drift
 from flowcorr.diagnostics.pages import render, save_charts
 from flowcorr.diagnostics.report.charts import ChartSection, chart_sections, colours, marks
 from flowcorr.diagnostics.report.runs import Group, Run, differences, group_by_seed, read_run
@@ -229,17 +229,29 @@ def _pictures(run: Run) -> Iterator[Picture]:
     else:
         for path in sorted(folder.glob("eval_*.png")):
             yield Picture(caption=f"held out, {path.stem[5:]}", source=_source(path))
-    for path in _spread(sorted(folder.glob("rollout_*.png"))):
-        match = re.match(r"rollout_(\d+)", path.stem)
-        caption = f"rollouts at step {int(match[1])}" if match else path.stem
-        yield Picture(caption=caption, source=_source(path))
+    grids = {int(path.stem.split("_")[1]): path for path in sorted(folder.glob("rollout_*.png"))}
+    drifts = _drifts(run)
+    furthest = max(grids.keys() & drifts.keys(), key=lambda step: drifts[step].size, default=None)
+    for step in sorted({*_spread(list(grids)), *([] if furthest is None else [furthest])}):
+        caption = f"rollouts at step {step}"
+        if step == furthest:
+            drift = drifts[step]
+            caption += f", the furthest from the start: {drift.metric} {drift.start:.3g} → {drift.now:.3g}"
+        yield Picture(caption=caption, source=_source(grids[step]))
 
 
-def _spread(paths: Sequence[Path]) -> list[Path]:
+def _drifts(run: Run) -> dict[int, ImageDrift]:
+    """For each training step, the statistic of its images that is furthest from the start."""
+    steps = [record for record in run.records if is_step(record)]
+    found = {int(record["step"]): largest_drift(record, steps[0]) for record in steps}
+    return {step: drift for step, drift in found.items() if drift is not None}
+
+
+def _spread(steps: Sequence[int]) -> list[int]:
     """The first, the last and some between."""
-    if len(paths) <= MAX_GRIDS:
-        return list(paths)
-    return [paths[round(i * (len(paths) - 1) / (MAX_GRIDS - 1))] for i in range(MAX_GRIDS)]
+    if len(steps) <= MAX_GRIDS:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (MAX_GRIDS - 1))] for i in range(MAX_GRIDS)]
 
 
 def _source(path: Path) -> str:
