@@ -160,12 +160,15 @@ def _learning_metrics(groups: Sequence[Group], *, of_images: bool) -> tuple[tupl
         for name in record
         if name.startswith(prefix)
     )
+    if of_images:
+        logged = {name: None for name in logged if "/image/" in name or name == "reward/mean"}
+    else:
+        logged = {name: None for name in logged if "/image/" not in name}
     skipped = ("_std", "/std", "/min", "/max", "/failed_samples")
     return tuple(
         (name, name, "held out" if name.startswith("eval/") else "training samples")
         for name in logged
         if not name.endswith(skipped)
-        and ("/image/" in name or (of_images and name == "reward/mean")) == of_images
     )
 
 
