@@ -20,6 +20,7 @@ from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import family_class, find_architecture
 from flowcorr.plan.text_inputs import text_inputs, with_longest_prompt
 from flowcorr.plan.training import Training, Work, measure_training, one_optimizer_step
+from flowcorr.rewards.combine import ON_CLIP
 from flowcorr.rollout.vllm_omni.options import WITHOUT_QUANTIZATION
 
 HOST_BANDWIDTH = 25e9
@@ -338,7 +339,7 @@ def _host_rewards(measured: _Measured, ranks: int, *, beside: float) -> list[Pha
     share = ranks / config.num_workers if config.placement == "ray" else 1
     phases = []
     for term in (*config.terms, *config.gold):
-        if term.name in ("pickscore", "aesthetic"):
+        if term.name in ON_CLIP:
             continue
         known = term.name == "ocr" and bool(term.options.get("detect"))
         seconds = max(0.0, measured.images * OCR_SECONDS * share - beside) if known else None

@@ -40,6 +40,9 @@ REWARDS: Mapping[str, Callable[..., Reward]] = {
     "http": HttpReward,
 }
 
+ON_CLIP = ("pickscore", "aesthetic")
+"""Rewards that compute a CLIP model, on a GPU if their process sees one."""
+
 GOLD = "gold/"
 BUILT_IN_METRICS = frozenset(
     {

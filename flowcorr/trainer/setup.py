@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,14 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config.rules import check_guidance
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
+from flowcorr.errors import ConfigError
 from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.rewards import Reward, ThreadReward, build_reward, check_tags
+from flowcorr.rewards.combine import ON_CLIP
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.build import build_backend, check_installed
+from flowcorr.rollout.vllm_omni.options import num_gpus
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.workers.pool import OnEvent, ignore_event
@@ -87,6 +91,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
     with contextlib.ExitStack() as on_failure:
         with distributed.fail_together("loading the model"):
             check_installed(config)
+            _check_worker_gpus(config)
             prompts = load_prompts(config.data)
             check_tags(config.reward.terms, config.reward.gold, (*prompts.train, *prompts.heldout))
             reward = _build_reward(config, on_event)
@@ -107,6 +112,38 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
         on_event=on_event,
     )
     return run, prompts
+
+
+def _check_worker_gpus(config: Config) -> None:
+    """Check that Ray workers get the GPU that they compute on; without `num_gpus` they see none.
+
+    Raises:
+        ConfigError: vllm-omni's workers would find no GPU, and fail after minutes.
+
+    Warns:
+        UserWarning: a reward's model would run on a CPU thread.
+    """
+    if not torch.cuda.is_available():
+        return
+    rollout, reward = config.rollout, config.reward
+    if (
+        rollout.placement == "ray"
+        and rollout.name == "vllm_omni"
+        and not rollout.worker_resources.get("num_gpus")
+    ):
+        raise ConfigError(
+            f"rollout.worker_resources={dict(rollout.worker_resources)} gives vllm-omni's workers no GPU; set "
+            f"rollout.worker_resources={{num_gpus: {num_gpus(rollout.engine)}}}"
+        )
+    if reward.placement == "ray" and not reward.worker_resources.get("num_gpus"):
+        for term in (*reward.terms, *reward.gold):
+            if term.name in ON_CLIP and term.options.get("device") != "cpu":
+                warnings.warn(
+                    f"reward.worker_resources={dict(reward.worker_resources)} leaves {term.name} on a CPU; set "
+                    "reward.worker_resources={num_gpus: 0.25}, or reward.placement=thread to use the trainer's GPU",
+                    UserWarning,
+                    stacklevel=3,
+                )
 
 
 def _build_reward(config: Config, on_event: OnEvent) -> Reward:

@@ -3,9 +3,10 @@
 import sys
 
 import pytest
+import torch
 
 from flowcorr import config
-from flowcorr.errors import MissingExtraError
+from flowcorr.errors import BackendError, ConfigError, MissingExtraError
 from flowcorr.models import EMBEDDED
 from flowcorr.rewards import ThreadReward, WeightedSum
 from flowcorr.trainer import setup
@@ -29,6 +30,35 @@ def test_what_is_not_installed_is_said_before_a_model_is_loaded(monkeypatch, ove
     monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(MissingExtraError, match=message):
         build_run(config.load("tiny_jpeg_lora", [override]))
+
+
+@pytest.fixture
+def with_gpus(monkeypatch):
+    """A machine with GPUs, on which nothing is loaded."""
+
+    def stop(*_, **__):
+        raise BackendError("loading")
+
+    monkeypatch.setattr(setup, "check_installed", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(setup, "_build_reward", stop)
+
+
+@pytest.mark.parametrize(("options", "gpus"), [([], 1), (["rollout.engine.tensor_parallel_size=2"], 2)])
+def test_workers_of_vllm_omni_without_a_gpu_are_refused_before_anything_is_loaded(with_gpus, options, gpus):
+    overrides = ["rollout.name=vllm_omni", "rollout.placement=ray", *options]
+    with pytest.raises(ConfigError, match=rf"no GPU; set rollout\.worker_resources={{num_gpus: {gpus}}}"):
+        build_run(config.load("tiny_jpeg_lora", overrides))
+    with pytest.raises(BackendError, match="loading"):
+        build_run(config.load("tiny_jpeg_lora", [*overrides, "rollout.worker_resources={num_gpus: 1}"]))
+
+
+def test_a_reward_model_that_would_run_on_a_cpu_warns(with_gpus):
+    overrides = ["reward.placement=ray", "reward.terms=[{name: pickscore}]"]
+    with pytest.warns(UserWarning, match="leaves pickscore on a CPU"), pytest.raises(BackendError):
+        build_run(config.load("tiny_jpeg_lora", overrides))
+    with pytest.raises(BackendError, match="loading"):
+        build_run(config.load("tiny_jpeg_lora", [*overrides, "reward.worker_resources={num_gpus: 1}"]))
 
 
 def test_the_text_encoders_are_gone_before_an_engine_starts_that_may_share_their_gpu(monkeypatch):
