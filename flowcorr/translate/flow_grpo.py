@@ -40,6 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "train.adam_beta1": 0.9,
     "train.adam_beta2": 0.999,
     "train.adam_weight_decay": 1e-4,
+    "train.adam_epsilon": 1e-8,
     "train.gradient_accumulation_steps": 1,
     "train.max_grad_norm": 1.0,
     "train.num_inner_epochs": 1,
@@ -71,7 +72,7 @@ def _advantage_std(get: Get) -> str:
 
 
 def _dtype(get: Get) -> str:
-    return "float32" if get("mixed_precision") == "no" else "bfloat16"
+    return {"fp16": "float16", "bf16": "bfloat16"}.get(get("mixed_precision"), "float32")
 
 
 def _refuse(get: Get) -> str:
@@ -101,7 +102,7 @@ def _number(source: str, key: str, note: str = "") -> Row:
 
 ROWS = (
     _same("pretrained.model", "model.path"),
-    Row(key="model.dtype", value=_dtype, sources=("mixed_precision",), note="there is no fp16 here"),
+    Row(key="model.dtype", value=_dtype, sources=("mixed_precision",)),
     Row(key="model.max_sequence_length", value=lambda get: 128),
     Row(key="model.lora.rank", value=lambda get: 32 if get("use_lora") else 0, sources=("use_lora",)),
     Row(key="model.lora.alpha", value=lambda get: 64.0 if get("use_lora") else None),
@@ -150,6 +151,7 @@ ROWS = (
         sources=("train.adam_beta1", "train.adam_beta2"),
     ),
     _number("train.adam_weight_decay", "actor.weight_decay"),
+    _number("train.adam_epsilon", "actor.eps"),
     _number("train.max_grad_norm", "actor.grad_clip"),
     _same("train.num_inner_epochs", "actor.epochs"),
     Row(
@@ -185,6 +187,7 @@ ROWS = (
         sources=("dataset",),
         note="train_metadata.jsonl where its prompts are read from that",
     ),
+    Row(key="data.heldout_path", value=lambda get: f"{get('dataset')}/test.txt", sources=("dataset",)),
     _same("seed", "trainer.seed"),
     _same("eval_freq", "trainer.eval_every", "epochs"),
     _same("sample.eval_num_steps", "trainer.eval_num_inference_steps"),
@@ -194,7 +197,6 @@ ROWS = (
 
 NO_PLACE = {
     "train.use_8bit_adam": "the optimizer is AdamW",
-    "train.adam_epsilon": "AdamW's is 1e-8",
     "train.cfg": "training has the guidance of sampling",
     "train.*": "of algorithms or options that flowcorr does not have",
     "sample.*": "evaluations and batches are cut by rollout.batch_size",

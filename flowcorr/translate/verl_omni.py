@@ -29,7 +29,14 @@ REWARDS = {
 }
 """Words in the path or name of a reward function, and the reward here."""
 OTHER_MODELS = ("edit", "bagel", "ltx", "wan", "minimax", "omni-", "hunyuan")
-_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+_DTYPES = {
+    "fp16": "float16",
+    "float16": "float16",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp32": "float32",
+    "float32": "float32",
+}
 
 DEFAULTS: dict[str, Any] = {
     f"{MODEL}.path": "~/models/Qwen/Qwen-Image",
@@ -98,6 +105,7 @@ DEFAULTS: dict[str, Any] = {
     "reward.reward_functions": {},
     "reward.reward_model.model_path": None,
     "data.train_files": "~/data/train.parquet",
+    "data.val_files": None,
     "data.train_batch_size": 1024,
     "data.val_max_samples": -1,
     "data.seed": None,
@@ -202,10 +210,9 @@ def _rewards(get: Get) -> list[dict[str, Any]]:
     return reward_terms({f"{get(f'{REWARD}.path')}:{get(f'{REWARD}.name')}": 1.0})
 
 
-def _data_path(get: Get) -> str:
-    path = get("data.train_files")
+def _text_file(path: Any) -> str | None:
     path = path[0] if isinstance(path, list) else path
-    return re.sub(r"\.parquet$", ".txt", path)
+    return path and re.sub(r"\.parquet$", ".txt", path)
 
 
 def _logger(get: Get) -> list[str]:
@@ -418,9 +425,14 @@ ROWS = (
     ),
     Row(
         key="data.path",
-        value=_data_path,
+        value=lambda get: _text_file(get("data.train_files")),
         sources=("data.train_files",),
         note="its prompts as text, as the train.txt from which its parquet was made",
+    ),
+    Row(
+        key="data.heldout_path",
+        value=lambda get: _text_file(get("data.val_files")),
+        sources=("data.val_files",),
     ),
     Row(
         key="data.num_heldout",

@@ -119,6 +119,7 @@ def test_verl_omnis_values_and_defaults(omni):
         ((f"{OMNI}rollout.algo.sde_window_size=null",), "sampling.sde_window_size", 9),
         (("algorithm.norm_adv_by_std_in_grpo=False",), "algorithm.advantage_std", "none"),
         (("algorithm.global_std=False",), "algorithm.advantage_std", "group"),
+        (("data.val_files=data/test.parquet",), "data.heldout_path", "data/test.txt"),
         ((f"{OMNI}model.lora_rank=0", f"{OMNI}actor.fsdp_config.model_dtype=fp32"), "model.lora.rank", 0),
         ((f"{OMNI}actor.fsdp_config.model_dtype=fp32",), "actor.autocast", True),
         ((f"{OMNI}model.target_modules=\"['to_q','to_k']\"",), "model.lora.targets", ("to_q", "to_k")),
@@ -217,6 +218,7 @@ def test_flow_grpos_values(grpo, tmp_path):
     assert (found.actor.kl_coef, found.actor.kl_weighting) == (0.04, "flow_grpo")
     assert found.algorithm.rollout_correction.mode == "bypass"
     assert (found.sampling.guidance_scale, found.trainer.seed) == (4.5, 42)
+    assert (found.model.dtype, found.data.heldout_path) == ("float16", "dataset/ocr/test.txt")
     assert [(term.name, term.weight) for term in found.reward.terms] == [
         ("pickscore", 1),
         ("my_rewards:geneval", 0.5),
