@@ -1,1 +1,1 @@
-"""What a run will need, before anything is loaded: memory, time, and what fits on a GPU."""
+"""Memory and time of a run, computed before anything is loaded, and whether it fits on a GPU."""

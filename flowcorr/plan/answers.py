@@ -89,10 +89,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run needs of a device.
+    """Memory and time that a run needs on a device.
 
     Attributes:
-        title: what the plan is of.
+        title: the recipe, with its overrides.
         gpu: the device of each rank.
         utilisation: the share of its numbers that is reached.
         ranks: training ranks.
@@ -215,7 +215,7 @@ class Plan:
 
 
 def summary(plan: Plan) -> str:
-    """What the plan is of, in one line."""
+    """The planned recipe in one line."""
     ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
     card = plan.gpu
     return (

@@ -10,7 +10,8 @@ import torch
 
 from flowcorr.config.schema import Config, RewardTerm
 from flowcorr.models import DTYPES
-from flowcorr.plan.fake_device import DEVICE, FakeDevice
+from flowcorr.plan.fake_backend import DEVICE
+from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import Architecture, build_component, build_family, find_clip
 from flowcorr.plan.text_inputs import TextInputs
 from flowcorr.plan.training import Work

@@ -166,7 +166,7 @@ def make_plan(
         config: the run's configuration.
         gpu: the device of each rank.
         ranks: training ranks that share a step's prompts.
-        title: what the plan is of.
+        title: the recipe, with its overrides.
         utilisation: the share of the device's numbers that is reached.
 
     Raises:

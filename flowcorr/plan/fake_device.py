@@ -2,8 +2,7 @@
 
 torch calls a device that Python implements `PrivateUse1`; here it is named `fakegpu`. Tensors are `FakeTensor`s, so a
 model of any size fits into the memory of a laptop. Code under `FakeDevice` runs unchanged, forwards and backwards, and
-fails where a CPU tensor meets a device tensor. The name and its backend stay registered in the process, and say that
-they are not available outside of `FakeDevice`.
+fails where a CPU tensor meets a device tensor.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from flowcorr.errors import BackendError
 from flowcorr.plan.devices import Gpu, Utilisation
+from flowcorr.plan.fake_backend import DEVICE, available, lifting_on_cpu_only, register
 
-DEVICE = "fakegpu"
 _ALLOCATION = 512  # bytes: torch's CUDA allocator rounds up to multiples of this
 _aten = torch.ops.aten
 _FREE = frozenset(  # operations that move no data
@@ -95,11 +94,11 @@ class FakeDevice:
         self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> FakeDevice:
-        _register()
+        register()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         with contextlib.ExitStack() as entered:
-            entered.enter_context(_available())
-            entered.enter_context(_lifting_on_cpu_only())
+            entered.enter_context(available())
+            entered.enter_context(lifting_on_cpu_only())
             entered.enter_context(self.mode)
             entered.enter_context(_Counting(self))
             entered.enter_context(_fused_attention())
@@ -372,108 +371,3 @@ def _place() -> str:
             return f"{package}:{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "backward pass"
-
-
-# Registration --------------------------------------------------------------------------------------------
-
-_STATE = {"registered": False, "available": False}
-
-
-@contextlib.contextmanager
-def _available() -> Iterator[None]:
-    _STATE["available"] = True
-    try:
-        yield
-    finally:
-        _STATE["available"] = False
-
-
-@contextlib.contextmanager
-def _lifting_on_cpu_only() -> Iterator[None]:
-    """Let `torch.tensor(..., device=DEVICE)` make a CPU tensor and copy it, where torch would allocate for real."""
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
-    try:
-        yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(before)
-
-
-def _register() -> None:
-    if _STATE["registered"]:
-        return
-    try:
-        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
-    except ImportError:
-        raise BackendError(
-            f"flowcorr plan needs a torch that lets Python implement a device; {torch.__version__} does not: "
-            "pip install -U torch"
-        ) from None
-
-    class Hook(torch._C._acc.PrivateUse1Hooks):
-        def is_available(self) -> bool:
-            return _STATE["available"]
-
-        def has_primary_context(self, index: int) -> bool:
-            return True
-
-        def is_built(self) -> bool:
-            return True
-
-    setup(DEVICE, backend_module=_Backend, hook=Hook())
-    _STATE["registered"] = True
-
-
-class _Backend:
-    """What torch asks of a device's module."""
-
-    @staticmethod
-    def is_initialized() -> bool:
-        return True
-
-    @staticmethod
-    def is_available() -> bool:
-        return _STATE["available"]
-
-    @staticmethod
-    def device_count() -> int:
-        return int(_STATE["available"])
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def _is_in_bad_fork() -> bool:
-        return False
-
-    @staticmethod
-    def manual_seed_all(seed: int) -> None:
-        pass
-
-    @staticmethod
-    def get_rng_state(device: int = 0) -> Tensor:
-        return torch.empty(0)
-
-    @staticmethod
-    def set_rng_state(state: Tensor, device: int = 0) -> None:
-        pass
-
-    @staticmethod
-    def get_amp_supported_dtype() -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    @staticmethod
-    def synchronize(device: Any = None) -> None:
-        pass
-
-    @staticmethod
-    def empty_cache() -> None:
-        pass
-
-    device: Callable[..., contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-
-def without_device() -> contextlib.AbstractContextManager[Any]:
-    """Leave the fake device for a while, as to build a module on torch's `meta` device."""
-    return _disable_current_modes()

@@ -14,7 +14,8 @@ from torch import nn
 from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import FAMILIES, ModelFamily, quiet_loaders, resolve_family, resolve_path
-from flowcorr.plan.fake_device import FakeDevice, without_device
+from flowcorr.plan.fake_backend import without_device
+from flowcorr.plan.fake_device import FakeDevice
 
 SHIPPED = Path(__file__).parent / "architectures"
 

@@ -12,7 +12,7 @@ from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.models import Conditioning, ModelFamily, flux, flux2_klein, qwen_image, sd3, z_image
 from flowcorr.models.prompt_cache import MULTIPLE
-from flowcorr.plan.fake_device import DEVICE
+from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.pipelines import Architecture
 
 _QWEN_TEMPLATE = 34  # tokens that QwenImagePipeline puts before a prompt, and drops again

@@ -21,7 +21,8 @@ from flowcorr.algorithm import (
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.models.base import repeated_blocks
-from flowcorr.plan.fake_device import DEVICE, FakeDevice, Section
+from flowcorr.plan.fake_backend import DEVICE
+from flowcorr.plan.fake_device import FakeDevice, Section
 from flowcorr.plan.pipelines import Architecture, build_family
 from flowcorr.plan.text_inputs import text_inputs
 from flowcorr.records import ActorBatch, Rollout
@@ -34,7 +35,7 @@ FEW = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a part of the program needs.
+    """Memory, FLOPs and time of one part of a step.
 
     Attributes:
         peaks: most bytes above what was there when it began, by the kind of block that was computed then.
@@ -286,7 +287,7 @@ def _split_at_optimizer(device: FakeDevice) -> Iterator[tuple[Section, Section]]
 
 
 def _bytes(batch: ActorBatch) -> int:
-    """What the tensors of a batch take, those of its rollout included."""
+    """Bytes of the tensors of a batch, including its rollout."""
     records = (batch, batch.rollout)
     values = [getattr(record, entry.name) for record in records for entry in fields(record)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]

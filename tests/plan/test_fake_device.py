@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from flowcorr.config import load, recipe_names
-from flowcorr.plan.fake_device import DEVICE
+from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.pipelines import find_architecture
 from flowcorr.plan.training import (
     actor_batch,
