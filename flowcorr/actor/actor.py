@@ -7,14 +7,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from flowcorr.actor.scoring import Scorer, Scores
+from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.update import PolicyOptimizer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
-from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.metrics import Metrics
 from flowcorr.models import Guidance, ModelFamily
-from flowcorr.records import ActorBatch, PolicyStep, Rollout
 
 
 class DiffusionActor:
@@ -29,6 +26,8 @@ class DiffusionActor:
         scorer: scores SDE steps under the weights.
         optimizer: learns the weights.
         guidance: of the run's sampling, which is part of the policy.
+        score, log_probs: those of `Scorer`.
+        update: that of `PolicyOptimizer`.
     """
 
     def __init__(self, family: ModelFamily, config: Config) -> None:
@@ -44,6 +43,8 @@ class DiffusionActor:
             self.weights.transformer.enable_gradient_checkpointing()
         self.scorer = Scorer(family, self.weights, self.guidance, config)
         self.optimizer = PolicyOptimizer(self.weights, self.scorer, config)
+        self.score, self.log_probs = self.scorer.score, self.scorer.log_probs
+        self.update = self.optimizer.update
 
     @property
     def device(self) -> torch.device:
@@ -58,31 +59,3 @@ class DiffusionActor:
             )
 
         return velocity
-
-    def score(self, rollout: Rollout) -> PolicyStep:
-        """See `Scorer.score`."""
-        return self.scorer.score(rollout)
-
-    def log_probs(
-        self,
-        rollout: Rollout,
-        *,
-        with_means: bool = False,
-        guidance: Guidance | None = None,
-        filler_sample: Rollout | None = None,
-    ) -> Scores:
-        """See `Scorer.log_probs`."""
-        return self.scorer.log_probs(
-            rollout, with_means=with_means, guidance=guidance, filler_sample=filler_sample
-        )
-
-    def update(
-        self,
-        batch: ActorBatch,
-        correction: RolloutCorrectionConfig | None,
-        *,
-        training_step: int,
-        record: Callable[[ActorBatch, PolicyStep], None] | None = None,
-    ) -> Metrics:
-        """See `PolicyOptimizer.update`."""
-        return self.optimizer.update(batch, correction, training_step=training_step, record=record)

@@ -55,7 +55,7 @@ def measure_gap_split(run: TrainingRun, batch: ActorBatch, correction: RolloutCo
     Both use the terms for which all three policies are finite, so that their means add up to the mean gap.
 
     Args:
-        run: the run's run.
+        run: the training run.
         batch: the batch of the update; scores that it already has are not computed again.
         correction: in force at this training step.
 
