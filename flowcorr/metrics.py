@@ -125,13 +125,9 @@ class Over:
         return mean((of & self.where).sum().double(), self.count)
 
     def std(self, values: Tensor) -> Stat:
-        """The unbiased standard deviation; 0 for one term."""
-        return Stat("std", self.moments(values))
-
-    def moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Count, mean and sum of squared deviations: the parts of `std` and `ess`."""
+        """The unbiased standard deviation; 0 for one term. A stat `ess` has the same parts."""
         mean = self._sum(values) / self.count.clamp(min=1)
-        return self.count, mean, self._sum((values - mean).square())
+        return Stat("std", (self.count, mean, self._sum((values - mean).square())))
 
     def max(self, values: Tensor) -> Stat:
         values = values.masked_fill(self.elsewhere, -math.inf)

@@ -18,7 +18,7 @@ class Prompt:
     """One prompt of the data set.
 
     Attributes:
-        text: what the model is asked for.
+        text: the prompt that the model gets.
         target: what a reward looks for in the image, such as the words to render.
         tag: its kind, by which `reward.terms` may choose prompts.
         metadata: further fields of the data file, for a user's own reward.
@@ -155,7 +155,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ActorBatch:
-    """What the actor updates on: trajectories with advantages, and the correction's outcome.
+    """The batch of an update: trajectories, their advantages, and the weights and mask of the correction.
 
     Attributes:
         rollout: the trajectories.
@@ -193,7 +193,7 @@ class ActorBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyStep:
-    """What the current policy says of one SDE step `[b]`, or of the whole window `[b, T]`.
+    """Scores of one SDE step `[b]`, or of the whole window `[b, T]`, under the current policy.
 
     Attributes:
         log_prob: `[b]` or `[b, T]`, nats per latent element, differentiable.
@@ -214,6 +214,10 @@ class PolicyStep:
     def per_term(self) -> PolicyStep:
         """`[b, T]` as `[b * T]`: every SDE step a sample of its own."""
         return _per_term(self, self.log_prob.dim())
+
+    def windows(self) -> PolicyStep:
+        """`[b]` as `[b, 1]`: every SDE step a window of its own; `[b, T]` is returned as it is."""
+        return _windows(self, self.log_prob.dim())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -262,6 +266,10 @@ class BatchStep:
         """`[b, T]` as `[b * T]`: every SDE step a sample of its own."""
         return _per_term(self, self.old_log_prob.dim())
 
+    def windows(self) -> BatchStep:
+        """`[b]` as `[b, 1]`: every SDE step a window of its own; `[b, T]` is returned as it is."""
+        return _windows(self, self.old_log_prob.dim())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutput:
@@ -272,7 +280,7 @@ class LossOutput:
         count_all: 0-d, valid terms, kept or not.
         count_kept: 0-d, terms that entered the sum.
         metrics: `actor/*`, what describes the update.
-        correction_metrics: `rollout_corr/*`, what the correction inside the loss measured; empty outside bypass mode.
+        correction_metrics: `rollout_corr/*` of the correction inside the loss; empty outside bypass mode.
     """
 
     loss_sum: Tensor
@@ -302,6 +310,12 @@ def _per_term(record: StepT, batch_dims: int) -> StepT:
     return replace(
         record, **{name: value.flatten(0, batch_dims - 1) for name, value in _tensors(record).items()}
     )
+
+
+def _windows(record: StepT, batch_dims: int) -> StepT:
+    if batch_dims == 2:
+        return record
+    return replace(record, **{name: value.unsqueeze(1) for name, value in _tensors(record).items()})
 
 
 def _tensors(record: Any) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ def describe(values):
         {
             "mean": over.mean(x),
             "std": over.std(x),
-            "ess": Stat("ess", over.moments(x)),
+            "ess": Stat("ess", over.std(x).parts),
             "share": over.share(x > 0),
             "count": metrics.total(len(values)),
             "max": over.max(x),

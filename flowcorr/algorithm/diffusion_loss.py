@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig
@@ -61,29 +60,24 @@ def _correct_terms(
     num_steps: int | None,
 ) -> tuple[BatchStep, Metrics]:
     """Weights and rejection inside the loss; `[b]` terms are trajectories of one step."""
-    single = policy_step.log_prob.dim() == 1
-
-    def window(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or not single else tensor.unsqueeze(1)
-
+    policy, batch = policy_step.detach().windows(), batch_step.windows()
     correction = correct(
-        policy_step.log_prob.detach().unsqueeze(1) if single else policy_step.log_prob.detach(),
-        batch_step.rollout_log_prob.unsqueeze(1) if single else batch_step.rollout_log_prob,
+        policy.log_prob,
+        batch.rollout_log_prob,
         config,
-        mask=window(batch_step.keep),
-        step_index=batch_step.step_index.unsqueeze(1) if single else batch_step.step_index,
-        target_mean=window(policy_step.mean.detach()),
-        rollout_mean=window(batch_step.rollout_mean),
-        std=window(policy_step.std),
+        mask=batch.keep,
+        step_index=batch.step_index,
+        target_mean=policy.mean,
+        rollout_mean=batch.rollout_mean,
+        std=policy.std,
         actor_config=actor_config,
-        num_elements=policy_step.mean[(0,) * policy_step.log_prob.dim()].numel(),
+        num_elements=policy.mean.shape[2:].numel(),
         num_steps=num_steps,
     )
-    weights, keep = correction.weights, correction.keep
-    if single:
-        weights, keep = None if weights is None else weights.squeeze(1), keep.squeeze(1)
-    if batch_step.weight is not None:
-        weights = batch_step.weight if weights is None else batch_step.weight * weights
+    weights, keep = batch_step.weight, correction.keep.view_as(policy_step.log_prob)
+    if correction.weights is not None:
+        corrected = correction.weights.view_as(policy_step.log_prob)
+        weights = corrected if weights is None else weights * corrected
     return replace(batch_step, weight=weights, keep=keep), correction.metrics
 
 

@@ -1,4 +1,4 @@
-"""Thresholds and the scale of log-ratios: how they are written, and the bounds that they mean."""
+"""Thresholds and the scale of log-ratios: from the user's notation to numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Criterion:
 
     Attributes:
         name: of the mode, as metrics are named.
-        mode: what is judged.
+        mode: the divergence.
         lower: for a band of ratios, `-log` of the largest ratio; else `-inf`.
         upper: for a band of ratios, `-log` of the smallest ratio; else the largest value.
         auto: whether the bounds are measured on each batch; infinite until then.
@@ -51,7 +51,7 @@ def parse_band(value: object, key: str = "threshold") -> float | Band:
     """Read a threshold: a positive number, or a band `(lower, upper)` with `0 < lower < upper`.
 
     A band is written `"0.5_2"`, `[0.5, 2]` or `(0.5, 2)`; a number `2.0` or `"2.0"`. `inf` is a number.
-    YAML 1.1 reads an unquoted `0.5_2` as 0.52: that is for the reader of the file to prevent.
+    YAML 1.1 reads an unquoted `0.5_2` as 0.52; `config.yaml_text` prevents that.
 
     Raises:
         ConfigError: naming `key`, if the value is neither, or not positive, or the band is reversed.

@@ -1,4 +1,4 @@
-"""The section `algorithm.rollout_correction`: what is computed of the drift, and what is done about it."""
+"""The section `algorithm.rollout_correction`: how the drift is measured and corrected."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RolloutCorrectionConfig:
         bypass_scope: whether the loss in bypass mode sees single steps or whole trajectories.
         log_ratio_scale: factor on the mean-pooled log-ratios of weights, bands and veto: `mean` (1),
             `sqrt` (`sqrt(D)`), `sum` (`D`) or a number.
-        rollout_rs_denominator: what the loss is divided by, the terms kept or all.
+        rollout_rs_denominator: the loss is divided by the number of kept terms, or of all.
         rejection_groups: after rejection, `recentre` shifts the advantages of each group so that their mean over its
             kept terms is 0 again; `drop_small` does so, and rejects groups left with fewer than two samples.
             Needs decoupled mode.
@@ -161,7 +161,7 @@ class RolloutCorrectionConfig:
 
     @property
     def label(self) -> str:
-        """What it is called where people read it: its preset, else its mode."""
+        """Its name in messages: the preset, else the mode."""
         if self.preset is None:
             return self.mode
         return f"{self.preset}, auto" if self.mode == "auto" else self.preset
@@ -236,7 +236,7 @@ def _normalize(config: RolloutCorrectionConfig) -> None:
 
 
 def _check_combinations(config: RolloutCorrectionConfig) -> None:
-    """Refuse what the mode cannot do; what `auto` is given must work in both."""
+    """Refuse keys that the mode cannot obey; under `auto` they must work in both modes."""
     if config.mode != "bypass" and config.loss_type == "reinforce":
         raise ConfigError(
             f"{SECTION}.loss_type='reinforce' needs bypass_mode: true; "
@@ -278,7 +278,7 @@ def _check_preset(config: RolloutCorrectionConfig) -> None:
     keys = DEFINING_KEYS if preset.bypass_scope == "step" else (*DEFINING_KEYS, "bypass_scope")
     for key in keys:
         value, expected = getattr(config, key), getattr(preset, key)
-        if value != expected and value != AUTO:  # a preset says what is done in either mode
+        if value != expected and value != AUTO:  # `auto` uses the preset's keys in both modes
             raise ConfigError(
                 f"{SECTION}.{key}={value!r} contradicts preset={name!r}, which has {expected!r}; leave one of the two "
                 f"out (in code: RolloutCorrectionConfig.preset({name!r}))"

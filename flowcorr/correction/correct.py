@@ -24,7 +24,7 @@ from flowcorr.records import check_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """What a correction does to a batch.
+    """The outcome of a correction for a batch.
 
     Attributes:
         weights: `[B, T]` float32, detached, 0 where the mask is off or a value is not finite; None where weights

@@ -1,4 +1,4 @@
-"""What is logged about a drift and its correction: a metric is a line.
+"""The metrics of a drift and its correction.
 
 Metrics of the log-ratios use the unscaled `delta`; metrics of weights and rejection use what was applied.
 Fractions of a rejection mode run over valid terms and their samples. `rollout_rs_masked_fraction`,
@@ -20,7 +20,7 @@ SIZES = ("kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max", "exact_
 
 
 def of_drift(ratios: LogRatios) -> Stats:
-    """Of the log-ratios. A perplexity is the mean over samples of `exp(-mean_t log_prob)`."""
+    """Metrics of the log-ratios. A perplexity is the mean over samples of `exp(-mean_t log_prob)`."""
     delta, size, terms, samples = ratios.delta, ratios.delta.abs(), ratios.terms, ratios.samples
     k1, rollout_nll = -ratios.mean(delta), -ratios.mean(ratios.rollout)
     training_nll = rollout_nll + k1
@@ -68,10 +68,10 @@ def drift_metrics(
 
 
 def of_bookkeeping(ratios: LogRatios, num_elements: int) -> Stats:
-    """How far `delta` is from what the exact KL implies.
+    """The distance of `delta` from the value that the exact KL implies.
 
     Sampled under the rollout policy, `z = (delta + r^2/2) sqrt(D) / r` with `r^2 / 2` the exact KL is standard
-    normal; `r / sqrt(D)` is not taken below the resolution of log-probs, so that rounding is no alarm.
+    normal. `r / sqrt(D)` is at least the resolution of log-probs, so that rounding raises no alarm.
     """
     assert ratios.step_kl is not None
     noise = torch.maximum((2.0 / num_elements * ratios.step_kl).sqrt(), ratios.resolution())
@@ -79,84 +79,76 @@ def of_bookkeeping(ratios: LogRatios, num_elements: int) -> Stats:
 
 
 def of_clip(ratios: LogRatios, clip_ratio: float | Tensor) -> Stats:
-    """The terms whose ratio `exp(delta)` lies outside `[1 - clip, 1 + clip]` already."""
+    """The share of terms whose ratio `exp(delta)` lies outside `[1 - clip, 1 + clip]`."""
     outside = bounded(ratios.delta).expm1().abs() > clip_ratio
     return {"clip_noise_fraction": ratios.terms.share(outside)}
 
 
-def of_weights(ratios: LogRatios, raw: Tensor, weights: Tensor, band: Band) -> Stats:
-    """Of the weights `[B, T]` before and after their cap, and of each sample's mean of them."""
-    terms, samples = ratios.terms, ratios.samples
-    moments, seq_weights = terms.moments(weights), ratios.mean(weights)
+def spread(over: Over, values: Tensor, prefix: str) -> Stats:
+    """Mean, standard deviation, largest and smallest value."""
     return {
-        "rollout_is_mean": terms.mean(weights),
-        "rollout_is_std": Stat("std", moments),
-        "rollout_is_max": terms.max(weights),
-        "rollout_is_min": terms.min(weights),
+        f"{prefix}mean": over.mean(values),
+        f"{prefix}std": over.std(values),
+        f"{prefix}max": over.max(values),
+        f"{prefix}min": over.min(values),
+    }
+
+
+def outside(over: Over, values: Tensor, band: tuple[float | Tensor, float | Tensor], prefix: str) -> Stats:
+    """Shares of values above and below a band."""
+    low, high = band
+    return {
+        f"{prefix}fraction_high": over.share(values > high),
+        f"{prefix}fraction_low": over.share(values < low),
+    }
+
+
+def of_weights(ratios: LogRatios, raw: Tensor, weights: Tensor, band: Band) -> Stats:
+    """Metrics of the weights `[B, T]` before and after the cap, and of each sample's mean weight."""
+    terms, samples, seq_weights = ratios.terms, ratios.samples, ratios.mean(weights)
+    stats = spread(terms, weights, "rollout_is_") | spread(samples, seq_weights, "rollout_is_seq_")
+    return stats | {
         "rollout_is_raw_max": terms.max(raw),
         "rollout_is_raw_min": terms.min(raw),
-        "rollout_is_eff_sample_size": Stat("ess", moments),
+        "rollout_is_eff_sample_size": Stat("ess", stats["rollout_is_std"].parts),  # of the same moments
         "rollout_is_oob_ratio": terms.share(raw != weights),
-        "rollout_is_seq_mean": samples.mean(seq_weights),
-        "rollout_is_seq_std": samples.std(seq_weights),
-        "rollout_is_seq_max": samples.max(seq_weights),
-        "rollout_is_seq_min": samples.min(seq_weights),
         "rollout_is_seq_max_deviation": samples.max((seq_weights - 1.0).abs()),
         **outside_band(ratios, raw, band),
     }
 
 
 def outside_band(ratios: LogRatios, raw: Tensor, band: Band) -> Stats:
-    """The weights `[B, T]` above and below a band, by step and by each sample's mean."""
-    terms, samples = ratios.terms, ratios.samples
-    (low, high), seq_raw = band, ratios.mean(raw)
-    return {
-        "rollout_is_ratio_fraction_high": terms.share(raw > high),
-        "rollout_is_ratio_fraction_low": terms.share(raw < low),
-        "rollout_is_seq_fraction_high": samples.share(seq_raw > high),
-        "rollout_is_seq_fraction_low": samples.share(seq_raw < low),
-    }
+    """Shares of weights `[B, T]` above and below a band, and of samples by their mean weight."""
+    of_samples = outside(ratios.samples, ratios.mean(raw), band, "rollout_is_seq_")
+    return outside(ratios.terms, raw, band, "rollout_is_ratio_") | of_samples
 
 
 def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor, rejected: Tensor) -> Stats:
-    """Of one mode's values, `[B, T]` of steps or `[B]` of samples, and of the `[B, T]` terms that it rejects.
+    """Metrics of one mode's values, `[B, T]` of steps or `[B]` of samples, and of its `rejected` terms `[B, T]`.
 
-    Those named `seq_` are of samples: of each sample's mean where the mode looks at steps.
+    Names with `seq_` are over samples, by the mean over their steps if the mode judges steps.
     """
-    terms, samples, per_step = ratios.terms, ratios.samples, criterion.mode.level == "step"
+    terms, samples, prefix = ratios.terms, ratios.samples, f"rollout_rs_{criterion.name}_"
+    over, seq_value = (terms, ratios.mean(value)) if criterion.mode.level == "step" else (samples, value)
+    stats = spread(over, value, prefix) | spread(samples, seq_value, f"{prefix}seq_")
+    stats[f"{prefix}seq_max_deviation"] = samples.max(seq_value.abs())
+    stats[f"{prefix}masked_fraction"] = terms.share(rejected)
+    stats[f"{prefix}seq_masked_fraction"] = samples.share(rejected.any(1))
+    low, high = criterion.lower, criterion.upper
     of_ratio = criterion.mode.bounds == "ratio"
-
-    def summary(over: Over, value: Tensor) -> Stats:
-        above, below = value > criterion.upper, value < criterion.lower
-        return {
-            "mean": over.mean(value),
-            "std": over.std(value),
-            "max": over.max(value),
-            "min": over.min(value),
-            # A band is of ratios `exp(-value)`: where the ratio is high, the value is low.
-            "fraction_high": over.share(below if of_ratio else above),
-            "fraction_low": over.share(above if of_ratio else below),
-        }
-
-    stats = summary(terms if per_step else samples, value)
-    of_sample = ratios.mean(value) if per_step else value
-    of_samples = summary(samples, of_sample) if per_step else stats
-    stats = stats | {f"seq_{name}": stat for name, stat in of_samples.items()}
-    stats |= {
-        "seq_max_deviation": samples.max(of_sample.abs()),
-        "masked_fraction": terms.share(rejected),
-        "seq_masked_fraction": samples.share(rejected.any(1)),
-    }
+    if of_ratio:  # a band of `exp(-value)`
+        value, seq_value, low, high = -value, -seq_value, -high, -low
+    stats |= outside(over, value, (low, high), prefix)
+    stats |= outside(samples, seq_value, (low, high), f"{prefix}seq_")
+    if criterion.auto:
+        stats[f"{prefix}threshold_high"] = maximum(torch.as_tensor(high).exp() if of_ratio else high)
     if criterion.auto and of_ratio:
-        stats["threshold_low"] = minimum(torch.as_tensor(-criterion.upper).exp())
-        stats["threshold_high"] = maximum(torch.as_tensor(-criterion.lower).exp())
-    elif criterion.auto:
-        stats["threshold_high"] = maximum(criterion.upper)
-    return {f"rollout_rs_{criterion.name}_{name}": stat for name, stat in stats.items()}
+        stats[f"{prefix}threshold_low"] = minimum(torch.as_tensor(low).exp())
+    return stats
 
 
 def of_veto(ratios: LogRatios, catastrophic: Tensor) -> Stats:
-    """Of the `[B, T]` steps that veto their samples."""
+    """Shares of the steps `[B, T]` that veto their samples, and of vetoed samples."""
     return {
         "rollout_is_catastrophic_token_fraction": ratios.terms.share(catastrophic),
         "rollout_is_veto_fraction": ratios.samples.share(catastrophic.any(1)),
@@ -164,7 +156,7 @@ def of_veto(ratios: LogRatios, catastrophic: Tensor) -> Stats:
 
 
 def of_outcome(ratios: LogRatios, keep: Tensor) -> Stats:
-    """Of the terms and samples that were rejected in all."""
+    """Shares of terms and samples that were rejected by any mode or the veto."""
     seq_masked = Over(ratios.on.any(1)).share((ratios.on & ~keep).any(1))
     return {
         "rollout_rs_masked_fraction": Over(ratios.on).share(~keep),
@@ -176,7 +168,7 @@ def of_outcome(ratios: LogRatios, keep: Tensor) -> Stats:
 def by_step(
     ratios: LogRatios, keep: Tensor, weights: Tensor | None, step_indices: Tensor, num_steps: int
 ) -> Stats:
-    """The same by step index, named `step_{}/...`."""
+    """Drift, weights and rejection by step index, named `step_{}/...`."""
     # A product is deterministic on every device; index_add is not.
     steps = torch.arange(num_steps, device=step_indices.device)
     at_step = (step_indices.flatten()[:, None] == steps).double()

@@ -23,16 +23,26 @@ from flowcorr.errors import ConfigError, unknown_choice
 IS_MODES = ("truncate", "mask")
 _OLD_VETO = "1e-4"
 _FIRST_DIALECT = (
-    *("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold"),
+    "rollout_is_level",
+    "rollout_is_mode",
+    "rollout_is_threshold_lower",
+    "rollout_is_veto_threshold",
 )
 _LATER_DIALECTS = (
-    *("rollout_rs_threshold_lower", "bypass_old_logprob_for_rollout"),
-    *("use_pure_rollout_correction", "use_policy_gradient"),
+    "rollout_rs_threshold_lower",
+    "bypass_old_logprob_for_rollout",
+    "use_pure_rollout_correction",
+    "use_policy_gradient",
 )
 # Keys that the dialects share with today's, but that once stood directly under `algorithm`.
 _SHARED = (
-    *("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
-    *("rollout_rs", "rollout_rs_threshold", "rollout_token_veto_threshold", "bypass_mode"),
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "rollout_token_veto_threshold",
+    "bypass_mode",
 )
 
 

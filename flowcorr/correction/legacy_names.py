@@ -10,8 +10,17 @@ from flowcorr.correction.weights import band_of
 from flowcorr.metrics import Stat
 
 _DRIFT = (
-    *("kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl"),
-    *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio"),
+    "kl",
+    "k3_kl",
+    "training_ppl",
+    "training_log_ppl",
+    "rollout_ppl",
+    "rollout_log_ppl",
+    "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "log_ppl_diff_max",
+    "log_ppl_diff_min",
+    "ppl_ratio",
 )
 # That dialect masked by its weights.
 _RENAMED = {

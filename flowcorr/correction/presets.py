@@ -1,4 +1,4 @@
-"""The named corrections, a row each.
+"""The presets: named corrections, one row each.
 
 Source of most: Liu, Li et al., "When Speed Kills Stability", https://richardli.xyz/rl-collapse; IcePop:
 Ling Team, "Every Step Evolves", arXiv:2510.18855.

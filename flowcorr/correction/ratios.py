@@ -13,8 +13,6 @@ from torch import Tensor
 
 from flowcorr.metrics import Over
 
-EXPONENT_BOUND = 20.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogRatios:
@@ -88,7 +86,7 @@ def log_ratios(
 
 def bounded(exponent: Tensor) -> Tensor:
     """An exponent held within +-20."""
-    return exponent.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    return exponent.clamp(-20.0, 20.0)
 
 
 def k3(delta: Tensor) -> Tensor:

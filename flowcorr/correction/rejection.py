@@ -87,19 +87,19 @@ def measured_bounds(
     floor: Tensor,
     group: Group = None,
 ) -> tuple[float | Tensor, Tensor]:
-    """Bounds of a mode's value that no noise of the batch passes; see `robust.outlier_band`.
+    """Bounds of a mode's value that the noise of the batch stays within; see `robust.outlier_band`.
 
-    A log-ratio of noise is near normal. A square of such numbers, or a sum of a few, is judged by its cube root,
-    which is near normal again: Wilson and Hilferty, "The Distribution of Chi-Square", PNAS 17 (1931). Judged as they
-    are, 96 of 100 clean batches of 96 terms would have outliers. k3 is a square while it is small, and grows as
-    `exp(d)` beyond, so it is judged by `log(1 + k3)`.
+    Log-ratios of noise are nearly normal. Their squares, and sums of a few squares, are not, but the cube roots of
+    these are: Wilson and Hilferty, "The Distribution of Chi-Square", PNAS 17 (1931). Without the cube root, 96 of 100
+    clean batches of 96 terms would have outliers. k3 is close to a square where it is small, and grows as `exp(d)`
+    where it is large; `log(1 + k3)` is taken first.
 
     Args:
         mode: the mode.
         value: its value for each step or sample of the batch.
         valid: `[B, T]` bool, terms that count.
-        rows: `[B, T]` int64 in `[0, num_rows)`: steps are compared with those of their row, samples with those
-            whose first step is in the same row.
+        rows: `[B, T]` int64 in `[0, num_rows)`: steps are compared within their row, samples within the row of their
+            first step.
         num_rows: rows there can be.
         floor: 0-d, a value that rounding can have.
         group: ranks that share the batch.

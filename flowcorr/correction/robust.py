@@ -1,7 +1,7 @@
-"""What a batch says of its own noise: robust centre and spread, and how far from the centre noise reaches.
+"""The noise of a batch: its robust centre and spread, and the band beyond which a term is an outlier.
 
-Terms are judged among those of their row, such as their step of the schedule, since noise differs between steps.
-Medians hold still where up to half of the terms are outliers.
+Terms are compared within their row, such as their step of the schedule, because noise differs between steps. A
+median does not move as long as fewer than half of the terms are outliers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from flowcorr.distributed import Group, gather_rows
 
 MAD_TO_STD = 1.4826  # of a normal distribution
-# A normal term passes 6 robust standard deviations once in 5e8 times: what does is no noise.
+# A normal term lies beyond 6 robust standard deviations once in 5e8 times.
 OUTLIER_Z = 6.0
 # A spread is itself an estimate: a row of 8 normal terms has a false outlier in 3 of 100 batches, one of 24 in 3 of
 # 1000, one of 96 in none of 20000.
@@ -50,16 +50,16 @@ def robust_z(
     floor: Tensor,
     group: Group = None,
 ) -> Tensor:
-    """`|value - median| / (1.4826 MAD + floor)` of each term among those of its row, over all ranks.
+    """`|value - median| / (1.4826 MAD + floor)` of each term, with median and MAD of its row over all ranks.
 
-    A row with fewer than 8 terms judges none of them (0). It is blind to a shift of the whole row.
+    The score is 0 in a row with fewer than 8 terms. A shift of the whole row changes no score.
 
     Args:
         values: `[B, T]` float64.
         valid: like `values`, 1 where a term counts, else 0.
         rows: like `values`, int64 in `[0, num_rows)`.
         num_rows: rows there can be.
-        floor: like `values`, differences that mean nothing.
+        floor: like `values`, the size of rounding.
         group: ranks that share the batch.
     """
     z = torch.zeros_like(values)
@@ -78,9 +78,9 @@ def outlier_band(
     floor: float | Tensor,
     group: Group = None,
 ) -> tuple[Tensor, Tensor]:
-    """The smallest band that holds `median +- 6 (1.4826 MAD + floor)` of every row: what is outside is no noise.
+    """The smallest band that holds `median +- 6 (1.4826 MAD + floor)` of every row; terms outside are outliers.
 
-    Of a row with fewer than 8 terms nothing is known, and the band holds all of them. Arguments are those of
+    A row with fewer than 8 terms has no reliable spread, so the band holds all of its terms. Arguments are those of
     `robust_z`, in any shape; `floor` is one number.
 
     Returns:
