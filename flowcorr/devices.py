@@ -27,7 +27,7 @@ def named_device(key: str, name: str) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device; on a CPU, those that the system can give without swapping."""
+    """Free bytes of a device; on a CPU, the memory that the system can give without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     import psutil

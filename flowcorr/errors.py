@@ -31,7 +31,7 @@ class MissingExtraError(FlowcorrError, ImportError):
     """An optional dependency that is not installed, or cannot be loaded.
 
     Args:
-        feature: what the user asked for, as they wrote it.
+        feature: the feature that the user asked for, as they wrote it.
         package: the package that could not be imported.
         extra: the flowcorr extra that brings it, or None where none does.
         cause: the import error, if it says more than that the package is absent.

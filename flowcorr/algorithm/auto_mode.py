@@ -6,23 +6,23 @@ as the loss uses it. For a random shift, of which weights cannot tell (`flowcorr
 gradient's bias is 15 % with that quantile at 2 clip ranges, 2.3 % at 1, and 1.8 % at 1/2, as without a clip. Hence
 the quantile, and `auto_enter: 1.0` and `auto_leave: 0.5`.
 
-It is measured at no cost: in bypass mode on the terms that are scored before the first optimizer step, while the
-current policy is the old one; in decoupled mode on the whole batch. Bypass ends when the quantile surely is above
-`auto_enter` clip ranges, and comes back when it surely is below `auto_leave`: when an end of its 95 % interval is. In
-between the mode stays, so that noise at either threshold cannot make it flap.
+The quantile costs nothing to measure. In bypass mode it is taken over the terms that are scored before the first
+optimizer step, while the current policy still is the old one; in decoupled mode, over the whole batch. Bypass ends when
+the lower end of the quantile's 95 % interval is above `auto_enter` clip ranges. It comes back when the upper end is
+below `auto_leave`. In between the mode stays, so that noise cannot switch it to and fro.
 
-Where older weights sample, it begins decoupled: in bypass mode the clip then holds the update to those weights, which
+With stale weights a run begins decoupled: in bypass mode the clip would hold the update to the older weights, which
 costs .16 of held-out exact match at four steps of staleness (`examples/mismatch_study`).
 
-The interval is one of order statistics (`noise_quantile`), since noise mixes steps of the schedule and has outliers: it
-is no normal distribution. It is over the last 16 training steps, because a .99 quantile has an upper end from 368 terms
-on, which small batches reach in several steps only. Bypass ends soon, as 4 of the first 96 terms outside are enough; it
-comes back late, only when the steps that were outside have left.
+The interval comes from order statistics (`noise_quantile`), because the noise is not normal: it mixes the steps of the
+schedule and has outliers. It covers the last 16 training steps, because a .99 quantile has an upper end only from 368
+terms on, and small batches need several steps for that. Bypass ends soon: 4 of the first 96 terms outside are enough.
+It comes back late, when the noisy steps are more than 16 steps old.
 
-Terms are taken for independent, and those of a prompt are not quite: they share their steps. With int4 weights on the
-embedded model, the number of terms beyond the .99 quantile varies 1.7 times as much as a binomial one (4 times beyond
-the .9 quantile, another reason for .99), and the interval covers in 90 % of cases. The distance of the two thresholds
-absorbs that.
+The interval assumes independent terms. Terms of one prompt are not quite independent, because they share their steps:
+with int4 weights on the embedded model, the number of terms beyond the .99 quantile varies 1.7 times as much as a
+binomial number (4 times beyond the .9 quantile, another reason for .99), and the interval covers in 90 % of cases. The
+distance between the two thresholds allows for that.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WINDOW = 16
 
 
 class AutoMode:
-    """The mode of each training step; one that is configured stays as it is.
+    """The mode of each training step; a mode that is not `auto` never changes.
 
     Args:
         configured: `algorithm.rollout_correction`, with any `bypass_mode`.
@@ -66,11 +66,11 @@ class AutoMode:
 
     @classmethod
     def of(cls, config: Config) -> AutoMode:
-        """As a run begins."""
+        """The mode at the start of a run."""
         return cls(config.algorithm.rollout_correction, stale=config.rollout.max_weight_age > 0)
 
     def observe(self, metrics: Metrics) -> Metrics:
-        """Take in what a training step measured, and choose the mode of the next.
+        """Add the measurements of a training step, and choose the mode of the next step.
 
         Args:
             metrics: all of the training step's.
@@ -98,14 +98,14 @@ class AutoMode:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps; empty where the mode is configured."""
+        """The state for a checkpoint; empty if the mode is fixed by the configuration."""
         if self._configured is None or self.correction is None:
             return {}
         state = {"bypass": torch.tensor(self.correction.mode == "bypass")}
         return state | ({"window": torch.stack(self._window)} if self._window else {})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave; a checkpoint of a run without `auto` leaves the start."""
+        """Load the result of `state`; a checkpoint of a run without `auto` changes nothing."""
         if self._configured is None or "bypass" not in state:
             return
         self.correction = self._configured.in_mode("bypass" if state["bypass"] else "decoupled")

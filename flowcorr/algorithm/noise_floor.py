@@ -1,7 +1,7 @@
 """How far ratios are from 1 before anything was learned, in clip ranges.
 
-Rounding and stale weights alone move them there. Distances are counted in bins, so that the counts of micro-batches,
-ranks and training steps add up, and a quantile of all of them needs no more than their sum.
+Before any update, rounding and stale weights are the only causes. Distances are counted in bins: the counts of
+micro-batches, ranks and training steps add up, and a quantile over all of them follows from the sum.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def clip_noise(log_ratio: Tensor, mask: Tensor | None, level: RatioLevel, limit:
     Args:
         log_ratio: `[B, T]`, of steps, as the loss exponentiates it.
         mask: `[B, T]` bool, terms that take part, or None for all.
-        level: what the loss takes its ratio over; a window's ratio counts once.
-        limit: how far a ratio may be from 1, for all terms or, `[B, T]`, for each. A cap limits one side; noise is on
-            both, and is measured on both.
+        level: the level of the loss's ratio; a window's ratio counts once.
+        limit: how far a ratio may be from 1: one number, or one a term, `[B, T]`. A cap limits one side only, but
+            noise moves ratios to both sides, so both are counted.
     """
     valid = torch.isfinite(log_ratio) if mask is None else mask & torch.isfinite(log_ratio)
     log_ratio = pool_log_ratio(torch.where(valid, log_ratio, 0.0).double(), valid, level)
@@ -52,7 +52,7 @@ def clip_noise(log_ratio: Tensor, mask: Tensor | None, level: RatioLevel, limit:
 
 
 def noise_counts(metrics: Metrics) -> Tensor:
-    """The counts `[len(EDGES) + 1]` of a training step from its metrics, which are those of all ranks, on the host."""
+    """The counts `[len(EDGES) + 1]` of a training step, from its metrics of all ranks."""
     return torch.tensor(metrics.counts(_COUNTS), dtype=torch.float64)
 
 

@@ -50,7 +50,7 @@ examples:
   flowcorr eval runs/tiny_ocr_lora --checkpoint last data.num_heldout=512
 """
 _DOCTOR = """\
-Tell whether the rollout engine and the training stack of a recipe agree, and if not, which part is to blame:
+Tell whether the rollout engine and the training stack of a recipe agree, and if not, which part is wrong:
 weights, LoRA, schedule, timesteps, latents, guidance, prompts, windows, noise, log-probs, images. A few prompts
 are sampled and scored under weights that are moved by known amounts; nothing is trained or written.
 Then the noise floor: how far log-probs differ at each step before anything was learned.
@@ -85,7 +85,7 @@ examples:
 
 RECIPE may also be a folder of steps that any trainer wrote by flowcorr.dump: then no model is loaded, and nothing
 is timed. DIR gets audit.json, audit.html (one page that needs nothing else) and its charts as PNG.
-If engine and training stack disagree by more than rounding, flowcorr doctor says which part is to blame.
+If engine and training stack disagree by more than rounding, flowcorr doctor says which part is wrong.
 
 exit codes: 0 audited, whatever it advises; 1 failed, 2 bad configuration
 """
@@ -229,7 +229,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = _add(
         subparsers,
         "doctor",
-        "tell whether engine and trainer agree, and which part is to blame",
+        "tell whether engine and trainer agree, and which part is wrong",
         _DOCTOR,
         commands.doctor,
     )
@@ -345,4 +345,4 @@ def _show_warning(
 
 
 def _show_no_warning(*_: object, **__: object) -> None:
-    """Say nothing, as the main rank says it."""
+    """Print nothing: the main rank prints the warning."""

@@ -1,4 +1,4 @@
-"""What a run shows: live bars on a terminal, plain lines elsewhere."""
+"""Progress of a run: live bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
 
 
 def check(config: Config) -> None:
-    """Check what no section can check alone.
+    """Check the keys of different sections against each other.
 
     Raises:
         ConfigError: sections that contradict each other.

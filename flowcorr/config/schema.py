@@ -85,10 +85,10 @@ class SamplingConfig:
         guidance_scale: classifier-free guidance (SD3, FLUX.2 klein; Z-Image, one more than its pipeline counts) or
             distilled guidance (FLUX.1); 1 is off.
         true_cfg_scale: classifier-free guidance of Qwen-Image; 1 is off.
-        negative_prompt: what guidance moves away from.
+        negative_prompt: the text that guidance moves away from.
         height, width: image size in pixels; null takes the model's native size.
-        cps_unscaled: drop `1 / (2 s^2)` from cps log-probs as other code bases do; no density, so that
-            `rollout_corr/bookkeeping_z_max` is in another unit.
+        cps_unscaled: drop `1 / (2 s^2)` from cps log-probs, as other code bases do. The result is not a density, and
+            `rollout_corr/bookkeeping_z_max` then has another unit.
     """
 
     sde_type: Literal["sde", "cps", "dance_sde"] = "sde"
@@ -148,20 +148,20 @@ class RolloutConfig:
         ray_address: the Ray cluster to join; null takes `RAY_ADDRESS`, and without that starts a local cluster.
         scheduling: where Ray puts the workers: `default`, `spread` over nodes, or the id of one node.
         timeout: seconds that a worker may take for its share of the prompts; it then counts as hung, and is replaced.
-        max_staleness: sampling runs this many training steps ahead, so with weights that old, and overlaps with
-            training; 0 alternates. It needs `placement: ray`.
+        max_staleness: sampling overlaps with training and runs this many training steps ahead, with weights that are as
+            many steps old; 0 alternates. It needs `placement: ray`.
         dtype: dtype of the engine's weights and arithmetic.
-        emulate: weights rounded to this format before sampling, to produce a real mismatch on any machine.
-        staleness: the engine samples with the weights of this many training steps ago, to study that.
-        drift_every: where weights are stale, training steps between measurements of what is theirs of the gap, and what
-            is the engine's, see `trainer.gap_split`; each costs a recompute pass (two in bypass mode); 0 is off.
-        replay_every: training steps between replays of a few whole images with the training stack, which watch all that
-            log-probs do not see, see `trainer.replay`; 0 is off.
+        emulate: round the engine's weights to this format, which produces a real mismatch on any machine.
+        staleness: sample with weights that are this many training steps old, to study staleness.
+        drift_every: with stale weights, training steps between measurements that split the gap into the part of the
+            engine and the part of older weights; each costs a recompute pass (two in bypass mode); 0 is off.
+        replay_every: training steps between replays of a few whole images with the training stack, for differences that
+            log-probs cannot show, see `trainer.replay`; 0 is off.
         prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images a prompt.
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once.
-            With less, rewards in a thread begin earlier. With `placement: ray` also what a worker is given at a time,
-            in whole prompts; null gives it one prompt.
+            With less, rewards in a thread begin earlier. With `placement: ray` it is also the size of a worker's
+            request, in whole prompts; null is one prompt.
         same_initial_noise: all images of a prompt start from one noise.
         calculate_log_probs: let the engine score its own steps; bypass and correction need it.
     """
@@ -231,10 +231,10 @@ class ActorConfig:
         loss_options: keyword arguments of a loss of your own.
         clip_ratio: PPO clip range on mean-pooled ratios; or a list, one for each step of the schedule from the
             first on, which may end where the SDE window cannot reach.
-        old_policy: what decoupled mode recomputes old log-probs under: the `current` weights, or those that sampled,
-            the `behaviour`. The ratio then starts at what was learned since, and the correction is left the engine's
-            part of the gap.
-        ratio_level: what the ratio is taken over: one step, or the window's mean or sum.
+        old_policy: the weights for recomputed old log-probs in decoupled mode: `current`, or `behaviour`, the weights
+            that sampled. With `behaviour` the clipped ratio contains the staleness, and the correction only covers the
+            engine's part of the gap.
+        ratio_level: the level of the ratio: one step, or the window's mean or sum.
         adv_clip_max: advantages are clamped to +- this.
         kl_threshold: `flow_dppo` drops terms above this exact KL, nats per latent element.
         importance_cap: cap of the ratio in `importance_cap`.
@@ -349,7 +349,7 @@ class RewardTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """`reward`: what is optimised.
+    """`reward`: the rewards that are optimised, and how failures are handled.
 
     Attributes:
         terms: the rewards that are summed.
@@ -357,13 +357,13 @@ class RewardConfig:
             sum rises and they fall, the policy exploits the reward.
         on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
         placement: `local` scores all images of a step in one call; `thread` scores images as they come, in a thread
-            beside sampling and the recomputation of old log-probs; `ray` does so in workers. Both score an image beside
-            a few others, and not with all of its step. `auto` takes `thread` where all rewards say that they may, as
+            beside sampling and the recomputation of old log-probs; `ray` does so in workers. These two score a few
+            images at a time, not all of a step together. `auto` takes `thread` where all rewards say that they may, as
             `ocr`, the JPEG rewards, `http` and `vlm_judge` do, else `local`.
         num_workers: reward workers, which all training ranks share; each has the whole reward.
         worker_resources: what Ray reserves for each, as in `rollout.worker_resources`.
-        timeout: seconds that a worker may take for what it is given at a time; it then counts as hung. In the trainer's
-            process, seconds after which the log says which reward is still computing, once a minute.
+        timeout: seconds that a worker may take for one request; after that it counts as hung. In the trainer's process,
+            seconds after which the log names the reward that is still computing, once a minute.
     """
 
     terms: tuple[RewardTerm, ...] = (RewardTerm(name="ocr"),)

@@ -133,7 +133,7 @@ def healthy_range(metric: str, units: Units) -> tuple[float, float]:
 
 
 def serious_limit(metric: str) -> float:
-    """Above what a metric is not only unhealthy, but serious; infinite where nothing is."""
+    """The value above which a metric is serious; infinite if there is none."""
     rule = rule_of(metric)
     return math.inf if rule is None else rule.serious
 
@@ -141,7 +141,7 @@ def serious_limit(metric: str) -> float:
 def examine_step(
     metrics: Mapping[str, Any], units: Units, *, start: Mapping[str, Any] | None = None
 ) -> list[HealthFinding]:
-    """What one step breaks, whatever the rules' patience.
+    """The findings of one step, without waiting for the rules' patience.
 
     Args:
         metrics: the step's, as logged; what is missing or null is not judged.

@@ -1,4 +1,4 @@
-"""The rules that tell whether a run's numbers are healthy: a table of metrics, limits and advice.
+"""Rules for healthy metrics: a table of limits and advice.
 
 The limits are those in common use for rollout correction of language models, where a log-ratio is that of a token.
 Here log-ratios are means over latent elements; weights and rejection are judged as they were applied, and drift

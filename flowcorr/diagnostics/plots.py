@@ -99,7 +99,7 @@ def heights(curves: Sequence[Curve], healthy: tuple[float, float], *, zoom: bool
     limits = _limits_in_view(low, high, healthy) if zoom and low < high else filter(math.isfinite, healthy)
     shown = [low, high, *limits]
     low, high = min(shown), max(shown)
-    if high - low <= max(abs(low), abs(high)) * 1e-6:  # all alike, or as good as
+    if high - low <= max(abs(low), abs(high)) * 1e-6:  # nearly constant
         low, high = (low - abs(low) * 0.05, high + abs(high) * 0.05) if low else (0.0, 1.0)
     margin = 0.06 * (high - low)
     return low - margin, high + margin

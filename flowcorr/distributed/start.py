@@ -42,7 +42,7 @@ def start_ranks(device: str, *, timeout: float) -> None:
     if num_ranks == 1 or dist.is_initialized():
         return
     on_gpu = local_device(device).type == "cuda"
-    # gloo carries what is gathered on the host, so that a rank that waits there gets an error after the timeout.
+    # Objects are gathered by gloo on the host, where a waiting rank gets an error after the timeout.
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
         PartialState(cpu=not on_gpu, backend=backend, timeout=timedelta(seconds=timeout))

@@ -42,7 +42,7 @@ def flow_grpo(
         adv_clip_max: largest magnitude of an advantage.
         weight: like `log_prob`, importance weights, used detached; None for 1.
         keep: like `log_prob`, bool, False where a term was rejected; None for all.
-        ratio_level: what a ratio is taken over, see `pool_log_ratio`.
+        ratio_level: the level of the ratio, see `pool_log_ratio`.
 
     Raises:
         BatchError: shapes differ.

@@ -1,4 +1,4 @@
-"""Divergence of the current policy's steps from those of a reference policy."""
+"""KL divergence of the current policy's steps from the reference policy's."""
 
 from __future__ import annotations
 

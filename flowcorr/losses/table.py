@@ -1,4 +1,4 @@
-"""`LOSSES`: each loss is one row, and the row answers whatever other modules ask about it."""
+"""`LOSSES`: each loss is one row, which holds all that other modules need to know about it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LossSettings(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How far a loss lets a ratio be from 1, which one key of `actor` says.
+    """How far a loss lets a ratio be from 1, as one key of `actor` sets it.
 
     Attributes:
         key: its name: a distance from 1 on both sides, one number or one for each step of the schedule.

@@ -1,4 +1,4 @@
-"""What the losses share: which terms count, ratios, and sums with their counts."""
+"""Shared by all losses: the terms that count, their ratios, and sums with counts."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def make_terms(
     weight: Tensor | None,
     keep: Tensor | None,
 ) -> Terms:
-    """Check shapes, and mask what is rejected or not finite before anything is computed from it.
+    """Check shapes, and mask rejected and non-finite terms before anything is computed from them.
 
-    A mask after `exp` would be too late: the gradient of what it hides is 0 times infinity.
+    A mask after `exp` would be too late: the gradient of a masked term would be 0 times infinity.
 
     Raises:
         BatchError: a shape is not that of `log_prob`.
@@ -79,7 +79,7 @@ def make_terms(
 
 
 def masked(terms: Terms, valid: Tensor) -> Terms:
-    """The terms with those outside `valid` taken for not finite."""
+    """The same terms, where terms outside `valid` count as not finite."""
     keep = terms.keep & valid
     return replace(
         terms,
@@ -94,7 +94,7 @@ def masked(terms: Terms, valid: Tensor) -> Terms:
 def with_step_kl(
     terms: Terms, mean: Tensor | None, old_mean: Tensor | None, std: Tensor
 ) -> tuple[Terms, Tensor]:
-    """The exact KL of each step from its old self, and the terms without those whose means are not finite.
+    """The exact KL of each step from the old policy, and the terms whose means are finite.
 
     Args:
         terms: the loss's terms.

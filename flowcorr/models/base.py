@@ -1,4 +1,4 @@
-"""What a model family has to supply: its inputs, guidance, latents and sigmas, and no algorithm."""
+"""The interface of a model family: inputs, guidance, latents and sigmas, without any algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward is, and how a batch is scored when rewards fail."""
+"""The interface of a reward, and the scoring of a batch when a reward fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RewardOutput:
     """The scores of one batch.
 
     Attributes:
-        scores: `[B]` float64, what the policy is trained on; not finite where a sample failed.
+        scores: `[B]` float64, the numbers that the policy is trained on; not finite where a sample failed.
         extra: `[B]` float64 arrays that are only logged, such as `exact_match`.
         terms: `[B]` float64, the score of each term of a sum, before its weight.
         errors: why a sample failed, by its place in the batch; a reward that knows says it here.
@@ -83,7 +83,7 @@ thread and company, and spends its time where Python's interpreter lock is relea
 
 
 def as_reward_output(value: Any, batch_size: int, name: str) -> RewardOutput:
-    """Read what a reward returned: a `RewardOutput`, or a sequence, array or tensor of `B` numbers.
+    """Read the result of a reward: a `RewardOutput`, or a sequence, array or tensor of `B` numbers.
 
     Raises:
         BatchError: it is not `B` numbers.

@@ -242,8 +242,8 @@ def build_reward(
     `instance(images, prompts)`. Either returns `[B]` numbers or a `RewardOutput`.
 
     Args:
-        terms: what is optimised.
-        gold: what is only logged, as `gold/<name>`.
+        terms: rewards that are optimised.
+        gold: rewards that are only logged, as `gold/<name>`.
         timeout: see `WeightedSum`.
 
     Raises:

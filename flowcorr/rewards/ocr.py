@@ -86,7 +86,7 @@ def normalise(text: str) -> str:
 
 
 def targets_of(prompts: list[Prompt], reward: str) -> list[str]:
-    """What each image should say.
+    """The text that each image should show.
 
     Raises:
         BatchError: a prompt has no target.
@@ -119,7 +119,7 @@ def import_engine() -> Any:
 
 
 def engine_error(cause: ImportError) -> MissingExtraError:
-    """Why the OCR engine cannot be imported, with what mends it."""
+    """Why the OCR engine cannot be imported, and how to fix it."""
     package = "rapidfuzz" if cause.name == "rapidfuzz" else "rapidocr-onnxruntime"
     if "cannot open shared object file" in str(cause):
         cause = ImportError(

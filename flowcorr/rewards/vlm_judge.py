@@ -35,7 +35,7 @@ _PLACEHOLDER = re.compile(r"\{(prompt|target|low|high)\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlmJudge:
-    """What a vision-language model says of an image, in 0..1.
+    """A vision-language model's score of an image, in 0..1.
 
     `transcribe` lets it read the text in the image and scores the edit similarity with the prompt's target, as the
     reward `ocr` does; logs `exact_match`. `score` lets it give a number within `score_range`, mapped onto 0..1.

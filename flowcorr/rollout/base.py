@@ -56,7 +56,7 @@ class RolloutEngine(Protocol):
         """Put back the `history` of an interrupted run."""
 
     def sync(self, weights: Weights) -> None:
-        """Tell the engine of new weights; it may sample with older ones if it was told to be stale."""
+        """Give the engine new weights; an engine configured as stale samples with older ones."""
 
     def sample(
         self,

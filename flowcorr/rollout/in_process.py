@@ -137,7 +137,7 @@ class InProcessEngine:
             self._reload()
 
     def describe(self) -> dict[str, str]:
-        """What it computes with."""
+        """The dtype of its weights and activations."""
         return {
             "attention": attention_name(self._transformer),
             "dtype": str(self.dtype).removeprefix("torch."),

@@ -48,7 +48,7 @@ def sample_noise(
         members: place of each sample within its group.
         seed: the run's seed.
         training_step: the step that the rollout belongs to.
-        stream: what the noise is for; streams are independent.
+        stream: the purpose of the noise; streams are independent.
 
     Returns:
         `[B, *L]` float32, on the CPU so that every device starts from the same bits.
@@ -60,7 +60,7 @@ def sample_noise(
     samples = list(zip(groups, members, strict=True))
     places = {
         sample: place for place, sample in enumerate(dict.fromkeys(samples))
-    }  # what is shared is drawn once
+    }  # samples that share noise share one draw
     noise = torch.empty(len(places), *shape)
     for row, (group, member) in zip(noise, places, strict=True):
         row.normal_(generator=generator(seed, training_step, group, member, stream=stream))

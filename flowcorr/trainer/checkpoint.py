@@ -56,7 +56,7 @@ def save(root: Path, state: TrainingState, write_adapter: Callable[[Path], None]
     """Write a checkpoint into `root` and return its folder.
 
     Raises:
-        CheckpointError: it could not be written; what was there before is untouched.
+        CheckpointError: it could not be written; earlier checkpoints are untouched.
     """
     final = root / _STEP.format(state.step)
     partial = root / f"{_PARTIAL}{final.name}"

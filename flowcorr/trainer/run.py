@@ -1,4 +1,4 @@
-"""What a training step works with, and the samples that are in flight for this step and later ones."""
+"""The parts of a training run: actor, engine, prompts, reward, and samples in flight for this and later steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PendingStep:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingRun:
-    """What a training step works with.
+    """The parts that every training step uses.
 
     Attributes:
         config: the run's configuration.
@@ -35,8 +35,8 @@ class TrainingRun:
         cache: embeddings of all prompts.
         prompts: the training prompts in the order in which steps take them.
         reward: scores the images.
-        on_event: gets a record of each event that concerns workers and samples.
-        in_flight: what Ray workers generate ahead of time, by training step.
+        on_event: called with each event of workers and samples.
+        in_flight: samples that Ray workers generate ahead of time, by training step.
         mode: the rollout correction in force; with `bypass_mode: auto` it changes between steps.
     """
 

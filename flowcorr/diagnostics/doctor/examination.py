@@ -166,7 +166,7 @@ def examine_before_start(show: Callable[[DoctorReport], None]) -> Callable[[Trai
         if report.failed():
             raise BackendError(
                 f"the rollout engine and the actor disagree on {', '.join(report.failed())}, see the report above; "
-                "mend that, or train anyway with trainer.doctor=false"
+                "repair it, or train anyway with trainer.doctor=false"
             )
 
     return examine_run

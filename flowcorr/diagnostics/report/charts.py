@@ -93,9 +93,9 @@ class ChartSection:
 
     Attributes:
         title: the heading.
-        text: what holds for all of them, or is to be said in their place.
+        text: a remark on all charts, or the reason why there are none.
         charts: in order.
-        has_curves: whether they are curves, each in the colour of its runs.
+        has_curves: whether the charts are curves in the colours of the runs.
     """
 
     title: str

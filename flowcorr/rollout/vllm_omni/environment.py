@@ -1,4 +1,4 @@
-"""The environment that the engine's processes inherit: what is to reach them, and what is the trainer's alone."""
+"""Environment variables of the engine's processes: the ones they inherit, and the ones only the trainer has."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def engine_gpus(trainer: int, num_ranks: int, num_gpus: int, *, visible: int) ->
 
 @contextlib.contextmanager
 def changed(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables, or remove those that are None, for as long as the block lasts."""
+    """Set variables, or remove them where the value is None, while the block runs."""
     before = {name: os.environ.get(name) for name in changes}
     try:
         _apply(changes)

@@ -173,7 +173,7 @@ def _installed() -> Installed:
 
 
 def _known_options() -> set[str]:
-    """What the engine and its parallel layout can be told; it would silently ignore anything else."""
+    """The options of the engine and its parallel layout. The engine would silently ignore any other."""
     from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
 
     named = {entry.name for kind in (DiffusionParallelConfig, OmniDiffusionConfig) for entry in fields(kind)}

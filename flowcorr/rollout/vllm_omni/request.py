@@ -1,4 +1,4 @@
-"""What the trainer asks of the engine for one sample, as plain values that any transport carries."""
+"""The request for one sample, as plain values that any transport can carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer can call inside vllm-omni's workers: new weights, in three ways, and what they run on."""
+"""Methods of vllm-omni's workers that the trainer calls: load new weights, in three ways, and name the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def lora_request(adapter_id: int, path: str = IN_MEMORY) -> LoRARequest:
 
 
 class RolloutWorker(CustomPipelineWorkerExtension):
-    """Mixed into vllm-omni's worker; each method returns what it loaded, so that silence is an error."""
+    """Methods added to vllm-omni's worker. Each returns a result, so that a missing answer is an error."""
 
     model_runner: Any
     lora_manager: Any

@@ -39,7 +39,7 @@ def check_bookkeeping(exam: Exam) -> Finding:
     """`z = (delta + r^2/2) sqrt(D) / r`, standard normal if nothing but the step means differs."""
     trial = exam.trials.base
     squared, delta = trial.squared_distance().double(), (trial.log_probs - trial.rollout.log_probs).double()
-    # A log-prob is itself rounded, for which the means are not to blame.
+    # The log-prob is rounded too, whatever the means are.
     rounding = LOG_PROB_ROUNDING * trial.log_probs.abs().double().clamp(min=1)
     if exam.config.sampling.cps_unscaled:  # log-probs are in units of 2 s^2 nats
         unit = 2 * trial.stds.double().square()
