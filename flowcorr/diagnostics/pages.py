@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import flowcorr
 from flowcorr.diagnostics.drawing import Chart
+from flowcorr.errors import BackendError
 
 
 def render(template: str, **values: Any) -> str:
@@ -30,6 +31,34 @@ def save_charts(charts: Iterable[Chart], folder: Path, *, note: str = "") -> lis
         paths.append(folder / f"{chart.name}.png")
         paths[-1].write_bytes(chart.png(note))
     return paths
+
+
+def save_page(folder: Path, name: str, data: str, page: str, charts: Iterable[Chart]) -> list[Path]:
+    """Write `<name>.json`, `<name>.html` and the charts as PNG.
+
+    Args:
+        folder: made if it is missing.
+        name: of the tool.
+        data: JSON.
+        page: HTML.
+        charts: those of the page.
+
+    Returns:
+        The files written.
+
+    Raises:
+        BackendError: the folder cannot be written to.
+    """
+    files = {folder / f"{name}.json": data + "\n", folder / f"{name}.html": page}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+        return [*files, *save_charts(charts, folder)]
+    except OSError as error:
+        raise BackendError(
+            f"the {name} cannot be written to {folder} ({error.strerror or error}); give another --out DIR"
+        ) from error
 
 
 @functools.cache

@@ -15,9 +15,8 @@ from flowcorr.diagnostics.audit.measure import AuditReport
 from flowcorr.diagnostics.audit.tables import PresetOutcome, ScaleWorth, StepGap
 from flowcorr.diagnostics.clip_noise import QUANTILES, clip_text
 from flowcorr.diagnostics.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
-from flowcorr.diagnostics.pages import render, save_charts
+from flowcorr.diagnostics.pages import render, save_page
 from flowcorr.diagnostics.plots import draw_bars
-from flowcorr.errors import BackendError
 
 STEP_HEADER = (
     "step",
@@ -44,29 +43,8 @@ _LEVELS: Mapping[Kind, str] = {
 
 
 def save(report: AuditReport, folder: Path, *, title: str) -> list[Path]:
-    """Write `audit.json`, `audit.html` and its charts as PNG.
-
-    Args:
-        report: what was measured.
-        folder: made if it is missing.
-        title: the recipe, with its overrides.
-
-    Returns:
-        The files written.
-
-    Raises:
-        BackendError: the folder cannot be written to.
-    """
-    data, page = folder / "audit.json", folder / "audit.html"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        data.write_text(as_json(report, title) + "\n", encoding="utf-8")
-        page.write_text(html(report, title), encoding="utf-8")
-        return [data, page, *save_charts(charts(report), folder)]
-    except OSError as error:
-        raise BackendError(
-            f"the audit cannot be written to {folder}: {error}; give another --out DIR"
-        ) from error
+    """Write `audit.json`, `audit.html` and its charts; `title` is the recipe with its overrides. See `save_page`."""
+    return save_page(folder, "audit", as_json(report, title), html(report, title), charts(report))
 
 
 def as_json(report: AuditReport, title: str) -> str:

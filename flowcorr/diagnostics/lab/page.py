@@ -12,9 +12,8 @@ from typing import Any
 
 from flowcorr.diagnostics.drawing import PALETTE, Chart
 from flowcorr.diagnostics.lab.compare import THIS_RUN, LabReport, Outcome, Replay
-from flowcorr.diagnostics.pages import render, save_charts
+from flowcorr.diagnostics.pages import render, save_page
 from flowcorr.diagnostics.plots import Curve, Dot, draw_curves, draw_dots
-from flowcorr.errors import BackendError
 
 HEADER = (
     "preset",
@@ -67,28 +66,8 @@ def as_json(report: LabReport) -> str:
 
 
 def save(report: LabReport, folder: Path) -> list[Path]:
-    """Write `lab.json`, `lab.html` and its charts as PNG.
-
-    Args:
-        report: what was replayed.
-        folder: made if it is missing.
-
-    Returns:
-        The files written.
-
-    Raises:
-        BackendError: the folder cannot be written to.
-    """
-    data, page = folder / "lab.json", folder / "lab.html"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        data.write_text(as_json(report) + "\n", encoding="utf-8")
-        page.write_text(html(report), encoding="utf-8")
-        return [data, page, *save_charts(charts(report), folder)]
-    except OSError as error:
-        raise BackendError(
-            f"the lab's files cannot be written to {folder} ({error.strerror or error}); give another --out DIR"
-        ) from error
+    """Write `lab.json`, `lab.html` and its charts; see `save_page`."""
+    return save_page(folder, "lab", as_json(report), html(report), charts(report))
 
 
 def html(report: LabReport) -> str:
