@@ -50,11 +50,11 @@ examples:
   flowcorr eval runs/tiny_ocr_lora --checkpoint last data.num_heldout=512
 """
 _DOCTOR = """\
-Tell whether the rollout engine and the training stack of a recipe agree, and if not, which part is wrong:
+Check whether the rollout engine and the training stack of a recipe agree, and if not, which part is wrong:
 weights, LoRA, schedule, timesteps, latents, guidance, prompts, windows, noise, log-probs, images. A few prompts
 are sampled and scored under weights that are moved by known amounts; nothing is trained or written.
-Then the noise floor: how far log-probs differ at each step before anything was learned.
-With trainer.doctor=true, flowcorr train does this first and stops where a check fails.
+The noise floor follows: how far log-probs differ at each step before any update.
+With trainer.doctor=true, flowcorr train runs these checks first and stops if one fails.
 
 examples:
   flowcorr doctor tiny_ocr_lora
@@ -65,17 +65,18 @@ exit codes: 0 all passed, 1 something warned (or the engine could not be examine
 configuration)
 """
 _AUDIT = """\
-Measure how far the log-probs of a recipe's rollout engine and training stack lie apart, and say what to do about it:
-bypass or decoupled, which clip range, which weights and rejection, or no correction at all, with lines to paste.
-A few rollout batches are sampled and recomputed; no reward is computed and no run is started. A training step on random
-advantages is made for its time; with rollout.staleness=N, N of them first let the engine fall behind.
+Measure the gap between the log-probs of a recipe's rollout engine and training stack, and advise what to do:
+bypass or decoupled, the clip range, weights and rejection, or no correction at all, with lines to paste.
+A few rollout batches are sampled and recomputed; no reward is computed and no run is started. One training step on
+random advantages is timed; with rollout.staleness=N, N such steps first make the engine's weights stale.
 
-How to read it, with delta the log-prob of the training stack less that of the engine, a latent element:
-  |delta| 99%    bypass needs a clip range of about 4 times this, else PPO clips noise
-  joint nats     D times the exact KL of a trajectory's window; exact weights keep exp(-2 x) of the samples at most
-  ESS            the share of samples that weights keep at scale mean, sqrt or sum: 1 at mean says that the weights
-                 do nothing, not that there is no gap
-  rejected       what each preset drops at its own band; 0 may mean that the band cannot act
+How to read it, where delta is the log-prob of the training stack minus that of the engine, per latent element:
+  |delta| 99%    bypass needs a clip range of about 4 times this, or PPO clips noise
+  joint nats     D times the exact KL of a trajectory's window; with x joint nats, exact weights keep a share of
+                 exp(-2 x) of the samples at most
+  ESS            effective sample size, as a share, of the weights at scale mean, sqrt or sum. 1 at scale mean does not
+                 mean that there is no gap: these weights do nothing
+  rejected       the share that each preset rejects at its own band; 0 may mean that the band cannot act
 
 examples:
   flowcorr audit tiny_ocr_lora
@@ -90,19 +91,19 @@ If engine and training stack disagree by more than rounding, flowcorr doctor say
 exit codes: 0 audited, whatever it advises; 1 failed, 2 bad configuration
 """
 _LAB = """\
-Replay every preset of rollout correction on the steps of a run that was trained with trainer.dump_log_probs=true, or
-that another trainer wrote by flowcorr.dump, from its log-probs alone: what its weights and rejection would have been,
-its loss, and how far its gradient would have been from that of no correction, which is the run's loss on its old
-log-probs without weights and rejection. Nothing is sampled, and no model is loaded; 1,000 steps of 512 images take
-seconds.
+Replay every preset of rollout correction on the log-probs of a run: its weights, rejection and loss, and how its
+gradient would have differed from the uncorrected one, which has no weights and no rejection. The run was trained with
+trainer.dump_log_probs=true, or another trainer wrote the steps with flowcorr.dump. Nothing is sampled and no model is
+loaded; 1,000 steps of 512 images take seconds.
 
-How to read it; shares are of terms, one a sample and SDE step:
-  cosine     of the coefficients d loss / d log_prob with uncorrected ones, mean and lowest over steps. At 1 a
-             preset's gradient is the uncorrected one but for its length, which Adam does not see
-  norm       that length, times the uncorrected one
-  changed    terms whose coefficient changes its sign, is lost, or appears
+How to read it; shares are of terms, and a term is one SDE step of one sample:
+  cosine     between the coefficients d loss / d log_prob and the uncorrected ones, mean and lowest over steps. At 1 a
+             preset only changes the length of the gradient, which Adam ignores
+  norm       that length, as a multiple of the uncorrected one
+  changed    terms whose coefficient changes its sign, becomes 0, or is no longer 0
   clipped    kept terms whose ratio lies outside the clip range
-All presets see the policies of this run, so later steps say what they would do here, not where they would have led.
+All presets are replayed on the policies of this run. They show what a preset does to these steps, not how a run with
+it would have gone on.
 
 examples:
   flowcorr train tiny_jpeg_lora rollout.emulate=int4 trainer.dump_log_probs=true --out runs/int4
@@ -114,10 +115,10 @@ DIR gets lab.json, lab.html (one page that needs nothing else) and its charts as
 old log-probs, so a run in bypass mode replays those of bypass only.
 """
 _REPORT = """\
-Put runs on one HTML page, without scripts or anything to load, to read at a desk or on a phone: findings in words
-with the number, its limit and what to do, curves with healthy ranges, drift by timestep, time, images, and the
-settings in which the runs differ. Runs that differ by seed only are drawn as one, with a band from the smallest
-to the largest value. The same rules run during training, where each is told once.
+Put runs on one HTML page without scripts, for wide and narrow screens: findings in words with the number, its limit
+and a remedy, curves with healthy ranges, drift by timestep, time, images, and the settings in which the runs differ.
+Runs that differ only by seed are drawn as one curve, with a band from the smallest to the largest value. During
+training the same rules warn, once each.
 With trainer.dump_log_probs=true, histograms show the ratios in their clip range and the rollout mismatch by step.
 A folder that another trainer wrote by flowcorr.dump is a run too; notes say which fields would show more.
 
@@ -158,18 +159,19 @@ examples:
 _PRESETS = """\
 List the presets of rollout correction.
 
-A preset is chosen with one key. In a command it takes the place of all that the recipe says of rollout correction;
-thresholds beside it override its own:
+One key chooses a preset. In a command it replaces the recipe's whole section rollout_correction; thresholds beside
+it override the preset's own:
   flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=decoupled_seq_is
   flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=decoupled_seq_is \\
       algorithm.rollout_correction.rollout_is_threshold=3.0
 
-Rejection modes (rollout_rs), and what rollout_rs_threshold is for them, in the unit of log_ratio_scale:
-  token_k1 seq_sum_k1 seq_mean_k1   a band of ratios exp(delta) of steps or samples, as 0.999_1.001; auto if decoupled
+Rejection modes (rollout_rs) and their rollout_rs_threshold, in the unit of log_ratio_scale:
+  token_k1 seq_sum_k1 seq_mean_k1   a band of ratios exp(delta) of steps or samples, such as 0.999_1.001
   token_ seq_sum_ seq_mean_ seq_max_ with k2 or k3
-                                    a largest delta^2 / 2, or exp(delta) - 1 - delta, of steps or samples
-  step_kl seq_kl                    a largest exact KL of the step means, of steps or samples
-  step_z                            robust standard deviations from the median of a step index, as 6 (decoupled)
+                                    an upper bound of delta^2 / 2, or exp(delta) - 1 - delta, of steps or samples
+  step_kl seq_kl                    an upper bound of the exact KL of the step means, of steps or samples
+  step_z                            robust standard deviations from the median of a step index, such as 6 (decoupled)
+In decoupled mode, auto measures the threshold on each batch.
 """
 
 
