@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.hour import bundle
+from tests.gpu.hour import bundle, engine
 from tests.gpu.hour.parts import PARTS
 from tests.gpu.hour.record import Outcome, Record, Row
 
@@ -97,7 +96,7 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     done = first_hour("--minutes", 60, "--out", tmp_path, timeout=3600)
     assert done.returncode == 0, done.stdout
     outcomes = Record(tmp_path).outcomes
-    skipped = {"compiled_sd35", "compiled_qwen_image"} | (set() if find_spec("vllm_omni") else {"vllm_omni"})
+    skipped = {"compiled_sd35", "compiled_qwen_image"} | (set() if engine.installed() else {"vllm_omni"})
     assert list(outcomes) == list(PARTS)
     assert {name for name, outcome in outcomes.items() if outcome.status != "done"} == skipped
     assert [row for outcome in outcomes.values() for row in outcome.rows if row.verdict == "FAILED"] == []

@@ -65,9 +65,7 @@ def _run(name: str, record: Record, options: argparse.Namespace, *, seconds: flo
     lines, log = folder / "lines.jsonl", options.out / f"{name}.log"
     lines.unlink(missing_ok=True)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [*map(str, (ROOT, ROOT / "tests")), *filter(None, sys.path[1:])]
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path[1:])])
     if PARTS[name].on_host:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, str(SCRIPT), "--child", name, "--out", str(options.out)]

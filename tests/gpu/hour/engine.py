@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 
-import tiny_pipelines
 import torch
 
 from flowcorr import config as configs
@@ -20,6 +19,7 @@ from flowcorr.models import Conditioning, load_family
 from flowcorr.records import Rollout
 from flowcorr.rollout.vllm_omni import VllmOmniEngine
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from tests import tiny_pipelines
 from tests.gpu.hour import meter
 from tests.gpu.hour.parts import Hour, SkippedError
 
@@ -34,7 +34,7 @@ WAYS = (("lora_tensors", "lora_path"), ("merged",))
 
 
 def measure(hour: Hour) -> None:
-    if importlib.util.find_spec("vllm_omni") is None:
+    if not installed():
         raise SkippedError("vllm-omni is not installed")
     device = f"trainer.device={hour.device}"
     for dtype in ("float32",) if hour.tiny else ("bfloat16", "float32"):
@@ -60,6 +60,14 @@ def measure(hour: Hour) -> None:
         _doctor(hour, recipe, [*overrides, "reward.gold=[]", device])
     _doctor(hour, "tiny_jpeg_lora", [*SMALL, device])
     _audit(hour, "tiny_jpeg_lora", [*SMALL, device])
+
+
+def installed() -> bool:
+    try:
+        metadata.version("vllm-omni")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

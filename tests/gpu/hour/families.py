@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import tiny_pipelines
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from flowcorr.plan.text_inputs import text_inputs
 from flowcorr.plan.training import one_optimizer_step
 from flowcorr.records import ActorBatch
 from flowcorr.rollout import InProcessEngine
+from tests import tiny_pipelines
 from tests.gpu.hour.parts import RECIPES, Hour
 
 TOKENS_USED = 1 / 8

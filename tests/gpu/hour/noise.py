@@ -18,7 +18,7 @@ from flowcorr import sde
 from flowcorr.config.schema import Config
 from flowcorr.models import Guidance, ModelFamily
 from flowcorr.plan.pipelines import Architecture, find_architecture
-from flowcorr.rollout.emulate import FP8_MAX, round_weights
+from flowcorr.rollout.emulate import FP8_MAX, round_weight
 from flowcorr.sde.transition import over_elements
 from tests.gpu.hour import meter
 from tests.gpu.hour.families import latent_shape, random_conditioning, random_family, recipe_config
@@ -45,7 +45,8 @@ class Precision:
 
 
 def fp8_weights(transformer: nn.Module) -> None:
-    transformer.load_state_dict(round_weights(transformer.state_dict(), "fp8"))
+    for parameter in transformer.parameters():
+        parameter.data = round_weight(parameter.data, "fp8")
 
 
 def fp8_weights_and_inputs(transformer: nn.Module) -> None:

@@ -72,8 +72,8 @@ def _numbers(config: Config, architecture: Architecture, training: Training, gpu
         "update_seconds": 2 * _seconds(training.backward) + _seconds(training.step),
         "decode_peak": decoder.work.peak,
         "decode_seconds": _seconds(decoder.work),
-        "recompute_reads": recomputed.host_reads.total(),
-        "update_reads": updated.host_reads.total(),
+        "recompute_reads": recomputed.host_reads.total() + recomputed.uploads.total(),
+        "update_reads": updated.host_reads.total() + updated.uploads.total(),
     }
 
 
