@@ -109,12 +109,9 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
         raise ConfigError(
             f"reward {reward}: path={path!r} holds a {type(model).__name__}; it must be a CLIPModel"
         )
-    return Clip(
-        model=model.eval().requires_grad_(False).to(where),
-        processor=loaded,
-        device=where,
-        dtype=DTYPES[dtype],
-    )
+    model.eval().requires_grad_(False).to(where)
+    # The model's own device: in a thread, `cuda` alone may name another GPU.
+    return Clip(model=model, processor=loaded, device=model.device, dtype=DTYPES[dtype])
 
 
 def check_clip_options(reward: str, dtype: str, batch_size: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flowcorr.records import Prompt
@@ -32,6 +33,7 @@ class ThreadReward:
         self.name = reward.name
         self._reward = reward
         self._calls: queue.Queue[_Call | None] = queue.Queue(MAX_WAITING)
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # A daemon, so that a reward that hangs cannot keep an interrupted process alive.
         self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
         self._thread.start()
@@ -55,6 +57,8 @@ class ThreadReward:
         self._thread.join(CLOSE_TIMEOUT)
 
     def _work(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # each thread begins with the first GPU, whatever this rank's is
         while (call := self._calls.get()) is not None:
             if not call.scores.set_running_or_notify_cancel():
                 continue

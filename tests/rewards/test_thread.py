@@ -203,3 +203,15 @@ def test_a_users_function_says_so_by_an_attribute(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     term = RewardTerm(name="limited_reward:limited", options={"limit": 100.0})
     assert build_reward([term]).overlaps
+
+
+def test_the_thread_computes_on_the_gpu_of_the_thread_that_made_it(start, monkeypatch):
+    """CUDA keeps a current device for each thread; on one of several ranks it is not the first."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: chosen.append((threading.current_thread().name, gpu))
+    )
+    start(JpegCompressibility())[1](IMAGES, PROMPTS)
+    assert chosen == [("rewards", 3)]
