@@ -39,3 +39,11 @@ def empty_cache(device: torch.device) -> None:
     """Give what torch keeps of a GPU for itself back to other processes, such as an engine that shares it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def keep_float32() -> None:
+    """Let convolutions in float32 compute in it: on a GPU torch rounds their inputs to TF32, unlike those of products.
+
+    With TF32, log-probs of two stacks in float32 differ by what their choice of kernels makes of it.
+    """
+    torch.backends.cudnn.allow_tf32 = False

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flowcorr.config.schema import ModelConfig
+from flowcorr.devices import keep_float32
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
@@ -71,6 +72,8 @@ def load_family(
 ) -> ModelFamily:
     """Load a diffusers pipeline and wrap it in its family's adapter, frozen and in evaluation mode.
 
+    From then on, convolutions in float32 do not compute in TF32 in this process.
+
     Args:
         model: path, family, dtype and token limit of the pipeline; the adapter is not added here.
         device: where the pipeline is put.
@@ -81,6 +84,7 @@ def load_family(
     """
     import diffusers
 
+    keep_float32()
     path, dtype = model.path, DTYPES[model.dtype]
     location = resolve_path(path)
     class_name, components = _pipeline_parts(location, path)

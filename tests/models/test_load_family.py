@@ -21,6 +21,12 @@ def test_the_embedded_model_is_frozen_and_in_evaluation_mode():
         assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
+def test_convolutions_in_float32_are_not_rounded_to_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    load_family(ModelConfig(path="tiny_ocr"))
+    assert not torch.backends.cudnn.allow_tf32
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_have_the_dtype_asked_for(dtype):
     family = load_family(ModelConfig(path="tiny_ocr", dtype=str(dtype).removeprefix("torch.")))

@@ -38,6 +38,7 @@ from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowcorr import sde
+from flowcorr.devices import keep_float32
 from flowcorr.models import Guidance, ModelFamily
 from flowcorr.models.flux import Flux
 from flowcorr.models.flux2_klein import Flux2Klein
@@ -74,6 +75,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
         super().__init__()
+        keep_float32()
         self.od_config = od_config
         self.device = get_local_device()
         self.weights_sources = [
