@@ -154,7 +154,7 @@ def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
     if rollout.means is not None:
         step = sde.Transition(rollout.means, rollout.stds, rollout.sigmas - rollout.sigmas_next)
         noise = sde.added_noise(rollout.latents[:, 1:], step).flatten(2).flatten(0, 1)
-        together = noise.double().sum(0)
+        together = noise.sum(0, dtype=torch.float64)  # a copy of it all would be twice as large
         stats["rollout/noise_mean"] = mean(together.sum(), elements)
         stats["rollout/noise_shared_by"] = mean(together.square().mean(), terms)
     return Metrics.from_stats(stats)
