@@ -56,6 +56,7 @@ class Section:
         busy: seconds of the device, each operation limited by arithmetic or by bandwidth.
         kernels: operations launched.
         host_reads: values that the host waited for, by kind and place in the source.
+        uploads: copies from the host, by place; for one from memory that is not pinned, the host waits on CUDA too.
         promotions: bytes that operations on floating-point tensors of different dtypes wrote, by kind and place.
     """
 
@@ -67,6 +68,7 @@ class Section:
     busy: float = 0.0
     kernels: int = 0
     host_reads: Counter[tuple[str, str]] = field(default_factory=Counter)
+    uploads: Counter[str] = field(default_factory=Counter)
     promotions: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
@@ -178,6 +180,11 @@ class FakeDevice:
         for section in self._sections:
             section.host_reads[kind, place] += 1
 
+    def _upload(self) -> None:
+        place = _place()
+        for section in self._sections:
+            section.uploads[place] += 1
+
     def _promote(self, kind: str, size: int) -> None:
         place = _place()
         for section in self._sections:
@@ -227,6 +234,8 @@ class _Counting(TorchDispatchMode):
         if name in _CONVERSIONS:
             if on_device and not made:
                 self.device._read_by_host("copy")
+            elif made and inputs[-1].device.type != DEVICE:
+                self.device._upload()
         elif len({tensor.dtype for tensor in on_device if tensor.is_floating_point() and tensor.dim()}) > 1:
             self.device._promote(name, sum(map(_touched, made)))
         if made and name not in _FREE and not _is_view(func):

@@ -57,13 +57,15 @@ def test_a_recipes_step_keeps_to_the_device_and_to_its_bounds(recipe, new_device
         micro_batch = batch.select(slice(0, size))
         with device.section() as recompute:
             recompute_log_probs(actor, micro_batch)
-        batch = correct(actor, batch)
+        with device.section() as corrected:
+            batch = correct(actor, batch)
         micro_batch = batch.select(slice(0, size))
         with device.section() as first:
             update(actor, micro_batch)
         with device.section() as second:
             update(actor, batch)
-    assert host_reads(recompute) == Counter()
+    assert host_reads(recompute) == host_reads(corrected) == Counter()
+    assert [place for place in recompute.uploads if place.startswith("flowcorr/")] == []
     assert host_reads(first).total() <= 6, first.host_reads  # the norm, kept terms, and dealing mini-batches
     one_more = host_reads(second).total() - host_reads(first).total()
     assert one_more <= 1, second.host_reads  # of a further micro-batch: whether all log-probs are finite
@@ -92,8 +94,13 @@ def test_reads_by_the_host_are_counted_where_they_happen(new_device):
         assert bool((values > 0).all())
         assert len(values[values > 0]) == len((values > 0).nonzero()) == 8
         values.cpu()
+        torch.tensor([1.0, 2.0], device=DEVICE)
+        torch.zeros(3).to(DEVICE)
+        values.copy_(torch.zeros(8))
+        torch.where(values > 0, values, 0.0).clamp(max=2.0)
     kinds = Counter(kind for kind, _ in section.host_reads.elements())
     assert kinds == {"item": 2, "mask": 1, "nonzero": 1, "copy": 1}
+    assert section.uploads.total() == 3
     assert all(
         place.endswith("test_reads_by_the_host_are_counted_where_they_happen")
         for _, place in section.host_reads
