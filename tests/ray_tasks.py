@@ -1,11 +1,13 @@
-"""What workers do in tests. Ray's workers import this module, as pytest does."""
+"""What workers do in tests, and how a test follows them. Ray's workers import this module, as pytest does."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,23 @@ WORKERS = (
     "reward.placement=ray",
     "reward.timeout=600",
 )
+
+
+class Events(list[dict[str, Any]]):
+    """Notes what happens to workers."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None:
+        self.append({"kind": kind, **fields})
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 600.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "this did not happen in time"
+        time.sleep(0.01)
 
 
 class Tasks:

@@ -6,7 +6,7 @@ import time
 from functools import partial
 
 import pytest
-from ray_tasks import Tasks, broken
+from ray_tasks import Events, Tasks, broken, wait_for
 
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
 from flowcorr.workers import pool as worker_pool
@@ -15,14 +15,6 @@ from flowcorr.workers.pool import WorkerPool
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 NODE = "0" * 56
-
-
-class Events(list):
-    def __call__(self, kind, /, **fields):
-        self.append({"kind": kind, **fields})
-
-    def kinds(self):
-        return [event["kind"] for event in self]
 
 
 def start(build=Tasks, events=None, **options):
@@ -39,15 +31,8 @@ def start(build=Tasks, events=None, **options):
 
 
 @pytest.fixture(scope="module")
-def events():
-    return Events()
-
-
-@pytest.fixture(scope="module")
-def shared(ray_cluster, events):
-    pool = start(events=events)
-    yield pool
-    pool.close()
+def shared(opened, events):
+    return opened(start(events=events))
 
 
 @pytest.fixture
@@ -59,13 +44,6 @@ def pool(shared, events):
 def value(future):
     (only,) = future.result(timeout=600).values
     return only
-
-
-def wait_for(condition, seconds=600.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "this did not happen in time"
-        time.sleep(0.05)
 
 
 def runs(pid):

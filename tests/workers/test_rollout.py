@@ -1,21 +1,19 @@
 """Sampling in Ray workers equals sampling here, whoever does it and with whichever weights."""
 
-import contextlib
 import os
 import signal
-import time
 from concurrent.futures import Future
 from dataclasses import fields, replace
-from functools import partial
 
 import pytest
 import torch
+from ray_tasks import wait_for
 
 from flowcorr.diagnostics import examine
 from flowcorr.errors import BackendError, BatchError
 from flowcorr.records import Rollout
 from flowcorr.rollout import Weights
-from flowcorr.workers.pool import Answer
+from flowcorr.workers.pool import Answer, ignore_event
 from flowcorr.workers.rollout import PendingRollout, RayRollout
 from tests.tolerances import LATENTS, LOG_PROBS
 
@@ -25,30 +23,16 @@ ROLLOUT = {"prompts_per_step": len(GROUPS), "n": 4, "batch_size": 8}  # shards o
 
 
 @pytest.fixture(scope="module")
-def start_pool(ray_cluster, make_config):
-    """Options of the rollout -> a pool, which is closed at the end."""
-    with contextlib.ExitStack() as pools:
+def start_pool(opened, make_config):
+    """Options of the rollout -> a pool."""
 
-        def start(events=None, **rollout):
-            config = make_config(
-                rollout={**ROLLOUT, "placement": "ray", "timeout": 600.0, **rollout},
-                trainer={"num_threads": 1},
-            )
-            options = {} if events is None else {"on_event": partial(note, events)}
-            pool = RayRollout(config, **options)
-            pools.callback(pool.close)
-            return pool
+    def start(on_event=ignore_event, **rollout):
+        config = make_config(
+            rollout={**ROLLOUT, "placement": "ray", "timeout": 600.0, **rollout}, trainer={"num_threads": 1}
+        )
+        return opened(RayRollout(config, on_event=on_event))
 
-        yield start
-
-
-def note(events, kind, /, **fields):
-    events.append({"kind": kind, **fields})
-
-
-@pytest.fixture(scope="module")
-def events():
-    return []
+    return start
 
 
 @pytest.fixture(scope="module")
@@ -183,13 +167,6 @@ def test_a_worker_killed_in_mid_batch_changes_nothing(pool, run, events):
     wait_for(lambda: events[-1]["kind"] == "worker_restarted")
     for _ in range(3):  # by the new worker too
         assert_same(sample(pool, run), expected)
-
-
-def wait_for(condition):
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end, "this did not happen in time"
-        time.sleep(0.005)
 
 
 def test_weights_that_diverged_are_an_error_and_no_workers_fault(pool, run, events):

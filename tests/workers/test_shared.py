@@ -80,7 +80,7 @@ def test_every_rank_is_answered_by_the_same_workers(two_ranks_of_a_cluster):
 @pytest.fixture(scope="module")
 def of_one_rank(ray_cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    train(folder, (*RUN, *number_of_workers(1)))
+    train(folder, (*RUN, "rollout.num_workers=1"))
     return folder
 
 
@@ -88,14 +88,10 @@ def of_one_rank(ray_cluster, tmp_path_factory):
     "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_two_ranks_with_one_pool_are_one_rank(two_ranks_of_a_cluster, of_one_rank, workers, tmp_path):
-    two_ranks_of_a_cluster.call(train, tmp_path, (*RUN, *number_of_workers(workers)))
+    two_ranks_of_a_cluster.call(train, tmp_path, (*RUN, f"rollout.num_workers={workers}"))
     assert_same_run(tmp_path, of_one_rank, config=False)
     assert [record["rollout/staleness_max"] for record in records(tmp_path)[1:]] == [0, 1]
     assert [event["kind"] for event in read_events(tmp_path / "events.jsonl")].count("end") == 1
-
-
-def number_of_workers(number):
-    return f"rollout.num_workers={number}", f"reward.num_workers={number}"
 
 
 @in_float64()
