@@ -1,4 +1,4 @@
-"""verl-omni's configuration, by its Hydra keys; defaults are those of its `diffusion_trainer.yaml` at a1139ba."""
+"""verl-omni's configuration, by its Hydra keys."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from typing import Any
 from flowcorr.config import yaml_text
 from flowcorr.models import FAMILIES
 from flowcorr.translate.table import Get, Row, Table
-
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-LOSS, PIPELINE, ALGO = f"{ACTOR}.diffusion_loss", f"{ROLLOUT}.pipeline", f"{ROLLOUT}.algo"
-VALIDATION, CORRECTION = f"{ROLLOUT}.val_kwargs", "algorithm.rollout_correction"
-REWARD = "reward.custom_reward_function"
+from flowcorr.translate.verl_omni_defaults import (
+    ACTOR,
+    ALGO,
+    CORRECTION,
+    DEFAULTS,
+    LOSS,
+    MODEL,
+    PIPELINE,
+    REWARD,
+    ROLLOUT,
+    VALIDATION,
+)
 
 LOSSES = {
     "flow_grpo": "flow_grpo",
@@ -36,87 +43,6 @@ _DTYPES = {
     "bfloat16": "bfloat16",
     "fp32": "float32",
     "float32": "float32",
-}
-
-DEFAULTS: dict[str, Any] = {
-    f"{MODEL}.path": "~/models/Qwen/Qwen-Image",
-    f"{MODEL}.algorithm": "flow_grpo",
-    f"{MODEL}.model_type": "diffusion_model",
-    f"{MODEL}.lora_rank": 0,
-    f"{MODEL}.lora_alpha": 64,
-    f"{MODEL}.lora_init_weights": "gaussian",
-    f"{MODEL}.target_modules": "all-linear",
-    f"{MODEL}.lora_dtype": None,
-    f"{MODEL}.lora_adapter_path": None,
-    f"{MODEL}.enable_gradient_checkpointing": True,
-    f"{PIPELINE}.height": 512,
-    f"{PIPELINE}.width": 512,
-    f"{PIPELINE}.num_inference_steps": 10,
-    f"{PIPELINE}.true_cfg_scale": 1.0,
-    f"{PIPELINE}.guidance_scale": None,
-    f"{PIPELINE}.max_sequence_length": 512,
-    f"{PIPELINE}.num_frames": 1,
-    f"{ALGO}.noise_level": 1.0,
-    f"{ALGO}.sde_type": "sde",
-    f"{ALGO}.sde_window_size": None,
-    f"{ALGO}.sde_window_range": None,
-    f"{ALGO}.sde_contiguous": True,
-    f"{ROLLOUT}.name": "vllm_omni",
-    f"{ROLLOUT}.dtype": "bfloat16",
-    f"{ROLLOUT}.n": 1,
-    f"{ROLLOUT}.tensor_model_parallel_size": 2,
-    f"{ROLLOUT}.gpu_memory_utilization": 0.5,
-    f"{ROLLOUT}.calculate_log_probs": False,
-    f"{VALIDATION}.pipeline.num_inference_steps": 50,
-    f"{VALIDATION}.pipeline.height": None,
-    f"{VALIDATION}.pipeline.width": None,
-    f"{ACTOR}.fsdp_config.model_dtype": "fp32",
-    f"{ACTOR}.fsdp_config.dtype": "bfloat16",
-    f"{LOSS}.loss_mode": None,
-    f"{LOSS}.clip_ratio": 1e-4,
-    f"{LOSS}.adv_clip_max": 5.0,
-    f"{LOSS}.kl_mask_threshold": 1e-5,
-    f"{LOSS}.add_kl_coefficient": True,
-    f"{ACTOR}.use_kl_loss": False,
-    f"{ACTOR}.kl_loss_coef": 0.001,
-    f"{ACTOR}.optim.lr": 1e-6,
-    f"{ACTOR}.optim.betas": [0.9, 0.999],
-    f"{ACTOR}.optim.weight_decay": 0.01,
-    f"{ACTOR}.optim.clip_grad": 1.0,
-    f"{ACTOR}.optim.lr_warmup_steps": -1,
-    f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.0,
-    f"{ACTOR}.optim.lr_scheduler_type": "constant",
-    f"{ACTOR}.optim.min_lr_ratio": 0.0,
-    f"{ACTOR}.ppo_epochs": 1,
-    f"{ACTOR}.ppo_mini_batch_size": 256,
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": None,
-    "algorithm.trainer_type": "policy_gradient",
-    "algorithm.norm_adv_by_std_in_grpo": True,
-    "algorithm.global_std": True,
-    f"{CORRECTION}.bypass_mode": False,
-    f"{CORRECTION}.loss_type": "ppo_clip",
-    f"{CORRECTION}.rollout_is": None,
-    f"{CORRECTION}.rollout_is_threshold": 2.0,
-    f"{CORRECTION}.rollout_is_batch_normalize": False,
-    f"{CORRECTION}.rollout_rs": None,
-    f"{CORRECTION}.rollout_rs_threshold": None,
-    f"{REWARD}.path": None,
-    f"{REWARD}.name": "compute_score",
-    "reward.reward_functions": {},
-    "reward.reward_model.model_path": None,
-    "data.train_files": "~/data/train.parquet",
-    "data.val_files": None,
-    "data.train_batch_size": 1024,
-    "data.val_max_samples": -1,
-    "data.seed": None,
-    "trainer.total_training_steps": None,
-    "trainer.total_epochs": 30,
-    "trainer.test_freq": -1,
-    "trainer.save_freq": -1,
-    "trainer.max_actor_ckpt_to_keep": None,
-    "trainer.logger": ["console", "wandb"],
-    "distillation.enabled": False,
-    "main": "verl_omni.trainer.main_diffusion",
 }
 
 
