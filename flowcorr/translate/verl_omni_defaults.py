@@ -1,4 +1,4 @@
-"""verl-omni's keys and what they are where a run does not set them, as its `diffusion_trainer.yaml` at a1139ba has it."""
+"""verl-omni's keys, and their values in its `diffusion_trainer.yaml` at a1139ba, which hold where a run sets none."""
 
 from __future__ import annotations
 
