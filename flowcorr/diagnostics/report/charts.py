@@ -48,7 +48,7 @@ _REPLAY_TEXT = (
     "log-probs does not cover."
 )
 _IMAGES_TEXT = (
-    "Statistics that nothing optimises, beside the reward. Where one drifts far from its start while the reward rises, "
+    "Statistics that nothing optimises. Where one drifts far from its start while the reward rises, "
     "the policy may exploit the reward: look at the images."
 )
 _CORRECTION = (
@@ -150,7 +150,7 @@ def marks(groups: Sequence[Group]) -> list[str]:
 
 
 def _learning_metrics(groups: Sequence[Group], *, of_images: bool) -> tuple[tuple[str, str, str], ...]:
-    """Rewards and held-out scores, or the statistics of images beside the reward."""
+    """Rewards and held-out scores, or the statistics of images."""
     logged = dict.fromkeys(
         name
         for prefix in ("eval/", "reward/")
@@ -160,15 +160,11 @@ def _learning_metrics(groups: Sequence[Group], *, of_images: bool) -> tuple[tupl
         for name in record
         if name.startswith(prefix)
     )
-    if of_images:
-        logged = {name: None for name in logged if "/image/" in name or name == "reward/mean"}
-    else:
-        logged = {name: None for name in logged if "/image/" not in name}
     skipped = ("_std", "/std", "/min", "/max", "/failed_samples")
     return tuple(
         (name, name, "held out" if name.startswith("eval/") else "training samples")
         for name in logged
-        if not name.endswith(skipped)
+        if not name.endswith(skipped) and ("/image/" in name) == of_images
     )
 
 
