@@ -26,9 +26,11 @@ def measure(hour: Hour) -> None:
         indices = torch.arange(steps).repeat(samples, 1)
         there = [tensor.to(hour.device) for tensor in (old, rollout, indices)]
 
-        def correct(there: list[torch.Tensor] = there) -> dict[str, float]:
+        def correct(there: list[torch.Tensor] = there, steps: int = steps) -> dict[str, float]:
             old, rollout, indices = there
-            found = compute_rollout_correction_and_rejection_mask(old, rollout, step_indices=indices, **RULES)
+            found = compute_rollout_correction_and_rejection_mask(
+                old, rollout, step_indices=indices, num_steps=steps, **RULES
+            )
             return found.metrics.compute()
 
         shape = f"({samples}, {steps})"
