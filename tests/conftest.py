@@ -42,7 +42,7 @@ settings.register_profile("flowcorr", deadline=None, derandomize=True)
 settings.load_profile("flowcorr")
 
 
-# Files whose tests share processes: those of a Ray cluster, and two ranks.
+# Files whose tests share processes: those of a Ray cluster, two ranks, and a vllm-omni engine.
 SHARED = {
     "ray": (
         "workers/test_rollout",
@@ -54,6 +54,13 @@ SHARED = {
         "faults/test_reward_service",
     ),
     "ranks": ("trainer/test_ranks", "test_invariants", "correction/test_correct", "test_metrics"),
+    "engine": (
+        "vllm_omni/test_doctor",
+        "vllm_omni/test_engine",
+        "vllm_omni/test_executor",
+        "vllm_omni/test_ray",
+        "vllm_omni/test_weight_sync",
+    ),
 }
 SCOPES = {f"tests/{name}.py": scope for scope, names in SHARED.items() for name in names}
 COSTLY = (*SCOPES, "tests/faults/test_trainer.py")
