@@ -129,6 +129,6 @@ def test_published_recipes_get_the_answers_that_their_headers_need():
     assert flux.fits(flux.memory.shared)
     assert 580 < flux.seconds("recompute", "update") < 970  # 775
     klein = plan(recipe="flux2_klein_pickscore_lora")
-    assert klein.fitting
+    assert klein.fits(klein.memory.shared)
     z_image = plan(recipe="z_image_pickscore_lora")
     assert z_image.fits(z_image.memory.shared)
