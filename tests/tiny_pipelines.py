@@ -27,21 +27,14 @@ AURA_FLOW_SIZE = (16, 24)
 
 def build_tiny_sd3(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """The embedded architecture, untrained; native size 64 x 64, prompts of up to six letters."""
-    sys.path.append(str(Path(__file__).parents[1] / "examples/tiny_ocr"))
-    from build_pipeline import build_pipeline
-
-    pipeline = build_pipeline(seed)
-    pipeline.vae.register_to_config(shift_factor=0.0609)
-    return _save(pipeline, path, dtype)
+    return _save(_sd3_pipeline(seed), path, dtype)
 
 
 def build_tiny_sd35(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """The same with what Stable Diffusion 3.5 Medium adds: normalised queries, and blocks with a second attention."""
     from diffusers import SD3Transformer2DModel
-    from flowcorr.tiny.build import build_pipeline
 
-    pipeline = build_pipeline(seed)
-    pipeline.vae.register_to_config(shift_factor=0.0609)
+    pipeline = _sd3_pipeline(seed)
     config = {**pipeline.transformer.config, "qk_norm": "rms_norm", "dual_attention_layers": (0,)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -369,6 +362,15 @@ def _with_unit_scale(encoder: torch.nn.Module) -> torch.nn.Module:
         if isinstance(module, torch.nn.Embedding):
             torch.nn.init.normal_(module.weight)
     return encoder
+
+
+def _sd3_pipeline(seed: int):
+    sys.path.append(str(Path(__file__).parents[1] / "examples/tiny_ocr"))
+    from build_pipeline import build_pipeline
+
+    pipeline = build_pipeline(seed)
+    pipeline.vae.register_to_config(shift_factor=0.0609)
+    return pipeline
 
 
 def _save(pipeline, path, dtype: torch.dtype) -> Path:
