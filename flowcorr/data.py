@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flowcorr.config.schema import DataConfig
+from flowcorr.config.task import DataConfig
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.records import Prompt
 from flowcorr.words import heldout_words, train_words

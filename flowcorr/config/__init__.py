@@ -5,15 +5,13 @@ from flowcorr.config.schema import (
     ActorConfig,
     AlgorithmConfig,
     Config,
-    DataConfig,
     LoraConfig,
     ModelConfig,
-    RewardConfig,
-    RewardTerm,
     RolloutConfig,
     SamplingConfig,
     TrainerConfig,
 )
+from flowcorr.config.task import DataConfig, RewardConfig, RewardTerm
 
 __all__ = [
     "ActorConfig",

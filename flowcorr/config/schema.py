@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flowcorr.config.checks import above, at_least, check_workers
+from flowcorr.config.task import DataConfig, RewardConfig
 from flowcorr.correction.config import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Placement = Literal["local", "ray"]
-RewardPlacement = Literal["auto", "local", "thread", "ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class LoraConfig:
     warm_start: str | None = None
 
     def __post_init__(self) -> None:
-        _at_least("model.lora.rank", self.rank, 0)
-        _above("model.lora.alpha", self.alpha, 0)
+        at_least("model.lora.rank", self.rank, 0)
+        above("model.lora.alpha", self.alpha, 0)
         if self.targets is not None and not self.targets:
             raise ConfigError(
                 "model.lora.targets=[] adapts nothing; name layers, or use null for the family's own"
@@ -68,7 +68,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.max_sequence_length is not None:
-            _at_least("model.max_sequence_length", self.max_sequence_length, 0)
+            at_least("model.max_sequence_length", self.max_sequence_length, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +105,14 @@ class SamplingConfig:
     cps_unscaled: bool = False
 
     def __post_init__(self) -> None:
-        _above("sampling.noise_level", self.noise_level, 0)
+        above("sampling.noise_level", self.noise_level, 0)
         if self.sde_type == "cps" and self.noise_level > 1:
             raise ConfigError(
                 f"sampling.noise_level={self.noise_level} is out of range for sde_type=cps: "
                 "its std is sigma_next * sin(noise_level * pi / 2), so use 0 < noise_level <= 1"
             )
-        _at_least("sampling.num_inference_steps", self.num_inference_steps, 1)
-        _at_least("sampling.sde_window_size", self.sde_window_size, 1)
+        at_least("sampling.num_inference_steps", self.num_inference_steps, 1)
+        at_least("sampling.sde_window_size", self.sde_window_size, 1)
         low, high = self.sde_window_range
         if not 0 <= low < high <= self.num_inference_steps:
             raise ConfigError(
@@ -125,10 +125,10 @@ class SamplingConfig:
                 f"[{low}, {high}], which holds {high - low} steps; shorten the window or widen the range"
             )
         for key in ("guidance_scale", "true_cfg_scale"):
-            _at_least(f"sampling.{key}", getattr(self, key), 0)
+            at_least(f"sampling.{key}", getattr(self, key), 0)
         for key in ("height", "width"):
             if getattr(self, key) is not None:
-                _at_least(f"sampling.{key}", getattr(self, key), 1)
+                at_least(f"sampling.{key}", getattr(self, key), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,24 +187,24 @@ class RolloutConfig:
     calculate_log_probs: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("rollout.staleness", self.staleness, 0)
-        _at_least("rollout.drift_every", self.drift_every, 0)
-        _at_least("rollout.replay_every", self.replay_every, 0)
-        _at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
+        at_least("rollout.staleness", self.staleness, 0)
+        at_least("rollout.drift_every", self.drift_every, 0)
+        at_least("rollout.replay_every", self.replay_every, 0)
+        at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
         if self.n < 2:
             raise ConfigError(
                 f"rollout.n={self.n} leaves every advantage at 0: an image is compared with the others of its "
                 "prompt; use at least 2, usually 8 to 24"
             )
         if self.batch_size is not None:
-            _at_least("rollout.batch_size", self.batch_size, 1)
-        _check_workers("rollout", self.num_workers, self.worker_resources, self.timeout)
+            at_least("rollout.batch_size", self.batch_size, 1)
+        check_workers("rollout", self.num_workers, self.worker_resources, self.timeout)
         if self.scheduling not in ("default", "spread") and not re.fullmatch("[0-9a-f]{56}", self.scheduling):
             raise ConfigError(
                 f"rollout.scheduling={self.scheduling!r} is unknown; choose from default, spread, or the id of a node "
                 "(56 hexadecimal digits, as ray.nodes() tells it)"
             )
-        _at_least("rollout.max_staleness", self.max_staleness, 0)
+        at_least("rollout.max_staleness", self.max_staleness, 0)
         if self.max_staleness and self.placement != "ray":
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness} needs workers that sample while the trainer trains; set "
@@ -288,15 +288,15 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         for key in ("adv_clip_max", "kl_threshold", "importance_cap", "lr", "eps", "grad_clip"):
-            _above(f"actor.{key}", getattr(self, key), 0)
+            above(f"actor.{key}", getattr(self, key), 0)
         for clip in self.clip_ratio if isinstance(self.clip_ratio, tuple) else (self.clip_ratio,):
-            _above("actor.clip_ratio", clip, 0)
+            above("actor.clip_ratio", clip, 0)
         for key in ("kl_coef", "weight_decay", "warmup_steps"):
-            _at_least(f"actor.{key}", getattr(self, key), 0)
+            at_least(f"actor.{key}", getattr(self, key), 0)
         for key in ("epochs", "mini_batches"):
-            _at_least(f"actor.{key}", getattr(self, key), 1)
+            at_least(f"actor.{key}", getattr(self, key), 1)
         if self.micro_batch_size is not None:
-            _at_least("actor.micro_batch_size", self.micro_batch_size, 1)
+            at_least("actor.micro_batch_size", self.micro_batch_size, 1)
         if not 0 <= self.lr_min_ratio <= 1:
             raise ConfigError(
                 f"actor.lr_min_ratio={self.lr_min_ratio} is out of range; use a share in [0, 1]"
@@ -318,104 +318,6 @@ class AlgorithmConfig:
 
     advantage_std: Literal["group", "global", "none"] = "group"
     rollout_correction: RolloutCorrectionConfig | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardTerm:
-    """One term of the reward.
-
-    Attributes:
-        name: `ocr`, `jpeg_compressibility`, `jpeg_incompressibility`, `pickscore`, `aesthetic`, `vlm_judge`, `http`
-            or `package.module:name`.
-        weight: its factor in the sum.
-        options: keyword arguments of the reward.
-        tags: score only prompts with one of these tags, see `data.tag_field`; empty scores all. A term adds nothing to
-            the reward of other prompts, and its own mean leaves them out.
-        normalize: in training, take the term relative to its prompt's mean and divide it by the std of its `group`
-            (GDPO, together with `algorithm.advantage_std: global`), or of all rewards of the step (`global`), before
-            it is summed; `none` sums raw scores. What is logged and evaluated is always raw.
-    """
-
-    name: str
-    weight: float = 1.0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    tags: tuple[str, ...] = ()
-    normalize: Literal["none", "group", "global"] = "none"
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.weight):
-            raise ConfigError(f"reward.terms[{self.name}].weight={self.weight} must be a finite number")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardConfig:
-    """`reward`: the rewards that are optimised, and how failures are handled.
-
-    Attributes:
-        terms: the rewards that are summed.
-        gold: held-out rewards, logged as `reward/gold/<name>` and `eval/gold/<name>` and never optimised: where the
-            sum rises and they fall, the policy exploits the reward.
-        on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
-        placement: `local` scores all images of a step in one call; `thread` scores images as they come, in a thread
-            beside sampling and the recomputation of old log-probs; `ray` does so in workers. These two score a few
-            images at a time, not all of a step together. `auto` takes `thread` where all rewards say that they may, as
-            `ocr`, the JPEG rewards, `http` and `vlm_judge` do, else `local`.
-        num_workers: reward workers, which all training ranks share; each has the whole reward.
-        worker_resources: what Ray reserves for each, as in `rollout.worker_resources`.
-        timeout: seconds that a worker may take for one request; after that it counts as hung. In the trainer's process,
-            seconds after which the log names the reward that is still computing, once a minute.
-    """
-
-    terms: tuple[RewardTerm, ...] = (RewardTerm(name="ocr"),)
-    gold: tuple[RewardTerm, ...] = ()
-    on_error: Literal["fail", "drop_group"] = "fail"
-    placement: RewardPlacement = "auto"
-    num_workers: int = 1
-    worker_resources: Mapping[str, float] = field(default_factory=dict)
-    timeout: float = 900.0
-
-    def __post_init__(self) -> None:
-        _check_workers("reward", self.num_workers, self.worker_resources, self.timeout)
-        if not self.terms:
-            raise ConfigError("reward.terms=[] scores nothing; give at least one, such as [{name: ocr}]")
-        for term in self.gold:
-            if term.weight != 1 or term.normalize != "none":
-                raise ConfigError(
-                    f"reward.gold[{term.name}] has a weight or normalize, and a gold reward is never optimised; "
-                    "leave both out, or move it to reward.terms"
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """`data`: the prompts.
-
-    Attributes:
-        path: a .txt or .jsonl file, or `tiny_words`, the word list of the embedded model.
-        heldout_path: a file of prompts for evaluation; null keeps back a share of `path`.
-        heldout_fraction: share of a file's prompts kept for evaluation, chosen by hash.
-        num_train: prompts drawn from `tiny_words` for training.
-        num_heldout: prompts of an evaluation.
-        target_field: the field of a .jsonl line that holds the target, such as the words to render; without it the
-            target is the text in double quotes.
-        tag_field: the field of a .jsonl line by which `reward.terms[].tags` chooses prompts.
-    """
-
-    path: str = "tiny_words"
-    heldout_path: str | None = None
-    heldout_fraction: float = 0.1
-    num_train: int = 2048
-    num_heldout: int = 128
-    target_field: str = "target"
-    tag_field: str = "tag"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.heldout_fraction < 1:
-            raise ConfigError(
-                f"data.heldout_fraction={self.heldout_fraction} is out of range; use a value in (0, 1)"
-            )
-        _at_least("data.num_train", self.num_train, 1)
-        _at_least("data.num_heldout", self.num_heldout, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,15 +362,15 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         for key in ("total_steps", "save_every", "keep_checkpoints"):
-            _at_least(f"trainer.{key}", getattr(self, key), 1)
+            at_least(f"trainer.{key}", getattr(self, key), 1)
         for key in ("seed", "eval_every", "image_every"):
-            _at_least(f"trainer.{key}", getattr(self, key), 0)
+            at_least(f"trainer.{key}", getattr(self, key), 0)
         for key in ("eval_num_inference_steps", "eval_height", "eval_width"):
             if getattr(self, key) is not None:
-                _at_least(f"trainer.{key}", getattr(self, key), 1)
+                at_least(f"trainer.{key}", getattr(self, key), 1)
         if self.num_threads is not None:
-            _at_least("trainer.num_threads", self.num_threads, 1)
-        _above("trainer.collective_timeout", self.collective_timeout, 0)
+            at_least("trainer.num_threads", self.num_threads, 1)
+        above("trainer.collective_timeout", self.collective_timeout, 0)
         if not self.best_metric.startswith("eval/"):
             raise ConfigError(
                 f"trainer.best_metric={self.best_metric!r} is not an evaluation metric; use one under eval/, "
@@ -488,22 +390,3 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-
-
-def _at_least(key: str, value: float, bound: float) -> None:
-    if not (math.isfinite(value) and value >= bound):
-        raise ConfigError(f"{key}={value} is out of range; it must be at least {bound}")
-
-
-def _above(key: str, value: float, bound: float) -> None:
-    if not (math.isfinite(value) and value > bound):
-        raise ConfigError(f"{key}={value} is out of range; it must be above {bound}")
-
-
-def _check_workers(section: str, number: int, resources: Mapping[str, float], timeout: float) -> None:
-    _at_least(f"{section}.num_workers", number, 1)
-    _above(f"{section}.timeout", timeout, 0)
-    for name, amount in resources.items():
-        if isinstance(amount, bool) or not isinstance(amount, int | float):
-            raise ConfigError(f"{section}.worker_resources.{name}={amount!r} must be a number")
-        _at_least(f"{section}.worker_resources.{name}", amount, 0)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from flowcorr.config.schema import Config, RewardTerm
+from flowcorr.config.schema import Config
+from flowcorr.config.task import RewardTerm
 from flowcorr.models import DTYPES
 from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.fake_device import FakeDevice

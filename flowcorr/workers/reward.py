@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flowcorr.config.schema import RewardConfig, RewardTerm
+from flowcorr.config.task import RewardConfig, RewardTerm
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output, reward_name
 from flowcorr.rewards.combine import build_reward

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcorr.advantages import group_advantages
-from flowcorr.config import load
-from flowcorr.config.schema import RewardTerm
+from flowcorr.config import RewardTerm, load
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.records import Prompt
 from flowcorr.rewards import (

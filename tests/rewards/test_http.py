@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowcorr.config.schema import RewardTerm
+from flowcorr.config import RewardTerm
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.records import Prompt
 from flowcorr.rewards import HttpReward, build_reward, score_batch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowcorr.config.schema import RewardTerm
+from flowcorr.config import RewardTerm
 from flowcorr.errors import BackendError, BatchError
 from flowcorr.records import Prompt
 from flowcorr.rewards import (

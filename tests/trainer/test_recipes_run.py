@@ -8,8 +8,7 @@ import pytest
 import tiny_pipelines
 import torch
 
-from flowcorr.config import load, recipe_names
-from flowcorr.config.schema import RewardTerm
+from flowcorr.config import RewardTerm, load, recipe_names
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import train
 

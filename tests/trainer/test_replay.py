@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowcorr.config.schema import RewardTerm
+from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
 from flowcorr.diagnostics.health import Units, examine_step
 from flowcorr.errors import BackendError

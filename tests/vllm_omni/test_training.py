@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowcorr.config.schema import RewardTerm
+from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
 from flowcorr.diagnostics.health import Units, examine_step
 from flowcorr.errors import BackendError

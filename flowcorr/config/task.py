@@ -1,0 +1,111 @@
+"""What is learned: the prompts and the rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flowcorr.config.checks import at_least, check_workers
+from flowcorr.errors import ConfigError
+
+RewardPlacement = Literal["auto", "local", "thread", "ray"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTerm:
+    """One term of the reward.
+
+    Attributes:
+        name: `ocr`, `jpeg_compressibility`, `jpeg_incompressibility`, `pickscore`, `aesthetic`, `vlm_judge`, `http`
+            or `package.module:name`.
+        weight: its factor in the sum.
+        options: keyword arguments of the reward.
+        tags: score only prompts with one of these tags, see `data.tag_field`; empty scores all. A term adds nothing to
+            the reward of other prompts, and its own mean leaves them out.
+        normalize: in training, take the term relative to its prompt's mean and divide it by the std of its `group`
+            (GDPO, together with `algorithm.advantage_std: global`), or of all rewards of the step (`global`), before
+            it is summed; `none` sums raw scores. What is logged and evaluated is always raw.
+    """
+
+    name: str
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    normalize: Literal["none", "group", "global"] = "none"
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"reward.terms[{self.name}].weight={self.weight} must be a finite number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """`reward`: the rewards that are optimised, and how failures are handled.
+
+    Attributes:
+        terms: the rewards that are summed.
+        gold: held-out rewards, logged as `reward/gold/<name>` and `eval/gold/<name>` and never optimised: where the
+            sum rises and they fall, the policy exploits the reward.
+        on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
+        placement: `local` scores all images of a step in one call; `thread` scores images as they come, in a thread
+            beside sampling and the recomputation of old log-probs; `ray` does so in workers. These two score a few
+            images at a time, not all of a step together. `auto` takes `thread` where all rewards say that they may, as
+            `ocr`, the JPEG rewards, `http` and `vlm_judge` do, else `local`.
+        num_workers: reward workers, which all training ranks share; each has the whole reward.
+        worker_resources: what Ray reserves for each, as in `rollout.worker_resources`.
+        timeout: seconds that a worker may take for one request; after that it counts as hung. In the trainer's process,
+            seconds after which the log names the reward that is still computing, once a minute.
+    """
+
+    terms: tuple[RewardTerm, ...] = (RewardTerm(name="ocr"),)
+    gold: tuple[RewardTerm, ...] = ()
+    on_error: Literal["fail", "drop_group"] = "fail"
+    placement: RewardPlacement = "auto"
+    num_workers: int = 1
+    worker_resources: Mapping[str, float] = field(default_factory=dict)
+    timeout: float = 900.0
+
+    def __post_init__(self) -> None:
+        check_workers("reward", self.num_workers, self.worker_resources, self.timeout)
+        if not self.terms:
+            raise ConfigError("reward.terms=[] scores nothing; give at least one, such as [{name: ocr}]")
+        for term in self.gold:
+            if term.weight != 1 or term.normalize != "none":
+                raise ConfigError(
+                    f"reward.gold[{term.name}] has a weight or normalize, and a gold reward is never optimised; "
+                    "leave both out, or move it to reward.terms"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """`data`: the prompts.
+
+    Attributes:
+        path: a .txt or .jsonl file, or `tiny_words`, the word list of the embedded model.
+        heldout_path: a file of prompts for evaluation; null keeps back a share of `path`.
+        heldout_fraction: share of a file's prompts kept for evaluation, chosen by hash.
+        num_train: prompts drawn from `tiny_words` for training.
+        num_heldout: prompts of an evaluation.
+        target_field: the field of a .jsonl line that holds the target, such as the words to render; without it the
+            target is the text in double quotes.
+        tag_field: the field of a .jsonl line by which `reward.terms[].tags` chooses prompts.
+    """
+
+    path: str = "tiny_words"
+    heldout_path: str | None = None
+    heldout_fraction: float = 0.1
+    num_train: int = 2048
+    num_heldout: int = 128
+    target_field: str = "target"
+    tag_field: str = "tag"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heldout_fraction < 1:
+            raise ConfigError(
+                f"data.heldout_fraction={self.heldout_fraction} is out of range; use a value in (0, 1)"
+            )
+        at_least("data.num_train", self.num_train, 1)
+        at_least("data.num_heldout", self.num_heldout, 1)
