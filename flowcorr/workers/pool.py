@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -16,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flowcorr.errors import BackendError, ConfigError, FlowcorrError
-from flowcorr.workers.cluster import Cluster, NodeLostError, one_line, sigterm
+from flowcorr.workers.cluster import Cluster, NodeLostError, one_line
+from flowcorr.workers.process import FlowcorrWorker
 
 logger = logging.getLogger(__name__)
 
@@ -367,34 +367,6 @@ class _OwnError(Exception):
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
         self.cause = cause
-
-
-class FlowcorrWorker:
-    """The Ray actor that holds the object; `ps` shows its process under this class's name."""
-
-    def __init__(self, path: Sequence[str]) -> None:
-        sys.path += [folder for folder in path if folder not in sys.path]
-
-    def start(self, build: Callable[[], Any], num_threads: int | None) -> dict[str, Any]:
-        """Make the object; returns node and process."""
-        import ray
-
-        if num_threads is not None:
-            import torch
-
-            torch.set_num_threads(num_threads)
-        with sigterm(signal.SIG_UNBLOCK):  # the object's own child processes have to end on SIGTERM
-            self._object = build()
-        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object."""
-        return getattr(self._object, method)(*arguments)
-
-    def close(self) -> None:
-        """Close the object, if it has a `close`."""
-        with contextlib.suppress(AttributeError):
-            self._object.close()
 
 
 def _actor_options(

@@ -1,0 +1,40 @@
+"""A worker's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flowcorr.workers.cluster import sigterm
+
+
+class FlowcorrWorker:
+    """The Ray actor that holds the object; `ps` shows its process under this class's name."""
+
+    def __init__(self, path: Sequence[str]) -> None:
+        sys.path += [folder for folder in path if folder not in sys.path]
+
+    def start(self, build: Callable[[], Any], num_threads: int | None) -> dict[str, Any]:
+        """Make the object; returns node and process."""
+        import ray
+
+        if num_threads is not None:
+            import torch
+
+            torch.set_num_threads(num_threads)
+        with sigterm(signal.SIG_UNBLOCK):  # the object's own child processes have to end on SIGTERM
+            self._object = build()
+        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the object."""
+        return getattr(self._object, method)(*arguments)
+
+    def close(self) -> None:
+        """Close the object, if it has a `close`."""
+        with contextlib.suppress(AttributeError):
+            self._object.close()
