@@ -18,12 +18,12 @@ FLOORS = {
     "config": 2,
     "algorithm": 3,
     "models": 4, "rewards": 4, "data": 4, "words": 4, "trackers": 4, "lora": 4,
-
     "actor": 5, "rollout": 5, "workers": 5,
     "trainer": 6, "plan": 6,
     "diagnostics": 7, "integrations": 7, "translate": 7,
     "cli": 8, "__main__": 9,
 }  # fmt: skip
+LONGEST_FILE = 450
 MODEL_LIBRARIES = {"diffusers", "transformers", "peft", "vllm_omni", "ray"}
 SLOW_TO_IMPORT = MODEL_LIBRARIES | {"accelerate"}
 
@@ -59,6 +59,11 @@ def _imports(path: Path) -> set[str]:
 
 def _own_imports(module: str) -> set[str]:
     return _imports(MODULES[module]) & MODULES.keys()
+
+
+def test_no_file_is_too_long_to_read():
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert {name: count for name, count in lines.items() if count > LONGEST_FILE} == {}
 
 
 def test_imports_come_from_lower_floors():
