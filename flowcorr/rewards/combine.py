@@ -48,6 +48,8 @@ BUILT_IN_METRICS = frozenset(
     {
         *("reward", "reward_std"),  # eval/
         *("mean", "std", "min", "max", "failed_samples", "zero_std_group_fraction"),  # reward/
+        *("image/dark", "image/saturated", "image/contrast", "image/sharpness", "image/bits_per_pixel"),  # both
+        "image/diversity",  # reward/
     }
 )
 """Names under `reward/` and `eval/` that every run logs; no score of a reward may have one of them."""
