@@ -48,8 +48,10 @@ BUILT_IN_METRICS = frozenset(
     {
         *("reward", "reward_std"),  # eval/
         *("mean", "std", "min", "max", "failed_samples", "zero_std_group_fraction"),  # reward/
-        *("image/dark", "image/saturated", "image/contrast", "image/sharpness", "image/bits_per_pixel"),  # both
-        "image/diversity",  # reward/
+        *(
+            f"image/{name}"
+            for name in ("dark", "saturated", "contrast", "sharpness", "bits_per_pixel", "diversity")
+        ),
     }
 )
 """Names under `reward/` and `eval/` that every run logs; no score of a reward may have one of them."""
