@@ -130,42 +130,42 @@ class PolicyOptimizer:
         self.adamw.zero_grad(set_to_none=True)
         whole_windows = _sees_whole_windows(self.config, correction)
         is_read = record is not None or (correction is not None and correction.mode == "bypass")
-        idle = self._without_gradient(batch.advantages, correction, is_read)
-        learned, rest = (batch.select(rows.nonzero().squeeze(1)) for rows in (~idle, idle))
-        num_micro_batches = len(self.scorer.micro_batches(learned.rollout.num_samples))
-        num_fillers = self.scorer.num_fillers(num_micro_batches, filler_sample)
-        outputs = self._losses(learned, correction, record, whole_windows)
+        has_gradient = self._has_gradient(batch.advantages, correction, is_read)
+        learned, rest = (where.nonzero().squeeze(1) for where in (has_gradient, ~has_gradient))
+        num_fillers = self.scorer.num_fillers(len(self.scorer.micro_batches(len(learned))), filler_sample)
+        outputs = self._losses(batch, learned, correction, record, whole_windows)
         if is_read:
             with torch.no_grad():
-                outputs += self._losses(rest, correction, record, whole_windows)
+                outputs += self._losses(batch, rest, correction, record, whole_windows)
         else:
-            outputs.append(_counted(rest))
+            outputs.append(_counted(batch, rest))
         for _ in range(num_fillers):
             for rollout in self._backward_units(filler_sample, whole_windows):
                 (0.0 * self.scorer.score(rollout).log_prob.sum()).backward()
         return outputs
 
-    def _without_gradient(
+    def _has_gradient(
         self, advantages: Tensor, correction: RolloutCorrectionConfig | None, is_read: bool
     ) -> Tensor:
-        """Which samples `[B]` have a loss whose gradient is 0 whatever their scores are."""
+        """Which samples `[B]` may have a gradient; that of the others is 0 whatever their scores are."""
         scaled = loss_of(self.config.actor, correction).scaled_by_advantage and not self.config.actor.kl_coef
         # Sharded weights want as many forward passes on every rank, with a graph or without one.
         if not scaled or (is_read and self.weights.sharded):
-            return torch.zeros_like(advantages, dtype=torch.bool)
-        return advantages == 0
+            return torch.ones_like(advantages, dtype=torch.bool)
+        return advantages != 0
 
     def _losses(
         self,
         batch: ActorBatch,
+        samples: Tensor,
         correction: RolloutCorrectionConfig | None,
         record: Record | None,
         whole_windows: bool,
     ) -> list[LossOutput]:
-        """The loss of each micro-batch; its gradient is added to the others."""
+        """The loss of each micro-batch of the batch's `samples` `[b]`; its gradient is added to the others."""
         outputs = []
-        for rows in self.scorer.micro_batches(batch.rollout.num_samples):
-            for part in self._backward_units(batch.select(rows), whole_windows):
+        for rows in self.scorer.micro_batches(len(samples)):
+            for part in self._backward_units(batch.select(samples[rows]), whole_windows):
                 # Before the policy's graph takes memory.
                 reference_means = self.scorer.reference_means(part.rollout)
                 policy = self.scorer.score_finite(part.rollout)
@@ -287,11 +287,11 @@ class PolicyOptimizer:
         self.adamw.load_state_dict({"state": entries, "param_groups": groups})
 
 
-def _counted(batch: ActorBatch) -> LossOutput:
-    """The loss of samples that are not scored: 0, over the terms whose old log-probs are finite."""
+def _counted(batch: ActorBatch, samples: Tensor) -> LossOutput:
+    """The loss of `samples` `[b]` that are not scored: 0, over the terms whose old log-probs are finite."""
     assert batch.old_log_probs is not None
-    finite = batch.old_log_probs.isfinite()
-    kept = finite if batch.keep is None else finite & batch.keep
+    finite = batch.old_log_probs[samples].isfinite()
+    kept = finite if batch.keep is None else finite & batch.keep[samples]
     loss = batch.old_log_probs.new_zeros(())
     return LossOutput(loss_sum=loss, count_all=finite.sum(), count_kept=kept.sum(), metrics=Metrics())
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flowcorr.errors import BackendError
 from flowcorr.plan.devices import Gpu, Utilisation
@@ -79,8 +80,8 @@ class Section:
 class FakeDevice:
     """A context in which `fakegpu` is available, and counts.
 
-    Values that the host reads cannot be known. It gets `True` for a bool and 1 for a number; a mask selects everything,
-    and all values are alike to `unique`.
+    Values that the host reads cannot be known. It gets `True` for a bool and 1 for a number; a mask selects everything
+    and its negation `~mask` nothing; all values are alike to `unique`.
 
     Args:
         gpu: whose speed `Section.busy` is predicted for.
@@ -204,6 +205,7 @@ class _Counting(TorchDispatchMode):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
         self.device = device
+        self._negations = WeakIdKeyDictionary()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -227,6 +229,8 @@ class _Counting(TorchDispatchMode):
         if on_device and name == "index" and any(map(_is_mask, args[1])):
             return self._masked(args[0], args[1])
         out = func(*args, **kwargs)
+        if name == "bitwise_not":
+            self._negations[out] = True
         outputs = _tensors((out,))
         made = [tensor for tensor in outputs if tensor.device.type == DEVICE]
         for tensor in made:
@@ -256,7 +260,8 @@ class _Counting(TorchDispatchMode):
     def _selection(self, name: str, tensor: Tensor) -> Any:
         self.device._read_by_host(name)
         if name == "nonzero":
-            return torch.zeros(tensor.numel(), tensor.dim(), dtype=torch.long, device=DEVICE)
+            selected = 0 if tensor in self._negations else tensor.numel()
+            return torch.zeros(selected, tensor.dim(), dtype=torch.long, device=DEVICE)
         if name == "_unique2":
             places = torch.zeros(tensor.shape, dtype=torch.long, device=DEVICE)
             return tensor.flatten()[:1].clone(), places, places.flatten()[:1].clone()
