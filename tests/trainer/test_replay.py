@@ -150,7 +150,7 @@ def test_nothing_is_named_where_only_rounding_differs(rollout, make_training):
     assert values["rollout_corr/replay/reward"] == 0
     if rollout:
         assert 1e-3 < values["rollout_corr/replay/window"] < 0.1
-        assert 0.2 < values["rollout_corr/replay/after"] < 2
+        assert values["rollout_corr/replay/after"] > 0.1  # rounding in the window is a unit of that outside
 
 
 def test_noise_that_nobody_seeded_is_told_from_faults(make_training):
@@ -188,7 +188,7 @@ def test_a_training_step_replays_on_schedule_and_learns_the_same(staleness, make
         if every:
             assert {f"rollout_corr/replay/{leg}" for leg in LEGS} < set(found[1])
             assert "timing/replay" in found[1]
-            assert values[1]["rollout_corr/replay/after"] < 0.5  # under the weights that sampled
+            assert values[1]["rollout_corr/replay/window"] < 1e-4  # under the weights that sampled
     for name, tensor in learned[0].items():
         assert torch.equal(tensor, learned[1][name])
 
