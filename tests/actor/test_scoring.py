@@ -1,0 +1,68 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.actor.updates import assert_same, updated
+from tests.tolerances import GRADIENTS, LOG_PROBS, MEANS
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
+@pytest.mark.parametrize("fold", [True, False])
+def test_the_actor_scores_as_the_engine_did(make_run, sde_type, fold):
+    run = make_run(sampling={"sde_type": sde_type, "noise_level": 0.5}, actor={"fold_steps": fold})
+    run.stir()
+    rollout = run.sample()
+    scores = run.actor.log_probs(rollout, with_means=True)
+    # An error of the mean counts in units of the std, which is 0.001 at the last step of cps.
+    error = MEANS["atol"] / (rollout.stds * rollout.num_elements**0.5)
+    assert ((scores.log_probs - rollout.log_probs).abs() <= LOG_PROBS["atol"] + error).all()
+    torch.testing.assert_close(scores.means, rollout.means, **MEANS)
+    policy = run.actor.score(rollout)
+    torch.testing.assert_close(policy.std, rollout.stds)
+    assert torch.equal(policy.step, rollout.sigmas - rollout.sigmas_next)
+    assert policy.log_prob.requires_grad
+    assert not scores.log_probs.requires_grad
+    assert run.actor.log_probs(rollout).means is None
+
+
+def test_the_unscaled_cps_log_prob_is_replayed(make_run):
+    run = make_run(sampling={"sde_type": "cps", "noise_level": 0.5, "cps_unscaled": True})
+    rollout = run.sample()
+    torch.testing.assert_close(
+        run.actor.log_probs(rollout).log_probs, rollout.log_probs, rtol=1e-4, atol=1e-7
+    )
+    assert (rollout.log_probs < 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_change_no_log_prob(make_run, size):
+    run = make_run(actor={"micro_batch_size": size})
+    rollout = run.sample()
+    torch.testing.assert_close(run.actor.log_probs(rollout).log_probs, rollout.log_probs, **LOG_PROBS)
+
+
+def test_the_timesteps_of_the_rollout_are_replayed(make_run):
+    run = make_run()
+    rollout = run.sample()
+    rounded = replace(rollout, timesteps=rollout.timesteps + 5.0)
+    difference = run.actor.log_probs(rounded).log_probs - run.actor.log_probs(rollout).log_probs
+    assert difference.abs().max() > 1e-5
+
+
+def test_autocast_rounds_and_stays_close(make_run):
+    run, plain = make_run(actor={"autocast": True}), make_run()
+    rollout = plain.sample()
+    gap = run.actor.log_probs(rollout).log_probs - plain.actor.log_probs(rollout).log_probs
+    assert gap.dtype == torch.float32
+    assert 1e-7 < gap.abs().max() < 1e-2
+    assert run.update(plain.batch(rollout), training_step=1).compute()["actor/updates"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_compiled_transformer_computes_the_same(make_run):
+    compiled, metrics = updated(make_run, actor={"compile": True})
+    plain, expected = updated(make_run)
+    assert_same(compiled.gradient(), plain.gradient(), **GRADIENTS)
+    assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)

@@ -1,0 +1,163 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowcorr.actor.update import deal_groups, scheduled_lr
+from flowcorr.config.schema import ActorConfig, LoraConfig
+from tests.actor.updates import FULL, assert_same, updated
+from tests.tolerances import GRADIENTS
+
+
+def test_an_update_raises_the_likelihood_of_good_samples(make_run):
+    run = make_run(actor={"lr": 1e-3})
+    batch = run.batch()
+    batch = replace(batch, advantages=torch.where(torch.arange(8) % 2 == 0, 1.0, -1.0))
+    metrics = run.update(batch, training_step=1).compute()
+    gain = run.actor.log_probs(batch.rollout).log_probs - batch.old_log_probs
+    assert gain[::2].mean() > gain[1::2].mean()
+    assert metrics["actor/updates"] == 1
+    assert metrics["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_gradient_of_the_first_update_is_reinforce_over_the_count(make_run):
+    run = make_run()
+    run.stir()
+    batch = run.batch()
+    run.update(batch, training_step=1)
+    got = run.gradient()
+    other = make_run()
+    other.stir()
+    (-(batch.advantages[:, None] * other.actor.score(batch.rollout).log_prob).sum() / 16).backward()
+    assert_same(got, other.gradient(), **GRADIENTS)
+
+
+def test_the_gradient_is_clipped_and_its_norm_logged_before(make_run):
+    run, metrics = updated(make_run, actor={"grad_clip": 1e-4})
+    norm = torch.stack([value.norm() for value in run.gradient().values()]).norm().item()
+    assert norm == pytest.approx(1e-4, rel=1e-2)
+    _, loose = updated(make_run)
+    assert metrics["actor/grad_norm"] == pytest.approx(loose["actor/grad_norm"], rel=1e-6)
+    assert metrics["actor/grad_norm"] > 1e-3
+
+
+def test_epochs_and_mini_batches_count_the_updates(make_run):
+    run, metrics = updated(make_run, actor={"epochs": 3, "mini_batches": 2})
+    assert metrics["actor/updates"] == 6
+    assert metrics["actor/skipped_updates"] == 0
+    assert run.actor.weights.version == 1 + 6
+
+
+def test_mini_batches_hold_whole_groups_in_an_order_of_their_own(make_run):
+    run = make_run(rollout={"prompts_per_step": 2, "n": 2}, actor={"mini_batches": 8})
+    batch = run.batch()
+    orders = set()
+    for step in range(12):
+        parts = [part.rollout.group_ids.tolist() for part in run.actor.optimizer.mini_batches(batch, step, 0)]
+        assert sorted(parts) == [[0, 0], [1, 1]]
+        again = [part.rollout.group_ids.tolist() for part in run.actor.optimizer.mini_batches(batch, step, 0)]
+        assert parts == again
+        orders.add(parts[0][0])
+    assert orders == {0, 1}
+
+
+@given(
+    groups=st.integers(1, 40),
+    parts=st.integers(1, 9),
+    ranks=st.integers(1, 8),
+    training_step=st.integers(0, 99),
+)
+def test_groups_are_dealt_evenly_whatever_the_ranks(groups, parts, ranks, training_step):
+    key = {"seed": 1, "training_step": training_step, "epoch": 0}
+    dealt = deal_groups(torch.arange(groups), parts, **key)
+    for begin in range(0, groups, parts):
+        block = dealt[begin : begin + parts].tolist()
+        assert len(set(block)) == len(block)
+        assert set(block) <= set(range(parts))
+    for share in torch.arange(groups).tensor_split(ranks):
+        counts = dealt[share].bincount(minlength=parts)
+        assert counts.max() - counts.min() <= 2
+        assert torch.equal(
+            deal_groups(share.repeat_interleave(2), parts, **key), dealt[share].repeat_interleave(2)
+        )
+
+
+def test_each_group_comes_to_each_mini_batch_equally_often():
+    dealt = torch.stack(
+        [
+            deal_groups(torch.arange(7), 3, seed=0, training_step=step, epoch=epoch)
+            for step in range(300)
+            for epoch in range(2)
+        ]
+    )
+    share = torch.nn.functional.one_hot(dealt, 3).double().mean(0)
+    assert (share - 1 / 3).abs().max() < 0.1
+
+
+def test_the_learning_rate_warms_up(make_run):
+    run = make_run(actor={"warmup_steps": 4, "lr": 1e-3})
+    batch = run.batch()
+    rates = [run.update(batch, training_step=step).compute()["actor/lr"] for step in range(6)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+    assert run.actor.optimizer.adamw.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.5, 1, 1, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2 + 0.4 * (1 - 2**-0.5), 0.2]),
+    ],
+)
+def test_the_learning_rate_falls_to_a_share(schedule, rates):
+    actor = ActorConfig(lr=1.0, warmup_steps=2, lr_schedule=schedule, lr_min_ratio=0.2)
+    assert [scheduled_lr(actor, update, 6) for update in range(7)] == pytest.approx(rates)
+
+
+def test_the_learning_rate_ends_with_the_run(make_run):
+    run = make_run(actor={"lr": 1e-3, "lr_schedule": "linear"}, trainer={"total_steps": 2})
+    batch = run.batch()
+    updates = run.actor.config.actor.mini_batches
+    rates = [run.update(batch, training_step=step).compute()["actor/lr"] for step in range(2)]
+    steps = [[1e-3 * (1 - (step * updates + i) / (2 * updates)) for i in range(updates)] for step in range(2)]
+    assert rates == pytest.approx([sum(rates) / updates for rates in steps])
+
+
+def test_gradient_checkpointing_changes_no_gradient(make_run):
+    checkpointed, _ = updated(make_run, actor={"gradient_checkpointing": True})
+    plain, _ = updated(make_run)
+    assert checkpointed.actor.weights.transformer.gradient_checkpointing
+    assert_same(checkpointed.gradient(), plain.gradient(), **GRADIENTS)
+
+
+def test_guidance_reaches_the_gradient(make_run):
+    run, metrics = updated(make_run, sampling={"guidance_scale": 2.0})
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("rank", "weighting"), [(4, "exact"), (0, "flow_grpo")])
+def test_the_reference_is_the_untrained_model(make_run, rank, weighting):
+    sections = {
+        "model": {**FULL, "lora": LoraConfig(rank=rank)},
+        "actor": {"kl_coef": 0.5, "kl_weighting": weighting, "mini_batches": 1, "grad_clip": 1e9},
+    }
+    run = make_run(**sections)
+    run.stir(0.01)
+    batch = replace(run.batch(), advantages=torch.zeros(8))
+    metrics = run.update(batch, training_step=1).compute()
+    got = run.gradient()
+
+    other = make_run(**sections)
+    other.stir(0.01)
+    untrained = make_run().actor.log_probs(batch.rollout, with_means=True).means
+    policy = other.actor.score(batch.rollout)
+    kl = (policy.mean - untrained).square().mean((2, 3, 4)) / (2 * policy.std**2)
+    if weighting == "flow_grpo":
+        kl = kl * policy.step
+    (0.5 * kl.mean()).backward()
+    assert_same(got, other.gradient(), **GRADIENTS)
+    assert metrics["actor/kl_loss"] == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert metrics["actor/kl_loss"] > 0

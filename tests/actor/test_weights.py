@@ -1,0 +1,135 @@
+import copy
+
+import pytest
+import torch
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.config import ModelConfig
+from flowcorr.config.schema import LoraConfig
+from flowcorr.errors import BatchError
+from flowcorr.models import load_family
+from tests.actor.updates import FULL, assert_same, weights
+from tests.tolerances import MEANS
+
+
+@pytest.mark.parametrize(
+    ("rollout", "rank", "kl_coef", "kept"),
+    [
+        ({}, 4, 0.1, False),
+        ({"dtype": "bfloat16"}, 4, 0.0, True),
+        ({"staleness": 1}, 4, 0.0, True),
+        ({"name": "vllm_omni", "dtype": "bfloat16", "staleness": 1}, 4, 0.1, False),
+        ({"name": "vllm_omni"}, 0, 0.1, True),
+        ({"name": "vllm_omni"}, 0, 0.0, False),
+    ],
+)
+def test_the_untrained_transformer_is_kept_only_where_it_is_needed(make_config, rollout, rank, kl_coef, kept):
+    config = make_config(
+        model={**FULL, "lora": LoraConfig(rank=rank)}, rollout=rollout, actor={"kl_coef": kl_coef}
+    )
+    actor = DiffusionActor(load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8)), config)
+    assert (actor.weights.untrained is not actor.weights.transformer) == kept
+
+
+@pytest.mark.filterwarnings("ignore:model.lora.dtype=bfloat16")
+def test_an_average_of_bfloat16_weights_moves_by_thousandths(make_run):
+    run = make_run(actor={"ema": 0.999}, model={"lora": LoraConfig(rank=4, dtype="bfloat16")})
+    run.stir()
+    run.actor.weights.average = {name: value.float() for name, value in weights(run).items()}
+    before = {name: value.clone() for name, value in run.actor.weights.average.items()}
+    with torch.no_grad():
+        for parameter in run.actor.weights.parameters.values():
+            parameter.mul_(1.0625)
+    run.actor.weights.update_average()
+    after = weights(run)
+    expected = {name: value + 0.001 * (after[name].float() - value) for name, value in before.items()}
+    assert_same(run.actor.weights.average, expected, rtol=2e-7, atol=0)
+    assert any((run.actor.weights.average[name] != value).any() for name, value in before.items())
+    with run.actor.weights.averaged():
+        assert {value.dtype for value in weights(run).values()} == {torch.bfloat16}
+
+
+def test_the_average_follows_the_weights(make_run):
+    run = make_run(actor={"ema": 0.75, "lr": 1e-2})
+    before = weights(run)
+    run.update(run.batch(), training_step=1)
+    after = weights(run)
+    assert_same(run.actor.weights.average, {name: 0.75 * before[name] + 0.25 * after[name] for name in after})
+    with run.actor.weights.averaged():
+        assert_same(weights(run), run.actor.weights.average, rtol=0, atol=0)
+    assert_same(weights(run), after, rtol=0, atol=0)
+
+
+def test_the_average_is_left_when_an_evaluation_fails(make_run):
+    run = make_run(actor={"ema": 0.75, "lr": 1e-2})
+    run.update(run.batch(), training_step=1)
+    after = weights(run)
+    with pytest.raises(KeyError), run.actor.weights.averaged():
+        raise KeyError
+    assert_same(weights(run), after, rtol=0, atol=0)
+
+
+def test_full_fine_tuning_moves_every_weight(make_run, tmp_path):
+    run = make_run(model=FULL)
+    names = {name for name, _ in run.family.transformer.named_parameters()}
+    assert run.actor.weights.parameters.keys() == names
+    before = weights(run)
+    run.update(run.batch(), training_step=1)
+    moved = {name for name, value in weights(run).items() if not torch.equal(value, before[name])}
+    # The last block's text stream ends in the block: its query and what follows it have no effect.
+    assert len(moved) > 0.9 * len(names)
+    assert_same(dict(run.actor.weights.merged({})), dict(run.family.transformer.state_dict()), rtol=0, atol=0)
+
+    run.actor.weights.save(tmp_path)
+    loaded = type(run.family.transformer).from_pretrained(tmp_path / "transformer")
+    assert_same(dict(loaded.state_dict()), dict(run.family.transformer.state_dict()), rtol=0, atol=0)
+
+
+def test_a_saved_adapter_holds_the_average(make_run, tmp_path):
+    run = make_run(model={**FULL, "lora": LoraConfig(rank=4, alpha=2.0)}, actor={"ema": 0.5, "lr": 1e-2})
+    run.update(run.batch(), training_step=1)
+    run.actor.weights.save(tmp_path)
+    other = load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
+    other.pipeline.load_lora_weights(str(tmp_path))
+    rollout = run.sample()
+    inputs = (rollout.latents[:, 0], rollout.timesteps[:, 0], rollout.conditioning, run.actor.guidance)
+    with torch.no_grad():
+        got = other.velocity(other.transformer, *inputs)
+        current = run.family.velocity(run.actor.weights.transformer, *inputs)
+        with run.actor.weights.averaged():
+            expected = run.family.velocity(run.actor.weights.transformer, *inputs)
+    torch.testing.assert_close(got, expected, **MEANS)
+    assert (got - current).abs().max() > 1e-4
+
+
+def test_snapshots_are_copies_and_can_be_put_back(make_run):
+    run = make_run()
+    start = run.actor.weights.snapshot()
+    kept = copy.deepcopy(dict(start.tensors))
+    run.update(run.batch(), training_step=1)
+    assert_same(dict(start.tensors), kept, rtol=0, atol=0)
+    assert (start.version, run.actor.weights.snapshot().version) == (0, 1)
+    run.actor.weights.load(start.tensors)
+    assert_same(weights(run), kept, rtol=0, atol=0)
+
+
+def test_weights_of_another_adapter_are_an_error(make_run):
+    run = make_run()
+    tensors = dict(run.actor.weights.snapshot().tensors)
+    name = next(iter(tensors))
+    with pytest.raises(BatchError, match=r"1 names differ, as nonsense"):
+        run.actor.weights.load({**tensors, "nonsense": tensors[name]})
+    with pytest.raises(BatchError, match=r"has shape \[3\] instead of"):
+        run.actor.weights.load({**tensors, name: torch.zeros(3)})
+
+
+def test_the_optimizer_continues_from_its_state(make_run):
+    run = make_run()
+    batch = run.batch()
+    run.update(batch, training_step=1)
+    other = make_run()
+    other.actor.weights.load(run.actor.weights.snapshot().tensors)
+    other.actor.optimizer.load_state(run.actor.optimizer.state())
+    run.update(batch, training_step=2)
+    other.update(batch, training_step=2)
+    assert_same(weights(other), weights(run), rtol=0, atol=0)
