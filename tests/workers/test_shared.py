@@ -56,13 +56,13 @@ def one(pool, method, *arguments):
 
 @pytest.fixture(scope="module")
 def two_ranks_of_a_cluster(ray_cluster, two_ranks):
-    address = ray_cluster.get_runtime_context().gcs_address
-    two_ranks.call(join_cluster, address)
+    rays = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}  # its secret among them
+    two_ranks.call(join_cluster, {**rays, "RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address})
     return two_ranks
 
 
-def join_cluster(address):
-    os.environ["RAY_ADDRESS"] = address
+def join_cluster(variables):
+    os.environ.update(variables)
 
 
 def test_every_rank_is_answered_by_the_same_workers(two_ranks_of_a_cluster):
