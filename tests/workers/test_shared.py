@@ -56,7 +56,8 @@ def one(pool, method, *arguments):
 
 @pytest.fixture(scope="module")
 def two_ranks_of_a_cluster(ray_cluster, two_ranks):
-    rays = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}  # its secret among them
+    # The cluster's secret is among them.
+    rays = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     two_ranks.call(join_cluster, {**rays, "RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address})
     return two_ranks
 
