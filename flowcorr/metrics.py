@@ -115,14 +115,14 @@ class Over:
 
     def __init__(self, where: Tensor) -> None:
         self.where, self.elsewhere = where, ~where
-        self.count = where.sum().double()
+        self.count = where.count_nonzero().double()
 
     def mean(self, values: Tensor) -> Stat:
         return mean(self._sum(values), self.count)
 
     def share(self, of: Tensor) -> Stat:
         """The share of terms in which the bools `of` hold."""
-        return mean((of & self.where).sum().double(), self.count)
+        return mean((of & self.where).count_nonzero().double(), self.count)
 
     def std(self, values: Tensor) -> Stat:
         """The unbiased standard deviation; 0 for one term. A stat `ess` has the same parts."""

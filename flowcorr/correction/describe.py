@@ -84,7 +84,7 @@ def of_clip(ratios: LogRatios, clip_ratio: float | Tensor) -> Stats:
     return {"clip_noise_fraction": ratios.terms.share(outside)}
 
 
-def spread(over: Over, values: Tensor, prefix: str) -> Stats:
+def spread(over: Over, values: Tensor, prefix: str = "") -> Stats:
     """Mean, standard deviation, largest and smallest value."""
     return {
         f"{prefix}mean": over.mean(values),
@@ -94,7 +94,9 @@ def spread(over: Over, values: Tensor, prefix: str) -> Stats:
     }
 
 
-def outside(over: Over, values: Tensor, band: tuple[float | Tensor, float | Tensor], prefix: str) -> Stats:
+def outside(
+    over: Over, values: Tensor, band: tuple[float | Tensor, float | Tensor], prefix: str = ""
+) -> Stats:
     """Shares of values above and below a band."""
     low, high = band
     return {
@@ -128,23 +130,28 @@ def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor, rejecte
 
     Names with `seq_` are over samples, by the mean over their steps if the mode judges steps.
     """
-    terms, samples, prefix = ratios.terms, ratios.samples, f"rollout_rs_{criterion.name}_"
-    over, seq_value = (terms, ratios.mean(value)) if criterion.mode.level == "step" else (samples, value)
-    stats = spread(over, value, prefix) | spread(samples, seq_value, f"{prefix}seq_")
-    stats[f"{prefix}seq_max_deviation"] = samples.max(seq_value.abs())
-    stats[f"{prefix}masked_fraction"] = terms.share(rejected)
-    stats[f"{prefix}seq_masked_fraction"] = samples.share(rejected.any(1))
-    low, high = criterion.lower, criterion.upper
-    of_ratio = criterion.mode.bounds == "ratio"
-    if of_ratio:  # a band of `exp(-value)`
-        value, seq_value, low, high = -value, -seq_value, -high, -low
-    stats |= outside(over, value, (low, high), prefix)
-    stats |= outside(samples, seq_value, (low, high), f"{prefix}seq_")
+    terms, samples, low, high = ratios.terms, ratios.samples, criterion.lower, criterion.upper
+    of_ratio = criterion.mode.bounds == "ratio"  # a band of `exp(-value)`
+
+    def described(over: Over, value: Tensor) -> Stats:
+        beyond = outside(over, -value, (-high, -low)) if of_ratio else outside(over, value, (low, high))
+        return spread(over, value) | beyond
+
+    if criterion.mode.level == "sample":
+        seq_value, stats = value, described(samples, value)
+        of_samples = stats
+    else:
+        seq_value, stats = ratios.mean(value), described(terms, value)
+        of_samples = described(samples, seq_value)
+    stats = stats | {f"seq_{name}": stat for name, stat in of_samples.items()}
+    stats["seq_max_deviation"] = samples.max(seq_value.abs())
+    stats["masked_fraction"] = terms.share(rejected)
+    stats["seq_masked_fraction"] = samples.share(rejected.any(1))
     if criterion.auto:
-        stats[f"{prefix}threshold_high"] = maximum(torch.as_tensor(high).exp() if of_ratio else high)
+        stats["threshold_high"] = maximum(torch.as_tensor(-low).exp() if of_ratio else high)
     if criterion.auto and of_ratio:
-        stats[f"{prefix}threshold_low"] = minimum(torch.as_tensor(low).exp())
-    return stats
+        stats["threshold_low"] = minimum(torch.as_tensor(-high).exp())
+    return {f"rollout_rs_{criterion.name}_{name}": stat for name, stat in stats.items()}
 
 
 def of_veto(ratios: LogRatios, catastrophic: Tensor) -> Stats:

@@ -26,7 +26,7 @@ class LogRatios:
         z: `[B, T]` float64, robust z-score of `delta` among the terms of its step; None if not measured.
         on: `[B, T]` bool, terms that the mask has on.
         valid: `[B, T]` bool, terms that are on and whose values are finite.
-        steps: `[B]` int64, valid steps of each sample.
+        num_steps: `[B]` float64, valid steps of each sample; 1 where there is none.
         terms, samples: stats over valid terms, and over samples that have one.
     """
 
@@ -37,13 +37,13 @@ class LogRatios:
     z: Tensor | None
     on: Tensor
     valid: Tensor
-    steps: Tensor
+    num_steps: Tensor
     terms: Over
     samples: Over
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over each sample's valid steps, `[B]`, of `[B, T]` values that are 0 where a step is not valid."""
-        return values.sum(1) / self.steps.clamp(min=1)
+        return values.sum(1) / self.num_steps
 
     def resolution(self) -> Tensor:
         """4 float32 ulps of the larger log-prob, `[B, T]`: differences below it are rounding."""
@@ -69,7 +69,6 @@ def log_ratios(
         valid = valid & step_kl.isfinite()
         step_kl = torch.where(valid, step_kl, 0.0)
     delta = torch.where(valid, target - rollout, 0.0)
-    steps = valid.sum(1)
     return LogRatios(
         delta=delta,
         scaled=scale * delta,
@@ -78,9 +77,9 @@ def log_ratios(
         z=None,
         on=on,
         valid=valid,
-        steps=steps,
+        num_steps=valid.sum(1).clamp(min=1).double(),
         terms=Over(valid),
-        samples=Over(steps > 0),
+        samples=Over(valid.any(1)),
     )
 
 
