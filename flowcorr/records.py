@@ -35,7 +35,8 @@ class Rollout:
     """Trajectories of `B` samples through a window of `T` SDE steps, as the rollout engine made them.
 
     Attributes:
-        latents: `[B, T+1, *L]` float32, before each step and after the last.
+        latents: `[B, T, *L]` float32, before each step.
+        next_latents: `[B, T, *L]` float32, after each step.
         step_indices: `[B, T]` int64, the steps' places in the schedule.
         timesteps: `[B, T]`, as they were fed to the model.
         sigmas: `[B, T]` float32, noise levels before the steps.
@@ -51,6 +52,7 @@ class Rollout:
     """
 
     latents: Tensor
+    next_latents: Tensor
     step_indices: Tensor
     timesteps: Tensor
     sigmas: Tensor
@@ -99,9 +101,9 @@ class Rollout:
         for name in ("group_ids", "policy_versions"):
             check_shape(f"Rollout.{name}", getattr(self, name), (samples,))
         latent_shape = tuple(self.latents.shape[2:])
-        check_shape("Rollout.latents", self.latents, (samples, steps + 1, *latent_shape))
-        if self.means is not None:
-            check_shape("Rollout.means", self.means, (samples, steps, *latent_shape))
+        for name in ("latents", "next_latents", "means"):
+            if (latents := getattr(self, name)) is not None:
+                check_shape(f"Rollout.{name}", latents, (samples, steps, *latent_shape))
         if self.stds is not None:
             check_shape("Rollout.stds", self.stds, (samples, steps))
         if self.final_latents is not None:
@@ -128,9 +130,12 @@ class Rollout:
     def step(self, t: int) -> Rollout:
         """The window's step `t` alone, as a window of one step."""
         columns = slice(t, t + 1)
-        names = ("step_indices", "timesteps", "sigmas", "sigmas_next", "log_probs", "means", "stds")
+        names = (
+            "latents", "next_latents", "step_indices", "timesteps", "sigmas", "sigmas_next",
+            "log_probs", "means", "stds",
+        )  # fmt: skip
         parts = {name: value[:, columns] for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, latents=self.latents[:, t : t + 2], **parts)
+        return replace(self, **parts)
 
     def to(self, device: torch.device | str) -> Rollout:
         """The same record on `device`."""

@@ -290,10 +290,10 @@ def test_one_batch_of_the_engine_is_many(size, window_per):
     for name in ("step_indices", "timesteps", "sigmas", "sigmas_next", "group_ids", "policy_versions"):
         assert torch.equal(getattr(apart, name), getattr(together, name)), name
     noise = [
-        (part.latents[:, 1:] - part.means) / part.stds[..., None, None, None] for part in (apart, together)
+        (part.next_latents - part.means) / part.stds[..., None, None, None] for part in (apart, together)
     ]
     torch.testing.assert_close(*noise, rtol=0, atol=1e-4)
-    for name in ("latents", "means"):
+    for name in ("latents", "next_latents", "means"):
         torch.testing.assert_close(getattr(apart, name), getattr(together, name), **LATENTS, msg=name)
     torch.testing.assert_close(apart.log_probs, together.log_probs, **LOG_PROBS)
 

@@ -14,7 +14,8 @@ def rollout(**changes):
     generator = torch.Generator().manual_seed(0)
     window = torch.rand(SAMPLES, STEPS, generator=generator)
     values = {
-        "latents": torch.rand(SAMPLES, STEPS + 1, *LATENT, generator=generator),
+        "latents": torch.rand(SAMPLES, STEPS, *LATENT, generator=generator),
+        "next_latents": torch.rand(SAMPLES, STEPS, *LATENT, generator=generator),
         "step_indices": torch.tensor([[0, 1], [2, 3], [0, 1], [1, 2]]),
         "timesteps": 1000 * window,
         "sigmas": window,
@@ -55,7 +56,8 @@ def test_sizes():
         ("step_indices", torch.zeros(3, 2), r"step_indices has shape"),
         ("group_ids", torch.zeros(1), r"group_ids has shape \[1\]; it must be \[4\]"),
         ("policy_versions", torch.zeros(4, 1), r"policy_versions has shape"),
-        ("latents", torch.zeros(4, 2, 3, 5), r"latents has shape \[4, 2, 3, 5\]; it must be \[4, 3, 3, 5\]"),
+        ("latents", torch.zeros(4, 3, 3, 5), r"latents has shape \[4, 3, 3, 5\]; it must be \[4, 2, 3, 5\]"),
+        ("next_latents", torch.zeros(4, 2, 3, 1), r"next_latents has shape"),
         ("means", torch.zeros(4, 2, 3, 1), r"means has shape"),
         ("stds", torch.zeros(4), r"stds has shape \[4\]; it must be \[4, 2\]"),
         ("conditioning", {"pooled": torch.zeros(1, 7)}, r"conditioning\['pooled'\] has shape \[1, 7\].*B=4"),
@@ -107,6 +109,7 @@ def test_a_step_is_a_window_of_its_own():
     last = batch.step(1)
     assert last.rollout.validate().num_steps == 1
     assert torch.equal(last.rollout.latents, batch.rollout.latents[:, 1:])
+    assert torch.equal(last.rollout.next_latents, batch.rollout.next_latents[:, 1:])
     assert torch.equal(last.rollout.step_indices, batch.rollout.step_indices[:, 1:])
     assert torch.equal(last.old_log_probs, batch.old_log_probs[:, 1:])
     assert torch.equal(last.old_means, batch.old_means[:, 1:])

@@ -117,7 +117,7 @@ class Scorer:
         micro_batches = self.micro_batches(rollout.num_samples)
         filler_sample = rollout.select(slice(1)) if filler_sample is None else filler_sample
         num_fillers = self.num_fillers(len(micro_batches), filler_sample)
-        log_probs, means = [rollout.log_probs[:0]], [rollout.latents[:0, 1:]]
+        log_probs, means = [rollout.log_probs[:0]], [rollout.latents[:0]]
         for rows in micro_batches:
             policy = self.score(rollout.select(rows), guidance=guidance)
             log_probs.append(policy.log_prob)
@@ -163,12 +163,11 @@ class Scorer:
 
     def _score(self, rollout: Rollout, guidance: Guidance | None) -> PolicyStep:
         samples, steps = rollout.log_probs.shape
-        latents = rollout.latents[:, :-1]
         conditioning = {name: rows.repeat_interleave(steps, 0) for name, rows in rollout.conditioning.items()}
-        with torch.autocast(latents.device.type, torch.bfloat16, enabled=self.config.actor.autocast):
+        with torch.autocast(rollout.latents.device.type, torch.bfloat16, enabled=self.config.actor.autocast):
             velocity = self.family.velocity(
                 self._transformer,
-                latents.flatten(0, 1),
+                rollout.latents.flatten(0, 1),
                 rollout.timesteps.flatten(),
                 conditioning,
                 self.guidance if guidance is None else guidance,
@@ -176,13 +175,13 @@ class Scorer:
         sampling = self.config.sampling
         step = sde.transition(
             sampling.sde_type,
-            latents,
+            rollout.latents,
             velocity.unflatten(0, (samples, steps)),
             rollout.sigmas,
             rollout.sigmas_next,
             sampling.noise_level,
         )
-        log_prob = sde.log_prob(rollout.latents[:, 1:], step, cps_unscaled=sampling.cps_unscaled)
+        log_prob = sde.log_prob(rollout.next_latents, step, cps_unscaled=sampling.cps_unscaled)
         return PolicyStep(log_prob=log_prob, mean=step.mean, std=step.std, step=step.step)
 
     @contextlib.contextmanager

@@ -216,7 +216,8 @@ def rollout(config: Config, architecture: Architecture, family: ModelFamily, sam
 
     means = needs_rollout_means(config)
     return Rollout(
-        latents=numbers(steps + 1, *shape),
+        latents=numbers(steps, *shape),
+        next_latents=numbers(steps, *shape),
         step_indices=numbers(steps, dtype=torch.long),
         timesteps=numbers(steps),
         sigmas=numbers(steps),
@@ -238,7 +239,7 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
         rollout=sampled,
         advantages=torch.ones(samples, dtype=torch.float64, device=DEVICE),
         old_log_probs=torch.ones_like(sampled.log_probs),
-        old_means=torch.ones_like(sampled.latents[:, 1:]) if needs_means else None,
+        old_means=torch.ones_like(sampled.latents) if needs_means else None,
     )
 
 

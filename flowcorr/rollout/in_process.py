@@ -211,6 +211,7 @@ class InProcessEngine:
         )
         return Rollout(
             latents=drawn.latents,
+            next_latents=drawn.next_latents,
             step_indices=drawn.step_indices,
             timesteps=drawn.timesteps,
             sigmas=drawn.sigmas,

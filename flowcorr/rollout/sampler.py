@@ -29,6 +29,7 @@ class Trajectories:
     """What one run of the loop leaves behind; shapes as in `Rollout`, and `final` latents `[B, *L]`."""
 
     latents: Tensor
+    next_latents: Tensor
     step_indices: Tensor
     timesteps: Tensor
     sigmas: Tensor
@@ -81,8 +82,9 @@ def sample_sde_window(
     indices = sde.step_indices(starts, size)
     table = initial.new_tensor(schedule.sigmas)
     fed = initial.new_tensor(schedule.timesteps)
-    states = initial.new_empty(len(initial), size + 1, *initial.shape[1:])
-    means = torch.empty_like(states[:, 1:]) if with_means else None
+    before = initial.new_empty(len(initial), size, *initial.shape[1:])
+    after = torch.empty_like(before)
+    means = torch.empty_like(before) if with_means else None
     log_probs, stds = initial.new_empty(len(initial), size), initial.new_empty(len(initial), size)
     host_starts = starts.tolist()
     twins = range(len(initial)) if twins is None else twins
@@ -109,8 +111,8 @@ def sample_sde_window(
             )
             arrived = sde.sample(step, noise(index, members))
             columns = index - starts[rows]
-            states[rows, columns] = latents[rows]
-            states[rows, columns + 1] = arrived
+            before[rows, columns] = latents[rows]
+            after[rows, columns] = arrived
             log_probs[rows, columns] = sde.log_prob(arrived, step, cps_unscaled=sampling.cps_unscaled)
             stds[rows, columns] = step.std
             if means is not None:
@@ -118,7 +120,8 @@ def sample_sde_window(
             following[rows] = arrived
         latents = following
     return Trajectories(
-        latents=states,
+        latents=before,
+        next_latents=after,
         step_indices=indices,
         timesteps=fed[indices],
         sigmas=table[indices],

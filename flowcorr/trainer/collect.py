@@ -123,7 +123,8 @@ def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
     Raises:
         BatchError: latents are not finite; the message names the first such sample.
     """
-    bad = (~rollout.latents.isfinite().flatten(1).all(1)).nonzero().squeeze(1).tolist()
+    finite = rollout.latents.isfinite() & rollout.next_latents.isfinite()
+    bad = (~finite.flatten(1).all(1)).nonzero().squeeze(1).tolist()
     if bad:
         raise BatchError(
             f"the rollout's latents are not finite for sample {bad[0]} (prompt {prompts[bad[0]].text!r}), "
@@ -153,7 +154,7 @@ def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
     stats = {"rollout/noise_std": Stat("std", (elements, 0.0, squares))}
     if rollout.means is not None:
         step = sde.Transition(rollout.means, rollout.stds, rollout.sigmas - rollout.sigmas_next)
-        noise = sde.added_noise(rollout.latents[:, 1:], step).flatten(2).flatten(0, 1)
+        noise = sde.added_noise(rollout.next_latents, step).flatten(2).flatten(0, 1)
         together = noise.sum(0, dtype=torch.float64)  # a copy of it all would be twice as large
         stats["rollout/noise_mean"] = mean(together.sum(), elements)
         stats["rollout/noise_shared_by"] = mean(together.square().mean(), terms)

@@ -130,7 +130,7 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
     ).to(actor.device)
     schedule, velocity = _schedule(actor, config), actor.velocity(sample.conditioning)
     first, last = schedule.between(0, indices[0]), schedule.between(indices[-1] + 1, len(schedule.timesteps))
-    start, end, final = sample.latents[:, 0], sample.latents[:, -1], sample.final_latents
+    start, end, final = sample.latents[:, 0], sample.next_latents[:, -1], sample.final_latents
     image = decode(actor.family, final)
     return ImageGaps(
         window=_window_gap(actor, sample, noise),
@@ -163,14 +163,14 @@ def _window_gap(actor: DiffusionActor, sample: Rollout, noise: Tensor) -> float:
     policy = actor.score(sample)
     still = sde.transition(
         actor.config.sampling.sde_type,
-        sample.latents[:, :-1],
+        sample.latents,
         torch.zeros_like(policy.mean),
         sample.sigmas,
         sample.sigmas_next,
         actor.config.sampling.noise_level,
     )
     arrived = sde.sample(sde.Transition(policy.mean, policy.std, policy.step), noise)
-    return float((arrived - sample.latents[:, 1:]).norm() / (policy.mean - still.mean).norm())
+    return float((arrived - sample.next_latents).norm() / (policy.mean - still.mean).norm())
 
 
 def _reward_gap(

@@ -25,7 +25,7 @@ from flowcorr.rollout.vllm_omni import VllmOmniEngine
 from flowcorr.rollout.vllm_omni.patience import Patience
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 
-STEPS = 73  # of 2048 latents each, with their means: (74 + 73) x 2048 floats
+STEPS = 49  # of 2048 latents each, before and after it, with their means: 3 x 49 x 2048 floats
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def measure(engine: VllmOmniEngine, rows: dict[str, torch.Tensor], batches: int)
         else:
             seconds.append(time.perf_counter() - begin)
             assert rollout.means is not None
-            floats = rollout.latents[0].numel() + rollout.means[0].numel()
+            floats = rollout.latents[0].numel() + rollout.next_latents[0].numel() + rollout.means[0].numel()
             if step == 0:
                 print(f"{rollout.num_samples} answers a batch, {floats} floats an answer", flush=True)
         if step % 20 == 19:

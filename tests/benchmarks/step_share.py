@@ -40,7 +40,8 @@ def batch_of(settings: config.Config) -> ActorBatch:
     log_probs = torch.randn(samples, steps, generator=draw)
     flat = torch.zeros(samples, steps)
     rollout = Rollout(
-        latents=torch.zeros(samples, steps + 1, 4, 8, 16),
+        latents=torch.zeros(samples, steps, 4, 8, 16),
+        next_latents=torch.zeros(samples, steps, 4, 8, 16),
         step_indices=torch.arange(steps).expand(samples, steps),
         timesteps=flat,
         sigmas=flat + 0.9,
@@ -65,7 +66,7 @@ def own_work(settings: config.Config, batch: ActorBatch) -> None:
         mini = corrected.select(half)
         log_prob = mini.old_log_probs.clone().requires_grad_()
         ones = torch.ones_like(log_prob)
-        policy = PolicyStep(log_prob=log_prob, mean=mini.rollout.latents[:, 1:], std=ones, step=ones)
+        policy = PolicyStep(log_prob=log_prob, mean=mini.rollout.latents, std=ones, step=ones)
         output = diffusion_loss(
             policy.per_term(), BatchStep.of(mini).per_term(), settings.actor, correction, num_steps=num_steps
         )

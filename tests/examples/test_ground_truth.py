@@ -206,7 +206,8 @@ def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name):
 
     index = torch.arange(num_steps).expand(samples, -1)
     rollout = Rollout(
-        latents=torch.stack(latents, 1),
+        latents=torch.stack(latents[:-1], 1),
+        next_latents=torch.stack(latents[1:], 1),
         step_indices=index,
         timesteps=1000 * sigmas[:, :num_steps],
         sigmas=sigmas[:, :num_steps],

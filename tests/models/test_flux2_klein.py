@@ -185,13 +185,13 @@ def test_log_probs_equal_an_independent_loop(path, make_config):
     rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
     scored = actor.log_probs(rollout).log_probs
     torch.testing.assert_close(scored, rollout.log_probs, **LOG_PROBS)
-    assert rollout.latents.shape == (4, 4, *SHAPE)
+    assert rollout.latents.shape == (4, 3, *SHAPE)
 
     sigmas, timesteps = pipeline_schedule(family.pipeline, 5, SHAPE[0] * SHAPE[1])
     for sample in range(4):
         for t in range(3):
             index = int(rollout.step_indices[sample, t])
-            latents, following = rollout.latents[sample, t], rollout.latents[sample, t + 1]
+            latents, following = rollout.latents[sample, t], rollout.next_latents[sample, t]
             velocity = pipeline_velocity(
                 family.pipeline, latents, timesteps[index], PROMPTS[sample // 2], GUIDED.guidance_scale
             )

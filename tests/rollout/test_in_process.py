@@ -28,8 +28,7 @@ def restarted(run):
 def test_shapes_and_owners(make_run):
     run = make_run()
     rollout = run.sample()
-    assert rollout.latents.shape == (8, 3, 4, 8, 16)
-    assert rollout.means.shape == (8, 2, 4, 8, 16)
+    assert rollout.latents.shape == rollout.next_latents.shape == rollout.means.shape == (8, 2, 4, 8, 16)
     assert rollout.images.shape == (8, 32, 64, 3)
     assert rollout.group_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert rollout.policy_versions.tolist() == [0] * 8
@@ -41,7 +40,7 @@ def test_shapes_and_owners(make_run):
 def test_images_are_those_of_the_final_latents(make_run):
     run = make_run(sampling={"num_inference_steps": 2, "sde_window_range": (0, 2)})
     rollout = run.sample()
-    assert torch.equal(rollout.images, run.family.decode(rollout.latents[:, -1]))
+    assert torch.equal(rollout.images, run.family.decode(rollout.next_latents[:, -1]))
 
 
 def test_windows_a_group_and_a_sample(make_run):

@@ -129,7 +129,7 @@ def test_sde_window_is_a_loop_over_scheduler_and_transformer(family, initial, sc
             std = c * torch.sqrt(-dt)
             following[row] = mean + std * step_noise(index, [row])[0]
             torch.testing.assert_close(got.latents[row, column], x, **LATENTS)
-            torch.testing.assert_close(got.latents[row, column + 1], following[row], **LATENTS)
+            torch.testing.assert_close(got.next_latents[row, column], following[row], **LATENTS)
             torch.testing.assert_close(got.means[row, column], mean, **LATENTS)
             torch.testing.assert_close(got.stds[row, column], std)
             expected = Normal(mean, std).log_prob(following[row]).mean()
@@ -150,7 +150,7 @@ def test_log_probs_are_those_of_the_normal_distribution(family, initial, sde_typ
         torch.tensor([1, 0]), step_noise, with_means=True,
     )  # fmt: skip
     std = got.stds[..., None, None, None]
-    expected = Normal(got.means.double(), std.double()).log_prob(got.latents[:, 1:].double())
+    expected = Normal(got.means.double(), std.double()).log_prob(got.next_latents.double())
     torch.testing.assert_close(got.log_probs.double(), expected.mean((2, 3, 4)), **LOG_PROBS)
 
 
@@ -194,7 +194,7 @@ def test_twins_share_what_is_the_same(family, starts):
     assert called == [6] * STEPS
     # Distinct at step i: every row whose window has begun, and one of each set of twins that still wait.
     assert shared == ([4, 4, 6, 6, 6, 6] if starts.any() else [6] * STEPS)
-    for name in ("latents", "means", "final"):
+    for name in ("latents", "next_latents", "means", "final"):
         torch.testing.assert_close(getattr(together, name), getattr(alone, name), **LATENTS, msg=name)
     torch.testing.assert_close(together.log_probs, alone.log_probs, **LOG_PROBS)
     for name in ("step_indices", "timesteps", "sigmas", "sigmas_next", "stds"):

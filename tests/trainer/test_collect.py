@@ -19,7 +19,7 @@ def test_noise_of_a_healthy_rollout(make_run, sampling):
     assert values["rollout/noise_std"] == pytest.approx(1.0, abs=5 / (2 * elements) ** 0.5)
     assert values["rollout/noise_mean"] == pytest.approx(0.0, abs=5 / elements**0.5)
     assert values["rollout/noise_shared_by"] == pytest.approx(1.0, abs=5 * (2 / rollout.num_elements) ** 0.5)
-    noise = (rollout.latents[:, 1:] - rollout.means) / rollout.stds[..., None, None, None]
+    noise = (rollout.next_latents - rollout.means) / rollout.stds[..., None, None, None]
     assert values["rollout/noise_std"] == pytest.approx(
         noise.double().square().mean().sqrt().item(), rel=1e-4
     )
@@ -71,6 +71,6 @@ def test_latents_that_are_not_finite_are_named(make_run, bad):
     rollout = make_run().sample()
     prompts = [Prompt(text=text) for text in ("ab", "cd") for _ in range(4)]
     check_latents(rollout, prompts)
-    rollout.latents[5, 1, 0, 0, 0] = rollout.latents[7, 2, 0, 0, 0] = bad
+    rollout.latents[5, 1, 0, 0, 0] = rollout.next_latents[7, 1, 0, 0, 0] = bad
     with pytest.raises(BatchError, match=r"sample 5 \(prompt 'cd'\), 2 of 8 samples"):
         check_latents(rollout, prompts)

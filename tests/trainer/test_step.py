@@ -16,7 +16,8 @@ def rollout():
     samples, steps, shape = 6, 2, (4, 2, 2)
     terms = torch.zeros(samples, steps)
     return Rollout(
-        latents=torch.zeros(samples, steps + 1, *shape),
+        latents=torch.zeros(samples, steps, *shape),
+        next_latents=torch.zeros(samples, steps, *shape),
         step_indices=torch.arange(steps).expand(samples, steps),
         timesteps=terms,
         sigmas=terms + 0.5,

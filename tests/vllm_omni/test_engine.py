@@ -41,7 +41,7 @@ def outputs(stack, jobs):
 def assert_same_rollout(found, expected):
     for name in ("step_indices", "timesteps", "sigmas", "sigmas_next", "group_ids", "policy_versions"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    for name in ("latents", "means"):
+    for name in ("latents", "next_latents", "means"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), **LATENTS)
     torch.testing.assert_close(found.log_probs, expected.log_probs, **LOG_PROBS)
     torch.testing.assert_close(found.stds, expected.stds)

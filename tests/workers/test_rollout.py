@@ -65,7 +65,13 @@ def sample(engine, run, groups=GROUPS, **options):
     return engine.sample(rows(run, groups), groups, **{"training_step": 3, "with_means": True, **options})
 
 
-COMPUTED = {"latents": LATENTS, "means": LATENTS, "log_probs": LOG_PROBS, "images": {"rtol": 0, "atol": 1}}
+COMPUTED = {
+    "latents": LATENTS,
+    "next_latents": LATENTS,
+    "means": LATENTS,
+    "log_probs": LOG_PROBS,
+    "images": {"rtol": 0, "atol": 1},
+}
 
 
 def assert_same(one, other):

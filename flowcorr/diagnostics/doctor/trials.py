@@ -207,13 +207,13 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
 
 def score_trial(actor: DiffusionActor, rollout: Rollout) -> Trial:
     """The actor's scores of `rollout` under its present weights."""
-    sampling, latents = actor.config.sampling, rollout.latents[:, :-1]
+    sampling = actor.config.sampling
     scores = actor.log_probs(rollout, with_means=True)
     assert scores.means is not None
     still = sde.transition(
         sampling.sde_type,
-        latents,
-        torch.zeros_like(latents),
+        rollout.latents,
+        torch.zeros_like(rollout.latents),
         rollout.sigmas,
         rollout.sigmas_next,
         sampling.noise_level,

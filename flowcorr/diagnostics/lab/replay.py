@@ -226,10 +226,10 @@ def _batch(terms: LoggedTerms) -> ActorBatch:
     """The batch as training corrects it, with latents that have a size only."""
     kl = terms.old_rollout_kl
     rollout_kl = kl if terms.current_rollout_kl is None else terms.current_rollout_kl
+    latents = terms.sigmas.new_zeros(()).expand(*terms.sigmas.shape, terms.num_elements or 1)
     rollout = Rollout(
-        latents=terms.sigmas.new_zeros(()).expand(
-            len(terms.sigmas), terms.sigmas.shape[1] + 1, terms.num_elements or 1
-        ),
+        latents=latents,
+        next_latents=latents,
         step_indices=terms.step_indices,
         timesteps=terms.timesteps,
         sigmas=terms.sigmas,

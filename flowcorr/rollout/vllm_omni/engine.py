@@ -302,6 +302,7 @@ def _rollout(outputs: Sequence[Any], jobs: Sequence[Job], conditioning: Mapping[
 
     return Rollout(
         latents=stacked("latents"),
+        next_latents=stacked("next_latents"),
         step_indices=stacked("step_indices"),
         timesteps=stacked("timesteps"),
         sigmas=stacked("sigmas"),

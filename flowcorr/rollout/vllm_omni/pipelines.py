@@ -49,7 +49,8 @@ from flowcorr.rollout.sampler import decode, sample_sde_window
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe, from_extra
 
 RETURNED = (
-    "latents", "step_indices", "timesteps", "sigmas", "sigmas_next", "log_probs", "means", "stds", "final",
+    "latents", "next_latents", "step_indices", "timesteps", "sigmas", "sigmas_next", "log_probs", "means", "stds",
+    "final",
 )  # fmt: skip
 """The fields of `Trajectories` that travel back with the image."""
 

@@ -314,16 +314,14 @@ def nudged(scale):
     """Next latents that moved after they were scored."""
 
     def change(rollout):
-        latents = rollout.latents.clone()
-        noise = torch.randn(latents[:, 1:].shape, generator=torch.Generator().manual_seed(3))
-        latents[:, 1:] += scale * noise
-        return latents
+        noise = torch.randn(rollout.latents.shape, generator=torch.Generator().manual_seed(3))
+        return rollout.next_latents + scale * noise
 
     return change
 
 
 def rounded_after_scoring(rollout):
-    return torch.cat([rollout.latents[:, :1], rounded(rollout.latents[:, 1:])], dim=1)
+    return rounded(rollout.next_latents)
 
 
 def of_another_sample(rollout):

@@ -74,7 +74,7 @@ def test_a_later_rollout_shares_a_step_with_the_first(make_run):
     assert (both[:, 0] == both[:, 1]).any()
     noise = [
         sde.added_noise(
-            trial.rollout.latents[:, 1:],
+            trial.rollout.next_latents,
             sde.Transition(trial.engine_means, trial.engine_stds, trial.rollout.sigmas),
         )
         for trial in (trials.base, trials.moved)

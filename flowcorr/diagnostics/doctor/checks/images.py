@@ -63,7 +63,7 @@ def _expected(exam: Exam) -> tuple[Tensor, float]:
     for member in range(members):  # one image a prompt at a time, as a batch of all may not fit
         rows = torch.arange(member, rollout.num_samples, members, device=rollout.latents.device)
         final = _continued(exam, rows)
-        moved = (final - rollout.latents[rows, -1]).square().mean().sqrt()
+        moved = (final - rollout.next_latents[rows, -1]).square().mean().sqrt()
         draw = torch.Generator().manual_seed(member)
         noise = torch.randn(final.shape, generator=draw).to(final)
         image = decode(final).float()
@@ -80,7 +80,7 @@ def _continued(exam: Exam, rows: Tensor) -> Tensor:
     """Final latents of the actor's Euler steps from the last window latents of the samples `rows`."""
     actor, schedule = exam.actor, exam.trials.schedule
     rollout = exam.trials.base.rollout.select(rows)
-    latents, ends = rollout.latents[:, -1].clone(), rollout.step_indices[:, -1]
+    latents, ends = rollout.next_latents[:, -1].clone(), rollout.step_indices[:, -1]
     for index, timestep in enumerate(schedule.timesteps):
         going = (ends < index).nonzero().squeeze(1)
         if not len(going):

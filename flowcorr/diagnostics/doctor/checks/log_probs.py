@@ -76,7 +76,7 @@ def _own_log_probs(exam: Exam) -> Tensor:
     trial = exam.trials.base
     rollout = trial.rollout
     step = sde.Transition(trial.engine_means, trial.engine_stds, rollout.sigmas - rollout.sigmas_next)
-    return sde.log_prob(rollout.latents[:, 1:], step, cps_unscaled=exam.config.sampling.cps_unscaled)
+    return sde.log_prob(rollout.next_latents, step, cps_unscaled=exam.config.sampling.cps_unscaled)
 
 
 def _formulas(exam: Exam) -> Iterator[tuple[str, Tensor]]:

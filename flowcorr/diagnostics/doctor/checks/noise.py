@@ -11,6 +11,7 @@ from flowcorr import sde
 from flowcorr.diagnostics.doctor.exam import Exam, rms
 from flowcorr.diagnostics.doctor.findings import Finding, judged
 from flowcorr.diagnostics.doctor.trials import Trial
+from flowcorr.records import Rollout
 
 FALSE_ALARMS = 1e-6  # of `check_noise`, an exam
 NOISE_GAP = 0.05  # rms of latents of unit scale: other noise gives 0.9 and more
@@ -54,7 +55,7 @@ def check_noise(exam: Exam) -> Finding:
 
 def check_determinism(exam: Exam) -> Finding:
     """Whether the same seeds give the same latents."""
-    gap = rms(exam.trials.base.rollout.latents - exam.trials.again.latents)
+    gap = _trajectory_gap(exam.trials.base.rollout, exam.trials.again)
     unseeded = gap > NOISE_GAP
     return judged(
         gap,
@@ -71,7 +72,7 @@ def check_determinism(exam: Exam) -> Finding:
 def check_batch_shape(exam: Exam) -> Finding:
     """Whether a prompt is sampled alike alone and in a batch."""
     alone = exam.trials.alone
-    gap = rms(exam.trials.base.rollout.latents[-alone.num_samples :] - alone.latents)
+    gap = _trajectory_gap(exam.trials.base.rollout.select(slice(-alone.num_samples, None)), alone)
     return judged(
         gap,
         SHAPE_GAP,
@@ -84,11 +85,17 @@ def check_batch_shape(exam: Exam) -> Finding:
     )
 
 
+def _trajectory_gap(rollout: Rollout, other: Rollout) -> float:
+    """Root mean square difference of the latents of both windows."""
+    before, after = rollout.latents - other.latents, rollout.next_latents - other.next_latents
+    return rms(torch.stack([before, after]))
+
+
 def _step_noise(trial: Trial) -> Tensor:
     """`[B T, D]`, the noise that the engine's own steps added, in units of their stds."""
     rollout = trial.rollout
     step = sde.Transition(trial.engine_means, trial.engine_stds, rollout.sigmas - rollout.sigmas_next)
-    return sde.added_noise(rollout.latents[:, 1:], step).flatten(2).flatten(0, 1)
+    return sde.added_noise(rollout.next_latents, step).flatten(2).flatten(0, 1)
 
 
 def _largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:

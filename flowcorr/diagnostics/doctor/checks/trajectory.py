@@ -17,7 +17,15 @@ def check_finite(exam: Exam) -> Finding:
     trials = exam.trials
     for trial in (trials.base, trials.bare, trials.moved):
         for who, tensors in (
-            ("engine", (trial.rollout.latents, trial.engine_means, trial.rollout.log_probs)),
+            (
+                "engine",
+                (
+                    trial.rollout.latents,
+                    trial.rollout.next_latents,
+                    trial.engine_means,
+                    trial.rollout.log_probs,
+                ),
+            ),
             ("actor", (trial.means, trial.log_probs)),
         ):
             if not all(bool(tensor.isfinite().all()) for tensor in tensors):
@@ -75,14 +83,16 @@ def check_window(exam: Exam) -> Finding:
 
 def check_latent_dtype(exam: Exam) -> Finding:
     """Whether the latents are float32."""
-    latents = exam.trials.base.rollout.latents
-    for place, states in enumerate(latents.unbind(1)):
-        for dtype in (torch.bfloat16, torch.float16):
-            if torch.equal(states, states.to(dtype).float()):
-                return failed(
-                    f"the latents at place {place} of the window are all {str(dtype)[6:]} numbers: they were rounded",
-                    remedy="draw, keep and return the window's latents in float32, the initial noise included",
-                )
+    rollout = exam.trials.base.rollout
+    for when, latents in (("before", rollout.latents), ("after", rollout.next_latents)):
+        for place, states in enumerate(latents.unbind(1)):
+            for dtype in (torch.bfloat16, torch.float16):
+                if torch.equal(states, states.to(dtype).float()):
+                    return failed(
+                        f"the latents {when} step {place} of the window are all {str(dtype)[6:]} numbers: they were "
+                        "rounded",
+                        remedy="draw, keep and return the window's latents in float32, the initial noise included",
+                    )
     return passed("the trajectory is float32")
 
 

@@ -96,15 +96,15 @@ class Drawn:
         rollout = trial.rollout
         repeats = samples // rollout.num_samples
         latents = rollout.latents.repeat_interleave(repeats, 0)
-        latents[:, 1:] = change(torch.randn(latents[:, 1:].shape, generator=draw))
         columns = ("step_indices", "timesteps", "sigmas", "sigmas_next", "log_probs", "group_ids")
         return replace(
             trial,
             rollout=replace(
                 rollout,
                 latents=latents,
-                means=torch.zeros_like(latents[:, 1:]),
-                stds=torch.ones(latents.shape[:2])[:, 1:],
+                next_latents=change(torch.randn(latents.shape, generator=draw)),
+                means=torch.zeros_like(latents),
+                stds=torch.ones(latents.shape[:2]),
                 **{name: getattr(rollout, name).repeat_interleave(repeats, 0) for name in columns},
             ),
         )

@@ -27,7 +27,11 @@ RETURNED = {
         {"latents": lambda rollout: rounded(rollout.latents)},
         "",
     ),
-    "next latents rounded after they were scored": ("latent_dtype", {"latents": rounded_after_scoring}, ""),
+    "next latents rounded after they were scored": (
+        "latent_dtype",
+        {"next_latents": rounded_after_scoring},
+        "",
+    ),
 }
 SAMPLED = {
     "another shift": ("schedule", another_schedule(shifted), {}, ""),
