@@ -151,5 +151,5 @@ def _check(rewards: Tensor, group_ids: Tensor) -> None:
     if bad:
         raise BatchError(
             f"the reward of sample {bad[0]} is {rewards[bad[0]].item()} ({len(bad)} of {rewards.numel()} are "
-            "not finite); mend the reward function, or set reward.on_error=drop_group"
+            "not finite); fix the reward function, or set reward.on_error=drop_group"
         )

@@ -100,7 +100,7 @@ def read_prompts(
     parse = parsers[path.suffix]
     prompts = [parse(line, f"{path}:{number}") for number, line in _lines(path, key)]
     if not prompts:
-        raise ConfigError(f"{key}={str(path)!r} holds no prompt; give one a line")
+        raise ConfigError(f"{key}={str(path)!r} holds no prompt; write one prompt per line")
     return prompts
 
 
@@ -199,7 +199,7 @@ def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> 
 def _string(entry: Mapping[str, Any], key: str, place: str, expected: str) -> str | None:
     value = entry.get(key)
     if value is not None and (not isinstance(value, str) or not value.strip()):
-        raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, which is no text; {expected}')
+        raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, which is not text; {expected}')
     return value
 
 

@@ -257,7 +257,7 @@ def load(path: Path) -> DumpedTerms:
     for name, tensor in terms.tensors().items():
         if tensor.shape != (shape[:1] if name in _PER_SAMPLE else shape):
             raise ConfigError(
-                f"{path} is damaged: {name} has shape {list(tensor.shape)}; write it by flowcorr.dump"
+                f"{path} is damaged: {name} has shape {list(tensor.shape)}; write it with flowcorr.dump"
             )
     return terms
 

@@ -52,7 +52,7 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
             examples = sorted({name.split(".", 2)[-1] for name in names})
             raise ConfigError(
                 f"model.lora.targets: {target!r} names no linear layer of the transformer; "
-                f"there are {', '.join(examples)}"
+                f"choose from {', '.join(examples)}"
             )
     # peft draws from the global generator: lend it one that depends on the run's seed alone.
     with torch.random.fork_rng(devices=[]):
@@ -128,7 +128,7 @@ def _load_warm_start(transformer: Any, path: str, alpha: float) -> None:
     try:
         state = load_file(file)
     except SafetensorError as error:
-        raise ConfigError(f"model.lora.warm_start={path!r} is no safetensors file: {error}") from error
+        raise ConfigError(f"model.lora.warm_start={path!r} is not a safetensors file: {error}") from error
     stored = _stored_config(file)
     _check_plain(path, stored)
     for prefix in _PREFIXES:
@@ -142,7 +142,7 @@ def _load_warm_start(transformer: Any, path: str, alpha: float) -> None:
     if odd:
         raise ConfigError(
             f"model.lora.warm_start={path!r} does not fit model.lora: {len(odd)} tensors differ in name or shape, "
-            f"as {odd[0]}; use the rank and targets that it was trained with"
+            f"such as {odd[0]}; use the rank and targets that it was trained with"
         )
     _check_alpha(path, stored.get("lora_alpha"), alpha, transformer.peft_config[ADAPTER].r)
     peft.set_peft_model_state_dict(transformer, state, adapter_name=ADAPTER)

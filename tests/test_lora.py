@@ -289,5 +289,5 @@ def test_a_warm_start_that_is_missing_or_broken_is_an_error(family, tmp_path):
         adapt(family, warm_start=str(tmp_path))
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="is no safetensors file"):
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
         adapt(tiny_ocr(), warm_start=str(file))

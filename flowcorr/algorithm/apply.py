@@ -52,7 +52,7 @@ def correct(
     """
     if config.mode == "auto":
         raise ConfigError(
-            f"{SECTION}.bypass_mode='auto' is no mode of a batch; take the correction of each training step from "
+            f"{SECTION}.bypass_mode='auto' cannot correct a single batch; take each training step's correction from "
             "flowcorr.algorithm.AutoMode, as the trainer does"
         )
     kl = None

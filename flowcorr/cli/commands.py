@@ -85,8 +85,8 @@ def audit(arguments: argparse.Namespace) -> int:
     if Path(arguments.recipe).is_dir():
         if arguments.overrides:
             raise ConfigError(
-                f"{arguments.recipe} is a folder of dumped steps, which {arguments.overrides[0]} cannot change; leave "
-                "it out, or name a recipe"
+                f"{arguments.recipe} is a folder of dumped steps, so {arguments.overrides[0]} has no effect; leave it "
+                "out, or give a recipe instead of the folder"
             )
         report = audit_folder(Path(arguments.recipe))
     else:

@@ -152,7 +152,7 @@ def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
     ]
     if lost:
         warnings.warn(
-            f"{_CORRECTION}.preset={chosen[-1]} takes the place of the recipe's {', '.join(map(str, lost))}",
+            f"{_CORRECTION}.preset={chosen[-1]} replaces the recipe's {', '.join(map(str, lost))}",
             UserWarning,
             stacklevel=4,
         )

@@ -69,15 +69,15 @@ def _check_loss(config: Config) -> None:
     actor, correction = config.actor, config.algorithm.rollout_correction
     if resolve_loss(actor).from_correction:
         raise ConfigError(
-            f"actor.loss_mode={actor.loss_mode!r} is chosen by the correction, which supplies its weights: "
+            f"actor.loss_mode={actor.loss_mode!r} cannot be set here, since the correction supplies its weights; "
             f"set {_CORRECTION}.loss_type={actor.loss_mode} with bypass_mode=true, or {_CORRECTION}.preset=bypass_pg_is"
         )
     if correction is None or correction.mode == "decoupled":
         return
     if loss_of(actor, correction).from_correction and actor.loss_mode != ActorConfig().loss_mode:
         raise ConfigError(
-            f"actor.loss_mode={actor.loss_mode!r} contradicts {_CORRECTION}.loss_type={correction.loss_type!r}, a loss "
-            "itself; leave loss_mode out, or set loss_type=ppo_clip"
+            f"actor.loss_mode={actor.loss_mode!r} contradicts {_CORRECTION}.loss_type={correction.loss_type!r}, which "
+            "chooses the loss too; leave loss_mode out, or set loss_type=ppo_clip"
         )
     if actor.ratio_level != "step" and correction.bypass_scope == "step":
         raise ConfigError(
@@ -93,13 +93,13 @@ def _check_clip(config: Config) -> None:
     steps = config.sampling.num_inference_steps
     if not high <= len(clip) <= steps:
         raise ConfigError(
-            f"actor.clip_ratio={list(clip)} has {len(clip)} values for sampling.num_inference_steps={steps}; give one "
-            f"for each step from the first on: {steps}, or as few as the {high} that "
-            f"sampling.sde_window_range=[{low}, {high}] can reach"
+            f"actor.clip_ratio={list(clip)} has {len(clip)} values; give one value for each of the "
+            f"sampling.num_inference_steps={steps}, or at least for the first {high}, where "
+            f"sampling.sde_window_range=[{low}, {high}] ends"
         )
     if config.actor.ratio_level != "step" and len(set(clip[low:high])) > 1:
         raise ConfigError(
-            f"actor.clip_ratio={list(clip)} differs by step, and actor.ratio_level={config.actor.ratio_level!r} has "
+            f"actor.clip_ratio={list(clip)} differs by step, but actor.ratio_level={config.actor.ratio_level!r} has "
             "one ratio for the whole window; give one number, or set ratio_level=step"
         )
 
@@ -113,13 +113,13 @@ def _check_auto_mode(config: Config) -> None:
     if loss.ratio_limit(actor) is None:
         setting = "loss_mode" if loss.limit is None else loss.limit.key
         raise ConfigError(
-            f"{key} measures noise in clip ranges, and actor.{setting}={getattr(actor, setting)!r} has none; set "
-            "bypass_mode to true or false (`flowcorr audit` tells which)"
+            f"{key} measures noise in clip ranges, but actor.{setting}={getattr(actor, setting)!r} has none; set "
+            "bypass_mode to true or false (`flowcorr audit` recommends one)"
         )
     if actor.old_policy == "behaviour" and config.rollout.max_weight_age:
         raise ConfigError(
-            f"{key} compares the noise of both modes, and actor.old_policy='behaviour' leaves staleness out of it in "
-            "one of them; set old_policy: current, or bypass_mode: false"
+            f"{key} compares the noise of both modes, but actor.old_policy='behaviour' leaves staleness out of the "
+            "noise in decoupled mode; set old_policy: current, or bypass_mode: false"
         )
 
 
@@ -147,28 +147,27 @@ def _check_fsdp(config: Config) -> None:
         return
     if config.model.lora.rank:
         raise ConfigError(
-            f"actor.fsdp=True shards the weights that are trained, and an adapter of model.lora.rank="
-            f"{config.model.lora.rank} is small: ranks add up its gradients by one collective an update; leave "
-            "actor.fsdp out, or set model.lora.rank=0"
+            f"actor.fsdp=True shards the trained weights, and an adapter of model.lora.rank={config.model.lora.rank} "
+            "is too small to gain by it; leave actor.fsdp out, or set model.lora.rank=0 to train all weights"
         )
     if config.rollout.name != "in_process" or config.rollout.placement != "local":
         raise ConfigError(
-            f"actor.fsdp=True cannot hand sharded weights to rollout.name={config.rollout.name!r} with "
-            f"placement={config.rollout.placement!r}, which take whole ones; set name: in_process and placement: "
-            "local, or fsdp: false"
+            f"actor.fsdp=True shards the weights, but rollout.name={config.rollout.name!r} with "
+            f"placement={config.rollout.placement!r} needs whole ones; set name: in_process and placement: local, or "
+            "fsdp: false"
         )
     if config.trainer.doctor:
         raise ConfigError(
-            "trainer.doctor=True examines whole weights, which no rank has under actor.fsdp=True; run `flowcorr "
-            "doctor` with actor.fsdp=false first"
+            "trainer.doctor=True examines whole weights, but under actor.fsdp=True each rank holds a shard; run "
+            "`flowcorr doctor` with actor.fsdp=false first"
         )
 
 
 def _check_unscaled(config: Config) -> None:
     if config.sampling.cps_unscaled and resolve_loss(config.actor).needs_densities:
         raise ConfigError(
-            "sampling.cps_unscaled=True leaves log-probs in units of 2 s^2 nats, and actor.loss_mode="
-            f"{config.actor.loss_mode!r} adds a bias in nats to their differences; set cps_unscaled: false, or take "
+            "sampling.cps_unscaled=True gives log-probs in units of 2 s^2 nats, but actor.loss_mode="
+            f"{config.actor.loss_mode!r} adds a bias in nats to their differences; set cps_unscaled: false, or choose "
             "another loss_mode"
         )
 

@@ -202,7 +202,7 @@ class RolloutConfig:
         if self.scheduling not in ("default", "spread") and not re.fullmatch("[0-9a-f]{56}", self.scheduling):
             raise ConfigError(
                 f"rollout.scheduling={self.scheduling!r} is unknown; choose from default, spread, or the id of a node "
-                "(56 hexadecimal digits, as ray.nodes() tells it)"
+                "(56 hexadecimal digits, as ray.nodes() lists it)"
             )
         at_least("rollout.max_staleness", self.max_staleness, 0)
         if self.max_staleness and self.placement != "ray":
@@ -213,7 +213,7 @@ class RolloutConfig:
         if self.max_staleness and self.staleness:
             raise ConfigError(
                 f"rollout.staleness={self.staleness} imitates what rollout.max_staleness={self.max_staleness} does; "
-                "set one of them"
+                "set only one of them"
             )
 
     @property

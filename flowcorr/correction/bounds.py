@@ -64,7 +64,7 @@ def parse_band(value: object, key: str = "threshold") -> float | Band:
         numbers = [value]
     if not 1 <= len(numbers) <= 2 or (len(numbers) == 1 and not isinstance(value, str | int | float)):
         raise ConfigError(
-            f"{_label(key)}={value!r} is no threshold; write a number (2.0) or a band (0.5_2.0)"
+            f"{_label(key)}={value!r} is not a threshold; write a number (2.0) or a band (0.5_2.0)"
         )
     parsed = [_positive(number, value, key) for number in numbers]
     if len(parsed) == 1:
@@ -270,13 +270,13 @@ def parse_weights(rollout_is: str | None, threshold: object) -> float | Band:
 def _positive(number: object, value: object, key: str) -> float:
     if isinstance(number, bool) or not isinstance(number, str | int | float):
         raise ConfigError(
-            f"{_label(key)}={value!r} is no threshold; write a number (2.0) or a band (0.5_2.0)"
+            f"{_label(key)}={value!r} is not a threshold; write a number (2.0) or a band (0.5_2.0)"
         )
     try:
         parsed = float(number)
     except ValueError:
         raise ConfigError(
-            f"{_label(key)}={value!r} is no threshold; write a number (2.0) or a band (0.5_2.0)"
+            f"{_label(key)}={value!r} is not a threshold; write a number (2.0) or a band (0.5_2.0)"
         ) from None
     if not parsed > 0.0:
         raise ConfigError(f"{_label(key)}={value!r} holds {parsed:g}; bounds must be above 0")

@@ -214,7 +214,7 @@ def _check_types(config: RolloutCorrectionConfig) -> None:
     if config.auto_leave >= config.auto_enter:
         raise ConfigError(
             f"{SECTION}.auto_leave={config.auto_leave:g} must be below auto_enter={config.auto_enter:g}, or the mode "
-            "would flap; half of it is usual"
+            "would switch back and forth; half of auto_enter is usual"
         )
 
 
@@ -267,7 +267,7 @@ def _check_combinations(config: RolloutCorrectionConfig) -> None:
             )
     if config.bypass_scope == "step" and config.applies_weights and config.rollout_is != "token":
         raise ConfigError(
-            f"{SECTION}.bypass_scope='step' shows the loss single steps, but rollout_is="
+            f"{SECTION}.bypass_scope='step' gives the loss single steps, but rollout_is="
             f"{config.rollout_is!r} weighs whole trajectories; set bypass_scope: trajectory, or rollout_is: token"
         )
 

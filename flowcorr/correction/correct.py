@@ -107,7 +107,7 @@ def compute_rollout_correction_and_rejection_mask(
     for criterion in criteria:
         if criterion.mode.needs == "step_kl" and step_kl is None:
             raise BatchError(
-                f"rollout_rs={criterion.name!r} needs step_kl, which the rollout's step means give"
+                f"rollout_rs={criterion.name!r} needs step_kl; compute it from the rollout's step means"
             )
     veto = parse_veto(rollout_token_veto_threshold)
     scale = scale_factor(log_ratio_scale, num_elements)

@@ -164,7 +164,7 @@ def _labelled(label: str) -> Iterator[None]:
         reason = str(error).partition("\n")[0]
         with contextlib.suppress(RuntimeError):
             reason = _blame() or reason
-        raise RankError(f"rank {this} of {world_size()} waited in vain for {label}: {reason}") from error
+        raise RankError(f"rank {this} of {world_size()} gave up waiting for {label}: {reason}") from error
 
 
 def _blame() -> str:

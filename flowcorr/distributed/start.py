@@ -71,7 +71,7 @@ def local_device(name: str) -> torch.device:
     if device.type == "cuda" and world_size() > 1:
         if device.index is not None:
             raise ConfigError(
-                f"trainer.device={name!r} is one GPU for {world_size()} ranks; use cuda, or auto"
+                f"trainer.device={name!r} names one GPU, but there are {world_size()} ranks; use cuda or auto"
             )
         device = torch.device("cuda", torch.cuda.current_device())  # set when the ranks connected
     return device

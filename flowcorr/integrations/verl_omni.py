@@ -108,7 +108,7 @@ def correct_batch(
     tensors: Any = batch if isinstance(batch, Mapping) else getattr(batch, "batch", batch)
     if tensors is None:
         raise BatchError(
-            f"the {type(batch).__name__} holds no tensors; give the batch that the update is about to get, with "
+            f"the {type(batch).__name__} holds no tensors; give the batch that the update will get, with "
             "rollout_log_probs and, in decoupled mode, old_log_probs"
         )
     rollout_log_probs = _tensor(tensors, "rollout_log_probs")

@@ -111,8 +111,8 @@ def with_step_kl(
     if mean is None or old_mean is None:
         missing = "mean" if mean is None else "old_mean"
         raise BatchError(
-            f"{missing} is missing, which this loss needs; let the rollout return its step means in bypass "
-            "mode, and keep those of the recomputation in decoupled mode"
+            f"{missing} is missing, and this loss needs it; in bypass mode let the rollout return its step "
+            "means, in decoupled mode keep the recomputed ones"
         )
     check_shape("std", std, tuple(terms.keep.shape))
     check_shape("old_mean", old_mean, tuple(mean.shape))

@@ -63,7 +63,7 @@ def resolve_family(name: str) -> type[ModelFamily]:
         raise ConfigError(f"{message}; {GUIDE}")
     family = import_target("model.family", name, "a ModelFamily")
     if not (isinstance(family, type) and issubclass(family, ModelFamily)):
-        raise ConfigError(f"model.family={name!r} is no ModelFamily; {GUIDE}")
+        raise ConfigError(f"model.family={name!r} is not a ModelFamily; {GUIDE}")
     return family
 
 
@@ -162,7 +162,7 @@ def _pipeline_parts(location: str, path: str) -> tuple[str, list[str]]:
 
     index = Path(location) / "model_index.json"
     if Path(location).is_dir() and not index.is_file():
-        raise ConfigError(f"model.path={path!r} is no diffusers pipeline: {index} is missing")
+        raise ConfigError(f"model.path={path!r} is not a diffusers pipeline: {index} is missing")
     try:
         found = json.loads(index.read_text()) if index.is_file() else DiffusionPipeline.load_config(location)
         return found["_class_name"], [name for name in found if not name.startswith("_")]

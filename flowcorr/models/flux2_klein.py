@@ -69,7 +69,7 @@ class Flux2Klein(PackedFamily):
             if self.pipeline.config.is_distilled:
                 raise ConfigError(
                     f"sampling.guidance_scale={guidance.guidance_scale} needs a base model, and this one was distilled "
-                    "to sample without guidance; set it to 1, or model.path to FLUX.2-klein-base"
+                    "to sample without guidance; set it to 1, or set model.path to FLUX.2-klein-base"
                 )
             negative, _ = self.pipeline.encode_prompt([guidance.negative_prompt], max_sequence_length=length)
             conditioning["negative_prompt_embeds"] = negative.expand_as(embeds)

@@ -105,7 +105,7 @@ def _numbers(text: str) -> Mapping[str, float]:
         try:
             values[name.strip()] = float(number)
         except ValueError:
-            raise ConfigError(f"--gpu {text!r}: {part!r} is no number; write --gpu {CUSTOM}") from None
+            raise ConfigError(f"--gpu {text!r}: {part!r} is not a number; write --gpu {CUSTOM}") from None
     missing = [name for name in names if name not in values and name != "float32"]
     odd = [name for name in values if name not in names]
     if missing or odd or min(values.values()) <= 0:

@@ -174,8 +174,8 @@ def make_plan(
     """
     if config.actor.fsdp and ranks > 1:
         raise ConfigError(
-            f"actor.fsdp=True spreads the weights over {ranks} ranks, which flowcorr plan cannot predict; plan one "
-            "rank with actor.fsdp=false, whose weights, gradients and moments are then shared by all ranks"
+            f"flowcorr plan cannot predict actor.fsdp=True, which shards the weights over {ranks} ranks; plan one rank "
+            "with actor.fsdp=false, and divide its weights, gradients and moments by the number of ranks"
         )
     measured = _measure(config, ranks, lambda: FakeDevice(gpu, utilisation))
     memory = _memory(measured)

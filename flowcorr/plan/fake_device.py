@@ -265,7 +265,9 @@ class _Counting(TorchDispatchMode):
         if name == "_unique2":
             places = torch.zeros(tensor.shape, dtype=torch.long, device=DEVICE)
             return tensor.flatten()[:1].clone(), places, places.flatten()[:1].clone()
-        raise BackendError(f"the fake device has no answer for torch.{name}, whose shape depends on values")
+        raise BackendError(
+            f"flowcorr plan cannot follow torch.{name}: the shape of its result depends on values"
+        )
 
     def _masked(self, tensor: Tensor, indices: Any) -> Tensor:
         """`tensor[mask]` as if the mask were true everywhere."""

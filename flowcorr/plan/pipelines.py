@@ -192,7 +192,7 @@ def _read_folder(path: str, folder: Path) -> Architecture:
         }
         return Architecture(path=path, model_index=index, configs=configs)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path!r} is no diffusers pipeline: {error}") from error
+        raise ConfigError(f"model.path={path!r} is not a diffusers pipeline: {error}") from error
 
 
 def _config_file(folder: Path) -> Path:
@@ -218,6 +218,6 @@ def _download(path: str, patterns: list[str]) -> Path:
         files = sorted(SHIPPED.glob("*.json"))
         known = ", ".join(json.loads(file.read_text(encoding="utf-8"))["path"] for file in files)
         raise ConfigError(
-            f"model.path={path!r} is no folder, is not among {known}, which flowcorr knows, and its configurations "
-            f"cannot be read from the hub: {' '.join(str(error).split())}"
+            f"model.path={path!r} is not a folder and not a model that flowcorr knows ({known}), and its "
+            f"configuration files cannot be read from the hub: {' '.join(str(error).split())}"
         ) from error

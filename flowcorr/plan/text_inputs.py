@@ -74,8 +74,8 @@ def text_inputs(architecture: Architecture, family: type[ModelFamily], config: C
     """
     if family.name not in _TABLE:
         raise ConfigError(
-            f"flowcorr plan knows the text inputs of the families {', '.join(_TABLE)}, and model.family="
-            f"{config.model.family!r} is another"
+            f"flowcorr plan does not know the text inputs of model.family={config.model.family!r}, only "
+            f"those of {', '.join(_TABLE)}"
         )
     return _TABLE[family.name](architecture, config)
 

@@ -92,7 +92,7 @@ def load_head(path: str) -> tuple[tuple[Tensor, Tensor], ...]:
 
     if Path(path).suffix != ".safetensors":
         raise ConfigError(
-            f"reward aesthetic: head={path!r} is no .safetensors file, and a pickle can run code; "
+            f"reward aesthetic: head={path!r} is not a .safetensors file, and loading a pickle can run code; "
             f"convert it once: {_CONVERT}"
         )
     try:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 OnError: TypeAlias = Literal["fail", "drop_group"]
 
-_REMEDY = "mend the reward, or set reward.on_error: drop_group to go on without the groups that it fails on"
+_REMEDY = "fix the reward, or set reward.on_error: drop_group to drop the groups on which it fails"
 # Mistakes in the set-up, and services that are down: no sample is to blame, and each would fail by itself.
 _NO_SAMPLES_FAULT = (ConfigError, BatchError, MissingExtraError, BackendError)
 
@@ -225,7 +225,7 @@ def _with_nan(output: RewardOutput, failed: np.ndarray) -> RewardOutput:
 
 def _scores_of(output: RewardOutput, index: int) -> str:
     parts = ", ".join(f"{key}={array[index]:g}" for key, array in output.extra.items())
-    return f"{output.scores[index]:g}" + (f" ({parts})" if parts else "") + ", which is no finite number"
+    return f"{output.scores[index]:g}" + (f" ({parts})" if parts else "") + ", which is not a finite number"
 
 
 def _describe(error: BaseException) -> str:

@@ -144,7 +144,7 @@ def read_answer(answer: Any, batch_size: int) -> RewardOutput:
         raise ValueError('no object with "scores", such as {"scores": [0.5, 1.0]}')
     extra = answer.get("extra") or {}
     if not isinstance(extra, dict) or len(extra) > _MAX_EXTRAS:
-        raise ValueError(f'an "extra" that is no object of at most {_MAX_EXTRAS} names')
+        raise ValueError(f'an "extra" that is not an object of at most {_MAX_EXTRAS} names')
     for name in extra:
         if not _EXTRA_NAME.fullmatch(name):
             raise ValueError(
@@ -166,7 +166,7 @@ def _described(prompts: list[Prompt]) -> dict[str, list[Any]]:
 
 def _numbers(values: Any, batch_size: int, what: str) -> np.ndarray:
     if not isinstance(values, list):
-        raise ValueError(f'a "{what}" that is no list')
+        raise ValueError(f'a "{what}" that is not a list')
     if len(values) != batch_size:
         raise ValueError(f'{len(values)} numbers in "{what}" for {batch_size} images')
     for place, value in enumerate(values):

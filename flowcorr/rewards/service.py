@@ -287,7 +287,7 @@ def _tls(verify: bool | str) -> ssl.SSLContext:
 def _check_verify(reward: str, verify: object) -> None:
     try:
         if not isinstance(verify, bool | str):
-            raise ValueError("it is no text")
+            raise ValueError("it is not text")
         _tls(verify)
     except (OSError, ValueError) as error:
         raise ConfigError(

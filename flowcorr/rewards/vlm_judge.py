@@ -237,11 +237,11 @@ def _check_template(options: VlmJudge) -> None:
         return
     if not isinstance(options.template, str) or not options.template.strip():
         raise ConfigError(
-            f"reward vlm_judge: template={options.template!r} must be a text, or null for the mode's own"
+            f"reward vlm_judge: template={options.template!r} must be text, or null for the mode's own"
         )
     if options.mode == "transcribe" and "{target}" in options.template:
         raise ConfigError(
-            "reward vlm_judge: the template holds {target}, which tells the model what it ought to read; leave it out"
+            "reward vlm_judge: the template holds {target}, the words that the model should read; leave it out"
         )
 
 

@@ -55,7 +55,7 @@ def sample_noise(
     """
     if len(groups) != len(members):
         raise BatchError(
-            f"{len(groups)} groups and {len(members)} members were given; each sample needs one of both"
+            f"{len(groups)} groups and {len(members)} members were given; each sample needs one group and one member"
         )
     samples = list(zip(groups, members, strict=True))
     places = {

@@ -100,7 +100,7 @@ def draw_windows(
         raise ConfigError(unknown_choice("sampling.window_per", per, WINDOW_PER))
     if len(groups) != len(members):
         raise BatchError(
-            f"{len(groups)} groups and {len(members)} members were given; each sample needs one of both"
+            f"{len(groups)} groups and {len(members)} members were given; each sample needs one group and one member"
         )
     first, end = window_range
     num_places = end - first - size + 1

@@ -83,9 +83,9 @@ def _hydra(text: str) -> dict[str, Any]:
     try:
         config = OmegaConf.create(text)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"is no Hydra YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"is not a Hydra YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, DictConfig):
-        raise ConfigError("is no Hydra YAML: it must hold sections of keys")
+        raise ConfigError("is not a Hydra YAML: it must hold sections of keys")
     config.pop("defaults", None)
     return _resolved(config)
 

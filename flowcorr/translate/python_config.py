@@ -87,7 +87,7 @@ class _Reader:
                 case ast.Assert() | ast.Pass() | ast.Expr(value=ast.Constant()):
                     pass
                 case _:
-                    raise self.refused(statement, "is no assignment")
+                    raise self.refused(statement, "is not an assignment")
         return None
 
     def assign(self, target: ast.expr, value: Any) -> None:
@@ -97,7 +97,7 @@ class _Reader:
             case ast.Attribute(value=owner, attr=name):
                 section = self.value(owner)
                 if not isinstance(section, dict):
-                    raise self.refused(target, "is set on what is no ConfigDict")
+                    raise self.refused(target, "sets a field of a value that is not a ConfigDict")
                 section[name] = value
             case _:
                 raise self.refused(target, "cannot be assigned to here")
@@ -131,7 +131,9 @@ class _Reader:
         try:
             return ast.literal_eval(node)
         except ValueError:
-            raise self.refused(node, "is no literal, and nothing here is executed; write its value") from None
+            raise self.refused(
+                node, "is not a literal, and the file is not executed; write its value"
+            ) from None
 
     def number(self, node: ast.expr) -> float:
         """Arithmetic, with each name or key replaced by its number."""
@@ -149,7 +151,7 @@ class _Reader:
         try:
             return arithmetic(Replace().visit(node), values)
         except (ValueError, TypeError, ZeroDivisionError):
-            raise self.refused(node, "is no arithmetic on known numbers") from None
+            raise self.refused(node, "is not arithmetic on known numbers") from None
 
     def refused(self, node: ast.stmt | ast.expr, reason: str) -> ConfigError:
         return ConfigError(f"{self.path} line {node.lineno}: `{ast.unparse(node)}` {reason}")

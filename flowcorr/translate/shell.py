@@ -58,7 +58,7 @@ def read_command(text: str, module: str) -> tuple[str, list[str]]:
             with contextlib.suppress(ConfigError):  # what cannot be read stays as it is written
                 variables[assignment[1]] = " ".join(words_of(assignment[2], variables))
     raise ConfigError(
-        f"no command in it runs python -m {module}...; where it calls another script, translate that one, and append "
+        f"none of its commands runs python -m {module}...; if it calls another script, translate that one and append "
         "the overrides of the call"
     )
 
@@ -67,7 +67,7 @@ def words_of(text: str, variables: Mapping[str, str]) -> list[str]:
     """The words of a command up to a pipe, a redirection or its end, unquoted and with variables replaced.
 
     Raises:
-        ConfigError: a quotation is not closed.
+        ConfigError: a quote is not closed.
     """
     words, word, at = [], "", 0
     begun = False
@@ -112,7 +112,7 @@ def arithmetic(node: ast.expr, value_of: Mapping[str, float]) -> float:
             return -arithmetic(operand, value_of)
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             return _OPERATORS[type(sign)](arithmetic(left, value_of), arithmetic(right, value_of))
-    raise ValueError(f"{ast.unparse(node)} is no arithmetic on known numbers")
+    raise ValueError(f"{ast.unparse(node)} is not arithmetic on known numbers")
 
 
 def _active_lines(text: str) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _double_quoted(text: str, at: int, variables: Mapping[str, str]) -> tuple[st
     word = ""
     while text[at : at + 1] != '"':
         if at >= len(text):
-            raise ConfigError(f"a quotation is not closed: {text[:60]}")
+            raise ConfigError(f"a quote is not closed: {text[:60]}")
         if text[at] == "\\" and text[at + 1] in '"\\$`':
             word, at = word + text[at + 1], at + 2
         elif text[at] == "$":
@@ -179,7 +179,7 @@ def _expanded(text: str, at: int, variables: Mapping[str, str]) -> tuple[str, in
 def _end_of(text: str, sign: str, at: int) -> int:
     end = text.find(sign, at)
     if end < 0:
-        raise ConfigError(f"a quotation is not closed: {text[:60]}")
+        raise ConfigError(f"a quote is not closed: {text[:60]}")
     return end
 
 

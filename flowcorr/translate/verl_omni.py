@@ -160,7 +160,7 @@ def _refuse(get: Get) -> str:
     if not get("main").startswith("verl_omni.trainer.main_diffusion"):
         return f"{get('main')} trains no diffusion model; flowcorr translates runs of verl_omni.trainer.main_diffusion"
     if get("algorithm.trainer_type") != "policy_gradient":
-        return f"algorithm.trainer_type={get('algorithm.trainer_type')} is no policy gradient; flowcorr has no other"
+        return f"algorithm.trainer_type={get('algorithm.trainer_type')} is not policy_gradient; flowcorr has no other"
     if get("distillation.enabled"):
         return "distillation.enabled=true learns from a teacher, and flowcorr from rewards"
     if _loss(get) not in LOSSES:

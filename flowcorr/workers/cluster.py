@@ -69,8 +69,8 @@ class Cluster:
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         if address.startswith("ray://"):
             raise ConfigError(
-                f"the Ray cluster at {address!r} cannot be used through Ray's client; give the cluster's own address, "
-                "host:port as `ray start` says it, on a machine that is one of its nodes"
+                f"the address {address!r} is one of Ray's client, which flowcorr does not support; start flowcorr on a "
+                "node of the cluster, and give the cluster's address, host:port, as `ray start` prints it"
             )
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
         if address == "local":

@@ -283,7 +283,7 @@ class WorkerPool:
     def _lose(self, worker: _Worker, task: _Task, error: Exception) -> None:
         """Record the loss of a worker, and queue its task again unless that was the last attempt."""
         reason = one_line(error)
-        logger.warning("%s is lost at %s: %s", worker, task.label, reason)
+        logger.warning("%s was lost during %s: %s", worker, task.label, reason)
         self._on_event("worker_lost", worker=worker.name, **worker.place, task=task.label, error=reason)
         if task.attempts >= ATTEMPTS:
             task.fail(
@@ -397,8 +397,8 @@ def _check_resources(section: str, num_workers: int, resources: Mapping[str, flo
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks > 1 and resources.get("num_gpus"):
         raise ConfigError(
-            f"{section}.worker_resources.num_gpus={resources['num_gpus']:g}: the Ray cluster that is started here "
-            f"hands out GPUs from index 0 on, and {ranks} ranks train on these; start a cluster by "
+            f"{section}.worker_resources.num_gpus={resources['num_gpus']:g} would take the GPUs on which {ranks} ranks "
+            "train, since the Ray cluster that flowcorr starts hands out GPUs from index 0 on; start a cluster by "
             "`CUDA_VISIBLE_DEVICES=... ray start --head`, on GPUs that no rank trains on, and name it in RAY_ADDRESS"
         )
     names = {"num_cpus": "CPU", "num_gpus": "GPU"}

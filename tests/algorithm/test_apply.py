@@ -158,7 +158,9 @@ def test_missing_old_log_probs_are_an_error():
 
 
 def test_a_mode_that_is_left_open_is_an_error():
-    with pytest.raises(ConfigError, match=r"bypass_mode='auto' is no mode of a batch; take .*AutoMode"):
+    with pytest.raises(
+        ConfigError, match=r"bypass_mode='auto' cannot correct a single batch; take .*AutoMode"
+    ):
         apply_rollout_correction_to_diffusion_batch(
             make_batch([[0.0, 0.0]]), RolloutCorrectionConfig(bypass_mode="auto")
         )

@@ -78,7 +78,7 @@ def test_one_key_switches_the_mode():
 @pytest.mark.parametrize("name", recipe_names())
 def test_one_key_switches_the_mode_of_every_recipe(name):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "algorithm.rollout_correction.preset=.* takes the place of")
+        warnings.filterwarnings("ignore", "algorithm.rollout_correction.preset=.* replaces")
         config = load(name, [f"{SECTION}.preset=decoupled_token_is", f"{SECTION}.rollout_is_threshold=3"])
     expected = RolloutCorrectionConfig.token_is(threshold=3.0)
     assert replace(config.algorithm.rollout_correction, preset=None) == replace(expected, preset=None)
@@ -89,10 +89,10 @@ EXPLICIT = "qwen_image_ocr_lora_rollout_corr"  # a recipe that says its mode key
 
 def test_a_preset_tells_what_gave_way_to_it(recipe):
     lost = "bypass_mode, rollout_is, rollout_rs, rollout_rs_threshold"
-    with pytest.warns(UserWarning, match=f"^{SECTION}.preset=seq_is takes the place of the recipe's {lost}$"):
+    with pytest.warns(UserWarning, match=f"^{SECTION}.preset=seq_is replaces the recipe's {lost}$"):
         load(EXPLICIT, [f"{SECTION}.preset=seq_is"])
     written = recipe(to_yaml(load("tiny_ocr_lora_bypass")))
-    with pytest.warns(UserWarning, match="the place of the recipe's bypass_mode$"):
+    with pytest.warns(UserWarning, match="replaces the recipe's bypass_mode$"):
         config = load(written, [f"{SECTION}.preset=disabled"])
     assert config.algorithm.rollout_correction == RolloutCorrectionConfig.disabled()
 

@@ -24,7 +24,7 @@ from flowcorr.errors import ConfigError
         (
             "rollout",
             {"placement": "ray", "max_staleness": 1, "staleness": 2},
-            r"rollout\.staleness=2 imitates what rollout\.max_staleness=1 does; set one of them",
+            r"rollout\.staleness=2 imitates what rollout\.max_staleness=1 does; set only one of them",
         ),
     ],
 )  # fmt: skip

@@ -100,7 +100,7 @@ def test_thresholds_go_with_modes_in_order():
             "step_z takes one upper bound in robust standard deviations, such as 6, or auto$",
         ),
         ("token_k1", 0.5, "above 1"),
-        ("token_k1", {}, "no threshold"),
+        ("token_k1", {}, "is not a threshold"),
         ("token_k1,token_k3", [0.5, 2], "takes one upper bound"),
     ],
 )

@@ -169,7 +169,7 @@ def test_an_unknown_key_shows_the_nearest():
             {"bypass_mode": True, "rollout_rs": "token_k1,step_z", "rollout_rs_threshold": "2,6"},
             r"rollout_rs='step_z' needs the whole batch",
         ),
-        (REINFORCE | SEQUENCE, r"bypass_scope='step' shows the loss single steps"),
+        (REINFORCE | SEQUENCE, r"bypass_scope='step' gives the loss single steps"),
         (REINFORCE | {"rollout_is": "geometric"}, r"bypass_scope=.*set bypass_scope: trajectory"),
     ],
 )

@@ -96,7 +96,7 @@ def test_unknown_families_point_to_the_guide(path):
     [
         ("no_such_module:AuraFlow", "no module 'no_such_module'.*PYTHONPATH"),
         ("new_model:Aura", r"new_model has no 'Aura'; name a ModelFamily"),
-        ("new_model:check", r"is no ModelFamily; examples/new_model\.py"),
+        ("new_model:check", r"is not a ModelFamily; examples/new_model\.py"),
     ],
 )
 def test_a_path_to_no_family_is_an_error(example, path, family, message):

@@ -111,7 +111,9 @@ def test_a_model_that_is_nowhere_is_an_error_that_names_what_is_known():
 
 
 def test_sharded_weights_are_refused_rather_than_guessed():
-    with pytest.raises(ConfigError, match=r"actor\.fsdp=True spreads the weights over 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"cannot predict actor\.fsdp=True, which shards the weights over 2 ranks"
+    ):
         plan("actor.fsdp=true", "model.lora.rank=0", "rollout.calculate_log_probs=true", ranks=2)
 
 

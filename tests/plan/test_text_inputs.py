@@ -56,6 +56,6 @@ def test_a_family_of_ones_own_is_named_as_unknown():
 
     with pytest.raises(
         ConfigError,
-        match=r"knows the text inputs of the families sd3, flux, flux2_klein, qwen_image, z_image",
+        match=r"only those of sd3, flux, flux2_klein, qwen_image, z_image",
     ):
         text_inputs(find_architecture("tiny_ocr"), Other, Config())

@@ -70,7 +70,7 @@ def test_the_prompt_does_not_matter(clip_folder, head_file):
 def test_pickle_is_refused_with_the_conversion(clip_folder, tmp_path):
     path = tmp_path / "head.pth"
     torch.save(make_head().state_dict(), path)
-    with pytest.raises(ConfigError, match=r"is no .safetensors file.*weights_only=True"):
+    with pytest.raises(ConfigError, match=r"is not a .safetensors file.*weights_only=True"):
         Aesthetic(head=str(path), path=clip_folder)
 
 

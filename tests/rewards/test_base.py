@@ -166,7 +166,7 @@ def test_reward_that_knows_why_says_so(caplog):
         scores = np.where(images[:, 0, 0, 0] == 1, np.nan, 5.0)
         return RewardOutput(scores=scores, errors={1: "too dark to tell"})
 
-    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'prompt 1'\): too dark to tell; mend"):
+    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'prompt 1'\): too dark to tell; fix"):
         score_batch(unsure, IMAGES, PROMPTS)
     output, failed = score_batch(unsure, IMAGES, PROMPTS, on_error="drop_group")
     assert failed.tolist() == [False, True, False, False]

@@ -213,7 +213,7 @@ def test_key_is_neither_stored_nor_shown(serve, monkeypatch):
         ({"score_range": 10}, "score_range=10"),
         ({"score_range": [0, "a"]}, "score_range"),
         ({"template": " "}, "template=' '"),
-        ({"mode": "transcribe", "template": "Is it {target}?"}, "tells the model what it ought to read"),
+        ({"mode": "transcribe", "template": "Is it {target}?"}, "the words that the model should read"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"concurrency": 0}, "concurrency=0"),
         ({"base_url": "localhost"}, "must be an http"),

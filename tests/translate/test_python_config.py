@@ -81,9 +81,9 @@ def test_functions_without_arguments_are_configurations(file):
     [
         (
             "calls",
-            r"mine.py line 24: `secret\(\)` is no literal, and nothing here is executed; write its value",
+            r"mine.py line 24: `secret\(\)` is not a literal, and the file is not executed; write its value",
         ),
-        ("loops", r"mine.py line 28: `for i in .* is no assignment"),
+        ("loops", r"mine.py line 28: `for i in .* is not an assignment"),
         ("rum", "did you mean run"),
     ],
 )

@@ -68,11 +68,11 @@ def test_what_a_script_would_pass_on():
 
 
 def test_a_script_without_such_a_command():
-    with pytest.raises(ConfigError, match="no command in it runs python -m trainer.main"):
+    with pytest.raises(ConfigError, match="none of its commands runs python -m trainer.main"):
         read_command("bash other.sh a=1", "trainer.main")
 
 
 @pytest.mark.parametrize("text", ['a="b', "a='b", "a=$((1 + 2"])
 def test_an_open_quotation_is_refused(text):
-    with pytest.raises(ConfigError, match="a quotation is not closed"):
+    with pytest.raises(ConfigError, match="a quote is not closed"):
         words_of(text, {})

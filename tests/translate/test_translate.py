@@ -170,7 +170,7 @@ def test_rewards_by_name(omni):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.trainer_type=direct_preference", "is no policy gradient"),
+        ("algorithm.trainer_type=direct_preference", "is not policy_gradient"),
         (f"{OMNI}actor.diffusion_loss.loss_mode=diffusion_nft", "loss_mode=diffusion_nft has no equal here"),
         (f"{OMNI}rollout.pipeline.num_frames=81", "makes videos"),
         (f"{OMNI}model.path=Qwen/Qwen-Image-Edit", "of no family that flowcorr knows: sd3"),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
         (
             "RAY_ADDRESS",
             "ray://10.0.0.1:10001",
-            "ConfigError: the Ray cluster at 'ray://10.0.0.1:10001' cannot be used",
+            "ConfigError: the address 'ray://10.0.0.1:10001' is one of Ray's client",
         ),
     ],
 )

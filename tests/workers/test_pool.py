@@ -149,8 +149,8 @@ def test_any_other_error_costs_the_worker_its_place(pool, events):
 
 def test_workers_that_cannot_start_say_why(tmp_path):
     flag = tmp_path / "flag"
-    flag.write_text("model.path='nowhere' is no pipeline")
-    with pytest.raises(ConfigError, match="^model.path='nowhere' is no pipeline$"):
+    flag.write_text("model.path='nowhere' is not a pipeline")
+    with pytest.raises(ConfigError, match="^model.path='nowhere' is not a pipeline$"):
         start(partial(Tasks, str(flag)), num_workers=1)
     with pytest.raises(BackendError, match="rollout worker 0 did not start: RuntimeError: no such model"):
         start(broken, num_workers=1)
@@ -242,7 +242,7 @@ def test_a_local_cluster_hands_out_no_gpus_that_ranks_train_on(monkeypatch):
     monkeypatch.setattr(Cluster, "local", True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(
-        ConfigError, match=r"num_gpus=1: .* from index 0 on, and 8 ranks train on these; .* RAY_ADDRESS"
+        ConfigError, match=r"num_gpus=1 would take the GPUs on which 8 ranks train, .* RAY_ADDRESS"
     ):
         start(resources={"num_gpus": 1})
     start(num_workers=1, resources={"num_cpus": 0.5}).close()

@@ -41,7 +41,7 @@ def audit_folder(folder: Path) -> AuditReport:
     gap = Gap.concatenate(parts)
     if not len(gap.delta):
         raise ConfigError(
-            f"{folder} holds no sample whose log-probs are all finite; flowcorr doctor tells why"
+            f"{folder} holds no sample whose log-probs are all finite; flowcorr doctor says why"
         )
     if bypass:
         notes.append("in bypass mode the gap is of the current policy, so it holds what was learned")

@@ -62,7 +62,9 @@ def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Gap:
         BackendError: the rollout has no step means, or a log-prob is not finite.
     """
     if rollout.means is None or rollout.stds is None:
-        raise BackendError("the rollout engine returns no step means, from which the audit has the exact KL")
+        raise BackendError(
+            "the rollout engine returns no step means, and the audit computes the exact KL from them"
+        )
     return _gap(actor.log_probs(rollout, with_means=True), rollout)
 
 
@@ -79,7 +81,7 @@ def _gap(scores: Scores, rollout: Rollout) -> Gap:
     assert rollout.stds is not None
     if not (scores.log_probs.isfinite() & rollout.log_probs.isfinite()).all():
         raise BackendError(
-            "log-probs of the rollout engine or the actor are not finite; flowcorr doctor tells which part is to blame"
+            "log-probs of the rollout engine or the actor are not finite; flowcorr doctor names the cause"
         )
     return Gap(
         log_probs=scores.log_probs.cpu(),

@@ -150,7 +150,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
     count = len(next(iter(conditioning.values())))
     if count < 2:
         raise BatchError(
-            f"{count} prompt cannot show whether prompts are told apart; examine at least 2 of them"
+            f"{count} prompt is too few to see whether the engine mixes prompts up; examine at least 2"
         )
     current, history = actor.weights.snapshot(), list(engine.history)
 

@@ -49,7 +49,7 @@ def _lines(name: str) -> Iterator[str]:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         hint = f": did you mean {', '.join(near)}?" if near else "."
         raise ConfigError(
-            f"{name!r} is no metric, configuration key or preset{hint} The tables are in "
+            f"{name!r} is not a metric, configuration key or preset{hint} The tables are in "
             "flowcorr/diagnostics/README.md, recipes/README.md and flowcorr/correction/README.md"
         )
 

@@ -153,9 +153,9 @@ def _check_gpus(asked: Mapping[str, Any]) -> None:
     for key in SEVERAL_GPUS:
         if ranks > 1 and isinstance(asked.get(key), int) and asked[key] > 1:
             raise ConfigError(
-                f"rollout.engine.{key}={asked[key]} takes several GPUs, and each of {ranks} ranks has an engine on its "
-                f"own: give engines GPUs of theirs with rollout.placement=ray rollout.worker_resources.num_gpus="
-                f"{asked[key]}, or leave the key out"
+                f"rollout.engine.{key}={asked[key]} needs several GPUs, but each of {ranks} ranks starts an engine on "
+                f"its own GPU: give each engine {asked[key]} GPUs with rollout.placement=ray "
+                f"rollout.worker_resources.num_gpus={asked[key]}, or leave the key out"
             )
 
 

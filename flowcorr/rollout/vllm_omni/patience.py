@@ -101,7 +101,7 @@ class PatientSender(Generic[Request, Answer]):
                 logger.warning(
                     "vllm-omni is alive, but has sent no answer for %.0f s; %d of %d are missing. It may have lost "
                     "them: their requests are sent again (attempt %d of %d), and the first answer counts. If this "
-                    "recurs, leave rollout.engine.distributed_executor_backend to flowcorr, whose own loses no answers",
+                    "recurs, leave out rollout.engine.distributed_executor_backend: flowcorr's own loses no answers",
                     silence, len(missing), len(requests), attempt, self._patience.attempts,
                 )  # fmt: skip
                 tasks |= self._sent(requests, missing)

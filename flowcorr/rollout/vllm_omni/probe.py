@@ -190,8 +190,8 @@ class MoveCheck:
         if not off <= 0.5 * moved + 2 * self._noise:
             scale = float(self._anchor.actor.norm())
             raise BackendError(
-                f"a sync that did not take effect: the actor's velocity moved by {moved / scale:.2e} of itself, the "
-                f"engine's by {float(engine.norm()) / scale:.2e}, and the two moves differ by {off / scale:.2e}; the "
+                f"a sync that did not take effect: the actor's velocity changed by {moved / scale:.2e} (relative), the "
+                f"engine's by {float(engine.norm()) / scale:.2e}, and the two changes differ by {off / scale:.2e}; the "
                 "engine still samples with other weights: try rollout.engine.weight_sync=merged, or lora_path"
             )
         if moved > 4 * self._noise:
