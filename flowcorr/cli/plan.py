@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from flowcorr.plan.answers import Plan
 
 HELP = """\
-Say what a run will need before a GPU is rented: memory, time, and what fits. Nothing is loaded but configurations, so
-this takes seconds, needs no GPU, and reads no weights. flowcorr's own actor runs on a device that computes nothing and
-counts everything, with two and three blocks of each kind of the transformer; the other blocks follow exactly.
+Predict the memory and time of a run, and whether it fits a GPU. This takes seconds and needs neither a GPU nor
+weights. flowcorr's actor runs on a fake device, which counts operations without computing them. It measures
+transformers with two and three blocks of each kind, and extrapolates to the real number of blocks.
 
 examples:
   flowcorr plan sd35_medium_ocr_lora
@@ -23,17 +23,17 @@ examples:
   flowcorr plan flux_dev_pickscore_lora --gpu memory=48,bandwidth=864,bf16=362 --ranks 4
   flowcorr plan my_recipe.yaml model.path=/models/my_pipeline --json | jq -r '.answers[]'
 
-How to read it; GB are 1e9 bytes, and an 80 GB H100 has 85:
-  peak       most memory of one process on its GPU in this phase, weights and optimizer included
+How to read it; a GB is 1e9 bytes, and an 80 GB H100 has 85:
+  peak       peak memory of one process on its GPU in this phase, including weights and optimizer
   TFLOP, TB  arithmetic and memory traffic of one rank in one step
   time       predicted from the GPU's data sheet at the utilisation below the table, with a range of 25 percent
-What fits has 13 percent to spare: 5 for the prediction, 8 for fragmentation and what CUDA itself takes. The engine is
-vllm-omni in processes of its own; reward models on a CPU and rewards over HTTP have no prediction.
+A run fits if 13 percent are left over: 5 for the prediction's error, 8 for fragmentation and CUDA's own memory. The
+engine is vllm-omni in its own processes. Reward models on a CPU and rewards over HTTP are not predicted.
 
-Models: what recipes name is known. Others come from a local folder, or from the hub, of which only the config.json
-files are read. torch.compile and group offload are not predicted: both can only need less than this says.
+The models of the shipped recipes are known. The configuration files of others are read from a local folder or the
+hub. torch.compile and group offload are not predicted; they can only lower the numbers.
 """
-_WIDTH = 110  # where there is no terminal to ask
+_WIDTH = 110  # columns, if the output is not a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print a row a phase, what the numbers hold for, and the answers."""
+    """Print one row for each phase, the assumed utilisation, and the answers."""
     from flowcorr.plan.answers import BEFORE_TRAINING, TIME_TOLERANCE, gigabytes, summary
 
     console = console or Console(highlight=False)

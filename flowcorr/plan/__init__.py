@@ -1,1 +1,1 @@
-"""Memory and time of a run, computed before anything is loaded, and whether it fits on a GPU."""
+"""Predicts the memory and time of a run, and whether it fits on a GPU, without loading a model."""

@@ -1,4 +1,4 @@
-"""A plan, and the sentences that answer a user's questions by it."""
+"""A plan, and the sentences that sum it up: whether it fits, and what would."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from flowcorr.plan.devices import Gpu, Utilisation
 
 MEMORY_TOLERANCE, FRAGMENTATION, TIME_TOLERANCE = 0.05, 0.08, 0.25
 MARGIN = 1 + MEMORY_TOLERANCE + FRAGMENTATION
-"""A peak times this has to fit: the prediction's error, fragmentation and what CUDA itself takes."""
+"""A peak times this must fit the GPU. It covers the prediction's error, fragmentation and CUDA's own memory."""
 BEFORE_TRAINING = ("load", "encode prompts")
 _BEFORE_ENGINE = ("load", "encode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One part of a run, of one rank.
+    """One phase of a run, on one rank.
 
     Attributes:
-        name: how it is called.
-        where: the process whose GPU does it, or the host's CPU.
-        peak: most bytes of that process on its GPU; None on the host.
+        name: its name in the table.
+        where: the process whose GPU computes it, or the host's CPU.
+        peak: peak bytes of that process on its GPU; None on the host.
         flops, moved: floating point operations, and bytes of memory traffic.
-        seconds: predicted; None where nothing is known, 0 where nothing is done.
+        seconds: the predicted time; None if it cannot be predicted.
     """
 
     name: str
@@ -37,18 +37,18 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Most bytes on a GPU, by phase.
+    """Peak bytes on a GPU, by phase.
 
     Attributes:
-        load, encode: of the trainer before the first step, with text encoders.
-        idle: of the trainer between two phases.
-        sample, decode: of a trainer that samples itself.
-        reward, recompute, update, sync: of the trainer.
-        update_without_samples: what the update needs besides its forward and backward passes.
-        update_a_sample: what these need for each sample of a micro-batch.
-        engine: of an engine in a process of its own; 0 without one.
-        engine_sleeps: whether that frees its memory while the trainer computes.
-        may_share: whether trainer and engine are on one machine, and so on one GPU if there is only one.
+        load, encode: the trainer before the first step, with text encoders.
+        idle: the trainer between two phases.
+        sample, decode: a trainer that samples by itself.
+        reward, recompute, update, sync: the trainer.
+        update_without_samples: the update without its forward and backward passes.
+        update_a_sample: these passes, for each sample of a micro-batch.
+        engine: a rollout engine in its own process; 0 without one.
+        engine_sleeps: whether the engine frees its memory while the trainer computes.
+        may_share: whether trainer and engine run on one machine, and so may share a GPU.
     """
 
     load: float
@@ -68,7 +68,7 @@ class Memory:
 
     @property
     def by_phase(self) -> dict[str, float]:
-        """Peaks of the trainer."""
+        """Peak bytes of the trainer by phase."""
         names = ["load", "encode", "reward", "recompute", "update", "sync"]
         if not self.engine:
             names += ["sample", "decode"]
@@ -80,7 +80,7 @@ class Memory:
 
     @property
     def shared(self) -> float:
-        """The peak of a GPU that trainer and engine share."""
+        """Peak bytes of a GPU that trainer and engine share."""
         if self.engine_sleeps:
             return max(self.trainer, self.idle + self.engine)
         beside = max(peak for name, peak in self.by_phase.items() if name not in _BEFORE_ENGINE)
@@ -94,15 +94,15 @@ class Plan:
     Attributes:
         title: the recipe, with its overrides.
         gpu: the device of each rank.
-        utilisation: the share of its numbers that is reached.
+        utilisation: the shares of the device's peak speeds that a run reaches.
         ranks: training ranks.
-        images: images a step, of one rank.
-        phases: in their order.
+        images: images of one rank in one step.
+        phases: in the order of a run.
         memory: peaks of both processes.
-        micro_batch: samples of a forward pass of the update.
-        mini_batch: samples of an optimizer step.
+        micro_batch: samples in one forward pass of the update.
+        mini_batch: samples of one optimizer step.
         bypass: whether the run is in bypass mode.
-        ways_to_share: overrides that need less where trainer and engine share a GPU, and the peak with them.
+        ways_to_share: overrides that save memory on a shared GPU, with the peak under each.
     """
 
     title: str
@@ -118,7 +118,7 @@ class Plan:
     ways_to_share: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, *names: str) -> float:
-        """Predicted seconds of the phases of these names in a step; of all if there is none."""
+        """Predicted seconds in one step of the phases with these names, or of all phases without names."""
         chosen = [
             phase
             for phase in self.phases
@@ -127,25 +127,25 @@ class Plan:
         return sum(phase.seconds or 0.0 for phase in chosen)
 
     def fits(self, peak: float) -> bool:
-        """Whether so many bytes fit, with the margin."""
+        """Whether `peak` bytes fit the GPU with the margin."""
         return peak * MARGIN <= self.gpu.memory
 
     def largest_micro_batch(self, beside: float = 0.0) -> int:
-        """The largest `actor.micro_batch_size` that fits beside so many other bytes; 0 if none does."""
+        """The largest `actor.micro_batch_size` that fits beside `beside` other bytes; 0 if none does."""
         room = self.gpu.memory / MARGIN - beside - self.memory.update_without_samples
         return max(0, min(int(room / self.memory.update_a_sample), self.mini_batch))
 
     @property
     def fitting(self) -> bool:
-        """Whether the run fits as it is configured, with a GPU of its own for the engine."""
+        """Whether the run fits as configured, if the engine has its own GPU."""
         return self.fits(self.memory.trainer) and self.fits(self.memory.engine)
 
     def answers(self) -> tuple[str, ...]:
-        """Whether it fits, which micro-batch does, whether a GPU can be shared, what bypass mode saves."""
+        """Sentences: whether it fits, which micro-batch fits, whether a GPU can be shared, what bypass mode saves."""
         return (self._fit(), self._micro_batch(), *self._sharing(), self._bypass())
 
     def to_mapping(self) -> dict[str, Any]:
-        """The plan as JSON has it."""
+        """The plan for JSON."""
         return {
             **asdict(self),
             "tolerance": {"memory": MEMORY_TOLERANCE, "fragmentation": FRAGMENTATION, "time": TIME_TOLERANCE},
@@ -183,7 +183,7 @@ class Plan:
     def _sharing(self) -> tuple[str, ...]:
         memory = self.memory
         if not memory.engine:
-            return ("The trainer samples itself: no engine beside it.",)
+            return ("The trainer samples by itself, so no engine needs memory.",)
         engine = f"the engine {gigabytes(memory.engine)}"
         if not memory.may_share:
             return (f"The engine has GPUs of its own, and needs {gigabytes(memory.engine)} on each.",)
@@ -197,7 +197,7 @@ class Plan:
         )
         if room and self.fits(max(others, memory.idle + memory.engine - beside) + beside):
             return (f"{start}; with actor.micro_batch_size={room} they can.",)
-        another = "an engine takes another GPU by itself where the run sees one"
+        another = "if the run sees another GPU, the engine takes that one"
         for overrides, peak in self.ways_to_share.items():
             if self.fits(peak):
                 return (f"{start}; {another}, and with {overrides} they need {gigabytes(peak)} and can.",)
@@ -225,10 +225,10 @@ def summary(plan: Plan) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """Bytes for a reader; GB = 1e9 bytes."""
+    """`size` bytes as text; 1 GB is 1e9 bytes."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a reader."""
+    """`seconds` as text."""
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -1,4 +1,4 @@
-"""Whether a run fits the GPU of this machine, asked before anything is loaded."""
+"""Checks that a run fits the GPU of this machine, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from flowcorr.rollout.vllm_omni.options import num_gpus
 logger = logging.getLogger(__name__)
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_SPEED = "bandwidth=1000,bf16=100"  # only the memory is asked for
+_SPEED = "bandwidth=1000,bf16=100"  # any values: only the memory is used
 
 
 def check_this_gpu(recipe: str, overrides: Sequence[str], config: Config) -> None:
-    """Check that a run fits the GPU that it is about to use, on the main one of several ranks.
+    """Check that a run fits the GPU that it will use; with several ranks, only the main rank checks.
 
     Args:
-        recipe: as the command line names it.
-        overrides: of the recipe.
-        config: both, loaded.
+        recipe: the recipe, as on the command line.
+        overrides: its overrides.
+        config: the configuration of both.
 
     Raises:
-        ConfigError: it cannot fit; the message says what would.
+        ConfigError: the run cannot fit; the message says what would fit.
 
     Warns:
-        UserWarning: it fits without the margin that is needed for fragmentation.
+        UserWarning: the run fits, but without the margin for fragmentation.
     """
     if config.model.path in EMBEDDED or os.environ.get("RANK", "0") != "0":
         return
@@ -58,9 +58,9 @@ def check_this_gpu(recipe: str, overrides: Sequence[str], config: Config) -> Non
 
 
 def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: int, shared: bool) -> None:
-    """Check that a run fits into `memory` bytes, which the rollout engine takes from too if it is `shared`.
+    """Check that a run fits into `memory` bytes, with the rollout engine on the same GPU if `shared`.
 
-    `flowcorr plan` runs in a process of its own: a fake device stays registered in the process that made it.
+    `flowcorr plan` runs in a new process, because torch cannot unregister a fake device.
 
     Raises:
         ConfigError: see `check_this_gpu`.
@@ -77,14 +77,16 @@ def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: in
     )
     if outcome.returncode:
         lines = outcome.stderr.strip().splitlines()
-        logger.warning("how much memory the run needs is not known: %s", lines[-1] if lines else "no answer")
+        logger.warning(
+            "the memory that the run needs could not be predicted: %s", lines[-1] if lines else "no answer"
+        )
         return
     plan = json.loads(outcome.stdout)
     crowded = shared and plan["shared_peak"] is not None
     if plan["shared_fits" if crowded else "fits"]:
         return
     peak = plan["shared_peak"] if crowded else max(plan["trainer_peak"], plan["memory"]["engine"])
-    advice = f"{' '.join(plan['answers'])} `flowcorr plan {recipe}` says what needs it"
+    advice = f"{' '.join(plan['answers'])} `flowcorr plan {recipe}` shows the phases"
     if peak * (1 - MEMORY_TOLERANCE) > memory:
         raise ConfigError(
             f"the run needs {gigabytes(peak)} of GPU memory, and there are {gigabytes(memory)}. {advice}"

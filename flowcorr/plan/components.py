@@ -1,4 +1,4 @@
-"""What surrounds the transformer, on the fake device: text encoders, the VAE, and rewards that are models."""
+"""Measures the models beside the transformer on the fake device: text encoders, VAE and reward models."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from flowcorr.rollout.sampler import decode, decoded_together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """A frozen model: the bytes of its weights, and the work of `batch` items at a time."""
+    """A frozen model: bytes of its weights, and its work on a batch of `batch` items."""
 
     weights: float
     work: Work
     batch: int
 
     def scaled(self, items: float) -> Work:
-        """The work of so many items, of which one batch at a time is in memory."""
+        """The work on `items` items, one batch at a time."""
         return self.work.times(items / self.batch)
 
 
 def measure_text_encoders(
     config: Config, architecture: Architecture, inputs: TextInputs, device: FakeDevice, *, prompts: int
 ) -> Component:
-    """All text encoders, which read `prompts` prompts at a time one after the other."""
+    """All text encoders, one after the other, on `prompts` prompts at a time."""
     dtype = DTYPES[config.model.dtype]
     batch = prompts * (2 if inputs.negative else 1)
     work = Work(peaks={}, flops=0, moved=0, busy=0, kernels=0)
@@ -60,9 +60,9 @@ def measure_text_encoders(
 def measure_decoder(
     config: Config, architecture: Architecture, device: FakeDevice, *, images: int
 ) -> Component:
-    """The VAE, which decodes at most `images` images at a time, as the rollout's own loop does."""
+    """The VAE, decoding at most `images` images at a time, as sampling does."""
     with device:
-        # The transformer is only asked for its configuration: one block of each kind will do.
+        # Only the transformer's configuration is used, so one block of each kind is enough.
         shallow = architecture.with_depths(dict.fromkeys(architecture.depths, 1))
         dtype = DTYPES[config.rollout.dtype]
         family = build_family(shallow, config.model, device, dtype=dtype, adapted=False)
@@ -76,7 +76,7 @@ def measure_decoder(
 
 
 def measure_clip(term: RewardTerm, device: FakeDevice) -> Component | None:
-    """The CLIP model of a reward, which embeds a batch of images; None for a reward without one on the GPU."""
+    """The CLIP model of a reward, on a batch of images; None if the reward has none on the GPU."""
     if term.name not in _ON_CLIP:
         return None
     defaults = {entry.name: entry.default for entry in fields(_ON_CLIP[term.name])}

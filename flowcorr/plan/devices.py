@@ -1,4 +1,4 @@
-"""Graphics cards: what their memory holds, how fast they compute, and how much of that a training step reaches."""
+"""GPUs: their memory, their peak speeds, and the share of these speeds that a training step reaches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flowcorr.errors import ConfigError, unknown_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A device by its data sheet.
+    """A GPU as in its data sheet.
 
     Attributes:
-        name: how reports call it.
+        name: its name in reports.
         memory: bytes, as `torch.cuda.get_device_properties` reports them.
-        bandwidth: bytes a second.
-        bf16: dense FLOP a second in bfloat16 and float16.
-        float32: FLOP a second in float32, without TF32.
+        bandwidth: bytes per second.
+        bf16: dense FLOP per second in bfloat16 and float16.
+        float32: FLOP per second in float32, without TF32.
     """
 
     name: str
@@ -27,11 +27,11 @@ class Gpu:
     float32: float
 
 
-def _row(name: str, gigabytes: float, gigabytes_a_second: float, bf16: float, float32: float) -> Gpu:
+def _gpu(name: str, gigabytes: float, gigabytes_per_second: float, bf16: float, float32: float) -> Gpu:
     return Gpu(
         name=name,
         memory=gigabytes * 1e9,
-        bandwidth=gigabytes_a_second * 1e9,
+        bandwidth=gigabytes_per_second * 1e9,
         bf16=bf16 * 1e12,
         float32=float32 * 1e12,
     )
@@ -40,30 +40,30 @@ def _row(name: str, gigabytes: float, gigabytes_a_second: float, bf16: float, fl
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _row("rtx4090-24gb", 25.2, 1008, 165, 82.6),
-        _row("l40s-48gb", 47.6, 864, 362, 91.6),
-        _row("a100-40gb", 42.3, 1555, 312, 19.5),
-        _row("a100-80gb", 85.0, 2039, 312, 19.5),
-        _row("h100-80gb", 85.0, 3350, 989, 67),
-        _row("h200-141gb", 150.1, 4800, 989, 67),
-        _row("b200-180gb", 191.4, 7700, 2250, 75),
+        _gpu("rtx4090-24gb", 25.2, 1008, 165, 82.6),
+        _gpu("l40s-48gb", 47.6, 864, 362, 91.6),
+        _gpu("a100-40gb", 42.3, 1555, 312, 19.5),
+        _gpu("a100-80gb", 85.0, 2039, 312, 19.5),
+        _gpu("h100-80gb", 85.0, 3350, 989, 67),
+        _gpu("h200-141gb", 150.1, 4800, 989, 67),
+        _gpu("b200-180gb", 191.4, 7700, 2250, 75),
     )
 }
-"""NVIDIA's data sheets, SXM boards; memory is what torch reports, which is less than the chips hold."""
+"""From NVIDIA's data sheets of SXM boards. Memory is as torch reports it, a little less than on the data sheet."""
 
 CUSTOM = "memory=48,bandwidth=864,bf16=362,float32=91.6"
-"""A device by numbers: GB (1e9 bytes), GB/s and dense TFLOP/s."""
+"""An example of a GPU given by numbers: GB (1e9 bytes), GB/s and dense TFLOP/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Utilisation:
-    """The share of a data sheet's numbers that each kind of work reaches, from measurements on an H100.
+    """The share of the data sheet's speed that each kind of work reaches, from measurements on an H100.
 
     Attributes:
-        matmul: of the dense peak of the dtype, by matrix products and convolutions.
-        attention: likewise, by flash attention; `attention_backward` by its backward pass.
-        masked_attention: likewise, by memory-efficient attention, which masks and float32 need.
-        bandwidth: of the memory's bandwidth, by everything that is limited by it.
+        matmul: matrix products and convolutions, of the dtype's dense peak.
+        attention, attention_backward: flash attention and its backward pass, of the same peak.
+        masked_attention, masked_attention_backward: memory-efficient attention, used with masks and in float32.
+        bandwidth: operations limited by memory, of its bandwidth.
         launch: seconds that the host needs to launch one kernel.
     """
 
@@ -77,18 +77,18 @@ class Utilisation:
 
 
 def find_gpu(text: str) -> Gpu:
-    """The device of `GPUS` called `text`, or one by numbers as in `CUSTOM`; `float32` may be left out.
+    """The GPU of this name, or one given by numbers as in `CUSTOM`; `float32` may be left out.
 
     Raises:
-        ConfigError: neither a name nor numbers.
+        ConfigError: `text` is neither a known name nor numbers.
     """
     if "=" not in text:
         if text not in GPUS:
             message = unknown_choice("--gpu", text, GPUS)
-            raise ConfigError(f"{message}; or describe any other device by numbers: --gpu {CUSTOM}")
+            raise ConfigError(f"{message}; or describe another GPU by numbers: --gpu {CUSTOM}")
         return GPUS[text]
     values = _numbers(text)
-    return _row(
+    return _gpu(
         text,
         values["memory"],
         values["bandwidth"],
@@ -111,6 +111,6 @@ def _numbers(text: str) -> Mapping[str, float]:
     if missing or odd or min(values.values()) <= 0:
         raise ConfigError(
             f"--gpu {text!r} needs positive numbers for memory (GB), bandwidth (GB/s) and bf16 (dense TFLOP/s), and "
-            f"may have float32; write --gpu {CUSTOM}"
+            f"optionally float32; write --gpu {CUSTOM}"
         )
     return values

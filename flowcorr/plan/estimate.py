@@ -1,4 +1,4 @@
-"""From a configuration to a plan: what each phase of a run needs."""
+"""Makes a plan from a configuration: memory and time of each phase of a run."""
 
 from __future__ import annotations
 
@@ -24,25 +24,29 @@ from flowcorr.rewards.combine import ON_CLIP
 from flowcorr.rollout.vllm_omni.options import WITHOUT_QUANTIZATION
 
 HOST_BANDWIDTH = 25e9
-"""Bytes a second between a device and the host, by PCIe."""
+"""Bytes per second between a GPU and the host, over PCIe."""
 OCR_SECONDS = 0.55
-"""CPU seconds of OCR with text detection, an image."""
+"""CPU seconds per image of OCR with text detection."""
 OVERLAPPING = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "http", "vlm_judge")
-"""Rewards that `reward.placement: auto` computes in a thread."""
+"""Rewards that `reward.placement: auto` computes in a thread, beside sampling."""
 QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
-"""Bytes of a weight that vllm-omni has quantized."""
+"""Bytes per weight, by vllm-omni's quantization."""
 NOTHING = Work(peaks={}, flops=0, moved=0, busy=0, kernels=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """All that is measured for a run, of one rank.
+    """The measurements for one rank of a run.
 
     Attributes:
-        config: with the prompts of one rank.
-        prompts: of the whole data set.
+        config: the configuration, with the prompts of one rank.
+        training: the transformer's training.
+        text: the text encoders.
+        decoder: the VAE's decoder.
+        rewards: the rewards that are models on the GPU.
+        prompts: number of prompts of the whole data set.
         quantizable: whether vllm-omni can quantize the transformer.
-        text_fits: whether all prompts are encoded before training; else each step encodes its own.
+        text_fits: whether all prompts are encoded before training; otherwise each step encodes its own.
     """
 
     config: Config
@@ -81,7 +85,7 @@ class _Measured:
 
     @property
     def own_engine(self) -> bool:
-        """Whether the rollout engine is a process of its own."""
+        """Whether the rollout engine runs in its own process."""
         return self.config.rollout.name == "vllm_omni" or self.config.rollout.placement == "ray"
 
     @property
@@ -91,7 +95,7 @@ class _Measured:
 
     @property
     def resident(self) -> float:
-        """Bytes that the trainer holds at all times once it has taken an optimizer step."""
+        """Bytes that the trainer holds at all times after its first optimizer step."""
         config, training = self.config, self.training
         adapted = config.model.lora.rank > 0
         trained = training.gradients
@@ -110,7 +114,7 @@ class _Measured:
 
     @property
     def engine_weights(self) -> float:
-        """Bytes of the transformer as the engine has it."""
+        """Bytes of the engine's transformer."""
         rollout = self.config.rollout
         options = rollout.engine
         quantized = options.get("quantization") or options.get("quantization_config")
@@ -121,14 +125,14 @@ class _Measured:
 
     @property
     def engine_adapter(self) -> float:
-        """Bytes of the adapter as the engine has it."""
+        """Bytes of the engine's adapter."""
         config = self.config
         numbers = self.training.adapter / DTYPES[config.model.lora.dtype].itemsize
         return numbers * DTYPES[config.rollout.dtype].itemsize
 
     @property
     def sampling(self) -> Work:
-        """All denoising steps of all images, from the recompute pass: the same forward passes without gradients."""
+        """All denoising steps of all images, scaled from the recompute pass, which runs the same forward passes."""
         config, recompute = self.config, self.training.recompute
         steps = config.sampling.sde_window_size
         rows = config.rollout.batch_size or self.images
@@ -160,17 +164,17 @@ def make_plan(
     title: str = "",
     utilisation: Utilisation = Utilisation(),  # noqa: B008
 ) -> Plan:
-    """Plan a run from its configuration; nothing is loaded but configurations and prompts.
+    """Plan a run from its configuration. Only configurations and prompts are loaded.
 
     Args:
         config: the run's configuration.
         gpu: the device of each rank.
         ranks: training ranks that share a step's prompts.
         title: the recipe, with its overrides.
-        utilisation: the share of the device's numbers that is reached.
+        utilisation: the shares of the device's peak speeds that the run reaches.
 
     Raises:
-        ConfigError: the model's configurations, or the prompts, cannot be read; or weights are sharded over ranks.
+        ConfigError: the model's configurations or the prompts cannot be read, or weights are sharded over ranks.
     """
     if config.actor.fsdp and ranks > 1:
         raise ConfigError(
@@ -195,7 +199,7 @@ def make_plan(
 
 
 def _ways_to_share(measured: _Measured, memory: Memory) -> dict[str, float]:
-    """Overrides by which trainer and engine need less of a GPU that they share, and the peak with them."""
+    """Overrides that save memory on a GPU shared by trainer and engine, with the peak under each."""
     if not memory.may_share:
         return {}
     config = measured.config
@@ -268,7 +272,7 @@ def _memory(measured: _Measured) -> Memory:
 
 
 def _merged(measured: _Measured) -> float:
-    """Bytes of the largest weight, merged in float32 and rounded, where the engine gets whole weights."""
+    """Bytes of merging the largest weight in float32, for an engine that gets whole weights; otherwise 0."""
     config = measured.config
     asked = config.rollout.engine.get("weight_sync")
     if not measured.own_engine or (config.model.lora.rank and asked != "merged"):
@@ -331,7 +335,7 @@ def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilis
 
 
 def _host_rewards(measured: _Measured, ranks: int, *, beside: float) -> list[Phase]:
-    """Rewards on the host, with the seconds that are not spent `beside` other work."""
+    """Phases of the rewards on the host; `beside` are the seconds of other work that they overlap with."""
     config = measured.config.reward
     overlaps = all(term.name in OVERLAPPING for term in (*config.terms, *config.gold))
     if not (config.placement == "thread" or (config.placement == "auto" and overlaps)):

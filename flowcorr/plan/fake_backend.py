@@ -1,6 +1,6 @@
-"""The fake device's registration with torch: its name, and the functions that torch calls of a device's module.
+"""Registers the fake device with torch: its name, and the functions that torch calls in a device's module.
 
-The name and its backend stay registered in the process. Outside of `available` they say that there is no such device.
+torch cannot unregister a device. Outside of `available` the device reports that it does not exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STATE = {"registered": False, "available": False}
 
 @contextlib.contextmanager
 def available() -> Iterator[None]:
-    """Let the device be there."""
+    """Report the device as available during the block."""
     _STATE["available"] = True
     try:
         yield
@@ -31,7 +31,7 @@ def available() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lifting_on_cpu_only() -> Iterator[None]:
-    """Let `torch.tensor(..., device=DEVICE)` make a CPU tensor and copy it, where torch would allocate for real."""
+    """Let `torch.tensor(..., device=DEVICE)` copy from a CPU tensor, where torch would allocate device memory."""
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
@@ -44,7 +44,7 @@ def register() -> None:
     """Register the device with torch, once in a process.
 
     Raises:
-        BackendError: this torch has no devices that Python implements.
+        BackendError: this version of torch does not support devices implemented in Python.
     """
     if _STATE["registered"]:
         return
@@ -52,7 +52,7 @@ def register() -> None:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
     except ImportError:
         raise BackendError(
-            f"flowcorr plan needs a torch that lets Python implement a device; {torch.__version__} does not: "
+            f"flowcorr plan needs a newer torch than {torch.__version__}, which cannot run devices written in Python: "
             "pip install -U torch"
         ) from None
 
@@ -71,7 +71,7 @@ def register() -> None:
 
 
 class _Backend:
-    """What torch asks of a device's module."""
+    """The functions that torch calls in a device's module."""
 
     @staticmethod
     def is_initialized() -> bool:
@@ -121,5 +121,5 @@ class _Backend:
 
 
 def without_device() -> contextlib.AbstractContextManager[Any]:
-    """Leave the fake device for a while, as to build a module on torch's `meta` device."""
+    """Leave the fake device during the block, for example to build a module on torch's `meta` device."""
     return _disable_current_modes()

@@ -1,8 +1,8 @@
-"""A device that computes nothing: tensors on it have a shape and a dtype, and every operation is counted.
+"""A device that computes nothing and counts every operation; its tensors have only a shape and a dtype.
 
-torch calls a device that Python implements `PrivateUse1`; here it is named `fakegpu`. Tensors are `FakeTensor`s, so a
-model of any size fits into the memory of a laptop. Code under `FakeDevice` runs unchanged, forwards and backwards, and
-fails where a CPU tensor meets a device tensor.
+It is a `PrivateUse1` device of torch with the name `fakegpu`. Its tensors are `FakeTensor`s, so a model of any size
+fits into the memory of a laptop. Code under `FakeDevice` runs unchanged, forward and backward. As on a GPU, an
+operation on a CPU tensor and a device tensor fails.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _DATA_DEPENDENT = frozenset({"nonzero", "_unique2", "unique_dim", "unique_consec
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Section:
-    """What happened between the beginning and the end of a part of the program.
+    """Counts of one part of the program.
 
     Attributes:
-        before, after: bytes allocated then.
-        peaks: most bytes allocated at once, by the stage that `FakeDevice.enter_stage` has named.
+        before, after: bytes allocated at its beginning and end.
+        peaks: peak bytes allocated, by the stage named with `FakeDevice.enter_stage`.
         flops: floating point operations of matrix products, convolutions and attention.
-        moved: bytes that all operations read and wrote.
-        busy: seconds of the device, each operation limited by arithmetic or by bandwidth.
+        moved: bytes read and written by all operations.
+        busy: seconds of the device; each operation is limited by arithmetic or by bandwidth.
         kernels: operations launched.
         host_reads: values that the host waited for, by kind and place in the source.
-        uploads: copies from the host, by place; for one from memory that is not pinned, the host waits on CUDA too.
-        promotions: bytes that operations on floating-point tensors of different dtypes wrote, by kind and place.
+        uploads: copies from the host, by place. On CUDA the host also waits for a copy from memory that is not pinned.
+        promotions: bytes written by operations on floating-point tensors of different dtypes, by kind and place.
     """
 
     before: int = 0
@@ -78,14 +78,14 @@ class Section:
 
 
 class FakeDevice:
-    """A context in which `fakegpu` is available, and counts.
+    """A context in which `fakegpu` is available and counts operations.
 
-    Values that the host reads cannot be known. It gets `True` for a bool and 1 for a number; a mask selects everything
-    and its negation `~mask` nothing; all values are alike to `unique`.
+    The values of its tensors are unknown. Where the host reads one, it gets `True` for a bool and 1 for a number. A
+    mask selects everything, its negation `~mask` selects nothing, and `unique` finds one value.
 
     Args:
-        gpu: whose speed `Section.busy` is predicted for.
-        utilisation: the share of it that is reached.
+        gpu: the GPU whose time `Section.busy` predicts.
+        utilisation: the shares of its peak speeds that are reached.
     """
 
     def __init__(self, gpu: Gpu, utilisation: Utilisation = Utilisation()) -> None:  # noqa: B008
@@ -113,7 +113,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def section(self) -> Iterator[Section]:
-        """Count what the body does; sections may be nested."""
+        """Count the operations of the body; sections may be nested."""
         section = Section()
         self.begin(section)
         try:
@@ -131,16 +131,16 @@ class FakeDevice:
         self._sections.remove(section)
 
     def enter_stage(self, name: str) -> None:
-        """Note peaks under this name from now on."""
+        """Record peaks under this name from now on."""
         self._stage = name
         self._note_peak()
 
     def place(self, module: nn.Module, dtype: torch.dtype | None = None) -> None:
-        """Put a module's parameters and buffers on the device, empty, in place of those that it has.
+        """Replace a module's parameters and buffers by empty ones on the device.
 
         Args:
-            module: with tensors on any device, such as `meta`.
-            dtype: of floating-point tensors; None keeps theirs.
+            module: a module on any device, such as `meta`.
+            dtype: the dtype of its floating-point tensors; None keeps theirs.
         """
 
         def placed(tensor: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class FakeDevice:
 
 
 class _Counting(TorchDispatchMode):
-    """Counts what each operation does to the device, and answers what depends on values."""
+    """Counts each operation, and makes up results that depend on values."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class _Counting(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name == "device":  # of a fake tensor; torch asks for it all the time
+        if name == "device":  # a query of torch, not an operation
             return func(*args, **kwargs)
         inputs = _tensors((args, tuple(kwargs.values())))
         on_device = [tensor for tensor in inputs if tensor.device.type == DEVICE]
@@ -221,7 +221,7 @@ class _Counting(TorchDispatchMode):
                 args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
                 inputs = _tensors((args, tuple(kwargs.values())))
             for tensor in inputs:
-                tensor.constant = None  # torch would compute with it on the device, which has no code
+                tensor.constant = None  # with a constant, torch would compute on the device
         if name == "_local_scalar_dense":
             return self._number(func, args[0])
         if on_device and name in _DATA_DEPENDENT:
@@ -291,7 +291,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Any]:
-    """The tensors in arguments or results of an operation, which hold them alone or in sequences."""
+    """The tensors in an operation's arguments or results, also those in nested sequences."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -303,9 +303,9 @@ def _tensors(values: tuple[Any, ...]) -> list[Any]:
 
 @contextlib.contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Attention by the fused operators that CUDA has: flash attention, or memory-efficient attention with a mask.
+    """Compute attention by CUDA's fused operators: flash attention, or memory-efficient attention with a mask.
 
-    A `TorchFunctionMode` would do this as well, but activation checkpointing under one aborts the process.
+    A `TorchFunctionMode` would do the same, but activation checkpointing under one aborts the process.
     """
     functional = torch.nn.functional
     of_torch = functional.scaled_dot_product_attention
@@ -358,7 +358,7 @@ def _reached(name: str, utilisation: Utilisation) -> float:
 
 
 def _touched(tensor: Tensor) -> int:
-    """Bytes of a tensor that are in memory; what is expanded is there once."""
+    """Bytes of a tensor in memory; an expanded axis counts once."""
     count = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else 1

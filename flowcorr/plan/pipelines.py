@@ -1,4 +1,4 @@
-"""Pipelines from their configurations alone: shipped, in a local folder, or on the hub. No weights are read."""
+"""Builds pipelines from their configurations, without weights. The configurations are shipped, local or on the hub."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Architecture:
     """The configurations of a pipeline's components.
 
     Attributes:
-        path: the folder or hub name that they describe.
-        model_index: `model_index.json`: the classes of the pipeline and of its components.
-        configs: the configuration of each component by its name.
+        path: the pipeline's folder or hub name.
+        model_index: the content of `model_index.json`: the classes of the pipeline and its components.
+        configs: the configuration of each component, by its name.
     """
 
     path: str
@@ -36,7 +36,7 @@ class Architecture:
 
     @property
     def depths(self) -> dict[str, int]:
-        """How many blocks of each kind the transformer has, by the key of its configuration."""
+        """The number of blocks of each kind in the transformer, by the key of its configuration."""
         config = self.configs["transformer"]
         keys = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
         depths = {key: config[key] for key in keys if key in config}
@@ -46,7 +46,7 @@ class Architecture:
         return depths
 
     def with_depths(self, depths: Mapping[str, int]) -> Architecture:
-        """The same pipeline with as many blocks of each kind in its transformer."""
+        """The same pipeline with these numbers of blocks in its transformer."""
         changed: dict[str, Any] = dict(depths)
         if "dual_attention_layers" in depths:
             dual = depths["dual_attention_layers"]
@@ -60,10 +60,10 @@ class Architecture:
 
 
 def find_architecture(path: str) -> Architecture:
-    """The configurations of the model at `path`: of a folder, of a model that flowcorr knows, or of the hub.
+    """The configurations of the model at `path`: from a folder, shipped with flowcorr, or from the hub.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: no configuration is found.
     """
     location = Path(resolve_path(path))
     if location.is_dir():
@@ -74,7 +74,7 @@ def find_architecture(path: str) -> Architecture:
 
 
 def find_clip(path: str) -> Architecture:
-    """The configuration of the CLIP model at `path`, as a pipeline of one component, `model`."""
+    """The configuration of the CLIP model at `path`, as a pipeline with the one component `model`."""
     if not Path(path).is_dir() and (known := _shipped(path)):
         return known
     folder = Path(path) if Path(path).is_dir() else _download(path, ["config.json"])
@@ -88,10 +88,10 @@ def find_clip(path: str) -> Architecture:
 
 
 def family_class(architecture: Architecture, model: ModelConfig) -> type[ModelFamily]:
-    """The model family that `model.family` names, or that the pipeline's class belongs to.
+    """The model family named by `model.family`, or that of the pipeline's class.
 
     Raises:
-        ConfigError: it is not known.
+        ConfigError: the family is unknown.
     """
     if model.family != "auto":
         return resolve_family(model.family)
@@ -101,7 +101,7 @@ def family_class(architecture: Architecture, model: ModelConfig) -> type[ModelFa
             return family
     known = ", ".join(family.pipeline_class for family in FAMILIES.values())
     raise ConfigError(
-        f"model.path={model.path!r} is a {class_name}, and flowcorr plan knows {known}; set model.family"
+        f"model.path={model.path!r} is a {class_name}, but flowcorr plan knows only {known}; set model.family"
     )
 
 
@@ -112,13 +112,13 @@ def build_family(
 
     Args:
         architecture: see `find_architecture`.
-        model: names the family.
-        device: the fake device, entered.
-        dtype: of the weights.
-        adapted: whether the transformer gets an adapter; it is then put on the device as soon as it has it.
+        model: the section `model` of the configuration.
+        device: the fake device, inside its context.
+        dtype: the dtype of the weights.
+        adapted: whether the transformer gets an adapter; it is then put on the device by its `add_adapter`.
 
     Raises:
-        ConfigError: the family is not known.
+        ConfigError: the family is unknown.
     """
     import diffusers
 
@@ -156,7 +156,7 @@ def _new(architecture: Architecture, name: str) -> Any:
 
 
 def _place_with_adapter(transformer: Any, device: FakeDevice, dtype: torch.dtype) -> None:
-    """Put `transformer` on the device at the end of its `add_adapter`: peft cannot move an adapter there."""
+    """Make `add_adapter` put `transformer` on the device afterwards, because peft cannot add an adapter there."""
     add_adapter = transformer.add_adapter
 
     def add_and_place(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What each model family's text encoders read and its transformer gets, without encoding anything."""
+"""Sizes of each model family's text: tokens of its text encoders, and conditioning of its transformer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from flowcorr.models.prompt_cache import MULTIPLE
 from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.pipelines import Architecture
 
-_QWEN_TEMPLATE = 34  # tokens that QwenImagePipeline puts before a prompt, and drops again
-_KEPT_TEMPLATE = {"qwen_image": 5, "z_image": 8}  # tokens that stay around a prompt, of families with a mask
+_QWEN_TEMPLATE = 34  # tokens that QwenImagePipeline prepends to a prompt, and drops after encoding
+_KEPT_TEMPLATE = {"qwen_image": 5, "z_image": 8}  # tokens that these families add to each prompt and keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextInputs:
-    """Text of one prompt.
+    """Sizes of one prompt's text.
 
     Attributes:
-        tokens: how many tokens each text encoder reads, by the component's name.
-        conditioning: shape of each tensor for the transformer; what ends in `mask` is bool.
-        negative: whether the negative prompt is encoded too, and beside each prompt.
+        tokens: number of tokens that each text encoder reads, by the component's name.
+        conditioning: shape of each conditioning tensor; those whose name ends in `mask` are bool.
+        negative: whether each prompt comes with the encoded negative prompt.
     """
 
     tokens: Mapping[str, int]
@@ -35,7 +35,7 @@ class TextInputs:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The negative prompt's tensors included."""
+        """Shapes of all conditioning tensors, including the negative prompt's."""
         negative = {f"negative_{name}": shape for name, shape in self.conditioning.items()}
         return {**self.conditioning, **(negative if self.negative else {})}
 
@@ -47,21 +47,21 @@ class TextInputs:
         }
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one prompt's conditioning, the negative prompt's left out."""
+        """Bytes of one prompt's conditioning, without the negative prompt's."""
         shapes = self.conditioning.items()
         return sum(math.prod(shape) * _dtype(name, dtype).itemsize for name, shape in shapes)
 
 
 def with_longest_prompt(config: Config, family: type[ModelFamily], texts: Collection[str]) -> Config:
-    """The config with as many tokens of text as its longest prompt may have, where prompts are padded to that.
+    """The config with `model.max_sequence_length` lowered to the longest prompt, for families that pad to that.
 
-    A token is at least one byte, so the number of tokens is an upper bound.
+    A token is at least one byte, so the length in bytes bounds the number of tokens.
     """
     if family.name not in _KEPT_TEMPLATE:
         return config
     longest = max(len(text.encode()) for text in (*texts, config.sampling.negative_prompt))
     longest += _KEPT_TEMPLATE[family.name]
-    limit = _length(config, qwen_image.DEFAULT_MAX_SEQUENCE_LENGTH)  # z_image's too
+    limit = _length(config, qwen_image.DEFAULT_MAX_SEQUENCE_LENGTH)  # the same as z_image's
     length = min(limit, -(-longest // MULTIPLE) * MULTIPLE)
     return replace(config, model=replace(config.model, max_sequence_length=length))
 
@@ -70,7 +70,7 @@ def text_inputs(architecture: Architecture, family: type[ModelFamily], config: C
     """The text inputs of a run.
 
     Raises:
-        ConfigError: the family is not among those that this table knows.
+        ConfigError: the family is not in the table.
     """
     if family.name not in _TABLE:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""flowcorr's own actor on the fake device: everything of the plan that touches it is here."""
+"""Runs flowcorr's actor on the fake device and measures its training."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from flowcorr.plan.text_inputs import text_inputs
 from flowcorr.records import ActorBatch, Rollout
 
 SHALLOW, DEEP = 2, 3
-"""Blocks of a kind that are measured."""
+"""Numbers of blocks of a kind in the two measured transformers."""
 FEW = 4
-"""So many are not worth an extrapolation."""
+"""A transformer with at most so many blocks of a kind is measured with all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class Work:
     """Memory, FLOPs and time of one part of a step.
 
     Attributes:
-        peaks: most bytes above what was there when it began, by the kind of block that was computed then.
+        peaks: peak bytes above those at its beginning, by the kind of block that was computing.
         flops: floating point operations of matrix products, convolutions and attention.
         moved: bytes read and written.
-        busy: seconds of the device.
+        busy: seconds of the device, without launch overhead.
         kernels: operations launched.
     """
 
@@ -53,7 +53,7 @@ class Work:
 
     @classmethod
     def of(cls, section: Section, before: float | None = None) -> Work:
-        """What was counted in a section, with peaks above `before`."""
+        """The counts of a section, with peaks relative to `before`, by default its beginning."""
         before = section.before if before is None else before
         return cls(
             peaks={stage: peak - before for stage, peak in section.peaks.items()},
@@ -68,28 +68,28 @@ class Work:
         return max(self.peaks.values(), default=0.0)
 
     def times(self, count: float) -> Work:
-        """The same, so many times in turn: the peak stays."""
+        """This work `count` times in turn; the peak stays the same."""
         return replace(_plus(self, self, count - 1), peaks=self.peaks)
 
     def then(self, other: Work) -> Work:
-        """One after the other: the higher peak."""
+        """This work, then `other`; the peak is the higher one."""
         return replace(_plus(self, other, 1), peaks={"": max(self.peak, other.peak)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What training one transformer needs, in bytes and work.
+    """Bytes and work of training one transformer.
 
     Attributes:
-        transformer: weights without an adapter, and buffers.
-        largest: the largest of those weights.
-        adapter: weights of the adapter; 0 without one.
-        gradients: of the trained weights.
-        moments: the optimizer's state.
-        sample: one sample of the batch that the update gets.
-        recompute: old log-probs of one micro-batch.
-        backward: a micro-batch forwards and backwards; its peak lies above weights and moments, and holds gradients.
-        step: the optimizer's step; its peak lies above weights and moments too, and holds gradients.
+        transformer: bytes of the weights and buffers, without the adapter.
+        largest: bytes of the largest weight.
+        adapter: bytes of the adapter; 0 without one.
+        gradients: bytes of the gradients.
+        moments: bytes of the optimizer's state.
+        sample: bytes of one sample in the batch of an update.
+        recompute: recomputing the old log-probs of one micro-batch.
+        backward: forward and backward pass of one micro-batch; its peak includes gradients, not weights and moments.
+        step: the optimizer's step; its peak includes the same.
     """
 
     transformer: float
@@ -110,13 +110,14 @@ class Training:
 def measure_training(
     config: Config, architecture: Architecture, new_device: Callable[[], FakeDevice]
 ) -> Training:
-    """Measure transformers of a few blocks and extrapolate to the real depth, in which all numbers are linear.
+    """Measure transformers with few blocks and extrapolate linearly to the real depth.
 
-    A peak is linear only as long as it stays in one kind of block, so each kind has its own.
+    Everything is linear in the depth, except that the highest peak may move to another kind of block. So each kind
+    has its own peak.
 
     Args:
         config: the run's configuration, of one rank.
-        architecture: the pipeline.
+        architecture: the pipeline's configurations.
         new_device: makes a fake device.
     """
     full = architecture.depths
@@ -135,7 +136,7 @@ def measure_training(
 
 
 def measure_blocks(config: Config, architecture: Architecture, device: FakeDevice) -> Training:
-    """Measure all blocks of the transformer."""
+    """Measure a transformer as it is, with all its blocks."""
     config = one_optimizer_step(config)
     micro_batch = config.actor.micro_batch_size
     assert micro_batch is not None, "`one_optimizer_step` has set it"
@@ -171,7 +172,7 @@ def measure_blocks(config: Config, architecture: Architecture, device: FakeDevic
 def load_actor(
     config: Config, architecture: Architecture, device: FakeDevice
 ) -> tuple[ModelFamily, DiffusionActor]:
-    """The family and its actor."""
+    """The model family and its actor, whose blocks report their kind to `device`."""
     adapted = config.model.lora.rank > 0
     dtype = DTYPES[config.model.dtype]
     family = build_family(architecture, config.model, device, dtype=dtype, adapted=adapted)
@@ -182,12 +183,12 @@ def load_actor(
 
 
 def recompute_log_probs(actor: DiffusionActor, batch: ActorBatch) -> None:
-    """Old log-probs, as decoupled mode recomputes them."""
+    """Recompute the old log-probs, as decoupled mode does."""
     actor.log_probs(batch.rollout, with_means=needs_old_means(actor.config))
 
 
 def correct(actor: DiffusionActor, batch: ActorBatch) -> ActorBatch:
-    """The batch with old log-probs and weights, by the mode of its correction."""
+    """The batch after rollout correction in the configured mode."""
     correction, config = AutoMode.of(actor.config).correction, actor.config
     if correction is None:
         return batch
@@ -205,7 +206,7 @@ def update(actor: DiffusionActor, batch: ActorBatch) -> None:
 
 
 def rollout(config: Config, architecture: Architecture, family: ModelFamily, samples: int) -> Rollout:
-    """A rollout on the fake device, in the shapes that the config's engine returns."""
+    """A rollout on the fake device, with the shapes of the configured engine's."""
     sampling = config.sampling
     shape = family.latent_shape(sampling.height, sampling.width)
     steps = sampling.sde_window_size
@@ -232,7 +233,7 @@ def rollout(config: Config, architecture: Architecture, family: ModelFamily, sam
 
 
 def actor_batch(config: Config, architecture: Architecture, family: ModelFamily, samples: int) -> ActorBatch:
-    """A batch whose old log-probs are known."""
+    """A batch for the actor, with old log-probs."""
     sampled = rollout(config, architecture, family, samples)
     needs_means = needs_old_means(config)
     return ActorBatch(
@@ -244,7 +245,7 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
 
 
 def one_optimizer_step(config: Config) -> Config:
-    """A config whose update is one optimizer step on all samples, of as many in a forward pass as it says."""
+    """The config with an update of one optimizer step, and with `actor.micro_batch_size` set."""
     groups = -(-config.rollout.prompts_per_step // config.actor.mini_batches)
     micro_batch = min(config.actor.micro_batch_size or groups * config.rollout.n, groups * config.rollout.n)
     return replace(
@@ -252,7 +253,7 @@ def one_optimizer_step(config: Config) -> Config:
         actor=replace(
             config.actor, mini_batches=1, epochs=1, micro_batch_size=micro_batch, compile=False, fsdp=False
         ),
-        # An engine here with the actor's own weights: the actor then keeps no copy for it.
+        # An engine that shares the actor's weights, so that the actor keeps no copy for it.
         rollout=replace(
             config.rollout,
             name="in_process",
@@ -268,7 +269,7 @@ def one_optimizer_step(config: Config) -> Config:
 
 @contextlib.contextmanager
 def _split_at_optimizer(device: FakeDevice) -> Iterator[tuple[Section, Section]]:
-    """Sections up to `optimizer.step()`, and within it."""
+    """Two sections: up to `optimizer.step()`, and that step."""
     backward, stepping = Section(), Section()
 
     def split(*_: object) -> None:
@@ -288,7 +289,7 @@ def _split_at_optimizer(device: FakeDevice) -> Iterator[tuple[Section, Section]]
 
 
 def _bytes(batch: ActorBatch) -> int:
-    """Bytes of the tensors of a batch, including its rollout."""
+    """Bytes of a batch's tensors, including those of its rollout."""
     records = (batch, batch.rollout)
     values = [getattr(record, entry.name) for record in records for entry in fields(record)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]

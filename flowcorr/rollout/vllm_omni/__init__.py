@@ -1,7 +1,7 @@
-"""Sampling with vllm-omni, in processes of its own: the trainer's half and the engine's half.
+"""The rollout engine `vllm_omni`, which samples in processes of its own.
 
-`engine` and `client` run in the trainer, `pipelines` and `worker` in vllm-omni's worker processes, and
-`request` is what travels between them.
+`engine` and `client` run in the trainer. `pipelines` and `worker` run in vllm-omni's worker processes. `request`
+defines the messages between them.
 """
 
 from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine

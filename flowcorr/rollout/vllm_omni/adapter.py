@@ -1,4 +1,4 @@
-"""The trained tensors in the shapes that the engine takes them in."""
+"""The trained tensors in the formats that vllm-omni loads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BUCKET_BYTES = 2**29  # of whole weights in one call, so that no message holds all of a large transformer
-
+BUCKET_BYTES = 2**29  # bytes of weights in one call, so that no message holds a whole large transformer
 
 RENAMED = {"qwen_image": (".to_out.0", ".to_out")}
-"""Layers that vllm-omni names otherwise than diffusers, by model family."""
+"""Layer names that differ, by model family: the suffix in diffusers and the suffix in vllm-omni."""
 
 
 def peft_tensors(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """An adapter's parameters on the CPU, under the names of peft's files and of the engine's layers."""
+    """An adapter's parameters on the CPU, named as in peft's files and after the engine's layers."""
     return {
         f"base_model.model.{_layer(name, family)}.{_side(name)}.weight": tensor.detach().cpu().contiguous()
         for name, tensor in tensors.items()
@@ -26,13 +25,13 @@ def peft_tensors(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor
 
 
 def peft_config(tensors: Mapping[str, Tensor], family: str, *, rank: int, alpha: float) -> dict[str, Any]:
-    """What peft stores beside an adapter; the targets are the very layers that `tensors` belong to."""
+    """The configuration that peft stores with an adapter; its targets are the layers of `tensors`."""
     targets = sorted({_layer(name, family) for name in tensors})
     return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write peft's two files."""
+    """Write the two files of a peft adapter to `folder`: its tensors and its configuration."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -43,24 +42,28 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[s
 def buckets(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int = BUCKET_BYTES
 ) -> Iterator[dict[str, Tensor]]:
-    """`weights` on the CPU in `dtype`, in parts of at most `limit` bytes or one tensor."""
-    part: dict[str, Tensor] = {}
+    """Split `weights` into buckets on the CPU in `dtype`, each of at most `limit` bytes or of one tensor."""
+    bucket: dict[str, Tensor] = {}
     size = 0
     for name, weight in weights:
         tensor = weight.detach().to("cpu", dtype)
-        if part and size + tensor.nbytes > limit:
-            yield part
-            part, size = {}, 0
-        part[name] = tensor
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
         size += tensor.nbytes
-    if part:
-        yield part
+    if bucket:
+        yield bucket
 
 
 def _layer(name: str, family: str) -> str:
     layer = name.partition(".lora_")[0]
-    theirs, ours = RENAMED.get(family, ("", ""))
-    return layer.removesuffix(theirs) + ours if theirs and layer.endswith(theirs) else layer
+    in_diffusers, in_engine = RENAMED.get(family, ("", ""))
+    return (
+        layer.removesuffix(in_diffusers) + in_engine
+        if in_diffusers and layer.endswith(in_diffusers)
+        else layer
+    )
 
 
 def _side(name: str) -> str:

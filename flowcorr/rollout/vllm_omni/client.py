@@ -1,4 +1,4 @@
-"""vllm-omni's asynchronous engine behind blocking calls, with its log at hand when it fails."""
+"""Blocking calls to vllm-omni's asynchronous engine; errors quote the end of its log."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from flowcorr.rollout.vllm_omni.patience import Patience, PatientSender
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT = 15.0  # seconds between the lines that say the engine is still loading
-HEALTH_CHECK = 2.0  # seconds between looks at an engine that we wait for
-# vllm-omni's own limit on the wait for an answer would end a request with an error, where `Patience` sends it again.
-NO_OTHER_LIMIT = {"VLLM_OMNI_ASYNC_OUTPUT_TIMEOUT": "1e9"}
-LOG_LINES = 20  # of the engine's log, quoted when it fails
-SHUTDOWN = 60.0  # seconds until an engine that does not stop is left to die with its parent
+HEARTBEAT = 15.0  # seconds between log lines while the engine is loading
+HEALTH_CHECK = 2.0  # seconds between health checks during a call
+# vllm-omni's own timeout fails a request, but `Patience` sends it again.
+NO_ENGINE_TIMEOUT = {"VLLM_OMNI_ASYNC_OUTPUT_TIMEOUT": "1e9"}
+LOG_LINES = 20  # lines of the engine's log that an error quotes
+SHUTDOWN = 60.0  # seconds to wait for the engine to stop; later it ends with its parent process
 LOGGERS = ("vllm", "vllm_omni")
 
 Answer = TypeVar("Answer")
 
 
 class OmniClient:
-    """One running vllm-omni engine; an event loop in a thread of its own drives it.
+    """One running vllm-omni engine, driven by an event loop in a thread.
 
     Args:
         model: a pipeline folder or hub name.
         options: further arguments of `vllm_omni.AsyncOmni`.
-        log: the file that its processes, and its part in this one, log to.
-        environment: variables that its processes get (None: do not get), see `environment.of_engine`.
-        patience: when a request without an answer is sent again, and when the engine counts as failed.
+        log: the log file of vllm-omni, in its own processes and in this one.
+        environment: changes to the environment of its processes; None removes a variable. See
+            `environment.of_engine`.
+        patience: when a request without an answer is sent again, and when it counts as failed.
 
     Raises:
         BackendError: the engine does not start.
@@ -84,23 +85,24 @@ class OmniClient:
         return omni
 
     def generate(self, requests: Sequence[tuple[Mapping[str, Any], Any]], *, steps: int = 0) -> list[Any]:
-        """The outputs of `(prompt, sampling parameters)` pairs, in their order.
+        """Send `requests` and return their outputs, in the same order.
 
         Args:
-            requests: each says all that its output depends on, so that it may be sent again.
+            requests: pairs of a prompt and its sampling parameters. They determine the output, so that a request
+                can be sent again.
             steps: denoising steps of each request; 0 if it draws no sample.
 
         Raises:
             BackendError: a request failed or got no answer, or the engine died.
         """
-        with changed(NO_OTHER_LIMIT):
+        with changed(NO_ENGINE_TIMEOUT):
             return self._wait("a request", self._sender.answers(requests, steps=steps))
 
     def rpc(self, method: str, **kwargs: Any) -> list[Mapping[str, Any]]:
-        """Call `method` of the worker extension; one answer a worker.
+        """Call `method` of the worker extension and return one answer from each worker.
 
         Raises:
-            BackendError: the method failed in a worker, which vllm-omni itself reports as an ordinary result.
+            BackendError: the method failed in a worker; vllm-omni itself returns such an error as a normal result.
         """
         answers = _leaves(self._wait(method, self._omni.collective_rpc(method, kwargs=kwargs)))
         for answer in answers:
@@ -111,11 +113,11 @@ class OmniClient:
         return answers
 
     def sleep(self) -> None:
-        """Move the weights to main memory, so that the trainer has the device to itself."""
+        """Move the weights to main memory, which frees the GPU for the trainer."""
         self._acknowledged("sleep", self._omni.sleep(level=1))
 
     def wake_up(self) -> None:
-        """Undo `sleep`."""
+        """Move the weights back to the GPU."""
         self._acknowledged("wake_up", self._omni.wake_up())
 
     def close(self) -> None:
@@ -161,7 +163,7 @@ class OmniClient:
         try:
             check.result(timeout=HEALTH_CHECK)
         except concurrent.futures.TimeoutError:
-            return None  # busy, not dead
+            return None  # a busy engine answers late
         except Exception as error:
             return error
         return None
@@ -179,7 +181,7 @@ class OmniClient:
 
 
 def import_vllm_omni() -> None:
-    """Import vllm-omni, without the lines that it prints on the way.
+    """Import vllm-omni without the log lines of its import.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -218,7 +220,7 @@ def _leaves(answer: Any) -> list[Any]:
 
 
 def _write_log_config(log: Path) -> str:
-    """A configuration file of the kind that vLLM takes, for processes that are to log to `log`."""
+    """Write the logging configuration that makes vLLM's processes log to `log`, and return its path."""
     file = log.with_name("logging.json")
     file.write_text(json.dumps(_log_config(log)))
     return str(file)

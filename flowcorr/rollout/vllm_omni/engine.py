@@ -1,4 +1,4 @@
-"""The rollout engine `vllm_omni`: weights go in, trajectories with their log-probs come out."""
+"""The rollout engine `vllm_omni`, as the trainer uses it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, 
 
 
 class VllmOmniEngine:
-    """Samples in vllm-omni's own processes, one request an image.
+    """Samples in vllm-omni's own processes, one request for each image.
 
-    What the engine contributes is the transformer's arithmetic and the decoder. Conditioning, sigmas, noise,
-    windows and the loop are the actor's, so that these cannot be what the two disagree on.
+    Only the transformer and the decoder are the engine's. Conditioning, sigmas, noise, windows and the sampling
+    loop are the actor's, so that they cannot cause a gap between the two.
 
     Args:
         family: the model's pipeline; it needs no text encoders.
         config: the run's configuration.
-        actor_probe: the velocities that a synchronised engine has to move with.
+        actor_probe: the actor's velocities, which the engine's must follow after each sync.
         merge: see `Merge`.
         patience: when a request without an answer is sent again.
 
     Raises:
-        ConfigError: `rollout.engine` holds what cannot be passed on.
+        ConfigError: `rollout.engine` holds an option that cannot be set.
         MissingExtraError: vllm-omni is not installed.
-        BackendError: the engine does not start, or holds another model than the actor.
+        BackendError: the engine does not start, or its model differs from the actor's.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class VllmOmniEngine:
 
     @property
     def _device(self) -> torch.device:
-        """Where the actor trains."""
+        """The device on which the actor trains."""
         return next(self.family.transformer.parameters()).device
 
     @property
     def history(self) -> list[Weights]:
-        """The versions that a stale engine still has to sample with, oldest first."""
+        """The weights kept for `rollout.staleness`, oldest first."""
         return list(self._history)
 
     # Weights ---------------------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ class VllmOmniEngine:
         """See `RolloutEngine.sync`.
 
         Raises:
-            BackendError: the engine refused the weights, or moved otherwise than the actor did.
+            BackendError: the engine refused the weights, or its velocity did not change as the actor's did.
         """
         self._history.append(weights)
         if self._history[0] is not self._loaded:
             self._load(self._history[0])
 
     def restore(self, history: Sequence[Weights]) -> None:
-        """Put back the `history` of an interrupted run."""
+        """Restore the `history` of an interrupted run and load its oldest weights."""
         self._history = deque(history, maxlen=self.config.rollout.staleness + 1)
         self._load(self._history[0])
 
@@ -136,31 +136,31 @@ class VllmOmniEngine:
     def _load_transformer(self, tensors: Mapping[str, Tensor]) -> None:
         emulate = self.config.rollout.emulate
         rounded = ((name, round_weight(value, emulate)) for name, value in self._merge(tensors))
-        for part in adapter.buckets(rounded, self._dtype):
-            self._client.rpc("flowcorr_transformer", tensors=part)
+        for bucket in adapter.buckets(rounded, self._dtype):
+            self._client.rpc("flowcorr_transformer", tensors=bucket)
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         lora = self.config.model.lora
-        facts = adapter.peft_config(tensors, self.family.name, rank=lora.rank, alpha=lora.alpha)
+        config = adapter.peft_config(tensors, self.family.name, rank=lora.rank, alpha=lora.alpha)
         named: dict[str, Tensor] | None = adapter.peft_tensors(tensors, self.family.name)
         self._adapter_id += 1
         folder = None
         if self.weight_sync == "lora_path":
             folder = Path(self._folder.name) / str(self._adapter_id)
-            adapter.write_adapter(folder, named or {}, facts)
+            adapter.write_adapter(folder, named or {}, config)
             named = None
         self._client.rpc(
             "flowcorr_adapter",
             adapter_id=self._adapter_id,
             path=None if folder is None else str(folder),
             tensors=named,
-            config=facts,
+            config=config,
         )
         if folder is not None:
             shutil.rmtree(folder)
 
     def _velocity(self) -> Tensor:
-        """The engine's velocity at the probe's point, under the weights that it has."""
+        """The engine's velocity at the probe's point, under the weights that are loaded."""
         point = self._probe.point
         prompt = {
             "prompt": "",
@@ -251,7 +251,7 @@ class VllmOmniEngine:
         )
 
     def _lora_request(self) -> Any:
-        """Which adapter a request samples with; vllm-omni takes the bare weights where it is None."""
+        """The adapter with which a request samples; None samples with the base weights."""
         if self._adapter_id == 0:
             return None
         from flowcorr.rollout.vllm_omni.worker import lora_request
@@ -259,7 +259,7 @@ class VllmOmniEngine:
         return lora_request(self._adapter_id)
 
     def _cast(self, conditioning: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Conditioning on the CPU in the engine's dtype, which halves what bfloat16 sends."""
+        """Conditioning on the CPU in the engine's dtype; bfloat16 halves the size of a request."""
         return {
             name: rows.to("cpu", self._dtype if rows.is_floating_point() else None)
             for name, rows in conditioning.items()
@@ -268,7 +268,7 @@ class VllmOmniEngine:
     # Lifecycle -------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, str]:
-        """What its first worker computes with."""
+        """The attention backend and dtype of the engine's first worker."""
         return dict(self._client.rpc("flowcorr_facts")[0])
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class VllmOmniEngine:
             self._asleep = False
 
     def _rest(self) -> None:
-        """Leave a shared device to the trainer; after a sync the engine stays awake, since samples come next."""
+        """Free a shared GPU for the trainer. After a sync the engine stays awake, because sampling follows."""
         if self._sleeps:
             self._client.sleep()
             self._asleep = True
@@ -295,10 +295,10 @@ def _trajectory(output: Any) -> Mapping[str, Any]:
 
 def _rollout(outputs: Sequence[Any], jobs: Sequence[Job], conditioning: Mapping[str, Tensor]) -> Rollout:
     """The engine's outputs, in the order of `jobs`, as one record on the CPU."""
-    drawn = [_trajectory(output) for output in outputs]
+    trajectories = [_trajectory(output) for output in outputs]
 
     def stacked(name: str) -> Tensor:
-        return torch.stack([trajectory[name] for trajectory in drawn])
+        return torch.stack([trajectory[name] for trajectory in trajectories])
 
     return Rollout(
         latents=stacked("latents"),
@@ -314,5 +314,5 @@ def _rollout(outputs: Sequence[Any], jobs: Sequence[Job], conditioning: Mapping[
         images=torch.stack([output.images[0] for output in outputs]),
         final_latents=stacked("final"),
         group_ids=torch.tensor([job.group for job in jobs]),
-        policy_versions=torch.tensor([trajectory["policy_version"] for trajectory in drawn]),
+        policy_versions=torch.tensor([trajectory["policy_version"] for trajectory in trajectories]),
     ).validate()

@@ -1,4 +1,4 @@
-"""Environment variables of the engine's processes: the ones they inherit, and the ones only the trainer has."""
+"""Environment variables of the engine's processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-# How the ranks of a training job find one another; with these, an engine's workers would look for that job's.
+# The ranks of a training job find one another by these; the engine's workers would try to join that job.
 RENDEZVOUS = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
@@ -16,14 +16,15 @@ RENDEZVOUS = (
 
 
 def of_engine(device: torch.device, num_ranks: int, num_gpus: int = 1) -> dict[str, str | None]:
-    """What to change for the engine of one rank; None removes a variable.
+    """The changes for the engine of one rank; None removes a variable.
 
-    Each engine is alone, whatever job its trainer belongs to. Left to itself, every one would take the first GPU.
+    An engine does not join its trainer's distributed job, and gets GPUs of its own: by default every engine would
+    take the first one.
 
     Args:
-        device: where the rank trains.
+        device: the device on which the rank trains.
         num_ranks: ranks on this machine.
-        num_gpus: that the engine is spread over.
+        num_gpus: GPUs of one engine.
     """
     changes: dict[str, str | None] = dict.fromkeys(RENDEZVOUS)
     changes |= {name: None for name in os.environ if name.startswith("TORCHELASTIC_")}
@@ -36,13 +37,13 @@ def of_engine(device: torch.device, num_ranks: int, num_gpus: int = 1) -> dict[s
 
 
 def engine_gpus(trainer: int, num_ranks: int, num_gpus: int, *, visible: int) -> list[int]:
-    """The GPUs of one rank's engine: some that no rank trains on, or else its trainer's own as well.
+    """The GPUs of one rank's engine: free ones if there are enough, else also the one on which the rank trains.
 
     Args:
-        trainer: the GPU on which the rank trains; of several ranks, each trains on the GPU of its number.
+        trainer: the GPU on which the rank trains; with several ranks, rank i trains on GPU i.
         num_ranks: ranks on this machine.
-        num_gpus: that the engine is spread over.
-        visible: how many GPUs there are.
+        num_gpus: GPUs of one engine.
+        visible: number of visible GPUs.
     """
     trainers = [trainer] if num_ranks == 1 else range(num_ranks)
     free = [gpu for gpu in range(visible) if gpu not in trainers]
@@ -54,7 +55,7 @@ def engine_gpus(trainer: int, num_ranks: int, num_gpus: int, *, visible: int) ->
 
 @contextlib.contextmanager
 def changed(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables, or remove them where the value is None, while the block runs."""
+    """Set variables during the block; None removes one."""
     before = {name: os.environ.get(name) for name in changes}
     try:
         _apply(changes)

@@ -9,7 +9,7 @@ batch, and a dictionary in which each looks for the other's entry:
 3. Meanwhile `execute_batch` looks for output 7 in `_completed_outputs`, finds none, and stores `_batch_split_map[7]`.
 4. The pump has unpacked the output, and `_finish_output` stores it in `_completed_outputs[7]`.
 
-Nothing looks at either entry again, so the requests of batch 7 wait until a timeout. Unpacking takes longer for larger
+Neither entry is read again, so the requests of batch 7 wait until a timeout. Unpacking takes longer for larger
 answers: on an idle machine batches of 8 answers with 2,000 floats are rarely lost, with 300,000 floats almost always.
 
 Source: https://github.com/vllm-project/vllm-omni/blob/v0.30.0/vllm_omni/diffusion/executor/multiproc_executor.py.
@@ -33,7 +33,7 @@ REQUIRED_METHODS = ("_finish_output", "_deliver_batch_split")
 
 
 class LosslessExecutor(MultiprocDiffusionExecutor):
-    """`MultiprocDiffusionExecutor` in which an output always finds the entry that says how to split it."""
+    """A `MultiprocDiffusionExecutor` that always splits an output by request, in whatever order the threads run."""
 
     def _finish_output(self, async_output_id: str, result: Any, exc: BaseException | None) -> None:
         """Split the output if `execute_batch` stored the batch's entry while the output was being unpacked.
@@ -48,10 +48,10 @@ class LosslessExecutor(MultiprocDiffusionExecutor):
 
 
 def default_backend(version: str | None = None, executor: type = MultiprocDiffusionExecutor) -> str:
-    """The value of `distributed_executor_backend` that loses no batches, for worker processes in any case.
+    """The value of `distributed_executor_backend` that starts worker processes and loses no batches.
 
     Args:
-        version: of vllm-omni; None is the installed one.
+        version: the version of vllm-omni; None is the installed one.
         executor: vllm-omni's own executor of that version.
     """
     found = Version(installed_version("vllm-omni") if version is None else version)

@@ -1,4 +1,4 @@
-"""`rollout.engine` of a recipe, checked and completed to the arguments of `vllm_omni.AsyncOmni`."""
+"""The arguments of `vllm_omni.AsyncOmni`, made from a recipe's `rollout.engine`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 WeightSync = Literal["lora_tensors", "lora_path", "merged"]
 
-OURS = {
+SET_BY_FLOWCORR = {
     "model": "set model.path",
     "dtype": "set rollout.dtype",
     "model_class_name": "it follows from the model's family",
-    "worker_extension_cls": "flowcorr syncs weights through its own",
+    "worker_extension_cls": "flowcorr syncs weights through its own worker extension",
     "custom_pipeline_args": "flowcorr registers its own pipelines",
-    "step_execution": "trajectories are sampled a request at a time",
+    "step_execution": "flowcorr's pipelines sample whole trajectories",
     "cfg_parallel_size": "guidance is computed in one batch",
 }
-"""Arguments that flowcorr decides on, with what to do instead."""
+"""Arguments that flowcorr sets, with the reason or the key to use instead."""
 
 WITHOUT_QUANTIZATION = ("sd3",)  # its transformer in vllm-omni 0.30 takes no quantization
 
@@ -36,16 +36,14 @@ SEVERAL_GPUS = (
     *("num_gpus", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("sequence_parallel_size", "ulysses_degree", "ring_degree", "allgather_degree"),
 )
-"""Arguments that spread an engine over as many GPUs."""
+"""Arguments whose value is a number of GPUs for one engine."""
 
-BATCH_WAIT_MS = (
-    200.0  # a step's requests arrive together: time enough to gather them, and nothing beside a sample
-)
+BATCH_WAIT_MS = 200.0  # long enough to batch the requests of a step, short beside the time of a sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What flowcorr needs to know of a version of vllm-omni.
+    """The properties of a version of vllm-omni that flowcorr depends on.
 
     Attributes:
         options: names of the arguments that a recipe may set.
@@ -57,7 +55,7 @@ class Installed:
 
 
 def num_gpus(options: Mapping[str, Any]) -> int:
-    """How many GPUs an engine with the options of `rollout.engine` is spread over."""
+    """The number of GPUs of an engine with these `options` of `rollout.engine`."""
     degrees = {key: options.get(key) or 1 for key in SEVERAL_GPUS}
     sequence = max(
         degrees["sequence_parallel_size"],
@@ -71,15 +69,15 @@ def num_gpus(options: Mapping[str, Any]) -> int:
 def engine_options(
     config: Config, family: ModelFamily, installed: Installed | None = None
 ) -> tuple[dict[str, Any], WeightSync]:
-    """Arguments for the engine, and the way that it gets new weights.
+    """The engine's arguments, and how it gets new weights.
 
     Args:
         config: the run's configuration.
         family: the model's family.
-        installed: the version of vllm-omni; None looks at the installed one.
+        installed: the version of vllm-omni; None is the installed one.
 
     Raises:
-        ConfigError: an option is unknown, is flowcorr's to decide, or contradicts another section.
+        ConfigError: an option is unknown, is set by flowcorr, or contradicts another section.
         MissingExtraError: vllm-omni is not installed.
     """
     if family.name not in PIPELINES:
@@ -91,8 +89,8 @@ def engine_options(
     weight_sync = _weight_sync(config, asked.pop("weight_sync", None))
     installed = installed or _installed()
     for key in asked:
-        if key in OURS:
-            raise ConfigError(f"rollout.engine.{key} cannot be set: {OURS[key]}")
+        if key in SET_BY_FLOWCORR:
+            raise ConfigError(f"rollout.engine.{key} cannot be set: {SET_BY_FLOWCORR[key]}")
         if key not in installed.options:
             raise ConfigError(
                 unknown_choice("rollout.engine", key, ["weight_sync", *sorted(installed.options)])
@@ -132,9 +130,7 @@ def _weight_sync(config: Config, asked: str | None) -> WeightSync:
             f"rollout.engine.weight_sync={weight_sync!r} needs an adapter, and model.lora.rank=0 trains all "
             "weights: use merged"
         )
-    quantization = config.rollout.engine.get("quantization") or config.rollout.engine.get(
-        "quantization_config"
-    )
+    quantization = _quantization(config)
     if weight_sync == "merged" and quantization:
         raise ConfigError(
             f"rollout.engine.weight_sync='merged' cannot load into weights with quantization={quantization!r}; "
@@ -177,7 +173,7 @@ def _known_options() -> set[str]:
     from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
 
     named = {entry.name for kind in (DiffusionParallelConfig, OmniDiffusionConfig) for entry in fields(kind)}
-    return (named - OURS.keys()) | {
+    return (named - SET_BY_FLOWCORR.keys()) | {
         "diffusion_attention_backend",
         "quantization",
         "gpu_memory_utilization",

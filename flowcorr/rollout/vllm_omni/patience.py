@@ -1,6 +1,7 @@
-"""Requests are sent again if their answers do not arrive: the second defence against an engine that loses answers.
+"""Requests whose answers do not arrive are sent again.
 
-The first is `executor`, which mends the known fault; this one also covers other versions and executors.
+`executor` removes the known fault by which vllm-omni loses answers. This module also covers other versions of
+vllm-omni and other executors.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class Patience:
     """How long to wait for the next answer before the missing requests are sent again.
 
     Attributes:
-        first: seconds until the engine's first sample, which may have to compile kernels.
-        least: seconds between two answers at least, once a sample has arrived.
-        factor: multiple of the time that all missing samples should take, at the measured seconds per denoising step.
-        attempts: how often a request is sent at most.
+        first: seconds to wait for the engine's first sample, during which it may compile kernels.
+        least: lower limit of the seconds to wait after the first sample.
+        factor: seconds to wait, as a multiple of the time that the missing samples should take at the measured speed.
+        attempts: largest number of times that a request is sent.
     """
 
     first: float = 1800.0
@@ -34,10 +35,10 @@ class Patience:
     attempts: int = 3
 
     def seconds(self, steps: int, seconds_per_step: float | None) -> float:
-        """Seconds to wait while samples with `steps` denoising steps in all are missing.
+        """Seconds to wait for the next answer.
 
         Args:
-            steps: images times denoising steps of each.
+            steps: denoising steps of all missing samples together.
             seconds_per_step: measured on the engine's samples; None before the first one.
         """
         if seconds_per_step is None:
@@ -46,10 +47,10 @@ class Patience:
 
 
 class PatientSender(Generic[Request, Answer]):
-    """Sends requests and collects their answers; the event loop's clock is its clock.
+    """Sends requests, collects their answers, and sends requests without an answer again.
 
-    A request is sent again beside its earlier attempts, and the first answer counts: an engine that is slow, but loses
-    nothing, only gets superfluous requests. All attempts of a request must have the same answer.
+    Earlier attempts stay pending, and the first answer counts. So a slow engine that loses nothing only gets
+    superfluous requests. All attempts of a request must have the same answer. Time is that of the event loop.
 
     Args:
         send: sends one request and returns its answer.
@@ -66,7 +67,7 @@ class PatientSender(Generic[Request, Answer]):
 
         Args:
             requests: sent all at once.
-            steps: denoising steps of each request; 0 if it draws no sample, and its time says nothing about samples.
+            steps: denoising steps of each request; 0 if it draws no sample, and then its time is not measured.
 
         Raises:
             TimeoutError: answers are missing although their requests were sent `Patience.attempts` times.

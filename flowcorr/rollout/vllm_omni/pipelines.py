@@ -1,9 +1,8 @@
-"""vllm-omni pipelines that sample trajectories: the engine's transformer inside flowcorr's own loop.
+"""vllm-omni pipelines that run the engine's transformer inside flowcorr's sampling loop.
 
-Only vllm-omni imports this module, in its workers. A pipeline holds a transformer and a VAE. It holds no text
-encoder, because requests bring the conditioning as the actor encoded it: encoding twice would cost the
-encoders' memory a second time, and add their rounding to what the actor and the engine disagree on.
-Timesteps come with the request, as the actor's family states them for the engine's dtype.
+Only vllm-omni imports this module, in its workers. A pipeline holds a transformer and a VAE, but no text encoder:
+requests contain the conditioning as the actor encoded it. A second text encoder would cost memory, and its rounding
+would add to the gap. Requests also contain the timesteps, rounded as the engine's dtype requires.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ RETURNED = (
 
 
 class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
-    """What the pipelines of all families share; a request batch may mix plans, groups and windows.
+    """Base of the pipelines of all families. One request batch may mix plans, groups and windows.
 
     Attributes:
-        family: the flowcorr family around this pipeline, for guidance and decoding as the actor has them.
-        adapters: adapters in memory that `RolloutWorker` left here to be loaded, by id.
+        family: the flowcorr family of this pipeline; it applies guidance and decodes as the actor does.
+        adapters: adapters that `RolloutWorker` put here to be loaded from memory, by id.
     """
 
     supports_request_batch = True
     dummy_run_num_frames = (
-        0  # no warm-up request: ours need conditioning, and the first probe warms up as well
+        0  # no warm-up request: it would lack conditioning, and the first probe warms up too
     )
     _dit_modules: ClassVar[list[str]] = ["transformer"]
     _encoder_modules: ClassVar[list[str]] = []
@@ -96,17 +95,17 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
 
     @abstractmethod
     def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
-        """The engine's transformer, which the loader then fills."""
+        """The engine's transformer; vllm-omni loads the weights afterwards."""
 
     def call_transformer(self, **inputs: Any) -> Any:
-        """The transformer as the family calls diffusers' one."""
+        """Call the transformer with the arguments of its diffusers equivalent."""
         return self.transformer(**inputs)
 
     # Sampling --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """One output a request; samples with equal plans share their forward passes, whatever else differs."""
+        """One output for each request; samples with equal plans share their forward passes."""
         asked = [from_extra(params.extra_args) for params in req.sampling_params_list]
         outputs: dict[int, DiffusionOutput] = {}
         for place, probe in enumerate(asked):
@@ -178,16 +177,16 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
     # Weights ---------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Any) -> set[str]:
-        """Load tensors under diffusers' names, each with its component in front."""
+        """Load tensors named as in diffusers, with the component as prefix."""
         from vllm.model_executor.models.utils import AutoWeightsLoader
 
-        with contextlib.redirect_stderr(io.StringIO()):  # vLLM's bar, drawn as `weights` reads its files
+        with contextlib.redirect_stderr(io.StringIO()):  # hides vLLM's progress bar
             return AutoWeightsLoader(self).load_weights(weights)
 
     def _load_diffusion_lora_adapter(
         self, *, lora_request: Any, lora_path: str, dtype: torch.dtype
     ) -> tuple[LoRAModel, PEFTHelper] | None:
-        """vllm-omni's hook: the adapter that waits in memory, or None to read it from its path."""
+        """Called by vllm-omni: the adapter from memory, or None to read it from its path."""
         waiting = self.adapters.pop(lora_request.lora_int_id, None)
         if waiting is None:
             return None
@@ -242,8 +241,8 @@ class FlowcorrFluxPipeline(RolloutPipeline):
         transformer = FluxTransformer2DModel(
             od_config=od_config, quant_config=od_config.quantization_config, **options
         )
-        transformer.config = od_config.tf_model_config  # where the family looks for `guidance_embeds`
-        # Where vllm-omni looks for what its fused layers are made of; only this transformer does not say.
+        transformer.config = od_config.tf_model_config  # the family reads `guidance_embeds` from it
+        # vllm-omni reads the parts of its fused layers from this attribute, which only this transformer lacks.
         transformer.stacked_params_mapping = [
             (fused, part, "") for fused, parts in transformer.packed_modules_mapping.items() for part in parts
         ]
@@ -274,7 +273,7 @@ class FlowcorrZImagePipeline(RolloutPipeline):
         return ZImageTransformer2DModel(quant_config=od_config.quantization_config, **options)
 
     def call_transformer(self, **inputs: Any) -> Any:
-        """The transformer's attention has no mask: only captions that it pads to one length may share a batch."""
+        """Batch only captions of equal padded length, because this transformer's attention has no mask."""
         images, captions = inputs["x"], inputs["cap_feats"]
         velocities: dict[int, Tensor] = {}
         lengths = [math.ceil(len(caption) / SEQ_MULTI_OF) for caption in captions]

@@ -1,4 +1,4 @@
-"""vllm-omni's entry point: makes our pipelines known, under names of their own, beside the built-in ones."""
+"""vllm-omni's plugin entry point, which registers flowcorr's pipelines beside the built-in ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ PIPELINES = {
     "flux2_klein": "FlowcorrFlux2KleinPipeline",
     "z_image": "FlowcorrZImagePipeline",
 }
-"""Model family -> its class in `pipelines`, which is also the name that vllm-omni knows it by."""
+"""Model family -> its class in `pipelines`, registered in vllm-omni under the same name."""
 
 
 def register() -> None:
-    """Called by vllm-omni in each of its processes."""
+    """Register the pipelines; vllm-omni calls this in each of its processes."""
     from vllm_omni.diffusion.registry import register_diffusion_model
 
     for name in PIPELINES.values():

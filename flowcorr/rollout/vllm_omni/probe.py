@@ -1,7 +1,7 @@
-"""Proof that a sync took effect: at one fixed point the engine's velocity must move as the actor's does.
+"""Checks that a weight sync took effect: at one fixed point the engine's velocity must change as the actor's does.
 
-The actor's velocity is computed in the trainer, on the actor's device. A worker elsewhere gets it with the weights, so
-that it needs no text encoder and runs no transformer of its own.
+The trainer computes the actor's velocity. Workers on other machines get it with the weights, so that they need
+neither a text encoder nor the actor's transformer.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Schedul
 from flowcorr.rollout.base import Weights
 
 PROMPT = "cat"
-LARGEST_GAP = 0.25  # of the velocity, between two stacks that hold the same model
+LARGEST_GAP = 0.25  # largest relative difference of the velocities of two stacks with the same model
 # By the engine's dtype, see `MoveCheck`.
 DISAGREEMENT = {"float32": (2e-6, 1e-3), "float16": (2.5e-4, 0.01), "bfloat16": (2e-3, 0.05)}
-COARSE = 0.2  # the larger of both for quantized weights
+COARSE = 0.2  # the second number for quantized weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProbePoint:
-    """Where both sides are scored: latents `[*L]`, one timestep, one row of conditioning."""
+    """The input at which both velocities are computed: latents `[*L]`, one timestep, one row of conditioning."""
 
     latents: Tensor
     timestep: float
@@ -38,13 +38,13 @@ class ProbePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Velocities:
-    """Velocities `[*L]` float32 on the CPU at the probe's point, under the same weights."""
+    """Both velocities `[*L]` at the probe's point under the same weights, float32 on the CPU."""
 
     engine: Tensor
     actor: Tensor
 
     def gap(self) -> float:
-        """How far they are apart, as a share of the actor's."""
+        """The relative difference: norm of the difference over the norm of the actor's velocity."""
         return float((self.engine - self.actor).norm() / self.actor.norm().clamp(min=1e-12))
 
 
@@ -62,7 +62,7 @@ def probe_point(
 
 
 def disagreement(rollout: RolloutConfig) -> tuple[float, float]:
-    """The least and the most, as shares of the velocity, by which an engine of this precision and the actor differ."""
+    """Smallest and largest relative difference to expect between the velocities of engine and actor."""
     quantized = rollout.engine.get("quantization") or rollout.engine.get("quantization_config")
     least, most = DISAGREEMENT[rollout.dtype]
     return least, COARSE if quantized or rollout.emulate != "none" else most
@@ -70,7 +70,7 @@ def disagreement(rollout: RolloutConfig) -> tuple[float, float]:
 
 @torch.no_grad()
 def actor_velocity(family: ModelFamily, tensors: Mapping[str, Tensor], point: ProbePoint) -> Tensor:
-    """The velocity under the trained `tensors`, whatever the transformer's own are just now."""
+    """The actor's velocity with `tensors` in place of the transformer's current ones."""
     transformer = family.transformer
     device = next(transformer.parameters()).device
 
@@ -88,34 +88,34 @@ def actor_velocity(family: ModelFamily, tensors: Mapping[str, Tensor], point: Pr
 
 
 def untrained(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An adapter's `tensors` without effect: the weights that the engine starts with."""
+    """`tensors` with every LoRA B at zero: the weights with which the engine starts."""
     return {
         name: torch.zeros_like(tensor) if ".lora_B." in name else tensor for name, tensor in tensors.items()
     }
 
 
 class ActorProbe(Protocol):
-    """The actor's side of the comparison."""
+    """Gives the actor's velocities."""
 
     @property
     def point(self) -> ProbePoint:
-        """Where both sides are scored."""
+        """The input at which both velocities are computed."""
 
     @property
     def start(self) -> Tensor:
-        """The actor's velocity `[*L]` under the weights that an engine starts with."""
+        """The actor's velocity `[*L]` under the weights with which the engine starts."""
 
     def velocity(self, weights: Weights) -> Tensor:
         """The actor's velocity `[*L]` under `weights`."""
 
 
 class ComputedProbe:
-    """An `ActorProbe` that runs the actor's transformer, on the actor's device.
+    """An `ActorProbe` that runs the actor's transformer.
 
     Args:
         family: the actor's pipeline, with its text encoders still in place.
         config: the run's configuration.
-        tensors: the trained tensors as they are now.
+        tensors: the current trained tensors.
     """
 
     def __init__(self, family: ModelFamily, config: Config, tensors: Mapping[str, Tensor]) -> None:
@@ -137,7 +137,7 @@ class ComputedProbe:
         return actor_velocity(self._family, weights.tensors, self.point)
 
     def shipped(self) -> ShippedProbe:
-        """The probe for engines in other processes, which get each velocity with the weights."""
+        """The probe for engines in other processes; they get each velocity with the weights."""
         return ShippedProbe(point=self.point, start=self.start)
 
 
@@ -155,18 +155,18 @@ class ShippedProbe:
 
 
 class MoveCheck:
-    """Compares the moves of engine and actor, sync by sync.
+    """Compares the changes of both velocities from sync to sync.
 
-    Two stacks never agree exactly, and one update may move the velocity less than that. Such a move proves
-    nothing, so the next one is counted from the same place, until they add up to one that does.
+    The two stacks never agree exactly, and one update may change the velocity by less than their difference. Such a
+    change proves nothing. The next check then measures from the same start, until the changes add up to enough.
 
     Args:
         start: both velocities before the first sync.
-        disagreement: what to expect of the engine's precision. At least the first of both, because kernels that
-            happen to agree bit for bit on the untrained weights no longer do so once an adapter acts.
+        disagreement: smallest and largest relative difference to expect, see `disagreement`. The smallest matters
+            where kernels agree to the bit on the untrained weights, and no longer do with an adapter.
 
     Raises:
-        BackendError: the two are so far apart that they cannot hold the same model.
+        BackendError: the velocities differ too much to come from the same model.
     """
 
     def __init__(self, start: Velocities, *, disagreement: tuple[float, float]) -> None:
@@ -180,10 +180,10 @@ class MoveCheck:
         self._noise = min(max(start.gap(), least), most) * float(start.actor.norm())
 
     def check(self, reached: Velocities) -> None:
-        """Compare the moves since the last conclusive check.
+        """Compare the changes since the last conclusive check.
 
         Raises:
-            BackendError: the engine did not move as the actor did.
+            BackendError: the engine's velocity did not change as the actor's did.
         """
         engine, actor = reached.engine - self._anchor.engine, reached.actor - self._anchor.actor
         moved, off = float(actor.norm()), float((engine - actor).norm())

@@ -1,4 +1,4 @@
-"""The request for one sample, as plain values that any transport can carry."""
+"""The request for one sample, made of plain values that can be serialised."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from flowcorr.config.schema import SamplingConfig
 from flowcorr.models import Schedule
 
 EXTRA = "flowcorr"
-"""The key of our part of a request's `extra_args`."""
+"""The key of flowcorr's entry in a request's `extra_args`."""
 CONDITIONING, LATENTS, TIMESTEP = "conditioning", "latents", "timestep"
-"""Keys of a request's prompt: the sample's text conditioning, as the actor encoded it, and a probe's point."""
+"""Keys of a request's prompt: the conditioning as the actor encoded it, and a probe's latents and timestep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a trajectory is drawn; samples with equal plans may share a forward pass.
+    """How to sample a trajectory; samples with equal plans may share a forward pass.
 
     Attributes:
         sampling: transition, noise level, window size, guidance.
-        schedule: the actor's sigma table, so that engine and actor cannot disagree on it.
+        schedule: the actor's schedule, so that the engine's cannot differ.
         latent_shape: `L`.
         with_means: also return the step means.
     """
@@ -34,17 +34,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One sample: who it is, which decides its noise, and where its window starts.
+    """One sample: its plan, the numbers that seed its noise, and the start of its window.
 
     Attributes:
-        plan: how it is drawn.
+        plan: how to sample it.
         seed: the run's seed.
         training_step: the step that the rollout belongs to.
         group: id of the prompt's group.
-        member: place within the group.
+        member: index within the group.
         start: first SDE step.
-        same_initial_noise: all members of the group start from one noise.
-        policy_version: optimizer updates behind the weights that are to sample.
+        same_initial_noise: all members of the group start from the same noise.
+        policy_version: number of optimizer updates of the weights that sample.
     """
 
     plan: Plan
@@ -72,10 +72,10 @@ class Probe:
 
 
 def from_extra(extra: Mapping[str, Any] | None) -> Job | Probe:
-    """Read what `to_extra` wrote; lists may have taken the place of tuples on the way.
+    """Read the result of `to_extra`, in which serialisation may have turned tuples into lists.
 
     Raises:
-        ValueError: the request is not one of ours.
+        ValueError: the request is not from flowcorr.
     """
     if not extra or EXTRA not in extra:
         raise ValueError(

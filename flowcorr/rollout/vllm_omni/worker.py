@@ -1,4 +1,4 @@
-"""Methods of vllm-omni's workers that the trainer calls: load new weights, in three ways, and name the device."""
+"""Methods that the trainer calls in vllm-omni's workers: they load new weights and describe the worker."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.attention.layer import Attention
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
-IN_MEMORY = "/flowcorr/in-memory"  # vllm-omni wants an absolute path, even where nothing is read from it
+IN_MEMORY = "/flowcorr/in-memory"  # vllm-omni requires an absolute path, even for an adapter in memory
 
 
 def lora_request(adapter_id: int, path: str = IN_MEMORY) -> LoRARequest:
-    """What names an adapter to vllm-omni, once `RolloutWorker.flowcorr_adapter` has loaded it."""
+    """The request by which vllm-omni selects an adapter that `RolloutWorker.flowcorr_adapter` has loaded."""
     return LoRARequest(lora_name=f"flowcorr-{adapter_id}", lora_int_id=adapter_id, lora_path=path)
 
 
 class RolloutWorker(CustomPipelineWorkerExtension):
-    """Methods added to vllm-omni's worker. Each returns a result, so that a missing answer is an error."""
+    """Methods added to vllm-omni's worker. Each returns a result, so that a missing answer counts as an error."""
 
     model_runner: Any
     lora_manager: Any
@@ -31,10 +31,10 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         tensors: Mapping[str, Tensor] | None,
         config: Mapping[str, Any],
     ) -> dict[str, int]:
-        """Load an adapter from `path`, or from `tensors` where that is None, and bind it to its layers.
+        """Load an adapter from `path`, or from `tensors` if `path` is None, and activate it.
 
         Returns:
-            The number of layers that it is bound to; vllm-omni raises where a tensor finds no layer.
+            The number of layers with an adapter; vllm-omni raises if a tensor belongs to no layer.
         """
         if path is None:
             self.model_runner.pipeline.adapters[adapter_id] = (dict(tensors or {}), dict(config))
@@ -47,14 +47,14 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         """Load some of the transformer's weights under diffusers' names.
 
         Returns:
-            The number of tensors that were taken in.
+            The number of loaded tensors.
         """
         named = ((f"transformer.{name}", tensor) for name, tensor in tensors.items())
         self.model_runner.pipeline.load_weights(named)
         return {"tensors": len(tensors)}
 
     def flowcorr_facts(self) -> dict[str, str]:
-        """The attention backends that vllm-omni chose for the transformer, and its dtype."""
+        """The transformer's attention backends, as vllm-omni chose them, and its dtype."""
         transformer = self.model_runner.pipeline.transformer
         backends = {
             layer.attn_backend.get_name()
