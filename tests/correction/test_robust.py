@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -160,3 +161,39 @@ def test_auto_of_step_z_is_the_rule_itself():
     band, z = config.criteria
     assert (band.auto, band.lower, band.upper) == (True, -math.inf, math.inf)
     assert (z.auto, z.upper) == (False, OUTLIER_Z)
+
+
+def test_step_z_finds_the_outlier_of_its_step_index():
+    generator = torch.Generator().manual_seed(5)
+    indices = torch.tensor([[0, 1]]).repeat(12, 1)
+    delta = torch.where(indices == 0, 1e-3, 1e-1) * torch.randn(
+        12, 2, generator=generator, dtype=torch.float64
+    )
+    delta[7, 0] = 0.05  # ordinary for step 1, far out for step 0
+    result = correct(
+        delta,
+        torch.zeros_like(delta),
+        rollout_rs="step_z",
+        rollout_rs_threshold=6.0,
+        step_indices=indices,
+        num_steps=3,
+        num_elements=10**6,
+    )
+    expected = torch.ones(12, 2, dtype=torch.bool)
+    expected[7, 0] = False
+    assert torch.equal(result.keep, expected)
+    column = delta[:, 0].tolist()
+    median = statistics.median(column)
+    mad = statistics.median(abs(x - median) for x in column)
+    z = result.metrics.compute()["rollout_corr/rollout_rs_step_z_max"]
+    floor = 4 * 2.0**-28  # 4 float32 ulps of 0.05, which is more than 0.01 / D
+    assert z == pytest.approx((0.05 - median) / (1.4826 * mad + floor), rel=1e-9)
+
+
+def test_step_z_needs_eight_terms_and_is_blind_to_a_shift():
+    delta = torch.zeros(8, 1, dtype=torch.float64)
+    delta[0] = 1.0
+    options = {"rollout_rs": "step_z", "rollout_rs_threshold": 6.0}
+    assert bool(correct(delta[:7], torch.zeros(7, 1), **options).keep.all())
+    assert not bool(correct(delta, torch.zeros(8, 1), **options).keep[0])
+    assert bool(correct(torch.full((9, 1), 0.5), torch.zeros(9, 1), **options).keep.all())
