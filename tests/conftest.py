@@ -55,11 +55,12 @@ SHARED = {
     ),
     "ranks": ("trainer/test_ranks", "test_invariants", "correction/test_correct", "test_metrics"),
     "engine": (
-        "vllm_omni/test_doctor",
-        "vllm_omni/test_engine",
-        "vllm_omni/test_executor",
-        "vllm_omni/test_ray",
-        "vllm_omni/test_weight_sync",
+        "rollout/vllm_omni/test_client",
+        "rollout/vllm_omni/test_doctor",
+        "rollout/vllm_omni/test_engine",
+        "rollout/vllm_omni/test_executor",
+        "rollout/vllm_omni/test_ray",
+        "rollout/vllm_omni/test_worker",
     ),
 }
 SCOPES = {f"tests/{name}.py": scope for scope, names in SHARED.items() for name in names}

@@ -3,7 +3,7 @@
     /tmp/omni/bin/python tests/benchmarks/lost_batches.py [--batches 200] [--backend mp] [--size 4] [--patience 20]
 
 Each batch holds `--size` samples of the embedded model, of 300,000 floats each. `--backend mp` is vllm-omni's own
-executor; without it flowcorr chooses. `/tmp/omni` is what `tests/vllm_omni/install.sh /tmp/omni` makes.
+executor; without it flowcorr chooses. `/tmp/omni` is what `tests/rollout/vllm_omni/install.sh /tmp/omni` makes.
 A batch counts as lost if it has no answer after `--patience` seconds, several times what a batch takes.
 """
 

@@ -39,6 +39,11 @@ class VllmOmniEngine:
         merge: see `Merge`.
         patience: when a request without an answer is sent again.
 
+    Attributes:
+        client: the running engine.
+        weight_sync: the way in which new weights travel, see `rollout.engine`.
+        sleeps: the engine leaves the device to the trainer between rollouts.
+
     Raises:
         ConfigError: `rollout.engine` holds an option that cannot be set.
         MissingExtraError: vllm-omni is not installed.
@@ -70,7 +75,7 @@ class VllmOmniEngine:
             sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
         )
         options, self.weight_sync = engine_options(config, family)
-        self._sleeps, self._asleep = bool(options.get("enable_sleep_mode")), False
+        self.sleeps, self._asleep = bool(options.get("enable_sleep_mode")), False
         self._merge = merge
         self._history: deque[Weights] = deque(maxlen=config.rollout.staleness + 1)
         self._loaded: Weights | None = None
@@ -80,7 +85,7 @@ class VllmOmniEngine:
         log = Path(self._folder.name) / "engine.log"
         surroundings = environment.of_engine(self._device, distributed.ranks_here(), num_gpus(options))
         try:
-            self._client = OmniClient(resolve_path(config.model.path), options, log, surroundings, patience)
+            self.client = OmniClient(resolve_path(config.model.path), options, log, surroundings, patience)
         except BaseException:
             self._folder.cleanup()
             raise
@@ -137,7 +142,7 @@ class VllmOmniEngine:
         emulate = self.config.rollout.emulate
         rounded = ((name, round_weight(value, emulate)) for name, value in self._merge(tensors))
         for bucket in adapter.buckets(rounded, self._dtype):
-            self._client.rpc("flowcorr_transformer", tensors=bucket)
+            self.client.rpc("flowcorr_transformer", tensors=bucket)
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         lora = self.config.model.lora
@@ -149,7 +154,7 @@ class VllmOmniEngine:
             folder = Path(self._folder.name) / str(self._adapter_id)
             adapter.write_adapter(folder, named or {}, config)
             named = None
-        self._client.rpc(
+        self.client.rpc(
             "flowcorr_adapter",
             adapter_id=self._adapter_id,
             path=None if folder is None else str(folder),
@@ -171,7 +176,7 @@ class VllmOmniEngine:
         extra = Probe(
             guidance_scale=self.guidance.guidance_scale, true_cfg_scale=self.guidance.true_cfg_scale
         ).to_extra()
-        (output,) = self._client.generate([(prompt, self._params(extra))])
+        (output,) = self.client.generate([(prompt, self.request(extra))])
         return _trajectory(output)["velocity"].float()
 
     # Sampling --------------------------------------------------------------------------------------------
@@ -192,16 +197,13 @@ class VllmOmniEngine:
         """
         self._wake()
         count = self.config.rollout.n
-        jobs = self._jobs(groups, training_step, with_means)
+        jobs = self.jobs(groups, training_step, with_means)
         cpu = self._cast(conditioning)
         requests = [
-            (
-                {"prompt": "", CONDITIONING: {name: rows[place // count] for name, rows in cpu.items()}},
-                self._params(job.to_extra()),
-            )
+            self.request(job, {name: rows[place // count] for name, rows in cpu.items()})
             for place, job in enumerate(jobs)
         ]
-        outputs = self._client.generate(requests, steps=self.config.sampling.num_inference_steps)
+        outputs = self.client.generate(requests, steps=self.config.sampling.num_inference_steps)
         self._rest()
         rollout = _rollout(
             outputs, jobs, {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
@@ -209,7 +211,8 @@ class VllmOmniEngine:
         on_images(rollout.decoded)
         return rollout.to(self._device)
 
-    def _jobs(self, groups: Sequence[int], training_step: int, with_means: bool) -> list[Job]:
+    def jobs(self, groups: Sequence[int], training_step: int, with_means: bool) -> list[Job]:
+        """All samples of `groups`: `rollout.n` a group, in the order of `groups`."""
         sampling, rollout = self.config.sampling, self.config.rollout
         owners = [int(group) for group in groups for _ in range(rollout.n)]
         members = [member for _ in groups for member in range(rollout.n)]
@@ -240,7 +243,16 @@ class VllmOmniEngine:
             for group, member, start in zip(owners, members, starts.tolist(), strict=True)
         ]
 
-    def _params(self, extra: Mapping[str, Any]) -> Any:
+    def request(self, job: Job, conditioning: Mapping[str, Tensor]) -> tuple[dict[str, Any], Any]:
+        """One sample's prompt and sampling parameters, as `OmniClient.generate` takes them.
+
+        Args:
+            job: the sample.
+            conditioning: the rows of its prompt, on the CPU.
+        """
+        return {"prompt": "", CONDITIONING: dict(conditioning)}, self.request(job.to_extra())
+
+    def request(self, extra: Mapping[str, Any]) -> Any:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
         return OmniDiffusionSamplingParams(
@@ -269,23 +281,23 @@ class VllmOmniEngine:
 
     def describe(self) -> dict[str, str]:
         """The attention backend and dtype of the engine's first worker."""
-        return dict(self._client.rpc("flowcorr_facts")[0])
+        return dict(self.client.rpc("flowcorr_facts")[0])
 
     def close(self) -> None:
         """Stop the engine's processes."""
-        self._client.close()
+        self.client.close()
         self._folder.cleanup()
 
     def _wake(self) -> None:
-        if self._sleeps and self._asleep:
+        if self.sleeps and self._asleep:
             empty_cache(next(self.family.transformer.parameters()).device)
-            self._client.wake_up()
+            self.client.wake_up()
             self._asleep = False
 
     def _rest(self) -> None:
         """Free a shared GPU for the trainer. After a sync the engine stays awake, because sampling follows."""
-        if self._sleeps:
-            self._client.sleep()
+        if self.sleeps:
+            self.client.sleep()
             self._asleep = True
 
 

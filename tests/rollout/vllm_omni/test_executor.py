@@ -27,7 +27,10 @@ class Messages(queue.Queue):
 
 
 def running(executor_class, worker):
-    """An executor whose threads share what the real ones share; `worker(request)` stands for the worker process."""
+    """An executor whose threads share what the real ones share; `worker(request)` stands for the worker process.
+
+    Only vllm-omni's private attributes show its race between threads: its constructor would start the processes.
+    """
     executor = object.__new__(executor_class)
     executor.od_config = SimpleNamespace(step_execution=False, parallel_config=None)
     executor._closed = executor._is_failed = False
@@ -157,5 +160,6 @@ def test_the_executor_follows_the_version_and_its_methods(caplog):
 def test_an_engine_without_an_executor_of_the_users_own_has_the_lossless_one(stack):
     from flowcorr.rollout.vllm_omni.executor import LosslessExecutor
 
-    engine = stack.engine._client._omni.engine.stage_pools[0].clients[0]._engine
+    # vllm-omni has no public way from an engine to its executor.
+    engine = stack.engine.client._omni.engine.stage_pools[0].clients[0]._engine
     assert type(engine.executor) is LosslessExecutor

@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowcorr.errors import BackendError
 from flowcorr.models import Guidance
 from flowcorr.rollout.vllm_omni.patience import Patience
-from flowcorr.rollout.vllm_omni.request import CONDITIONING
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -25,17 +23,6 @@ def with_sampling(stack, **changes):
     engine.guidance = Guidance(guidance_scale=config.sampling.guidance_scale)
     conditioning = stack.family.encode(["cat", "dog"], engine.guidance)
     return replace(stack, config=config, engine=engine, conditioning=conditioning)
-
-
-def outputs(stack, jobs):
-    """Trajectories of `jobs`, sent together."""
-    rows = stack.engine._cast(stack.conditioning)
-    requests = [
-        ({"prompt": "", CONDITIONING: {name: row[job.group] for name, row in rows.items()}},
-         stack.engine._params(job.to_extra()))
-        for job in jobs
-    ]  # fmt: skip
-    return [output.multimodal_output["trajectory"] for output in stack.engine._client.generate(requests)]
 
 
 def assert_same_rollout(found, expected):
@@ -92,8 +79,10 @@ def test_a_trajectory_does_not_depend_on_what_it_is_batched_with(stack):
     together, alone = stack.sample(), stack.sample([1])
     torch.testing.assert_close(alone.latents, together.latents[4:], **LATENTS)
     torch.testing.assert_close(alone.log_probs, together.log_probs[4:], **LOG_PROBS)
-    job = stack.engine._jobs(range(2), 1, True)[6]
-    (single,) = outputs(stack, [job])
+    job = stack.engine.jobs(range(2), 1, True)[6]
+    request = stack.engine.request(job, {name: rows[1] for name, rows in stack.conditioning.items()})
+    (output,) = stack.engine.client.generate([request])
+    single = output.multimodal_output["trajectory"]
     torch.testing.assert_close(single["latents"], together.latents[6], **LATENTS)
     torch.testing.assert_close(single["log_probs"], together.log_probs[6], **LOG_PROBS)
 
@@ -103,37 +92,6 @@ def test_the_same_call_gives_the_same_bits_and_another_step_others(stack):
     assert torch.equal(first.latents, again.latents)
     assert torch.equal(first.images, again.images)
     assert not torch.equal(first.latents, other.latents)
-
-
-def test_requests_of_one_batch_may_differ_in_everything(stack):
-    base = stack.engine._jobs(range(2), 1, True)
-    sampling = stack.config.sampling
-    louder = replace(base[1].plan, sampling=replace(sampling, noise_level=1.1))
-    shorter = replace(base[2].plan, sampling=replace(sampling, sde_window_size=1), with_means=False)
-    jobs = [
-        base[0],
-        replace(base[1], plan=louder),
-        replace(base[2], plan=shorter, start=2),
-        replace(base[3], start=1, seed=9),
-        base[5],
-    ]
-    mixed = outputs(stack, jobs)
-    assert "means" not in mixed[2]
-    assert len(mixed[2]["log_probs"]) == 1
-    for job, found in zip(jobs, mixed, strict=True):
-        (alone,) = outputs(stack, [job])
-        assert found.keys() == alone.keys()
-        assert torch.equal(found["step_indices"], alone["step_indices"])
-        torch.testing.assert_close(found["latents"], alone["latents"], **LATENTS)
-        torch.testing.assert_close(found["log_probs"], alone["log_probs"], **LOG_PROBS)
-    assert mixed[1]["stds"][0] / mixed[0]["stds"][0] == pytest.approx(1.1 / sampling.noise_level)
-    assert mixed[2]["step_indices"].tolist() == [2]
-
-
-def test_a_request_without_our_arguments_is_refused(stack):
-    with pytest.raises(BackendError, match="samples training rollouts"):
-        stack.engine._client.generate([({"prompt": "cat"}, stack.engine._params({}))])
-    assert stack.sample().num_samples == 8  # and the engine lives on
 
 
 def test_answers_that_are_lost_are_requested_again(start, monkeypatch, caplog):
@@ -148,3 +106,43 @@ def test_answers_that_are_lost_are_requested_again(start, monkeypatch, caplog):
         torch.testing.assert_close(again.latents, first.latents, **LATENTS)
         torch.testing.assert_close(again.log_probs, first.log_probs, **LOG_PROBS)
     assert "8 of 8 are missing. It may have lost them: their requests are sent again" in caplog.text
+
+
+def test_a_stale_engine_samples_with_older_weights_and_can_be_restored(start):
+    stack = start("sd3", rollout={"staleness": 1})
+    stack.stir(seed=1)
+    stack.sync()
+    assert stack.sample().policy_versions.unique().tolist() == [0]
+    history = stack.engine.history
+    stack.stir(seed=2)
+    stack.sync()
+    newer = stack.sample()
+    assert newer.policy_versions.unique().tolist() == [1]
+    stack.engine.restore(history)
+    assert stack.sample().policy_versions.unique().tolist() == [0]
+    assert not torch.equal(stack.sample().latents, newer.latents)
+
+
+def test_an_engine_in_sleep_mode_wakes_once_a_training_step(stack, monkeypatch):
+    """No sleep on a CPU: the real engine samples, and its client notes when it would sleep and wake."""
+    calls = []
+
+    def noted(name, forward):
+        def call(self, *args, **options):
+            calls.append(name)
+            return forward(self, *args, **options)
+
+        return call
+
+    client_class = type(stack.engine.client)
+    for name in ("generate", "rpc"):
+        monkeypatch.setattr(client_class, name, noted(name, getattr(client_class, name)))
+    for name in ("sleep", "wake_up"):
+        monkeypatch.setattr(client_class, name, noted(name, lambda self: None))
+    monkeypatch.setattr(stack.engine, "sleeps", True)
+    for step in range(2):
+        stack.sample(training_step=step)
+        stack.stir(seed=step)
+        stack.sync()
+    sample, sync = ["generate", "sleep"], ["wake_up", "rpc", "generate"]
+    assert calls == 2 * [*sample, *sync]

@@ -85,7 +85,7 @@ def fewer_steps(stack, monkeypatch):
 
 
 def prompts_mixed_up(stack, monkeypatch):
-    generate, count = stack.engine._client.generate, stack.config.rollout.n
+    generate, count = stack.engine.client.generate, stack.config.rollout.n
 
     def mixed(requests, **options):
         prompts = [prompt for prompt, _ in requests]
@@ -93,16 +93,19 @@ def prompts_mixed_up(stack, monkeypatch):
         swapped = [(prompt, params) for prompt, (_, params) in zip(rolled, requests, strict=True)]
         return generate(swapped, **options)
 
-    monkeypatch.setattr(stack.engine._client, "generate", mixed)
+    monkeypatch.setattr(stack.engine.client, "generate", mixed)
 
 
 def weights(change):
-    """Other weights than those that are synced, which the engine's own check is kept from seeing."""
+    """Other weights than those that are synced. The engine's own check compares with the changed ones."""
 
     def plant(stack, monkeypatch):
-        load = stack.engine._load_adapter
-        monkeypatch.setattr(stack.engine, "_load_adapter", lambda tensors: load(change(tensors)))
-        monkeypatch.setattr(stack.engine._moves, "check", lambda reached: None)
+        sync = stack.engine.sync
+        monkeypatch.setattr(
+            stack.engine,
+            "sync",
+            lambda weights: sync(replace(weights, tensors=change(weights.tensors))),
+        )
 
     return plant
 
@@ -112,7 +115,10 @@ def scaled(tensors):
 
 
 def half_of_the_layers(tensors):
-    return {name: tensor for name, tensor in tensors.items() if ".to_q." in name or ".to_v." in name}
+    return {
+        name: tensor if ".to_q." in name or ".to_v." in name else torch.zeros_like(tensor)
+        for name, tensor in tensors.items()
+    }
 
 
 def one_sync_late():

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Build a virtual environment in which the whole vllm-omni engine runs on a CPU, from PyPI alone: two minutes, 2 GB.
 #
-#   tests/vllm_omni/install.sh VENV     # then: VENV/bin/python -m pytest -m vllm_omni tests/vllm_omni
+#   tests/rollout/vllm_omni/install.sh VENV     # then: VENV/bin/python -m pytest -m vllm_omni tests/rollout/vllm_omni
 #
 # PYTHON (python3), WHEELS (a folder or page with wheels, for a CPU build of torch) come from the environment.
 set -euo pipefail
 
 venv=${1:?usage: install.sh VENV}
 here=$(cd "$(dirname "$0")" && pwd)
-root=$(cd "$here/../.." && pwd)
+root=$(cd "$here/../../.." && pwd)
 wheels=${WHEELS:-$("${PYTHON:-python3}" -m pip config get global.find-links 2>/dev/null || true)}
 
 "${PYTHON:-python3}" -m venv "$venv"

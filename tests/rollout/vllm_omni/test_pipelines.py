@@ -1,7 +1,11 @@
-"""Every family in bfloat16 and float32, through the real engine on tiny pipelines with random weights."""
+"""The engine's half: every family in float32 and bfloat16 on tiny random pipelines, and what one batch may hold."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+
+from flowcorr.errors import BackendError
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -57,3 +61,45 @@ def test_bfloat16_on_a_trained_model(start):
     means = stack.actor.log_probs(rollout, with_means=True).means
     r = ((means - rollout.means) / rollout.stds[..., None, None, None]).square().mean().sqrt()
     assert r <= 0.02
+
+
+def outputs(stack, jobs):
+    """Trajectories of `jobs`, sent together."""
+    requests = [
+        stack.engine.request(job, {name: rows[job.group] for name, rows in stack.conditioning.items()})
+        for job in jobs
+    ]
+    return [output.multimodal_output["trajectory"] for output in stack.engine.client.generate(requests)]
+
+
+def test_requests_of_one_batch_may_differ_in_everything(stack):
+    base = stack.engine.jobs(range(2), 1, True)
+    sampling = stack.config.sampling
+    louder = replace(base[1].plan, sampling=replace(sampling, noise_level=1.1))
+    shorter = replace(base[2].plan, sampling=replace(sampling, sde_window_size=1), with_means=False)
+    jobs = [
+        base[0],
+        replace(base[1], plan=louder),
+        replace(base[2], plan=shorter, start=2),
+        replace(base[3], start=1, seed=9),
+        base[5],
+    ]
+    mixed = outputs(stack, jobs)
+    assert "means" not in mixed[2]
+    assert len(mixed[2]["log_probs"]) == 1
+    for job, found in zip(jobs, mixed, strict=True):
+        (alone,) = outputs(stack, [job])
+        assert found.keys() == alone.keys()
+        assert torch.equal(found["step_indices"], alone["step_indices"])
+        torch.testing.assert_close(found["latents"], alone["latents"], rtol=0, atol=1e-4)
+        torch.testing.assert_close(found["log_probs"], alone["log_probs"], rtol=0, atol=1e-6)
+    assert mixed[1]["stds"][0] / mixed[0]["stds"][0] == pytest.approx(1.1 / sampling.noise_level)
+    assert mixed[2]["step_indices"].tolist() == [2]
+
+
+def test_a_request_without_our_arguments_is_refused(stack):
+    _, params = stack.engine.request(stack.engine.jobs([0], 1, True)[0], {})
+    params.extra_args = {}
+    with pytest.raises(BackendError, match="samples training rollouts"):
+        stack.engine.client.generate([({"prompt": "cat"}, params)])
+    assert stack.sample().num_samples == 8  # and the engine lives on

@@ -34,21 +34,6 @@ def test_merged_weights_reach_the_engine(start, rank):
     assert stack.mismatch(rollout).mean() <= 1e-6
 
 
-def test_a_stale_engine_samples_with_older_weights_and_can_be_restored(start):
-    stack = start("sd3", rollout={"staleness": 1})
-    stack.stir(seed=1)
-    stack.sync()
-    assert stack.sample().policy_versions.unique().tolist() == [0]
-    history = stack.engine.history
-    stack.stir(seed=2)
-    stack.sync()
-    newer = stack.sample()
-    assert newer.policy_versions.unique().tolist() == [1]
-    stack.engine.restore(history)
-    assert stack.sample().policy_versions.unique().tolist() == [0]
-    assert not torch.equal(stack.sample().latents, newer.latents)
-
-
 def test_weights_that_the_engine_does_not_know_are_an_error(stack, monkeypatch):
     stack.stir()
     real = adapter.peft_tensors
@@ -69,33 +54,3 @@ def test_a_sync_that_changes_nothing_is_an_error(stack, monkeypatch):
     monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, family: old)
     with pytest.raises(BackendError, match="did not take effect"):
         stack.sync()
-
-
-def test_a_worker_that_fails_is_an_error(stack):
-    with pytest.raises(BackendError, match=r"(?s)no_such_method.*last lines of its log"):
-        stack.engine._client.rpc("no_such_method")
-
-
-def test_an_engine_in_sleep_mode_wakes_once_a_training_step(stack, monkeypatch):
-    """No sleep on a CPU: the real engine samples, and its client notes when it would sleep and wake."""
-    calls = []
-
-    def noted(name, forward):
-        def call(self, *args, **options):
-            calls.append(name)
-            return forward(self, *args, **options)
-
-        return call
-
-    client_class = type(stack.engine._client)
-    for name in ("generate", "rpc"):
-        monkeypatch.setattr(client_class, name, noted(name, getattr(client_class, name)))
-    for name in ("sleep", "wake_up"):
-        monkeypatch.setattr(client_class, name, noted(name, lambda self: None))
-    monkeypatch.setattr(stack.engine, "_sleeps", True)
-    for step in range(2):
-        stack.sample(training_step=step)
-        stack.stir(seed=step)
-        stack.sync()
-    sample, sync = ["generate", "sleep"], ["wake_up", "rpc", "generate"]
-    assert calls == 2 * [*sample, *sync]

@@ -1,0 +1,53 @@
+"""The client of an engine: its errors say what the engine's log says."""
+
+import multiprocessing
+import os
+import signal
+import sys
+
+import pytest
+
+from flowcorr.errors import BackendError, MissingExtraError
+from flowcorr.rollout.vllm_omni.client import OmniClient, import_vllm_omni
+
+
+def test_without_vllm_omni_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm_omni", None)
+    with pytest.raises(MissingExtraError, match=r"rollout\.name=vllm_omni.*flowcorr\[vllm-omni\]"):
+        import_vllm_omni()
+
+
+@pytest.mark.vllm_omni
+@pytest.mark.filterwarnings("ignore")
+def test_a_worker_that_fails_is_an_error(stack):
+    with pytest.raises(BackendError, match=r"(?s)no_such_method.*last lines of its log"):
+        stack.engine.client.rpc("no_such_method")
+
+
+@pytest.mark.vllm_omni
+@pytest.mark.filterwarnings("ignore")
+def test_an_engine_that_dies_is_an_error_and_can_be_closed(start):
+    stack = start("sd3", backend="mp")
+    assert stack.sample().num_samples == 8
+    (worker,) = [child for child in multiprocessing.active_children() if _is_worker_of(stack, child)]
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(BackendError, match=r"(?s)vllm-omni engine.*last lines of its log"):
+        stack.sample()
+    with pytest.raises(BackendError, match="vllm-omni engine"):
+        stack.sync()
+    stack.engine.close()
+    with pytest.raises(BackendError, match="is closed"):
+        stack.sample()
+
+
+def _is_worker_of(stack, child):
+    # vllm-omni has no public way from an engine to its processes.
+    executor = stack.engine.client._omni.engine.stage_pools[0].clients[0]._engine.executor
+    return child.pid in {process.pid for process in executor._processes}
+
+
+@pytest.mark.vllm_omni
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_the_engine_cannot_load_is_an_error(tmp_path):
+    with pytest.raises(BackendError, match="did not start"):
+        OmniClient(str(tmp_path), {"model_class_name": "FlowcorrSD3Pipeline"}, tmp_path / "engine.log")

@@ -1,0 +1,96 @@
+"""The options of `rollout.engine`: checked, completed, and refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from flowcorr.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig
+from flowcorr.errors import ConfigError
+from flowcorr.rollout.vllm_omni import options
+
+
+def config(engine, *, rank=4, **rollout):
+    return Config(
+        model=ModelConfig(lora=LoraConfig(rank=rank)),
+        rollout=RolloutConfig(name="vllm_omni", engine=engine, **rollout),
+    )
+
+
+class Family:
+    name = "flux"
+
+
+INSTALLED = options.Installed(
+    options={"max_num_seqs", "quantization", "tensor_parallel_size", "distributed_executor_backend"},
+    backend="package.Lossless",
+)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (config({"dtype": "float16"}), r"rollout\.engine\.dtype cannot be set: set rollout\.dtype"),
+        (config({"max_num_seq": 4}), r"rollout\.engine='max_num_seq' is unknown.*max_num_seqs\?"),
+        (config({"weight_sync": "lora"}), r"weight_sync='lora' is unknown"),
+        (config({"weight_sync": "lora_path"}, rank=0), r"rank=0 trains all"),
+        (config({"weight_sync": "merged", "quantization": "fp8"}), r"quantization='fp8'"),
+        (config({}, emulate="int8"), r"rollout\.emulate='int8'"),
+    ],
+)
+def test_options_that_cannot_be_passed_on(bad, message):
+    with pytest.raises(ConfigError, match=message):
+        options.engine_options(bad, Family(), INSTALLED)
+
+
+def test_options_are_completed():
+    found, way = options.engine_options(
+        config({}, prompts_per_step=3, n=5, dtype="bfloat16"), Family(), INSTALLED
+    )
+    assert way == "lora_tensors"
+    assert found["max_num_seqs"] == 15
+    assert found["dtype"] == "bfloat16"
+    assert found["model_class_name"] == "FlowcorrFluxPipeline"
+    told, way = options.engine_options(config({"max_num_seqs": 2}, rank=0), Family(), INSTALLED)
+    assert (told["max_num_seqs"], way) == (2, "merged")
+
+
+def test_a_users_own_executor_is_taken_and_one_that_loses_answers_gets_a_warning(caplog):
+    def backend(engine, installed=INSTALLED):
+        return options.engine_options(config(engine), Family(), installed)[0]["distributed_executor_backend"]
+
+    assert backend({}) == "package.Lossless"
+    assert backend({"distributed_executor_backend": "mine.Executor"}) == "mine.Executor"
+    assert backend({}, replace(INSTALLED, backend="mp")) == "mp"
+    assert caplog.messages == []
+    assert backend({"distributed_executor_backend": "mp"}) == "mp"
+    assert "'mp' loses answers" in caplog.text
+
+
+def test_families_without_a_pipeline_or_quantization():
+    other, sd3 = Family(), Family()
+    other.name, sd3.name = "aura_flow", "sd3"
+    with pytest.raises(ConfigError, match="no pipeline for the model family aura_flow"):
+        options.engine_options(config({}), other, INSTALLED)
+    with pytest.raises(ConfigError, match="does not quantize sd3"):
+        options.engine_options(config({"quantization": "fp8"}), sd3, INSTALLED)
+
+
+def test_an_engine_of_several_gpus_is_refused_beside_other_ranks(monkeypatch):
+    assert options.engine_options(config({"tensor_parallel_size": 2}), Family(), INSTALLED)
+    monkeypatch.setattr(options.distributed, "world_size", lambda: 2)
+    assert options.engine_options(config({"tensor_parallel_size": 1}), Family(), INSTALLED)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 takes several GPUs.*placement=ray"):
+        options.engine_options(config({"tensor_parallel_size": 2}), Family(), INSTALLED)
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "ulysses_degree": 2, "sequence_parallel_size": 2}, 4),
+        ({"num_gpus": 8}, 8),
+    ],
+)
+def test_an_engine_takes_as_many_gpus_as_it_is_spread_over(engine, gpus):
+    assert options.num_gpus(engine) == gpus
