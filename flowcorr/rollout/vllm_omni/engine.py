@@ -176,7 +176,7 @@ class VllmOmniEngine:
         extra = Probe(
             guidance_scale=self.guidance.guidance_scale, true_cfg_scale=self.guidance.true_cfg_scale
         ).to_extra()
-        (output,) = self.client.generate([(prompt, self.request(extra))])
+        (output,) = self.client.generate([(prompt, self._params(extra))])
         return _trajectory(output)["velocity"].float()
 
     # Sampling --------------------------------------------------------------------------------------------
@@ -250,9 +250,9 @@ class VllmOmniEngine:
             job: the sample.
             conditioning: the rows of its prompt, on the CPU.
         """
-        return {"prompt": "", CONDITIONING: dict(conditioning)}, self.request(job.to_extra())
+        return {"prompt": "", CONDITIONING: dict(conditioning)}, self._params(job.to_extra())
 
-    def request(self, extra: Mapping[str, Any]) -> Any:
+    def _params(self, extra: Mapping[str, Any]) -> Any:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
         return OmniDiffusionSamplingParams(
