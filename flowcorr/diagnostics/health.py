@@ -260,8 +260,8 @@ def _examine_images(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> Hea
         metric=drift.metric,
         value=drift.size,
         threshold=rule.high,
-        message=f"the reward rose from {before:.3g} to {now:.3g} while {drift.metric} went from {drift.start:.3g} to "
-        f"{drift.now:.3g}: {drift.size:.3g} times as far as is usual",
+        message=f"the reward rose from {before:.3g} to {now:.3g} while the image statistic {drift.statistic} went from "
+        f"{drift.start:.3g} to {drift.now:.3g}, {drift.size:.3g} times the limit of its change",
         advice=rule.advice,
     )
 

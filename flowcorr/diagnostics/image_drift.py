@@ -1,4 +1,4 @@
-"""Reward hacking: the images change far from where they started while the reward rises."""
+"""Reward hacking: the images drift far from those of the first step while the reward rises."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PREFIX = "reward/image/"
 _SHARES = ("dark", "saturated")
 _SHARE_LIMIT = 0.25  # change of a share of pixels
 _FACTOR_LIMIT = 2.0  # change of another statistic, up or down
-_DIVERSITY_LIMIT = 4.0  # likewise: the images of a prompt grow alike as a policy learns
+_DIVERSITY_LIMIT = 4.0  # also a factor: the images of a prompt become more alike as a policy learns
 RULE = Rule(
     name="reward_hacking",
     metric=PREFIX,
     what="drift of the images",
     high=1.0,
     patience=3,
-    advice="look at the images: where they are worse, the policy exploits the reward; add a term or a reward.gold that "
-    "notices it, raise actor.kl_coef, lower actor.lr, or stop at an earlier checkpoint",
+    advice="look at the images: if they are worse, the policy exploits the reward; add a reward term or a reward.gold "
+    "that detects it, raise actor.kl_coef, lower actor.lr, or use an earlier checkpoint",
 )
 
 
@@ -30,9 +30,9 @@ class ImageDrift:
     """A statistic of the images, now and at the start of the run.
 
     Attributes:
-        metric: its whole name.
+        metric: its full name.
         start, now: its values.
-        size: its change in limits: above 1 it is far from its start.
+        size: its change, as a multiple of its limit.
     """
 
     metric: str
@@ -40,9 +40,13 @@ class ImageDrift:
     now: float
     size: float
 
+    @property
+    def statistic(self) -> str:
+        return self.metric.removeprefix(PREFIX)
+
 
 def largest_drift(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> ImageDrift | None:
-    """The statistic of a training step that is furthest from the first step's; None if none was logged."""
+    """The statistic with the largest change since the first step; None if none was logged."""
     drifts = [
         ImageDrift(metric=name, start=start[name], now=value, size=_size(name, start[name], value))
         for name, value in metrics.items()

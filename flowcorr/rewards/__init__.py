@@ -2,7 +2,14 @@
 
 from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.base import OnError, Reward, RewardOutput, as_reward_output, reward_name, score_batch
-from flowcorr.rewards.combine import REWARDS, WeightedSum, build_reward, check_tags, training_scores
+from flowcorr.rewards.combine import (
+    REWARDS,
+    WeightedSum,
+    build_reward,
+    check_tags,
+    known_scores,
+    training_scores,
+)
 from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
@@ -27,6 +34,7 @@ __all__ = [
     "as_reward_output",
     "build_reward",
     "check_tags",
+    "known_scores",
     "reward_name",
     "score_batch",
     "scored_ahead",

@@ -58,6 +58,7 @@ class Aesthetic:
     batch_size: int = 16
 
     name = "aesthetic"
+    extras = ()
 
     def __post_init__(self) -> None:
         check_clip_options(self.name, self.dtype, self.batch_size)

@@ -78,7 +78,8 @@ Reward: TypeAlias = Callable[[np.ndarray, list[Prompt]], RewardOutput]
 """Called with images `[B, H, W, 3]` uint8 and their `B` prompts.
 
 A reward may have `overlaps = True`, an attribute of its class or function: it scores each image by itself, in whatever
-thread and company, and spends its time where Python's interpreter lock is released, so that other work goes on.
+thread and company, and spends its time where Python's interpreter lock is released, so that other work goes on. A
+reward of `REWARDS` may have `extras`: the names that its `RewardOutput.extra` may have.
 """
 
 

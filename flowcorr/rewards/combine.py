@@ -288,6 +288,24 @@ def check_tags(terms: Sequence[Term], gold: Sequence[Term], prompts: Sequence[Pr
                 )
 
 
+def known_scores(terms: Sequence[Term], gold: Sequence[Term] = ()) -> set[str] | None:
+    """Names under `eval/` that the scores of a recipe's reward may have, before it is built.
+
+    Returns:
+        None if a reward of the user's own or a server chooses the names of its extras.
+    """
+    names: set[str] = set()
+    for prefix, listed in (("", terms), (GOLD, gold)):
+        for term in listed:
+            extras = getattr(REWARDS.get(term.name), "extras", None)
+            if extras is None:
+                return None
+            label = prefix + _label(term)
+            lone = not prefix and len(terms) == 1
+            names.update(extras if lone else (label, *(f"{label}_{extra}" for extra in extras)))
+    return names
+
+
 @contextlib.contextmanager
 def reported_when_slow(label: str, timeout: float | None, every: float = 60.0) -> Iterator[None]:
     """Log which reward is still computing `timeout` seconds after it was called, then once `every` seconds."""

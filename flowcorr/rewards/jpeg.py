@@ -19,6 +19,7 @@ class JpegCompressibility:
     """Minus the size of the image as a JPEG at quality 95, in kB of 1000 bytes."""
 
     name = "jpeg_compressibility"
+    extras = ()
     overlaps = True
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
@@ -31,6 +32,7 @@ class JpegIncompressibility:
     """The size of the image as a JPEG at quality 95, in kB of 1000 bytes."""
 
     name = "jpeg_incompressibility"
+    extras = ()
     overlaps = True
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:

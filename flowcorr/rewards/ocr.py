@@ -43,6 +43,7 @@ class OcrReward:
     threads: int = 1
 
     name = "ocr"
+    extras = ("exact_match", "edit_similarity")
     overlaps = True
 
     def __post_init__(self) -> None:

@@ -39,6 +39,7 @@ class PickScore:
     batch_size: int = 16
 
     name = "pickscore"
+    extras = ("logit",)
 
     def __post_init__(self) -> None:
         check_clip_options(self.name, self.dtype, self.batch_size)

@@ -79,6 +79,7 @@ class VlmJudge:
     endpoint: Endpoint = field(init=False, repr=False, compare=False)
 
     name = "vlm_judge"
+    extras = ("exact_match",)  # of mode `transcribe`
     overlaps = True
 
     def __post_init__(self) -> None:

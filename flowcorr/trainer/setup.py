@@ -14,10 +14,10 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config.rules import check_guidance
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
-from flowcorr.errors import ConfigError
+from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.rewards import Reward, ThreadReward, build_reward, check_tags
+from flowcorr.rewards import Reward, ThreadReward, build_reward, check_tags, known_scores
 from flowcorr.rewards.combine import ON_CLIP
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.build import build_backend, check_installed
@@ -92,6 +92,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
         with distributed.fail_together("loading the model"):
             check_installed(config)
             _check_worker_gpus(config)
+            _check_best_metric(config)
             prompts = load_prompts(config.data)
             check_tags(config.reward.terms, config.reward.gold, (*prompts.train, *prompts.heldout))
             reward = _build_reward(config, on_event)
@@ -144,6 +145,17 @@ def _check_worker_gpus(config: Config) -> None:
                     UserWarning,
                     stacklevel=3,
                 )
+
+
+def _check_best_metric(config: Config) -> None:
+    """Check that an evaluation will yield `trainer.best_metric`, where the names of all scores are known."""
+    scores = known_scores(config.reward.terms, config.reward.gold)
+    name = config.trainer.best_metric
+    if scores is None or name.startswith("eval/image/"):
+        return
+    choices = ["eval/reward", "eval/reward_std", *(f"eval/{score}" for score in sorted(scores))]
+    if name not in choices:
+        raise ConfigError(unknown_choice("trainer.best_metric", name, choices))
 
 
 def _build_reward(config: Config, on_event: OnEvent) -> Reward:

@@ -45,7 +45,9 @@ def test_images_are_judged_while_the_reward_rises(reward, dark, broken):
     found = examine_step(record(9, reward, dark=dark), Units(), start=START)
     assert [finding.rule for finding in found] == ["reward_hacking"] * broken
     if broken:
-        assert "rose from 0.5 to 0.9 while reward/image/dark went from 0.45 to 0.93" in found[0].message
+        assert (
+            "rose from 0.5 to 0.9 while the image statistic dark went from 0.45 to 0.93" in found[0].message
+        )
         assert examine_step(record(9, reward, dark=dark), Units()) == []
 
 

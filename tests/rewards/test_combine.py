@@ -18,6 +18,7 @@ from flowcorr.rewards import (
     RewardOutput,
     build_reward,
     check_tags,
+    known_scores,
     score_batch,
     training_scores,
 )
@@ -313,6 +314,22 @@ def test_tags_and_prompts_that_do_not_fit_are_named(terms, gold, message):
 def test_tags_that_fit():
     check_tags([term("a", tags=("text",)), term("b")], [term("c", tags=("count",))], TAGGED)
     check_tags([term("a", tags=("text",)), term("b", tags=("count",))], [], TAGGED)
+
+
+def test_names_of_scores_are_known_before_a_reward_is_built():
+    jpeg, ocr = term("jpeg_compressibility"), term("ocr")
+    assert known_scores([jpeg]) == set()
+    assert known_scores([ocr]) == {"exact_match", "edit_similarity"}
+    assert known_scores([jpeg, ocr]) == {jpeg.name, "ocr", "ocr_exact_match", "ocr_edit_similarity"}
+    assert known_scores([jpeg], [term("pickscore")]) == {"gold/pickscore", "gold/pickscore_logit"}
+    # As the reward itself names them.
+    both = build_reward([jpeg], [term("jpeg_incompressibility")])(IMAGES, PROMPTS)
+    assert known_scores([jpeg], [term("jpeg_incompressibility")]) == set(both.extra)
+
+
+@pytest.mark.parametrize("name", ["http", "my_rewards:mine"])
+def test_names_that_a_server_or_the_user_chooses_are_unknown(name):
+    assert known_scores([term("ocr"), term(name)]) is None
 
 
 def sum_of(*columns):

@@ -45,6 +45,7 @@ def draw_lines(lines):
 def test_words_are_read(reward, images):
     output = reward(images, prompts(WORDS))
     assert output.scores.tolist() == [1.0] * len(WORDS)
+    assert tuple(output.extra) == OcrReward.extras
     assert output.extra["exact_match"].tolist() == [1.0] * len(WORDS)
     assert output.extra["edit_similarity"].tolist() == [1.0] * len(WORDS)
 

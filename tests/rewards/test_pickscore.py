@@ -44,6 +44,7 @@ def logits(clip_folder):
 
 def test_logits_are_those_of_the_model(options, logits):
     output = PickScore(**options)(IMAGES, PROMPTS)
+    assert tuple(output.extra) == PickScore.extras
     np.testing.assert_allclose(output.extra["logit"], logits, rtol=1e-4, atol=1e-4)
     assert np.ptp(logits) > 0.1
     assert np.abs(logits).max() <= 14.2858  # the temperature that CLIP starts with is exp(2.6592)

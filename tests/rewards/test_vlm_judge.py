@@ -78,6 +78,7 @@ def test_transcription_is_compared_as_ocr_compares(serve):
     texts = ('{"text": "open"}', '{"text": "shot"}', '{"text": "EN TER!"}', '{"text": ""}')
     output = judge(serve(answers(*texts)), mode="transcribe")(IMAGES, PROMPTS)
     np.testing.assert_allclose(output.scores, [1, 3 / 4, 5 / 6, 0])
+    assert tuple(output.extra) == VlmJudge.extras
     assert output.extra["exact_match"].tolist() == [1.0, 0.0, 0.0, 0.0]
 
 

@@ -61,6 +61,14 @@ def test_a_reward_model_that_would_run_on_a_cpu_warns(with_gpus):
         build_run(config.load("tiny_jpeg_lora", [*overrides, "reward.worker_resources={num_gpus: 1}"]))
 
 
+def test_a_best_metric_that_no_evaluation_yields_is_refused_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(
+        ConfigError, match=r"trainer.best_metric='eval/exact_match' is unknown; choose from eval/rew"
+    ):
+        build_run(config.load("tiny_jpeg_lora", ["trainer.best_metric=eval/exact_match"]))
+
+
 def test_the_text_encoders_are_gone_before_an_engine_starts_that_may_share_their_gpu(monkeypatch):
     started = []
 
