@@ -1,9 +1,20 @@
-"""Keys of Ray's workers."""
+"""Checks that sections share."""
+
+import math
 
 import pytest
 
 from flowcorr.config import load_mapping
+from flowcorr.config.checks import above, at_least
 from flowcorr.errors import ConfigError
+
+
+def test_bounds_of_numbers():
+    at_least("a.b", 1, 1)
+    above("a.b", 1.5, 1)
+    for check, bad in ((at_least, 0.5), (above, 1), (at_least, math.inf), (above, math.nan)):
+        with pytest.raises(ConfigError, match=rf"^a\.b={bad} is out of range; it must be "):
+            check("a.b", bad, 1)
 
 
 @pytest.mark.parametrize(
@@ -16,28 +27,8 @@ from flowcorr.errors import ConfigError
         ("rollout", {"worker_resources": {"num_gpus": "1"}}, r"worker_resources\.num_gpus='1' must be a number"),
         ("rollout", {"worker_resources": {"num_gpus": True}}, r"worker_resources\.num_gpus=True must be a number"),
         ("reward", {"worker_resources": {"rack": -1}}, r"reward\.worker_resources\.rack=-1 is out of range"),
-        ("rollout", {"worker_resources": "all"}, r"worker_resources='all' must be a mapping"),
-        ("rollout", {"scheduling": "packed"}, r"scheduling='packed' is unknown; choose from default, spread, or the"),
-        ("rollout", {"placement": "slurm"}, r"placement='slurm' is unknown; choose from local, ray"),
-        ("rollout", {"max_staleness": 1}, r"max_staleness=1 needs workers .*set rollout\.placement=ray"),
-        ("rollout", {"placement": "ray", "max_staleness": -1}, r"max_staleness=-1 is out of range"),
-        (
-            "rollout",
-            {"placement": "ray", "max_staleness": 1, "staleness": 2},
-            r"rollout\.staleness=2 imitates what rollout\.max_staleness=1 does; set only one of them",
-        ),
     ],
 )  # fmt: skip
-def test_values_that_cannot_be(section, keys, message):
+def test_workers_that_cannot_be(section, keys, message):
     with pytest.raises(ConfigError, match=message):
         load_mapping({section: keys})
-
-
-def test_lag():
-    def age(**keys):
-        return load_mapping({"rollout": keys}).rollout.max_weight_age
-
-    assert age() == 0
-    assert age(staleness=3) == 3
-    assert age(placement="ray", max_staleness=2) == 2
-    assert age(placement="ray", staleness=2) == 2

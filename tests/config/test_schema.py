@@ -1,0 +1,56 @@
+"""Values that a section of the configuration refuses, and what follows from those it takes."""
+
+import pytest
+
+from flowcorr.config import load, load_mapping
+from flowcorr.config.schema import ActorConfig, TrainerConfig
+from flowcorr.errors import ConfigError
+
+
+def test_cps_noise_level_above_one(empty):
+    with pytest.raises(ConfigError, match=r"sampling\.noise_level=1\.2 is out of range for sde_type=cps"):
+        load(empty, ["sampling.sde_type=cps", "sampling.noise_level=1.2"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"worker_resources": "all"}, r"worker_resources='all' must be a mapping"),
+        ({"scheduling": "packed"}, r"scheduling='packed' is unknown; choose from default, spread, or the"),
+        ({"placement": "slurm"}, r"placement='slurm' is unknown; choose from local, ray"),
+        ({"max_staleness": 1}, r"max_staleness=1 needs workers .*set rollout\.placement=ray"),
+        ({"placement": "ray", "max_staleness": -1}, r"max_staleness=-1 is out of range"),
+        (
+            {"placement": "ray", "max_staleness": 1, "staleness": 2},
+            r"rollout\.staleness=2 imitates what rollout\.max_staleness=1 does; set one of them",
+        ),
+    ],
+)
+def test_workers_of_the_rollout(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        load_mapping({"rollout": keys})
+
+
+def test_lag():
+    def age(**keys):
+        return load_mapping({"rollout": keys}).rollout.max_weight_age
+
+    assert age() == 0
+    assert age(staleness=3) == 3
+    assert age(placement="ray", max_staleness=2) == 2
+    assert age(placement="ray", staleness=2) == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "message"),
+    [
+        (ActorConfig, {"lr_min_ratio": 1.5}, r"^actor\.lr_min_ratio=1\.5 is out of range; use a share in \[0, 1\]$"),
+        (ActorConfig, {"betas": (0.9, 1.0)}, r"^actor\.betas=\[0\.9, 1\.0\] is out of range; each must be in"),
+        (ActorConfig, {"ema": 1.0}, r"^actor\.ema=1\.0 is out of range; use a decay in \(0, 1\), or null$"),
+        (ActorConfig, {"clip_ratio": (1e-4, 0.0)}, r"^actor\.clip_ratio=0\.0 is out of range"),
+        (TrainerConfig, {"best_metric": "reward"}, r"^trainer\.best_metric='reward' .*such as eval/reward"),
+    ],
+)  # fmt: skip
+def test_values_out_of_range(section, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        section(**keys)
