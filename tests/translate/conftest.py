@@ -1,0 +1,26 @@
+"""Scripts and files of other trainers."""
+
+import pytest
+
+from flowcorr.translate import translate
+from tests.translate.configs import GRPO, SCRIPT, loaded
+
+
+@pytest.fixture
+def omni(tmp_path):
+    """`omni(*overrides)` is the recipe of the script with more overrides, and its text."""
+
+    def make(*overrides):
+        script = tmp_path / "run.sh"
+        script.write_text(SCRIPT.format(" ".join(overrides)), encoding="utf-8")
+        text = translate(str(script))
+        return loaded(tmp_path, text), text
+
+    return make
+
+
+@pytest.fixture
+def grpo(tmp_path):
+    path = tmp_path / "grpo.py"
+    path.write_text(GRPO, encoding="utf-8")
+    return path

@@ -1,0 +1,45 @@
+"""Tables of keys."""
+
+import pytest
+
+from flowcorr.errors import ConfigError
+from flowcorr.translate.flow_grpo import TABLE as FLOW_GRPO
+from flowcorr.translate.table import Row, Table, translate_values
+from flowcorr.translate.verl_omni import TABLE as VERL_OMNI
+
+
+@pytest.mark.parametrize("table", [VERL_OMNI, FLOW_GRPO])
+def test_each_row_has_the_defaults_that_it_reads(table):
+    assert {source for row in table.rows for source in row.sources} <= table.defaults.keys()
+
+
+def table(**changes):
+    rows = (
+        Row(key="actor.lr", sources=("optim.lr",), value=lambda get: get("optim.lr")),
+        Row(key="rollout.n", sources=("group",), value=lambda get: get("group"), note="images of a prompt"),
+        Row(key="actor.kl_coef", value=lambda get: 0.0),
+    )
+    fields = {
+        "name": "other",
+        "defaults": {"optim.lr": 1e-3, "group": 16},
+        "rows": rows,
+        "no_place": {"optim.*": "another optimizer"},
+        "differences": ("the std",),
+        "refuse": lambda get: "",
+    }
+    return Table(**{**fields, **changes})
+
+
+def test_a_line_says_where_its_value_is_from():
+    found = translate_values({"group": 8, "optim.eps": 1e-8, "unheard_of": 1}, table())
+    lines = {key: (line.value, line.comment) for key, line in found.lines.items()}
+    assert lines["rollout.n"] == (8, "group (images of a prompt)")
+    assert lines["actor.lr"] == (1e-3, "other's default of optim.lr; here: 0.0003")
+    assert "actor.kl_coef" not in lines  # the default here
+    assert found.no_place == {"another optimizer": ["optim.eps=1e-08"]}
+    assert found.unknown == ["unheard_of=1"]
+
+
+def test_a_run_that_cannot_be_made_is_refused():
+    with pytest.raises(ConfigError, match="it makes videos"):
+        translate_values({}, table(refuse=lambda get: "it makes videos"))
