@@ -1,3 +1,5 @@
+"""Metrics are judged in the units of the configuration, over steps and over runs."""
+
 import math
 from dataclasses import replace
 
@@ -5,7 +7,6 @@ import pytest
 
 from flowcorr.config import load, load_mapping
 from flowcorr.diagnostics.health import (
-    RULES,
     HealthMonitor,
     Units,
     examine_run,
@@ -16,69 +17,15 @@ from flowcorr.diagnostics.health import (
 
 SECTION = "algorithm.rollout_correction"
 CAPPED = Units(cap=2.0, bypass=True, num_terms=2048, num_elements=1024)
-CASES = {
-    "mean_weight": ("rollout_corr/rollout_is_mean", [0.5, 1.0, 2.0], [0.49, 2.01]),
-    "weight_std": ("rollout_corr/rollout_is_std", [0.0, 1.0], [1.01]),
-    "effective_sample_size": ("rollout_corr/rollout_is_eff_sample_size", [0.3, 1.0], [0.29]),
-    "cap": ("rollout_corr/rollout_is_raw_max", [1.0, 2.0], [2.1]),
-    "kl": ("rollout_corr/kl", [-0.1, 0.0, 0.1], [-0.11, 0.11]),
-    "log_ppl": ("rollout_corr/log_ppl_diff", [-1.0, 1.0], [-1.1, 1.1]),
-    "veto": ("rollout_corr/rollout_is_veto_fraction", [0.0, 0.1], [0.11]),
-    "catastrophic": ("rollout_corr/rollout_is_catastrophic_token_fraction", [0.01], [0.011]),
-    "masked": ("rollout_corr/rollout_rs_masked_fraction", [0.3], [0.31]),
-    "rejected": ("rollout_corr/rejected_ratio", [0.0, 0.05], [0.051, 0.2]),
-    "clip_noise": ("rollout_corr/clip_noise_fraction", [0.1], [0.2]),
-    "skipped": ("actor/skipped_updates", [0.0], [1.0]),
-    "nonfinite": ("actor/nonfinite_fraction", [0.0], [0.01, 0.5]),
-    "noise_std": ("rollout/noise_std", [0.998, 1.0, 1.002], [0.99, 1.01]),
-    "noise_mean": ("rollout/noise_mean", [-0.003, 0.003], [-0.005, 0.005]),
-    "noise_shared": ("rollout/noise_shared_by", [0.9, 1.1], [2.0, 8.0]),
-    "replay_window": ("rollout_corr/replay/window", [0.0, 0.5], [0.6]),
-    "replay_before": ("rollout_corr/replay/before", [0.0, 4.0], [4.1]),
-    "replay_after": ("rollout_corr/replay/after", [1.0, 4.0], [60.0]),
-    "replay_decode": ("rollout_corr/replay/decode", [0.0, 3.0], [3.1]),
-    "replay_reward": ("rollout_corr/replay/reward", [0.0, 0.1], [0.2]),
-    "flat_groups": ("reward/zero_std_group_fraction", [0.5], [0.6]),
-}
 
 
 def rules(metrics, units=CAPPED):
     return [finding.rule for finding in examine_step(metrics, units)]
 
 
-def test_every_rule_has_a_case():
-    assert list(CASES) == [rule.name for rule in RULES]
-
-
-@pytest.mark.parametrize("rule", CASES)
-def test_a_rule_fires_outside_its_range_only(rule):
-    metric, healthy, broken = CASES[rule]
-    assert [rules({metric: value}) for value in healthy] == [[]] * len(healthy)
-    assert [rules({metric: value}) for value in broken] == [[rule]] * len(broken)
-
-
-@pytest.mark.parametrize("rule", CASES)
-def test_a_finding_tells_number_limit_and_advice(rule):
-    metric, _, broken = CASES[rule]
-    (finding,) = examine_step({metric: broken[-1]}, CAPPED)
-    assert f"{finding.value:.3g}" in finding.message
-    assert f"{finding.threshold:.3g}" in finding.message
-    assert len(finding.advice) > 40
-    assert finding.metric == metric
-
-
 def test_what_was_not_measured_is_not_judged():
     assert rules({}) == []
     assert rules({"rollout_corr/kl": None}) == []
-
-
-def test_rejection_above_a_tenth_is_serious_and_says_to_look_for_the_cause_first():
-    levels = {}
-    for value in (0.07, 0.12):
-        (finding,) = examine_step({"rollout_corr/rejected_ratio": value}, Units())
-        levels[value] = (finding.level, finding.threshold)
-        assert finding.advice.index("flowcorr doctor") < finding.advice.index("widen rollout_rs_threshold")
-    assert levels == {0.07: ("warning", 0.05), 0.12: ("serious", 0.1)}
 
 
 def test_drift_is_judged_in_the_units_of_the_scale():
@@ -203,7 +150,8 @@ def test_a_monitor_waits_where_a_single_step_may_be_chance():
     monitor = HealthMonitor(Units())
     shares = (0.9, 0.9, 0.1, 0.9, None, 0.9, 0.9, 0.9)
     records = [
-        {"eval/reward": 1.0} if share is None else {CASES["flat_groups"][0]: share} for share in shares
+        {"eval/reward": 1.0} if share is None else {"reward/zero_std_group_fraction": share}
+        for share in shares
     ]
     told = [[finding.rule for finding in monitor.update(record)] for record in records]
     assert told == [[], [], [], [], [], [], ["flat_groups"], []]

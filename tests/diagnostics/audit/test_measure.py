@@ -8,7 +8,6 @@ from diagnostics.gaps import D
 
 from flowcorr.diagnostics.audit import advice as rules
 from flowcorr.diagnostics.audit import audit, measure
-from flowcorr.diagnostics.audit.gap import measure_gap
 from flowcorr.diagnostics.audit.measure import Cost
 from flowcorr.errors import BackendError, ConfigError
 
@@ -99,13 +98,3 @@ def test_the_engine_and_staleness_are_told_apart(small):
 def test_batches_are_needed(small):
     with pytest.raises(ConfigError, match="--batches 0 measures nothing"):
         audit(small(), num_batches=0)
-
-
-def test_unusable_rollouts(make_run):
-    run = make_run(sampling={"num_inference_steps": 3, "sde_window_range": (0, 2)})
-    with pytest.raises(BackendError, match="returns no step means"):
-        measure_gap(run.actor, run.sample(with_means=False))
-    rollout = run.sample()
-    rollout.log_probs[0, 0] = math.nan
-    with pytest.raises(BackendError, match="not finite"):
-        measure_gap(run.actor, rollout)

@@ -28,7 +28,7 @@ def check_noise(exam: Exam) -> Finding:
     noise = torch.cat([_step_noise(trials.base), _step_noise(trials.moved)])
     count = noise.numel()
     mean, variance = float(noise.double().mean()), float(noise.double().square().mean())
-    correlation, pair = _largest_correlation(noise)
+    correlation, pair = largest_correlation(noise)
     tests = len(noise) * (len(noise) - 1) // 2 + 2
     limit = math.sqrt(2 * math.log(tests / FALSE_ALARMS))
     # Wilson and Hilferty: the cube root of a chi-squared variable is nearly normal.
@@ -98,7 +98,7 @@ def _step_noise(trial: Trial) -> Tensor:
     return sde.added_noise(rollout.next_latents, step).flatten(2).flatten(0, 1)
 
 
-def _largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:
+def largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:
     """The correlation farthest from 0 between two rows of `noise` `[N, D]`, and these rows."""
     unit = noise / noise.norm(dim=1, keepdim=True).clamp(min=1e-30)
     correlations = (unit @ unit.T).fill_diagonal_(0)
