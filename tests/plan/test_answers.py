@@ -1,0 +1,97 @@
+"""The sentences of a plan, on numbers made by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from flowcorr.plan.answers import MARGIN, Memory, Phase, Plan, duration, gigabytes, summary
+from flowcorr.plan.devices import GPUS, Utilisation
+
+GB = 1e9
+H100 = GPUS["h100-80gb"]
+
+
+def plan_of(*, engine=0.0, sleeps=False, beside=True, **changes):
+    """A trainer whose update needs 30 GB and 2 GB for each sample, 46 GB at its peak."""
+    memory = Memory(
+        load=20 * GB, encode=25 * GB, idle=10 * GB, sample=15 * GB, decode=16 * GB, reward=12 * GB,
+        recompute=18 * GB, update=46 * GB, update_without_samples=30 * GB, update_a_sample=2 * GB, sync=11 * GB,
+        engine=engine, engine_sleeps=sleeps, may_share=beside,
+    )  # fmt: skip
+    phases = (
+        Phase(name="load", where="trainer", peak=20 * GB, seconds=60.0),
+        Phase(name="sample", where="trainer", peak=15 * GB, seconds=20.0),
+        Phase(name="recompute", where="trainer", peak=18 * GB, seconds=5.0),
+        Phase(name="update", where="trainer", peak=46 * GB, seconds=15.0),
+        Phase(name="reward ocr", where="host", peak=None, seconds=None),
+    )
+    plan = Plan(
+        title="recipe", gpu=H100, utilisation=Utilisation(), ranks=1, images=32, phases=phases,
+        memory=memory, micro_batch=8, mini_batch=16, bypass=False,
+    )  # fmt: skip
+    return replace(plan, **changes)
+
+
+def on_gpu(plan, memory):
+    return replace(plan, gpu=replace(H100, memory=memory))
+
+
+@pytest.mark.parametrize(
+    ("memory", "verdict"), [(46 * GB * MARGIN, "Fits"), (47 * GB, "May not fit"), (45 * GB, "Does not fit")]
+)
+def test_a_peak_fits_with_its_margin(memory, verdict):
+    fit = on_gpu(plan_of(), 1.0001 * memory).answers()[0]
+    assert fit.startswith(f"{verdict} ")
+    assert "needs 46.0 GB at its peak, in update" in fit
+
+
+@pytest.mark.parametrize(
+    ("room", "answer"),
+    [
+        (46, "actor.micro_batch_size=8 fits; the largest that does is 8."),
+        (90, "actor.micro_batch_size=8 fits; the largest that does is 16."),  # all samples of a mini-batch
+        (37, "actor.micro_batch_size=8 does not fit; use actor.micro_batch_size=3."),
+        (31, "No actor.micro_batch_size fits: one sample takes 36.2 GB with the margin"),
+    ],
+)
+def test_the_largest_micro_batch_that_fits_is_named(room, answer):
+    plan = on_gpu(plan_of(), 1.0001 * room * GB * MARGIN)
+    assert plan.answers()[1].startswith(answer)
+
+
+def test_an_engine_shares_the_gpu_or_does_not():
+    assert plan_of().answers()[2] == "The trainer samples itself: no engine beside it."
+    small, large = plan_of(engine=10 * GB), plan_of(engine=60 * GB)
+    assert small.memory.shared == 56 * GB
+    assert small.answers()[2].startswith("Trainer and engine can share a GPU: together 56.0 GB")
+    assert "cannot share a GPU: together 106.0 GB" in large.answers()[2]
+    assert plan_of(engine=60 * GB, sleeps=True).memory.shared == 70 * GB  # of the idle trainer and the engine
+    assert plan_of(engine=60 * GB, beside=False).answers()[2].startswith("The engine has GPUs of its own")
+
+
+def test_a_way_to_share_is_named():
+    fewer = plan_of(engine=30 * GB)
+    assert fewer.answers()[2].endswith("; with actor.micro_batch_size=7 they can.")
+    asleep = plan_of(engine=60 * GB, ways_to_share={"rollout.engine.enable_sleep_mode=true": 70 * GB})
+    assert "with rollout.engine.enable_sleep_mode=true they need 70.0 GB and can" in asleep.answers()[2]
+
+
+def test_bypass_mode_saves_the_recompute_pass():
+    plan = plan_of()
+    assert (plan.seconds(), plan.seconds("recompute", "update")) == (40.0, 20.0)
+    assert plan.answers()[-1].endswith("would save the recompute pass: 5 s of a step of 40 s.")
+    assert replace(plan, bypass=True).answers()[-1] == "Bypass mode has no recompute pass: a step of 40 s."
+
+
+def test_a_plan_survives_json():
+    mapping = json.loads(json.dumps(plan_of(engine=10 * GB).to_mapping(), allow_nan=False))
+    assert (mapping["trainer_peak"], mapping["shared_peak"]) == (46 * GB, 56 * GB)
+    assert (mapping["fits"], mapping["shared_fits"]) == (True, True)
+
+
+def test_numbers_are_written_for_a_reader():
+    assert (gigabytes(2.34e9), gigabytes(5e6)) == ("2.3 GB", "5.0 MB")
+    assert (duration(0.123), duration(59.6)) == ("0.12 s", "60 s")
+    assert summary(plan_of()).startswith(f"recipe on {H100.name}: ")
+    assert summary(replace(plan_of(), ranks=4)).endswith("; 4 ranks, 32 images a step each")

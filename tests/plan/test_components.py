@@ -1,0 +1,53 @@
+"""Models around the transformer, on the fake device."""
+
+import pytest
+
+from flowcorr.config import RewardTerm
+from flowcorr.models import load_family
+from flowcorr.plan.components import measure_clip, measure_decoder, measure_text_encoders
+from flowcorr.plan.pipelines import family_class, find_architecture
+from flowcorr.plan.text_inputs import text_inputs
+
+# The fake device has to be registered before a process computes its first gradient.
+pytestmark = pytest.mark.fake_device
+
+
+def size_of(*modules):
+    return sum(parameter.nbytes for module in modules for parameter in module.parameters())
+
+
+def test_the_decoder_weighs_what_it_weighs_and_takes_few_images_at_a_time(make_config, new_device):
+    config = make_config()
+    architecture = find_architecture("tiny_ocr")
+    few = measure_decoder(config, architecture, new_device(), images=2)
+    many = measure_decoder(config, architecture, new_device(), images=10**6)
+    assert few.weights == size_of(load_family(config.model).pipeline.vae)
+    assert few.batch == 2 < many.batch < 10**6
+    assert few.scaled(4).flops == 2 * few.work.flops
+    assert few.scaled(4).peaks == few.work.peaks  # one batch at a time
+
+
+def test_guidance_reads_two_prompts_with_the_same_text_encoders(make_config, new_device):
+    config, guided = make_config(), make_config(sampling={"guidance_scale": 3.0})
+    architecture = find_architecture("tiny_ocr")
+    family = family_class(architecture, config.model)
+
+    def measured(config):
+        inputs = text_inputs(architecture, family, config)
+        return measure_text_encoders(config, architecture, inputs, new_device(), prompts=4)
+
+    plain, twice = measured(config), measured(guided)
+    pipeline = load_family(config.model).pipeline
+    encoders = [pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3]
+    found = [encoder for encoder in encoders if encoder is not None]
+    assert size_of(*found) <= plain.weights == twice.weights
+    assert twice.work.flops == pytest.approx(2 * plain.work.flops, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "term",
+    [RewardTerm(name="ocr"), RewardTerm(name="pickscore", options={"device": "cpu"})],
+    ids=["no model", "on the CPU"],
+)
+def test_rewards_beside_the_gpu_take_none_of_it(term, new_device):
+    assert measure_clip(term, new_device()) is None

@@ -1,0 +1,51 @@
+"""Pipelines from their configurations alone."""
+
+import pytest
+
+from flowcorr.config import ModelConfig, load, recipe_names
+from flowcorr.errors import ConfigError
+from flowcorr.models import load_family
+from flowcorr.plan.pipelines import Architecture, family_class, find_architecture, find_clip
+
+
+@pytest.mark.parametrize("path", sorted({load(name).model.path for name in recipe_names()}))
+def test_models_of_recipes_are_found_without_the_hub(path):
+    architecture = find_architecture(path)
+    assert {"transformer", "vae"} <= architecture.configs.keys()
+    assert architecture.text_encoders
+    assert min(architecture.depths.values()) > 0
+    assert (
+        family_class(architecture, ModelConfig(path=path)).pipeline_class in architecture.model_index.values()
+    )
+
+
+def test_an_embedded_model_has_the_configuration_of_its_folder():
+    config = ModelConfig(path="tiny_ocr")
+    architecture, family = find_architecture("tiny_ocr"), load_family(config)
+    assert architecture.configs["transformer"]["num_layers"] == family.transformer.config.num_layers
+    assert type(family) is family_class(architecture, config)
+
+
+def test_depths_are_of_each_kind_of_block():
+    transformer = {"num_layers": 24, "dual_attention_layers": tuple(range(13)), "width": 64}
+    deep = Architecture(path="x", model_index={}, configs={"transformer": transformer})
+    assert deep.depths == {"num_layers": 11, "dual_attention_layers": 13}
+    shallow = deep.with_depths({"num_layers": 1, "dual_attention_layers": 2})
+    assert shallow.configs["transformer"] == {"num_layers": 3, "dual_attention_layers": (0, 1), "width": 64}
+    assert shallow.depths == {"num_layers": 1, "dual_attention_layers": 2}
+
+
+def test_a_pipeline_of_no_family_is_named():
+    architecture = Architecture(path="x", model_index={"_class_name": "OtherPipeline"}, configs={})
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.path='x' is a OtherPipeline, and flowcorr plan knows StableDiffusion3Pipeline",
+    ):
+        family_class(architecture, ModelConfig(path="x"))
+
+
+def test_folders_without_a_configuration_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="is no diffusers pipeline"):
+        find_architecture(str(tmp_path))
+    with pytest.raises(ConfigError, match="has no configuration"):
+        find_clip(str(tmp_path))
