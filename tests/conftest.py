@@ -42,7 +42,7 @@ settings.register_profile("flowcorr", deadline=None, derandomize=True)
 settings.load_profile("flowcorr")
 
 
-# Files whose tests share processes: those of a Ray cluster, two ranks, and a vllm-omni engine.
+# Files whose tests share processes: those of a Ray cluster, two ranks, finished runs, and a vllm-omni engine.
 SHARED = {
     "ray": (
         "workers/test_rollout",
@@ -54,6 +54,13 @@ SHARED = {
         "faults/test_reward_service",
     ),
     "ranks": ("trainer/test_ranks", "test_invariants", "correction/test_correct", "test_metrics"),
+    "runs": (
+        "trainer/test_evaluate",
+        "trainer/test_failures",
+        "trainer/test_loop",
+        "trainer/test_run_folder",
+        "trainer/test_state",
+    ),
     "engine": (
         "rollout/vllm_omni/test_client",
         "rollout/vllm_omni/test_doctor",

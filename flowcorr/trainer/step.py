@@ -67,7 +67,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
 
     kept = drop_failed_groups(rollout, failed[samples.fresh])
     metrics = samples.metrics.merge(image_metrics(samples.images, samples.group_ids))
-    metrics = metrics.merge(_reward_metrics(scored, failed, samples.group_ids)).merge(
+    metrics = metrics.merge(reward_metrics(scored, failed, samples.group_ids)).merge(
         Metrics.from_stats({"rollout/num_elements": maximum(rollout.num_elements)})
     )
     rollout = rollout.only(kept)
@@ -128,7 +128,14 @@ def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> torch.Tensor:
     return kept
 
 
-def _reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Metrics:
+def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Metrics:
+    """The `reward/*` metrics of a step, over the samples that were scored.
+
+    Args:
+        scored: what the reward returned, `[B]`.
+        failed: `[B]` bool, samples without a score.
+        groups: `[B]`, the samples' groups.
+    """
     scores, good = torch.as_tensor(scored.scores), Over(torch.as_tensor(~failed))
     members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]
     flat = sum(int(len(member) < 2 or np.ptp(member) == 0) for member in members)

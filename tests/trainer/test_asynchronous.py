@@ -91,11 +91,6 @@ def runs(ray_cluster, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _same_seed():
-    torch.manual_seed(0)
-
-
 def test_sampling_ahead_equals_sampling_with_old_weights(runs):
     assert records(runs / "ahead") == records(runs / "stale")
     assert_same_weights(runs / "ahead", runs / "stale", 6)

@@ -1,11 +1,13 @@
+"""Evaluations, in a run and of a finished one."""
+
 import json
 
 import pytest
 
-from flowcorr import config
-from flowcorr.errors import ConfigError
+from flowcorr import config, trainer
+from flowcorr.errors import CheckpointError, ConfigError
 from flowcorr.trackers.jsonl import read_metrics
-from flowcorr.trainer import train
+from tests.trainer.runs import records
 
 WORDS = {
     "cat": "animal",
@@ -52,7 +54,7 @@ def tagged(tmp_path, monkeypatch):
 
 
 def test_the_mean_of_a_term_is_that_of_the_prompts_that_it_scores(tagged, tmp_path):
-    train(tagged(), tmp_path / "run")
+    trainer.train(tagged(), tmp_path / "run")
     for prefix in ("reward", "eval"):
         records = read_metrics(tmp_path / "run" / "metrics.jsonl")
         record = next(record for record in records if f"{prefix}/zoo" in record)
@@ -64,4 +66,38 @@ def test_the_mean_of_a_term_is_that_of_the_prompts_that_it_scores(tagged, tmp_pa
 def test_tags_are_checked_before_a_model_is_loaded(tagged, tmp_path):
     settings = tagged("reward.terms=[{name: 'zoo:zoo', tags: [animal]}]", "model.path=nowhere")
     with pytest.raises(ConfigError, match="no term of reward.terms scores prompts with the tag 'colour'"):
-        train(settings, tmp_path / "run")
+        trainer.train(settings, tmp_path / "run")
+
+
+def test_evaluate_run_finds_best_last_and_a_folder(finished):
+    scores = {
+        record["step"]: record["eval/reward"] for record in records(finished) if "eval/reward" in record
+    }
+    best = max(scores, key=scores.get)
+    for which, step in (("best", best), ("last", 4), (str(finished / "checkpoints" / "step_000002"), 2)):
+        chosen, evaluation = trainer.evaluate_run(finished, which=which)
+        assert chosen.name == f"step_{step:06d}"
+        assert evaluation.metrics["eval/reward"] == scores[step]
+        assert evaluation.images.shape == (4, 32, 64, 3)
+    sampled_elsewhere = ("rollout.name=vllm_omni", "rollout.engine={max_num_seqs: 2}")
+    assert (
+        trainer.evaluate_run(finished, overrides=sampled_elsewhere)[1].metrics["eval/reward"] == scores[best]
+    )
+
+
+def test_an_evaluation_may_have_its_own_size(finished):
+    size = ("trainer.eval_height=16", "trainer.eval_width=48")
+    assert trainer.evaluate_run(finished, overrides=size)[1].images.shape == (4, 16, 48, 3)
+    with pytest.raises(
+        ConfigError, match="trainer.eval_height=17, trainer.eval_width=None: .* must be a multiple"
+    ):
+        trainer.evaluate_run(finished, overrides=("trainer.eval_height=17",))
+
+
+def test_evaluate_run_refuses_what_does_not_fit(finished, tmp_path):
+    with pytest.raises(CheckpointError, match=r"does not fit this run: .*shape"):
+        trainer.evaluate_run(finished, which="last", overrides=("model.lora.rank=2",))
+    with pytest.raises(CheckpointError, match="'latest' is not a folder; give best, last"):
+        trainer.evaluate_run(finished, which="latest")
+    with pytest.raises(ConfigError, match="holds no run"):
+        trainer.evaluate_run(tmp_path)

@@ -41,7 +41,7 @@ def with_gpus(monkeypatch):
 
     monkeypatch.setattr(setup, "check_installed", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(setup, "_build_reward", stop)
+    monkeypatch.setattr(setup, "load_prompts", stop)
 
 
 @pytest.mark.parametrize(("options", "gpus"), [([], 1), (["rollout.engine.tensor_parallel_size=2"], 2)])

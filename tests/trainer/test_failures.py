@@ -1,0 +1,172 @@
+"""Runs that fail: what is saved, and what the folder says."""
+
+import math
+import resource
+
+import pytest
+import torch
+
+from flowcorr import trainer
+from flowcorr.errors import BackendError, BatchError, CheckpointError, ConfigError, MissingExtraError
+from flowcorr.trackers import TRACKERS, JsonlTracker
+from flowcorr.trainer import checkpoint, run_folder
+from flowcorr.trainer.events import read_events
+from tests.trainer.runs import Recorder, checkpoints, records, small_config
+
+
+def test_a_full_disk_stops_the_run_with_its_last_checkpoint_intact(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    recorder = Recorder(
+        3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1])), phase="rollout"
+    )
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"step 4 could not be written .* the one before it is .*step_000002"
+        ):
+            trainer.train(small_config(), tmp_path, observer=recorder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert records(tmp_path)[-1]["step"] == 4
+    assert checkpoint.load_latest(tmp_path / "checkpoints")[1].step == 2
+    assert not list((tmp_path / "checkpoints").glob(".partial_*"))
+    assert "could not be written" in (tmp_path / "failure.txt").read_text()
+
+
+class CountingTracker(JsonlTracker):
+    """Counts what is asked of it, beside the `metrics.jsonl` of another."""
+
+    calls: list[str]
+
+    def start(self, run_name, out_dir, *, resume_step=None):
+        self.calls.append("start")
+
+    def log(self, metrics, step):
+        self.calls.append(f"log {step}")
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+def test_a_failing_reward_saves_what_came_before_it(plain_runs, fragile, tmp_path, monkeypatch):
+    overrides, flag = fragile
+    calls = []
+    monkeypatch.setitem(TRACKERS, "counting", CountingTracker)
+    monkeypatch.setattr(CountingTracker, "calls", calls, raising=False)
+    settings = small_config(overrides(), "trainer.trackers=[counting]")
+    folder = tmp_path / "run"
+    with pytest.raises(BackendError, match="the scorer is gone"):
+        trainer.train(settings, folder, observer=Recorder(4, flag.touch, phase="rollout"))
+    assert calls == ["start", "log 0", "log 1", "log 2", "log 3", "finish"]
+    assert "the scorer is gone" in (folder / "failure.txt").read_text()
+    assert checkpoints(folder)[-1] == "step_000003"
+
+    flag.unlink()
+    recorder = Recorder()
+    trainer.train(settings, folder, resume=True, observer=recorder)
+    assert recorder.steps == [4]
+    assert not (folder / "failure.txt").exists()
+    assert records(folder) == records(plain_runs[0])  # the same reward, had it not failed
+    ours, theirs = (checkpoint.load_latest(path / "checkpoints")[1] for path in (folder, plain_runs[0]))
+    for name, value in theirs.tensors.items():
+        torch.testing.assert_close(ours.tensors[name], value, rtol=0, atol=0)
+    for path in (folder / "checkpoints").rglob("*"):
+        assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
+
+
+def test_a_reward_that_fails_at_an_evaluation_costs_no_training_step(plain_runs, fragile, tmp_path):
+    overrides, flag = fragile
+    settings, folder = small_config(overrides(), "trainer.save_every=99"), tmp_path / "run"
+    with pytest.raises(BackendError, match="the scorer is gone"):
+        trainer.train(settings, folder, observer=Recorder(2, flag.touch))
+    flag.unlink()
+    trainer.train(settings, folder, resume=True, observer=(recorder := Recorder()))
+    assert recorder.steps == [3, 4]
+    assert records(folder) == records(plain_runs[0])
+
+
+def test_a_reward_that_exits_fails_the_run(plain_runs, fragile, tmp_path):
+    overrides, flag = fragile
+    settings, folder = small_config(overrides(exits=True), "trainer.save_every=99"), tmp_path / "run"
+    with pytest.raises(BackendError, match=r"reward Fragile raised SystemExit\(0\)"):
+        trainer.train(settings, folder, observer=Recorder(3, flag.touch))
+    assert "reward Fragile raised SystemExit(0)" in (folder / "failure.txt").read_text()
+    kinds = [event["kind"] for event in read_events(folder / "events.jsonl")]
+    assert kinds[-3:] == ["reward_failed", "checkpoint", "failure"]
+    flag.unlink()
+    trainer.train(settings, folder, resume=True, observer=(recorder := Recorder()))
+    assert recorder.steps == [4]
+    assert records(folder) == records(plain_runs[0])
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()])
+def test_a_run_that_other_code_exits_has_failed(error, tmp_path):
+    def leave():
+        raise error
+
+    with pytest.raises(BackendError, match=f"{type(error).__name__}.* was raised during the run"):
+        trainer.train(small_config(), tmp_path, observer=Recorder(1, leave, phase="update"))
+    assert type(error).__name__ in (tmp_path / "failure.txt").read_text()
+    assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "failure"
+
+
+@pytest.mark.parametrize("step", [1, 2])  # the second is evaluated
+def test_a_step_that_cannot_be_shown_is_kept(plain_runs, tmp_path, step):
+    def fail():
+        raise BackendError("standard output is closed")
+
+    settings = small_config("trainer.save_every=99")
+    with pytest.raises(BackendError, match="standard output is closed"):
+        trainer.train(settings, tmp_path, observer=Recorder(step, fail))
+    trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
+    assert recorder.steps == list(range(step + 1, 5))
+    assert records(tmp_path) == records(plain_runs[0])
+
+
+def test_drop_group_trains_on_the_rest(fragile, tmp_path):
+    overrides, flag = fragile
+    settings = small_config(
+        overrides(value="nan"), "reward.on_error=drop_group", "trainer.eval_every=0", "trainer.total_steps=2"
+    )
+    flag.touch()
+    with pytest.raises(BackendError, match="failed on sample 0"):  # an evaluation needs every score
+        trainer.train(settings, tmp_path / "run")
+    flag.unlink()
+
+    class Spoiler(Recorder):
+        def on_phase(self, name):
+            if name == "rollout" and not self.steps:
+                flag.touch()
+            elif name == "update":
+                flag.unlink(missing_ok=True)
+
+    trainer.train(settings, tmp_path / "run", observer=Spoiler())
+    first, second = records(tmp_path / "run")[1:]
+    assert (first["reward/failed_samples"], second["reward/failed_samples"]) == (1, 0)
+    assert (first["actor/updates"], second["actor/updates"]) == (1, 2)  # one group fills one mini-batch only
+    assert all(math.isfinite(value) for value in first.values())
+
+
+def test_diverged_weights_stop_the_run(tmp_path):
+    with pytest.raises(BatchError, match="latents are not finite for image 0 of prompt 0"):
+        trainer.train(small_config("actor.lr=1e30", "trainer.eval_every=0"), tmp_path)
+    assert "not finite" in (tmp_path / "failure.txt").read_text()
+
+
+def test_an_unknown_best_metric_is_named_and_leaves_the_folder_free(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"trainer.best_metric='eval/rewards' is unknown.*did you mean eval/reward\?"
+    ):
+        trainer.train(small_config("trainer.best_metric=eval/rewards"), tmp_path)
+    run_folder.claim(tmp_path, small_config(), resume=False)
+
+
+def test_what_is_quick_to_fail_fails_before_the_model_loads(fragile, tmp_path):
+    nowhere = "model.path=/nowhere"
+    with pytest.raises(MissingExtraError):
+        trainer.train(
+            small_config(nowhere, "reward.terms=[{name: 'fragile_reward:Unavailable'}]"), tmp_path / "a"
+        )
+    with pytest.raises(ConfigError, match=r"trainer.trackers='tensorbord'"):
+        trainer.train(small_config(nowhere, "trainer.trackers=[tensorbord]"), tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"trainer.device='gpu' cannot be used here"):
+        trainer.train(small_config(nowhere, "trainer.device=gpu"), tmp_path / "c")

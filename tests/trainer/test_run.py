@@ -1,0 +1,36 @@
+"""The parts of a run: which mode it begins in, and how it ends."""
+
+import threading
+
+import pytest
+
+from flowcorr.trainer.setup import build_run
+from tests.trainer.runs import small_config
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("override", "mode"),
+    [
+        (f"{CORRECTION}=null", None),
+        (f"{CORRECTION}.preset=seq_is", "decoupled"),
+        (f"{CORRECTION}.bypass_mode=auto", "bypass"),
+    ],
+)
+def test_a_run_begins_in_its_mode(override, mode):
+    run, _ = build_run(small_config(override))
+    correction = run.mode.correction
+    assert (correction and correction.mode) == mode
+    run.close()
+
+
+def test_close_ends_the_thread_of_the_reward():
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name == "rewards"]
+
+    before = threads()
+    run, _ = build_run(small_config())
+    assert len(threads()) == len(before) + 1
+    run.close()
+    assert threads() == before

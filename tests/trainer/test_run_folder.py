@@ -1,0 +1,80 @@
+"""The folder of a run: who owns it, and what may change when it is resumed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from flowcorr import config, trainer
+from flowcorr.errors import ConfigError
+from flowcorr.trainer import run_folder
+from tests.trainer.runs import small_config
+
+
+def test_a_used_folder_needs_resume(finished):
+    with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
+        trainer.train(small_config(), finished)
+
+
+def test_claim_names_the_keys_that_differ(tmp_path):
+    run_folder.claim(tmp_path, small_config(), resume=False)
+    run_folder.claim(tmp_path, small_config("actor.lr=1e-2"), resume=False)  # nothing was trained in it yet
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    changed = small_config(
+        "actor.lr=1.0", "model.lora.rank=8", "trainer.total_steps=9", "trainer.eval_every=1"
+    )
+    with pytest.raises(ConfigError) as caught:
+        run_folder.claim(tmp_path, changed, resume=True)
+    assert "another configuration" in str(caught.value)
+    assert "actor.lr was 0.01, now 1.0; model.lora.rank was 4, now 8. Use the old" in str(caught.value)
+    run_folder.claim(tmp_path, small_config("actor.lr=1e-2", "trainer.total_steps=9"), resume=True)
+    assert config.load(tmp_path / "config.yaml").trainer.total_steps == 9
+
+
+def test_claim_keeps_secrets_to_the_owner(tmp_path, fragile):
+    overrides, _ = fragile
+    settings = small_config(overrides())
+    run_folder.claim(tmp_path, settings, resume=False)
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o077 == 0
+    assert config.load(tmp_path / "config.yaml") == settings
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ConfigError, match=r"reward.terms") as caught:
+        run_folder.claim(tmp_path, small_config(overrides(api_key="another")), resume=True)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_claim_names_a_changed_secret_and_does_not_tell_it(tmp_path):
+    def settings(token):
+        return small_config("rollout.name=vllm_omni", f"rollout.engine={{hf_token: {token}}}")
+
+    run_folder.claim(tmp_path, settings("s3cret"), resume=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ConfigError) as caught:
+        run_folder.claim(tmp_path, settings("s3cret too"), resume=True)
+    assert 'rollout.engine.hf_token was "***", now "***"' in str(caught.value)
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    code = "import sys, pathlib; from flowcorr.trainer import run_folder\n"
+    code += "with run_folder.locked(pathlib.Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "mine\n"
+    with pytest.raises(ConfigError, match=r"another process trains in .*; wait for it or end it, or choose"):
+        trainer.train(small_config(), tmp_path)
+    other.kill()  # as whatever ended it without a chance to tidy up
+    other.communicate()
+    with run_folder.locked(tmp_path):
+        pass
+
+
+def test_claim_refuses_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run_folder.claim(tmp_path / "file" / "run", small_config(), resume=False)
+
+
+def test_a_failure_that_cannot_be_noted_does_not_hide_the_failure(tmp_path, caplog):
+    run_folder.write_failure(tmp_path / "gone", "reason")
+    assert "failure.txt could not be written" in caplog.text
