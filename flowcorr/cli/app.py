@@ -18,8 +18,8 @@ from flowcorr.errors import ConfigError, FlowcorrError
 EXIT_FAILED, EXIT_USAGE, EXIT_SIGNAL = 1, 2, 128
 
 _TRAIN = """\
-Train a LoRA with FlowGRPO. RECIPE is a YAML file, or the name of a recipe that ships with flowcorr.
-Keys of the recipe are changed with dotted.key=value; values are YAML. `flowcorr config RECIPE` prints them all.
+Train a model with FlowGRPO. RECIPE is a YAML file, or the name of a recipe that ships with flowcorr.
+dotted.key=value overrides a key of the recipe; the value is YAML. `flowcorr config RECIPE` prints all keys.
 
 examples:
   flowcorr train tiny_ocr_lora
@@ -27,7 +27,7 @@ examples:
   flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=bypass_ppo_clip --out runs/bypass
   flowcorr train tiny_ocr_lora algorithm.rollout_correction=null --out runs/uncorrected
   flowcorr train runs/seed1/config.yaml --out runs/seed1 --resume
-  torchrun --nproc_per_node 2 -m flowcorr train tiny_ocr_lora        on two ranks, with the result of one
+  torchrun --nproc_per_node 2 -m flowcorr train tiny_ocr_lora        on two ranks
 
 The run's folder gets config.yaml, metrics.jsonl, checkpoints/ and images/. Ctrl-C finishes the step, saves and
 prints the command that resumes; a second Ctrl-C stops at once.
@@ -52,8 +52,8 @@ examples:
 _DOCTOR = """\
 Check whether the rollout engine and the training stack of a recipe agree, and if not, which part is wrong:
 weights, LoRA, schedule, timesteps, latents, guidance, prompts, windows, noise, log-probs, images. A few prompts
-are sampled and scored under weights that are moved by known amounts; nothing is trained or written.
-The noise floor follows: how far log-probs differ at each step before any update.
+are sampled and scored under weights that are changed by known amounts; nothing is trained or written.
+The report ends with the noise floor: how far the log-probs differ at each step before any update.
 With trainer.doctor=true, flowcorr train runs these checks first and stops if one fails.
 
 examples:
@@ -61,22 +61,22 @@ examples:
   flowcorr doctor tiny_ocr_lora rollout.emulate=fp8 --prompts 8
   flowcorr doctor tiny_ocr_lora --json | jq '.findings[] | select(.status != "PASS")'
 
-exit codes: 0 all passed, 1 something warned (or the engine could not be examined), 2 something failed (or bad
-configuration)
+exit codes: 0 all checks passed; 1 a check warned, or the engine could not be examined; 2 a check failed, or bad
+configuration
 """
 _AUDIT = """\
-Measure the gap between the log-probs of a recipe's rollout engine and training stack, and advise what to do:
-bypass or decoupled, the clip range, weights and rejection, or no correction at all, with lines to paste.
-A few rollout batches are sampled and recomputed; no reward is computed and no run is started. One training step on
-random advantages is timed; with rollout.staleness=N, N such steps first make the engine's weights stale.
+Measure the gap between the log-probs of a recipe's rollout engine and training stack, and recommend a correction:
+bypass or decoupled mode, clip range, weights and rejection, or none at all, with lines to paste.
+A few rollout batches are sampled and their log-probs recomputed. No reward is computed. One training step on random
+advantages is timed; with rollout.staleness=N, N such steps first make the engine's weights stale.
 
 How to read it, where delta is the log-prob of the training stack minus that of the engine, per latent element:
   |delta| 99%    bypass needs a clip range of about 4 times this, or PPO clips noise
-  joint nats     D times the exact KL of a trajectory's window; with x joint nats, exact weights keep a share of
-                 exp(-2 x) of the samples at most
-  ESS            effective sample size, as a share, of the weights at scale mean, sqrt or sum. 1 at scale mean does not
-                 mean that there is no gap: these weights do nothing
-  rejected       the share that each preset rejects at its own band; 0 may mean that the band cannot act
+  joint nats     D times the exact KL of a trajectory's window; at x joint nats the effective sample size of exact
+                 weights is at most exp(-2 x) of the batch
+  ESS            effective sample size, as a share of the batch, of weights at scale mean, sqrt or sum. At scale mean
+                 it is near 1 whatever the gap, because these weights stay near 1
+  rejected       the share of terms that each preset rejects; 0 may mean that its band is too wide to act
 
 examples:
   flowcorr audit tiny_ocr_lora
@@ -84,16 +84,16 @@ examples:
   flowcorr audit tiny_ocr_lora rollout.staleness=4 --batches 4
   flowcorr audit tiny_ocr_lora --json | jq -r .advice.yaml
 
-RECIPE may also be a folder of steps that any trainer wrote by flowcorr.dump: then no model is loaded, and nothing
-is timed. DIR gets audit.json, audit.html (one page that needs nothing else) and its charts as PNG.
+RECIPE may also be a folder of steps that any trainer wrote with flowcorr.dump. Then no model is loaded, and nothing
+is timed. DIR gets audit.json, audit.html (a self-contained page) and its charts as PNG.
 If engine and training stack disagree by more than rounding, flowcorr doctor says which part is wrong.
 
-exit codes: 0 audited, whatever it advises; 1 failed, 2 bad configuration
+exit codes: 0 audited, whatever the advice; 1 failed; 2 bad configuration
 """
 _LAB = """\
-Replay every preset of rollout correction on the log-probs of a run: its weights, rejection and loss, and how its
-gradient would have differed from the uncorrected one, which has no weights and no rejection. The run was trained with
-trainer.dump_log_probs=true, or another trainer wrote the steps with flowcorr.dump. Nothing is sampled and no model is
+Replay every preset of rollout correction on the log-probs of a run. For each preset the lab computes weights,
+rejection and loss, and compares the gradient with the uncorrected one, which has no weights and no rejection. The run
+must have been trained with trainer.dump_log_probs=true, or written by another trainer with flowcorr.dump. No model is
 loaded; 1,000 steps of 512 images take seconds.
 
 How to read it; shares are of terms, and a term is one SDE step of one sample:
@@ -102,8 +102,8 @@ How to read it; shares are of terms, and a term is one SDE step of one sample:
   norm       that length, as a multiple of the uncorrected one
   changed    terms whose coefficient changes its sign, becomes 0, or is no longer 0
   clipped    kept terms whose ratio lies outside the clip range
-All presets are replayed on the policies of this run. They show what a preset does to these steps, not how a run with
-it would have gone on.
+All presets are replayed on the policies of this run. The table shows the effect of a preset on these steps, not how a
+run with it would have continued.
 
 examples:
   flowcorr train tiny_jpeg_lora rollout.emulate=int4 trainer.dump_log_probs=true --out runs/int4
@@ -111,16 +111,15 @@ examples:
   flowcorr lab runs/int4 --presets decoupled_seq_is,bypass_ppo_clip --scales mean,sqrt,sum
   flowcorr lab runs/int4 --json | jq -r .reading
 
-DIR gets lab.json, lab.html (one page that needs nothing else) and its charts as PNG. Presets of decoupled mode need
-old log-probs, so a run in bypass mode replays those of bypass only.
+DIR gets lab.json, lab.html (a self-contained page) and its charts as PNG. Presets of decoupled mode need old
+log-probs, so for a run in bypass mode only the bypass presets are replayed.
 """
 _REPORT = """\
-Put runs on one HTML page without scripts, for wide and narrow screens: findings in words with the number, its limit
-and a remedy, curves with healthy ranges, drift by timestep, time, images, and the settings in which the runs differ.
-Runs that differ only by seed are drawn as one curve, with a band from the smallest to the largest value. During
-training the same rules warn, once each.
+Write one HTML page about runs, without scripts: findings with the number, its limit and a remedy; curves with healthy
+ranges; drift by timestep; time; images; and the settings in which the runs differ. Runs that differ only by seed are
+one curve, with a band from the smallest to the largest value. The same health rules warn during training, once each.
 With trainer.dump_log_probs=true, histograms show the ratios in their clip range and the rollout mismatch by step.
-A folder that another trainer wrote by flowcorr.dump is a run too; notes say which fields would show more.
+A run may also be a folder that another trainer wrote with flowcorr.dump; notes say which further fields would help.
 
 examples:
   flowcorr report runs/tiny_ocr_lora
@@ -129,19 +128,19 @@ examples:
   flowcorr report runs/bypass runs/decoupled --out compare.html
 """
 _CONFIG = """\
-Print the whole configuration of a recipe as YAML, defaults and overrides resolved, and check it.
+Print the whole configuration of a recipe as YAML, with defaults and overrides, and check it.
 
 examples:
   flowcorr config tiny_ocr_lora
   flowcorr config tiny_ocr_lora actor.lr=1e-4 > my_recipe.yaml
 """
 _TRANSLATE = """\
-Turn the configuration of another trainer into a recipe, which is printed. Comments say where each line is from, which
-defaults are others here, what has no place here, and what differs in the maths. Nothing of the source is executed;
-what cannot be read, or is no run that flowcorr can make, is refused with the reason.
+Translate the configuration of another trainer into a recipe and print it. Comments name the source of each line, the
+defaults that differ, the keys without an equivalent in flowcorr, and differences in the maths. The source is read, not
+executed. An error says why a configuration cannot be read, or why flowcorr cannot run it.
 
-  verl-omni   a shell script that runs verl_omni.trainer.main_diffusion, or a Hydra YAML, and further overrides of it
-  flow_grpo   FILE.py:NAME, a configuration of its Python file
+  verl-omni   a shell script that runs verl_omni.trainer.main_diffusion, or a Hydra YAML, and more overrides
+  flow_grpo   FILE.py:NAME, a function of a Python file that returns a configuration
 
 examples:
   flowcorr translate run_qwen_image_ocr_lora.sh > my_recipe.yaml && flowcorr config my_recipe.yaml
@@ -149,7 +148,7 @@ examples:
   flowcorr translate config/grpo.py:general_ocr_sd3 --gpus 8
 """
 _EXPLAIN = """\
-Say what a metric, a configuration key or a preset means: its unit, its healthy range, and what to do outside it.
+Explain a metric, a configuration key or a preset: its meaning, unit and healthy range, and what to do outside it.
 
 examples:
   flowcorr explain rollout_corr/k3_kl
@@ -159,19 +158,19 @@ examples:
 _PRESETS = """\
 List the presets of rollout correction.
 
-One key chooses a preset. In a command it replaces the recipe's whole section rollout_correction; thresholds beside
-it override the preset's own:
+One key chooses a preset. On the command line it replaces the recipe's whole section rollout_correction. Thresholds
+given with it override the preset's own:
   flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=decoupled_seq_is
   flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=decoupled_seq_is \\
       algorithm.rollout_correction.rollout_is_threshold=3.0
 
 Rejection modes (rollout_rs) and their rollout_rs_threshold, in the unit of log_ratio_scale:
   token_k1 seq_sum_k1 seq_mean_k1   a band of ratios exp(delta) of steps or samples, such as 0.999_1.001
-  token_ seq_sum_ seq_mean_ seq_max_ with k2 or k3
-                                    an upper bound of delta^2 / 2, or exp(delta) - 1 - delta, of steps or samples
-  step_kl seq_kl                    an upper bound of the exact KL of the step means, of steps or samples
+  token_ seq_sum_ seq_mean_ seq_max_, each with k2 or k3
+                                    an upper bound of delta^2 / 2 or exp(delta) - 1 - delta, of steps or samples
+  step_kl seq_kl                    an upper bound of the exact KL, of steps or samples
   step_z                            robust standard deviations from the median of a step index, such as 6 (decoupled)
-In decoupled mode, auto measures the threshold on each batch.
+In decoupled mode, the threshold auto is measured on each batch.
 """
 
 
@@ -180,12 +179,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     _take_late_overrides(parser, arguments, rest)
-    # Losses and rewards of one's own are found in the working directory, as with `python -m flowcorr`.
+    # The user's own losses and rewards are found in the working directory, as with `python -m flowcorr`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
-        os.environ.setdefault(name, "error")  # their advice on packages that are not needed here
-    rank = int(os.environ.get("RANK", "0"))  # of several that a launcher started: the first speaks for all
+        os.environ.setdefault(name, "error")  # hides their advice about optional packages
+    rank = int(os.environ.get("RANK", "0"))  # only rank 0 logs warnings
     level = logging.ERROR if rank else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     for name in ("flowcorr.rollout", "flowcorr.workers"):  # a large engine loads for minutes
@@ -198,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"flowcorr: error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr)
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
         except BrokenPipeError:
-            # The reader of a pipe, such as `head`, has gone: say nothing more, not even at interpreter exit.
+            # The reader of the pipe, such as `head`, has exited: print nothing more, not even at interpreter exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_FAILED
         except KeyboardInterrupt:
@@ -231,7 +230,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = _add(
         subparsers,
         "doctor",
-        "tell whether engine and trainer agree, and which part is wrong",
+        "check whether engine and trainer agree, and name the part that is wrong",
         _DOCTOR,
         commands.doctor,
     )
@@ -241,7 +240,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--float32",
         action=argparse.BooleanOptionalAction,
-        help="examine both stacks in float32 first, where no rounding hides a fault (default: if memory allows)",
+        help="examine both stacks in float32 first, so that rounding hides no fault (default: if memory allows)",
     )
 
     audit = _add(
@@ -253,7 +252,7 @@ def build_parser() -> argparse.ArgumentParser:
     audit.add_argument("--json", action="store_true", help="print audit.json, and nothing else")
 
     plan = _add(
-        subparsers, "plan", "say what a run needs before a GPU is rented", planning.HELP, planning.plan
+        subparsers, "plan", "predict memory and time of a run, without a GPU", planning.HELP, planning.plan
     )
     _add_recipe(plan)
     planning.add_arguments(plan)
@@ -264,40 +263,44 @@ def build_parser() -> argparse.ArgumentParser:
     lab.add_argument(
         "--scales",
         metavar="SCALE,SCALE",
-        help="try mean, sqrt, sum or a number besides each preset's own scale",
+        help="more scales to replay besides each preset's own: mean, sqrt, sum or a number",
     )
     lab.add_argument("--out", metavar="DIR", help="the folder to write (default: RUN_DIR)")
     lab.add_argument("--json", action="store_true", help="print lab.json, and nothing else")
 
-    report = _add(
-        subparsers, "report", "put runs on one page, with findings in words", _REPORT, commands.report
-    )
+    report = _add(subparsers, "report", "write one page about runs, with findings", _REPORT, commands.report)
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the folder of a run")
     report.add_argument(
         "--out",
         metavar="FILE|DIR",
-        help="the .html to write (default: report.html in the first RUN_DIR), or a folder for it and its charts",
+        help="the .html file to write (default: report.html in the first RUN_DIR), or a folder for it and its charts",
     )
     report.add_argument("--png", action="store_true", help="write the charts as PNG files beside the page")
 
     _add_recipe(
-        _add(subparsers, "config", "print a resolved recipe", f"{_CONFIG}\n{_RECIPES}", commands.config)
+        _add(
+            subparsers,
+            "config",
+            "print the whole configuration of a recipe",
+            f"{_CONFIG}\n{_RECIPES}",
+            commands.config,
+        )
     )
     translating = _add(
         subparsers,
         "translate",
-        "turn a configuration of verl-omni or flow_grpo into a recipe",
+        "translate a configuration of verl-omni or flow_grpo into a recipe",
         _TRANSLATE,
         commands.translate,
     )
     translating.add_argument("source", metavar="SOURCE", help="a .sh, a .yaml, or FILE.py:NAME")
     translating.add_argument(
-        "--gpus", type=int, metavar="N", help="of a flow_grpo run, if its file does not say"
+        "--gpus", type=int, metavar="N", help="number of GPUs of a flow_grpo run, if its file does not say"
     )
     _add_overrides(translating)
     _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)
     explaining = _add(
-        subparsers, "explain", "say what a metric, a key or a preset means", _EXPLAIN, commands.explain
+        subparsers, "explain", "explain a metric, a key or a preset", _EXPLAIN, commands.explain
     )
     explaining.add_argument("names", nargs="+", metavar="NAME", help="a metric, a dotted key, or a preset")
     return parser

@@ -1,4 +1,4 @@
-"""Whether a run's numbers are healthy: the rules of `health_rules`, applied to a step, a run, or a run as it goes."""
+"""Applies the rules of `health_rules` to a step, to a finished run, or to a run during training."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _UNBOUNDED = (-math.inf, math.inf)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """In what units the numbers of a run are judged.
+    """The settings of a run that its limits depend on.
 
     Attributes:
         scale: `algorithm.rollout_correction.log_ratio_scale`.
-        factor: that scale as a factor on mean-pooled log-ratios; None where it depends on `D` and the run did not
-            log that: then drift is not judged.
-        cap: cap of the importance weights; None where none act, or there is no single cap.
-        weighted: whether weights multiply the loss; others are diagnostics.
-        bypass: whether the ratio that PPO clips contains drift 1, so that noise can use up the clip range.
-        clip_range: the key that noise is measured against, with its value.
-        num_terms: SDE steps of a training step's samples, `B T`.
-        num_elements: `D`; None where the run did not log it: then step noise is not judged.
+        factor: that scale as a factor on mean-pooled log-ratios; None if it depends on `D` and the run did not log
+            `D`. Then drift is not judged.
+        cap: cap of the importance weights; None without weights or without a single cap.
+        weighted: whether weights multiply the loss; otherwise they are only logged.
+        bypass: whether the ratio that PPO clips contains drift 1, so that noise can fill the clip range.
+        clip_range: the key of the clip range, with its value.
+        num_terms: SDE steps of all samples of a training step, `B T`.
+        num_elements: `D`; None if the run did not log it. Then step noise is not judged.
     """
 
     scale: str | float = "mean"
@@ -46,18 +46,18 @@ class Units:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthFinding:
-    """One rule that does not hold.
+    """One broken rule.
 
     Attributes:
-        rule: its name.
-        level: how bad it is.
-        metric: the whole name of the metric.
-        value: what was judged, in the units of the scale.
-        threshold: the limit that it crossed.
+        rule: name of the rule.
+        level: severity.
+        metric: full name of the metric.
+        value: the judged value, for drift multiplied by the scale.
+        threshold: the limit that `value` crossed.
         message: what is wrong, with both numbers.
         advice: what to do.
         step: the step of `value`, the worst of the run; None for a single step.
-        num_steps: steps on which the rule did not hold.
+        num_steps: number of steps on which the rule was broken.
     """
 
     rule: str
@@ -71,11 +71,11 @@ class HealthFinding:
     num_steps: int = 1
 
 
-_NOISE_ERRORS = 6.0  # standard errors: once in 5e8 steps by chance
+_NOISE_ERRORS = 6.0  # standard errors; chance exceeds this once in 5e8 steps
 _OF_WEIGHTS = ("mean_weight", "weight_std", "effective_sample_size", "cap")
 _BY_NAME = {rule.name: rule for rule in (*RULES, image_drift.RULE)}
-# Drawn in the report, and judged by no rule: `kl` and `log_ppl_diff` say the same. They are not linear in log-ratios,
-# so that at another scale than `mean` there is no such limit.
+# Ranges that the report draws but no rule judges, because `kl` and `log_ppl_diff` show the same. They are not linear in
+# log-ratios, so they hold at scale `mean` only.
 _DRAWN = {
     "k3_kl": (-math.inf, 0.1),
     "ppl_ratio": (math.exp(-1), math.e),
@@ -88,8 +88,8 @@ def units_of(config: Config, num_elements: int | None) -> Units:
     """The units in which a run of this configuration is judged.
 
     Args:
-        config: the run's.
-        num_elements: `D`, as the run logs it; None where it did not.
+        config: the run's configuration.
+        num_elements: `D`; None if the run did not log it.
     """
     correction = config.algorithm.rollout_correction
     terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
@@ -117,11 +117,11 @@ def logged_num_elements(metrics: Mapping[str, Any]) -> int | None:
 
 
 def healthy_range(metric: str, units: Units) -> tuple[float, float]:
-    """Limits of a metric as it is logged; infinite where there is none.
+    """The healthy range of a logged metric; infinite where it has no limit.
 
     Args:
-        metric: its whole name.
-        units: the run's.
+        metric: its full name.
+        units: the run's units.
     """
     rule = rule_of(metric)
     if rule is None:
@@ -144,9 +144,9 @@ def examine_step(
     """The findings of one step, without waiting for the rules' patience.
 
     Args:
-        metrics: the step's, as logged; what is missing or null is not judged.
-        units: the run's.
-        start: the metrics of the run's first step; None does not judge what depends on them.
+        metrics: the metrics of the step; missing ones and nulls are not judged.
+        units: the run's units.
+        start: the metrics of the run's first step; without them image drift is not judged.
     """
     findings = [_examine(rule, metrics, units) for rule in RULES]
     if start is not None:
@@ -155,7 +155,7 @@ def examine_step(
 
 
 def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[HealthFinding]:
-    """What a run breaks: each rule once, at its worst step, the worst levels first."""
+    """The broken rules of a run, each once at its worst step, the most serious first."""
     monitor = HealthMonitor(units)
     broken: dict[str, list[HealthFinding]] = {}
     lasting: set[str] = set()
@@ -173,20 +173,20 @@ def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[Heal
 
 
 class HealthMonitor:
-    """Follows a run and tells each broken rule once; a finding that becomes serious is told again.
+    """Follows a run and reports each broken rule once, and again if it becomes serious.
 
     Args:
-        units: the run's.
-        start: the metrics of the run's first step, if it was before the first update that comes here.
+        units: the run's units.
+        start: the metrics of the run's first step, for a resumed run.
     """
 
     def __init__(self, units: Units, start: Mapping[str, Any] | None = None) -> None:
         self._units, self._start = units, start
         self._streaks: dict[str, int] = {}
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
 
     def update(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
-        """What is newly broken after this step; records without training metrics, as of evaluations, are skipped."""
+        """The new findings after this step; records of evaluations alone are skipped."""
         if not is_step(metrics):
             return []
         self._start = metrics if self._start is None else self._start
@@ -196,9 +196,11 @@ class HealthMonitor:
             finding for finding in found if self._streaks[finding.rule] >= _BY_NAME[finding.rule].patience
         ]
         new = [
-            finding for finding in lasting if _rank(finding.level) < self._told.get(finding.rule, len(LEVELS))
+            finding
+            for finding in lasting
+            if _rank(finding.level) < self._reported.get(finding.rule, len(LEVELS))
         ]
-        self._told.update({finding.rule: _rank(finding.level) for finding in new})
+        self._reported.update({finding.rule: _rank(finding.level) for finding in new})
         return new
 
 
@@ -216,7 +218,7 @@ def _rank(level: Level) -> int:
 
 
 def is_step(metrics: Mapping[str, Any]) -> bool:
-    """Whether a record is of a training step, and not of an evaluation alone."""
+    """Whether a record has metrics of a training step, not of an evaluation alone."""
     return any(not name.startswith("eval/") for name in metrics if name != "step")
 
 
@@ -306,16 +308,18 @@ def _level(rule: Rule, value: float, units: Units) -> Level:
 def _advice(rule: Rule, units: Units) -> str:
     if rule.name == "clip_noise" and not units.bypass:
         return (
-            "harmless in decoupled mode, whose ratios start at 1, and with reinforce, which clips none; in bypass mode "
-            "with ppo_clip, chance decides what is clipped"
+            "harmless in decoupled mode, where ratios start at 1, and with reinforce, which does not clip; in bypass "
+            "mode with ppo_clip, noise decides which terms are clipped"
         )
     if _only_shown(rule, units):
-        return "these weights multiply nothing; they tell of the gap, and `flowcorr audit` of what to do about it"
+        return (
+            "these weights are only logged, as a measure of the gap; `flowcorr audit` recommends what to do"
+        )
     return rule.advice
 
 
 def _only_shown(rule: Rule, units: Units) -> bool:
-    """Whether it is of weights that do not act."""
+    """Whether the rule is about weights that are only logged."""
     return rule.name in _OF_WEIGHTS and not units.weighted
 
 

@@ -1,8 +1,8 @@
 """Rules for healthy metrics: a table of limits and advice.
 
-The limits are those in common use for rollout correction of language models, where a log-ratio is that of a token.
-Here log-ratios are means over latent elements; weights and rejection are judged as they were applied, and drift
-(KL, log-perplexity) after it is multiplied by `log_ratio_scale`.
+The limits are common in rollout correction of language models, where a log-ratio belongs to a token. Here log-ratios
+are means over latent elements. Weights and rejection are judged as they were applied. Drift (KL, log-perplexity) is
+multiplied by `log_ratio_scale` first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 _DOCTOR = "find the cause with `flowcorr doctor` first"
 _BENIGN = f"{_DOCTOR}; widen rollout_rs_threshold only if the drift is benign, such as plain rounding"
-# The steps outside the window are off as the window's are, or up to 1.8 times as much: bf16, fp8, int8, int4, guidance.
+# In clean runs (bf16, fp8, int8, int4, guidance) this error is at most 1.8 times that of the window.
 _OUTSIDE_WINDOW = 4.0
-_PERSISTENT = 3  # consecutive steps: chance does it in a single one
+_PERSISTENT = 3  # consecutive steps; a single one may be chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,14 @@ class Rule:
     """A healthy range of one metric.
 
     Attributes:
-        name: of the rule.
-        metric: below `rollout_corr/`, or a whole name.
+        name: name of the rule.
+        metric: name below `rollout_corr/`, or full name.
         what: the metric in words.
         low, high: the healthy range.
-        serious: beyond it the finding is serious, if it is given.
+        serious: limit above which the finding is serious.
         advice: what to do outside the range.
-        drift: judge the absolute value, in the units of the scale.
-        applied: judge what acted on the update, `actor/rollout_corr/`, where that is logged.
+        drift: judge the absolute value, multiplied by the scale.
+        applied: judge the metric of the whole update, `actor/rollout_corr/`, if it is logged.
         patience: consecutive steps outside the range that make a finding.
     """
 
@@ -53,8 +53,8 @@ RULES: tuple[Rule, ...] = (
         low=0.5,
         high=2.0,
         applied=True,
-        advice=f"both policies differ as a whole, not by noise: {_DOCTOR}, and check that the rollout's weights "
-        "are fresh (rollout.staleness)",
+        advice=f"the policies differ systematically, not by noise: {_DOCTOR}, and check that the rollout's weights are "
+        "fresh (rollout.staleness)",
     ),
     Rule(
         name="weight_std",
@@ -62,7 +62,7 @@ RULES: tuple[Rule, ...] = (
         what="std of the importance weights",
         high=1.0,
         applied=True,
-        advice="few samples carry the gradient: lower rollout_is_threshold, or take a gentler log_ratio_scale "
+        advice="few samples carry the gradient: lower rollout_is_threshold, or choose a smaller log_ratio_scale "
         "(sqrt instead of sum, mean instead of sqrt)",
     ),
     Rule(
@@ -71,7 +71,7 @@ RULES: tuple[Rule, ...] = (
         what="effective sample size (a share of the batch)",
         low=0.3,
         applied=True,
-        advice="few samples carry the gradient: take a gentler log_ratio_scale, or rejection instead of weights",
+        advice="few samples carry the gradient: choose a smaller log_ratio_scale, or rejection instead of weights",
     ),
     Rule(
         name="cap",
@@ -79,9 +79,8 @@ RULES: tuple[Rule, ...] = (
         what="largest importance weight before its cap",
         applied=True,
         patience=_PERSISTENT,
-        advice="the cap binds on step after step, so the weights are biased: look at "
-        "rollout_corr/rollout_is_ratio_fraction_high; where it is more than some percent, find the cause of "
-        "the drift before raising rollout_is_threshold",
+        advice="the cap acts in every step, so the weights are biased: if rollout_corr/rollout_is_ratio_fraction_high "
+        "is above a few percent, find the cause of the drift before you raise rollout_is_threshold",
     ),
     Rule(
         name="kl",
@@ -97,7 +96,7 @@ RULES: tuple[Rule, ...] = (
         what="|difference of log-perplexities|",
         high=1.0,
         drift=True,
-        advice=f"log-probs are off by more than rounding can do: {_DOCTOR} (schedule, timesteps, latents)",
+        advice=f"log-probs differ by more than rounding explains: {_DOCTOR} (schedule, timesteps, latents)",
     ),
     Rule(
         name="veto",
@@ -113,7 +112,7 @@ RULES: tuple[Rule, ...] = (
         what="share of catastrophic steps, with a ratio below the veto",
         high=0.01,
         applied=True,
-        advice=f"single steps are far off, as with a wrong prompt, weights or step index: {_DOCTOR}",
+        advice=f"single steps differ greatly, as with a wrong prompt, weights or step index: {_DOCTOR}",
     ),
     Rule(
         name="masked",
@@ -137,16 +136,16 @@ RULES: tuple[Rule, ...] = (
         metric="clip_noise_fraction",
         what="share of ratios outside the clip range before anything was learned",
         high=0.1,
-        advice="the clip range lies below the noise floor, so chance decides which terms are learned from: take the "
-        "range from `flowcorr audit`, or recompute old log-probs (bypass_mode: false)",
+        advice="the clip range lies below the noise floor, so noise decides which terms are clipped: set the clip "
+        "range that `flowcorr audit` recommends, or recompute old log-probs (bypass_mode: false)",
     ),
     Rule(
         name="skipped",
         metric="actor/skipped_updates",
         what="number of skipped updates",
         high=0.0,
-        advice="a mini-batch taught nothing: all of its terms were rejected (widen rollout_rs_threshold, or drop the "
-        "rejection), its groups were dropped, or its gradient was not finite (lower actor.lr)",
+        advice="a mini-batch gave no update: all its terms were rejected (widen rollout_rs_threshold, or reject "
+        "nothing), its groups were dropped, or its gradient was not finite (lower actor.lr)",
     ),
     Rule(
         name="nonfinite",
@@ -154,15 +153,15 @@ RULES: tuple[Rule, ...] = (
         what="share of terms whose log-prob is not finite",
         high=0.0,
         serious=0.1,
-        advice="they are left out of the loss: the weights diverge (lower actor.lr, or grad_clip), or a precision "
-        "overflows (model.dtype, rollout.dtype)",
+        advice="the loss leaves these terms out: the weights diverge (lower actor.lr or actor.grad_clip), or a "
+        "precision overflows (model.dtype, rollout.dtype)",
     ),
     Rule(
         name="noise_std",
         metric="rollout/noise_std",
         what="std of the steps' noise (x' - mean) / s",
         patience=2,
-        advice=f"the engine adds another noise than its log-probs are computed with: {_DOCTOR}",
+        advice=f"the engine's log-probs do not belong to the noise that it adds: {_DOCTOR}",
     ),
     Rule(
         name="noise_mean",
@@ -175,16 +174,16 @@ RULES: tuple[Rule, ...] = (
         name="noise_shared",
         metric="rollout/noise_shared_by",
         what="number of steps that share their noise",
-        advice="samples of one prompt, or steps of one sample, explore in one direction: seed the engine's noise by "
-        "(seed, training step, group, member) and step index; `flowcorr doctor` tells which draws are equal",
+        advice="samples of one prompt, or steps of one sample, explore in the same direction: seed the engine's noise "
+        "by (seed, training step, group, member) and step index; `flowcorr doctor` names the draws that are equal",
     ),
     Rule(
         name="replay_window",
         metric="rollout_corr/replay/window",
         what="relative error of the velocity in the SDE window of replayed images",
         high=0.5,
-        advice=f"{_DOCTOR}: the ratio sees this gap, and it hides those of the replay; or the engine does not seed its "
-        "noise by (seed, training step, group, member) and step index, so that nothing can be replayed",
+        advice=f"{_DOCTOR}: this gap is in the ratio too, and hides faults outside the window. If the engine does not "
+        "seed its noise by (seed, training step, group, member) and step index, images cannot be replayed at all",
     ),
     Rule(
         name="replay_before",
@@ -215,8 +214,8 @@ RULES: tuple[Rule, ...] = (
         metric="rollout_corr/replay/reward",
         what="difference of a score from the reward of its image, in standard deviations of the scores,",
         high=0.1,
-        advice="the reward is at fault: it sees other images than the trainer (order, channels, size), or it does not "
-        "repeat its scores, such as a judge that samples its answers",
+        advice="the reward is at fault: its images differ from the trainer's (order, channels, size), or its scores "
+        "are not repeatable, such as those of a judge that samples its answers",
     ),
     Rule(
         name="flat_groups",
@@ -224,7 +223,7 @@ RULES: tuple[Rule, ...] = (
         what="share of groups whose rewards are all equal",
         high=0.5,
         patience=_PERSISTENT,
-        advice="they teach nothing: raise rollout.n or sampling.noise_level, or take a finer reward or prompts "
-        "that are neither solved nor hopeless",
+        advice="these groups have no gradient: raise rollout.n or sampling.noise_level, or choose a finer reward, or "
+        "prompts that are neither solved nor hopeless",
     ),
 )

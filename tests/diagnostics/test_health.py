@@ -83,7 +83,7 @@ def test_weights_that_multiply_nothing_are_noted_only():
     findings = examine_step(metrics, units)
     assert {finding.rule for finding in findings} == {"mean_weight", "weight_std", "effective_sample_size"}
     assert {finding.level for finding in findings} == {"note"}
-    assert all("these weights multiply nothing" in finding.advice for finding in findings)
+    assert all("these weights are only logged" in finding.advice for finding in findings)
     acting = examine_step(metrics, replace(units, weighted=True))
     assert "note" not in {finding.level for finding in acting}
 
@@ -119,7 +119,7 @@ def test_noise_beyond_the_clip_names_the_range_the_noise_and_what_to_do(actor, c
     assert finding.level == level
     assert f": {clip_range}, and the noise, mean |delta log p|, is 0.0047" in finding.message
     assert (
-        "`flowcorr audit`" if level == "warning" else "with reinforce, which clips none"
+        "`flowcorr audit`" if level == "warning" else "with reinforce, which does not clip"
     ) in finding.advice
 
 

@@ -1,7 +1,7 @@
-"""Every metric that a run logs, one row each.
+"""Every metric that a run logs, one row for each.
 
 In a name, `<i>` is a step index, `<mode>` a rejection mode, and `<name>` a name from the configuration. Limits and
-remedies are those of the health rules, which judge a run by the same names.
+remedies come from the health rules.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: as logged, with placeholders in angle brackets.
-        meaning: one sentence.
-        unit: of the value; empty for a plain number.
+        name: the logged name, with placeholders in angle brackets.
+        meaning: its explanation.
+        unit: unit of the value; empty for a plain number.
     """
 
     name: str
@@ -45,7 +45,8 @@ DRIFT = _rows(
         ),
         "k3_kl": (
             "Mean of `exp(delta) - 1 - delta`: never negative, about half the mean square of `delta`. With mean-pooled "
-            "log-probs it is not the KL divergence; that is `exact_kl`.",
+            "log-probs it is not the KL divergence; that is `exact_kl`. At scale `mean` its range only shows broken "
+            "runs: a `delta` of 1e-3 gives 5e-7. For smaller gaps watch `clip_noise_fraction`.",
             NATS,
         ),
         "exact_kl": ("The exact KL of the steps, from both policies' step means.", NATS),
@@ -63,8 +64,15 @@ DRIFT = _rows(
         "training_log_ppl": ("Minus the mean log-prob of the target policy.", NATS),
         "rollout_ppl": ("Perplexity of the rollout policy, averaged over samples.", ""),
         "rollout_log_ppl": ("Minus the mean log-prob of the rollout policy.", NATS),
-        "chi2_token": ("Chi-squared divergence over steps, `mean(exp(2 delta)) - 1`.", ""),
-        "chi2_seq": ("Chi-squared divergence over samples, from the sum of `delta` over their steps.", ""),
+        "chi2_token": (
+            "Estimate of the chi-squared divergence over steps, `mean(exp(2 delta)) - 1`; by chance it may be slightly "
+            "negative.",
+            "",
+        ),
+        "chi2_seq": (
+            "The same over samples, from the sum of `delta` over their steps; it may be slightly negative too.",
+            "",
+        ),
         "nonfinite_fraction": (
             "Share of terms whose log-prob is not finite; such terms are dropped.",
             "share",
@@ -83,16 +91,16 @@ DRIFT = _rows(
         "noise_quantile_high": ("Upper end of that quantile's 95 % interval.", "clip ranges"),
         "bypass": ("With `auto`: 1 if the training step was in bypass mode, else 0.", ""),
         "engine/<name>": (
-            "The part of the gap that the rollout engine computes differently: weights that sampled, in the training "
-            "stack, against the rollout.",
+            "The engine's part of the gap: log-probs of the rollout against those of the training stack under the same "
+            "weights.",
             NATS,
         ),
         "replay/before": (
-            "Replay: error of the way from the initial noise to the SDE window, in errors of the window itself.",
+            "Replay: error of the steps from the initial noise to the SDE window, as a multiple of `replay/window`.",
             "`replay/window`",
         ),
         "replay/after": (
-            "Replay: error of the way from the SDE window to the final latents, likewise.",
+            "Replay: error of the steps from the SDE window to the final latents, as a multiple of `replay/window`.",
             "`replay/window`",
         ),
         "replay/window": ("Replay: relative error of the velocity in the SDE window.", "share"),
@@ -101,11 +109,12 @@ DRIFT = _rows(
             "grey levels of 255",
         ),
         "replay/reward": (
-            "Replay: largest difference of a score from the reward of the same image, called again.",
+            "Replay: largest difference between a score and a second score of the same image.",
             "std of the scores",
         ),
         "staleness/<name>": (
-            "The part of the gap that comes from older weights: current weights against those that sampled.",
+            "The part of the gap that comes from stale weights: log-probs under the weights that sampled against those "
+            "under the current ones.",
             NATS,
         ),
     },
@@ -126,7 +135,7 @@ WEIGHTS = _rows(
         "rollout_is_ratio_fraction_high": ("Share of raw weights above the cap or band.", "share"),
         "rollout_is_ratio_fraction_low": ("Share of raw weights below the band, or below 1 / cap.", "share"),
         "rollout_is_oob_ratio": ("Share of weights that the cap or band changed.", "share"),
-        "rollout_is_batch_norm_factor": ("Mean weight that batch normalization divides by.", ""),
+        "rollout_is_batch_norm_factor": ("Mean weight, by which batch normalization divides.", ""),
         "rollout_is_seq_mean": ("Mean over samples of their mean weight.", ""),
         "rollout_is_seq_std": ("Standard deviation over samples of their mean weight.", ""),
         "rollout_is_seq_min": ("Smallest mean weight of a sample.", ""),
@@ -149,18 +158,18 @@ REJECTION = _rows(
         "rollout_rs_<mode>_min": ("Smallest value of the mode's divergence.", "of the mode"),
         "rollout_rs_<mode>_max": ("Largest value of the mode's divergence.", "of the mode"),
         "rollout_rs_<mode>_fraction_high": (
-            "Share above the upper bound; of a k1 mode, of the ratio.",
+            "Share above the upper bound; in a k1 mode, share of ratios above it.",
             "share",
         ),
         "rollout_rs_<mode>_fraction_low": (
-            "Share below the lower bound; of a k1 mode, of the ratio.",
+            "Share below the lower bound; in a k1 mode, share of ratios below it.",
             "share",
         ),
         "rollout_rs_<mode>_seq_mean": (
-            "Mean over samples; of a step mode, of each sample's mean.",
+            "Mean over samples; in a step mode, of each sample's mean.",
             "of the mode",
         ),
-        "rollout_rs_<mode>_seq_std": ("Standard deviation over samples of the same.", "of the mode"),
+        "rollout_rs_<mode>_seq_std": ("Standard deviation over samples of the same value.", "of the mode"),
         "rollout_rs_<mode>_seq_min": ("Smallest value of a sample.", "of the mode"),
         "rollout_rs_<mode>_seq_max": ("Largest value of a sample.", "of the mode"),
         "rollout_rs_<mode>_seq_max_deviation": (
@@ -168,11 +177,11 @@ REJECTION = _rows(
             "of the mode",
         ),
         "rollout_rs_<mode>_seq_fraction_high": (
-            "Share of samples above the upper bound; of a k1 mode, of the ratio.",
+            "Share of samples above the upper bound; in a k1 mode, share with a ratio above it.",
             "share",
         ),
         "rollout_rs_<mode>_seq_fraction_low": (
-            "Share of samples below the lower bound; of a k1 mode, of the ratio.",
+            "Share of samples below the lower bound; in a k1 mode, share with a ratio below it.",
             "share",
         ),
         "rollout_rs_<mode>_masked_fraction": ("Share of terms that this mode rejects.", "share"),
@@ -196,7 +205,7 @@ STEPS = _rows(
         "k3_kl": ("`rollout_corr/k3_kl` of step index `<i>` alone.", NATS),
         "logprob_abs_diff": ("Mean absolute difference of log-probs at step index `<i>`.", NATS),
         "rollout_is_mean": (
-            "Mean weight at step index `<i>`; where it differs between steps, weights re-weight timesteps.",
+            "Mean weight at step index `<i>`; if it differs between steps, the weights re-weight timesteps.",
             "",
         ),
         "masked_fraction": ("Share of terms rejected at step index `<i>`.", "share"),
@@ -205,7 +214,7 @@ STEPS = _rows(
 UPDATE = _rows(
     "actor/",
     {
-        "loss": ("The policy loss, over the terms that the denominator counts.", ""),
+        "loss": ("The policy loss, averaged over the terms that `rollout_rs_denominator` counts.", ""),
         "ppo_kl": ("Mean of old minus current log-prob, over the terms that the update scored.", NATS),
         "ratio_mean": ("Mean ratio as the loss uses it, over the terms that the update scored.", ""),
         "ratio_std": ("Standard deviation of that ratio.", ""),
@@ -246,10 +255,10 @@ RUN = (
             "min": ("Smallest training reward.", "of the reward"),
             "max": ("Largest training reward.", "of the reward"),
             "zero_std_group_fraction": (
-                "Share of prompt groups whose rewards are all equal, and which therefore teach nothing.",
+                "Share of prompt groups whose rewards are all equal, so that they have no gradient.",
                 "share",
             ),
-            "failed_samples": ("Samples that the reward failed on.", "samples"),
+            "failed_samples": ("Samples on which the reward failed.", "samples"),
             **_IMAGE_STATISTICS,
             "image/diversity": ("Mean std of a pixel over the images of a prompt.", "of the largest value"),
             "<name>": ("Mean of a reward term, of one of its extra scores, or of a `gold` reward.", ""),
@@ -259,7 +268,7 @@ RUN = (
         "eval/",
         {
             "reward": ("Mean reward on held-out prompts, ODE sampler, fixed noise.", "of the reward"),
-            "reward_std": ("Its standard deviation over held-out prompts.", "of the reward"),
+            "reward_std": ("Standard deviation of that reward over held-out prompts.", "of the reward"),
             **_IMAGE_STATISTICS,
             "<name>": (
                 "Held-out mean of a reward term, of one of its extra scores, or of a `gold` reward.",
@@ -275,15 +284,15 @@ RUN = (
             "staleness_max": ("Largest age of the weights that sampled.", "training steps"),
             "dropped_stale_samples": ("Samples dropped because their weights were too old.", "samples"),
             "noise_std": (
-                "Standard deviation of the step noise `(x' - mean) / s`; 1 if it is scored as drawn.",
+                "Standard deviation of the step noise `(x' - mean) / s`; 1 if log-probs belong to the drawn noise.",
                 "",
             ),
             "noise_mean": (
-                "Mean of the step noise, where the rollout returns step means; 0 if all is right.",
+                "Mean of the step noise, if the rollout returns step means; 0 if latents belong to the means.",
                 "",
             ),
             "noise_shared_by": (
-                "Terms that share their step noise, likewise; 1 if all are independent.",
+                "Terms that share their step noise, if the rollout returns step means; 1 if all are independent.",
                 "terms",
             ),
         },
@@ -293,12 +302,12 @@ RUN = (
         {
             "step": ("The whole training step.", "seconds"),
             "rollout": ("Sampling.", "seconds"),
-            "rollout_wait": ("Waiting for Ray workers to finish sampling.", "seconds"),
+            "rollout_wait": ("Waiting for Ray workers that still sample.", "seconds"),
             "reward": (
-                "Scoring images, or waiting for the thread or the workers that score them.",
+                "Scoring images, or waiting for the thread or workers that score them.",
                 "seconds",
             ),
-            "old_log_prob": ("Recomputing old log-probs; absent in bypass mode, which saves it.", "seconds"),
+            "old_log_prob": ("Recomputing old log-probs; absent in bypass mode.", "seconds"),
             "correction": ("Weights, rejection and drift metrics.", "seconds"),
             "drift": ("Splitting the gap into engine and staleness.", "seconds"),
             "replay": ("Replaying a few images.", "seconds"),
