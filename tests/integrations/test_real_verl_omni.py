@@ -6,15 +6,18 @@ VERL_OMNI=PATH VENV/bin/python -m pytest -m "" tests/integrations
 
 import copy
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from flowcorr import sde
+from flowcorr.cli import main
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.integrations.verl_omni import LOSSES, correct_batch, register_losses, step_loss
@@ -238,6 +241,23 @@ def test_the_older_trainer_has_the_same_hook(omni, rollout):
     )
     metrics = trainer._update_actor(data).meta_info["metrics"]
     assert {"rollout_corr/rollout_is_mean", "actor/pg_clipfrac"} <= set(metrics)
+
+
+def test_its_steps_are_dumped_for_a_diagnosis(run, tmp_path, capsys):
+    script = Path(__file__).parents[2] / "examples" / "dump_log_probs.py"
+    spec = importlib.util.spec_from_file_location("dump_log_probs", script)
+    examples = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(examples)
+
+    class Trainer(trainer_class()):
+        def _update_actor(self, data):
+            examples.dump_verl_omni(tmp_path, self.global_steps, data, self.config)
+            return super()._update_actor(data)
+
+    run(Trainer)
+    for command in ("audit", "lab", "report"):
+        assert main([command, str(tmp_path)]) == 0
+    assert "32 samples of 2 SDE steps, D = 512" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
