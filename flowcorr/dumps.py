@@ -1,7 +1,7 @@
-"""The log-probs of training steps, one file a step, as any trainer can write them: `step_000123.safetensors`.
+"""Files with the log-probs of training steps, which any trainer can write: one `step_000123.safetensors` for each step.
 
-`dump` writes such a file from tensors or arrays, and `trainer.dump_log_probs` the same format. `flowcorr lab`, `report`
-and `audit` read a folder of them; what a field gives them is in `GIVES`.
+`dump` writes such a file from tensors or arrays; `trainer.dump_log_probs` writes the same format. `flowcorr lab`,
+`report` and `audit` read a folder of them. `GIVES` says what they use each optional field for.
 
 A file holds the tensors of `DumpedTerms` under their names. Its metadata is text: `format_version`, `step`, `mode`
 (`decoupled`: old log-probs were recomputed; `bypass`: they are the rollout's) and `loss_mode`; where known also
@@ -34,7 +34,7 @@ GIVES = {
     "step_indices": "the gap by step of the schedule; else steps are counted by noise level, or within the window",
     "sigmas": "the noise level of each step (audit)",
     "rewards": "the curve of the reward (report)",
-    "group_ids": "groups that teach nothing (report), and rejection_groups (lab)",
+    "group_ids": "groups with equal rewards (report), and rejection_groups (lab)",
 }
 """Optional fields of `dump`, and what each gives."""
 _STEP, _PARTIAL = "step_{:06d}.safetensors", ".partial_"
@@ -45,7 +45,7 @@ Array = Tensor | np.ndarray | Sequence[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DumpedTerms:
-    """The terms of a training step, `[B, T]` unless another shape is given; what is not known is None.
+    """The terms of a training step, `[B, T]` unless another shape is given; unknown ones are None.
 
     Log-probs and exact KLs are in nats per latent element. A log-prob that is not finite is a term that was left out.
 
@@ -100,7 +100,7 @@ class DumpedTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoggedTerms(DumpedTerms):
-    """The terms of a training step of which only exact KLs and `D` may be unknown."""
+    """The terms of a training step of flowcorr, in which only exact KLs and `D` may be unknown."""
 
     current_log_probs: Tensor
     rewards: Tensor
@@ -115,7 +115,7 @@ class LoggedTerms(DumpedTerms):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedLoss:
-    """The loss of a dumped step; see `ActorConfig`. What is not known is None."""
+    """The loss of a dumped step, see `ActorConfig`; unknown values are None."""
 
     loss_mode: str = "flow_grpo"
     clip_ratio: float | Sequence[float] | None = None
@@ -141,12 +141,12 @@ def dump(
     loss_mode: str = "flow_grpo",
     adv_clip_max: float | None = None,
 ) -> Path:
-    """Write what a training step of any trainer computed, for `flowcorr lab`, `report` and `audit`.
+    """Write the log-probs of a training step of any trainer, for `flowcorr lab`, `report` and `audit`.
 
     Call it on one rank, with the samples of all ranks, for instance after `accelerator.gather`.
 
     Args:
-        folder: made if it is missing.
+        folder: the folder; created if missing.
         step: the training step, from 0 on.
         rollout_log_probs: `[B, T]` of the policy that sampled, mean-pooled: nats per latent element.
         advantages: `[B]`, or `[B, T]` with one value a sample.

@@ -1,12 +1,12 @@
-"""Rollout correction and losses inside verl-omni, by its own batches and its own registry; nothing is patched.
+"""Rollout correction and losses inside verl-omni, through its batches and its registry; nothing is patched.
 
 verl-omni is not on PyPI; this follows https://github.com/verl-project/verl-omni at a1139ba, and `tests/integrations`
 runs its trainer, worker and engine from such a source tree.
 
 Its own `algorithm.rollout_correction` calls verl's helper. To let flowcorr correct instead, set `rollout_is` and
 `rollout_rs` to null there, `bypass_mode` as in flowcorr's configuration, and
-`actor_rollout_ref.rollout.calculate_log_probs=true`. Then hand the batch over before the update, in a subclass of its
-trainer, and register the losses. Both stand in one module, here `my_run.py`:
+`actor_rollout_ref.rollout.calculate_log_probs=true`. Then correct the batch before the update, in a subclass of its
+trainer, and register the losses. Put both into one module, here `my_run.py`:
 
     @register_diffusion_trainer("sync")
     class Trainer(PolicyGradientDiffusionTrainerV1Sync):
@@ -32,7 +32,7 @@ trainer, and register the losses. Both stand in one module, here `my_run.py`:
   which no rollout of verl-omni returns; its own losses of these names stop there as well.
 
 Its log-probs are mean-pooled per step, as flowcorr's are. Those of `sde_type=cps` lack `1 / (2 s^2)` and the
-normaliser: they are no log-densities, and weights, bands and metrics have no unit there.
+normaliser. They are not log-densities, so weights, bands and metrics have no unit there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LOSSES = {
     "grpo_guard": "grpo_guard",
     "flow_dppo": "flow_dppo",
 }
-"""verl-omni's losses of log-probs, and which loss of flowcorr each of them is; its configuration admits no others."""
+"""verl-omni's losses of log-probs, and the corresponding losses of flowcorr. Its configuration accepts no others."""
 INSTALL = "pip install git+https://github.com/verl-project/verl-omni"
 
 _REMEDIES = {
@@ -79,30 +79,31 @@ def correct_batch(
     schedule: Sequence[float] | None = None,
     clip_ratio: float | None = None,
 ) -> tuple[BatchT, dict[str, float]]:
-    """Correct a whole batch, once `old_log_probs` are known (decoupled), or instead of computing them (bypass).
+    """Correct a whole batch: in decoupled mode after `old_log_probs` are computed, in bypass mode instead.
 
-    Read are `old_log_probs`, `rollout_log_probs`, `response_mask` and `step_indices` `[B, T]` and `all_latents`
-    `[B, T+1, *L]`, which gives `D`; the first two are needed, the first in decoupled mode only. A rollout adapter that
-    keeps its step means adds `rollout_prev_sample_mean` `[B, T, *L]` and the full stds `prev_sample_std` `[B, T]`, for
-    the exact KL to `old_prev_sample_mean`; these two are no names of verl-omni's.
+    Needed are `rollout_log_probs` `[B, T]` and, in decoupled mode, `old_log_probs` `[B, T]`. If present,
+    `response_mask` and `step_indices` `[B, T]` and `all_latents` `[B, T+1, *L]` (for `D`) are used too. For the exact
+    KL to `old_prev_sample_mean`, a rollout adapter can add its step means as `rollout_prev_sample_mean` `[B, T, *L]`
+    and the full stds as `prev_sample_std` `[B, T]`. verl-omni itself does not know these two names.
 
-    Decoupled mode writes `rollout_is_weights` `[B, T]`, the one form of weights and rejection that verl-omni's losses
-    read: 0 where a term was rejected. As they divide by all terms, `rollout_rs_denominator: kept` multiplies what is
-    left by `B T / kept`. Their 0 times NaN is NaN: terms that are not finite are only left out by the losses of
-    `register_losses`. Bypass mode writes `old_log_probs`; what is left to do is done inside the loss.
+    Decoupled mode writes `rollout_is_weights` `[B, T]`, which is 0 for rejected terms: verl-omni's losses read nothing
+    else. They divide by all terms, so `rollout_rs_denominator: kept` multiplies the weights by `B T / kept`. In its
+    losses 0 times NaN is NaN; only the losses of `register_losses` leave out terms that are not finite. Bypass mode
+    writes `old_log_probs`; the correction itself happens inside the loss.
 
     Args:
         batch: verl's `DataProto`, or its TensorDict, or a dict of tensors. It is left as it is.
         config: the correction, or a mapping with its keys or verl's, such as `config.algorithm.rollout_correction`.
-        schedule: timesteps of the whole schedule, for metrics by step: tells which step each of `all_timesteps` is.
+        schedule: timesteps of the whole schedule, from which the step index of each of `all_timesteps` follows, for
+            metrics by step.
         clip_ratio: the loss's clip range, for `rollout_corr/clip_noise_fraction`.
 
     Returns:
         A batch of the same type that shares all other tensors, and the `rollout_corr/*` metrics; none in bypass mode.
 
     Raises:
-        ConfigError: the correction is bad, or needs flowcorr's own trainer.
-        BatchError: a tensor, or all of them, are missing, or a tensor has another shape.
+        ConfigError: the correction is invalid, or needs flowcorr's own trainer.
+        BatchError: a tensor is missing or has another shape.
     """
     config = _as_config(config)
     tensors: Any = batch if isinstance(batch, Mapping) else getattr(batch, "batch", batch)

@@ -1,4 +1,4 @@
-"""`flowcorr translate`: the configuration of another trainer as a recipe."""
+"""`flowcorr translate`: turns the configuration of another trainer into a recipe."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _MODULE = "verl_omni.trainer.main_"
 
 
 def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = None) -> str:
-    """The text of the recipe that does what a configuration of another trainer does.
+    """Translate a configuration of another trainer into the text of a recipe.
 
     Args:
         source: a shell script or Hydra YAML of verl-omni, or `FILE.py:FUNCTION` of flow_grpo.
-        overrides: more Hydra overrides, of a script or YAML.
-        gpus: of a flow_grpo run, where its file does not say `gpu_number`.
+        overrides: more Hydra overrides of a script or YAML.
+        gpus: number of GPUs of a flow_grpo run, if its file does not define `gpu_number`.
 
     Raises:
-        ConfigError: the file cannot be read, or flowcorr cannot make such a run; the message says why.
+        ConfigError: the file cannot be read, or flowcorr cannot run its configuration; the message says why.
     """
     name, _, function = source.partition(".py:") if ".py:" in source else (source, "", "")
     path = Path(f"{name}.py" if function else name)
@@ -49,7 +49,7 @@ def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = 
 def _of_flow_grpo(path: Path, function: str, gpus: int | None) -> str:
     if not function:
         names = ", ".join(read_functions(path))
-        raise ConfigError(f"name one of its configurations, as {path}:NAME; it has {names}")
+        raise ConfigError(f"choose one of its configurations, as {path}:NAME; it has {names}")
     config, names_there = read_config(path, function)
     given = _flat(config, keep=("reward_fn",))
     given["gpus"] = gpus or names_there.get("gpu_number")
@@ -79,7 +79,7 @@ def _of_verl_omni(path: Path, overrides: Sequence[str]) -> str:
 
 
 def _hydra(text: str) -> dict[str, Any]:
-    """A Hydra configuration, resolved as far as that goes; what cannot be resolved is left out."""
+    """A Hydra configuration, resolved; values that cannot be resolved are left out."""
     try:
         config = OmegaConf.create(text)
     except (OmegaConfBaseException, yaml.YAMLError) as error:

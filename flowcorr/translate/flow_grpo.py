@@ -1,4 +1,4 @@
-"""flow_grpo's configuration, a `ConfigDict` of a Python file; constants are those of its `scripts/train_sd3.py`."""
+"""The table for flow_grpo's configuration, a `ConfigDict` of a Python file; defaults are of `scripts/train_sd3.py`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _prompts(get: Get) -> float:
 
 
 def _window(get: Get) -> tuple[int, list[int]]:
-    """Its window, or every step that it trains on."""
+    """Size and range of the SDE window; without a window, all steps that are trained on."""
     size = get("sample.sde_window_size")
     if size:
         return size, list(get("sample.sde_window_range") or (0, get("sample.num_steps") // 2))
@@ -78,17 +78,15 @@ def _dtype(get: Get) -> str:
 def _refuse(get: Get) -> str:
     model = get("pretrained.model")
     if not re.search(r"stable-diffusion-3|sd3|flux|z-image|qwen-?image(?!.*edit)", model.lower()):
-        return f"pretrained.model={model} is of no family that flowcorr knows: {', '.join(FAMILIES)}"
+        return f"pretrained.model={model} belongs to no family that flowcorr knows: {', '.join(FAMILIES)}"
     if get("train.algorithm") != "grpo":
-        return (
-            f"train.algorithm={get('train.algorithm')} has no equal here; flowcorr has policy gradients only"
-        )
+        return f"train.algorithm={get('train.algorithm')} has no equivalent here; flowcorr has only policy gradients"
     if get("sample.num_image_per_prompt") < 2:
-        return "sample.num_image_per_prompt=1 leaves nothing to compare an image with; give 2 or more"
+        return "sample.num_image_per_prompt=1 gives an image no other to be compared with; use 2 or more"
     if get("gpus") is None:
-        return "the number of GPUs, and so of prompts a step, is not in the file; give it by --gpus N"
+        return "the file does not contain the number of GPUs, which decides the prompts per step; give it with --gpus N"
     if _prompts(get) < 1:
-        return f"{get('gpus')} GPUs sample less than one prompt a step; give the right number by --gpus N"
+        return f"{get('gpus')} GPUs sample less than one prompt per step; give the right number with --gpus N"
     return ""
 
 
@@ -114,7 +112,7 @@ ROWS = (
         key="sampling.sde_window_size",
         value=lambda get: _window(get)[0],
         sources=("sample.sde_window_size", "train.timestep_fraction"),
-        note="it samples every step with noise and trains on the first timestep_fraction of them",
+        note="flow_grpo adds noise in every step, and trains on the first timestep_fraction of the steps",
     ),
     Row(
         key="sampling.sde_window_range",
@@ -131,7 +129,7 @@ ROWS = (
         key="rollout.prompts_per_step",
         value=lambda get: round(_prompts(get)),
         sources=("gpus", "sample.train_batch_size", "sample.num_batches_per_epoch"),
-        note="GPUs * batch * batches / images a prompt",
+        note="GPUs * batch * batches / images per prompt",
     ),
     _same("sample.num_image_per_prompt", "rollout.n"),
     Row(
@@ -161,7 +159,7 @@ ROWS = (
             round(_prompts(get)),
         ),
         sources=("train.gradient_accumulation_steps",),
-        note="updates a step; groups are never split here",
+        note="updates per step; groups are never split here",
     ),
     _same("train.batch_size", "actor.micro_batch_size"),
     Row(key="actor.ema", value=lambda get: 0.9 if get("train.ema") else None, sources=("train.ema",)),
@@ -179,13 +177,13 @@ ROWS = (
         key="reward.terms",
         value=lambda get: reward_terms(get("reward_fn")),
         sources=("reward_fn",),
-        note="my_rewards:NAME is yours to write (examples/custom_reward.py)",
+        note="write my_rewards:NAME yourself (examples/custom_reward.py)",
     ),
     Row(
         key="data.path",
         value=lambda get: f"{get('dataset')}/train.txt",
         sources=("dataset",),
-        note="train_metadata.jsonl where its prompts are read from that",
+        note="or train_metadata.jsonl, if its prompts are in that file",
     ),
     Row(key="data.heldout_path", value=lambda get: f"{get('dataset')}/test.txt", sources=("dataset",)),
     _same("seed", "trainer.seed"),
@@ -197,24 +195,24 @@ ROWS = (
 
 NO_PLACE = {
     "train.use_8bit_adam": "the optimizer is AdamW",
-    "train.cfg": "training has the guidance of sampling",
-    "train.*": "of algorithms or options that flowcorr does not have",
-    "sample.*": "evaluations and batches are cut by rollout.batch_size",
-    "prompt_fn*": "prompts are a file: data.path",
+    "train.cfg": "training uses the guidance of sampling",
+    "train.*": "belongs to algorithms or options that flowcorr does not have",
+    "sample.*": "rollout.batch_size sets the size of batches",
+    "prompt_fn*": "prompts come from the file data.path",
     "save_dir": "give --out",
     "logdir": "give --out",
     "run_name": "give --out",
-    "num_epochs": "flow_grpo runs until it is stopped; set trainer.total_steps",
-    "pretrained.revision": "the hub's newest",
+    "num_epochs": "flow_grpo trains until it is stopped; set trainer.total_steps",
+    "pretrained.revision": "flowcorr loads the newest revision",
     "allow_tf32": "set it in torch",
-    "*": "of its script",
+    "*": "belongs to its script",
 }
 
 DIFFERENCES = (
-    "its advantages use the population std: sqrt((n - 1) / n) of the one here",
-    "it leaves samples whose advantage is 0 out of the mean of the loss; here they count",
-    "its GRPO-Guard averages std and step over the batch; here each sample has its own",
-    "it trains until it is stopped: set trainer.total_steps",
+    "flow_grpo's advantages use the population std, which is sqrt((n - 1) / n) of the std here",
+    "flow_grpo leaves samples with advantage 0 out of the mean of the loss; here they count",
+    "flow_grpo's GRPO-Guard averages std and step over the batch; here each sample has its own",
+    "flow_grpo trains until it is stopped: set trainer.total_steps",
 )
 
 TABLE = Table(

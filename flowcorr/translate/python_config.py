@@ -1,7 +1,7 @@
-"""The `ConfigDict` that a function of a Python file makes, read from its syntax; nothing of the file is executed.
+"""Reads the `ConfigDict` that a function of a Python file returns from its syntax, without executing the file.
 
-Read are assignments of literals, of arithmetic on them, and of what other functions of the file, or of a file that it
-loads from its own folder, return. Anything else is refused with its line.
+The function may assign literals, arithmetic on them, and the results of other functions of the same file, or of a file
+that it loads from the same folder. Any other line is an error that names the line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flowcorr.translate.shell import arithmetic
 
 
 def read_functions(path: Path) -> list[str]:
-    """The functions of a file that take no argument and return something."""
+    """The functions of a file that take no argument and return a value."""
     return [
         name
         for name, function in _functions(_parsed(path)).items()
@@ -24,10 +24,10 @@ def read_functions(path: Path) -> list[str]:
 
 
 def read_config(path: Path, function: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `function` of a file returns, and its other variables.
+    """Read the result of `function` in a file, and its other variables.
 
     Returns:
-        The nested configuration, and the numbers and texts that the function assigns to names.
+        The nested configuration, and the numbers and strings that the function assigns to names.
 
     Raises:
         ConfigError: there is no such function, or one of its lines cannot be read.
@@ -55,7 +55,7 @@ def _functions(module: ast.Module) -> dict[str, ast.FunctionDef]:
 
 
 def _loaded_files(path: Path, module: ast.Module) -> dict[str, Path]:
-    """Names that stand for a file of the same folder, as in `base = imp.load_source("base", ...)`."""
+    """Files of the same folder by the name under which they are loaded, as in `base = imp.load_source("base", ...)`."""
     files = {}
     for node in module.body:
         match node:
@@ -69,7 +69,7 @@ def _loaded_files(path: Path, module: ast.Module) -> dict[str, Path]:
 
 
 class _Reader:
-    """Reads the body of one function; `names` are its variables."""
+    """Reads the body of one function; `names` holds its variables."""
 
     def __init__(self, path: Path, functions: dict[str, ast.FunctionDef], files: dict[str, Path]) -> None:
         self.path, self.functions, self.files = path, functions, files
@@ -100,7 +100,7 @@ class _Reader:
                     raise self.refused(target, "sets a field of a value that is not a ConfigDict")
                 section[name] = value
             case _:
-                raise self.refused(target, "cannot be assigned to here")
+                raise self.refused(target, "is not a name or a field, and cannot be assigned to")
 
     def value(self, node: ast.expr) -> Any:
         match node:
@@ -117,7 +117,7 @@ class _Reader:
             case ast.Call(
                 func=ast.Attribute(attr="join"), args=[ast.Call(func=ast.Attribute(attr="getcwd")), inner]
             ):
-                return self.value(inner)  # relative to the working directory
+                return self.value(inner)  # a path relative to the working directory
             case ast.Call(func=ast.Name(id=name), args=[]) if name in self.functions:
                 return _Reader(self.path, self.functions, self.files).run(self.functions[name])
             case ast.Call(func=ast.Attribute(value=ast.Name(id=file), attr=name), args=[]) if (
@@ -136,7 +136,7 @@ class _Reader:
             ) from None
 
     def number(self, node: ast.expr) -> float:
-        """Arithmetic, with each name or key replaced by its number."""
+        """The result of arithmetic on numbers, names and keys."""
         keys = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute | ast.Call)]
         values: dict[str, float] = {}
 

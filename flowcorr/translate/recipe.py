@@ -1,4 +1,4 @@
-"""A translation as the text of a recipe, with a comment on every line."""
+"""Writes a translation as the text of a recipe, with a comment on every line."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def recipe_text(translation: Translation, origin: str) -> str:
     """The recipe as YAML.
 
     Args:
-        translation: what was mapped, and what not.
-        origin: what was translated, for the first line.
+        translation: the lines of the recipe, and the keys without an equivalent.
+        origin: the translated file, for the first line.
     """
     parts = [
         f"# Translated by flowcorr translate from {origin}.",
-        "# Each comment names the key that its line is from. A default that is another here is written out.",
+        "# Each comment names the source of its line. Defaults that differ from flowcorr's are written out.",
         *_section(_tree(translation.lines), 0),
     ]
     for reason, keys in translation.no_place.items():
-        parts += _comment(f"no place here ({reason}):", keys)
+        parts += _comment(f"no equivalent here ({reason}):", keys)
     if translation.unknown:
-        parts += _comment("not known to flowcorr translate:", translation.unknown)
-    parts += _comment("differs, whatever the recipe says:", translation.differences)
+        parts += _comment("unknown to flowcorr translate:", translation.unknown)
+    parts += _comment("differs in any case:", translation.differences)
     return "\n".join(parts) + "\n"
 
 

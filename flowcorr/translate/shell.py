@@ -1,8 +1,8 @@
-"""The Hydra overrides of a shell script, read without running it.
+"""Reads the Hydra overrides of a shell script without running it.
 
-Variables are replaced by what the script assigns to them, and `${NAME:-default}` by its default; the environment is
-not looked at. Of an `if`, only its `else` is read; functions and loops are not. A variable that nothing assigns
-stays as it is written.
+A variable is replaced by the value that the script assigns to it, and `${NAME:-default}` by its default; the
+environment is ignored. Of an `if`, only the `else` branch is read. Functions and loops are skipped. A variable without
+a value stays as it is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPERATORS = {
 
 
 def read_command(text: str, module: str) -> tuple[str, list[str]]:
-    """The arguments of `python -m MODULE...` in a script.
+    """Find the arguments of `python -m MODULE...` in a script.
 
     Args:
         text: the script.
@@ -55,7 +55,7 @@ def read_command(text: str, module: str) -> tuple[str, list[str]]:
         if assignment and assignment[2].startswith("("):
             arrays[assignment[1]] = assignment[2].strip("()")
         elif assignment:
-            with contextlib.suppress(ConfigError):  # what cannot be read stays as it is written
+            with contextlib.suppress(ConfigError):  # an unreadable variable stays as it is written
                 variables[assignment[1]] = " ".join(words_of(assignment[2], variables))
     raise ConfigError(
         f"none of its commands runs python -m {module}...; if it calls another script, translate that one and append "
@@ -64,7 +64,7 @@ def read_command(text: str, module: str) -> tuple[str, list[str]]:
 
 
 def words_of(text: str, variables: Mapping[str, str]) -> list[str]:
-    """The words of a command up to a pipe, a redirection or its end, unquoted and with variables replaced.
+    """The words of a command up to a pipe, a redirection or its end, without quotes and with variables replaced.
 
     Raises:
         ConfigError: a quote is not closed.
@@ -98,10 +98,10 @@ def words_of(text: str, variables: Mapping[str, str]) -> list[str]:
 
 
 def arithmetic(node: ast.expr, value_of: Mapping[str, float]) -> float:
-    """A sum, product or the like of numbers and names.
+    """The result of arithmetic on numbers and names.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: `node` is not such arithmetic.
     """
     match node:
         case ast.Constant(value=int() | float() as number):
@@ -116,10 +116,10 @@ def arithmetic(node: ast.expr, value_of: Mapping[str, float]) -> float:
 
 
 def _active_lines(text: str) -> Iterator[str]:
-    """Whole commands, without comments, heredocs and what is not read."""
+    """Whole commands, without comments, heredocs and skipped blocks."""
     text = _HEREDOC.sub("", text).replace("\\\n", " ")
     text = re.sub(r"(\w=\()([^()]*)\)", lambda match: match[0].replace("\n", " "), text)
-    unread: list[str] = []  # the words that end what is not read, innermost last
+    unread: list[str] = []  # the words that end the skipped blocks, innermost last
     for line in map(str.strip, text.splitlines()):
         if not line or line.startswith("#"):
             continue
@@ -156,7 +156,7 @@ def _double_quoted(text: str, at: int, variables: Mapping[str, str]) -> tuple[st
 
 
 def _expanded(text: str, at: int, variables: Mapping[str, str]) -> tuple[str, int]:
-    """What stands for the `$...` at a place, and where it ends."""
+    """The value of the `$...` at position `at`, and the position after it."""
     if text.startswith("$((", at):
         end = _end_of(text, "))", at)
         return _computed(text[at + 3 : end], variables), end + 2

@@ -1,4 +1,4 @@
-"""Tables of keys: how another trainer's configuration becomes a recipe."""
+"""Tables that map the keys of another trainer's configuration to those of a recipe."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class Row:
     """One key of a recipe.
 
     Attributes:
-        key: the dotted key here.
-        sources: the keys there that it is made of; none for what that trainer does always.
-        value: its value, from `get`, which gives a key's value there; None leaves the line out.
-        note: what the comment adds.
-        always: write it even where it is the default here, as the key that turns a section on.
+        key: the dotted key of the recipe.
+        sources: the other trainer's keys from which it follows; none if that trainer always behaves so.
+        value: computes its value from `get`, which returns the value of a key of the other trainer; None leaves the
+            line out.
+        note: an addition to the comment.
+        always: write the line even if the value is flowcorr's default.
     """
 
     key: str
@@ -39,12 +40,12 @@ class Table:
     """A trainer's configuration.
 
     Attributes:
-        name: the trainer's.
-        defaults: of the keys that rows read.
-        rows: what is mapped.
-        no_place: patterns of keys that no row reads, with the reason; the first that fits holds.
-        differences: what differs in the maths, whatever the configuration.
-        refuse: why a configuration is no run that flowcorr can make; empty if it is one.
+        name: name of the trainer.
+        defaults: default values of the keys that rows read.
+        rows: the keys that are translated.
+        no_place: patterns of keys without an equivalent, with the reason; the first match counts.
+        differences: differences in the maths that no configuration removes.
+        refuse: returns why flowcorr cannot run a configuration, or an empty string.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of a recipe: a value and where it is from."""
+    """One line of a recipe: a value, and a comment on its source."""
 
     value: Any
     comment: str
@@ -68,9 +69,9 @@ class Translation:
     """A recipe in parts.
 
     Attributes:
-        lines: by dotted key.
-        no_place: what was given and is not in the recipe, by reason.
-        unknown: keys that the table does not know.
+        lines: the lines of the recipe, by dotted key.
+        no_place: given keys without an equivalent, by reason.
+        unknown: given keys that are not in the table.
         differences: see `Table`.
     """
 
@@ -81,10 +82,10 @@ class Translation:
 
 
 def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
-    """Apply a table to the keys that a configuration gives.
+    """Translate the `given` keys with a table.
 
     Raises:
-        ConfigError: flowcorr cannot make such a run; the message says why.
+        ConfigError: flowcorr cannot run the configuration; the message says why.
     """
 
     def get(key: str) -> Any:
@@ -116,11 +117,11 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
 
 def _comment(row: Row, there: Sequence[str], ours: Any, name: str) -> str:
     if not row.sources:
-        text = f"always so in {name}; default here: {_text(ours)}"
+        text = f"{name} always does this; default here: {_text(ours)}"
     elif there:
         text = ", ".join(there)
     else:
-        text = f"{name}'s default of {row.sources[0]}; here: {_text(ours)}"
+        text = f"{name}'s default of {row.sources[0]}; default here: {_text(ours)}"
     return f"{text} ({row.note})" if row.note else text
 
 

@@ -1,4 +1,4 @@
-"""verl-omni's configuration, by its Hydra keys."""
+"""The table for verl-omni's configuration, by its Hydra keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REWARDS = {
     "pickscore": "pickscore",
     "aesthetic": "aesthetic",
 }
-"""Words in the path or name of a reward function, and the reward here."""
+"""Words in the path or name of a reward function, and the corresponding reward of flowcorr."""
 OTHER_MODELS = ("edit", "bagel", "ltx", "wan", "minimax", "omni-", "hunyuan")
 _DTYPES = {
     "fp16": "float16",
@@ -62,7 +62,7 @@ def _targets(get: Get) -> list[str] | None:
 
 
 def _window_range(get: Get) -> list[int]:
-    """Without a size every step but the last is an SDE step; the range of a size is 0 to 5 if it is not given."""
+    """Without a window size, every step but the last is an SDE step; with one, the default range is 0 to 5."""
     steps = get(f"{PIPELINE}.num_inference_steps")
     if not get(f"{ALGO}.sde_window_size"):
         return [0, steps - 1]
@@ -117,7 +117,7 @@ def _advantage_std(get: Get) -> str:
 
 
 def reward_terms(names: dict[str, float]) -> list[dict[str, Any]]:
-    """Terms for rewards by name or path, each with its weight; an unknown one is left to a function of the user's."""
+    """Reward terms from names or paths and their weights; an unknown reward becomes a function that the user writes."""
     terms = []
     for name, weight in names.items():
         word = next((word for word in REWARDS if word in name.lower()), None)
@@ -162,23 +162,23 @@ def _refuse(get: Get) -> str:
     if get("algorithm.trainer_type") != "policy_gradient":
         return f"algorithm.trainer_type={get('algorithm.trainer_type')} is not policy_gradient; flowcorr has no other"
     if get("distillation.enabled"):
-        return "distillation.enabled=true learns from a teacher, and flowcorr from rewards"
+        return "distillation.enabled=true learns from a teacher, but flowcorr only from rewards"
     if _loss(get) not in LOSSES:
-        return f"{LOSS}.loss_mode={_loss(get)} has no equal here; flowcorr has {', '.join(LOSSES)}"
+        return f"{LOSS}.loss_mode={_loss(get)} has no equivalent here; flowcorr has {', '.join(LOSSES)}"
     path, frames = get(f"{MODEL}.path"), get(f"{PIPELINE}.num_frames")
     if frames > 1:
-        return f"{PIPELINE}.num_frames={frames} makes videos, and flowcorr trains on images"
+        return f"{PIPELINE}.num_frames={frames} makes videos, but flowcorr trains on images"
     if any(word in path.rpartition("/")[2].lower() for word in OTHER_MODELS):
-        return f"{MODEL}.path={path} is of no family that flowcorr knows: {', '.join(FAMILIES)}"
+        return f"{MODEL}.path={path} belongs to no family that flowcorr knows: {', '.join(FAMILIES)}"
     if get(f"{ROLLOUT}.n") < 2:
-        return f"{ROLLOUT}.n={get(f'{ROLLOUT}.n')} leaves nothing to compare an image with; flowcorr needs 2 or more"
+        return f"{ROLLOUT}.n={get(f'{ROLLOUT}.n')} gives an image no other to be compared with; use 2 or more"
     prompts, mini = get("data.train_batch_size"), get(f"{ACTOR}.ppo_mini_batch_size")
     if prompts < mini:
-        return f"data.train_batch_size={prompts} is below {ACTOR}.ppo_mini_batch_size={mini}, so no update is whole"
+        return f"data.train_batch_size={prompts} is below {ACTOR}.ppo_mini_batch_size={mini}, but must be at least that"
     if not get(f"{ALGO}.sde_contiguous"):
-        return f"{ALGO}.sde_contiguous=false trains on steps that do not follow each other; here a window's steps do"
+        return f"{ALGO}.sde_contiguous=false trains on steps that are not consecutive, but flowcorr's windows are"
     if not get(f"{LOSS}.add_kl_coefficient") and _loss(get) == "flow_dppo":
-        return f"{LOSS}.add_kl_coefficient=false bounds a squared distance, and flow_dppo here an exact KL"
+        return f"{LOSS}.add_kl_coefficient=false bounds a squared distance, but flowcorr's flow_dppo bounds an exact KL"
     return ""
 
 
@@ -226,7 +226,7 @@ ROWS = (
         key="sampling.window_per",
         value=lambda get: "group" if _is_mix(get) else None,
         sources=(f"{MODEL}.algorithm",),
-        note="mix_grpo draws one for all samples of an iteration; one a prompt is the nearest",
+        note="mix_grpo draws one window for all samples of an iteration; one for each prompt is the closest",
     ),
     Row(key="sampling.guidance_scale", value=_guidance, sources=(f"{PIPELINE}.guidance_scale",)),
     _same(f"{PIPELINE}.true_cfg_scale", "sampling.true_cfg_scale"),
@@ -235,7 +235,7 @@ ROWS = (
     Row(
         key="sampling.cps_unscaled",
         value=lambda get: True if get(f"{ALGO}.sde_type") == "cps" and _loss(get) != "grpo_guard" else None,
-        note="its cps log-probs lack 1 / (2 s^2)",
+        note="verl-omni's cps log-probs lack 1 / (2 s^2)",
     ),
     _same(f"{ROLLOUT}.name", "rollout.name"),
     Row(
@@ -268,7 +268,7 @@ ROWS = (
         key="actor.kl_coef",
         value=lambda get: float(get(f"{ACTOR}.kl_loss_coef")) if get(f"{ACTOR}.use_kl_loss") else 0.0,
         sources=(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss"),
-        note="it counts only with use_kl_loss",
+        note="only used with use_kl_loss",
     ),
     Row(
         key="actor.kl_weighting",
@@ -312,7 +312,7 @@ ROWS = (
         key="actor.mini_batches",
         value=lambda get: get("data.train_batch_size") // get(f"{ACTOR}.ppo_mini_batch_size"),
         sources=(f"{ACTOR}.ppo_mini_batch_size",),
-        note="updates a step: train_batch_size over it",
+        note="updates per step: train_batch_size / ppo_mini_batch_size",
     ),
     _same(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor.micro_batch_size"),
     Row(
@@ -340,20 +340,20 @@ ROWS = (
     Row(
         key=f"{CORRECTION}.rollout_rs_denominator",
         value=lambda get: "all" if _measures(get) and get(f"{CORRECTION}.rollout_rs") else None,
-        note="its losses divide by all terms",
+        note="verl-omni's losses divide by all terms",
     ),
     Row(
         key="reward.terms",
         value=_rewards,
         sources=(f"{REWARD}.path", f"{REWARD}.name", "reward.reward_functions"),
-        note="my_rewards:NAME is yours to write (examples/custom_reward.py); ocr reads by OCR, and for a model that "
-        "reads see vlm_judge with mode transcribe",
+        note="write my_rewards:NAME yourself (examples/custom_reward.py); ocr uses an OCR engine, vlm_judge with mode "
+        "transcribe a vision-language model",
     ),
     Row(
         key="data.path",
         value=lambda get: _text_file(get("data.train_files")),
         sources=("data.train_files",),
-        note="its prompts as text, as the train.txt from which its parquet was made",
+        note="the prompts as text, such as the train.txt from which the parquet file was made",
     ),
     Row(
         key="data.heldout_path",
@@ -397,36 +397,36 @@ def _betas(get: Get) -> list[float]:
 NO_PLACE = {
     f"{ALGO}.s*": "windows are drawn from trainer.seed",
     f"{ALGO}.iters_per_group": "windows are drawn from trainer.seed",
-    f"{VALIDATION}.*": "evaluations are deterministic, one image a prompt, with the recipe's guidance",
+    f"{VALIDATION}.*": "evaluations are deterministic: one image per prompt, with the recipe's guidance",
     f"{ACTOR}.optim.*": "the optimizer is AdamW",
     f"{ACTOR}.fsdp_config.*": "a LoRA's gradients need no sharding; for all weights see actor.fsdp",
-    f"{ACTOR}.*loss*": "of losses that are not in use, or that flowcorr does not have",
-    f"{ACTOR}.*": "of its workers: strategy, offloading, profiling, order of batches",
+    f"{ACTOR}.*loss*": "belongs to losses that are not used, or that flowcorr does not have",
+    f"{ACTOR}.*": "belongs to its workers: strategy, offloading, profiling, order of batches",
     "actor_rollout_ref.ref.*": "the reference is the model without its adapter",
-    f"{ROLLOUT}.engine_kwargs.*": "options of its engine; pass them by rollout.engine",
-    f"{ROLLOUT}.*": "of its engine and workers; see rollout.engine, placement and num_workers",
-    f"{PIPELINE}.*": "of videos, or of its pipeline",
-    f"{MODEL}.*": "read from the pipeline itself, or of its workers",
-    "actor_rollout_ref.*": "of its workers",
+    f"{ROLLOUT}.engine_kwargs.*": "options of its engine; set them in rollout.engine",
+    f"{ROLLOUT}.*": "belongs to its engine and workers; see rollout.engine, placement and num_workers",
+    f"{PIPELINE}.*": "belongs to videos, or to its pipeline",
+    f"{MODEL}.*": "read from the pipeline itself, or belongs to its workers",
+    "actor_rollout_ref.*": "belongs to its workers",
     "algorithm.adv_estimator": "advantages are those of GRPO",
-    "algorithm.*": "of algorithms that flowcorr does not have",
-    "reward.*": "see reward.placement; a judge's model is an option of its term",
-    "data.*": "prompts are a file; its text encoders read model.max_sequence_length tokens",
+    "algorithm.*": "belongs to algorithms that flowcorr does not have",
+    "reward.*": "see reward.placement; the model of a judge is an option of its term",
+    "data.*": "prompts come from a file; text encoders read model.max_sequence_length tokens",
     "trainer.v1.*": "to sample ahead of training: rollout.placement=ray with rollout.max_staleness",
-    "trainer.*": "of its trainer: names, folders (--out), devices, validation",
+    "trainer.*": "belongs to its trainer: names, folders (--out), devices, validation",
     "critic.*": "there is no critic",
     "distillation.*": "flowcorr does not distil",
     "ray_kwargs.*": "see rollout.ray_address",
-    "global_profiler.*": "of its profiler",
-    "transfer_queue.*": "of its workers",
-    "skip.*": "of its workers",
-    "hydra.*": "of Hydra",
+    "global_profiler.*": "belongs to its profiler",
+    "transfer_queue.*": "belongs to its workers",
+    "skip.*": "belongs to its workers",
+    "hydra.*": "belongs to Hydra",
 }
 
 DIFFERENCES = (
-    'its negative prompt stands in its data, as " " in that of Qwen-Image; here it is sampling.negative_prompt',
-    "verl applies an asymmetric k1 band to the reciprocal ratio; here it holds for exp(delta)",
-    "its grpo_guard takes the std of a step as the mean over the batch; here each sample has its own",
+    'verl-omni reads the negative prompt from its data, " " for Qwen-Image; here it is sampling.negative_prompt',
+    "verl applies an asymmetric k1 band to the reciprocal ratio; here the band is of exp(delta)",
+    "verl-omni's grpo_guard uses the mean std of a step over the batch; here each sample has its own",
 )
 
 TABLE = Table(

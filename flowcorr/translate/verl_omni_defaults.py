@@ -1,4 +1,4 @@
-"""verl-omni's keys, and their values in its `diffusion_trainer.yaml` at a1139ba, which hold where a run sets none."""
+"""verl-omni's keys, and their defaults in its `diffusion_trainer.yaml` at a1139ba."""
 
 from __future__ import annotations
 

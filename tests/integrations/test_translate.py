@@ -32,7 +32,7 @@ def test_every_script(tmp_path):
     print(f"{translated} of {len(scripts)} translated; refused:", *sorted(set(refused.values())), sep="\n  ")
     assert translated >= 20
     reasons = (
-        *("is not policy_gradient", "has no equal here", "makes videos", "trains no diffusion model"),
+        *("is not policy_gradient", "has no equivalent here", "makes videos", "trains no diffusion model"),
         *("of no family that flowcorr knows", "learns from a teacher"),
     )
     assert [reason for reason in refused.values() if not any(known in reason for known in reasons)] == []

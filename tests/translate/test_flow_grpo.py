@@ -25,6 +25,6 @@ def test_flow_grpos_values(grpo, tmp_path):
 
 def test_flow_grpo_needs_its_gpus(grpo, tmp_path):
     grpo.write_text(GRPO.replace("gpu_number = 4", "number = 4"), encoding="utf-8")
-    with pytest.raises(ConfigError, match="give it by --gpus N"):
+    with pytest.raises(ConfigError, match="give it with --gpus N"):
         translate(f"{grpo}:get")
     assert loaded(tmp_path, translate(f"{grpo}:get", gpus=2)).rollout.prompts_per_step == 8

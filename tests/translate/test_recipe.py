@@ -32,9 +32,9 @@ def test_every_value_reads_back_as_it_was():
 
 def test_what_has_no_place_stands_in_comments():
     text = text_of({}, no_place={"no such thing": ["x=1"]}, unknown=["y=2"], differences=["the std"])
-    assert "# no place here (no such thing):\n#   x=1\n" in text
-    assert "# not known to flowcorr translate:\n#   y=2\n" in text
-    assert text.endswith("# differs, whatever the recipe says:\n#   the std\n")
+    assert "# no equivalent here (no such thing):\n#   x=1\n" in text
+    assert "# unknown to flowcorr translate:\n#   y=2\n" in text
+    assert text.endswith("# differs in any case:\n#   the std\n")
 
 
 def test_long_lists_are_cut():

@@ -34,7 +34,7 @@ def test_a_line_says_where_its_value_is_from():
     found = translate_values({"group": 8, "optim.eps": 1e-8, "unheard_of": 1}, table())
     lines = {key: (line.value, line.comment) for key, line in found.lines.items()}
     assert lines["rollout.n"] == (8, "group (images of a prompt)")
-    assert lines["actor.lr"] == (1e-3, "other's default of optim.lr; here: 0.0003")
+    assert lines["actor.lr"] == (1e-3, "other's default of optim.lr; default here: 0.0003")
     assert "actor.kl_coef" not in lines  # the default here
     assert found.no_place == {"another optimizer": ["optim.eps=1e-08"]}
     assert found.unknown == ["unheard_of=1"]

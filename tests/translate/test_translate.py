@@ -29,7 +29,7 @@ def test_a_hydra_yaml_with_interpolation(tmp_path):
     found = loaded(tmp_path, text)
     assert (found.actor.loss_mode, found.rollout.n, found.actor.mini_batches) == ("grpo_guard", 4, 1)
     assert found.reward.terms[0].weight == 2
-    assert "# not known to flowcorr translate:\n#   unheard_of=1" in text
+    assert "# unknown to flowcorr translate:\n#   unheard_of=1" in text
 
 
 def test_the_command(grpo, tmp_path, capsys):
@@ -38,7 +38,7 @@ def test_the_command(grpo, tmp_path, capsys):
         "# Translated by flowcorr translate from grpo.py:get (flow_grpo)."
     )
     for source, message in (
-        (str(grpo), "name one of its configurations, as"),
+        (str(grpo), "choose one of its configurations, as"),
         (str(tmp_path / "none.sh"), "no such file"),
         (f"{grpo}:got", "did you mean get"),
     ):

@@ -24,10 +24,10 @@ def test_verl_omnis_values_and_defaults(omni):
     assert [term.name for term in found.reward.terms] == ["ocr"]
     assert (found.data.path, found.trainer.trackers) == ("data/train.txt", ("wandb",))
     assert f"  path: Qwen/Qwen-Image  # {OMNI}model.path\n" in text
-    assert f"height: 512  # verl-omni's default of {OMNI}rollout.pipeline.height; here: null" in text
+    assert f"height: 512  # verl-omni's default of {OMNI}rollout.pipeline.height; default here: null" in text
     assert f"#   {OMNI}actor.fsdp_config.param_offload=True" in text
     assert "asymmetric k1 band" in text
-    assert "not known to flowcorr translate" not in text
+    assert "unknown to flowcorr translate" not in text
 
 
 @pytest.mark.parametrize(
@@ -92,20 +92,23 @@ def test_rewards_by_name(omni):
         ("jpeg_compressibility", 0.5),
         ("my_rewards:hps", 1.0),
     ]
-    assert "my_rewards:NAME is yours to write" in text
+    assert "write my_rewards:NAME yourself" in text
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.trainer_type=direct_preference", "is no policy gradient"),
-        (f"{OMNI}actor.diffusion_loss.loss_mode=diffusion_nft", "loss_mode=diffusion_nft has no equal here"),
+        ("algorithm.trainer_type=direct_preference", "is not policy_gradient"),
+        (
+            f"{OMNI}actor.diffusion_loss.loss_mode=diffusion_nft",
+            "loss_mode=diffusion_nft has no equivalent here",
+        ),
         (f"{OMNI}rollout.pipeline.num_frames=81", "makes videos"),
-        (f"{OMNI}model.path=Qwen/Qwen-Image-Edit", "of no family that flowcorr knows: sd3"),
-        (f"{OMNI}rollout.n=1", "nothing to compare an image with"),
-        (f"{OMNI}rollout.algo.sde_contiguous=False", "do not follow each other"),
+        (f"{OMNI}model.path=Qwen/Qwen-Image-Edit", "to no family that flowcorr knows: sd3"),
+        (f"{OMNI}rollout.n=1", "gives an image no other to be compared with"),
+        (f"{OMNI}rollout.algo.sde_contiguous=False", "are not consecutive"),
         ("distillation.enabled=True", "learns from a teacher"),
-        ("data.train_batch_size=8", "no update is whole"),
+        ("data.train_batch_size=8", "but must be at least that"),
     ],
 )
 def test_what_is_no_run_of_flowcorr_is_refused(omni, override, message):

@@ -50,7 +50,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exam:
-    """What a check may look at; `actor` holds the weights that `trials.base` was sampled with."""
+    """The input of the checks; `actor` holds the weights with which `trials.base` was sampled."""
 
     actor: DiffusionActor
     engine: RolloutEngine
@@ -71,7 +71,7 @@ class Exam:
         return rest <= self.usual_gap and not quantized(self.config)
 
     def evidence(self, trial: Trial, fit: Fit) -> Evidence | None:
-        """What speaks for a fault of known size: it is most of the gap, or it is in the gap with a factor of 1."""
+        """Evidence for a fault of known size: it is most of the gap, or the gap contains it with a factor near 1."""
         if fit.share >= EXPLAINED:
             return Evidence(
                 value=fit.share, threshold=EXPLAINED, text=f"which is {100 * fit.share:.0f} % of the gap"

@@ -1,7 +1,7 @@
-"""All checks in their order, each of one explanation for a gap between rollout engine and actor.
+"""All checks in order; each tests one explanation of the gap between rollout engine and actor.
 
-An explanation is accepted on evidence of its own: under it, most of the gap must be gone. So a check does not
-fail for what another part does, and what no check explains is left to `weights`.
+An explanation is accepted if most of the gap disappears under it. So a check does not fail for the fault of another
+part. A gap that no check explains fails the check `weights`.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ CHECKS: Sequence[tuple[str, Check, Sequence[str]]] = (
     ("images", images.check_images, (*_INPUTS, "window", "sync", "weights", "lora")),
     ("clip", clip.check_clip, (*_INPUTS, "sync", "weights", "lora")),
 )
-"""Name, check, and the checks whose failure would upset it; in the order in which they are made."""
+"""Name, check, and the checks whose failure makes its result meaningless; in the order of execution."""
 
 
 def run_checks(exam: Exam) -> list[Finding]:
-    """All findings in the order of `CHECKS`; what a failed check would upset is not judged."""
+    """All findings in the order of `CHECKS`; a check is skipped if one that it depends on failed."""
     findings: list[Finding] = []
     failed: set[str] = set()
     for name, check, blockers in CHECKS:
         causes = [blocker for blocker in blockers if blocker in failed]
-        finding = skipped(f"not judged while {causes[0]} fails") if causes else check(exam)
+        finding = skipped(f"not judged, because {causes[0]} fails") if causes else check(exam)
         findings.append(replace(finding, check=name))
         if finding.status == "FAIL":
             failed.add(name)

@@ -1,4 +1,4 @@
-"""The gap by step under the weights as they are, and the check of the clip range beside it."""
+"""The check of the clip range, and the gap by step under the current weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CLIP_SHARE = 0.1
 
 
 def check_clip(exam: Exam) -> Finding:
-    """Whether the clip range is wider than the noise floor, where that matters."""
+    """Whether the clip range is wider than the noise floor, in modes where that matters."""
     config = exam.config
     correction = config.algorithm.rollout_correction
     if correction is None or correction.mode == "decoupled":
-        return passed("the clip is anchored at recomputed log-probs, which this gap does not reach")
+        return passed("ratios are relative to recomputed log-probs, so this gap is not in them")
     if loss_of(config.actor, correction).ratio_limit(config.actor) is None:
         return passed("the loss does not clip")
     share = float(outside_clip(exam).double().mean())
@@ -31,7 +31,7 @@ def check_clip(exam: Exam) -> Finding:
 
 
 def outside_clip(exam: Exam) -> Tensor:
-    """`[B, T]`: terms whose ratio, as the loss uses it, is outside its range though nothing was learned."""
+    """Terms `[B, T]` whose ratio is outside the clip range before any update."""
     trial = exam.trials.base
     step_indices, actor = trial.rollout.step_indices, exam.config.actor
     limit = resolve_loss(actor).ratio_limit(actor)
@@ -44,7 +44,7 @@ def outside_clip(exam: Exam) -> Tensor:
 
 
 def noise_floor(exam: Exam) -> Sequence[StepNoise]:
-    """The gap by step index, under the weights as they are."""
+    """The gap by step index, under the current weights."""
     trial = exam.trials.base
     rollout = trial.rollout
     delta = (trial.log_probs - rollout.log_probs).double().abs()

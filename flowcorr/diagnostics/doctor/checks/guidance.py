@@ -1,4 +1,4 @@
-"""The check of guidance: the scale that the engine's steps fit."""
+"""The check of guidance: finds the guidance scale that fits the engine's steps."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from flowcorr.diagnostics.doctor.findings import Finding, failed, passed
 from flowcorr.diagnostics.doctor.trials import Fit, score_means
 from flowcorr.sde.transition import over_elements
 
-# Like EXPLAINED, for guidance that is off: without it, about 0.45 of an fp8 engine's gap goes on a random model
-# that guidance hardly moves; precision alone stays below.
+# Like EXPLAINED, for guidance that is off: this explains about 0.45 of an fp8 engine's gap on a random model with weak
+# guidance. Precision alone stays below.
 UNGUIDED = 0.3
-PUSH = 0.2  # of the effect of guidance, missing beside rounding: precision alone takes up to 0.05
-# Tried where guidance is an input of the model, and its effect is any function of the scale.
+PUSH = 0.2  # missing share of the effect of guidance; precision alone causes up to 0.05
+# Tried if guidance is an input of the model, so that its effect is not linear in the scale.
 USUAL_SCALES = (0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 7.0, 7.5, 10.0)
 REMEDY = "pass sampling.{key} and the negative prompt to the engine; a scale of 1 means that guidance is off"
 
 
 def check_guidance(exam: Exam) -> Finding:
-    """Whether the engine's steps have the configured guidance."""
+    """Whether the engine samples with the configured guidance."""
     actor, key = exam.actor, exam.actor.family.guidance_key
     configured = getattr(actor.guidance, key)
     if configured <= 1 and not actor.family.distills_guidance:
         return passed("guidance is off")
     if exam.trials.base.velocity_gap() <= NO_GAP:
-        return passed(f"{key}={configured:g} acts on both sides")
+        return passed(f"both sides use {key}={configured:g}")
     check = _distilled if actor.family.distills_guidance else _linear
     return check(exam, key, configured)
 
 
 def _distilled(exam: Exam, key: str, configured: float) -> Finding:
-    """Guidance is an input of the transformer: the usual scales are tried."""
+    """Try the usual scales: guidance is an input of the transformer."""
     trial = exam.trials.base
     scales = [scale for scale in USUAL_SCALES if scale != configured]
     found, means = min(
@@ -49,7 +49,7 @@ def _distilled(exam: Exam, key: str, configured: float) -> Finding:
 
 
 def _linear(exam: Exam, key: str, configured: float) -> Finding:
-    """Means are linear in the scale; guidance may also be rescaled to the std of the velocity without it."""
+    """Fit the scale, in which the means are linear, and then the rescaling of guidance to the unguided std."""
     trial = exam.trials.base
     plain = _guided(exam, key, 1.0)
     scale = trial.fit(plain)
@@ -59,9 +59,8 @@ def _linear(exam: Exam, key: str, configured: float) -> Finding:
     rescaled = trial.fit(trial.still + over_elements(ratio, velocity) * velocity)
     if rescaled.share > scale.share and _acts(exam, rescaled):
         return failed(
-            f"the steps fit guidance whose std is rescaled, by guidance_rescale={rescaled.factor:.2g}, which is "
-            f"{100 * rescaled.share:.0f} % of the gap",
-            "turn guidance_rescale off in the engine: flowcorr's guidance is not rescaled",
+            f"the steps fit guidance_rescale={rescaled.factor:.2g}, which is {100 * rescaled.share:.0f} % of the gap",
+            "turn guidance_rescale off in the engine, since flowcorr does not rescale guidance",
             value=rescaled.share,
             threshold=EXPLAINED,
         )
@@ -76,7 +75,7 @@ def _linear(exam: Exam, key: str, configured: float) -> Finding:
 
 
 def _acts(exam: Exam, fit: Fit) -> bool:
-    """Whether a change of guidance by any amount explains the gap, or enough of it beside rounding."""
+    """Whether a change of guidance explains the gap, or at least all of it but rounding."""
     significant = abs(fit.factor) >= max(PUSH, FACTOR_ERRORS * fit.error)
     return fit.share >= EXPLAINED or (significant and exam.leaves_rounding(exam.trials.base, fit))
 

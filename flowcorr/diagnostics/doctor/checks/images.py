@@ -1,4 +1,4 @@
-"""The check of the images, which no log-prob covers: the steps after the window, and the decoder."""
+"""The check of the images: it covers the steps after the window and the decoder, which no log-prob does."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from flowcorr.diagnostics.doctor.exam import WARN_FACTOR, Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, skipped
 
 IMAGE_ROUNDING = 0.5  # grey levels of 255: images are rounded to integers
-DECODER_ROUNDING = 1.0  # likewise, of a VAE in another precision than float32
-# Errors of the velocity gather along the steps after the window. They are smooth, and change an image up to twice as
-# much as random ones of the same size.
+DECODER_ROUNDING = 1.0  # grey levels of a VAE in lower precision than float32
+# Errors of the velocity accumulate over the steps after the window. They are smooth, and change an image up to twice as
+# much as random noise of the same size.
 SMOOTH = 2.0
-SWAPPED = 0.5  # an image this much nearer to another sample's than to its own
+SWAPPED = 0.5  # ratio of distances below which an image belongs to another sample
 
 
 def check_images(exam: Exam) -> Finding:
-    """Whether each image is that of its own latents: the worst sample counts, as a mean hides a mixed-up pair."""
+    """Whether each image belongs to its own latents. The worst sample counts: a mean would hide two swapped images."""
     rollout = exam.trials.base.rollout
     if rollout.images is None:
         return skipped("the engine decodes no images")
@@ -34,16 +34,16 @@ def check_images(exam: Exam) -> Finding:
     worst = int((own / nearest.clamp(min=IMAGE_ROUNDING)).argmax())
     if nearest[worst] < SWAPPED * own[worst] and own[worst] > IMAGE_ROUNDING:
         return failed(
-            f"sample {worst} has the image of sample {int(other[worst])}: {float(nearest[worst]):.2g} grey levels "
-            f"of 255 off that one, and {float(own[worst]):.2g} off its own",
-            "keep the order of samples in a batch: image, latents and reward of a row belong together",
+            f"sample {worst} has the image of sample {int(other[worst])}: it differs by {float(nearest[worst]):.2g} "
+            f"grey levels of 255 from that one, and by {float(own[worst]):.2g} from its own",
+            "keep the order of samples in a batch: row i of images, latents and rewards must be the same sample",
             value=float(own[worst]),
             threshold=float(nearest[worst]),
         )
     gap, limit = float(own.max()), WARN_FACTOR * usual
     message = f"images differ by up to {gap:.2g} grey levels of 255 from the actor's of the same trajectories"
     remedy = (
-        "rewards see the engine's images; look at a few of them"
+        "rewards score the engine's images; look at a few of them"
         if gap <= limit
         else "compare the VAEs, their scaling and shift, and the Euler steps after the window"
     )
@@ -52,15 +52,15 @@ def check_images(exam: Exam) -> Finding:
 
 @torch.no_grad()
 def _expected(exam: Exam) -> tuple[Tensor, float]:
-    """The actor's images `[B, H, W, 3]` in float of the engine's trajectories, and the usual gap of one of them.
+    """The actor's images `[B, H, W, 3]` of the engine's trajectories, float, and the gap that precision explains.
 
-    The usual gap is measured: latents are decoded again with noise of the size that the precision of both sides
-    leaves of the steps after the window.
+    That gap is measured: latents are decoded again with noise of the size that the precision of both sides causes in
+    the steps after the window.
     """
     rollout, decode = exam.trials.base.rollout, exam.actor.family.decode
     members = rollout.num_samples // exam.trials.num_prompts
     images, shifts = [], []
-    for member in range(members):  # one image a prompt at a time, as a batch of all may not fit
+    for member in range(members):  # one image of each prompt at a time, since all together may not fit
         rows = torch.arange(member, rollout.num_samples, members, device=rollout.latents.device)
         final = _continued(exam, rows)
         moved = (final - rollout.next_latents[rows, -1]).square().mean().sqrt()
@@ -72,7 +72,7 @@ def _expected(exam: Exam) -> tuple[Tensor, float]:
     rounding = IMAGE_ROUNDING
     if {exam.config.model.dtype, exam.config.rollout.dtype} != {"float32"}:
         rounding += DECODER_ROUNDING
-    ordered = torch.stack(images, 1).flatten(0, 1)  # prompt by prompt, as the rollout has them
+    ordered = torch.stack(images, 1).flatten(0, 1)  # in the rollout's order, prompt by prompt
     return ordered, rounding + SMOOTH * float(torch.stack(shifts).max())
 
 
@@ -82,16 +82,16 @@ def _continued(exam: Exam, rows: Tensor) -> Tensor:
     rollout = exam.trials.base.rollout.select(rows)
     latents, ends = rollout.next_latents[:, -1].clone(), rollout.step_indices[:, -1]
     for index, timestep in enumerate(schedule.timesteps):
-        going = (ends < index).nonzero().squeeze(1)
-        if not len(going):
+        active = (ends < index).nonzero().squeeze(1)
+        if not len(active):
             continue
         velocity = actor.family.velocity(
             actor.weights.transformer,
-            latents[going],
-            latents.new_full((len(going),), timestep),
-            {name: tensor[going] for name, tensor in rollout.conditioning.items()},
+            latents[active],
+            latents.new_full((len(active),), timestep),
+            {name: tensor[active] for name, tensor in rollout.conditioning.items()},
             actor.guidance,
         )
         sigma, sigma_next = schedule.sigmas[index : index + 2]
-        latents[going] -= (sigma - sigma_next) * velocity
+        latents[active] -= (sigma - sigma_next) * velocity
     return latents

@@ -24,7 +24,7 @@ def check_log_probs(exam: Exam) -> Finding:
     found, expected = trial.rollout.log_probs, _own_log_probs(exam)
     gap = float((found - expected).abs().max())
     if gap > LOG_PROB_TOLERANCE and _fits_actor(exam):
-        return passed("log-probs are the actor's, but not those of the returned means: see bookkeeping")
+        return passed("log-probs agree with the actor's, but not with the returned means: see bookkeeping")
     return judged(
         gap,
         LOG_PROB_TOLERANCE,
@@ -36,10 +36,10 @@ def check_log_probs(exam: Exam) -> Finding:
 
 
 def check_bookkeeping(exam: Exam) -> Finding:
-    """`z = (delta + r^2/2) sqrt(D) / r`, standard normal if nothing but the step means differs."""
+    """Whether `z = (delta + r^2/2) sqrt(D) / r` is standard normal, as it is if only the step means differ."""
     trial = exam.trials.base
     squared, delta = trial.squared_distance().double(), (trial.log_probs - trial.rollout.log_probs).double()
-    # The log-prob is rounded too, whatever the means are.
+    # Log-probs have a rounding error of their own.
     rounding = LOG_PROB_ROUNDING * trial.log_probs.abs().double().clamp(min=1)
     if exam.config.sampling.cps_unscaled:  # log-probs are in units of 2 s^2 nats
         unit = 2 * trial.stds.double().square()
@@ -51,7 +51,7 @@ def check_bookkeeping(exam: Exam) -> Finding:
         Z_LIMIT,
         f"log-probs differ as the step means do (|z| up to {z:.2f})",
         f"log-probs differ by {z:.3g} standard deviations from what the step means explain",
-        "the returned latents, means or sigmas are not those that were scored: it is no lack of precision",
+        "return the latents, means and sigmas that were scored; precision does not explain this",
     )
 
 
@@ -61,11 +61,11 @@ def _mistake(exam: Exam, found: Tensor) -> str:
             return f"are {name}"
     if torch.equal(found, found.to(torch.bfloat16).float()):
         return "are rounded to bfloat16"
-    return "do not follow from the latents, step means and stds that are returned with them"
+    return "do not follow from the returned latents, step means and stds"
 
 
 def _fits_actor(exam: Exam) -> bool:
-    """Whether the actor, from the same latents, computes the engine's log-probs and not the engine's means."""
+    """Whether the engine's log-probs are closer to the actor's than to those of the returned means."""
     trial = exam.trials.base
     by_actor = (trial.log_probs - trial.rollout.log_probs).abs().max()
     return bool(by_actor < (_own_log_probs(exam) - trial.rollout.log_probs).abs().max() / 2)
@@ -80,7 +80,7 @@ def _own_log_probs(exam: Exam) -> Tensor:
 
 
 def _formulas(exam: Exam) -> Iterator[tuple[str, Tensor]]:
-    """Other quantities that are called log-probs."""
+    """Usual mistakes in log-probs: in words, and the values that they give."""
     right, stds = _own_log_probs(exam), exam.trials.base.engine_stds
     elements = exam.trials.base.rollout.num_elements
     scaled = right if exam.config.sampling.cps_unscaled else right + stds.log() + HALF_LOG_TWO_PI

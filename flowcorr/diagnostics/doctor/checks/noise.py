@@ -1,4 +1,4 @@
-"""Checks of the noise: its distribution, and which draws are equal."""
+"""Checks of the noise: its distribution, and its seeds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flowcorr.diagnostics.doctor.findings import Finding, judged
 from flowcorr.diagnostics.doctor.trials import Trial
 from flowcorr.records import Rollout
 
-FALSE_ALARMS = 1e-6  # of `check_noise`, an exam
-NOISE_GAP = 0.05  # rms of latents of unit scale: other noise gives 0.9 and more
+FALSE_ALARMS = 1e-6  # probability that `check_noise` fails by chance
+NOISE_GAP = 0.05  # rms; latents have unit scale, and different noise gives 0.9 or more
 SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance)
 
 
 def check_noise(exam: Exam) -> Finding:
     """Whether whitened step noise `(x' - mean) / s` is standard normal, and independent between any two steps.
 
-    Its mean, its variance and each correlation give a `z` with `P(|z| > c) <= exp(-c^2 / 2)`. The limit is that of
+    Its mean, its variance and each correlation give a `z` with `P(|z| > c) <= exp(-c^2 / 2)`. The limit holds for
     all of them together.
     """
     trials = exam.trials
@@ -46,10 +46,10 @@ def check_noise(exam: Exam) -> Finding:
     return judged(
         z,
         limit,
-        f"step noise is standard normal and independent (a std off by {seen:.1g} % would show)",
+        f"step noise is standard normal and independent (an error of {seen:.1g} % in the std would be found)",
         f"step noise {fault}, {z:.3g} standard deviations off",
         "add s times standard normal noise to the step's mean, seeded by (seed, training step, group, member) and step "
-        "index; sampling.same_initial_noise is about the initial noise alone",
+        "index; sampling.same_initial_noise concerns the initial noise only",
     )
 
 
@@ -61,24 +61,24 @@ def check_determinism(exam: Exam) -> Finding:
         gap,
         0.0,
         "the same seeds give the same bits",
-        f"the same seeds gave {'other latents' if unseeded else 'latents that are'} off by {gap:.2g} (rms)",
+        f"the same seeds gave latents that differ by {gap:.2g} (rms)",
         "seed each sample's noise by (seed, training step, group, member), never by a global generator"
         if unseeded
-        else "kernels that add up in no fixed order: runs cannot be repeated exactly",
+        else "some kernels add numbers in no fixed order, so runs cannot be repeated exactly",
         fails_above=NOISE_GAP,
     )
 
 
 def check_batch_shape(exam: Exam) -> Finding:
-    """Whether a prompt is sampled alike alone and in a batch."""
+    """Whether a prompt gives the same latents alone and in a batch."""
     alone = exam.trials.alone
     gap = _trajectory_gap(exam.trials.base.rollout.select(slice(-alone.num_samples, None)), alone)
     return judged(
         gap,
         SHAPE_GAP,
-        "a prompt is sampled alike alone and in a batch",
+        "a prompt gives the same latents alone and in a batch",
         f"a prompt sampled alone differs by {gap:.2g} (rms) from the same prompt in a batch",
-        "seed each sample's noise by its own ids, not by its place in the batch"
+        "seed each sample's noise by its ids, not by its place in the batch"
         if gap > NOISE_GAP
         else "kernels depend on the batch's shape; harmless as long as the noise floor below is small",
         fails_above=NOISE_GAP,
@@ -107,7 +107,7 @@ def largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:
 
 
 def _difference(trial: Trial, first: int, second: int) -> str:
-    """What sets two rows of the noise of `trial` and of a later rollout of the same size apart."""
+    """The level at which two rows of noise differ; later rows are from a second rollout of the same size."""
     samples, steps = trial.rollout.step_indices.shape
     owners = trial.rollout.group_ids.tolist()
     samples_of = [row // steps for row in (first, second)]

@@ -1,4 +1,4 @@
-"""The check of the prompts: their embeddings, and which prompt the engine's steps fit."""
+"""The check of the prompts: compares embeddings, and finds the prompts that fit the engine's steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from flowcorr.diagnostics.doctor.trials import Fit, Trial, score_means
 from flowcorr.models import Conditioning
 
 EMBEDDING_TOLERANCE = 2e-2  # relative: rounding to bfloat16 costs at most 4e-3, another word 0.9
-SHORT_LENGTHS = (
-    8  # every length up to this one is tried, then powers of two, CLIP's 77 and one token less than all
-)
+SHORT_LENGTHS = 8  # every length up to this one is tried, then powers of two, CLIP's 77 and all but one token
 
 
 def check_embeddings(exam: Exam) -> Finding:
-    """Whether both sides have the same prompts: by the shape and the values returned, then by the engine's steps."""
+    """Whether both sides use the same prompts: by the returned embeddings, then by the engine's steps."""
     found, gaps = exam.trials.base.rollout.conditioning, {}
     remedy = (
         "use the same text encoders, prompts, negative prompt and model.max_sequence_length on both sides"
@@ -36,14 +34,14 @@ def check_embeddings(exam: Exam) -> Finding:
         worst,
         EMBEDDING_TOLERANCE,
         "prompt embeddings agree",
-        f"the engine's {name} is off by {100 * worst:.2g} %",
+        f"the engine's {name} differs by {100 * worst:.2g} %",
         remedy,
     )
     return finding if finding.status == "FAIL" else _unreturned(exam) or finding
 
 
 def _unreturned(exam: Exam) -> Finding | None:
-    """The finding on other prompts than those that are returned, if the engine's steps fit any."""
+    """A failure if the engine's steps fit other prompts better than the returned ones."""
     trial = exam.trials.base
     if trial.velocity_gap() <= NO_GAP:
         return None
@@ -69,7 +67,7 @@ def _unreturned(exam: Exam) -> Finding | None:
 
 
 def _nearest(exam: Exam, trial: Trial, alternatives: Sequence[Conditioning]) -> Fit:
-    """The fit of the step means that each term chooses from those under `alternatives`, the nearest ones."""
+    """The fit of the step means under `alternatives`; each term takes the closest one."""
     means = torch.stack(
         [score_means(exam.actor, replace(trial.rollout, conditioning=rows)) for rows in alternatives]
     )
@@ -80,7 +78,7 @@ def _nearest(exam: Exam, trial: Trial, alternatives: Sequence[Conditioning]) -> 
 
 
 def _mistakes(conditioning: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Conditioning]]]:
-    """Ways in which an engine feeds other prompts, in words and as conditioning `[num_prompts, ...]`."""
+    """Usual mistakes with prompts: in words, and the conditioning `[num_prompts, ...]` that they give."""
     count = len(next(iter(conditioning.values())))
 
     def of_others(names: Sequence[str]) -> list[Conditioning]:
@@ -107,6 +105,6 @@ def _mistakes(conditioning: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Co
 
 
 def _lengths(length: int) -> list[int]:
-    """Numbers of tokens that a prompt of `length` tokens may have been cut to."""
+    """Usual lengths to which a prompt of `length` tokens may have been cut."""
     usual = [*range(1, SHORT_LENGTHS + 1), 16, 32, 64, 77, 128, 256, length - 1]
     return sorted({kept for kept in usual if 0 < kept < length})

@@ -1,4 +1,4 @@
-"""The check of the timesteps that the model is fed."""
+"""The check of the timesteps that the engine's model gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowcorr.diagnostics.doctor.exam import NO_GAP, Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, passed, warned
 from flowcorr.diagnostics.doctor.trials import score_means
 
-REPLAY = "the actor replays Rollout.timesteps; a training loop of your own has to do so as well"
+REPLAY = "the actor uses Rollout.timesteps; a training loop of your own must do the same"
 FEED = (
     "feed the model its own scheduler's timesteps, in float32, and return exactly these as Rollout.timesteps"
 )
@@ -34,26 +34,26 @@ MISTAKES: Mapping[str, Change] = {
 
 
 def check_timesteps(exam: Exam) -> Finding:
-    """Whether the model is fed the schedule's timesteps, and those that are returned."""
+    """Whether the engine's model gets the schedule's timesteps, and returns them."""
     rollout = exam.trials.base.rollout
     table = torch.tensor(exam.trials.schedule.timesteps, device=rollout.timesteps.device)
     expected, fed = table[places(exam)], rollout.timesteps.float()
     gap = float((fed - expected).abs().max())
     if not gap:
-        return _unreturned(exam, expected) or passed("the model is fed the schedule's timesteps")
+        return _unreturned(exam, expected) or passed("the model gets the schedule's timesteps")
     for name, change in {**ROUNDINGS, **MISTAKES}.items():
         if not torch.equal(fed, change(expected)):
             continue
-        message = f"the engine feeds timesteps {name}, off by up to {gap:.3g}"
+        message = f"the engine's timesteps are {name}, and differ by up to {gap:.3g}"
         if name in ROUNDINGS:
             return warned(message, REPLAY, value=gap, threshold=0.0)
         return failed(message, FEED, value=gap, threshold=0.0)
-    message = f"timesteps are off the schedule's by up to {gap:.3g}, and not by rounding"
+    message = f"timesteps differ from the schedule's by up to {gap:.3g}, more than rounding explains"
     return failed(message, FEED, value=gap, threshold=0.0)
 
 
 def _unreturned(exam: Exam, expected: Tensor) -> Finding | None:
-    """The finding on other timesteps than those that are returned, if the engine's steps fit any."""
+    """A finding if the engine's steps fit other timesteps better than the returned ones."""
     trial = exam.trials.base
     if trial.velocity_gap() <= NO_GAP:
         return None
@@ -68,6 +68,6 @@ def _unreturned(exam: Exam, expected: Tensor) -> Finding | None:
     if not found:
         return None
     _, name, evidence = max(found, key=lambda entry: entry[0])
-    message = f"the steps fit timesteps {name}, {evidence.text}; others are returned"
+    message = f"the steps fit timesteps {name}, {evidence.text}; it returns different ones"
     report = warned if name in ROUNDINGS and exam.config.rollout.dtype == "bfloat16" else failed
     return report(message, FEED, value=evidence.value, threshold=evidence.threshold)

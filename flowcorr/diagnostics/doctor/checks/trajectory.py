@@ -1,4 +1,4 @@
-"""Checks of the trajectory's schedule, window, latents and stds, which need no model."""
+"""Checks of the trajectory without the model: schedule, window, latents and stds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from flowcorr.diagnostics.doctor.exam import Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, passed
 
-SIGMA_TOLERANCE = 1e-5  # float32 tables agree to their rounding, 6e-8; bfloat16 sigmas are off by 1e-3
-STD_TOLERANCE = 1e-4  # float32 stds agree to their rounding, 1e-7; a noise level of 0.8 for 0.7 gives 0.14
+SIGMA_TOLERANCE = 1e-5  # float32 tables agree within 6e-8; bfloat16 sigmas differ by 1e-3
+STD_TOLERANCE = 1e-4  # float32 stds agree within 1e-7; a noise level of 0.8 instead of 0.7 gives 0.14
 
 
 def check_finite(exam: Exam) -> Finding:
@@ -50,14 +50,14 @@ def check_schedule(exam: Exam) -> Finding:
         gap,
         SIGMA_TOLERANCE,
         f"the sigmas are those of the actor's {steps} steps",
-        f"sigmas are off the actor's schedule of {steps} steps by up to {gap:.2g}{why}",
+        f"sigmas differ from the actor's schedule of {steps} steps by up to {gap:.2g}{why}",
         "give both stacks one scheduler config (shift, dynamic shift) and one sampling.num_inference_steps, and "
         "take sigmas from the table by step index",
     )
 
 
 def check_window(exam: Exam) -> Finding:
-    """Whether the SDE steps are those that were asked for."""
+    """Whether the SDE steps are those of the configured windows."""
     rollout, sampling = exam.trials.base.rollout, exam.config.sampling
     low, high = sampling.sde_window_range
     found, size = rollout.step_indices, sampling.sde_window_size
@@ -67,7 +67,7 @@ def check_window(exam: Exam) -> Finding:
     )
     if not torch.equal(found, places(exam)):
         first, place = int(found[0, 0]), int(places(exam)[0, 0])
-        return failed(f"a step is called {first}, but its sigma is that of step {place}", remedy=remedy)
+        return failed(f"a step has index {first}, but the sigma of step {place}", remedy=remedy)
     consecutive = found.shape[1] == size and bool((found.diff(dim=1) == 1).all())
     if not consecutive or int(found.min()) < low or int(found.max()) >= high:
         windows = sorted({tuple(row) for row in found.tolist()})
@@ -104,7 +104,7 @@ def check_transition(exam: Exam) -> Finding:
         gap,
         STD_TOLERANCE,
         "the steps' stds agree",
-        f"the engine's step stds are off by up to {100 * gap:.2g} %",
+        f"the engine's step stds differ by up to {100 * gap:.2g} %",
         f"sample with sampling.sde_type={sampling.sde_type} and sampling.noise_level={sampling.noise_level}; "
         "return the full std of a step",
     )
@@ -115,5 +115,5 @@ def _table(exam: Exam) -> Tensor:
 
 
 def places(exam: Exam) -> Tensor:
-    """`[B, T]`, the steps of the actor's schedule whose sigmas are nearest to the trajectory's."""
+    """Step indices `[B, T]` of the actor's schedule with the sigmas closest to the trajectory's."""
     return (exam.trials.base.rollout.sigmas[..., None] - _table(exam)[:-1]).abs().argmin(-1)

@@ -120,7 +120,7 @@ def test_the_smallest_deviation_depends_on_the_elements(shared_run, samples, dev
     assert finding.status == status
     if not deviation:
         smallest = 100 * finding.threshold / math.sqrt(2 * 2 * samples * 2 * 512)
-        assert f"a std off by {smallest:.1g} % would show" in finding.message
+        assert f"an error of {smallest:.1g} % in the std would be found" in finding.message
 
 
 def test_false_alarms_are_rare(shared_run):

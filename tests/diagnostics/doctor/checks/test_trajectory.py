@@ -20,7 +20,7 @@ RETURNED = {
     "steps counted from one": (
         "window",
         {"step_indices": lambda rollout: rollout.step_indices + 1},
-        "is called 1, but its sigma is that of step 0",
+        "has index 1, but the sigma of step 0",
     ),
     "latents rounded to bfloat16": (
         "latent_dtype",
