@@ -14,7 +14,8 @@ def make_batch(delta, **options):
     draw = torch.Generator().manual_seed(0)
     log_probs = -1.2 + 0.1 * torch.randn(samples, steps, generator=draw)
     rollout = Rollout(
-        latents=torch.randn(samples, steps + 1, *SHAPE, generator=draw),
+        latents=torch.randn(samples, steps, *SHAPE, generator=draw),
+        next_latents=torch.randn(samples, steps, *SHAPE, generator=draw),
         step_indices=torch.arange(steps).expand(samples, steps),
         timesteps=torch.full((samples, steps), 500.0),
         sigmas=torch.full((samples, steps), 0.5),

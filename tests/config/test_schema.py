@@ -22,7 +22,7 @@ def test_cps_noise_level_above_one(empty):
         ({"placement": "ray", "max_staleness": -1}, r"max_staleness=-1 is out of range"),
         (
             {"placement": "ray", "max_staleness": 1, "staleness": 2},
-            r"rollout\.staleness=2 imitates what rollout\.max_staleness=1 does; set one of them",
+            r"rollout\.staleness=2 imitates what rollout\.max_staleness=1 does; set only one of them",
         ),
     ],
 )
