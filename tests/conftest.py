@@ -49,6 +49,7 @@ SHARED = {
         "trainer/test_asynchronous",
         "workers/test_reward",
         "workers/test_pool",
+        "workers/test_process",
         "workers/test_cluster",
         "workers/test_shared",
         "faults/test_reward_service",

@@ -81,6 +81,7 @@ def audit(arguments: argparse.Namespace) -> int:
     from flowcorr.diagnostics.audit import page
     from flowcorr.diagnostics.audit.dumped import audit_folder
     from flowcorr.plan.check import check_this_gpu
+    from flowcorr.trackers import redact_override
 
     if Path(arguments.recipe).is_dir():
         if arguments.overrides:
@@ -94,23 +95,13 @@ def audit(arguments: argparse.Namespace) -> int:
         check_this_gpu(arguments.recipe, arguments.overrides, config)
         report = measure(config, num_batches=arguments.batches)
     out_dir = Path(arguments.out or Path("runs") / f"{Path(arguments.recipe).stem}_audit")
-    title = " ".join((arguments.recipe, *map(_without_secret, arguments.overrides)))
+    title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
     files = page.save(report, out_dir, title=title)
     if arguments.json:
         print(page.as_json(report, title))
     else:
         show_audit(report, files)
     return 0
-
-
-def _without_secret(override: str) -> str:
-    """An override as it may be shown: `key=***` where its value holds an API key or the like."""
-    from flowcorr.config import yaml_text
-    from flowcorr.trackers import redact
-
-    key, _, text = override.partition("=")
-    values = {key.strip().rpartition(".")[2]: text, "": yaml_text.parse(text)}
-    return override if redact(values) == values else f"{key}=***"
 
 
 def report(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from flowcorr.config import yaml_text
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -69,6 +71,13 @@ def redact(config: Any) -> Any:
     if isinstance(config, str) and (match := _URL_QUERY.match(config)):
         return match[1] + REDACTED + config[match.end() :]
     return config
+
+
+def redact_override(override: str) -> str:
+    """An override `key=value` as it may be shown: `key=***` where its value holds a secret, see `redact`."""
+    key, _, text = override.partition("=")
+    values = {key.strip().rpartition(".")[2]: text, "": yaml_text.parse(text)}
+    return override if redact(values) == values else f"{key}={REDACTED}"
 
 
 def _is_secret(key: Any, value: Any) -> bool:

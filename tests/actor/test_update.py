@@ -125,19 +125,6 @@ def test_the_learning_rate_ends_with_the_run(make_run):
     assert rates == pytest.approx([sum(rates) / updates for rates in steps])
 
 
-def test_gradient_checkpointing_changes_no_gradient(make_run):
-    checkpointed, _ = updated(make_run, actor={"gradient_checkpointing": True})
-    plain, _ = updated(make_run)
-    assert checkpointed.actor.weights.transformer.gradient_checkpointing
-    assert_same(checkpointed.gradient(), plain.gradient(), **GRADIENTS)
-
-
-def test_guidance_reaches_the_gradient(make_run):
-    run, metrics = updated(make_run, sampling={"guidance_scale": 2.0})
-    assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["actor/grad_norm"] > 0
-
-
 @pytest.mark.parametrize(("rank", "weighting"), [(4, "exact"), (0, "flow_grpo")])
 def test_the_reference_is_the_untrained_model(make_run, rank, weighting):
     sections = {

@@ -36,13 +36,6 @@ def test_a_launcher_starts_ranks_that_are_one_run(launcher, tmp_path):
     assert done.stderr.count("flowcorr: warning: sampling.cps_unscaled=True has no effect") == 1
 
 
-def test_accelerate_that_starts_one_process_is_told(tmp_path):
-    done = launch(*ACCELERATE, "--cpu", *TRAIN, "trainer.total_steps=1", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    assert "asked for several processes and started one" in done.stderr
-    assert "torchrun --nproc_per_node N -m flowcorr" in done.stderr
-
-
 def test_more_ranks_than_prompts_are_an_error(tmp_path):
     done = launch(
         *TORCHRUN, *TRAIN, "rollout.prompts_per_step=1", "actor.mini_batches=1", "--out", tmp_path / "run"

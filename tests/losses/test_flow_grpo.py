@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from flowcorr.errors import BatchError, ConfigError
 from flowcorr.losses import flow_grpo
 
 
@@ -71,33 +70,6 @@ def test_the_clip_may_differ_between_terms():
     log_ratio, advantage = tensor(0.2, 0.2).exp().log(), tensor(1.0, 1.0)
     both = loss(log_ratio, advantage, clip_ratio=tensor(0.05, 0.1)).loss_sum
     assert both.item() == pytest.approx(-1.05 - 1.1)
-
-
-@pytest.mark.parametrize(("level", "pooled"), [("trajectory_mean", 0.02), ("trajectory_sum", 0.06)])
-def test_trajectory_ratios_pool_the_kept_steps(level, pooled):
-    log_ratio = tensor(0.01, 0.02, 0.03, 7.0)[None].requires_grad_()
-    keep = torch.tensor([[True, True, True, False]])
-    result = loss(log_ratio, torch.ones(1, 4).double(), keep=keep, ratio_level=level)
-    result.loss_sum.backward()
-    assert result.loss_sum.item() == pytest.approx(-3 * math.exp(pooled))
-    assert result.count_kept.item() == 3
-    share = 1.0 if level == "trajectory_mean" else 3.0
-    expected = [-share * math.exp(pooled)] * 3 + [0.0]
-    assert log_ratio.grad[0].tolist() == pytest.approx(expected)
-
-
-def test_trajectory_ratios_need_whole_windows():
-    with pytest.raises(
-        BatchError, match=r"actor\.ratio_level=trajectory_mean needs whole windows.*bypass_scope"
-    ):
-        loss(tensor(0.1), tensor(1.0), ratio_level="trajectory_mean")
-
-
-def test_unknown_ratio_level():
-    with pytest.raises(
-        ConfigError, match=r"actor\.ratio_level='trajectory'.*choose from step, trajectory_mean"
-    ):
-        loss(tensor(0.1), tensor(1.0), ratio_level="trajectory")
 
 
 def test_float32_stays_float32():

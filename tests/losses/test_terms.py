@@ -1,9 +1,11 @@
-"""Clip ranges that differ by step."""
+"""The terms of a loss: clip ranges that differ by step, and ratios of whole windows."""
+
+import math
 
 import pytest
 import torch
 
-from flowcorr.errors import BatchError
+from flowcorr.errors import BatchError, ConfigError
 from flowcorr.losses import LOSSES, clip_by_term, flow_grpo
 from tests.losses.test_every_loss import Settings, changed, gradient, part, problem
 
@@ -62,3 +64,40 @@ def test_a_clip_range_does_not_broadcast():
     log_prob = torch.zeros(4, 2)
     with pytest.raises(BatchError, match=r"clip_ratio has shape \[2\]; it must be \[4, 2\]"):
         flow_grpo(log_prob, log_prob, log_prob, clip_ratio=torch.full((2,), 0.1), adv_clip_max=5.0)
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def loss(log_ratio, advantage, **options):
+    old = torch.full_like(log_ratio, -1.4)
+    defaults = {"clip_ratio": 0.1, "adv_clip_max": 5.0}
+    return flow_grpo(old + log_ratio, old, advantage, **(defaults | options))
+
+
+@pytest.mark.parametrize(("level", "pooled"), [("trajectory_mean", 0.02), ("trajectory_sum", 0.06)])
+def test_trajectory_ratios_pool_the_kept_steps(level, pooled):
+    log_ratio = tensor(0.01, 0.02, 0.03, 7.0)[None].requires_grad_()
+    keep = torch.tensor([[True, True, True, False]])
+    result = loss(log_ratio, torch.ones(1, 4).double(), keep=keep, ratio_level=level)
+    result.loss_sum.backward()
+    assert result.loss_sum.item() == pytest.approx(-3 * math.exp(pooled))
+    assert result.count_kept.item() == 3
+    share = 1.0 if level == "trajectory_mean" else 3.0
+    expected = [-share * math.exp(pooled)] * 3 + [0.0]
+    assert log_ratio.grad[0].tolist() == pytest.approx(expected)
+
+
+def test_trajectory_ratios_need_whole_windows():
+    with pytest.raises(
+        BatchError, match=r"actor\.ratio_level=trajectory_mean needs whole windows.*bypass_scope"
+    ):
+        loss(tensor(0.1), tensor(1.0), ratio_level="trajectory_mean")
+
+
+def test_unknown_ratio_level():
+    with pytest.raises(
+        ConfigError, match=r"actor\.ratio_level='trajectory'.*choose from step, trajectory_mean"
+    ):
+        loss(tensor(0.1), tensor(1.0), ratio_level="trajectory")

@@ -1,7 +1,7 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.trackers import JsonlTracker, TensorBoardTracker, build_trackers, redact
+from flowcorr.trackers import JsonlTracker, TensorBoardTracker, build_trackers, redact, redact_override
 
 
 @pytest.mark.parametrize("names", [[], ["jsonl"]])
@@ -58,3 +58,12 @@ def test_redact_hides_the_query_of_an_address(text, shown):
     config = {"url": text, "terms": [{"options": {"urls": [text]}}]}
     assert redact(config) == {"url": shown, "terms": [{"options": {"urls": [shown]}}]}
     assert config["url"] == text
+
+
+def test_overrides_are_shown_without_their_secrets():
+    secrets = ["reward.terms=[{name: jpeg, api_key: sesame}]", "reward.terms.0.api_key=sesame"]
+    assert [redact_override(text) for text in ["rollout.n=4", *secrets]] == [
+        "rollout.n=4",
+        "reward.terms=***",
+        "reward.terms.0.api_key=***",
+    ]

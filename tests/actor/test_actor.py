@@ -1,0 +1,32 @@
+"""The actor as a whole."""
+
+import pytest
+import torch
+
+from tests.actor.updates import assert_same, updated
+from tests.tolerances import GRADIENTS
+
+
+def test_gradient_checkpointing_changes_no_gradient(make_run):
+    checkpointed, _ = updated(make_run, actor={"gradient_checkpointing": True})
+    plain, _ = updated(make_run)
+    assert checkpointed.actor.weights.transformer.gradient_checkpointing
+    assert_same(checkpointed.gradient(), plain.gradient(), **GRADIENTS)
+
+
+def test_guidance_reaches_the_gradient(make_run):
+    run, metrics = updated(make_run, sampling={"guidance_scale": 2.0})
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_the_velocity_is_that_of_the_trained_weights(make_run):
+    run = make_run()
+    rollout = run.sample()
+    velocity = run.actor.velocity(rollout.conditioning)
+    before = velocity(rollout.latents[:, 0], rollout.timesteps[:, 0])
+    assert before.shape == rollout.latents[:, 0].shape
+    run.stir()
+    after = velocity(rollout.latents[:, 0], rollout.timesteps[:, 0])
+    assert not torch.equal(after, before)
+    assert run.actor.device == after.device

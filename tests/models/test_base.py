@@ -1,0 +1,81 @@
+"""What model families share."""
+
+import pytest
+import torch
+from torch import nn
+
+from flowcorr.errors import ConfigError
+from flowcorr.models.base import (
+    PackedFamily,
+    Schedule,
+    check_size,
+    guided,
+    linear_schedule,
+    positions,
+    repeated_blocks,
+    to_images,
+    with_negative,
+)
+
+
+def test_a_part_of_a_schedule_keeps_the_sigma_that_it_ends_at():
+    part = Schedule(sigmas=(1.0, 0.7, 0.3, 0.0), timesteps=(1000.0, 700.0, 300.0)).between(1, 3)
+    assert part == Schedule(sigmas=(0.7, 0.3, 0.0), timesteps=(700.0, 300.0))
+
+
+def test_guidance_is_two_velocities_of_one_batch():
+    latents, timesteps = torch.arange(4.0).view(2, 2), torch.tensor([10.0, 20.0])
+    conditioning = {"embeds": torch.ones(2, 3), "negative_embeds": torch.zeros(2, 3)}
+    both, times, rows = with_negative(latents, timesteps, conditioning)
+    assert torch.equal(both, torch.cat([latents, latents]))
+    assert times.tolist() == [10.0, 20.0, 10.0, 20.0]
+    assert rows.keys() == {"embeds"}
+    assert rows["embeds"][:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    velocity = torch.tensor([[1.0], [2.0], [3.0], [6.0]])
+    assert guided(velocity, 1.0).flatten().tolist() == [3.0, 6.0]
+    assert guided(velocity, 2.0).flatten().tolist() == [5.0, 10.0]
+
+
+def test_packed_latents_are_the_grid_of_their_patches():
+    channels, rows, columns = 3, 2, 4
+    image = torch.arange(channels * 4.0 * rows * columns).view(1, channels, 2 * rows, 2 * columns)
+    patches = image.view(1, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
+    assert torch.equal(PackedFamily.unpack(patches.reshape(1, rows, columns, -1)), image)
+
+
+def test_sizes_are_multiples_and_the_error_names_one():
+    check_size(64, 96, 16)
+    with pytest.raises(ConfigError, match=r"sampling\.width=100 does not fit .*multiple of 16, such as 96$"):
+        check_size(64, 100, 16)
+
+
+def test_pixels_are_rounded_and_clamped():
+    pixels = torch.tensor([-2.0, -1.0, 0.0, 1.0, 3.0]).expand(1, 3, 1, 5)
+    images = to_images(pixels)
+    assert images.shape == (1, 1, 5, 3)
+    assert images[0, 0, :, 0].tolist() == [0, 0, 128, 255, 255]
+
+
+def test_places_run_along_the_rows():
+    places = positions(2, 3, device=torch.device("cpu"))
+    assert places.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+
+
+def test_blocks_are_those_of_all_lists_of_modules():
+    transformer = nn.Module()
+    transformer.first = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    transformer.head = nn.Linear(1, 1)
+    transformer.second = nn.ModuleList([nn.Linear(1, 1)])
+    assert repeated_blocks(transformer) == [*transformer.first, *transformer.second]
+
+
+def test_a_linear_schedule_is_shifted_by_the_number_of_tokens():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+    few, many = linear_schedule(scheduler, 4, 256), linear_schedule(scheduler, 4, 4096)
+    assert few.sigmas[0] == many.sigmas[0] == 1.0
+    assert few.sigmas[-1] == many.sigmas[-1] == 0.0
+    assert all(low < high for low, high in zip(few.sigmas[1:-1], many.sigmas[1:-1], strict=True))
+    assert linear_schedule(scheduler, 4, 256, shift=1.15).sigmas == pytest.approx(many.sigmas)
+    assert few.timesteps == pytest.approx([1000 * sigma for sigma in few.sigmas[:-1]])

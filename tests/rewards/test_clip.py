@@ -1,0 +1,42 @@
+"""Unit embeddings by a CLIP checkpoint."""
+
+import numpy as np
+import pytest
+import torch
+
+from flowcorr.errors import ConfigError
+from flowcorr.rewards.clip import check_clip_options, load_clip
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (5, 24, 40, 3), dtype=np.uint8)
+TEXTS = ["a cat", "dog", "a cat", "a very long prompt that must be cut"]
+
+
+@pytest.fixture(scope="module")
+def clip(clip_folder):
+    return load_clip("mine", clip_folder, clip_folder, "cpu", "float32")
+
+
+def test_embeddings_are_unit_vectors_in_the_order_of_what_was_given(clip):
+    images, texts = clip.embed_images(IMAGES, 2), clip.embed_texts(TEXTS, 3)
+    assert images.shape == (5, clip.width)
+    assert texts.shape == (4, clip.width)
+    torch.testing.assert_close(torch.cat([images, texts]).norm(dim=1), torch.ones(9))
+    assert torch.equal(texts[0], texts[2])
+    assert not torch.allclose(texts[0], texts[1], atol=1e-2)
+    torch.testing.assert_close(clip.embed_texts(["dog"], 1)[0], texts[1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_logit_scale_is_that_of_the_checkpoint(clip):
+    assert clip.logit_scale == pytest.approx(np.exp(2.6592), rel=1e-4)
+
+
+def test_a_checkpoint_is_loaded_once(clip, clip_folder):
+    assert load_clip("mine", clip_folder, clip_folder, "cpu", "float32") is clip
+
+
+def test_options_that_rewards_on_clip_share():
+    check_clip_options("mine", "bfloat16", 4)
+    with pytest.raises(ConfigError, match="reward mine: dtype='float8' is unknown"):
+        check_clip_options("mine", "float8", 4)
+    with pytest.raises(ConfigError, match="reward mine: batch_size=0 must be a whole number"):
+        check_clip_options("mine", "float32", 0)

@@ -1,0 +1,32 @@
+"""Checks of rewards' options."""
+
+import math
+
+import pytest
+
+from flowcorr.errors import ConfigError
+from flowcorr.rewards.options import check_choice, check_positive, check_whole, is_number
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None])
+def test_whole_numbers(value):
+    check_whole("ocr", "size", 1, 1)
+    with pytest.raises(ConfigError, match=r"^reward ocr: size=.* must be a whole number of at least 1$"):
+        check_whole("ocr", "size", value, 1)
+
+
+@pytest.mark.parametrize("value", [0, -0.5, math.nan, math.inf, True, "1"])
+def test_positive_numbers(value):
+    check_positive("ocr", "scale", 0.5)
+    with pytest.raises(ConfigError, match=r"^reward ocr: scale=.* must be a number above 0$"):
+        check_positive("ocr", "scale", value)
+
+
+def test_choices_name_the_nearest():
+    check_choice("ocr", "mode", "words", ["words", "letters"])
+    with pytest.raises(ConfigError, match=r"^reward ocr: mode='word' is unknown; .*did you mean words\?"):
+        check_choice("ocr", "mode", "word", ["words", "letters"])
+
+
+def test_true_is_no_number():
+    assert [is_number(value) for value in (1, 0.5, True, math.nan, "1")] == [True, True, False, False, False]

@@ -1,0 +1,36 @@
+"""From a configuration to the engine that samples."""
+
+import sys
+
+import pytest
+import torch
+
+from flowcorr.config import load
+from flowcorr.errors import MissingExtraError
+from flowcorr.rollout import InProcessEngine
+from flowcorr.rollout.build import build_backend, check_installed
+
+
+@pytest.mark.parametrize(
+    ("override", "package", "extra"),
+    [
+        ("rollout.name=vllm_omni", "vllm_omni", "vllm-omni"),
+        ("rollout.placement=ray", "ray", "ray"),
+        ("reward.placement=ray", "ray", "ray"),
+    ],
+)
+def test_a_missing_extra_is_named_with_the_key_that_needs_it(monkeypatch, override, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"^{override} needs {extra}; .*flowcorr\[{extra}\]"):
+        check_installed(load("tiny_jpeg_lora", [override]))
+    check_installed(load("tiny_jpeg_lora"))
+
+
+def test_an_engine_samples_as_the_one_that_the_trainer_builds(make_run):
+    run = make_run()
+    weights = run.actor.weights
+    engine = build_backend(run.config, run.family, merge=weights.merged, base=weights.untrained, probe=None)
+    assert isinstance(engine, InProcessEngine)
+    engine.sync(weights.snapshot())
+    found = engine.sample(run.conditioning, range(2), training_step=1, with_means=False)
+    assert torch.equal(found.next_latents, run.sample(with_means=False).next_latents)

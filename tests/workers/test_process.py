@@ -1,0 +1,43 @@
+"""The object in a worker's own process."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from flowcorr.workers.process import FlowcorrWorker
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Counter:
+    closed = False
+
+    def __init__(self):
+        self.count = 0
+
+    def add(self, number):
+        self.count += number
+        return self.count
+
+    def close(self):
+        Counter.closed = True
+
+
+def test_it_makes_calls_and_closes_the_object(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    worker = FlowcorrWorker([str(tmp_path), sys.path[0]])
+    assert sys.path.count(str(tmp_path)) == sys.path.count(sys.path[0]) == 1
+    started = worker.start(Counter, torch.get_num_threads())
+    assert started["pid"] == os.getpid()
+    assert len(started["node"]) == 56
+    assert [worker.call("add", 2), worker.call("add", 3)] == [2, 5]
+    worker.close()
+    assert Counter.closed
+
+
+def test_an_object_without_close_is_left():
+    worker = FlowcorrWorker([])
+    worker.start(dict, None)
+    worker.close()
