@@ -84,6 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            # The method by which xdist lets schedulers group tests.
             file = super()._split_scope(nodeid)
             return SCOPES.get(file, file)
 

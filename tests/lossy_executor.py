@@ -4,7 +4,7 @@ from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionEx
 
 
 class LossyExecutor(MultiprocDiffusionExecutor):
-    """Loses the answers to every other batch, from the second one on."""
+    """Loses the answers to every other batch, from the second one on, where vllm-omni hands them out."""
 
     batches = 0
 

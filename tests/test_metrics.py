@@ -12,23 +12,25 @@ from flowcorr.metrics import KINDS, Metrics, Over, Stat
 VALUES = st.lists(st.floats(-100, 100), min_size=1, max_size=12)
 
 
-def describe(values):
-    """All kinds of metrics of some values, as a loss would make them of one micro-batch."""
+def stats_of(values):
+    """All kinds of stats of some values, as a loss would make them of one micro-batch."""
     # A value that does not count stands beside them, as large as can be.
     x = torch.tensor([*values, 1e300], dtype=torch.float64)
     over = Over(x < 1e300)
-    return Metrics.from_stats(
-        {
-            "mean": over.mean(x),
-            "std": over.std(x),
-            "ess": Stat("ess", over.std(x).parts),
-            "share": over.share(x > 0),
-            "count": metrics.total(len(values)),
-            "max": over.max(x),
-            "min": over.min(x),
-            "counts": Stat("counts", ((x[:-1, None] > torch.tensor([-50, 0, 50])).double().sum(0),)),
-        }
-    )
+    return {
+        "mean": over.mean(x),
+        "std": over.std(x),
+        "ess": Stat("ess", over.std(x).parts),
+        "share": over.share(x > 0),
+        "count": metrics.total(len(values)),
+        "max": over.max(x),
+        "min": over.min(x),
+        "counts": Stat("counts", ((x[:-1, None] > torch.tensor([-50, 0, 50])).double().sum(0),)),
+    }
+
+
+def describe(values):
+    return Metrics.from_stats(stats_of(values))
 
 
 def std_of(values):
@@ -152,7 +154,7 @@ def test_parts_are_detached_and_kept_in_float64():
 
 
 def test_every_kind_is_covered_here():
-    assert {stat.kind for _, stat in describe([1.0])._stats} == set(KINDS)
+    assert {stat.kind for stat in stats_of([1.0]).values()} == set(KINDS)
 
 
 def merged_over_ranks():

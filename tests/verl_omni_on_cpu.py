@@ -116,6 +116,7 @@ class _Engine(PPODiffusersFSDPEngine):
         return module
 
     def initialize(self):
+        # All that the engine's own `initialize` does beside asking a GPU.
         self._build_model_optimizer()
 
     def to(self, *args, **kwargs):
@@ -189,7 +190,10 @@ def trainer(cls, settings, actor):
 
 
 def step(made, data, monkeypatch):
-    """One step of a v1 trainer on the batch `data`: its metrics, and the batch as the step left it."""
+    """One step of a v1 trainer on the batch `data`: its metrics, and the batch as the step left it.
+
+    Its public `fit` needs the queues of a Ray cluster; the private step is what `fit` calls.
+    """
     batch = SimpleNamespace(keys=[str(place) for place in range(len(data))])
     left = {}
     monkeypatch.setattr(made, "_sample_training_batch", lambda size: (batch, {}), raising=False)

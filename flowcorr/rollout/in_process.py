@@ -63,7 +63,7 @@ class InProcessEngine:
             sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
         )
         self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.max_weight_age == 0
-        self._merge = merge
+        self.merge = merge
         self._copy = None if self.shared else _frozen_copy(base, _device(family.transformer), self.dtype)
         self._history: deque[Weights] = deque(maxlen=rollout.staleness + 1)
         self._loaded: Weights | None = None
@@ -139,7 +139,7 @@ class InProcessEngine:
     def describe(self) -> dict[str, str]:
         """The dtype of its weights and activations."""
         return {
-            "attention": attention_name(self._transformer),
+            "attention": attention_name(self.transformer),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
 
@@ -147,7 +147,8 @@ class InProcessEngine:
         self._copy = None
 
     @property
-    def _transformer(self) -> nn.Module:
+    def transformer(self) -> nn.Module:
+        """The transformer that samples: the actor's, or the copy."""
         return self.family.transformer if self._copy is None else self._copy
 
     def _reload(self) -> None:
@@ -158,7 +159,7 @@ class InProcessEngine:
         self._loaded = weights
         if self._copy is not None:
             stored = self._copy.state_dict()
-            for name, value in self._merge(weights.tensors):
+            for name, value in self.merge(weights.tensors):
                 stored.pop(name).copy_(round_weight(value, self.config.emulate))
             assert not stored, "the merged weights are those of a whole transformer"
 
@@ -171,7 +172,7 @@ class InProcessEngine:
         with_means: bool,
         on_images: OnImages,
     ) -> Rollout:
-        transformer = self._transformer
+        transformer = self.transformer
         device = _device(transformer)
         inputs = {
             name: rows.to(device, self.dtype if rows.is_floating_point() else None)

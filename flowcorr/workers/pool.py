@@ -158,6 +158,11 @@ class WorkerPool:
         """Node and process of each worker."""
         return [dict(worker.place) for worker in self._workers]
 
+    @property
+    def num_busy(self) -> int:
+        """How many workers have a task."""
+        return sum(worker.busy for worker in self._workers)
+
     def submit(
         self,
         label: str,

@@ -122,10 +122,10 @@ class _PendingReward:
     def __init__(self, reward: RayReward, scores: list[Future[Answer]]) -> None:
         self.name = reward.name
         self._reward = reward
-        self._scores = scores
+        self.scores = scores
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
-        scores, self._scores = self._scores, []
+        scores, self.scores = self.scores, []
         return concatenated(scores) if scores else self._reward(images, prompts)
 
 

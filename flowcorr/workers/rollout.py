@@ -109,7 +109,7 @@ class RayRollout:
     @property
     def version(self) -> int:
         """Optimizer updates behind the weights that the next training step is sampled with."""
-        return self._weights_for(0).weights.version if self._history else 0
+        return self.weights_for(0).weights.version if self._history else 0
 
     @property
     def history(self) -> list[Weights]:
@@ -154,7 +154,7 @@ class RayRollout:
             self._synced.wait_for(lambda: argument.number in self._handles)
             return self._handles[argument.number]
 
-    def _weights_for(self, ahead: int) -> SyncedWeights:
+    def weights_for(self, ahead: int) -> SyncedWeights:
         """The weights for the training step that lies `ahead` steps after the next one."""
         behind_newest = self.config.rollout.max_weight_age - ahead
         return self._history[max(0, len(self._history) - 1 - behind_newest)]
@@ -200,7 +200,7 @@ class RayRollout:
             ahead: number of steps between the next training step and this one. With `rollout.max_weight_age` of them,
                 the newest weights are used. With fewer, the step was due earlier, and gets the weights of that time.
         """
-        synced = self._weights_for(ahead)
+        synced = self.weights_for(ahead)
         size = self._groups_per_shard
         parts = [slice(begin, begin + size) for begin in range(0, len(groups), size)]
         shards = []

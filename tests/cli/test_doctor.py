@@ -23,14 +23,13 @@ def doctor(*arguments):
 @pytest.fixture
 def half_bound(monkeypatch):
     """Every engine's adapter acts at half of its strength."""
-    load = InProcessEngine._load
+    sync = InProcessEngine.sync
 
     def weaker(self, weights):
         halved = {name: value / 2 if "lora_B" in name else value for name, value in weights.tensors.items()}
-        load(self, replace(weights, tensors=halved))
-        self._loaded = weights
+        sync(self, replace(weights, tensors=halved))
 
-    monkeypatch.setattr(InProcessEngine, "_load", weaker)
+    monkeypatch.setattr(InProcessEngine, "sync", weaker)
 
 
 def test_a_healthy_recipe(capsys):

@@ -32,6 +32,7 @@ def snippets():
 @pytest.fixture
 def accelerator():
     yield Accelerator(cpu=True)
+    # accelerate's own tests reset it so; there is no public way.
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -2,6 +2,8 @@
 
 tests/integrations/install.sh VENV PATH
 VERL_OMNI=PATH VENV/bin/python -m pytest -m "" tests/integrations
+
+`_update_actor` and `_compute_old_log_prob` are the methods of verl-omni's trainer that an integration overrides.
 """
 
 import copy

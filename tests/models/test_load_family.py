@@ -37,6 +37,7 @@ def test_weights_have_the_dtype_asked_for(dtype):
 def test_attention_is_computed_by_the_backend_that_is_named(tmp_path):
     path = str(build_tiny_flux(tmp_path / "flux"))
     family = load_family(ModelConfig(path=path, attention="native"))
+    # diffusers keeps the backend's name to itself.
     backends = {processor._attention_backend for processor in family.transformer.attn_processors.values()}
     assert backends == {"native"}
     with pytest.raises(ConfigError, match=r"model\.attention='flesh' cannot be used here.*_native_cudnn"):

@@ -104,6 +104,7 @@ def test_the_ode_sampler_is_the_pipelines_own_call(packed, family, guidance):
 def test_decode_is_the_pipelines_own(packed, family):
     pipe, latents = family.pipeline, noise()
     got = family.decode(latents)
+    # The pipeline's own unpacking, which only its `__call__` uses.
     unpacked = pipe._unpack_latents(latents.flatten(1, 2), *packed.size, pipe.vae_scale_factor)
     pixels = pipe.vae.decode(packed.unscale(pipe.vae, unpacked), return_dict=False)[0]
     expected = pipe.image_processor.postprocess(pixels.reshape(2, 3, *packed.size), output_type="np")

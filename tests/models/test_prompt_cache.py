@@ -74,7 +74,10 @@ def test_rows_that_do_not_fit_are_dropped_oldest_first(family, monkeypatch):
     cache(["cat"])
     assert asked == ["cat", "dog", "bird", "dog", "fish"]
     cache(["dog"])
-    assert len(cache._rows) == 2
+    cache(["cat"])
+    assert asked[5:] == ["dog"]  # only two rows fit, and cat was asked for last
+    cache(["fish"])
+    assert asked[5:] == ["dog", "fish"]
 
 
 def test_the_negative_prompt_is_stored_once(family):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError  # has no public name
 from torch.nn import functional
 
 from flowcorr.plan.fake_backend import DEVICE

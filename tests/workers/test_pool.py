@@ -178,9 +178,10 @@ def test_without_the_node_of_this_process_everything_fails_at_once(monkeypatch):
     events = Events()
     pool = start(events=events, num_workers=1)
     busy, waiting = pool.submit("a long pause", "pid", 3000.0), pool.submit("a pause", "pid")
-    wait_for(lambda: pool._workers[0].busy)
+    wait_for(lambda: pool.num_busy == 1)
     monkeypatch.setattr(worker_pool, "CLOSE_TIMEOUT", 600.0)
     begin = time.monotonic()
+    # No public call breaks the connection as the end of a raylet does.
     pool._cluster._raylet.shutdown(socket.SHUT_RDWR)
     for future in (busy, waiting, pool.submit("a pause", "pid")):
         with pytest.raises(
@@ -198,7 +199,7 @@ def test_close_ends_workers_at_work(monkeypatch):
     pool = start(num_workers=1)
     busy, waiting = pool.submit("a long pause", "pid", 3000.0), pool.submit("a pause", "pid")
     (place,) = pool.places
-    wait_for(lambda: pool._workers[0].busy)
+    wait_for(lambda: pool.num_busy == 1)
     monkeypatch.setattr(worker_pool, "CLOSE_TIMEOUT", 600.0)
     begin = time.monotonic()
     pool.close()

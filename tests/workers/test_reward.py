@@ -125,6 +125,7 @@ def test_secrets_of_options_reach_no_log(ray_cluster, start, images, prompts):
 
 
 def session_folder(ray):
+    # Ray has no public name for it.
     return ray._private.worker._global_node.get_session_dir_path()
 
 
@@ -141,7 +142,7 @@ def test_shards_are_scored_when_they_are_there(ray_cluster, remote, local, image
     reward = remote.follow([shard for shard, _ in shards], [prompts[part] for part in parts])
     for shard, answer in reversed(shards):
         shard.set_result(answer)
-    wait_for(lambda: all(score.done() for score in reward._scores))
+    wait_for(lambda: all(score.done() for score in reward.scores))
     expected, _ = score_batch(local, images[:24], prompts[:24])
     found, _ = score_batch(reward, images[:24], prompts[:24])
     assert_same(found, expected)
@@ -164,7 +165,7 @@ def test_nobody_scores_a_shard_that_was_not_sampled(remote, prompts):
     shard: Future[Answer] = Future()
     reward = remote.follow([shard], [prompts[:4]])
     shard.set_exception(BackendError("the rollout failed"))
-    assert reward._scores[0].cancelled()
+    assert reward.scores[0].cancelled()
 
 
 def test_a_killed_reward_worker_is_replaced_and_its_share_scored_elsewhere(

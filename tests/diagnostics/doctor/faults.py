@@ -24,8 +24,8 @@ def separate(run):
         family, run.config.rollout, run.config.sampling, seed=run.config.trainer.seed,
         merge=run.actor.weights.merged, base=base,
     )  # fmt: skip
-    if engine._copy is None:
-        engine._copy = base
+    if engine.shared:
+        engine._copy = base  # no configuration keeps a copy that is neither rounded nor older
     return engine
 
 
@@ -122,8 +122,8 @@ def merging(change):
     """A fault in the weights: `change(tensors, merge)` gives the state that is loaded."""
 
     def plant(engine):
-        merge = engine._merge
-        engine._merge = lambda tensors: iter(change(tensors, lambda given: dict(merge(given))).items())
+        merge = engine.merge
+        engine.merge = lambda tensors: iter(change(tensors, lambda given: dict(merge(given))).items())
 
     return plant
 
@@ -363,4 +363,5 @@ def jitter(scale):
 def rounded_by_the_model(engine):
     """Nothing but the timesteps is rounded, so that the small model shows it."""
     feeding(rounded)(engine)
+    # A fault of an engine that has half of what float32 takes.
     engine.dtype, engine._copy = torch.float32, engine._copy.float()

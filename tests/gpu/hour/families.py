@@ -58,15 +58,11 @@ class RandomWeights:
     def place(self, module: nn.Module, dtype: torch.dtype) -> None:
         draw = torch.Generator(self.device).manual_seed(0)
         for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    values = self._draw(name, parameter, draw).to(dtype)
-                    part._parameters[name] = nn.Parameter(values, requires_grad=False)
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = buffer.to(
-                        self.device, dtype if buffer.is_floating_point() else None
-                    )
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                values = self._draw(name, parameter, draw).to(dtype)
+                setattr(part, name, nn.Parameter(values, requires_grad=False))
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, buffer.to(self.device, dtype if buffer.is_floating_point() else None))
 
     def _draw(self, name: str, parameter: Tensor, draw: torch.Generator) -> Tensor:
         values = torch.empty(parameter.shape, device=self.device)

@@ -26,20 +26,19 @@ class Messages(queue.Queue):
             raise TimeoutError from None
 
 
-def running(executor_class, worker):
+def running(executor_class, worker, messages, stopped):
     """An executor whose threads share what the real ones share; `worker(request)` stands for the worker process.
 
     Only vllm-omni's private attributes show its race between threads: its constructor would start the processes.
     """
     executor = object.__new__(executor_class)
     executor.od_config = SimpleNamespace(step_execution=False, parallel_config=None)
-    executor._closed = executor._is_failed = False
-    executor._rpc_id_counter, executor._rpc_id_lock = 0, threading.Lock()
-    executor._rpc_futures, executor._output_futures, executor._completed_outputs = {}, {}, {}
-    executor._batch_split_map, executor._dropped_output_ids = {}, OrderedDict()
-    executor._futures_lock, executor._pump_stop = threading.RLock(), threading.Event()
-    executor._result_mq, executor._sync_result_buffer = Messages(), queue.Queue()
-    executor._broadcast_mq = SimpleNamespace(enqueue=worker)
+    vars(executor).update(
+        _closed=False, _is_failed=False, _rpc_id_counter=0, _rpc_id_lock=threading.Lock(),
+        _rpc_futures={}, _output_futures={}, _completed_outputs={}, _batch_split_map={},
+        _dropped_output_ids=OrderedDict(), _futures_lock=threading.RLock(), _pump_stop=stopped,
+        _result_mq=messages, _sync_result_buffer=queue.Queue(), _broadcast_mq=SimpleNamespace(enqueue=worker),
+    )  # fmt: skip
     return executor
 
 
@@ -50,6 +49,7 @@ def futures_of_a_batch(executor_class, monkeypatch, order, *, broken=False):
     from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
     from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 
+    messages, stopped = Messages(), threading.Event()
     outputs = [
         RunnerOutput(
             request_id=name, step_index=None, finished=True,
@@ -74,7 +74,7 @@ def futures_of_a_batch(executor_class, monkeypatch, order, *, broken=False):
         def collective_rpc(self, method, **options):
             answer = super().collective_rpc(method, **options)
             if order != "after the entry":
-                self._result_mq.put(pickle.dumps(ready))
+                messages.put(pickle.dumps(ready))
                 assert unpacking.wait(SECONDS)
             if order == "before the entry":
                 may_unpack.set()
@@ -90,18 +90,18 @@ def futures_of_a_batch(executor_class, monkeypatch, order, *, broken=False):
         done = AsyncDiffusionOutput(
             kind=AsyncOutputKind.COMPUTE_DONE, rpc_id=request["rpc_id"], async_output_id="batch"
         )
-        executor._result_mq.put(pickle.dumps(done))
+        messages.put(pickle.dumps(done))
 
     monkeypatch.setattr(multiproc_executor, "unpack_diffusion_output_shm", unpack_on_demand)
-    executor = running(Ordered, worker)
-    pump = threading.Thread(target=executor._result_pump, args=(executor._result_mq,), daemon=True)
+    executor = running(Ordered, worker, messages, stopped)
+    pump = threading.Thread(target=executor._result_pump, args=(messages,), daemon=True)
     pump.start()
     requests = [SimpleNamespace(request_id=name) for name in ("a", "b")]
     found = executor.execute_batch(SimpleNamespace(scheduled_new_reqs=requests))
     may_unpack.set()
     if order == "after the entry":
-        executor._result_mq.put(pickle.dumps(ready))
-    executor._pump_stop.set()
+        messages.put(pickle.dumps(ready))
+    stopped.set()
     pump.join(SECONDS)
     assert not pump.is_alive()
     return [executor.wait_output_ready(runner.async_output_id) for runner in found.runner_outputs]

@@ -86,13 +86,13 @@ class Drawn:
             engine=run.engine,
             trials=replace(
                 trials,
-                base=self._trial(trials.base, samples, change, draw),
-                moved=self._trial(trials.moved, samples, change, draw),
+                base=self.trial(trials.base, samples, change, draw),
+                moved=self.trial(trials.moved, samples, change, draw),
             ),
         )
 
     @staticmethod
-    def _trial(trial, samples, change, draw):
+    def trial(trial, samples, change, draw):
         rollout = trial.rollout
         repeats = samples // rollout.num_samples
         latents = rollout.latents.repeat_interleave(repeats, 0)

@@ -8,7 +8,10 @@ class CpuDiffusionWorker(diffusion_worker.DiffusionWorker):
 
 
 def _async_output_loop(self):
-    """The original waits on an event of `torch.accelerator`, which a CPU has not."""
+    """The original waits on an event of `torch.accelerator`, which a CPU has not.
+
+    vllm-omni has no public place for another loop, so this one uses the worker's own queue and counters.
+    """
     while (item := self._async_output_queue.get()) is not None:
         output, output_id, _ = item
         error = None
