@@ -201,6 +201,13 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
         yield "sampling.cps_unscaled", f"it belongs to sde_type=cps, and sde_type={sampling.sde_type}"
     if sampling.guidance_scale <= 1 and sampling.true_cfg_scale <= 1:
         yield "sampling.negative_prompt", "guidance is off"
+    low, high = sampling.sde_window_range
+    if sampling.sde_window_size in (1, high - low):
+        yield (
+            "sampling.sde_window_layout",
+            f"windows of sampling.sde_window_size={sampling.sde_window_size} within "
+            f"sampling.sde_window_range=[{low}, {high}] are the same in both layouts",
+        )
     if data.path == "tiny_words":
         for key in ("heldout_path", "heldout_fraction", "target_field", "tag_field"):
             yield (

@@ -80,7 +80,9 @@ class SamplingConfig:
         noise_level: `eta`; for `cps` in (0, 1].
         num_inference_steps: denoising steps in all.
         sde_window_size: SDE steps a trajectory; the others are Euler steps without a log-prob.
-        sde_window_range: half-open range of steps that the window lies in; its start is drawn uniformly.
+        sde_window_range: half-open range of steps that the window lies in.
+        sde_window_layout: `consecutive` draws the first step of the window, and the others follow it; `scattered`
+            draws any `sde_window_size` steps of the range, with Euler steps between them.
         window_per: `group` draws one window for all images of a prompt, `sample` one for each image.
         guidance_scale: classifier-free guidance (SD3, FLUX.2 klein; Z-Image, one more than its pipeline counts) or
             distilled guidance (FLUX.1); 1 is off.
@@ -96,6 +98,7 @@ class SamplingConfig:
     num_inference_steps: int = 10
     sde_window_size: int = 2
     sde_window_range: tuple[int, int] = (0, 4)
+    sde_window_layout: Literal["consecutive", "scattered"] = "consecutive"
     window_per: Literal["group", "sample"] = "group"
     guidance_scale: float = 1.0
     true_cfg_scale: float = 1.0

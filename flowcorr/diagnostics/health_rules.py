@@ -194,6 +194,15 @@ RULES: tuple[Rule, ...] = (
         "noise, prompt embeddings, guidance and schedule of these steps in both stacks",
     ),
     Rule(
+        name="replay_between",
+        metric="rollout_corr/replay/between",
+        what="error of the steps between those of the SDE window, in errors of the window itself,",
+        high=_OUTSIDE_WINDOW,
+        advice="the latents before a step are not those that the steps before it led to, and no log-prob sees it: "
+        "return the latents before and after each SDE step, and compare the embeddings, guidance and schedule of "
+        "the steps between them in both stacks",
+    ),
+    Rule(
         name="replay_after",
         metric="rollout_corr/replay/after",
         what="error of the steps after the SDE window, in errors of the window itself,",

@@ -179,7 +179,7 @@ class InProcessEngine:
             for name, rows in conditioning.items()
         }
         key = {"seed": self.seed, "training_step": training_step}
-        starts = sde.draw_windows(
+        windows = sde.draw_windows(
             groups,
             members,
             **key,
@@ -187,6 +187,7 @@ class InProcessEngine:
             window_range=self.sampling.sde_window_range,
             num_inference_steps=self.sampling.num_inference_steps,
             per=self.sampling.window_per,
+            layout=self.sampling.sde_window_layout,
         )
         initial = sde.initial_noise(
             self.latent_shape, groups, members, **key, same_in_group=self.config.same_initial_noise
@@ -205,7 +206,7 @@ class InProcessEngine:
             initial.to(device),
             self.schedule,
             self.sampling,
-            starts.to(device),
+            windows.to(device),
             noise,
             twins=groups if self.config.same_initial_noise else None,
             with_means=with_means,

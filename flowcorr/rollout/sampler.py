@@ -57,40 +57,39 @@ def sample_sde_window(
     initial: Tensor,
     schedule: Schedule,
     sampling: SamplingConfig,
-    starts: Tensor,
+    windows: Tensor,
     noise: Callable[[int, Sequence[int]], Tensor],
     *,
     twins: Sequence[int] | None = None,
     with_means: bool = False,
 ) -> Trajectories:
-    """Trajectories whose window of `sampling.sde_window_size` steps is stochastic.
+    """Trajectories whose SDE steps are those of their windows; all others are Euler steps.
 
-    Twins share a trajectory until one of them enters its window, and it is computed once. A window's own steps are
-    always computed for each sample: the actor will score them so.
+    Twins share a trajectory until one of them enters its window, and it is computed once. From the first step of its
+    window on, each sample is computed by itself: the actor will score it so.
 
     Args:
         velocity: the model, with conditioning and guidance bound.
         initial: `[B, *L]` float32, noise at the first sigma.
         schedule: the sigma table.
-        sampling: transition, noise level and window size.
-        starts: `[B]` int64, first window step of each sample.
+        sampling: transition and noise level.
+        windows: `[B, T]` int64, each sample's SDE steps, ascending.
         noise: `(step index, rows)` -> standard normal noise `[b, *L]` of those `b` samples of the batch.
         twins: a number for each sample, equal for those of the same initial noise and conditioning; None if none are.
         with_means: also keep the step means.
     """
-    size = sampling.sde_window_size
-    indices = sde.step_indices(starts, size)
     table = initial.new_tensor(schedule.sigmas)
     fed = initial.new_tensor(schedule.timesteps)
-    before = initial.new_empty(len(initial), size, *initial.shape[1:])
+    before = initial.new_empty(*windows.shape, *initial.shape[1:])
     after = torch.empty_like(before)
     means = torch.empty_like(before) if with_means else None
-    log_probs, stds = initial.new_empty(len(initial), size), initial.new_empty(len(initial), size)
-    host_starts = starts.tolist()
+    log_probs, stds = initial.new_empty(windows.shape), initial.new_empty(windows.shape)
+    steps = windows.tolist()
+    starts = [window[0] for window in steps]
     twins = range(len(initial)) if twins is None else twins
     latents = initial
     for index in range(len(schedule.timesteps)):
-        first, places = _distinct(twins, host_starts, index)
+        first, places = _distinct(twins, starts, index)
         if len(first) < len(latents):
             chosen = torch.tensor(first, device=latents.device)
             drift = velocity(latents[chosen], fed[index].expand(len(first)), chosen)[places]
@@ -98,7 +97,7 @@ def sample_sde_window(
             drift = velocity(latents, fed[index].expand(len(latents)), slice(None))
         sigma, sigma_next = table[index].expand(len(latents)), table[index + 1].expand(len(latents))
         following = latents - over_elements(sigma - sigma_next, latents) * drift
-        members = [row for row, start in enumerate(host_starts) if start <= index < start + size]
+        members = [row for row, window in enumerate(steps) if index in window]
         if members:
             rows = torch.tensor(members, device=latents.device)
             step = sde.transition(
@@ -110,7 +109,7 @@ def sample_sde_window(
                 sampling.noise_level,
             )
             arrived = sde.sample(step, noise(index, members))
-            columns = index - starts[rows]
+            columns = torch.tensor([steps[row].index(index) for row in members], device=latents.device)
             before[rows, columns] = latents[rows]
             after[rows, columns] = arrived
             log_probs[rows, columns] = sde.log_prob(arrived, step, cps_unscaled=sampling.cps_unscaled)
@@ -122,10 +121,10 @@ def sample_sde_window(
     return Trajectories(
         latents=before,
         next_latents=after,
-        step_indices=indices,
-        timesteps=fed[indices],
-        sigmas=table[indices],
-        sigmas_next=table[indices + 1],
+        step_indices=windows,
+        timesteps=fed[windows],
+        sigmas=table[windows],
+        sigmas_next=table[windows + 1],
         log_probs=log_probs,
         means=means,
         stds=stds,

@@ -10,7 +10,7 @@ from flowcorr.sde.transition import (
     sample,
     transition,
 )
-from flowcorr.sde.window import check_schedule, check_window, draw_windows, step_indices
+from flowcorr.sde.window import check_schedule, check_window, draw_windows
 
 __all__ = [
     "TRANSITIONS",
@@ -28,7 +28,6 @@ __all__ = [
     "sample",
     "sample_noise",
     "stable_seed",
-    "step_indices",
     "step_kl",
     "step_noise",
     "transition",

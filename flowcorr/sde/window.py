@@ -1,4 +1,4 @@
-"""SDE windows: the few consecutive steps of a trajectory that are stochastic and trained on."""
+"""SDE windows: the few steps of a trajectory that are stochastic and trained on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flowcorr.sde.noise import stable_seed
 from flowcorr.sde.transition import TRANSITIONS, SdeType, check_noise_level
 
 WINDOW_PER = ("group", "sample")
+LAYOUTS = ("consecutive", "scattered")
 
 
 def check_window(size: int, window_range: tuple[int, int], num_inference_steps: int) -> None:
@@ -73,11 +74,13 @@ def draw_windows(
     window_range: tuple[int, int],
     num_inference_steps: int,
     per: Literal["group", "sample"] = "group",
+    layout: Literal["consecutive", "scattered"] = "consecutive",
 ) -> Tensor:
-    """First step of each sample's SDE window, uniform over the places where the window fits.
+    """The steps of each sample's SDE window, uniform over all windows of its layout within the range.
 
     Each draw depends on the seed, the training step and the sample (or its group) alone, so that batches may
-    be cut in any way. Source: windows as in MixGRPO, arXiv:2507.21802, and Flow-GRPO-Fast.
+    be cut in any way. Source: consecutive windows as in MixGRPO, arXiv:2507.21802, and Flow-GRPO-Fast; scattered
+    ones as in DanceGRPO, arXiv:2505.07818, which trains on a random subset of the steps.
 
     Args:
         groups: prompt group of each of the `B` samples.
@@ -88,9 +91,10 @@ def draw_windows(
         window_range: half-open range of steps that windows lie in.
         num_inference_steps: steps in the schedule.
         per: whether the samples of a group share a window.
+        layout: whether a window's steps follow each other, or are any of the range.
 
     Returns:
-        `[B]` int64, on the CPU.
+        `[B, T]` int64, the steps' places in the schedule, ascending; on the CPU.
 
     Raises:
         ConfigError: the window does not fit into the range, or the range into the schedule.
@@ -98,22 +102,28 @@ def draw_windows(
     check_window(size, window_range, num_inference_steps)
     if per not in WINDOW_PER:
         raise ConfigError(unknown_choice("sampling.window_per", per, WINDOW_PER))
+    if layout not in LAYOUTS:
+        raise ConfigError(unknown_choice("sampling.sde_window_layout", layout, LAYOUTS))
     if len(groups) != len(members):
         raise BatchError(
             f"{len(groups)} groups and {len(members)} members were given; each sample needs one group and one member"
         )
-    first, end = window_range
-    num_places = end - first - size + 1
-    starts = [
-        first + stable_seed(int(seed), int(training_step), int(group), owner, "window") % num_places
+    draw = _consecutive if layout == "consecutive" else _scattered
+    windows = [
+        draw((int(seed), int(training_step), int(group), owner, "window"), size, range(*window_range))
         for group, owner in zip(groups, _owners(members, per), strict=True)
     ]
-    return torch.tensor(starts, dtype=torch.int64)
+    return torch.tensor(windows, dtype=torch.int64).reshape(-1, size)
 
 
-def step_indices(starts: Tensor, size: int) -> Tensor:
-    """The schedule's indices `[B, T]` of the steps in windows of `size` steps from `starts` `[B]`."""
-    return starts[:, None] + torch.arange(size, device=starts.device)
+def _consecutive(key: tuple[int | str, ...], size: int, steps: range) -> list[int]:
+    start = stable_seed(*key) % (len(steps) - size + 1)
+    return list(steps[start : start + size])
+
+
+def _scattered(key: tuple[int | str, ...], size: int, steps: range) -> list[int]:
+    """Every step gets a random number; the window is the steps with the smallest ones."""
+    return sorted(sorted(steps, key=lambda step: stable_seed(*key, step))[:size])
 
 
 def _owners(members: Sequence[int], per: str) -> list[int | str]:

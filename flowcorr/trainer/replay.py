@@ -2,25 +2,29 @@
 
 The ratio covers the steps of the SDE window, given the latents before each. It does not cover the steps outside the
 window, the decoder and the reward. Every `rollout.replay_every` training steps, the training stack repeats one image of
-each prompt in four legs:
+each prompt in five legs:
 
 | leg | from | to |
 |---|---|---|
-| `before` | initial noise | latents at the window's start |
-| `after` | latents at the window's end | final latents |
+| `before` | initial noise | latents before the window's first step |
+| `between` | latents after a step of the window | latents before its next one |
+| `after` | latents after the window's last step | final latents |
 | `decode` | final latents | image |
 | `reward` | image | score |
 
 Each leg starts from the rollout's own values, so it does not inherit the differences of the leg before it. The stack
 uses its own embeddings of the prompts, its own schedule, and the weights that sampled.
 
-Rounding moves every step a little, in the window and outside. So the unit of `before` and `after` is the gap inside the
-window, which the ratio sees: about 1 whatever the precision, the guidance and the model.
+A window of one step has no leg between its steps, and that of a consecutive window has no steps: its ends are equal.
+
+Rounding moves every step a little, in the window and outside. So the unit of `before`, `between` and `after` is the gap
+inside the window, which the ratio sees: about 1 whatever the precision, the guidance and the model.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +40,7 @@ from flowcorr.models import DTYPES, Schedule
 from flowcorr.records import Prompt, Rollout
 from flowcorr.rewards import RewardOutput, score_batch
 from flowcorr.rollout import decode, sample_ode
+from flowcorr.rollout.sampler import Velocity
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import behaviour_weights
 from flowcorr.trainer.run import TrainingRun
@@ -49,12 +54,14 @@ class ImageGaps:
 
     Attributes:
         window: relative error of the velocity in the SDE window.
-        before, after: relative error of the mean velocity on the way to the window, and on the way from it.
+        before, between, after: relative error of the mean velocity on the way to the window, between its steps, and on
+            the way from it; `between` is 0 for a window of one step.
         decode: mean absolute difference of the pixels, in grey levels of 255.
     """
 
     window: float
     before: float
+    between: float
     after: float
     decode: float
 
@@ -65,9 +72,18 @@ def replays(config: Config, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Leg:
+    """Euler steps of the rollout: latents `[1, *L]` at both ends, and the schedule between them."""
+
+    begin: Tensor
+    end: Tensor
+    schedule: Schedule
+
+
 @torch.no_grad()
 def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, step: int) -> Metrics:
-    """`rollout_corr/replay/*` of one image of each prompt: means of both ways, and the worst image and score.
+    """`rollout_corr/replay/*` of one image of each prompt: means of the ways, and the worst image and score.
 
     Args:
         run: the training run.
@@ -104,15 +120,16 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
             for place in (chosen.policy_versions == version).nonzero().flatten().tolist():
                 gaps.append(_replay(run, chosen.select(slice(place, place + 1)), members[place], step))
     units = sum(max(gap.window, ROUNDING) for gap in gaps)
-    return Metrics.from_stats(
-        {
-            "rollout_corr/replay/window": mean(sum(gap.window for gap in gaps), len(gaps)),
-            "rollout_corr/replay/before": mean(sum(gap.before for gap in gaps), units),
-            "rollout_corr/replay/after": mean(sum(gap.after for gap in gaps), units),
-            "rollout_corr/replay/decode": maximum(max(gap.decode for gap in gaps)),
-            "rollout_corr/replay/reward": maximum(_reward_gap(run, images, prompts, scored.scores, places)),
-        }
-    )
+    stats = {
+        "rollout_corr/replay/window": mean(sum(gap.window for gap in gaps), len(gaps)),
+        "rollout_corr/replay/before": mean(sum(gap.before for gap in gaps), units),
+        "rollout_corr/replay/after": mean(sum(gap.after for gap in gaps), units),
+        "rollout_corr/replay/decode": maximum(max(gap.decode for gap in gaps)),
+        "rollout_corr/replay/reward": maximum(_reward_gap(run, images, prompts, scored.scores, places)),
+    }
+    if rollout.num_steps > 1:
+        stats["rollout_corr/replay/between"] = mean(sum(gap.between for gap in gaps), units)
+    return Metrics.from_stats(stats)
 
 
 def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageGaps:
@@ -129,13 +146,21 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
         [sde.step_noise(shape, owner, [member], **seeds, step_index=index) for index in indices], dim=1
     ).to(actor.device)
     schedule, velocity = _schedule(actor, config), actor.velocity(sample.conditioning)
-    first, last = schedule.between(0, indices[0]), schedule.between(indices[-1] + 1, len(schedule.timesteps))
-    start, end, final = sample.latents[:, 0], sample.next_latents[:, -1], sample.final_latents
+    final, num_steps = sample.final_latents, len(schedule.timesteps)
+    # Each leg begins where one stochastic step arrived, and ends where the next one begins.
+    begins = (initial, *sample.next_latents.unbind(1))
+    ends = (*sample.latents.unbind(1), final)
+    parts = zip([0, *(index + 1 for index in indices)], [*indices, num_steps], strict=True)
+    before, *between, after = (
+        _Leg(begin=begin, end=end, schedule=schedule.between(*part))
+        for begin, end, part in zip(begins, ends, parts, strict=True)
+    )
     image = decode(actor.family, final)
     return ImageGaps(
         window=_window_gap(actor, sample, noise),
-        before=_path_gap(sample_ode(velocity, initial, first), start, initial, first),
-        after=_path_gap(sample_ode(velocity, end, last), final, end, last),
+        before=_path_gap(velocity, [before]),
+        between=_path_gap(velocity, between) if between else 0.0,
+        after=_path_gap(velocity, [after]),
         decode=float((image.float() - sample.images.float()).abs().mean()),
     )
 
@@ -149,13 +174,14 @@ def _schedule(actor: DiffusionActor, config: Config) -> Schedule:
     return family.in_dtype(exact, DTYPES[config.rollout.dtype])
 
 
-def _path_gap(replayed: Tensor, sampled: Tensor, begin: Tensor, schedule: Schedule) -> float:
+def _path_gap(velocity: Velocity, legs: Sequence[_Leg]) -> float:
     """Distance of both ends as a share of the way that the rollout took: the relative error of its mean velocity.
 
-    Where the leg has no steps, as a share of the latents themselves.
+    Where no leg has steps, as a share of the latents themselves.
     """
-    way = sampled - begin if schedule.timesteps else begin
-    return float((replayed - sampled).norm() / way.norm())
+    gaps = [sample_ode(velocity, leg.begin, leg.schedule) - leg.end for leg in legs]
+    ways = [leg.end - leg.begin for leg in legs if leg.schedule.timesteps] or [leg.begin for leg in legs]
+    return float(torch.cat(gaps).norm() / torch.cat(ways).norm())
 
 
 def _window_gap(actor: DiffusionActor, sample: Rollout, noise: Tensor) -> float:

@@ -30,6 +30,7 @@ CASES = {
     "noise_shared": ("rollout/noise_shared_by", [0.9, 1.1], [2.0, 8.0]),
     "replay_window": ("rollout_corr/replay/window", [0.0, 0.5], [0.6]),
     "replay_before": ("rollout_corr/replay/before", [0.0, 4.0], [4.1]),
+    "replay_between": ("rollout_corr/replay/between", [0.0, 4.0], [4.1]),
     "replay_after": ("rollout_corr/replay/after", [1.0, 4.0], [60.0]),
     "replay_decode": ("rollout_corr/replay/decode", [0.0, 3.0], [3.1]),
     "replay_reward": ("rollout_corr/replay/reward", [0.0, 0.1], [0.2]),

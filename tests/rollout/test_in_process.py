@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
@@ -52,6 +54,36 @@ def test_windows_a_group_and_a_sample(make_run):
     starts = rollout.step_indices[:, 0].unflatten(0, (2, 8))
     assert (starts != starts[:, :1]).any(1).all()
     assert (rollout.step_indices[:, 1] == rollout.step_indices[:, 0] + 1).all()
+
+
+@settings(max_examples=20)
+@given(
+    sampling=st.fixed_dictionaries(
+        {
+            "sde_type": st.sampled_from(["sde", "cps", "dance_sde"]),
+            "sde_window_size": st.integers(1, 4),
+            "sde_window_layout": st.sampled_from(["consecutive", "scattered"]),
+            "window_per": st.sampled_from(["group", "sample"]),
+        }
+    ),
+    same=st.booleans(),
+    fold=st.booleans(),
+)
+def test_the_actor_recomputes_the_log_probs_of_any_window(make_run, sampling, same, fold):
+    run = make_run(
+        sampling={"num_inference_steps": 6, "sde_window_range": (0, 5), **sampling},
+        rollout={"n": 2, "same_initial_noise": same},
+        actor={"fold_steps": fold},
+    )
+    run.stir()
+    rollout = run.sample()
+    scores = run.actor.log_probs(rollout, with_means=True)
+    torch.testing.assert_close(scores.log_probs, rollout.log_probs, **LOG_PROBS)
+    torch.testing.assert_close(scores.means, rollout.means, **LATENTS)
+    following = rollout.step_indices.diff(dim=1) == 1
+    torch.testing.assert_close(
+        rollout.next_latents[:, :-1][following], rollout.latents[:, 1:][following], rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -101,14 +101,15 @@ def test_ode_is_the_pipeline_itself(family, initial, scale):
     torch.testing.assert_close(got, expected, **LATENTS)
 
 
+@pytest.mark.parametrize("windows", [[[0, 1], [2, 3]], [[0, 3], [2, 5]]], ids=["consecutive", "scattered"])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_sde_window_is_a_loop_over_scheduler_and_transformer(family, initial, scale):
-    eta, size, starts = 0.6, 2, torch.tensor([0, 2])
+def test_sde_window_is_a_loop_over_scheduler_and_transformer(family, initial, scale, windows):
+    eta = 0.6
     guidance = Guidance(guidance_scale=scale, negative_prompt="bad")
-    sampling = SamplingConfig(noise_level=eta, num_inference_steps=STEPS, sde_window_size=size)
+    sampling = SamplingConfig(noise_level=eta, num_inference_steps=STEPS)
     got = sample_sde_window(
-        bound_velocity(family, guidance), initial, family.schedule(STEPS, (4, 8, 16)), sampling, starts,
-        step_noise, with_means=True,
+        bound_velocity(family, guidance), initial, family.schedule(STEPS, (4, 8, 16)), sampling,
+        torch.tensor(windows), step_noise, with_means=True,
     )  # fmt: skip
 
     scheduler = family.pipeline.scheduler
@@ -120,10 +121,10 @@ def test_sde_window_is_a_loop_over_scheduler_and_transformer(family, initial, sc
         dt = sigma_next - sigma
         c = eta * torch.sqrt(sigma / (1 - (sigma_next if sigma == 1 else sigma)))
         following = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
-        for row, start in enumerate(starts.tolist()):
-            column = index - start
-            if not 0 <= column < size:
+        for row, window in enumerate(windows):
+            if index not in window:
                 continue
+            column = window.index(index)
             x, v = latents[row], velocity[row]
             mean = x * (1 + c**2 / (2 * sigma) * dt) + v * (1 + c**2 * (1 - sigma) / (2 * sigma)) * dt
             std = c * torch.sqrt(-dt)
@@ -147,7 +148,7 @@ def test_log_probs_are_those_of_the_normal_distribution(family, initial, sde_typ
     sampling = SamplingConfig(sde_type=sde_type, noise_level=eta, num_inference_steps=STEPS)
     got = sample_sde_window(
         bound_velocity(family, Guidance()), initial, family.schedule(STEPS, (4, 8, 16)), sampling,
-        torch.tensor([1, 0]), step_noise, with_means=True,
+        torch.tensor([[1, 2], [0, 4]]), step_noise, with_means=True,
     )  # fmt: skip
     std = got.stds[..., None, None, None]
     expected = Normal(got.means.double(), std.double()).log_prob(got.next_latents.double())
@@ -158,7 +159,7 @@ def test_means_are_left_out_unless_asked_for(family, initial):
     sampling = SamplingConfig(num_inference_steps=STEPS)
     got = sample_sde_window(
         bound_velocity(family, Guidance()), initial, family.schedule(STEPS, (4, 8, 16)), sampling,
-        torch.tensor([0, 0]), step_noise,
+        torch.tensor([[0, 1], [0, 1]]), step_noise,
     )  # fmt: skip
     assert got.means is None
     assert got.stds.shape == got.log_probs.shape == (2, 2)
@@ -168,14 +169,15 @@ def test_little_noise_leads_where_the_ode_leads(family, initial):
     schedule = family.schedule(STEPS, (4, 8, 16))
     velocity = bound_velocity(family, Guidance())
     sampling = SamplingConfig(noise_level=1e-6, num_inference_steps=STEPS)
-    got = sample_sde_window(velocity, initial, schedule, sampling, torch.tensor([1, 2]), step_noise)
+    got = sample_sde_window(velocity, initial, schedule, sampling, torch.tensor([[1, 2], [2, 4]]), step_noise)
     torch.testing.assert_close(got.final, sample_ode(velocity, initial, schedule), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("second", [1, 2])
 @pytest.mark.parametrize("starts", [[2, 2, 0, 2, 3, 1], [0] * 6])
-def test_twins_share_what_is_the_same(family, starts):
-    """Rows 0, 1, 3 and 2, 4 are twins; each waits for its own window."""
-    twins, starts = [7, 7, 5, 7, 5, 9], torch.tensor(starts)
+def test_twins_share_what_is_the_same(family, starts, second):
+    """Rows 0, 1, 3 and 2, 4 are twins; each waits for its own window, whose `second` step comes so much later."""
+    twins, windows = [7, 7, 5, 7, 5, 9], torch.tensor([[start, start + second] for start in starts])
     guidance = Guidance(guidance_scale=3.0)
     conditioning = family.encode(["cat", "cat", "dog", "cat", "dog", "sun"], guidance)
     noises = torch.randn(10, 4, 8, 16, generator=torch.Generator().manual_seed(3))
@@ -187,13 +189,13 @@ def test_twins_share_what_is_the_same(family, starts):
         return family.velocity(family.transformer, latents, timesteps, chosen, guidance)
 
     sampling = SamplingConfig(num_inference_steps=STEPS)
-    arguments = (velocity, noises[twins], family.schedule(STEPS, (4, 8, 16)), sampling, starts, step_noise)
+    arguments = (velocity, noises[twins], family.schedule(STEPS, (4, 8, 16)), sampling, windows, step_noise)
     together = sample_sde_window(*arguments, twins=twins, with_means=True)
     shared, called = called, []
     alone = sample_sde_window(*arguments, with_means=True)
     assert called == [6] * STEPS
     # Distinct at step i: every row whose window has begun, and one of each set of twins that still wait.
-    assert shared == ([4, 4, 6, 6, 6, 6] if starts.any() else [6] * STEPS)
+    assert shared == ([4, 4, 6, 6, 6, 6] if any(starts) else [6] * STEPS)
     for name in ("latents", "next_latents", "means", "final"):
         torch.testing.assert_close(getattr(together, name), getattr(alone, name), **LATENTS, msg=name)
     torch.testing.assert_close(together.log_probs, alone.log_probs, **LOG_PROBS)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr.errors import BatchError, ConfigError
-from flowcorr.sde import check_schedule, check_window, draw_windows, step_indices
+from flowcorr.sde import check_schedule, check_window, draw_windows
 
 SCHEDULE = [1.0, 0.9, 0.7, 0.4, 0.0]
 
@@ -24,42 +24,54 @@ def draw(groups, members, **changes):
 GROUPS, MEMBERS = [i // 4 for i in range(400)], [i % 4 for i in range(400)]
 
 
+@pytest.mark.parametrize("layout", ["consecutive", "scattered"])
 @settings(max_examples=50)
 @given(start=st.integers(0, 5), length=st.integers(1, 6), size=st.integers(1, 6), seed=st.integers(0, 9))
-def test_windows_lie_within_their_range(start, length, size, seed):
-    options = {"size": size, "window_range": (start, start + length), "num_inference_steps": 11, "seed": seed}
+def test_windows_lie_within_their_range(layout, start, length, size, seed):
+    options = {
+        "size": size,
+        "window_range": (start, start + length),
+        "num_inference_steps": 11,
+        "seed": seed,
+        "layout": layout,
+    }
     if size > length:
         with pytest.raises(ConfigError, match=r"sampling\.sde_window_size"):
             draw(GROUPS[:20], MEMBERS[:20], **options)
         return
-    steps = step_indices(draw(GROUPS[:20], MEMBERS[:20], **options), size)
+    steps = draw(GROUPS[:20], MEMBERS[:20], **options)
     assert steps.shape == (20, size)
     assert steps.min() >= start
     assert steps.max() < start + length
+    gaps = steps.diff(dim=1)
+    assert ((gaps == 1) if layout == "consecutive" else (gaps > 0)).all()
 
 
-def test_every_place_is_drawn_about_equally_often():
-    counts = torch.bincount(draw(GROUPS, MEMBERS))
-    assert counts[0] == 0
-    assert counts.numel() == 6
-    assert counts[1:].min() > 50  # of 80 expected, 8 their standard deviation
+@pytest.mark.parametrize(("layout", "number"), [("consecutive", 5), ("scattered", 15)])
+def test_every_window_is_drawn_about_equally_often(layout, number):
+    windows, counts = draw(GROUPS, MEMBERS, layout=layout).unique(dim=0, return_counts=True)
+    assert len(windows) == number
+    expected = 400 / number  # of which the standard deviation is the square root at most
+    assert (counts - expected).abs().max() < 4 * expected**0.5
 
 
+@pytest.mark.parametrize("layout", ["consecutive", "scattered"])
 @pytest.mark.parametrize("per", ["group", "sample"])
-def test_windows_do_not_depend_on_batching(per):
-    whole = draw(GROUPS, MEMBERS, per=per)
+def test_windows_do_not_depend_on_batching(per, layout):
+    whole = draw(GROUPS, MEMBERS, per=per, layout=layout)
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = draw([GROUPS[i] for i in order], [MEMBERS[i] for i in order], per=per)
+    shuffled = draw([GROUPS[i] for i in order], [MEMBERS[i] for i in order], per=per, layout=layout)
     assert torch.equal(whole[order], shuffled)
-    assert torch.equal(whole[100:200], draw(GROUPS[100:200], MEMBERS[100:200], per=per))
+    assert torch.equal(whole[100:200], draw(GROUPS[100:200], MEMBERS[100:200], per=per, layout=layout))
 
 
-def test_a_group_shares_its_window_and_samples_do_not():
-    of_groups = draw(GROUPS, MEMBERS, per="group").view(100, 4)
-    assert torch.equal(of_groups, of_groups[:, :1].expand(100, 4))
-    assert len(set(of_groups[:, 0].tolist())) == 5
-    of_samples = draw(GROUPS, MEMBERS, per="sample").view(100, 4)
-    assert not torch.equal(of_samples, of_samples[:, :1].expand(100, 4))
+@pytest.mark.parametrize("layout", ["consecutive", "scattered"])
+def test_a_group_shares_its_window_and_samples_do_not(layout):
+    of_groups = draw(GROUPS, MEMBERS, per="group", layout=layout).unflatten(0, (100, 4))
+    assert torch.equal(of_groups, of_groups[:, :1].expand_as(of_groups))
+    assert len(of_groups[:, 0, 0].unique()) == 5
+    of_samples = draw(GROUPS, MEMBERS, per="sample", layout=layout).unflatten(0, (100, 4))
+    assert not torch.equal(of_samples, of_samples[:, :1].expand_as(of_samples))
 
 
 def test_windows_change_with_seed_and_training_step():
@@ -69,8 +81,23 @@ def test_windows_change_with_seed_and_training_step():
     assert not torch.equal(first, draw(GROUPS, MEMBERS, training_step=5))
 
 
-def test_step_indices():
-    assert step_indices(torch.tensor([3, 0]), 3).tolist() == [[3, 4, 5], [0, 1, 2]]
+def test_draws_stay_what_they_are():
+    """Else a run would not continue as it began."""
+    groups, members = GROUPS[:6], MEMBERS[:6]
+    assert draw(groups, members).tolist() == [[3, 4], [4, 5], [4, 5], [4, 5], [1, 2], [5, 6]]
+    assert draw(groups, members, per="group").tolist() == [[4, 5]] * 4 + [[2, 3]] * 2
+    assert draw(groups, members, layout="scattered").tolist() == [
+        [1, 4],
+        [3, 6],
+        [3, 6],
+        [2, 3],
+        [5, 6],
+        [2, 3],
+    ]
+
+
+def test_no_samples_have_no_windows():
+    assert draw([], []).shape == (0, 2)
 
 
 @pytest.mark.parametrize("window_range", [(0, 11), (-1, 4), (5, 5), (6, 2), (10, 12)])
@@ -88,6 +115,8 @@ def test_a_window_that_does_not_fit(size):
 def test_draw_windows_refuses_other_choices():
     with pytest.raises(ConfigError, match=r"sampling\.window_per='groups'.*did you mean group"):
         draw([0], [0], per="groups")
+    with pytest.raises(ConfigError, match=r"sampling\.sde_window_layout='scatter'.*did you mean scattered"):
+        draw([0], [0], layout="scatter")
     with pytest.raises(BatchError, match="2 groups and 1 members"):
         draw([0, 0], [0])
 

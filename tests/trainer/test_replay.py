@@ -21,16 +21,18 @@ from tests.diagnostics.doctor.faults import separate
 
 TEXTS = ["cat", "dog"]
 PROMPTS = [Prompt(text=text) for text in TEXTS]
-LEGS = ("before", "after", "decode", "reward")
+LEGS = ("before", "between", "after", "decode", "reward")
 STEP = 3  # its windows begin at steps 2 and 1
+SCATTERED_STEP = 5  # its scattered windows are the steps 2, 5, 7 and 1, 4, 6
+SCATTERED = {"sde_window_size": 3, "sde_window_range": (0, 8), "sde_window_layout": "scattered"}
 
 
 @pytest.fixture
 def make_training(make_run):
     """A training run on two prompts, whose engine has a pipeline of its own."""
 
-    def make(**rollout):
-        sampling = {"num_inference_steps": 8, "sde_window_range": (1, 4)}
+    def make(sampling=None, **rollout):
+        sampling = {"num_inference_steps": 8, "sde_window_range": (1, 4), **(sampling or {})}
         connected = make_run(sampling=sampling, rollout={"n": 2, "replay_every": 1, **rollout})
         embeds = connected.conditioning
         run = TrainingRun(
@@ -142,9 +144,17 @@ def test_rounding_does_not_hide_it(fault, make_training):
     assert named(replayed(run)) == [f"replay_{leg}"]
 
 
+def test_a_fault_between_the_steps_of_a_window_is_named(make_training):
+    run = make_training(SCATTERED)
+    conditioned(lambda step: step == 3)(run)
+    assert named(replayed(run, SCATTERED_STEP)) == ["replay_between"]
+
+
+@pytest.mark.parametrize(("sampling", "step"), [({}, STEP), (SCATTERED, SCATTERED_STEP)])
 @pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}, {"emulate": "int8"}])
-def test_nothing_is_named_where_only_rounding_differs(rollout, make_training):
-    values = replayed(make_training(**rollout))
+def test_nothing_is_named_where_only_rounding_differs(rollout, sampling, step, make_training):
+    values = replayed(make_training(sampling, **rollout), step)
+    assert (values["rollout_corr/replay/between"] == 0) == (not sampling)
     assert sorted(values) == sorted(f"rollout_corr/replay/{leg}" for leg in (*LEGS, "window"))
     assert named(values) == []
     assert values["rollout_corr/replay/reward"] == 0

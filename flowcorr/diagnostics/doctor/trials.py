@@ -249,7 +249,7 @@ def _later_step(config: Config, num_prompts: int) -> int:
     """
     sampling, count = config.sampling, config.rollout.n
 
-    def starts(training_step: int) -> Tensor:
+    def windows(training_step: int) -> Tensor:
         return sde.draw_windows(
             [group for group in range(num_prompts) for _ in range(count)],
             [member for _ in range(num_prompts) for member in range(count)],
@@ -259,11 +259,12 @@ def _later_step(config: Config, num_prompts: int) -> int:
             window_range=sampling.sde_window_range,
             num_inference_steps=sampling.num_inference_steps,
             per=sampling.window_per,
+            layout=sampling.sde_window_layout,
         )
 
-    first = starts(_TRAINING_STEP)
+    first = windows(_TRAINING_STEP)[:, None]
     later = range(_TRAINING_STEP + 1, _LATEST_STEP)
-    shared = (step for step in later if bool(((starts(step) - first).abs() < sampling.sde_window_size).any()))
+    shared = (step for step in later if bool((windows(step)[:, :, None] == first).any()))
     return next(shared, _LATEST_STEP)
 
 

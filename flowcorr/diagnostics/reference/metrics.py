@@ -99,6 +99,11 @@ DRIFT = _rows(
             "Replay: error of the steps from the initial noise to the SDE window, as a multiple of `replay/window`.",
             "`replay/window`",
         ),
+        "replay/between": (
+            "Replay: error of the steps between those of the SDE window, as a multiple of `replay/window`; 0 if the "
+            "window is consecutive.",
+            "`replay/window`",
+        ),
         "replay/after": (
             "Replay: error of the steps from the SDE window to the final latents, as a multiple of `replay/window`.",
             "`replay/window`",

@@ -38,6 +38,7 @@ _DRIFT = (
 )
 _REPLAY = (
     ("rollout_corr/replay/before", "Before the window", "error of the way there, in errors of the window"),
+    ("rollout_corr/replay/between", "Between its steps", "error of the way there, in errors of the window"),
     ("rollout_corr/replay/after", "After the window", "error of the way on, in errors of the window"),
     ("rollout_corr/replay/window", "The window", "relative error of the velocity, which the ratio sees"),
     ("rollout_corr/replay/decode", "Decoder", "grey levels of 255, worst image"),

@@ -216,7 +216,7 @@ class VllmOmniEngine:
         sampling, rollout = self.config.sampling, self.config.rollout
         owners = [int(group) for group in groups for _ in range(rollout.n)]
         members = [member for _ in groups for member in range(rollout.n)]
-        starts = sde.draw_windows(
+        windows = sde.draw_windows(
             owners,
             members,
             seed=self.config.trainer.seed,
@@ -225,6 +225,7 @@ class VllmOmniEngine:
             window_range=sampling.sde_window_range,
             num_inference_steps=sampling.num_inference_steps,
             per=sampling.window_per,
+            layout=sampling.sde_window_layout,
         )
         plan = Plan(
             sampling=sampling, schedule=self.schedule, latent_shape=self.latent_shape, with_means=with_means
@@ -236,11 +237,11 @@ class VllmOmniEngine:
                 training_step=training_step,
                 group=group,
                 member=member,
-                start=start,
+                window=tuple(window),
                 same_initial_noise=rollout.same_initial_noise,
                 policy_version=self.version,
             )
-            for group, member, start in zip(owners, members, starts.tolist(), strict=True)
+            for group, member, window in zip(owners, members, windows.tolist(), strict=True)
         ]
 
     def request(self, job: Job, conditioning: Mapping[str, Tensor]) -> tuple[dict[str, Any], Any]:

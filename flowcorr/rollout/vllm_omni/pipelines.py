@@ -139,7 +139,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
             torch.cat([_initial_noise(job) for job in jobs]).to(self.device),
             plan.schedule,
             plan.sampling,
-            torch.tensor([job.start for job in jobs], device=self.device),
+            torch.tensor([job.window for job in jobs], device=self.device),
             noise,
             with_means=plan.with_means,
         )

@@ -34,7 +34,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One sample: its plan, the numbers that seed its noise, and the start of its window.
+    """One sample: its plan, the numbers that seed its noise, and its window.
 
     Attributes:
         plan: how to sample it.
@@ -42,7 +42,7 @@ class Job:
         training_step: the step that the rollout belongs to.
         group: id of the prompt's group.
         member: index within the group.
-        start: first SDE step.
+        window: its SDE steps, ascending.
         same_initial_noise: all members of the group start from the same noise.
         policy_version: number of optimizer updates of the weights that sample.
     """
@@ -52,7 +52,7 @@ class Job:
     training_step: int
     group: int
     member: int
-    start: int
+    window: tuple[int, ...]
     same_initial_noise: bool
     policy_version: int
 
@@ -90,6 +90,7 @@ def from_extra(extra: Mapping[str, Any] | None) -> Job | Probe:
     sampling["sde_window_range"] = tuple(sampling["sde_window_range"])
     schedule = {name: tuple(entries) for name, entries in plan.pop("schedule").items()}
     plan["latent_shape"] = tuple(plan["latent_shape"])
+    values["window"] = tuple(values["window"])
     return Job(
         plan=Plan(sampling=SamplingConfig(**sampling), schedule=Schedule(**schedule), **plan), **values
     )

@@ -21,6 +21,16 @@ from flowcorr.errors import BackendError
         (False, {"sampling": {**GUIDED, "sde_type": "cps"}}),
         (False, {"sampling": {"sde_type": "dance_sde", "window_per": "sample", "sde_window_size": 1}}),
         (False, {"rollout": {"staleness": 2, "batch_size": 3}}),
+        (
+            False,
+            {
+                "sampling": {
+                    "sde_window_layout": "scattered",
+                    "num_inference_steps": 6,
+                    "sde_window_range": (0, 5),
+                }
+            },
+        ),
     ],
 )
 def test_healthy_float32_passes_everything(small_run, shared, sections):

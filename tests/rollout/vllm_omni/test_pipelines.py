@@ -80,8 +80,8 @@ def test_requests_of_one_batch_may_differ_in_everything(stack):
     jobs = [
         base[0],
         replace(base[1], plan=louder),
-        replace(base[2], plan=shorter, start=2),
-        replace(base[3], start=1, seed=9),
+        replace(base[2], plan=shorter, window=(2,)),
+        replace(base[3], window=(0, 2), seed=9),
         base[5],
     ]
     mixed = outputs(stack, jobs)

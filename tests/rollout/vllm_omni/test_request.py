@@ -15,7 +15,7 @@ JOB = Job(
         schedule=Schedule(sigmas=(1.0, 0.5, 0.0), timesteps=(1000.0, 500.0)),
         latent_shape=(4, 8, 8),
     ),
-    seed=1, training_step=2, group=3, member=4, start=0, same_initial_noise=True, policy_version=5,
+    seed=1, training_step=2, group=3, member=4, window=(0, 1), same_initial_noise=True, policy_version=5,
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def test_training_steps(start):
 
 def broken_replay_rules(run):
     values = train_step(run, 1, lambda phase: None).metrics.compute()
-    assert len([name for name in values if name.startswith("rollout_corr/replay/")]) == 5
+    assert len([name for name in values if name.startswith("rollout_corr/replay/")]) == 6
     return [finding.rule for finding in examine_step(values, Units()) if finding.rule.startswith("replay")]
 
 

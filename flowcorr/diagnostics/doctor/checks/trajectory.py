@@ -62,23 +62,25 @@ def check_window(exam: Exam) -> Finding:
     low, high = sampling.sde_window_range
     found, size = rollout.step_indices, sampling.sde_window_size
     remedy = (
-        "pass sampling.sde_window_size, sde_window_range (half-open) and window_per with every request, and read "
-        "them per request"
+        "pass sampling.sde_window_size, sde_window_range (half-open), sde_window_layout and window_per with every "
+        "request, and read them per request"
     )
     if not torch.equal(found, places(exam)):
         first, place = int(found[0, 0]), int(places(exam)[0, 0])
         return failed(f"a step has index {first}, but the sigma of step {place}", remedy=remedy)
-    consecutive = found.shape[1] == size and bool((found.diff(dim=1) == 1).all())
-    if not consecutive or int(found.min()) < low or int(found.max()) >= high:
+    consecutive = sampling.sde_window_layout == "consecutive"
+    kind = "consecutive" if consecutive else "ascending"
+    gaps = found.diff(dim=1)
+    fits = found.shape[1] == size and bool(((gaps == 1) if consecutive else (gaps > 0)).all())
+    if not fits or int(found.min()) < low or int(found.max()) >= high:
         windows = sorted({tuple(row) for row in found.tolist()})
         return failed(
-            f"the SDE windows {windows} are not {size} consecutive steps within [{low}, {high})",
-            remedy=remedy,
+            f"the SDE windows {windows} are not {size} {kind} steps within [{low}, {high})", remedy=remedy
         )
-    starts = found[:, 0].unflatten(0, (exam.trials.num_prompts, -1))
-    if sampling.window_per == "group" and bool((starts != starts[:, :1]).any()):
+    of_prompts = found.unflatten(0, (exam.trials.num_prompts, -1))
+    if sampling.window_per == "group" and bool((of_prompts != of_prompts[:, :1]).any()):
         return failed("the images of one prompt have different windows", remedy=remedy)
-    return passed(f"windows are {size} consecutive steps within [{low}, {high})")
+    return passed(f"windows are {size} {kind} steps within [{low}, {high})")
 
 
 def check_latent_dtype(exam: Exam) -> Finding:

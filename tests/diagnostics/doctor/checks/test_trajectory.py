@@ -58,6 +58,12 @@ SAMPLED = {
         {"rollout": {"n": 6}, "sampling": {"sde_window_size": 1}},
         "",
     ),
+    "scattered windows": (
+        "window",
+        another_sampling(sde_window_layout="scattered"),
+        {"sampling": {"num_inference_steps": 8, "sde_window_range": (0, 7)}},
+        "are not 2 consecutive steps within [0, 7)",
+    ),
     "another noise level": ("transition", another_sampling(noise_level=0.8), {}, ""),
     "another sde type": ("transition", another_sampling(sde_type="dance_sde"), {}, ""),
 }
