@@ -76,6 +76,12 @@ def _window_size(get: Get) -> int:
     return get(f"{ALGO}.sde_window_size") or high - low
 
 
+def _takes_all(get: Get) -> bool:
+    """Whether a window has no choice but the whole range, or is one step, so that its layout means nothing."""
+    low, high = _window_range(get)
+    return _window_size(get) in (1, high - low)
+
+
 def _is_mix(get: Get) -> bool:
     return get(f"{MODEL}.algorithm") == "mix_grpo"
 
@@ -175,8 +181,6 @@ def _refuse(get: Get) -> str:
     prompts, mini = get("data.train_batch_size"), get(f"{ACTOR}.ppo_mini_batch_size")
     if prompts < mini:
         return f"data.train_batch_size={prompts} is below {ACTOR}.ppo_mini_batch_size={mini}, but must be at least that"
-    if not get(f"{ALGO}.sde_contiguous"):
-        return f"{ALGO}.sde_contiguous=false trains on steps that are not consecutive, but flowcorr's windows are"
     if not get(f"{LOSS}.add_kl_coefficient") and _loss(get) == "flow_dppo":
         return f"{LOSS}.add_kl_coefficient=false bounds a squared distance, but flowcorr's flow_dppo bounds an exact KL"
     return ""
@@ -221,6 +225,12 @@ ROWS = (
     _same(f"{PIPELINE}.num_inference_steps", "sampling.num_inference_steps"),
     Row(key="sampling.sde_window_size", value=_window_size, sources=(f"{ALGO}.sde_window_size",)),
     Row(key="sampling.sde_window_range", value=_window_range, sources=(f"{ALGO}.sde_window_range",)),
+    Row(
+        key="sampling.sde_window_layout",
+        value=lambda get: None if get(f"{ALGO}.sde_contiguous") or _takes_all(get) else "scattered",
+        sources=(f"{ALGO}.sde_contiguous",),
+        note="of its pipelines, only that of LTX-2 reads it; the others sample consecutive windows",
+    ),
     Row(key="sampling.window_per", value=lambda get: None if _is_mix(get) else "sample"),
     Row(
         key="sampling.window_per",
