@@ -208,6 +208,8 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
             f"windows of sampling.sde_window_size={sampling.sde_window_size} within "
             f"sampling.sde_window_range=[{low}, {high}] are the same in both layouts",
         )
+    if sampling.sde_window_size == high - low and {*sampling.noisy_steps} <= {*range(low, high)}:
+        yield "sampling.sde_noise_range", "the window holds all of these steps anyway"
     if data.path == "tiny_words":
         for key in ("heldout_path", "heldout_fraction", "target_field", "tag_field"):
             yield (

@@ -76,13 +76,15 @@ class SamplingConfig:
     """`sampling`: how trajectories are drawn, alike for rollout and training.
 
     Attributes:
-        sde_type: the transition of the window's steps.
+        sde_type: the transition of the window's steps, and of those of `sde_noise_range`.
         noise_level: `eta`; for `cps` in (0, 1].
         num_inference_steps: denoising steps in all.
-        sde_window_size: SDE steps a trajectory; the others are Euler steps without a log-prob.
+        sde_window_size: steps a trajectory that are trained on: SDE steps with a log-prob. The others are Euler steps.
         sde_window_range: half-open range of steps that the window lies in.
         sde_window_layout: `consecutive` draws the first step of the window, and the others follow it; `scattered`
             draws any `sde_window_size` steps of the range, with Euler steps between them.
+        sde_noise_range: half-open range of steps that are SDE steps even outside the window, where they have no
+            log-prob and are not trained on; null for none. DanceGRPO and flow_grpo sample so.
         window_per: `group` draws one window for all images of a prompt, `sample` one for each image.
         guidance_scale: classifier-free guidance (SD3, FLUX.2 klein; Z-Image, one more than its pipeline counts) or
             distilled guidance (FLUX.1); 1 is off.
@@ -99,6 +101,7 @@ class SamplingConfig:
     sde_window_size: int = 2
     sde_window_range: tuple[int, int] = (0, 4)
     sde_window_layout: Literal["consecutive", "scattered"] = "consecutive"
+    sde_noise_range: tuple[int, int] | None = None
     window_per: Literal["group", "sample"] = "group"
     guidance_scale: float = 1.0
     true_cfg_scale: float = 1.0
@@ -116,12 +119,10 @@ class SamplingConfig:
             )
         at_least("sampling.num_inference_steps", self.num_inference_steps, 1)
         at_least("sampling.sde_window_size", self.sde_window_size, 1)
+        self._check_range("sde_window_range", self.sde_window_range)
+        if self.sde_noise_range is not None:
+            self._check_range("sde_noise_range", self.sde_noise_range)
         low, high = self.sde_window_range
-        if not 0 <= low < high <= self.num_inference_steps:
-            raise ConfigError(
-                f"sampling.sde_window_range=[{low}, {high}] lies outside the schedule; it is half-open and must "
-                f"satisfy 0 <= start < end <= sampling.num_inference_steps={self.num_inference_steps}"
-            )
         if self.sde_window_size > high - low:
             raise ConfigError(
                 f"sampling.sde_window_size={self.sde_window_size} does not fit sampling.sde_window_range="
@@ -132,6 +133,19 @@ class SamplingConfig:
         for key in ("height", "width"):
             if getattr(self, key) is not None:
                 at_least(f"sampling.{key}", getattr(self, key), 1)
+
+    @property
+    def noisy_steps(self) -> range:
+        """The steps of `sde_noise_range`, which are stochastic whatever the window."""
+        return range(*(self.sde_noise_range or (0, 0)))
+
+    def _check_range(self, key: str, steps: tuple[int, int]) -> None:
+        low, high = steps
+        if not 0 <= low < high <= self.num_inference_steps:
+            raise ConfigError(
+                f"sampling.{key}=[{low}, {high}] lies outside the schedule; it is half-open and must "
+                f"satisfy 0 <= start < end <= sampling.num_inference_steps={self.num_inference_steps}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

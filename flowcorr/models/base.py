@@ -39,10 +39,6 @@ class Schedule:
     sigmas: tuple[float, ...]
     timesteps: tuple[float, ...]
 
-    def between(self, begin: int, end: int) -> Schedule:
-        """The steps from index `begin` up to `end`, which is not among them."""
-        return Schedule(sigmas=self.sigmas[begin : end + 1], timesteps=self.timesteps[begin:end])
-
 
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     """The transformer's blocks, which are alike: they are compiled, sharded and checkpointed one by one."""

@@ -60,7 +60,11 @@ class InProcessEngine:
         schedule = family.schedule(sampling.num_inference_steps, self.latent_shape)
         self.schedule: Schedule = family.in_dtype(schedule, self.dtype)
         sde.check_schedule(
-            sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
+            sampling.sde_type,
+            self.schedule.sigmas,
+            sampling.sde_window_range,
+            sampling.noise_level,
+            noise_range=sampling.sde_noise_range,
         )
         self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.max_weight_age == 0
         self.merge = merge

@@ -51,6 +51,30 @@ def sample_ode(velocity: Velocity, initial: Tensor, schedule: Schedule) -> Tenso
     return latents
 
 
+def step_outside(
+    latents: Tensor,
+    velocity: Tensor,
+    sigmas: Sequence[float],
+    sampling: SamplingConfig,
+    noise: Tensor | None,
+) -> Tensor:
+    """Latents `[B, *L]` after a step outside the window: an SDE step with `noise`, or an Euler step if that is None.
+
+    Args:
+        latents: `[B, *L]`, before the step.
+        velocity: like `latents`.
+        sigmas: noise levels before and after the step.
+        sampling: transition and noise level.
+        noise: standard normal, like `latents`.
+    """
+    sigma, sigma_next = sigmas
+    if noise is None:
+        return latents - (sigma - sigma_next) * velocity
+    before, after = (latents.new_full((len(latents),), level) for level in sigmas)
+    step = sde.transition(sampling.sde_type, latents, velocity, before, after, sampling.noise_level)
+    return sde.sample(step, noise)
+
+
 @torch.no_grad()
 def sample_sde_window(
     velocity: VelocityOf,
@@ -63,17 +87,17 @@ def sample_sde_window(
     twins: Sequence[int] | None = None,
     with_means: bool = False,
 ) -> Trajectories:
-    """Trajectories whose SDE steps are those of their windows; all others are Euler steps.
+    """Trajectories with SDE steps in their windows and in `sampling.sde_noise_range`, and Euler steps elsewhere.
 
-    Twins share a trajectory until one of them enters its window, and it is computed once. From the first step of its
-    window on, each sample is computed by itself: the actor will score it so.
+    Twins share a trajectory until the first SDE step of one of them, and it is computed once. From its first SDE step
+    on, each sample is computed by itself: the actor will score it so.
 
     Args:
         velocity: the model, with conditioning and guidance bound.
         initial: `[B, *L]` float32, noise at the first sigma.
         schedule: the sigma table.
-        sampling: transition and noise level.
-        windows: `[B, T]` int64, each sample's SDE steps, ascending.
+        sampling: transition, noise level, and the range of SDE steps outside the window.
+        windows: `[B, T]` int64, each sample's SDE steps that are kept and scored, ascending.
         noise: `(step index, rows)` -> standard normal noise `[b, *L]` of those `b` samples of the batch.
         twins: a number for each sample, equal for those of the same initial noise and conditioning; None if none are.
         with_means: also keep the step means.
@@ -85,7 +109,8 @@ def sample_sde_window(
     means = torch.empty_like(before) if with_means else None
     log_probs, stds = initial.new_empty(windows.shape), initial.new_empty(windows.shape)
     steps = windows.tolist()
-    starts = [window[0] for window in steps]
+    noisy = sampling.noisy_steps
+    starts = [min((window[0], *noisy[:1])) for window in steps]
     twins = range(len(initial)) if twins is None else twins
     latents = initial
     for index in range(len(schedule.timesteps)):
@@ -97,7 +122,7 @@ def sample_sde_window(
             drift = velocity(latents, fed[index].expand(len(latents)), slice(None))
         sigma, sigma_next = table[index].expand(len(latents)), table[index + 1].expand(len(latents))
         following = latents - over_elements(sigma - sigma_next, latents) * drift
-        members = [row for row, window in enumerate(steps) if index in window]
+        members = [row for row, window in enumerate(steps) if index in noisy or index in window]
         if members:
             rows = torch.tensor(members, device=latents.device)
             step = sde.transition(
@@ -109,14 +134,15 @@ def sample_sde_window(
                 sampling.noise_level,
             )
             arrived = sde.sample(step, noise(index, members))
-            columns = torch.tensor([steps[row].index(index) for row in members], device=latents.device)
-            before[rows, columns] = latents[rows]
-            after[rows, columns] = arrived
-            log_probs[rows, columns] = sde.log_prob(arrived, step, cps_unscaled=sampling.cps_unscaled)
-            stds[rows, columns] = step.std
-            if means is not None:
-                means[rows, columns] = step.mean
             following[rows] = arrived
+            log_prob = sde.log_prob(arrived, step, cps_unscaled=sampling.cps_unscaled)
+            kept = [place for place, row in enumerate(members) if index in steps[row]]
+            columns = [steps[members[place]].index(index) for place in kept]
+            at = rows[kept], torch.tensor(columns, dtype=torch.int64, device=latents.device)
+            before[at], after[at] = latents[at[0]], arrived[kept]
+            log_probs[at], stds[at] = log_prob[kept], step.std[kept]
+            if means is not None:
+                means[at] = step.mean[kept]
         latents = following
     return Trajectories(
         latents=before,

@@ -18,7 +18,7 @@ LAYOUTS = ("consecutive", "scattered")
 
 def check_window(size: int, window_range: tuple[int, int], num_inference_steps: int) -> None:
     """Raise `ConfigError` unless a window of `size` steps fits into the half-open `window_range`."""
-    _check_range(window_range, num_inference_steps)
+    _check_range(window_range, num_inference_steps, "sampling.sde_window_range")
     start, end = window_range
     if not 1 <= size <= end - start:
         raise ConfigError(
@@ -29,26 +29,39 @@ def check_window(size: int, window_range: tuple[int, int], num_inference_steps: 
 
 
 def check_schedule(
-    kind: SdeType, sigmas: Sequence[float], window_range: tuple[int, int], noise_level: float
+    kind: SdeType,
+    sigmas: Sequence[float],
+    window_range: tuple[int, int],
+    noise_level: float,
+    *,
+    noise_range: tuple[int, int] | None = None,
 ) -> None:
-    """Check once, on the host, that every step which a window can hold has a density.
+    """Check once, on the host, that every step which can be stochastic has a density.
 
     Args:
         kind: a key of `TRANSITIONS`.
         sigmas: the schedule's `num_inference_steps + 1` noise levels, the last one after the last step.
-        window_range: half-open range of steps that may be stochastic.
+        window_range: half-open range of steps that windows lie in.
         noise_level: `eta`.
+        noise_range: half-open range of steps that are stochastic outside the window too, or None.
 
     Raises:
-        ConfigError: `kind` is unknown, `noise_level` is outside its range, the range is outside the
+        ConfigError: `kind` is unknown, `noise_level` is outside its range, a range is outside the
             schedule, or it holds a step that `kind` cannot take.
         BatchError: the noise levels do not descend within [0, 1].
     """
     if kind not in TRANSITIONS:
         raise ConfigError(unknown_choice("sampling.sde_type", kind, TRANSITIONS))
     check_noise_level(kind, noise_level)
-    _check_range(window_range, len(sigmas) - 1)
-    start, end = window_range
+    _check_steps(kind, sigmas, window_range, "sampling.sde_window_range")
+    if noise_range is not None:
+        _check_steps(kind, sigmas, noise_range, "sampling.sde_noise_range")
+
+
+def _check_steps(kind: SdeType, sigmas: Sequence[float], steps: tuple[int, int], key: str) -> None:
+    """`check_schedule` for the half-open range `steps`, which is that of `key`."""
+    _check_range(steps, len(sigmas) - 1, key)
+    start, end = steps
     for index in range(start, end):
         sigma, sigma_next = float(sigmas[index]), float(sigmas[index + 1])
         if not 0.0 <= sigma_next < sigma <= 1.0:
@@ -58,7 +71,7 @@ def check_schedule(
             )
         if kind == "cps" and sigma_next == 0.0:
             raise ConfigError(
-                f"sampling.sde_window_range=[{start}, {end}] holds step {index}, which ends at sigma=0, "
+                f"{key}=[{start}, {end}] holds step {index}, which ends at sigma=0, "
                 f"where sampling.sde_type=cps adds no noise; end the range at {index}, "
                 "or choose sde or dance_sde"
             )
@@ -130,11 +143,11 @@ def _owners(members: Sequence[int], per: str) -> list[int | str]:
     return ["group"] * len(members) if per == "group" else [int(member) for member in members]
 
 
-def _check_range(window_range: tuple[int, int], num_inference_steps: int) -> None:
-    start, end = window_range
+def _check_range(steps: tuple[int, int], num_inference_steps: int, key: str) -> None:
+    start, end = steps
     if not 0 <= start < end <= num_inference_steps:
         raise ConfigError(
-            f"sampling.sde_window_range=[{start}, {end}] does not lie within the schedule of "
+            f"{key}=[{start}, {end}] does not lie within the schedule of "
             f"sampling.num_inference_steps={num_inference_steps}; "
             f"choose 0 <= start < end <= {num_inference_steps}"
         )

@@ -16,6 +16,7 @@ Each leg starts from the rollout's own values, so it does not inherit the differ
 uses its own embeddings of the prompts, its own schedule, and the weights that sampled.
 
 A window of one step has no leg between its steps, and that of a consecutive window has no steps: its ends are equal.
+SDE steps of a leg (`sampling.sde_noise_range`) repeat the rollout's noise, which its seeds give.
 
 Rounding moves every step a little, in the window and outside. So the unit of `before`, `between` and `after` is the gap
 inside the window, which the ratio sees: about 1 whatever the precision, the guidance and the model.
@@ -24,7 +25,7 @@ inside the window, which the ratio sees: about 1 whatever the precision, the gui
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,14 +34,14 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.actor import DiffusionActor
-from flowcorr.config.schema import Config
+from flowcorr.config.schema import Config, SamplingConfig
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean
 from flowcorr.models import DTYPES, Schedule
 from flowcorr.records import Prompt, Rollout
 from flowcorr.rewards import RewardOutput, score_batch
-from flowcorr.rollout import decode, sample_ode
-from flowcorr.rollout.sampler import Velocity
+from flowcorr.rollout import decode
+from flowcorr.rollout.sampler import Velocity, step_outside
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import behaviour_weights
 from flowcorr.trainer.run import TrainingRun
@@ -74,11 +75,11 @@ def replays(config: Config, step: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Leg:
-    """Euler steps of the rollout: latents `[1, *L]` at both ends, and the schedule between them."""
+    """Steps of the rollout outside its window: latents `[1, *L]` at both ends, and the indices of the steps."""
 
     begin: Tensor
     end: Tensor
-    schedule: Schedule
+    steps: range
 
 
 @torch.no_grad()
@@ -142,25 +143,30 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
     same = config.rollout.same_initial_noise
     initial = sde.initial_noise(shape, owner, [member], **seeds, same_in_group=same).to(actor.device)
     indices = sample.step_indices[0].tolist()
-    noise = torch.stack(
-        [sde.step_noise(shape, owner, [member], **seeds, step_index=index) for index in indices], dim=1
-    ).to(actor.device)
+    noise = {
+        index: sde.step_noise(shape, owner, [member], **seeds, step_index=index).to(actor.device)
+        for index in {*indices, *config.sampling.noisy_steps}
+    }
     schedule, velocity = _schedule(actor, config), actor.velocity(sample.conditioning)
     final, num_steps = sample.final_latents, len(schedule.timesteps)
+
+    def path_gap(legs: Sequence[_Leg]) -> float:
+        return _path_gap(velocity, schedule, legs, config.sampling, noise)
+
     # Each leg begins where one stochastic step arrived, and ends where the next one begins.
     begins = (initial, *sample.next_latents.unbind(1))
     ends = (*sample.latents.unbind(1), final)
     parts = zip([0, *(index + 1 for index in indices)], [*indices, num_steps], strict=True)
     before, *between, after = (
-        _Leg(begin=begin, end=end, schedule=schedule.between(*part))
+        _Leg(begin=begin, end=end, steps=range(*part))
         for begin, end, part in zip(begins, ends, parts, strict=True)
     )
     image = decode(actor.family, final)
     return ImageGaps(
-        window=_window_gap(actor, sample, noise),
-        before=_path_gap(velocity, [before]),
-        between=_path_gap(velocity, between) if between else 0.0,
-        after=_path_gap(velocity, [after]),
+        window=_window_gap(actor, sample, torch.stack([noise[index] for index in indices], dim=1)),
+        before=path_gap([before]),
+        between=path_gap(between) if between else 0.0,
+        after=path_gap([after]),
         decode=float((image.float() - sample.images.float()).abs().mean()),
     )
 
@@ -174,14 +180,34 @@ def _schedule(actor: DiffusionActor, config: Config) -> Schedule:
     return family.in_dtype(exact, DTYPES[config.rollout.dtype])
 
 
-def _path_gap(velocity: Velocity, legs: Sequence[_Leg]) -> float:
-    """Distance of both ends as a share of the way that the rollout took: the relative error of its mean velocity.
+def _path_gap(
+    velocity: Velocity,
+    schedule: Schedule,
+    legs: Sequence[_Leg],
+    sampling: SamplingConfig,
+    noise: Mapping[int, Tensor],
+) -> float:
+    """Distance of both ends as a share of the way that the velocity took: the relative error of its mean.
 
-    Where no leg has steps, as a share of the latents themselves.
+    That way is measured from where the leg would end without velocity: at its start, unless it has SDE steps. Where no
+    leg has steps, the distance is a share of the latents themselves.
     """
-    gaps = [sample_ode(velocity, leg.begin, leg.schedule) - leg.end for leg in legs]
-    ways = [leg.end - leg.begin for leg in legs if leg.schedule.timesteps] or [leg.begin for leg in legs]
+
+    def arrived(leg: _Leg, velocity: Velocity) -> Tensor:
+        latents = leg.begin
+        for index in leg.steps:
+            drift = velocity(latents, latents.new_full((1,), schedule.timesteps[index]))
+            sigmas = schedule.sigmas[index : index + 2]
+            latents = step_outside(latents, drift, sigmas, sampling, noise.get(index))
+        return latents
+
+    gaps = [arrived(leg, velocity) - leg.end for leg in legs]
+    ways = [leg.end - arrived(leg, _stand_still) for leg in legs if leg.steps] or [leg.begin for leg in legs]
     return float(torch.cat(gaps).norm() / torch.cat(ways).norm())
+
+
+def _stand_still(latents: Tensor, timesteps: Tensor) -> Tensor:
+    return torch.zeros_like(latents)
 
 
 def _window_gap(actor: DiffusionActor, sample: Rollout, noise: Tensor) -> float:

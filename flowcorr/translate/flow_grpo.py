@@ -67,6 +67,12 @@ def _window(get: Get) -> tuple[int, list[int]]:
     return trained, [0, trained]
 
 
+def _noise_range(get: Get) -> list[int] | None:
+    """Without a window every step has noise, trained on or not; the last one of cps has none."""
+    end = get("sample.num_steps") - (get("sample.sde_type") == "cps")
+    return None if get("sample.sde_window_size") or end <= _window(get)[0] else [0, end]
+
+
 def _advantage_std(get: Get) -> str:
     return "global" if get("sample.global_std") or not get("per_prompt_stat_tracking") else "group"
 
@@ -113,6 +119,11 @@ ROWS = (
         value=lambda get: _window(get)[0],
         sources=("sample.sde_window_size", "train.timestep_fraction"),
         note="flow_grpo adds noise in every step, and trains on the first timestep_fraction of the steps",
+    ),
+    Row(
+        key="sampling.sde_noise_range",
+        value=_noise_range,
+        sources=("train.timestep_fraction",),
     ),
     Row(
         key="sampling.sde_window_range",

@@ -175,6 +175,7 @@ def test_infinite_cap_round_trips(recipe):
         ("sampling.sde_type=cpss", r"sampling\.sde_type='cpss' is unknown; .*did you mean cps\?"),
         ("sampling.sde_window_range=[0, 2, 4]", r"sampling\.sde_window_range=\[0, 2, 4\] must be a list of 2"),
         ("sampling.sde_window_range=[0, 1.5]", r"sampling\.sde_window_range\[1\]=1\.5 must be a whole number"),
+        ("sampling.sde_noise_range=[8, 11]", r"sde_noise_range=\[8, 11\] lies outside the schedule"),
         ("sampling.sde_window_range=[8, 11]", r"sde_window_range=\[8, 11\] lies outside the schedule"),
         ("sampling.sde_window_size=5", r"sde_window_size=5 does not fit"),
         ("rollout.n=1", r"rollout\.n=1 leaves every advantage at 0"),

@@ -74,7 +74,7 @@ def test_contradictions_between_sections(values, message):
         {"algorithm": {"rollout_correction": {"bypass_mode": True, "rollout_is": "token"}}},
         {"model": {"path": "some/pipeline"}, "sampling": {"true_cfg_scale": 4.0}},
         {"sampling": {"guidance_scale": 4.0, "negative_prompt": "blurred"}},
-        {"sampling": {"sde_window_layout": "scattered"}},
+        {"sampling": {"sde_window_layout": "scattered", "sde_noise_range": [0, 10]}},
         {"actor": {"loss_mode": "flow_dppo", "kl_threshold": 1e-5}},
         {"actor": {"loss_mode": "importance_cap", "importance_cap": 1.1}},
         {"actor": {"kl_threshold": 1e-6}},
@@ -113,6 +113,10 @@ def test_sound_combinations_are_silent(values):
         (
             {"sampling": {"sde_window_layout": "scattered", "sde_window_size": 4}},
             "sampling.sde_window_layout=scattered",
+        ),
+        (
+            {"sampling": {"sde_window_size": 4, "sde_noise_range": [0, 4]}},
+            "sampling.sde_noise_range=(0, 4)",
         ),
         ({"actor": {"kl_threshold": 1e-3}}, "actor.kl_threshold=0.001"),
         ({"actor": {"importance_cap": 2.0}}, "actor.importance_cap=2.0"),

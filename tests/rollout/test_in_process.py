@@ -63,6 +63,7 @@ def test_windows_a_group_and_a_sample(make_run):
             "sde_type": st.sampled_from(["sde", "cps", "dance_sde"]),
             "sde_window_size": st.integers(1, 4),
             "sde_window_layout": st.sampled_from(["consecutive", "scattered"]),
+            "sde_noise_range": st.sampled_from([None, (0, 5), (2, 4)]),
             "window_per": st.sampled_from(["group", "sample"]),
         }
     ),

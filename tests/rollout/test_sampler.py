@@ -173,6 +173,46 @@ def test_little_noise_leads_where_the_ode_leads(family, initial):
     torch.testing.assert_close(got.final, sample_ode(velocity, initial, schedule), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("windows", [[[0, 3], [2, 5]], [[0, 1], [3, 4]]])
+def test_steps_with_noise_outside_the_window_are_those_of_a_longer_window(family, initial, windows):
+    schedule, velocity = family.schedule(STEPS, (4, 8, 16)), bound_velocity(family, Guidance())
+    sampling = SamplingConfig(num_inference_steps=STEPS, sde_noise_range=(0, STEPS))
+    every = torch.arange(STEPS).repeat(2, 1)
+    whole = sample_sde_window(velocity, initial, schedule, sampling, every, step_noise, with_means=True)
+    part = sample_sde_window(
+        velocity, initial, schedule, sampling, torch.tensor(windows), step_noise, with_means=True
+    )
+    rows = torch.arange(2)[:, None]
+    for name in ("latents", "next_latents", "means"):
+        torch.testing.assert_close(getattr(part, name), getattr(whole, name)[rows, windows], **LATENTS)
+    torch.testing.assert_close(part.log_probs, whole.log_probs[rows, windows], **LOG_PROBS)
+    torch.testing.assert_close(part.stds, whole.stds[rows, windows])
+    torch.testing.assert_close(part.final, whole.final, **LATENTS)
+    quiet = SamplingConfig(num_inference_steps=STEPS)
+    other = sample_sde_window(velocity, initial, schedule, quiet, torch.tensor(windows), step_noise)
+    assert not torch.allclose(other.final, part.final, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("noise_range", "distinct"),
+    [((1, 3), [1, 4, 4, 4, 4, 4]), ((4, 6), [1, 1, 3, 4, 4, 4]), (None, [1, 1, 3, 4, 4, 4])],
+)
+def test_twins_part_where_the_first_of_them_gets_noise(family, initial, noise_range, distinct):
+    called = []
+
+    def velocity(latents, timesteps, rows):
+        called.append(len(latents))
+        return torch.zeros_like(latents)
+
+    sampling = SamplingConfig(num_inference_steps=STEPS, sde_noise_range=noise_range)
+    windows = torch.tensor([[2, 4], [3, 4], [2, 3], [3, 5]])
+    sample_sde_window(
+        velocity, initial[:1].repeat(4, 1, 1, 1), family.schedule(STEPS, (4, 8, 16)), sampling, windows,
+        step_noise, twins=[0] * 4,
+    )  # fmt: skip
+    assert called == distinct
+
+
 @pytest.mark.parametrize("second", [1, 2])
 @pytest.mark.parametrize("starts", [[2, 2, 0, 2, 3, 1], [0] * 6])
 def test_twins_share_what_is_the_same(family, starts, second):

@@ -132,6 +132,8 @@ def test_cps_must_end_before_the_last_step():
         ConfigError, match=r"sampling\.sde_window_range=\[0, 4\] holds step 3.*end the range at 3"
     ):
         check_schedule("cps", SCHEDULE, (0, 4), 0.7)
+    with pytest.raises(ConfigError, match=r"sampling\.sde_noise_range=\[1, 4\] holds step 3"):
+        check_schedule("cps", SCHEDULE, (0, 3), 0.7, noise_range=(1, 4))
 
 
 @pytest.mark.parametrize(

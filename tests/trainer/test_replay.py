@@ -144,13 +144,17 @@ def test_rounding_does_not_hide_it(fault, make_training):
     assert named(replayed(run)) == [f"replay_{leg}"]
 
 
-def test_a_fault_between_the_steps_of_a_window_is_named(make_training):
-    run = make_training(SCATTERED)
+@pytest.mark.parametrize("noise_range", [None, (0, 8)])
+def test_a_fault_between_the_steps_of_a_window_is_named(make_training, noise_range):
+    run = make_training({**SCATTERED, "sde_noise_range": noise_range})
     conditioned(lambda step: step == 3)(run)
     assert named(replayed(run, SCATTERED_STEP)) == ["replay_between"]
 
 
-@pytest.mark.parametrize(("sampling", "step"), [({}, STEP), (SCATTERED, SCATTERED_STEP)])
+@pytest.mark.parametrize(
+    ("sampling", "step"),
+    [({}, STEP), (SCATTERED, SCATTERED_STEP), ({**SCATTERED, "sde_noise_range": (0, 8)}, SCATTERED_STEP)],
+)
 @pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}, {"emulate": "int8"}])
 def test_nothing_is_named_where_only_rounding_differs(rollout, sampling, step, make_training):
     values = replayed(make_training(sampling, **rollout), step)

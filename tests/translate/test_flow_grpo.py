@@ -12,6 +12,7 @@ def test_flow_grpos_values(grpo, tmp_path):
     found = loaded(tmp_path, text)
     assert (found.rollout.prompts_per_step, found.rollout.n, found.actor.mini_batches) == (16, 16, 2)
     assert (found.sampling.sde_window_size, found.sampling.sde_window_range) == (9, (0, 9))
+    assert found.sampling.sde_noise_range == (0, 10)
     assert (found.actor.kl_coef, found.actor.kl_weighting) == (0.04, "flow_grpo")
     assert found.algorithm.rollout_correction.mode == "bypass"
     assert (found.sampling.guidance_scale, found.trainer.seed) == (4.5, 42)

@@ -20,8 +20,8 @@ from flowcorr.sde.transition import mean_over_elements
 
 MOVE = 0.2  # of the velocity: above the 0.14 that int4 weights cost the embedded model, still near linear
 _FIRST_TRY = 1e-2  # of an adapter's B, or relative to full weights, before it is scaled to `MOVE`
-_TRAINING_STEP = 0  # seeds the noise; training steps count from 1
-_LATEST_STEP = 100  # tried for windows that share a step with those of `_TRAINING_STEP`
+TRAINING_STEP = 0  # seeds the noise; training steps count from 1
+_LATEST_STEP = 100  # tried for windows that share a step with those of `TRAINING_STEP`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,14 +159,14 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         for _ in range(actor.config.rollout.max_weight_age + 1):  # until a stale engine has arrived at them
             engine.sync(weights)
 
-    def draw(groups: Sequence[int], training_step: int = _TRAINING_STEP) -> Rollout:
+    def draw(groups: Sequence[int], training_step: int = TRAINING_STEP) -> Rollout:
         rows = {name: tensor[list(groups)] for name, tensor in conditioning.items()}
         rollout = engine.sample(rows, groups, training_step=training_step, with_means=True)
         if rollout.means is None or rollout.stds is None:
             raise BackendError("the rollout engine returns no step means and stds, which the doctor compares")
         return rollout.to(actor.device)
 
-    def trial(weights: Weights, training_step: int = _TRAINING_STEP) -> Trial:
+    def trial(weights: Weights, training_step: int = TRAINING_STEP) -> Trial:
         tell(weights)
         return score_trial(actor, draw(range(count), training_step))
 
@@ -262,8 +262,8 @@ def _later_step(config: Config, num_prompts: int) -> int:
             layout=sampling.sde_window_layout,
         )
 
-    first = windows(_TRAINING_STEP)[:, None]
-    later = range(_TRAINING_STEP + 1, _LATEST_STEP)
+    first = windows(TRAINING_STEP)[:, None]
+    later = range(TRAINING_STEP + 1, _LATEST_STEP)
     shared = (step for step in later if bool((windows(step)[:, :, None] == first).any()))
     return next(shared, _LATEST_STEP)
 

@@ -72,7 +72,11 @@ class VllmOmniEngine:
         exact = family.schedule(sampling.num_inference_steps, self.latent_shape)
         self.schedule = family.in_dtype(exact, self._dtype)
         sde.check_schedule(
-            sampling.sde_type, self.schedule.sigmas, sampling.sde_window_range, sampling.noise_level
+            sampling.sde_type,
+            self.schedule.sigmas,
+            sampling.sde_window_range,
+            sampling.noise_level,
+            noise_range=sampling.sde_noise_range,
         )
         options, self.weight_sync = engine_options(config, family)
         self.sleeps, self._asleep = bool(options.get("enable_sleep_mode")), False

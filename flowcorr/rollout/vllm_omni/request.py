@@ -88,6 +88,8 @@ def from_extra(extra: Mapping[str, Any] | None) -> Job | Probe:
     plan = dict(values.pop("plan"))
     sampling = dict(plan.pop("sampling"))
     sampling["sde_window_range"] = tuple(sampling["sde_window_range"])
+    if sampling["sde_noise_range"] is not None:
+        sampling["sde_noise_range"] = tuple(sampling["sde_noise_range"])
     schedule = {name: tuple(entries) for name, entries in plan.pop("schedule").items()}
     plan["latent_shape"] = tuple(plan["latent_shape"])
     values["window"] = tuple(values["window"])

@@ -31,6 +31,10 @@ from flowcorr.errors import BackendError
                 }
             },
         ),
+        (
+            False,
+            {"sampling": {"num_inference_steps": 6, "sde_window_range": (0, 3), "sde_noise_range": (0, 6)}},
+        ),
     ],
 )
 def test_healthy_float32_passes_everything(small_run, shared, sections):

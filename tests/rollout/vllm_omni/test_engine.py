@@ -52,8 +52,9 @@ def test_a_rollout_is_that_of_the_in_process_engine(stack):
         {"sde_type": "cps", "noise_level": 0.5},
         {"window_per": "sample", "sde_window_range": (0, 4), "sde_window_size": 1},
         {"window_per": "sample", "sde_window_range": (0, 4), "sde_window_layout": "scattered"},
+        {"sde_noise_range": (0, 4)},
     ],
-    ids=["guided", "cps", "window a sample", "scattered windows"],
+    ids=["guided", "cps", "window a sample", "scattered windows", "noise outside the window"],
 )
 def test_sampling_options_reach_the_engine(stack, changes):
     told = with_sampling(stack, **changes)

@@ -11,7 +11,7 @@ from flowcorr.rollout.vllm_omni.request import Job, Plan, Probe, from_extra
 
 JOB = Job(
     plan=Plan(
-        sampling=SamplingConfig(num_inference_steps=2, sde_window_range=(0, 2)),
+        sampling=SamplingConfig(num_inference_steps=2, sde_window_range=(0, 2), sde_noise_range=(1, 2)),
         schedule=Schedule(sigmas=(1.0, 0.5, 0.0), timesteps=(1000.0, 500.0)),
         latent_shape=(4, 8, 8),
     ),

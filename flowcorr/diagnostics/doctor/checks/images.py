@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flowcorr import sde
 from flowcorr.diagnostics.doctor.exam import WARN_FACTOR, Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, skipped
+from flowcorr.diagnostics.doctor.trials import TRAINING_STEP
+from flowcorr.rollout.sampler import step_outside
 
 IMAGE_ROUNDING = 0.5  # grey levels of 255: images are rounded to integers
 DECODER_ROUNDING = 1.0  # grey levels of a VAE in lower precision than float32
@@ -45,7 +48,7 @@ def check_images(exam: Exam) -> Finding:
     remedy = (
         "rewards score the engine's images; look at a few of them"
         if gap <= limit
-        else "compare the VAEs, their scaling and shift, and the Euler steps after the window"
+        else "compare the VAEs, their scaling and shift, and the steps after the window"
     )
     return judged(gap, usual, message, message, remedy, fails_above=limit)
 
@@ -62,7 +65,7 @@ def _expected(exam: Exam) -> tuple[Tensor, float]:
     images, shifts = [], []
     for member in range(members):  # one image of each prompt at a time, since all together may not fit
         rows = torch.arange(member, rollout.num_samples, members, device=rollout.latents.device)
-        final = _continued(exam, rows)
+        final = _continued(exam, rows, member)
         moved = (final - rollout.next_latents[rows, -1]).square().mean().sqrt()
         draw = torch.Generator().manual_seed(member)
         noise = torch.randn(final.shape, generator=draw).to(final)
@@ -76,10 +79,11 @@ def _expected(exam: Exam) -> tuple[Tensor, float]:
     return ordered, rounding + SMOOTH * float(torch.stack(shifts).max())
 
 
-def _continued(exam: Exam, rows: Tensor) -> Tensor:
-    """Final latents of the actor's Euler steps from the last window latents of the samples `rows`."""
-    actor, schedule = exam.actor, exam.trials.schedule
+def _continued(exam: Exam, rows: Tensor, member: int) -> Tensor:
+    """Final latents of the actor's steps from the last window latents of `rows`: the samples of one `member` index."""
+    actor, schedule, sampling = exam.actor, exam.trials.schedule, exam.config.sampling
     rollout = exam.trials.base.rollout.select(rows)
+    groups = rollout.group_ids.tolist()
     latents, ends = rollout.next_latents[:, -1].clone(), rollout.step_indices[:, -1]
     for index, timestep in enumerate(schedule.timesteps):
         active = (ends < index).nonzero().squeeze(1)
@@ -92,6 +96,17 @@ def _continued(exam: Exam, rows: Tensor) -> Tensor:
             {name: tensor[active] for name, tensor in rollout.conditioning.items()},
             actor.guidance,
         )
-        sigma, sigma_next = schedule.sigmas[index : index + 2]
-        latents[active] -= (sigma - sigma_next) * velocity
+        noise = None
+        if index in sampling.noisy_steps:
+            noise = sde.step_noise(
+                latents.shape[1:],
+                [groups[place] for place in active.tolist()],
+                [member] * len(active),
+                seed=exam.config.trainer.seed,
+                training_step=TRAINING_STEP,
+                step_index=index,
+            ).to(latents.device)
+        latents[active] = step_outside(
+            latents[active], velocity, schedule.sigmas[index : index + 2], sampling, noise
+        )
     return latents
