@@ -164,7 +164,9 @@ class Scorer:
     def _score(self, rollout: Rollout, guidance: Guidance | None) -> PolicyStep:
         samples, steps = rollout.log_probs.shape
         conditioning = {name: rows.repeat_interleave(steps, 0) for name, rows in rollout.conditioning.items()}
-        with torch.autocast(rollout.latents.device.type, torch.bfloat16, enabled=self.config.actor.autocast):
+        # Sharded weights have FSDP's mixed precision instead.
+        autocast = self.config.actor.autocast and not self.weights.sharded
+        with torch.autocast(rollout.latents.device.type, torch.bfloat16, enabled=autocast):
             velocity = self.family.velocity(
                 self._transformer,
                 rollout.latents.flatten(0, 1),
@@ -186,7 +188,7 @@ class Scorer:
 
     @contextlib.contextmanager
     def _reference(self) -> Iterator[None]:
-        """Score with the model as it was loaded: without its adapter, or with the untrained copy."""
+        """Score with the model as it was loaded: without its adapter, or with a copy of it."""
         transformer = self.weights.transformer
         if self.config.model.lora.rank:
             transformer.disable_adapters()
@@ -195,7 +197,7 @@ class Scorer:
             finally:
                 transformer.enable_adapters()
         else:
-            self._transformer = self.weights.untrained
+            self._transformer = self.weights.reference
             try:
                 yield
             finally:

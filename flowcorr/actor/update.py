@@ -141,6 +141,7 @@ class PolicyOptimizer:
             outputs.append(_counted(batch, rest))
         for _ in range(num_fillers):
             for rollout in self._backward_units(filler_sample, whole_windows):
+                self.scorer.reference_means(rollout)
                 (0.0 * self.scorer.score(rollout).log_prob.sum()).backward()
         return outputs
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowcorr import distributed, lora
 from flowcorr.config.schema import Config
 from flowcorr.distributed import fsdp
 from flowcorr.errors import BatchError
-from flowcorr.models import ModelFamily
+from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.models.base import repeated_blocks
-from flowcorr.rollout.base import Weights, needs_base
+from flowcorr.rollout.base import Weights, actor_dtype, needs_base, shards_weights, shares_weights
 
 FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # as `from_pretrained` looks for them
 
@@ -33,8 +33,10 @@ class TrainedWeights:
         parameters: by name.
         version: optimizer updates that made them.
         average: the exponential moving average in float32 or better, where `actor.ema` asks for one.
-        untrained: the transformer before training, where an engine or `actor.kl_coef` needs a copy of it; else the
-            transformer itself.
+        untrained: a copy of the transformer before training in host memory, where an engine in this process cannot
+            share the trained one; else the transformer itself.
+        reference: a copy of the transformer before training, where `actor.kl_coef` needs one; else the transformer
+            itself, from which an adapter can be taken out.
         sharded: whether each rank holds a shard of every parameter.
     """
 
@@ -43,15 +45,23 @@ class TrainedWeights:
         self.transformer: Any = family.transformer
         self._adapted = config.model.lora.rank > 0
         self._decay = config.actor.ema
-        self.untrained = _untrained(self.transformer, config)
+        self._shared = shares_weights(config)
+        self.untrained = self.reference = self.transformer
+        if config.rollout.placement == "local" and needs_base(config):
+            self.untrained = nn.Module.to(copy.deepcopy(self.transformer), "cpu")
+        if config.actor.kl_coef and not self._adapted:
+            self.reference = copy.deepcopy(self.transformer)
         if self._adapted:
             lora.add_adapter(self.transformer, family, config.model.lora, seed=config.trainer.seed)
         else:
             self.transformer.requires_grad_(True)
         self._architecture = self.transformer.to_json_string()  # FSDP renames the class
-        self.sharded = config.actor.fsdp and distributed.world_size() > 1
+        self.sharded = shards_weights(config)
         if self.sharded:
-            fsdp.shard(self.transformer, repeated_blocks(self.transformer))
+            family.dtype = DTYPES[actor_dtype(config)]
+            device = distributed.local_device(config.trainer.device)
+            for model in dict.fromkeys((self.transformer, self.reference)):
+                fsdp.shard(model, repeated_blocks(model), device, family.dtype)
         self.parameters = {
             name: parameter
             for name, parameter in self.transformer.named_parameters()
@@ -70,6 +80,10 @@ class TrainedWeights:
         """A copy of the weights; each rank copies its shards."""
         tensors = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         return Weights(version=self.version, tensors=tensors)
+
+    def for_engine(self) -> Weights:
+        """What an engine's `sync` gets: a copy, or the version alone where the engine shares the weights."""
+        return Weights(version=self.version, tensors={}) if self._shared else self.snapshot()
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -157,20 +171,6 @@ class TrainedWeights:
         (folder / "transformer").mkdir(parents=True, exist_ok=True)
         (folder / "transformer" / self.transformer.config_name).write_text(self._architecture)
         save_torch_state_dict(dict(tensors), folder / "transformer", filename_pattern=FILE_PATTERN)
-
-
-def _untrained(transformer: Any, config: Config) -> Any:
-    """A copy of the transformer before training, or the transformer itself where no copy is needed.
-
-    The reference policy's copy stays on the device. An engine in this process that cannot share the trained
-    transformer makes its own copy from this one, which waits in host memory. An engine in other processes has loaded
-    the model itself.
-    """
-    if config.actor.kl_coef and not config.model.lora.rank:
-        return copy.deepcopy(transformer)
-    if config.rollout.placement == "local" and needs_base(config):
-        return torch.nn.Module.to(copy.deepcopy(transformer), "cpu")
-    return transformer
 
 
 def _in_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

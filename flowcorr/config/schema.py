@@ -267,7 +267,8 @@ class ActorConfig:
         micro_batch_size: samples a forward pass; null takes the whole mini-batch.
         fold_steps: score all window steps of a micro-batch in one forward pass. On a GPU the first training step
             measures it, and warns where step by step is faster.
-        autocast: bfloat16 autocast around the transformer.
+        autocast: bfloat16 autocast around the transformer. With weights sharded by `fsdp` it gathers them in bfloat16,
+            also for an engine in this process that shares them, with `rollout.dtype: bfloat16`.
         gradient_checkpointing: trade compute for memory in the transformer.
         compile: `torch.compile` the transformer where log-probs are scored and learned; evaluations, and rollouts in
             this process, run it as it is, and differ from it by rounding.

@@ -17,15 +17,31 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from flowcorr import distributed
 
 
-def shard(transformer: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def shard(
+    transformer: nn.Module, blocks: Sequence[nn.Module], device: torch.device, compute_dtype: torch.dtype
+) -> None:
     """Shard the weights over all ranks: each of the transformer's blocks by itself, then its other weights together.
 
-    A block is gathered only while it computes. So are the other weights, unlike FSDP's default: after a forward pass
-    without gradients they would stay gathered, and the next pass would not see weights that were loaded in between.
+    A transformer in host memory goes to the device in these parts, so no device holds more than its shards and one of
+    the parts. A block is gathered only while it computes. So are the other weights, unlike FSDP's default: after a
+    forward pass without gradients they would stay gathered, and the next pass would not see weights that were loaded
+    in between.
+
+    Args:
+        transformer: on the device, or in host memory.
+        blocks: its blocks.
+        device: where the shards go.
+        compute_dtype: of gathered weights, and so of the transformer's arithmetic; its inputs have to have it.
+            Gradients are reduced in float32 or better.
     """
-    first = next(transformer.parameters())
-    mesh = init_device_mesh(first.device.type, (distributed.world_size(),))
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(first.dtype, torch.float32))
+    dtype = next(transformer.parameters()).dtype
+    mesh = init_device_mesh(device.type, (distributed.world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == dtype else compute_dtype,
+        reduce_dtype=torch.promote_types(dtype, torch.float32),
+        # Timesteps and positions keep the precision that they have in a transformer of this dtype.
+        cast_forward_inputs=False,
+    )
     for module in (*blocks, transformer):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 

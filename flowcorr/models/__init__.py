@@ -68,7 +68,11 @@ def resolve_family(name: str) -> type[ModelFamily]:
 
 
 def load_family(
-    model: ModelConfig, device: torch.device | str = "cpu", *, text_encoders: bool = True
+    model: ModelConfig,
+    device: torch.device | str = "cpu",
+    *,
+    text_encoders: bool = True,
+    transformer_on_host: bool = False,
 ) -> ModelFamily:
     """Load a diffusers pipeline and wrap it in its family's adapter, frozen and in evaluation mode.
 
@@ -78,6 +82,7 @@ def load_family(
         model: path, family, dtype and token limit of the pipeline; the adapter is not added here.
         device: where the pipeline is put.
         text_encoders: whether to load them; without them `encode` cannot be called.
+        transformer_on_host: leave the transformer in host memory, from where it is sharded.
 
     Raises:
         ConfigError: the folder holds no pipeline, its family is unknown, or its attention cannot be computed so.
@@ -101,9 +106,9 @@ def load_family(
     pipeline.set_progress_bar_config(disable=True)
     if model.attention is not None:
         _set_attention(pipeline.transformer, model.attention)
-    pipeline.to(device)
-    for component in pipeline.components.values():
+    for name, component in pipeline.components.items():
         if isinstance(component, torch.nn.Module):
+            component.to("cpu" if transformer_on_host and name == "transformer" else device)
             component.requires_grad_(False).eval()
     return chosen(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)
 

@@ -51,7 +51,7 @@ class ModelFamily(ABC):
 
     Attributes:
         pipeline: the diffusers pipeline; `transformer` is what is trained, the rest is frozen.
-        dtype: dtype of the frozen weights.
+        dtype: dtype that the trained transformer computes with.
         guidance_key: the key of `sampling` that turns guidance on.
     """
 

@@ -86,9 +86,14 @@ class PromptCache:
         for index, text in enumerate(texts):
             row = {name: rows[index] for name, rows in encoded.items()}
             lengths = {name: int(row[mask].nonzero().max()) + 1 for name, mask in masked.items()}
-            kept = {name: values[: lengths.get(name)].cpu().clone() for name, values in row.items()}
+            kept = {name: self._stored(values[: lengths.get(name)]) for name, values in row.items()}
             self._rows[text] = {name: kept[name] for name in kept if not name.startswith("negative_")}
             self._negative = {name: kept[name] for name in kept if name.startswith("negative_")}
+
+    def _stored(self, values: Tensor) -> Tensor:
+        """A copy in main memory, in the dtype that the transformer computes with."""
+        dtype = self._family.dtype if values.is_floating_point() else values.dtype
+        return values.to("cpu", dtype, copy=True)
 
     def _stacked(self, name: str, rows: Sequence[Tensor]) -> Tensor:
         """Rows as a batch; those with a mask are padded with zeros."""

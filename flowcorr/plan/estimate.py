@@ -10,7 +10,6 @@ from typing import Any
 from flowcorr.algorithm import AutoMode
 from flowcorr.config.schema import Config
 from flowcorr.data import load_prompts
-from flowcorr.errors import ConfigError
 from flowcorr.models import DTYPES
 from flowcorr.models.prompt_cache import MAX_BYTES, chunk_size
 from flowcorr.plan.answers import Memory, Phase, Plan
@@ -18,9 +17,11 @@ from flowcorr.plan.components import Component, measure_clip, measure_decoder, m
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import family_class, find_architecture
+from flowcorr.plan.sharding import computed, sharded
 from flowcorr.plan.text_inputs import text_inputs, with_longest_prompt
 from flowcorr.plan.training import Training, Work, measure_training, one_optimizer_step
 from flowcorr.rewards.combine import ON_CLIP
+from flowcorr.rollout.base import needs_base, shards_weights, shares_weights
 from flowcorr.rollout.vllm_omni.options import WITHOUT_QUANTIZATION
 
 HOST_BANDWIDTH = 25e9
@@ -40,6 +41,7 @@ class _Measured:
 
     Attributes:
         config: the configuration, with the prompts of one rank.
+        ranks: training ranks of the run.
         training: the transformer's training.
         text: the text encoders.
         decoder: the VAE's decoder.
@@ -50,6 +52,7 @@ class _Measured:
     """
 
     config: Config
+    ranks: int
     training: Training
     text: Component
     decoder: Component
@@ -99,15 +102,15 @@ class _Measured:
         config, training = self.config, self.training
         adapted = config.model.lora.rank > 0
         trained = training.gradients
-        shared = config.rollout.dtype == config.model.dtype and config.rollout.emulate == "none"
-        copied = not self.own_engine and not (shared and not config.rollout.max_weight_age)
+        copied = not self.own_engine and needs_base(config, self.ranks)
+        versions = 0 if shares_weights(config, self.ranks) else config.rollout.staleness + 1
         return (
             training.weights
             + training.moments
             + self.decoder.weights
             + sum(reward.weights for reward in self.rewards)
             + (0 if config.actor.ema is None else trained)
-            + trained * (config.rollout.staleness + 1)  # the engine's history
+            + trained * versions  # the engine's history
             + (training.transformer if config.actor.kl_coef and not adapted else 0)
             + (self.engine_weights if copied else 0)
         )
@@ -120,7 +123,8 @@ class _Measured:
         quantized = options.get("quantization") or options.get("quantization_config")
         size = DTYPES[rollout.dtype].itemsize
         each = QUANTIZED_BYTES.get(str(quantized), size) if quantized else size
-        numbers = self.training.transformer / DTYPES[self.config.model.dtype].itemsize
+        shards = self.ranks if shards_weights(self.config, self.ranks) else 1
+        numbers = shards * self.training.transformer / DTYPES[self.config.model.dtype].itemsize
         return numbers * each
 
     @property
@@ -174,13 +178,8 @@ def make_plan(
         utilisation: the shares of the device's peak speeds that the run reaches.
 
     Raises:
-        ConfigError: the model's configurations or the prompts cannot be read, or weights are sharded over ranks.
+        ConfigError: the model's configurations, or the prompts, cannot be read.
     """
-    if config.actor.fsdp and ranks > 1:
-        raise ConfigError(
-            f"flowcorr plan cannot predict actor.fsdp=True, which shards the weights over {ranks} ranks; plan one rank "
-            "with actor.fsdp=false, and divide its weights, gradients and moments by the number of ranks"
-        )
     measured = _measure(config, ranks, lambda: FakeDevice(gpu, utilisation))
     memory = _memory(measured)
     return Plan(
@@ -228,9 +227,11 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
     terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement != "ray" else ()
     rewards = [reward for term in terms if (reward := measure_clip(term, new_device())) is not None]
     images = groups * config.rollout.n
+    training = measure_training(computed(config, ranks), architecture, new_device)
     return _Measured(
         config=config,
-        training=measure_training(config, architecture, new_device),
+        ranks=ranks,
+        training=sharded(training, config, ranks) if shards_weights(config, ranks) else training,
         text=measure_text_encoders(config, architecture, inputs, new_device(), prompts=min(prompts, chunk)),
         decoder=measure_decoder(config, architecture, new_device(), images=images),
         rewards=rewards,
@@ -262,8 +263,9 @@ def _memory(measured: _Measured) -> Memory:
         reward=resident + collected + max((reward.work.peak for reward in measured.rewards), default=0.0),
         recompute=resident + collected + training.recompute.peak,
         update=update + max(training.backward.peak, training.step.peak),
-        update_without_samples=update + training.gradients,
-        update_a_sample=(training.backward.peak - training.gradients) / measured.micro_batch,
+        update_without_samples=update + training.gradients + training.gathered,
+        update_a_sample=(training.backward.peak - training.gradients - training.gathered)
+        / measured.micro_batch,
         sync=resident + collected + training.gradients + _merged(measured),
         engine=engine,
         engine_sleeps=bool(config.rollout.engine.get("enable_sleep_mode")),
@@ -300,7 +302,8 @@ def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilis
     # All ranks share the workers.
     share = ranks / config.rollout.num_workers if config.rollout.placement == "ray" else 1
     updates = measured.mini_batches * config.actor.epochs
-    reduced = updates * 2 * training.gradients / HOST_BANDWIDTH if ranks > 1 else 0.0
+    reduces = ranks > 1 and not shards_weights(config, ranks)
+    reduced = updates * 2 * training.gradients / HOST_BANDWIDTH if reduces else 0.0
     phases = [
         phase("load", memory.load, NOTHING, memory.load / HOST_BANDWIDTH),
         phase("encode prompts", memory.encode, measured.text.scaled(measured.prompts)),

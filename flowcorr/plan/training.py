@@ -83,6 +83,8 @@ class Training:
     Attributes:
         transformer: bytes of the weights and buffers, without the adapter.
         largest: bytes of the largest weight.
+        part: bytes of the weights that FSDP gathers together: the largest block, or all that are in no block.
+        gathered: bytes that exist only while FSDP gathers such parts and reduces their gradients; 0 without it.
         adapter: bytes of the adapter; 0 without one.
         gradients: bytes of the gradients.
         moments: bytes of the optimizer's state.
@@ -94,6 +96,8 @@ class Training:
 
     transformer: float
     largest: float
+    part: float
+    gathered: float = 0.0
     adapter: float
     gradients: float
     moments: float
@@ -156,6 +160,7 @@ def measure_blocks(config: Config, architecture: Architecture, device: FakeDevic
     return Training(
         transformer=sum(tensor.nbytes for tensor in tensors) - adapter,
         largest=max(tensor.nbytes for tensor in tensors),
+        part=_largest_part(family.transformer),
         adapter=adapter,
         gradients=gradients,
         moments=moments,
@@ -286,6 +291,12 @@ def _split_at_optimizer(device: FakeDevice) -> Iterator[tuple[Section, Section]]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _largest_part(transformer: Any) -> int:
+    blocks = [sum(weight.nbytes for weight in block.parameters()) for block in repeated_blocks(transformer)]
+    outside = sum(weight.nbytes for weight in transformer.parameters()) - sum(blocks)
+    return max(*blocks, outside)
 
 
 def _bytes(batch: ActorBatch) -> int:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from flowcorr.config.schema import Config
+from flowcorr import distributed
+from flowcorr.config.schema import Config, Dtype
 from flowcorr.records import Rollout
 
 Merge = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
@@ -27,7 +28,8 @@ class Weights:
 
     Attributes:
         version: optimizer updates behind them.
-        tensors: the trained parameters by name: the adapter's, or all of the transformer's.
+        tensors: the trained parameters by name: the adapter's, or all of the transformer's. None of them for an engine
+            that samples with the trained transformer itself.
         probe_velocity: the actor's velocity under them at the probe's point, for an engine that is beside no actor; see
             `flowcorr.rollout.vllm_omni.probe`.
     """
@@ -81,11 +83,28 @@ class RolloutEngine(Protocol):
         """Release the engine's memory and processes."""
 
 
-def needs_base(config: Config) -> bool:
+def shards_weights(config: Config, ranks: int | None = None) -> bool:
+    """Whether each of the run's `ranks` holds a shard of every trained weight; None: this process is one of them."""
+    ranks = distributed.world_size() if ranks is None else ranks
+    return config.actor.fsdp and ranks > 1
+
+
+def actor_dtype(config: Config, ranks: int | None = None) -> Dtype:
+    """The dtype that the trained transformer computes with: under FSDP its weights are gathered in it."""
+    return "bfloat16" if shards_weights(config, ranks) and config.actor.autocast else config.model.dtype
+
+
+def needs_base(config: Config, ranks: int | None = None) -> bool:
     """Whether an engine in process keeps the untrained transformer, as it cannot share the one that is trained."""
-    rollout = config.rollout
-    differs = rollout.max_weight_age > 0 or rollout.emulate != "none" or rollout.dtype != config.model.dtype
+    rollout, dtype = config.rollout, actor_dtype(config, ranks)
+    differs = rollout.max_weight_age > 0 or rollout.emulate != "none" or rollout.dtype != dtype
     return rollout.name == "in_process" and differs
+
+
+def shares_weights(config: Config, ranks: int | None = None) -> bool:
+    """Whether the engine samples with the trained transformer itself."""
+    rollout = config.rollout
+    return rollout.name == "in_process" and rollout.placement == "local" and not needs_base(config, ranks)
 
 
 def attention_name(transformer: Any) -> str:

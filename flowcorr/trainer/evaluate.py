@@ -15,6 +15,7 @@ from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_ch
 from flowcorr.records import Prompt
 from flowcorr.rewards import score_batch, scored_ahead
 from flowcorr.rollout import OnImages, decode, sample_ode
+from flowcorr.rollout.base import actor_dtype
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.image_statistics import image_statistics
@@ -109,7 +110,7 @@ def evaluate_run(
         name="in_process",
         engine={},
         placement="local",
-        dtype=config.model.dtype,
+        dtype=actor_dtype(config),
         emulate="none",
         staleness=0,
         max_staleness=0,

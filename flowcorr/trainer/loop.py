@@ -94,7 +94,7 @@ class _Loop:
         try:
             self.resumed = resume and self._restore()
             if not self.resumed:
-                self.run.engine.sync(self.run.actor.weights.snapshot())
+                self.run.engine.sync(self.run.actor.weights.for_engine())
         except BaseException:
             self.run.close()
             raise

@@ -20,6 +20,7 @@ from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.rewards import Reward, ThreadReward, build_reward, check_tags, known_scores
 from flowcorr.rewards.combine import ON_CLIP
 from flowcorr.rollout import RolloutEngine
+from flowcorr.rollout.base import shards_weights
 from flowcorr.rollout.build import build_backend, check_installed
 from flowcorr.rollout.vllm_omni.options import num_gpus
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
@@ -46,7 +47,8 @@ def load_model(config: Config) -> ModelFamily:
     """
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
-    return load_family(config.model, distributed.local_device(config.trainer.device))
+    device = distributed.local_device(config.trainer.device)
+    return load_family(config.model, device, transformer_on_host=shards_weights(config))
 
 
 def build_stacks(

@@ -72,7 +72,7 @@ def restore(run: TrainingRun, folder: Path, state: TrainingState) -> None:
         Weights(version=version, tensors=actor.weights.like_parameters(state.group(f"history_{place}")))
         for place, version in enumerate(state.facts["history_versions"][:-1])
     ]
-    run.engine.restore([*older, actor.weights.snapshot()])
+    run.engine.restore([*older, actor.weights.for_engine()])
     run.mode.restore(state.group("auto_mode"))
     run.prompts.position = state.facts["data_position"]
     torch.set_rng_state(state.tensors["rng/cpu"])

@@ -105,7 +105,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     with watch("update"):
         metrics = metrics.merge(actor.update(batch, correction, training_step=step, record=recorder))
     with watch("sync"):
-        run.engine.sync(actor.weights.snapshot())
+        run.engine.sync(actor.weights.for_engine())
         prefetch(run, step + 1)
 
     metrics = metrics.merge(watch.metrics(num_images=len(drawn) * config.rollout.n)).across_ranks()

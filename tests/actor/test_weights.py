@@ -15,20 +15,30 @@ from tests.tolerances import MEANS
 @pytest.mark.parametrize(
     ("rollout", "rank", "kl_coef", "kept"),
     [
-        ({}, 4, 0.1, False),
-        ({"dtype": "bfloat16"}, 4, 0.0, True),
-        ({"staleness": 1}, 4, 0.0, True),
-        ({"name": "vllm_omni", "dtype": "bfloat16", "staleness": 1}, 4, 0.1, False),
-        ({"name": "vllm_omni"}, 0, 0.1, True),
-        ({"name": "vllm_omni"}, 0, 0.0, False),
+        ({}, 4, 0.1, {"synced": False, "base": False, "reference": False}),
+        ({"dtype": "bfloat16"}, 4, 0.0, {"synced": True, "base": True, "reference": False}),
+        ({"staleness": 1}, 0, 0.1, {"synced": True, "base": True, "reference": True}),
+        ({"placement": "ray"}, 4, 0.0, {"synced": True, "base": False, "reference": False}),
+        (
+            {"name": "vllm_omni", "dtype": "bfloat16", "staleness": 1},
+            4,
+            0.1,
+            {"synced": True, "base": False, "reference": False},
+        ),
+        ({"name": "vllm_omni"}, 0, 0.1, {"synced": True, "base": False, "reference": True}),
     ],
 )
-def test_the_untrained_transformer_is_kept_only_where_it_is_needed(make_config, rollout, rank, kl_coef, kept):
+def test_weights_are_copied_only_where_a_copy_is_needed(make_config, rollout, rank, kl_coef, kept):
     config = make_config(
         model={**FULL, "lora": LoraConfig(rank=rank)}, rollout=rollout, actor={"kl_coef": kl_coef}
     )
     actor = DiffusionActor(load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8)), config)
-    assert (actor.weights.untrained is not actor.weights.transformer) == kept
+    weights = actor.weights
+    assert kept == {
+        "synced": len(weights.for_engine().tensors) > 0,
+        "base": weights.untrained is not weights.transformer,
+        "reference": weights.reference is not weights.transformer,
+    }
 
 
 @pytest.mark.filterwarnings("ignore:model.lora.dtype=bfloat16")

@@ -1,15 +1,14 @@
 """Extrapolated numbers against whole models, and predicted memory against what torch really allocates."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from flowcorr.config import load
 from flowcorr.plan.pipelines import find_architecture
 from flowcorr.plan.training import measure_blocks, measure_training
+from tests.plan.allocation import allocated
 
 # The fake device has to be registered before a process computes its first gradient.
 pytestmark = pytest.mark.fake_device
@@ -82,17 +81,6 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     state = sum(value.nbytes for value in run.actor.optimizer.state().values() if value.dim())
     assert training.moments == pytest.approx(state, rel=0.01)
     assert training.gradients == sum(parameter.nbytes for parameter in run.actor.weights.parameters.values())
-
-
-def allocated(compute, folder):
-    """Bytes that torch's CPU allocator held at the most, above what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        compute()
-    profiler.export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    memory = [event["args"] for event in events if event.get("name") == "[memory]"]
-    before = memory[0]["Total Allocated"] - memory[0]["Bytes"]
-    return max(event["Total Allocated"] for event in memory) - before
 
 
 def test_a_micro_batch_of_another_size_needs_what_one_predicts_for_it(make_config, new_device):

@@ -1,0 +1,66 @@
+"""What sharded weights (`actor.fsdp`) need of each rank, from what a whole copy of them needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flowcorr.config.schema import Config
+from flowcorr.models import DTYPES
+from flowcorr.plan.training import Training, Work
+from flowcorr.rollout.base import actor_dtype, shards_weights
+
+LINK_BANDWIDTH = 25e9
+"""Bytes a second between two ranks, by PCIe; NVLink is faster."""
+FORWARD, BACKWARD = 3, 2
+"""Parts that are gathered at once: one computes, the next one arrives, and forwards is copied to where it computes."""
+
+
+def computed(config: Config, ranks: int) -> Config:
+    """The config of a whole copy that computes as sharded weights do: in the dtype that they are gathered in."""
+    if not shards_weights(config, ranks):
+        return config
+    model = replace(config.model, dtype=actor_dtype(config, ranks))
+    return replace(config, model=model, actor=replace(config.actor, autocast=False))
+
+
+def sharded(training: Training, config: Config, ranks: int) -> Training:
+    """`training` of one rank that holds a shard of all weights, gradients and moments.
+
+    A part of the weights is gathered before it computes, forwards and again backwards. Its gradients are whole in the
+    dtype of that arithmetic, and then in float32, until they are reduced.
+
+    Args:
+        training: of a whole copy, measured with `computed(config, ranks)`.
+        config: the run's configuration.
+        ranks: that share the weights.
+    """
+    held, used = DTYPES[config.model.dtype].itemsize, DTYPES[actor_dtype(config, ranks)].itemsize
+    share = held / used / ranks
+    forward = FORWARD * training.part
+    backward = BACKWARD * training.part + training.part * (1 + max(held, 4) / used)
+    return replace(
+        training,
+        transformer=training.transformer * share,
+        largest=training.largest * held / used,
+        gradients=training.gradients * share,
+        moments=training.moments * share,
+        gathered=backward,
+        recompute=_moving(training.recompute, forward, training.transformer),
+        backward=_moving(
+            training.backward,
+            backward + training.gradients * (share - 1),
+            training.transformer * (2 + max(held, 4) / used),
+        ),
+        step=replace(
+            training.step,
+            peaks={stage: peak * share for stage, peak in training.step.peaks.items()},
+            moved=training.step.moved * share,
+            busy=training.step.busy * share,
+        ),
+    )
+
+
+def _moving(work: Work, more: float, sent: float) -> Work:
+    """`work` that needs so many more bytes, and lasts as long as it takes to send some to the other ranks."""
+    peaks = {stage: peak + more for stage, peak in work.peaks.items()}
+    return replace(work, peaks=peaks, busy=max(work.busy, sent / LINK_BANDWIDTH))

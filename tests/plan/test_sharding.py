@@ -1,0 +1,62 @@
+"""What sharded weights were predicted to need, against what torch allocates on two ranks."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from flowcorr.config.schema import LoraConfig
+from flowcorr.plan.pipelines import find_architecture
+from flowcorr.plan.sharding import computed, sharded
+from flowcorr.plan.training import measure_blocks
+from tests.conftest import small_config, start_run
+from tests.plan.allocation import allocated
+
+# The fake device has to be registered before a process computes its first gradient.
+pytestmark = pytest.mark.fake_device
+
+RANKS = 2
+SECTIONS = {
+    "model": {"path": "tiny_ocr", "max_sequence_length": 8, "lora": LoraConfig(rank=0)},
+    "actor": {"micro_batch_size": 1, "mini_batches": 1, "fsdp": True},
+    "rollout": {"prompts_per_step": 2, "n": 2},
+}
+
+
+def on_ranks(autocast):
+    """Bytes that one rank holds of weights and moments, and its peaks above them."""
+    actor = {**SECTIONS["actor"], "autocast": autocast}
+    sampled = {**SECTIONS["rollout"], "dtype": "bfloat16" if autocast else "float32"}
+    run = start_run(small_config(**{**SECTIONS, "actor": actor, "rollout": sampled}))
+    dtype = run.family.dtype
+    for name, rows in run.conditioning.items():
+        run.conditioning[name] = rows.to(dtype) if rows.is_floating_point() else rows
+    batch = run.batch()
+    run.actor.update(batch, None, training_step=1)  # makes the optimizer's state
+    run.actor.optimizer.adamw.zero_grad()
+    weights = run.actor.weights.parameters.values()
+    state = run.actor.optimizer.state().values()
+    with tempfile.TemporaryDirectory() as folder:
+        one = batch.rollout.select(slice(0, 1))
+        recompute = allocated(lambda: run.actor.log_probs(one), Path(folder))
+        update = allocated(lambda: run.actor.update(batch, None, training_step=2), Path(folder))
+    return {
+        "weights": sum(weight.to_local().nbytes for weight in weights),
+        "moments": sum(value.to_local().nbytes for value in state if value.dim()),
+        "recompute": recompute,
+        "update": update,
+    }
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_two_ranks_allocate_what_was_predicted(autocast, two_ranks, new_device):
+    actor = {**SECTIONS["actor"], "autocast": autocast}
+    config = small_config(**{**SECTIONS, "actor": actor})
+    whole = measure_blocks(computed(config, RANKS), find_architecture("tiny_ocr"), new_device())
+    predicted = sharded(whole, config, RANKS)
+    got = two_ranks.call(on_ranks, autocast)[0]
+    print(got, predicted)
+    assert predicted.weights == pytest.approx(got["weights"], rel=0.05)
+    assert predicted.moments == pytest.approx(got["moments"], rel=0.05)
+    assert predicted.recompute.peak == pytest.approx(got["recompute"], rel=0.15)
+    assert max(predicted.backward.peak, predicted.step.peak) == pytest.approx(got["update"], rel=0.15)
