@@ -44,7 +44,8 @@ class Rollout:
         log_probs: `[B, T]` float32, nats per latent element under the rollout policy.
         means: `[B, T, *L]` float32, the rollout policy's step means, if they were asked for.
         stds: `[B, T]` float32, the full standard deviations of the steps, beside `means`.
-        conditioning: `[B, ...]` tensors that the model family feeds to its transformer.
+        conditioning: `[G, ...]` tensors that the model family feeds to its transformer, one row a prompt.
+        conditioning_rows: `[B]` int64, the row of each sample; None only where there is no conditioning.
         images: `[B, H, W, 3]` uint8, or None where nothing was decoded.
         final_latents: `[B, *L]` float32, the latents that were decoded, or None likewise.
         group_ids: `[B]` int64; samples of one prompt share one.
@@ -63,6 +64,7 @@ class Rollout:
     means: Tensor | None = None
     stds: Tensor | None = None
     conditioning: Mapping[str, Tensor] = field(default_factory=dict)
+    conditioning_rows: Tensor | None = None
     images: Tensor | None = None
     final_latents: Tensor | None = None
 
@@ -108,20 +110,36 @@ class Rollout:
             check_shape("Rollout.stds", self.stds, (samples, steps))
         if self.final_latents is not None:
             check_shape("Rollout.final_latents", self.final_latents, (samples, *latent_shape))
-        for name, tensor in self.conditioning.items():
-            if tensor.shape[:1] != (samples,):
-                raise BatchError(
-                    f"Rollout.conditioning[{name!r}] has shape {list(tensor.shape)}; its first axis must be B={samples}"
-                )
+        if self.conditioning:
+            self._check_conditioning()
         return self
 
+    def sample_conditioning(self, repeats: int = 1) -> dict[str, Tensor]:
+        """`conditioning` with a row for each sample, or so many in turn: `{name: [B * repeats, ...]}`."""
+        if not self.conditioning:
+            return {}
+        assert self.conditioning_rows is not None, "`validate` has checked it"
+        rows = self.conditioning_rows.repeat_interleave(repeats)
+        return {name: tensor[rows] for name, tensor in self.conditioning.items()}
+
+    def _check_conditioning(self) -> None:
+        rows, (first, *_) = self.conditioning_rows, self.conditioning.values()
+        if rows is None:
+            raise BatchError(
+                "Rollout.conditioning_rows is missing; give the row of Rollout.conditioning of each sample"
+            )
+        check_shape("Rollout.conditioning_rows", rows, (self.num_samples,))
+        for name, tensor in self.conditioning.items():
+            if len(tensor) != len(first):
+                raise BatchError(
+                    f"Rollout.conditioning[{name!r}] has shape {list(tensor.shape)}; its first axis must be "
+                    f"G={len(first)}, as in the others"
+                )
+
     def select(self, index: Tensor | slice) -> Rollout:
-        """The samples at `index` along the batch axis."""
-        return replace(
-            self,
-            **{name: value[index] for name, value in _tensors(self).items()},
-            conditioning={name: tensor[index] for name, tensor in self.conditioning.items()},
-        )
+        """The samples at `index` along the batch axis; they share the conditioning of all."""
+        parts: dict[str, Any] = {name: value[index] for name, value in _tensors(self).items()}
+        return replace(self, **parts)
 
     def only(self, index: Tensor) -> Rollout:
         """The samples at ascending indices `[B']`; without a copy where those are all."""
@@ -149,13 +167,23 @@ class Rollout:
     def concatenate(parts: list[Rollout]) -> Rollout:
         """The samples of all parts, in order; every part must hold the same optional fields."""
         first = parts[0]
-        return replace(
+        joined = replace(
             first,
             **{name: torch.cat([getattr(part, name) for part in parts]) for name in _tensors(first)},
             conditioning={
                 name: torch.cat([part.conditioning[name] for part in parts]) for name in first.conditioning
             },
         )
+        if not first.conditioning:
+            return joined
+        sizes = [len(next(iter(part.conditioning.values()))) for part in parts]
+        starts = [sum(sizes[:place]) for place in range(len(parts))]
+        rows = [
+            part.conditioning_rows + start
+            for part, start in zip(parts, starts, strict=True)
+            if part.conditioning_rows is not None
+        ]
+        return replace(joined, conditioning_rows=torch.cat(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

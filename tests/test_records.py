@@ -23,7 +23,8 @@ def rollout(**changes):
         "log_probs": -window,
         "means": torch.rand(SAMPLES, STEPS, *LATENT, generator=generator),
         "stds": torch.rand(SAMPLES, STEPS, generator=generator),
-        "conditioning": {"prompt_embeds": torch.rand(SAMPLES, 7, generator=generator)},
+        "conditioning": {"prompt_embeds": torch.rand(2, 7, generator=generator)},
+        "conditioning_rows": torch.tensor([0, 0, 1, 1]),
         "group_ids": torch.tensor([0, 0, 1, 1]),
         "policy_versions": torch.zeros(SAMPLES, dtype=torch.int64),
     }
@@ -34,9 +35,10 @@ def assert_same(one, other):
     for name in Rollout.__slots__:
         left, right = getattr(one, name), getattr(other, name)
         if name == "conditioning":
+            left, right = one.sample_conditioning(), other.sample_conditioning()
             assert left.keys() == right.keys()
             assert all(torch.equal(left[key], right[key]) for key in left)
-        else:
+        elif name != "conditioning_rows":  # parts that are joined keep a row each
             assert (left is None and right is None) or torch.equal(left, right), name
 
 
@@ -60,7 +62,13 @@ def test_sizes():
         ("next_latents", torch.zeros(4, 2, 3, 1), r"next_latents has shape"),
         ("means", torch.zeros(4, 2, 3, 1), r"means has shape"),
         ("stds", torch.zeros(4), r"stds has shape \[4\]; it must be \[4, 2\]"),
-        ("conditioning", {"pooled": torch.zeros(1, 7)}, r"conditioning\['pooled'\] has shape \[1, 7\].*B=4"),
+        ("conditioning_rows", torch.zeros(3), r"conditioning_rows has shape \[3\]; it must be \[4\]"),
+        ("conditioning_rows", None, r"conditioning_rows is missing"),
+        (
+            "conditioning",
+            {"embeds": torch.zeros(2, 7), "pooled": torch.zeros(1, 7)},
+            r"conditioning\['pooled'\] has shape \[1, 7\].*G=2",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit(field, value, message):
@@ -75,6 +83,21 @@ def test_selection_and_concatenation_undo_each_other():
     assert_same(Rollout.concatenate(parts), record)
     order = torch.tensor([2, 0, 3, 1])
     assert_same(record.select(order).select(torch.argsort(order)), record)
+
+
+def test_samples_of_a_prompt_share_a_row_of_conditioning():
+    record = rollout()
+    embeds = record.conditioning["prompt_embeds"]
+    assert torch.equal(record.sample_conditioning()["prompt_embeds"], embeds[[0, 0, 1, 1]])
+    assert torch.equal(record.sample_conditioning(repeats=2)["prompt_embeds"], embeds.repeat_interleave(4, 0))
+    some = record.select(torch.tensor([3, 0]))
+    assert torch.equal(some.sample_conditioning()["prompt_embeds"], embeds[[1, 0]])
+    assert some.conditioning["prompt_embeds"] is record.only(torch.tensor([1])).conditioning["prompt_embeds"]
+    joined = Rollout.concatenate([record, rollout(conditioning={"prompt_embeds": embeds + 1})]).validate()
+    assert joined.conditioning["prompt_embeds"].shape == (4, 7)
+    expected = torch.cat([embeds, embeds + 1])[[0, 0, 1, 1, 2, 2, 3, 3]]
+    assert torch.equal(joined.sample_conditioning()["prompt_embeds"], expected)
+    assert rollout(conditioning={}, conditioning_rows=None).validate().sample_conditioning() == {}
 
 
 def test_optional_fields_stay_absent():

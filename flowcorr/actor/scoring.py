@@ -163,7 +163,6 @@ class Scorer:
 
     def _score(self, rollout: Rollout, guidance: Guidance | None) -> PolicyStep:
         samples, steps = rollout.log_probs.shape
-        conditioning = {name: rows.repeat_interleave(steps, 0) for name, rows in rollout.conditioning.items()}
         # Sharded weights have FSDP's mixed precision instead.
         autocast = self.config.actor.autocast and not self.weights.sharded
         with torch.autocast(rollout.latents.device.type, torch.bfloat16, enabled=autocast):
@@ -171,7 +170,7 @@ class Scorer:
                 self._transformer,
                 rollout.latents.flatten(0, 1),
                 rollout.timesteps.flatten(),
-                conditioning,
+                rollout.sample_conditioning(repeats=steps),
                 self.guidance if guidance is None else guidance,
             )
         sampling = self.config.sampling

@@ -155,6 +155,7 @@ def measure_blocks(config: Config, architecture: Architecture, device: FakeDevic
         trained = actor.weights.parameters.values()
         gradients = sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
         moments = device.allocated - before - gradients
+    prompt = sum(rows.nbytes for rows in batch.rollout.conditioning.values())
     tensors = [*family.transformer.parameters(), *family.transformer.buffers()]
     adapter = sum(parameter.nbytes for parameter in trained) if config.model.lora.rank else 0
     return Training(
@@ -164,7 +165,7 @@ def measure_blocks(config: Config, architecture: Architecture, device: FakeDevic
         adapter=adapter,
         gradients=gradients,
         moments=moments,
-        sample=_bytes(batch) / batch.rollout.num_samples,
+        sample=_bytes(batch) / batch.rollout.num_samples + prompt / config.rollout.n,
         recompute=Work.of(recompute),
         backward=Work.of(backward, before).times(1 / 2),
         step=Work.of(step, before + moments),
@@ -231,7 +232,8 @@ def rollout(config: Config, architecture: Architecture, family: ModelFamily, sam
         log_probs=numbers(steps),
         means=numbers(steps, *shape) if means else None,
         stds=numbers(steps),
-        conditioning=inputs.make(samples, family.dtype),
+        conditioning=inputs.make(1, family.dtype),
+        conditioning_rows=torch.zeros(samples, dtype=torch.long, device=DEVICE),
         group_ids=numbers(dtype=torch.long),
         policy_versions=numbers(dtype=torch.long),
     )
@@ -300,11 +302,11 @@ def _largest_part(transformer: Any) -> int:
 
 
 def _bytes(batch: ActorBatch) -> int:
-    """Bytes of a batch's tensors, including those of its rollout."""
+    """Bytes of a batch's tensors, including those of its rollout, without the conditioning."""
     records = (batch, batch.rollout)
     values = [getattr(record, entry.name) for record in records for entry in fields(record)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in (*tensors, *batch.rollout.conditioning.values()))
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 Numbers = TypeVar("Numbers", Work, Training)

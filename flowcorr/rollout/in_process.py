@@ -105,16 +105,18 @@ class InProcessEngine:
         count = self.config.n
         owners = [group for group in groups for _ in range(count)]
         members = [member for _ in groups for member in range(count)]
-        conditioning = {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
+        own = torch.arange(len(groups), device=_device(self._transformer)).repeat_interleave(count)
         size = self.config.batch_size or len(owners)
         drawn = []
         for begin in range(0, len(owners), size):
             rows = slice(begin, begin + size)
-            chunk = {name: values[rows] for name, values in conditioning.items()}
+            chunk = {name: values[own[rows].to(values.device)] for name, values in conditioning.items()}
             drawn.append(
                 self._sample(chunk, owners[rows], members[rows], training_step, with_means, on_images)
             )
-        rollout = Rollout.concatenate(drawn).validate()
+        rollout = replace(
+            Rollout.concatenate(drawn), conditioning=dict(conditioning), conditioning_rows=own
+        ).validate()
         assert rollout.final_latents is not None
         # After the last chunk, as ranks that sample with sharded weights wait for each other's forward passes.
         bad = (~rollout.final_latents.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
@@ -225,7 +227,6 @@ class InProcessEngine:
             log_probs=drawn.log_probs,
             means=drawn.means,
             stds=drawn.stds,
-            conditioning=dict(conditioning),
             images=decode(self.family, drawn.final, on_images),
             final_latents=drawn.final,
             group_ids=torch.tensor(groups, device=device),

@@ -112,6 +112,7 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
     chosen = replace(
         rollout.select(torch.tensor(rows)),
         conditioning=run.cache([prompt.text for prompt in prompts]),
+        conditioning_rows=torch.arange(len(prompts), device=run.actor.device),
         images=torch.from_numpy(images).to(run.actor.device),
     )
     gaps = []
@@ -147,7 +148,7 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
         index: sde.step_noise(shape, owner, [member], **seeds, step_index=index).to(actor.device)
         for index in {*indices, *config.sampling.noisy_steps}
     }
-    schedule, velocity = _schedule(actor, config), actor.velocity(sample.conditioning)
+    schedule, velocity = _schedule(actor, config), actor.velocity(sample.sample_conditioning())
     final, num_steps = sample.final_latents, len(schedule.timesteps)
 
     def path_gap(legs: Sequence[_Leg]) -> float:

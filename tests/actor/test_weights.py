@@ -102,7 +102,12 @@ def test_a_saved_adapter_holds_the_average(make_run, tmp_path):
     other = load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
     other.pipeline.load_lora_weights(str(tmp_path))
     rollout = run.sample()
-    inputs = (rollout.latents[:, 0], rollout.timesteps[:, 0], rollout.conditioning, run.actor.guidance)
+    inputs = (
+        rollout.latents[:, 0],
+        rollout.timesteps[:, 0],
+        rollout.sample_conditioning(),
+        run.actor.guidance,
+    )
     with torch.no_grad():
         got = other.velocity(other.transformer, *inputs)
         current = run.family.velocity(run.actor.weights.transformer, *inputs)

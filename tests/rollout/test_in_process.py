@@ -34,8 +34,9 @@ def test_shapes_and_owners(make_run):
     assert rollout.images.shape == (8, 32, 64, 3)
     assert rollout.group_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert rollout.policy_versions.tolist() == [0] * 8
+    assert rollout.conditioning_rows.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     for name, rows in rollout.conditioning.items():
-        assert torch.equal(rows, run.conditioning[name].repeat_interleave(4, 0))
+        assert torch.equal(rows, run.conditioning[name])
     assert run.sample(with_means=False).means is None
 
 

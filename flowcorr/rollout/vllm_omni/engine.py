@@ -209,9 +209,8 @@ class VllmOmniEngine:
         ]
         outputs = self.client.generate(requests, steps=self.config.sampling.num_inference_steps)
         self._rest()
-        rollout = _rollout(
-            outputs, jobs, {name: rows.repeat_interleave(count, 0) for name, rows in conditioning.items()}
-        )
+        own = torch.arange(len(groups)).repeat_interleave(count)
+        rollout = _rollout(outputs, jobs, conditioning, own)
         on_images(rollout.decoded)
         return rollout.to(self._device)
 
@@ -310,8 +309,10 @@ def _trajectory(output: Any) -> Mapping[str, Any]:
     return output.multimodal_output["trajectory"]
 
 
-def _rollout(outputs: Sequence[Any], jobs: Sequence[Job], conditioning: Mapping[str, Tensor]) -> Rollout:
-    """The engine's outputs, in the order of `jobs`, as one record on the CPU."""
+def _rollout(
+    outputs: Sequence[Any], jobs: Sequence[Job], conditioning: Mapping[str, Tensor], own: Tensor
+) -> Rollout:
+    """The engine's outputs, in the order of `jobs`, as one record on the CPU; `own` are their conditioning's rows."""
     trajectories = [_trajectory(output) for output in outputs]
 
     def stacked(name: str) -> Tensor:
@@ -328,6 +329,7 @@ def _rollout(outputs: Sequence[Any], jobs: Sequence[Job], conditioning: Mapping[
         means=stacked("means") if jobs[0].plan.with_means else None,
         stds=stacked("stds"),
         conditioning={name: rows.cpu() for name, rows in conditioning.items()},
+        conditioning_rows=own,
         images=torch.stack([output.images[0] for output in outputs]),
         final_latents=stacked("final"),
         group_ids=torch.tensor([job.group for job in jobs]),

@@ -109,9 +109,7 @@ def conditioned(change, *, told):
 
         def altered(conditioning, groups, **kwargs):
             rollout = sample(change(engine, conditioning), groups, **kwargs)
-            members = rollout.num_samples // len(groups)
-            true = {name: rows.repeat_interleave(members, 0) for name, rows in conditioning.items()}
-            return rollout if told else replace(rollout, conditioning=true)
+            return rollout if told else replace(rollout, conditioning=conditioning)
 
         engine.sample = altered
 

@@ -93,7 +93,7 @@ def _continued(exam: Exam, rows: Tensor, member: int) -> Tensor:
             actor.weights.transformer,
             latents[active],
             latents.new_full((len(active),), timestep),
-            {name: tensor[active] for name, tensor in rollout.conditioning.items()},
+            rollout.select(active).sample_conditioning(),
             actor.guidance,
         )
         noise = None

@@ -19,7 +19,7 @@ SHORT_LENGTHS = 8  # every length up to this one is tried, then powers of two, C
 
 def check_embeddings(exam: Exam) -> Finding:
     """Whether both sides use the same prompts: by the returned embeddings, then by the engine's steps."""
-    found, gaps = exam.trials.base.rollout.conditioning, {}
+    found, gaps = exam.trials.base.rollout.sample_conditioning(), {}
     remedy = (
         "use the same text encoders, prompts, negative prompt and model.max_sequence_length on both sides"
     )
@@ -51,7 +51,7 @@ def _unreturned(exam: Exam) -> Finding | None:
         torch.arange(0, trial.rollout.num_samples, members, device=device)
     )  # one image a prompt
     found = []
-    for message, alternatives in _mistakes(trial.rollout.conditioning):
+    for message, alternatives in _mistakes(trial.rollout.sample_conditioning()):
         fit = _nearest(exam, trial, alternatives)
         if (evidence := exam.evidence(trial, fit)) is not None:
             found.append((fit.share, message, evidence))
@@ -68,8 +68,13 @@ def _unreturned(exam: Exam) -> Finding | None:
 
 def _nearest(exam: Exam, trial: Trial, alternatives: Sequence[Conditioning]) -> Fit:
     """The fit of the step means under `alternatives`; each term takes the closest one."""
+    rollout = trial.rollout
+    own = torch.arange(rollout.num_samples, device=rollout.latents.device)
     means = torch.stack(
-        [score_means(exam.actor, replace(trial.rollout, conditioning=rows)) for rows in alternatives]
+        [
+            score_means(exam.actor, replace(rollout, conditioning=rows, conditioning_rows=own))
+            for rows in alternatives
+        ]
     )
     distances = torch.stack([trial.squared_distance(alternative) for alternative in means])
     samples, steps = distances.shape[1:]
