@@ -11,7 +11,7 @@ from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.update import PolicyOptimizer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
-from flowcorr.models import Guidance, ModelFamily
+from flowcorr.models import DTYPES, Guidance, ModelFamily
 
 
 class DiffusionActor:
@@ -25,7 +25,7 @@ class DiffusionActor:
         weights: the trained weights, with their average and their files.
         scorer: scores SDE steps under the weights.
         optimizer: learns the weights.
-        guidance: of the run's sampling, which is part of the policy.
+        guidance: of the run's sampling, which is part of the policy, as an engine of `rollout.dtype` computes with it.
         score, log_probs: those of `Scorer`.
         update: that of `PolicyOptimizer`.
     """
@@ -33,11 +33,12 @@ class DiffusionActor:
     def __init__(self, family: ModelFamily, config: Config) -> None:
         self.family, self.config = family, config
         sampling = config.sampling
-        self.guidance = Guidance(
+        guidance = Guidance(
             guidance_scale=sampling.guidance_scale,
             true_cfg_scale=sampling.true_cfg_scale,
             negative_prompt=sampling.negative_prompt,
         )
+        self.guidance = family.guidance_in_dtype(guidance, DTYPES[config.rollout.dtype])
         self.weights = TrainedWeights(family, config)
         if config.actor.gradient_checkpointing:
             self.weights.transformer.enable_gradient_checkpointing()

@@ -95,6 +95,14 @@ class ModelFamily(ABC):
         """
         return schedule
 
+    def guidance_in_dtype(self, guidance: Guidance, dtype: torch.dtype) -> Guidance:
+        """`guidance` with the scale that a transformer of `dtype` really computes with.
+
+        An actor of higher precision that scores with it replays what an engine of `dtype` was fed. Here nothing is
+        rounded; a family whose transformer casts the scale overrides this.
+        """
+        return guidance
+
     @abstractmethod
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
         """Text conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ class Flux(PackedFamily):
     @property
     def distills_guidance(self) -> bool:
         return bool(self.transformer.config.guidance_embeds)
+
+    def guidance_in_dtype(self, guidance: Guidance, dtype: torch.dtype) -> Guidance:
+        # The transformer casts the scale and multiplies it by 1000 there: 3.5 becomes 3504 in bfloat16.
+        if not self.distills_guidance:
+            return guidance
+        embedded = torch.tensor(guidance.guidance_scale, dtype=dtype) * 1000
+        return replace(guidance, guidance_scale=embedded.item() / 1000)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:

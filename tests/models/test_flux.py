@@ -60,6 +60,36 @@ def test_only_dev_reads_the_guidance_scale(request, variant, reads):
     assert ((weak - strong).abs().max() > 1e-3) == reads
 
 
+def embedded_scale(family, scale, dtype):
+    """What the transformer embeds where guidance is fed at `scale` to weights of `dtype`."""
+    seen = []
+    embed = family.transformer.time_text_embed
+    handle = embed.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    family.transformer.to(dtype)
+    conditioning = {name: rows.to(dtype) for name, rows in family.encode(PROMPTS, GUIDANCE).items()}
+    timesteps, guidance = torch.tensor([912.5, 303.0]), Guidance(guidance_scale=scale)
+    with torch.no_grad():
+        family.velocity(family.transformer, noise(), timesteps, conditioning, guidance)
+    family.transformer.to(torch.float32)
+    handle.remove()
+    return seen[0][0].item()
+
+
+def test_an_actor_in_float32_is_guided_as_the_engine_in_bfloat16_is(path):
+    family = FLUX.load(path)
+    exact = Guidance(guidance_scale=3.5)
+    rounded = family.guidance_in_dtype(exact, torch.bfloat16)
+    assert embedded_scale(family, 3.5, torch.bfloat16) == 3504
+    assert embedded_scale(family, 3.5, torch.float32) == 3500
+    assert embedded_scale(family, rounded.guidance_scale, torch.float32) == pytest.approx(3504, rel=1e-7)
+    assert embedded_scale(family, rounded.guidance_scale, torch.bfloat16) == 3504
+    assert family.guidance_in_dtype(exact, torch.float32) == exact
+
+
+def test_guidance_that_is_not_embedded_is_not_rounded(schnell):
+    assert schnell.guidance_in_dtype(Guidance(guidance_scale=3.3), torch.bfloat16).guidance_scale == 3.3
+
+
 @torch.no_grad()
 def test_velocity_depends_on_the_place(family):
     conditioning = family.encode(PROMPTS, GUIDANCE)

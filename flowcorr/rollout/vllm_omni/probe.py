@@ -128,6 +128,7 @@ class ComputedProbe:
         shape = family.latent_shape(sampling.height, sampling.width)
         exact = family.schedule(sampling.num_inference_steps, shape)
         schedule = family.in_dtype(exact, DTYPES[config.rollout.dtype])
+        guidance = family.guidance_in_dtype(guidance, DTYPES[config.rollout.dtype])
         self._family = family
         self.point = probe_point(family, guidance, schedule, shape)
         self.start = actor_velocity(family, untrained(tensors), self.point)
