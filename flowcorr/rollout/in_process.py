@@ -105,7 +105,7 @@ class InProcessEngine:
         count = self.config.n
         owners = [group for group in groups for _ in range(count)]
         members = [member for _ in groups for member in range(count)]
-        own = torch.arange(len(groups), device=_device(self._transformer)).repeat_interleave(count)
+        own = torch.arange(len(groups), device=_device(self.transformer)).repeat_interleave(count)
         size = self.config.batch_size or len(owners)
         drawn = []
         for begin in range(0, len(owners), size):
