@@ -37,6 +37,7 @@ def check(config: Config) -> None:
     _check_log_probs(config)
     _check_mini_batches(config)
     _check_fsdp(config)
+    _check_cache(config)
     _check_unscaled(config)
     _warn_of_rough_weights(config)
     _warn(config, _unused(config))
@@ -163,6 +164,24 @@ def _check_fsdp(config: Config) -> None:
         )
 
 
+def _check_cache(config: Config) -> None:
+    cache = config.rollout.cache
+    if cache == "none":
+        return
+    for key in ("fsdp", "compile"):
+        if getattr(config.actor, key):
+            raise ConfigError(
+                f"rollout.cache={cache!r} hooks blocks of the transformer, which actor.{key}=true replaces; set "
+                f"rollout.cache: none, or actor.{key}: false"
+            )
+    if config.trainer.doctor:
+        raise ConfigError(
+            "trainer.doctor=True compares a prompt on its own with the same prompt in a batch, and "
+            f"rollout.cache={cache!r} decides for a whole batch; run `flowcorr doctor` first, which samples without "
+            "the cache"
+        )
+
+
 def _check_unscaled(config: Config) -> None:
     if config.sampling.cps_unscaled and resolve_loss(config.actor).needs_densities:
         raise ConfigError(
@@ -247,6 +266,8 @@ def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
         if placement != "ray":
             for key in ("num_workers", "worker_resources"):
                 yield f"{section}.{key}", f"{section}.placement={placement} has no workers"
+    if config.rollout.cache == "none":
+        yield "rollout.cache_threshold", "rollout.cache=none leaves nothing out"
     if config.rollout.placement == "local":
         for key in ("timeout", "scheduling"):
             yield f"rollout.{key}", "rollout.placement=local has no workers"

@@ -22,6 +22,8 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 """`(latents [B, *L], timesteps [B]) -> velocity [B, *L]`."""
 VelocityOf = Callable[[Tensor, Tensor, Tensor | slice], Tensor]
 """`(latents [b, *L], timesteps [b], rows) -> velocity [b, *L]`, of the samples that `rows` picks from the batch."""
+BeforeStep = Callable[[bool], None]
+"""Called before each step with whether it is stochastic for some sample of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,6 +88,7 @@ def sample_sde_window(
     *,
     twins: Sequence[int] | None = None,
     with_means: bool = False,
+    before_step: BeforeStep | None = None,
 ) -> Trajectories:
     """Trajectories with SDE steps in their windows and in `sampling.sde_noise_range`, and Euler steps elsewhere.
 
@@ -101,6 +104,7 @@ def sample_sde_window(
         noise: `(step index, rows)` -> standard normal noise `[b, *L]` of those `b` samples of the batch.
         twins: a number for each sample, equal for those of the same initial noise and conditioning; None if none are.
         with_means: also keep the step means.
+        before_step: see `BeforeStep`; a cache turns itself off and on there.
     """
     table = initial.new_tensor(schedule.sigmas)
     fed = initial.new_tensor(schedule.timesteps)
@@ -114,6 +118,9 @@ def sample_sde_window(
     twins = range(len(initial)) if twins is None else twins
     latents = initial
     for index in range(len(schedule.timesteps)):
+        members = [row for row, window in enumerate(steps) if index in noisy or index in window]
+        if before_step is not None:
+            before_step(bool(members))
         first, places = _distinct(twins, starts, index)
         if len(first) < len(latents):
             chosen = torch.tensor(first, device=latents.device)
@@ -122,7 +129,6 @@ def sample_sde_window(
             drift = velocity(latents, fed[index].expand(len(latents)), slice(None))
         sigma, sigma_next = table[index].expand(len(latents)), table[index + 1].expand(len(latents))
         following = latents - over_elements(sigma - sigma_next, latents) * drift
-        members = [row for row, window in enumerate(steps) if index in noisy or index in window]
         if members:
             rows = torch.tensor(members, device=latents.device)
             step = sde.transition(

@@ -1,90 +1,105 @@
-"""Feature caching outside the window: how much of sampling it saves, and what it makes of the images.
+"""`rollout.cache=first_block`: how much of sampling it saves, and what it makes of images, rewards and log-probs.
 
     python tests/benchmarks/step_cache.py
 
-Samples the 96 images of a step of `tiny_ocr_lora` with diffusers' `apply_first_block_cache` on all steps but those of
-the window, before and after which its state is reset. The window's steps are computed in full, by the same module
-without the cache. Prints the time beside sampling without a cache, the share of values that differ by more than 8 of
-255 levels, and that share between the first 48 images and the same images sampled alone: the cache decides for a whole
-batch at once.
+Samples the 96 images of a step of `tiny_ocr_lora` with and without the cache, in turn, with the windows of the recipe.
+Prints a row for each number of steps and threshold:
+
+- CPU time beside sampling without the cache;
+- share of the transformer's blocks that were computed;
+- share of the images' values that differ by more than 8 of 255 levels, and that share between 48 of the images and the
+  same images sampled alone: the cache decides for a whole batch at once;
+- mean reward, and the share of images whose reward differs;
+- largest difference of the actor's log-probs from the rollout's, without and with the cache.
 """
 
 import argparse
-import copy
 import time
-from typing import Any
+from dataclasses import dataclass, replace
 
-from diffusers.hooks import FirstBlockCacheConfig, HookRegistry, apply_first_block_cache
-from diffusers.hooks.hooks import CacheContext, _set_cache_context
-from torch import Tensor, nn
+import numpy as np
+import torch
+from torch import Tensor
 
 from flowcorr import config
+from flowcorr.models.base import repeated_blocks
+from flowcorr.records import Rollout
+from flowcorr.rewards import score_batch
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_run
 
-STEPS, THRESHOLDS, WINDOW = (10, 28), (0.05, 0.1, 0.2), (1, 3)
+PROMPTS = 8
 
 
-class CachedOutside(nn.Module):
-    """A transformer with a cache for the steps outside the window, and without one inside."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sampled:
+    """A rollout, the CPU seconds that it took, and the samples that went through each block, added up."""
 
-    def __init__(self, transformer: nn.Module, threshold: float) -> None:
-        super().__init__()
-        self.exact, self.cached, self.step = transformer, copy.deepcopy(transformer), 0
-        fill_in_text(self.cached.transformer_blocks[-1])
-        apply_first_block_cache(self.cached, FirstBlockCacheConfig(threshold=threshold))
-        self.hooks = HookRegistry.check_if_exists_or_initialize(self.cached)
-
-    def forward(self, **inputs: Tensor) -> tuple[Tensor, ...]:
-        inside = WINDOW[0] <= self.step < WINDOW[1]
-        if self.step == WINDOW[1]:
-            self.hooks.reset_stateful_hooks()
-        self.step += 1
-        _set_cache_context(
-            self.cached, CacheContext("all")
-        )  # what `CacheMixin` does, which SD3's transformer lacks
-        return (self.exact if inside else self.cached)(**inputs)
+    rollout: Rollout
+    seconds: float
+    blocks: int
 
 
-def fill_in_text(block: nn.Module) -> None:
-    """Let SD3's last block return text states, which the cache subtracts and nothing reads; it returns None."""
-    compute = block.forward
-
-    def forward(hidden_states: Tensor, encoder_hidden_states: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
-        return encoder_hidden_states, compute(hidden_states, encoder_hidden_states, **others)[1]
-
-    block.forward = forward
-
-
-def sample(run: TrainingRun, transformer: nn.Module, prompts: int) -> tuple[Tensor, float]:
-    """Images, and seconds."""
-    run.engine.family.pipeline.transformer = transformer
-    texts = [prompt.text for prompt in run.prompts.peek(8)][:prompts]
-    begin = time.perf_counter()
+def sample(run: TrainingRun, threshold: float | None, prompts: int = PROMPTS) -> Sampled:
+    """Sample the first `prompts` with a threshold of the cache; None is without it."""
+    cache = "none" if threshold is None else "first_block"
+    run.engine.config = replace(run.config.rollout, cache=cache, cache_threshold=threshold or 1.0)
+    passed: list[int] = []
+    hooks = [
+        block.attn.register_forward_pre_hook(
+            lambda _, args, inputs: passed.append(len(inputs["hidden_states"])), with_kwargs=True
+        )
+        for block in repeated_blocks(run.engine.family.transformer)
+    ]
+    texts = [prompt.text for prompt in run.prompts.peek(prompts)]
+    begin = time.process_time()
     rollout = run.engine.sample(run.cache(texts), range(prompts), training_step=1, with_means=False)
-    return rollout.decoded.float(), time.perf_counter() - begin
+    seconds = time.process_time() - begin
+    for hook in hooks:
+        hook.remove()
+    return Sampled(rollout=rollout, seconds=seconds, blocks=sum(passed))
+
+
+def rewards(run: TrainingRun, rollout: Rollout) -> np.ndarray:
+    prompts = [prompt for prompt in run.prompts.peek(PROMPTS) for _ in range(run.config.rollout.n)]
+    return score_batch(run.reward, rollout.decoded.numpy(), prompts)[0].scores
 
 
 def changed(images: Tensor, others: Tensor) -> float:
-    return ((images - others).abs() > 8).double().mean().item()
+    return ((images.float() - others.float()).abs() > 8).double().mean().item()
 
 
-def main(repeats: int) -> None:
-    print("| steps | threshold | time | values that differ | in half a batch |\n|---|---|---|---|---|")
-    for steps in STEPS:
-        window = f"sampling.sde_window_range=[{WINDOW[0]},{WINDOW[1]}]"
-        keys = [f"sampling.num_inference_steps={steps}", window, "rollout.batch_size=null"]
+def gap(run: TrainingRun, rollout: Rollout) -> float:
+    return (run.actor.log_probs(rollout).log_probs - rollout.log_probs).abs().max().item()
+
+
+def main(steps: list[int], thresholds: list[float], overrides: list[str], repeats: int) -> None:
+    print(
+        "| steps | threshold | time | blocks | values | in half a batch | reward | differ | gap without, with |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for count in steps:
+        keys = [f"sampling.num_inference_steps={count}", "reward.placement=local", *overrides]
         run, _ = build_run(config.load("tiny_ocr_lora", keys))
         run.engine.sync(run.actor.weights.snapshot())
-        exact = run.engine.family.transformer
-        sampled = [sample(run, exact, 8) for _ in range(repeats)]
-        plain, seconds = sampled[0][0], min(seconds for _, seconds in sampled)
-        for threshold in THRESHOLDS:
-            sampled = [sample(run, CachedOutside(exact, threshold), 8) for _ in range(repeats)]
-            images, cached = sampled[0][0], min(seconds for _, seconds in sampled)
-            half, _ = sample(run, CachedOutside(exact, threshold), 4)
-            share = f"{changed(images, plain):.1%} | {changed(half, images[:48]):.1%}"
-            print(f"| {steps} | {threshold} | {cached / seconds:.2f} | {share} |", flush=True)
+        settings = [None, *thresholds]
+        drawn = [{threshold: sample(run, threshold) for threshold in settings} for _ in range(repeats)]
+        plain = drawn[0][None]
+        true = rewards(run, plain.rollout)
+        images = plain.rollout.decoded
+        for threshold in thresholds:
+            cached = drawn[0][threshold]
+            seconds = [min(turn[setting].seconds for turn in drawn) for setting in (threshold, None)]
+            half = sample(run, threshold, PROMPTS // 2).rollout.decoded
+            found = rewards(run, cached.rollout)
+            own = cached.rollout.decoded
+            print(
+                f"| {count} | {threshold} | {seconds[0] / seconds[1]:.2f} | {cached.blocks / plain.blocks:.2f} "
+                f"| {changed(own, images):.1%} | {changed(own[: len(half)], half):.1%} "
+                f"| {found.mean():.3f} instead of {true.mean():.3f} | {np.mean(found != true):.0%} "
+                f"| {gap(run, plain.rollout):.0e}, {gap(run, cached.rollout):.0e} |",
+                flush=True,
+            )
         run.close()
 
 
@@ -92,5 +107,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--steps", type=int, nargs="+", default=[10, 28])
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.1, 0.2])
     parser.add_argument("--repeats", type=int, default=3)
-    main(parser.parse_args().repeats)
+    parser.add_argument("overrides", nargs="*", help="such as sampling.sde_window_range=[0,14]")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    main(arguments.steps, arguments.thresholds, arguments.overrides, arguments.repeats)

@@ -20,6 +20,7 @@ ON_RAY = {
 }
 STALE = {"rollout": {"staleness": 1, "drift_every": 5}}
 SHARDED = {"actor": {"fsdp": True}, "model": {"lora": {"rank": 0}}}
+CACHED = {"cache": "first_block"}
 QWEN = {"path": "some/pipeline", "family": "qwen_image"}
 
 
@@ -55,6 +56,10 @@ QWEN = {"path": "some/pipeline", "family": "qwen_image"}
             r"cps_unscaled=True gives .*'grpo_guard' adds a bias in nats .*; set cps_unscaled: false, or",
         ),
         ({**SHARDED, "trainer": {"doctor": True}}, r"trainer\.doctor=True examines whole weights"),
+        ({"rollout": {**CACHED, "name": "vllm_omni"}}, r"cannot be used with rollout\.name='vllm_omni'"),
+        ({**SHARDED, "rollout": CACHED}, r"hooks blocks of the transformer, which actor\.fsdp=true replaces"),
+        ({"actor": {"compile": True}, "rollout": CACHED}, r"set rollout\.cache: none, or actor\.compile: false"),
+        ({"trainer": {"doctor": True}, "rollout": CACHED}, r"doctor=True compares .* run `flowcorr doctor` first"),
     ],
 )  # fmt: skip
 def test_contradictions_between_sections(values, message):
@@ -66,6 +71,7 @@ def test_contradictions_between_sections(values, message):
     "values",
     [
         {"rollout": {"calculate_log_probs": False}},
+        {"rollout": {**CACHED, "cache_threshold": 0.1}},
         {**DECOUPLED, "actor": {"ratio_level": "trajectory_mean"}},
         {
             "actor": {"ratio_level": "trajectory_mean"},
@@ -137,6 +143,7 @@ def test_sound_combinations_are_silent(values):
             {"data": {"path": "prompts.txt", "heldout_path": "test.txt", "heldout_fraction": 0.5}},
             "data.heldout_fraction=0.5",
         ),
+        ({"rollout": {"cache_threshold": 0.1}}, "rollout.cache_threshold=0.1"),
         ({"rollout": {"num_workers": 2}}, "rollout.num_workers=2"),
         ({"rollout": {"worker_resources": {"num_gpus": 1}}}, "rollout.worker_resources={'num_gpus': 1}"),
         ({"rollout": {"timeout": 60}}, "rollout.timeout=60.0"),

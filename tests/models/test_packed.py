@@ -16,7 +16,7 @@ from tests.models.packed import (
     assert_velocity_is_the_pipelines,
     noise,
 )
-from tests.tolerances import LOG_PROBS, MEANS
+from tests.tolerances import LATENTS, LOG_PROBS, MEANS
 
 FAMILIES = (FLUX, QWEN)
 GUIDED = [
@@ -139,6 +139,21 @@ def test_log_probs_equal_an_independent_loop(packed, path, make_config, guidance
             assert rollout.log_probs[sample, t].item() == pytest.approx(
                 expected.item(), abs=LOG_PROBS["atol"]
             )
+
+
+def test_cached_steps_leave_the_log_probs_of_the_window_exact(packed, path, make_config):
+    rollouts = []
+    for cache in ("none", "first_block"):
+        sections = packed.sections(path, num_inference_steps=7, **packed.sampling)
+        sections["rollout"] = {**sections.get("rollout", {}), "cache": cache, "cache_threshold": 1e9}
+        _, actor, engine, conditioning = connect(make_config(**sections), PROMPTS)
+        stir(actor)
+        rollouts.append(engine.sample(conditioning, [0, 1], training_step=1, with_means=False))
+        torch.testing.assert_close(
+            actor.log_probs(rollouts[-1]).log_probs, rollouts[-1].log_probs, **LOG_PROBS
+        )
+    plain, cached = rollouts
+    assert (plain.final_latents - cached.final_latents).abs().max() > LATENTS["atol"]
 
 
 def test_one_update_and_its_adapter_loads_into_a_pipeline(packed, path, family, make_config, tmp_path):

@@ -167,6 +167,12 @@ def test_nothing_is_named_where_only_rounding_differs(rollout, sampling, step, m
         assert values["rollout_corr/replay/after"] > 0.1  # rounding in the window is a unit of that outside
 
 
+def test_legs_that_a_cache_changes_are_left_out(make_training):
+    values = replayed(make_training(cache="first_block", cache_threshold=1e9))
+    assert sorted(values) == [f"rollout_corr/replay/{leg}" for leg in ("decode", "reward", "window")]
+    assert named(values) == []
+
+
 def test_noise_that_nobody_seeded_is_told_from_faults(make_training):
     run = make_training()
     run.engine.seed += 1

@@ -76,14 +76,17 @@ def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | 
     An engine that cannot change its precision is started in float32 first, and then as the configuration has it.
 
     Args:
-        config: the run's configuration; of `rollout.n` images a prompt, at most `MAX_IMAGES` are sampled.
+        config: the run's configuration; of `rollout.n` images a prompt, at most `MAX_IMAGES` are sampled, without
+            `rollout.cache`.
         num_prompts: how many prompts, at least 2.
         float32: see `examine`.
 
     Raises:
         ConfigError: there are too few prompts, or something in `config` cannot work.
     """
-    config = replace(config, rollout=replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES)))
+    config = replace(
+        config, rollout=replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES), cache="none")
+    )
     texts = _first_prompts(config, num_prompts)
     family, exact = load_model(config), precision.float32_config(config)
     changes_itself = config.rollout.name == "in_process" and config.rollout.placement == "local"

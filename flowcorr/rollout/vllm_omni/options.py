@@ -27,6 +27,7 @@ SET_BY_FLOWCORR = {
     "custom_pipeline_args": "flowcorr registers its own pipelines",
     "step_execution": "flowcorr's pipelines sample whole trajectories",
     "cfg_parallel_size": "guidance is computed in one batch",
+    "cache_backend": "it would leave parts of stochastic steps out, whose log-probs then belong to no policy",
 }
 """Arguments that flowcorr sets, with the reason or the key to use instead."""
 
