@@ -7,8 +7,8 @@ Prints a row for each number of steps and threshold:
 
 - CPU time beside sampling without the cache;
 - share of the transformer's blocks that were computed;
-- share of the images' values that differ by more than 8 of 255 levels, and that share between 48 of the images and the
-  same images sampled alone: the cache decides for a whole batch at once;
+- share of the images' values that differ by more than 8 of 255 levels, and that share between 24 of the images and the
+  same images in a batch of their own, as the cache decides for a whole batch;
 - mean reward, and the share of images whose reward differs;
 - largest difference of the actor's log-probs from the rollout's, without and with the cache.
 """
@@ -75,7 +75,7 @@ def gap(run: TrainingRun, rollout: Rollout) -> float:
 
 def main(steps: list[int], thresholds: list[float], overrides: list[str], repeats: int) -> None:
     print(
-        "| steps | threshold | time | blocks | values | in half a batch | reward | differ | gap without, with |"
+        "| steps | threshold | time | blocks | values | in another batch | reward | differ | gap without, with |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for count in steps:
@@ -90,12 +90,12 @@ def main(steps: list[int], thresholds: list[float], overrides: list[str], repeat
         for threshold in thresholds:
             cached = drawn[0][threshold]
             seconds = [min(turn[setting].seconds for turn in drawn) for setting in (threshold, None)]
-            half = sample(run, threshold, PROMPTS // 2).rollout.decoded
+            alone = sample(run, threshold, PROMPTS // 4).rollout.decoded
             found = rewards(run, cached.rollout)
             own = cached.rollout.decoded
             print(
                 f"| {count} | {threshold} | {seconds[0] / seconds[1]:.2f} | {cached.blocks / plain.blocks:.2f} "
-                f"| {changed(own, images):.1%} | {changed(own[: len(half)], half):.1%} "
+                f"| {changed(own, images):.1%} | {changed(own[: len(alone)], alone):.1%} "
                 f"| {found.mean():.3f} instead of {true.mean():.3f} | {np.mean(found != true):.0%} "
                 f"| {gap(run, plain.rollout):.0e}, {gap(run, cached.rollout):.0e} |",
                 flush=True,
