@@ -54,7 +54,13 @@ SHARED = {
         "workers/test_shared",
         "faults/test_reward_service",
     ),
-    "ranks": ("trainer/test_ranks", "test_invariants", "correction/test_correct", "test_metrics"),
+    "ranks": (
+        "trainer/test_ranks",
+        "test_invariants",
+        "correction/test_correct",
+        "test_metrics",
+        "distributed/test_ranks",
+    ),
     "runs": (
         "trainer/test_evaluate",
         "trainer/test_failures",
@@ -72,7 +78,7 @@ SHARED = {
     ),
 }
 SCOPES = {f"tests/{name}.py": scope for scope, names in SHARED.items() for name in names}
-COSTLY = (*SCOPES, "tests/faults/test_trainer.py")
+COSTLY = (*SCOPES, "tests/faults/test_trainer.py", "tests/trainer/test_loop.py")
 
 
 @pytest.hookimpl(optionalhook=True)

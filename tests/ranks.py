@@ -20,6 +20,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+# Modules that take seconds to import and that most ranks use.
+LIBRARIES = [
+    "flowcorr.trainer",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +37,19 @@ class Ended:
 
 
 class Ranks:
-    """Ranks that stay, so that they import everything once; each call runs one function in all of them."""
+    """Ranks that stay; each call runs one function in all of them.
+
+    They are forks of a process that has imported `LIBRARIES` and does nothing else.
+    """
 
     def __init__(self, number: int) -> None:
-        spawn, port = multiprocessing.get_context("spawn"), free_port()
+        forks, port = multiprocessing.get_context("forkserver"), free_port()
+        forks.set_forkserver_preload(LIBRARIES)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(number):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(there, port, rank, number), daemon=True)
+            here, there = forks.Pipe()
+            process = forks.Process(target=serve, args=(there, port, rank, number), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
@@ -138,15 +147,3 @@ def end_with_first(processes: list[subprocess.Popen[str]], *, timeout: float) ->
             process.kill()
     outputs = [first, *(process.communicate() for process in processes[1:])]
     return [Ended(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
-
-
-def run_ranks(number: int, script: Path, *arguments: object, timeout: float = 900) -> None:
-    """Start ranks, wait for them, and check that all succeeded."""
-    processes = start_ranks(number, script, *arguments)
-    try:
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, (_, errors)) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank}: {errors}"

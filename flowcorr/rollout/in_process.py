@@ -181,7 +181,7 @@ class InProcessEngine:
             return contextlib.nullcontext()
         from flowcorr.rollout.step_cache import around_windows, first_block_cache
 
-        return around_windows(partial(first_block_cache, self._transformer, self.config.cache_threshold))
+        return around_windows(partial(first_block_cache, self.transformer, self.config.cache_threshold))
 
     def _sample(
         self,

@@ -17,7 +17,7 @@ from flowcorr.advantages import group_advantages
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask
 from flowcorr.distributed import RankError
 from flowcorr.metrics import Metrics
-from tests.ranks import end_with_first, run_ranks, start_ranks
+from tests.ranks import Ranks, end_with_first, start_ranks
 
 RANKS = 3
 SIZES = (9, 0, 6)  # samples of each rank: one has none
@@ -54,14 +54,15 @@ def advantages(part):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def told():
     """What each of three ranks found out."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(RANKS, Path(__file__), "talk", folder)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    ranks = Ranks(RANKS)
+    found = ranks.call(talk)
+    ranks.close()
+    return found
 
 
-def talk(folder):
+def talk():
     place = distributed.rank()
     rows = torch.arange(SIZES[place])[:, None] + 100.0 * place
     mine = Metrics.from_stats({"mean": metrics.mean(place, 1)})
@@ -86,7 +87,7 @@ def talk(folder):
     except (RankError, KeyError) as error:
         found["failure"] = f"{type(error).__name__}: {error}"
     found["afterwards"] = distributed.gather(place, "the time after a failure")
-    torch.save(found, folder / f"{place}.pt")
+    return found
 
 
 def test_ranks_know_their_places(told):
@@ -203,6 +204,6 @@ if __name__ == "__main__":
     if sys.argv[2] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if sys.argv[2] == "cuda" else "gloo"
-    start_group(backend, seconds=600 if sys.argv[1] == "talk" else 8)
-    talk(Path(sys.argv[2])) if sys.argv[1] == "talk" else stop_answering(*sys.argv[1:])
+    start_group(backend, seconds=8)
+    stop_answering(*sys.argv[1:])
     dist.destroy_process_group()
