@@ -324,7 +324,9 @@ def _add_recipe(
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="changes to the configuration"
+    )
 
 
 def _take_late_overrides(

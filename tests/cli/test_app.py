@@ -7,7 +7,9 @@ from flowcorr import __version__
 from flowcorr.cli import main
 from flowcorr.config import recipe_names
 
-COMMANDS = ["train", "eval", "doctor", "lab", "report", "config", "presets"]
+COMMANDS = [
+    "train", "eval", "doctor", "audit", "plan", "lab", "report", "config", "translate", "presets", "explain",
+]  # fmt: skip
 
 
 def run(capsys, *arguments):
@@ -24,6 +26,12 @@ def test_help_fits_a_terminal(arguments, capsys):
     assert caught.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
+
+
+def test_a_missing_recipe_is_all_that_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["audit"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
