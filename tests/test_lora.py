@@ -158,7 +158,7 @@ def test_merging_takes_the_given_tensors_and_changes_nothing(family):
     assert all(torch.equal(value, kept[name]) for name, value in transformer.state_dict().items())
 
 
-def test_the_adapter_multiplies_in_the_dtype_of_the_base_from_its_own_finer_weights():
+def test_the_adapter_multiplies_in_the_dtype_of_the_base():
     """As an engine in bfloat16 does; the weights still feel updates below its grid."""
     exact, coarse = (tiny_ocr(dtype="bfloat16", max_sequence_length=8) for _ in range(2))
     transformer, rounded = stir(adapt(exact)), stir(adapt(coarse))

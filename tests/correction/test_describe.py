@@ -88,7 +88,7 @@ def test_fractions_of_a_k1_band_are_of_the_ratio():
     assert values["rollout_corr/rollout_rs_seq_mean_k1_masked_fraction"] == pytest.approx(0.6)
 
 
-def test_delta_follows_its_analytic_distribution_and_the_bookkeeping_check_accepts_it():
+def test_the_bookkeeping_check_accepts_noise_and_refuses_a_shift():
     torch.manual_seed(1)
     num_samples, num_elements, std, r = 4000, 256, 0.5, 0.05
     shift = r * std

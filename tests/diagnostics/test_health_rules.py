@@ -63,7 +63,7 @@ def test_a_finding_tells_number_limit_and_advice(rule):
     assert finding.metric == metric
 
 
-def test_rejection_above_a_tenth_is_serious_and_says_to_look_for_the_cause_first():
+def test_rejection_above_a_tenth_is_serious_and_asks_for_its_cause():
     levels = {}
     for value in (0.07, 0.12):
         (finding,) = examine_step({"rollout_corr/rejected_ratio": value}, Units())

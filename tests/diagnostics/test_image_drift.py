@@ -51,7 +51,7 @@ def test_images_are_judged_while_the_reward_rises(reward, dark, broken):
         assert examine_step(record(9, reward, dark=dark), Units()) == []
 
 
-def test_a_monitor_tells_it_once_after_three_steps_and_a_resumed_one_knows_the_start():
+def test_a_monitor_tells_it_once_after_three_steps_also_in_a_resumed_run():
     run = [record(step, 0.5 + 0.1 * step, dark=0.4 + 0.1 * step) for step in range(8)]
     monitor = HealthMonitor(Units())
     told = [index for index, metrics in enumerate(run) if monitor.update(metrics)]

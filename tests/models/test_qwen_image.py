@@ -64,7 +64,7 @@ def test_prompts_can_be_cached(path):
 
 
 @torch.no_grad()
-def test_text_is_as_long_as_the_longest_prompt_and_the_velocity_is_that_of_padded_text(path):
+def test_text_is_cut_to_the_longest_prompt_without_changing_the_velocity(path):
     family = load_family(ModelConfig(path=path, max_sequence_length=200))
     direct = family.encode(PROMPTS, GUIDED)
     cached = PromptCache(family, GUIDED, PROMPTS)(PROMPTS)

@@ -314,7 +314,7 @@ def test_a_failure_of_any_rank_ends_all_with_its_reason(ended):
     assert checkpoint.load_latest(folder / "failure" / "checkpoints")[1].step == 1
 
 
-def test_latents_that_diverge_on_one_rank_leave_none_waiting_for_its_part_of_the_weights(ended):
+def test_latents_that_diverge_on_one_rank_leave_no_rank_waiting(ended):
     first, second = (ending["diverged"] for ending in ended[1])
     assert second.startswith("BatchError: the final latents are not finite for image 0 of prompt ")
     assert first == f"RankError: rank 1 failed during the rollout: {second}"

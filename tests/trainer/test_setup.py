@@ -45,7 +45,7 @@ def with_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "gpus"), [([], 1), (["rollout.engine.tensor_parallel_size=2"], 2)])
-def test_workers_of_vllm_omni_without_a_gpu_are_refused_before_anything_is_loaded(with_gpus, options, gpus):
+def test_workers_of_vllm_omni_without_a_gpu_are_refused_at_once(with_gpus, options, gpus):
     overrides = ["rollout.name=vllm_omni", "rollout.placement=ray", *options]
     with pytest.raises(ConfigError, match=rf"no GPU; set rollout\.worker_resources={{num_gpus: {gpus}}}"):
         build_run(config.load("tiny_jpeg_lora", overrides))
@@ -61,7 +61,7 @@ def test_a_reward_model_that_would_run_on_a_cpu_warns(with_gpus):
         build_run(config.load("tiny_jpeg_lora", [*overrides, "reward.worker_resources={num_gpus: 1}"]))
 
 
-def test_a_best_metric_that_no_evaluation_yields_is_refused_before_a_model_is_loaded(monkeypatch):
+def test_a_best_metric_that_no_evaluation_yields_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(
         ConfigError, match=r"trainer.best_metric='eval/exact_match' is unknown; choose from eval/rew"
@@ -69,7 +69,7 @@ def test_a_best_metric_that_no_evaluation_yields_is_refused_before_a_model_is_lo
         build_run(config.load("tiny_jpeg_lora", ["trainer.best_metric=eval/exact_match"]))
 
 
-def test_the_text_encoders_are_gone_before_an_engine_starts_that_may_share_their_gpu(monkeypatch):
+def test_the_text_encoders_are_gone_before_an_engine_starts(monkeypatch):
     started = []
 
     def start(_, family, *, probe, **__):

@@ -22,7 +22,7 @@ from flowcorr.rollout.vllm_omni import environment
         ("4,6", "cpu", 2, 1, "4,6"),
     ],
 )
-def test_an_engine_is_none_of_the_trainers_ranks_and_takes_a_gpu_of_its_own_where_there_is_one(
+def test_an_engine_joins_no_ranks_and_takes_a_free_gpu_where_there_is_one(
     monkeypatch, visible, device, ranks, gpus, theirs
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

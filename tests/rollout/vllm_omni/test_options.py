@@ -55,7 +55,7 @@ def test_options_are_completed():
     assert (told["max_num_seqs"], way) == (2, "merged")
 
 
-def test_a_users_own_executor_is_taken_and_one_that_loses_answers_gets_a_warning(caplog):
+def test_an_executor_of_ones_own_is_taken_and_a_lossy_one_warned_of(caplog):
     def backend(engine, installed=INSTALLED):
         return options.engine_options(config(engine), Family(), installed)[0]["distributed_executor_backend"]
 

@@ -55,7 +55,7 @@ def test_disagreement_follows_the_precision():
     assert FLOAT32[0] < BFLOAT16[0]
 
 
-def test_kernels_that_agree_bit_for_bit_at_the_start_may_differ_by_rounding_later():
+def test_kernels_that_agree_at_the_start_may_differ_by_rounding_later():
     for bounds, rounding in ((FLOAT32, 1e-6), (BFLOAT16, 3e-3)):
         checked = MoveCheck(velocities([1.0, 0.0], [1.0, 0.0]), disagreement=bounds)
         checked.check(velocities([1.0 + rounding, 0.0], [1.0, rounding / 4]))
