@@ -99,9 +99,7 @@ def test_terminated_ahead_it_saves_and_leaves_no_process(bench, tmp_path, events
 
 
 @pytest.mark.faults
-def test_a_run_that_loses_its_own_node_saves_and_ends_soon(
-    bench, tmp_path, events, wait_for, family_of
-):
+def test_a_run_that_loses_its_own_node_saves_and_ends_soon(bench, tmp_path, events, wait_for, family_of):
     """Its raylet and its workers; some 15 s later Ray ends the process, and until then it waits for another node."""
     out = tmp_path / "run"
     run = bench.start(out, *AHEAD)

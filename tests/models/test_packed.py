@@ -3,10 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from tiny_pipelines import connect, flow_grpo_log_prob, stir
+from tiny_pipelines import connect, stir
 
 from flowcorr.errors import ConfigError
-from flowcorr.records import ActorBatch
+from tests.models.learning import (
+    assert_an_adapter_is_learned_and_loads,
+    assert_both_stacks_round_alike,
+    assert_log_probs_are_those_of_a_loop,
+    in_bfloat16,
+)
 from tests.models.packed import (
     FLUX,
     PROMPTS,
@@ -16,7 +21,7 @@ from tests.models.packed import (
     assert_velocity_is_the_pipelines,
     noise,
 )
-from tests.tolerances import LATENTS, LOG_PROBS, MEANS
+from tests.tolerances import LATENTS, LOG_PROBS
 
 FAMILIES = (FLUX, QWEN)
 GUIDED = [
@@ -117,28 +122,11 @@ def test_decode_is_the_pipelines_own(packed, family):
 @pytest.mark.parametrize(("packed", "guidance"), GUIDED, indirect=["packed"])
 def test_log_probs_equal_an_independent_loop(packed, path, make_config, guidance):
     scale = {key: getattr(guidance, key) for key in packed.sampling if key != "negative_prompt"}
-    config = make_config(**packed.sections(path, **scale))
-    family, actor, engine, conditioning = connect(config, PROMPTS)
-    stir(actor)
-    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
-    scored = actor.log_probs(rollout).log_probs
-    torch.testing.assert_close(scored, rollout.log_probs, **LOG_PROBS)
-    assert rollout.latents.shape == (4, 3, *SHAPE)
-
-    sigmas, timesteps = packed.schedule(family.pipeline, 5, SHAPE[0] * SHAPE[1])
-    for sample in range(4):
-        for t in range(3):
-            index = int(rollout.step_indices[sample, t])
-            latents, following = rollout.latents[sample, t], rollout.next_latents[sample, t]
-            velocity = packed.velocity(
-                family.pipeline, latents, timesteps[index], PROMPTS[sample // 2], guidance
-            )
-            expected = flow_grpo_log_prob(
-                latents[None], following[None], velocity, sigmas[index], sigmas[index + 1], 0.7
-            )
-            assert rollout.log_probs[sample, t].item() == pytest.approx(
-                expected.item(), abs=LOG_PROBS["atol"]
-            )
+    connected = connect(make_config(**packed.sections(path, **scale)), PROMPTS)
+    schedule = packed.schedule(connected[0].pipeline, 5, SHAPE[0] * SHAPE[1])
+    assert_log_probs_are_those_of_a_loop(
+        connected, PROMPTS, schedule, lambda *inputs: packed.velocity(*inputs, guidance)
+    )
 
 
 def test_cached_steps_leave_the_log_probs_of_the_window_exact(packed, path, make_config):
@@ -157,33 +145,11 @@ def test_cached_steps_leave_the_log_probs_of_the_window_exact(packed, path, make
 
 
 def test_one_update_and_its_adapter_loads_into_a_pipeline(packed, path, family, make_config, tmp_path):
-    trained, actor, engine, conditioning = connect(make_config(**packed.sections(path)), PROMPTS)
+    connected = _, actor, _, _ = connect(make_config(**packed.sections(path)), PROMPTS)
     assert len(actor.weights.parameters) == packed.adapter_tensors
-    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
-    assert rollout.images.shape == (4, *packed.size, 3)
-    scores = actor.log_probs(rollout, with_means=True)
-    batch = ActorBatch(
-        rollout=rollout,
-        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
-        old_log_probs=scores.log_probs,
-        old_means=scores.means,
-    )
-    metrics = actor.update(batch, actor.config.algorithm.rollout_correction, training_step=1).compute()
-    assert actor.weights.version == 1
-    assert metrics["actor/grad_norm"] > 0
-    stir(actor)
-    actor.weights.save(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["pytorch_lora_weights.safetensors"]
-
-    fresh = packed.load(path)
-    fresh.pipeline.load_lora_weights(str(tmp_path))
     conditioning = family.encode(PROMPTS, packed.guidance)
     inputs = (noise(), torch.tensor([900.0, 300.0]), conditioning, packed.guidance)
-    with torch.no_grad():
-        expected = trained.velocity(trained.transformer, *inputs)
-        torch.testing.assert_close(fresh.velocity(fresh.transformer, *inputs), expected, **MEANS)
-        fresh.pipeline.unload_lora_weights()
-        assert (fresh.velocity(fresh.transformer, *inputs) - expected).abs().max() > 1e-2
+    assert_an_adapter_is_learned_and_loads(connected, packed.load(path), inputs, tmp_path, packed.size)
 
 
 @torch.no_grad()
@@ -207,12 +173,5 @@ def test_a_bfloat16_transformer_computes_with_the_timesteps_of_its_schedule(pack
 
 
 def test_bfloat16(packed, path, make_config):
-    """Engine and actor call the transformer with the same batches, one step at a time, and so round alike."""
-    sections = packed.sections(path, sde_window_range=(1, 4))
-    sections["model"]["dtype"] = sections["rollout"]["dtype"] = "bfloat16"
-    sections["actor"]["fold_steps"] = False
-    _, actor, engine, conditioning = connect(make_config(**sections), PROMPTS)
-    assert conditioning["prompt_embeds"].dtype == torch.bfloat16
-    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=False)
-    assert rollout.latents.dtype == torch.float32
-    assert torch.equal(actor.log_probs(rollout).log_probs, rollout.log_probs)
+    sections = in_bfloat16(packed.sections(path, sde_window_range=(1, 4)))
+    assert_both_stacks_round_alike(connect(make_config(**sections), PROMPTS))

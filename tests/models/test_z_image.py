@@ -4,14 +4,19 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.z_image import pipeline_z_image
-from tiny_pipelines import Z_IMAGE_SIZE, build_tiny_z_image, connect, flow_grpo_log_prob, stir
+from tiny_pipelines import Z_IMAGE_SIZE, build_tiny_z_image, connect
 
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
-from flowcorr.records import ActorBatch
 from flowcorr.rollout import sample_ode
-from tests.tolerances import LATENTS, LOG_PROBS, MEANS
+from tests.models.learning import (
+    assert_an_adapter_is_learned_and_loads,
+    assert_both_stacks_round_alike,
+    assert_log_probs_are_those_of_a_loop,
+    in_bfloat16,
+)
+from tests.tolerances import LATENTS, MEANS
 
 HEIGHT, WIDTH = Z_IMAGE_SIZE
 SHAPE = (4, 8, 12)
@@ -181,66 +186,26 @@ def test_decode_is_the_pipelines_own(family):
 
 
 def test_log_probs_equal_an_independent_loop(path, make_config):
-    family, actor, engine, conditioning = connect(make_config(**settings(path)), PROMPTS)
-    stir(actor)
-    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
-    scored = actor.log_probs(rollout).log_probs
-    torch.testing.assert_close(scored, rollout.log_probs, **LOG_PROBS)
-    assert rollout.latents.shape == (4, 3, *SHAPE)
-
-    sigmas, timesteps = pipeline_schedule(family.pipeline, 5, TOKENS)
-    for sample in range(4):
-        for t in range(3):
-            index = int(rollout.step_indices[sample, t])
-            latents, following = rollout.latents[sample, t], rollout.next_latents[sample, t]
-            velocity = pipeline_velocity(
-                family.pipeline, latents, timesteps[index], PROMPTS[sample // 2], GUIDED
-            )
-            expected = flow_grpo_log_prob(
-                latents[None], following[None], velocity, sigmas[index], sigmas[index + 1], 0.7
-            )
-            assert rollout.log_probs[sample, t].item() == pytest.approx(
-                expected.item(), abs=LOG_PROBS["atol"]
-            )
+    connected = connect(make_config(**settings(path)), PROMPTS)
+    schedule = pipeline_schedule(connected[0].pipeline, 5, TOKENS)
+    assert_log_probs_are_those_of_a_loop(
+        connected, PROMPTS, schedule, lambda *inputs: pipeline_velocity(*inputs, GUIDED)
+    )
 
 
 def test_one_update_and_its_adapter_loads_into_a_pipeline(path, make_config, tmp_path):
-    family, actor, engine, conditioning = connect(make_config(**settings(path)), PROMPTS)
+    connected = family, actor, _, _ = connect(make_config(**settings(path)), PROMPTS)
     assert len(actor.weights.parameters) == 2 * 7 * 4  # (A, B) of the targets of two layers and two refiners
-    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
-    assert rollout.images.shape == (4, HEIGHT, WIDTH, 3)
-    scores = actor.log_probs(rollout, with_means=True)
-    batch = ActorBatch(
-        rollout=rollout,
-        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
-        old_log_probs=scores.log_probs,
-        old_means=scores.means,
-    )
-    metrics = actor.update(batch, actor.config.algorithm.rollout_correction, training_step=1).compute()
-    assert actor.weights.version == 1
-    assert metrics["actor/grad_norm"] > 0
-    stir(actor)
-    actor.weights.save(tmp_path)
-
     fresh = load_family(ModelConfig(path=path, max_sequence_length=LENGTH))
-    fresh.pipeline.load_lora_weights(str(tmp_path))
     inputs = (noise(), torch.tensor([900.0, 300.0]), family.encode(PROMPTS, GUIDED), GUIDED)
-    with torch.no_grad():
-        trained = family.velocity(family.transformer, *inputs)
-        torch.testing.assert_close(fresh.velocity(fresh.transformer, *inputs), trained, **MEANS)
-        fresh.pipeline.unload_lora_weights()
-        assert (fresh.velocity(fresh.transformer, *inputs) - trained).abs().max() > 1e-2
+    assert_an_adapter_is_learned_and_loads(connected, fresh, inputs, tmp_path, Z_IMAGE_SIZE)
 
 
 def test_bfloat16(path, make_config):
-    """Engine and actor call the transformer with the same batches, one step at a time, and so round alike."""
-    sections = settings(path, sde_window_range=(1, 4))
-    sections["model"]["dtype"] = sections["rollout"]["dtype"] = "bfloat16"
-    sections["actor"]["fold_steps"] = False
-    family, actor, engine, conditioning = connect(make_config(**sections), PROMPTS)
-    assert conditioning["prompt_embeds"].dtype == torch.bfloat16
-    schedule = family.schedule(5, SHAPE)
-    assert family.in_dtype(schedule, torch.bfloat16) == schedule  # the transformer takes timesteps in float32
-    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=False)
-    assert rollout.latents.dtype == torch.float32
-    assert torch.equal(actor.log_probs(rollout).log_probs, rollout.log_probs)
+    sections = in_bfloat16(settings(path, sde_window_range=(1, 4)))
+    connected = connect(make_config(**sections), PROMPTS)
+    schedule = connected[0].schedule(5, SHAPE)
+    assert (
+        connected[0].in_dtype(schedule, torch.bfloat16) == schedule
+    )  # the transformer takes timesteps in float32
+    assert_both_stacks_round_alike(connected)

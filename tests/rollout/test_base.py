@@ -17,9 +17,7 @@ from flowcorr.rollout.base import attention_name, needs_base
         ({"rollout": {"name": "vllm_omni", "dtype": "bfloat16"}}, False),  # has a transformer of its own
     ],
 )
-def test_engines_that_cannot_share_the_transformer_keep_the_untrained_one(
-    make_config, sections, needed
-):
+def test_engines_that_cannot_share_the_transformer_keep_the_untrained_one(make_config, sections, needed):
     assert needs_base(make_config(**sections)) == needed
 
 

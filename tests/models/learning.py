@@ -1,0 +1,103 @@
+"""What sampling and training with any model family must hold: `connected` is what `tiny_pipelines.connect` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_pipelines import flow_grpo_log_prob, stir
+
+from flowcorr.models import Guidance, ModelFamily
+from flowcorr.records import ActorBatch
+from tests.tolerances import LOG_PROBS, MEANS
+
+
+def assert_log_probs_are_those_of_a_loop(
+    connected: tuple[Any, ...],
+    prompts: Sequence[str],
+    schedule: tuple[Sequence[float], Sequence[float]],
+    velocity: Callable[..., torch.Tensor],
+) -> None:
+    """Two images of each prompt, three SDE steps each.
+
+    Args:
+        connected: family, actor, engine and the conditioning of `prompts`.
+        prompts: two of them.
+        schedule: sigmas and timesteps as the pipeline makes them.
+        velocity: `(pipe, latents, timestep, prompt)` -> the velocity of one prompt alone, by the pipeline's calls.
+    """
+    family, actor, engine, conditioning = connected
+    stir(actor)
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
+    torch.testing.assert_close(actor.log_probs(rollout).log_probs, rollout.log_probs, **LOG_PROBS)
+    assert rollout.latents.shape[:2] == (4, 3)
+    sigmas, timesteps = schedule
+    for sample in range(4):
+        for t in range(3):
+            index = int(rollout.step_indices[sample, t])
+            latents, following = rollout.latents[sample, t], rollout.next_latents[sample, t]
+            predicted = velocity(family.pipeline, latents, timesteps[index], prompts[sample // 2])
+            expected = flow_grpo_log_prob(
+                latents[None], following[None], predicted, sigmas[index], sigmas[index + 1], 0.7
+            )
+            found = rollout.log_probs[sample, t].item()
+            assert found == pytest.approx(expected.item(), abs=LOG_PROBS["atol"])
+
+
+def assert_an_adapter_is_learned_and_loads(
+    connected: tuple[Any, ...],
+    fresh: ModelFamily,
+    inputs: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], Guidance],
+    folder: Path,
+    size: tuple[int, int],
+) -> None:
+    """One update, and the saved adapter gives a fresh pipeline the same velocities.
+
+    Args:
+        connected: family, actor, engine and conditioning.
+        fresh: the family anew, without an adapter.
+        inputs: latents, timesteps, conditioning and guidance, at which velocities are compared.
+        folder: where the adapter is saved.
+        size: height and width of the images.
+    """
+    family, actor, engine, conditioning = connected
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
+    assert rollout.images.shape == (4, *size, 3)
+    scores = actor.log_probs(rollout, with_means=True)
+    batch = ActorBatch(
+        rollout=rollout,
+        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        old_log_probs=scores.log_probs,
+        old_means=scores.means,
+    )
+    metrics = actor.update(batch, actor.config.algorithm.rollout_correction, training_step=1).compute()
+    assert actor.weights.version == 1
+    assert metrics["actor/grad_norm"] > 0
+    stir(actor)
+    actor.weights.save(folder)
+    assert [file.name for file in folder.iterdir()] == ["pytorch_lora_weights.safetensors"]
+
+    fresh.pipeline.load_lora_weights(str(folder))
+    with torch.no_grad():
+        expected = family.velocity(family.transformer, *inputs)
+        torch.testing.assert_close(fresh.velocity(fresh.transformer, *inputs), expected, **MEANS)
+        fresh.pipeline.unload_lora_weights()
+        assert (fresh.velocity(fresh.transformer, *inputs) - expected).abs().max() > 1e-2
+
+
+def in_bfloat16(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Both stacks in bfloat16, with the same batches, one step at a time, so that they round alike."""
+    sections["model"]["dtype"] = sections["rollout"]["dtype"] = "bfloat16"
+    sections["actor"]["fold_steps"] = False
+    return sections
+
+
+def assert_both_stacks_round_alike(connected: tuple[Any, ...]) -> None:
+    _, actor, engine, conditioning = connected
+    assert conditioning["prompt_embeds"].dtype == torch.bfloat16
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=False)
+    assert rollout.latents.dtype == torch.float32
+    assert torch.equal(actor.log_probs(rollout).log_probs, rollout.log_probs)
