@@ -7,7 +7,6 @@ import flowcorr
 PACKAGE, TESTS = Path(flowcorr.__file__).parent, Path(__file__).parent
 WITHOUT_A_FILE = {
     "__main__.py": "one line, which every test that starts `python -m flowcorr` runs",
-    "distributed/fsdp.py": "sharded weights need several ranks: `trainer/test_ranks.py`",
     "translate/verl_omni_defaults.py": "a table of constants, which `translate/test_table.py` holds against its rows",
 }
 """Modules whose behaviour is tested elsewhere, with the reason."""
