@@ -80,7 +80,7 @@ def test_an_engine_of_several_gpus_is_refused_beside_other_ranks(monkeypatch):
     assert options.engine_options(config({"tensor_parallel_size": 2}), Family(), INSTALLED)
     monkeypatch.setattr(options.distributed, "world_size", lambda: 2)
     assert options.engine_options(config({"tensor_parallel_size": 1}), Family(), INSTALLED)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 takes several GPUs.*placement=ray"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 needs several GPUs.*placement=ray"):
         options.engine_options(config({"tensor_parallel_size": 2}), Family(), INSTALLED)
 
 
