@@ -63,12 +63,13 @@ def log_ratios(
     """Compare two `[B, T]` log-probs where `mask` is on (everywhere, if None) and all values are finite."""
     target, rollout = target_log_prob.detach().double(), rollout_log_prob.detach().double()
     on = torch.ones_like(target, dtype=torch.bool) if mask is None else mask.bool()
-    valid = on & (target - rollout).isfinite()
+    delta = target - rollout
+    valid = on & delta.isfinite()
     if step_kl is not None:
         step_kl = step_kl.detach().double()
         valid = valid & step_kl.isfinite()
         step_kl = torch.where(valid, step_kl, 0.0)
-    delta = torch.where(valid, target - rollout, 0.0)
+    delta = torch.where(valid, delta, 0.0)
     return LogRatios(
         delta=delta,
         scaled=scale * delta,

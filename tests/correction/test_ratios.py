@@ -55,7 +55,8 @@ def test_terms_count_where_the_mask_is_on_and_all_values_are_finite():
     step_kl = torch.tensor([[0.1, math.inf], [0.1, 0.2]])
     ratios = log_ratios(target, torch.ones(2, 2), torch.tensor([[1, 1], [1, 0]]), step_kl, scale=2.0)
     assert ratios.valid.tolist() == [[True, False], [False, False]]
-    assert ratios.steps.tolist() == [1, 0]
+    assert ratios.num_steps.tolist() == [1, 1]  # at least 1, as a divisor
+    assert ratios.samples.where.tolist() == [True, False]
     assert ratios.delta.tolist() == [[0.5, 0.0], [0.0, 0.0]]
     assert torch.equal(ratios.scaled, 2 * ratios.delta)
     assert ratios.mean(torch.tensor([[6.0, 0.0], [0.0, 0.0]])).tolist() == [6.0, 0.0]
