@@ -261,6 +261,8 @@ def _unused_guidance(family: str, reads: str) -> Iterator[tuple[str, str]]:
 
 
 def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
+    if not config.reward.gold:
+        yield "reward.gold_every", "reward.gold is empty"
     placements = {"rollout": config.rollout.placement, "reward": config.reward.placement}
     for section, placement in placements.items():
         if placement != "ray":

@@ -48,6 +48,8 @@ class RewardConfig:
         terms: the rewards that are summed.
         gold: held-out rewards, logged as `reward/gold/<name>` and `eval/gold/<name>` and never optimised: where the
             sum rises and they fall, the policy exploits the reward.
+        gold_every: score the gold rewards at every training `step` and evaluation, or at every `evaluation` alone, as
+            pays for a slow one; the trainer's process then computes them.
         on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
         placement: `local` scores all images of a step in one call; `thread` scores images as they come, in a thread
             beside sampling and the recomputation of old log-probs; `ray` does so in workers. These two score a few
@@ -61,11 +63,17 @@ class RewardConfig:
 
     terms: tuple[RewardTerm, ...] = (RewardTerm(name="ocr"),)
     gold: tuple[RewardTerm, ...] = ()
+    gold_every: Literal["step", "evaluation"] = "step"
     on_error: Literal["fail", "drop_group"] = "fail"
     placement: RewardPlacement = "auto"
     num_workers: int = 1
     worker_resources: Mapping[str, float] = field(default_factory=dict)
     timeout: float = 900.0
+
+    @property
+    def step_gold(self) -> tuple[RewardTerm, ...]:
+        """The gold rewards that are scored at every training step."""
+        return self.gold if self.gold_every == "step" else ()
 
     def __post_init__(self) -> None:
         check_workers("reward", self.num_workers, self.worker_resources, self.timeout)

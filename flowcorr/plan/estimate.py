@@ -340,12 +340,13 @@ def _phases(measured: _Measured, memory: Memory, ranks: int, utilisation: Utilis
 def _host_rewards(measured: _Measured, ranks: int, *, beside: float) -> list[Phase]:
     """Phases of the rewards on the host; `beside` are the seconds of other work that they overlap with."""
     config = measured.config.reward
-    overlaps = all(term.name in OVERLAPPING for term in (*config.terms, *config.gold))
+    scored = (*config.terms, *config.step_gold)
+    overlaps = all(term.name in OVERLAPPING for term in scored)
     if not (config.placement == "thread" or (config.placement == "auto" and overlaps)):
         beside = 0.0
     share = ranks / config.num_workers if config.placement == "ray" else 1
     phases = []
-    for term in (*config.terms, *config.gold):
+    for term in scored:
         if term.name in ON_CLIP:
             continue
         known = term.name == "ocr" and bool(term.options.get("detect"))

@@ -71,6 +71,8 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
             output, _ = score_batch(reward, images, own_prompts)
             statistics = {f"image/{name}": values for name, values in image_statistics(images).items()}
             own_scores = {"reward": output.scores, **output.extra, **statistics}
+            if run.gold is not None:
+                own_scores |= score_batch(run.gold, images, own_prompts)[0].extra
     by_rank = [scores for scores in distributed.gather(own_scores, "the scores of an evaluation") if scores]
     gathered = distributed.gather_on_main(images, "the images of an evaluation")
     names = dict.fromkeys(name for scores in by_rank for name in scores)

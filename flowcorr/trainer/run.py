@@ -35,6 +35,7 @@ class TrainingRun:
         cache: embeddings of all prompts.
         prompts: the training prompts in the order in which steps take them.
         reward: scores the images.
+        gold: scores the images of evaluations by rewards that training steps leave out, if there are any.
         on_event: called with each event of workers and samples.
         in_flight: samples that Ray workers generate ahead of time, by training step.
         mode: the rollout correction in force; with `bypass_mode: auto` it changes between steps.
@@ -46,6 +47,7 @@ class TrainingRun:
     cache: PromptCache
     prompts: PromptStream
     reward: Reward
+    gold: Reward | None = None
     on_event: OnEvent = ignore_event
     in_flight: dict[int, PendingStep] = field(default_factory=dict)
     mode: AutoMode = field(init=False)

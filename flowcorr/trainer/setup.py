@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -97,6 +97,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             _check_best_metric(config)
             prompts = load_prompts(config.data)
             check_tags(config.reward.terms, config.reward.gold, (*prompts.train, *prompts.heldout))
+            gold = _build_gold(config)
             reward = _build_reward(config, on_event)
             if isinstance(reward, RayReward | ThreadReward):
                 on_failure.callback(reward.close)
@@ -112,6 +113,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
         cache=stacks.cache,
         prompts=PromptStream(prompts.train, seed=config.trainer.seed),
         reward=reward,
+        gold=gold,
         on_event=on_event,
     )
     return run, prompts
@@ -164,14 +166,21 @@ def _build_reward(config: Config, on_event: OnEvent) -> Reward:
     settings = config.reward
     if settings.placement == "ray":
         return RayReward(
-            settings,
+            replace(settings, gold=settings.step_gold),
             address=config.rollout.ray_address,
             num_threads=config.trainer.num_threads,
             on_event=on_event,
         )
-    reward = build_reward(settings.terms, settings.gold, timeout=settings.timeout)
+    reward = build_reward(settings.terms, settings.step_gold, timeout=settings.timeout)
     in_thread = settings.placement == "thread" or (settings.placement == "auto" and reward.overlaps)
     return ThreadReward(reward) if in_thread else reward
+
+
+def _build_gold(config: Config) -> Reward | None:
+    """The gold rewards that only evaluations score."""
+    settings = config.reward
+    gold = [term for term in settings.gold if term not in settings.step_gold]
+    return build_reward((), gold, timeout=settings.timeout) if gold else None
 
 
 def _build_engine(

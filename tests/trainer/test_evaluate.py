@@ -63,6 +63,19 @@ def test_the_mean_of_a_term_is_that_of_the_prompts_that_it_scores(tagged, tmp_pa
         assert total == pytest.approx(1.5 + record[f"{prefix}/jpeg_compressibility"])  # half of the prompts
 
 
+def test_a_gold_reward_of_evaluations_scores_no_training_step(tagged, tmp_path):
+    gold = (
+        "reward.gold=[{name: jpeg_incompressibility}]",
+        "reward.terms=[{name: jpeg_compressibility}]",
+        "reward.gold_every=evaluation",
+    )
+    trainer.train(tagged(*gold), tmp_path / "run")
+    first, second = records(tmp_path / "run")
+    assert not [name for name in second if name.startswith("reward/gold/")]
+    for record in (first, second):
+        assert record["eval/gold/jpeg_incompressibility"] == pytest.approx(-record["eval/reward"])
+
+
 def test_tags_are_checked_before_a_model_is_loaded(tagged, tmp_path):
     settings = tagged("reward.terms=[{name: 'zoo:zoo', tags: [animal]}]", "model.path=nowhere")
     with pytest.raises(ConfigError, match="no term of reward.terms scores prompts with the tag 'colour'"):
