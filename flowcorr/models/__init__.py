@@ -38,6 +38,7 @@ __all__ = [
     "Guidance",
     "ModelFamily",
     "Schedule",
+    "check_attention",
     "load_family",
     "quiet_loaders",
     "resolve_family",
@@ -134,13 +135,22 @@ def quiet_loaders() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _set_attention(transformer: Any, backend: str) -> None:
-    processors = transformer.attn_processors.values()
-    if not any(hasattr(processor, "_attention_backend") for processor in processors):
+def check_attention(transformer: Any, backend: str | None) -> None:
+    """Check that `model.attention` has an effect on a transformer.
+
+    Raises:
+        ConfigError: its attention has no backends.
+    """
+    processors = [getattr(module, "processor", None) for module in transformer.modules()]
+    if backend is not None and not any(hasattr(processor, "_attention_backend") for processor in processors):
         raise ConfigError(
             f"model.attention={backend!r} would have no effect: {type(transformer).__name__} always uses torch's "
             "scaled_dot_product_attention; leave the key out"
         )
+
+
+def _set_attention(transformer: Any, backend: str) -> None:
+    check_attention(transformer, backend)
     try:
         transformer.set_attention_backend(backend)
     except (ValueError, RuntimeError, ImportError) as error:

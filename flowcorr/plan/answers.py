@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from flowcorr.plan.attention import SAYS, operator_of
 from flowcorr.plan.devices import Gpu, Utilisation
 
 MEMORY_TOLERANCE, FRAGMENTATION, TIME_TOLERANCE = 0.05, 0.08, 0.25
@@ -102,6 +103,7 @@ class Plan:
         micro_batch: samples in one forward pass of the update.
         mini_batch: samples of one optimizer step.
         bypass: whether the run is in bypass mode.
+        attention: the backend of diffusers that `model.attention` names, or None.
         ways_to_share: overrides that save memory on a shared GPU, with the peak under each.
     """
 
@@ -115,6 +117,7 @@ class Plan:
     micro_batch: int
     mini_batch: int
     bypass: bool
+    attention: str | None = None
     ways_to_share: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, *names: str) -> float:
@@ -142,7 +145,11 @@ class Plan:
 
     def answers(self) -> tuple[str, ...]:
         """Sentences: whether it fits, which micro-batch fits, whether a GPU can be shared, what bypass mode saves."""
-        return (self._fit(), self._micro_batch(), *self._sharing(), self._bypass())
+        return (self._fit(), self._micro_batch(), *self._sharing(), self._attention(), self._bypass())
+
+    def _attention(self) -> str:
+        named, operator = self.attention or "null", operator_of(self.attention)
+        return f"The trainer's attention (model.attention={named}): {SAYS[operator]}."
 
     def to_mapping(self) -> dict[str, Any]:
         """The plan for JSON."""

@@ -193,6 +193,7 @@ def make_plan(
         micro_batch=measured.micro_batch,
         mini_batch=measured.mini_batch,
         bypass=measured.bypass,
+        attention=config.model.attention,
         ways_to_share=_ways_to_share(measured, memory),
     )
 

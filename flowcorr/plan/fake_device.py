@@ -24,11 +24,11 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flowcorr.errors import BackendError
+from flowcorr.plan.attention import Operator, attention
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_backend import DEVICE, available, lifting_on_cpu_only, register
 
 _ALLOCATION = 512  # bytes: torch's CUDA allocator rounds up to multiples of this
-_aten = torch.ops.aten
 _FREE = frozenset(  # operations that move no data
     {
         "detach",
@@ -86,10 +86,14 @@ class FakeDevice:
     Args:
         gpu: the GPU whose time `Section.busy` predicts.
         utilisation: the shares of its peak speeds that are reached.
+
+    Attributes:
+        attention: what computes attention from now on.
     """
 
     def __init__(self, gpu: Gpu, utilisation: Utilisation = Utilisation()) -> None:  # noqa: B008
         self.gpu, self.utilisation = gpu, utilisation
+        self.attention: Operator = "torch"
         self.allocated = 0
         self._stage = ""
         self._sections: list[Section] = []
@@ -104,7 +108,7 @@ class FakeDevice:
             entered.enter_context(lifting_on_cpu_only())
             entered.enter_context(self.mode)
             entered.enter_context(_Counting(self))
-            entered.enter_context(_fused_attention())
+            entered.enter_context(_attention_of(self))
             self._entered = entered.pop_all()
         return self
 
@@ -302,50 +306,24 @@ def _tensors(values: tuple[Any, ...]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Compute attention by CUDA's fused operators: flash attention, or memory-efficient attention with a mask.
+def _attention_of(device: FakeDevice) -> Iterator[None]:
+    """Compute attention on the device by its operator, one that CUDA has.
 
     A `TorchFunctionMode` would do the same, but activation checkpointing under one aborts the process.
     """
     functional = torch.nn.functional
     of_torch = functional.scaled_dot_product_attention
 
-    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        compute = _attention if query.device.type == DEVICE else of_torch
-        return compute(query, *args, **kwargs)
+    def compute(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.device.type != DEVICE:
+            return of_torch(query, *args, **kwargs)
+        return attention(device.attention, query, *args, **kwargs)
 
-    functional.scaled_dot_product_attention = attention
+    functional.scaled_dot_product_attention = compute
     try:
         yield
     finally:
         functional.scaled_dot_product_attention = of_torch
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
-        return _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            hidden = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = hidden.masked_fill(attn_mask.logical_not(), float("-inf"))
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
 
 
 def _reached(name: str, utilisation: Utilisation) -> float:

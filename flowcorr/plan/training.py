@@ -19,8 +19,9 @@ from flowcorr.algorithm import (
     needs_rollout_means,
 )
 from flowcorr.config.schema import Config
-from flowcorr.models import DTYPES, ModelFamily
+from flowcorr.models import DTYPES, ModelFamily, check_attention
 from flowcorr.models.base import repeated_blocks
+from flowcorr.plan.attention import operator_of
 from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.fake_device import FakeDevice, Section
 from flowcorr.plan.pipelines import Architecture, build_family
@@ -182,6 +183,8 @@ def load_actor(
     adapted = config.model.lora.rank > 0
     dtype = DTYPES[config.model.dtype]
     family = build_family(architecture, config.model, device, dtype=dtype, adapted=adapted)
+    check_attention(family.transformer, config.model.attention)
+    device.attention = operator_of(config.model.attention)
     for block in repeated_blocks(family.transformer):
         kind = f"{type(block).__name__} of {sum(parameter.numel() for parameter in block.parameters())}"
         block.register_forward_pre_hook(lambda *_, kind=kind: device.enter_stage(kind))

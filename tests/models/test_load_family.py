@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_pipelines import build_tiny_flux
+from tiny_pipelines import build_tiny_flux, build_tiny_z_image
 
 from flowcorr.config import ModelConfig
 from flowcorr.config.rules import GUIDANCE
@@ -40,6 +40,8 @@ def test_attention_is_computed_by_the_backend_that_is_named(tmp_path):
     # diffusers keeps the backend's name to itself.
     backends = {processor._attention_backend for processor in family.transformer.attn_processors.values()}
     assert backends == {"native"}
+    z_image = str(build_tiny_z_image(tmp_path / "z"))
+    assert load_family(ModelConfig(path=z_image, attention="native")).name == "z_image"
     with pytest.raises(ConfigError, match=r"model\.attention='flesh' cannot be used here.*_native_cudnn"):
         load_family(ModelConfig(path=path, attention="flesh"))
 
