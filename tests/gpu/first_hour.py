@@ -1,4 +1,4 @@
-"""Measure on a GPU all that flowcorr promises of one, in some 45 minutes: `python tests/gpu/first_hour.py`.
+"""Measure on a GPU all that flowcorr promises of one, in an hour: `python tests/gpu/first_hour.py`.
 
     python tests/gpu/first_hour.py --dry                    # the parts, and how long each takes
     python tests/gpu/first_hour.py --out runs/first_hour    # 8 minutes of it; repeat the command until all is done

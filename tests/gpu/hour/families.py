@@ -27,6 +27,8 @@ _TINY = {
     "sd35": (tiny_pipelines.build_tiny_sd3, tiny_pipelines.SD3_SIZE),
     "flux": (tiny_pipelines.build_tiny_flux, tiny_pipelines.FLUX_SIZE),
     "qwen_image": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
+    "flux2_klein": (tiny_pipelines.build_tiny_flux2_klein, tiny_pipelines.FLUX2_KLEIN_SIZE),
+    "z_image": (tiny_pipelines.build_tiny_z_image, tiny_pipelines.Z_IMAGE_SIZE),
 }
 
 
@@ -88,15 +90,23 @@ def random_family(
 @torch.no_grad()
 def scale_velocities(config: Config, architecture: Architecture, family: ModelFamily) -> None:
     """Give velocities a mean square of 1, as those of trained models have."""
-    weights = family.transformer.proj_out.weight
-    latents = torch.randn(1, *latent_shape(config, family)).to(weights.device)
+    device = next(family.transformer.parameters()).device
+    latents = torch.randn(1, *latent_shape(config, family)).to(device)
     conditioning = random_conditioning(config, architecture, family, 1)
-    timesteps = torch.full((1,), 800.0, device=weights.device)
+    timesteps = torch.full((1,), 800.0, device=device)
     sampling = config.sampling
     guidance = Guidance(guidance_scale=sampling.guidance_scale, true_cfg_scale=sampling.true_cfg_scale)
     velocity = family.velocity(family.transformer, latents, timesteps, conditioning, guidance)
-    for parameter in family.transformer.proj_out.parameters():
+    for parameter in _last_layer(family.transformer).parameters():
         parameter.div_(velocity.square().mean().sqrt())
+
+
+def _last_layer(transformer: Any) -> nn.Module:
+    """The linear layer that the velocity comes from."""
+    if hasattr(transformer, "proj_out"):
+        return transformer.proj_out
+    (final,) = transformer.all_final_layer.values()
+    return final.linear
 
 
 def latent_shape(config: Config, family: ModelFamily) -> tuple[int, ...]:

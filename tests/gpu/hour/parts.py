@@ -41,24 +41,27 @@ RECIPES = {
     "sd35": "sd35_medium_ocr_lora",
     "flux": "flux_dev_pickscore_lora",
     "qwen_image": "qwen_image_ocr_lora_rollout_corr",
+    "flux2_klein": "flux2_klein_pickscore_lora",
+    "z_image": "z_image_pickscore_lora",
 }
 """The recipe of each model family."""
 
 
-def _of_families(about: str, module: str, minutes: tuple[float, float, float]) -> dict[str, Part]:
+def _of_families(about: str, module: str, minutes: tuple[float, ...]) -> dict[str, Part]:
+    """A part for each of the first families, as many as have `minutes`."""
     return {
         f"{module}_{family}": Part(about=f"{family}: {about}", minutes=each, module=module, argument=family)
-        for family, each in zip(RECIPES, minutes, strict=True)
+        for family, each in zip(RECIPES, minutes, strict=False)
     }
 
 
 PARTS: dict[str, Part] = {
     "machine": Part(about="what the device reaches of its data sheet", minutes=1, module="machine"),
-    "plan": Part(about="what `flowcorr plan` predicts here", minutes=3, module="predict", on_host=True),
+    "plan": Part(about="what `flowcorr plan` predicts here", minutes=4, module="predict", on_host=True),
     "embedded": Part(about="the embedded model on the device and on the CPU", minutes=1, module="embedded"),
     "paths": Part(about="a training step of each kind, and resuming", minutes=3, module="paths"),
-    **_of_families("memory and time of a step, host reads, folded or not", "step", (2, 3, 5)),
-    **_of_families("noise floor by timestep and precision", "noise", (2, 3, 4)),
+    **_of_families("memory and time of a step, host reads, folded or not", "step", (2, 3, 5, 2, 2)),
+    **_of_families("noise floor by timestep and precision", "noise", (2, 3, 4, 2, 2)),
     "correction": Part(about="cost of the correction", minutes=0.5, module="correction"),
     "vllm_omni": Part(about="weight sync, sleep, doctor and audit", minutes=5.5, module="engine"),
     **_of_families("compiled blocks", "compiled", (2, 2, 2)),
