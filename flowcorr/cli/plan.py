@@ -31,7 +31,7 @@ A run fits if 13 percent are left over: 5 for the prediction's error, 8 for frag
 engine is vllm-omni in its own processes. Reward models on a CPU and rewards over HTTP are not predicted.
 
 The models of the shipped recipes are known. The configuration files of others are read from a local folder or the
-hub. torch.compile and group offload are not predicted; they can only lower the numbers.
+hub. torch.compile is not predicted; it can only lower the numbers.
 """
 _WIDTH = 110  # columns, if the output is not a terminal
 
