@@ -24,6 +24,7 @@ def die_at(name, is_time):
 if __name__ == "__main__":
     moment, step, *arguments = sys.argv[1:]
     folder = f"step_{int(step):06d}"
+    # The moments lie between calls of the module's own functions, two of them private: no option of a run names them.
     moments = {
         "before its tensors": ("save_file", lambda tensors, path: folder in str(path)),
         "before its manifest": ("_digest", lambda path: f".partial_{folder}" in str(path)),
