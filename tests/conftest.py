@@ -60,6 +60,7 @@ SHARED = {
         "correction/test_correct",
         "test_metrics",
         "distributed/test_ranks",
+        "faults/test_trainer",
     ),
     "runs": (
         "trainer/test_evaluate",
@@ -78,7 +79,7 @@ SHARED = {
     ),
 }
 SCOPES = {f"tests/{name}.py": scope for scope, names in SHARED.items() for name in names}
-COSTLY = (*SCOPES, "tests/faults/test_trainer.py", "tests/trainer/test_loop.py")
+COSTLY = (*SCOPES, "tests/trainer/test_loop.py")
 
 
 @pytest.hookimpl(optionalhook=True)

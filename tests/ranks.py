@@ -7,7 +7,6 @@ or hang starts its own: the test file runs once more as a script for each of the
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -19,12 +18,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.forks import FORKS
+
 ROOT = Path(__file__).parent.parent
-# Modules that take seconds to import and that most ranks use.
-LIBRARIES = [
-    "flowcorr.trainer",
-    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +35,16 @@ class Ended:
 class Ranks:
     """Ranks that stay; each call runs one function in all of them.
 
-    They are forks of a process that has imported `LIBRARIES` and does nothing else.
+    They are forks of a process that has imported the libraries, see `tests/forks.py`.
     """
 
     def __init__(self, number: int) -> None:
-        forks, port = multiprocessing.get_context("forkserver"), free_port()
-        forks.set_forkserver_preload(LIBRARIES)
+        port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(number):
-            here, there = forks.Pipe()
-            process = forks.Process(target=serve, args=(there, port, rank, number), daemon=True)
+            here, there = FORKS.Pipe()
+            process = FORKS.Process(target=serve, args=(there, port, rank, number), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)

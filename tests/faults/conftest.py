@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.forks import exit_code
+
 if TYPE_CHECKING:
     from flowcorr.config.schema import Config
 
@@ -77,11 +79,9 @@ class Bench:
         """Go on with the run in `out`, in a process of its own, by the command that the run itself names."""
         from flowcorr.trainer import run_folder
 
-        words = run_folder.resume_command(out).split()
-        done = subprocess.run(
-            [sys.executable, "-m", *words], capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        program, *arguments = run_folder.resume_command(out).split()
+        assert program == "flowcorr"
+        assert exit_code(run_command, arguments) == 0
 
     def assert_same(self, out: Path, whole: Path) -> None:
         """Every step once, with the very same metrics; and the same weights in the end."""
@@ -108,6 +108,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
         {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
         for record in read_metrics(folder / "metrics.jsonl")
     ]
+
+
+def run_command(arguments: list[str]) -> None:
+    from flowcorr.cli import main
+
+    sys.exit(main(arguments))
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,7 @@ def die_at(name, is_time):
     setattr(checkpoint, name, wrapped)
 
 
-if __name__ == "__main__":
-    moment, step, *arguments = sys.argv[1:]
+def train_and_die(moment, step, *arguments):
     folder = f"step_{int(step):06d}"
     # The moments lie between calls of the module's own functions, two of them private: no option of a run names them.
     moments = {
@@ -33,3 +32,7 @@ if __name__ == "__main__":
     }
     die_at(*moments[moment])
     sys.exit(main(arguments))
+
+
+if __name__ == "__main__":
+    train_and_die(*sys.argv[1:])

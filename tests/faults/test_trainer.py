@@ -12,6 +12,8 @@ from ray_tasks import WORKERS
 
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
+from tests.faults.die_while_saving import train_and_die
+from tests.forks import exit_code
 
 DIE = str(Path(__file__).with_name("die_while_saving.py"))
 AHEAD = (*WORKERS, "rollout.max_staleness=1")
@@ -25,9 +27,8 @@ def steps(folder):
 def kill_while_saving(bench, out, moment, step, *overrides):
     """Start the run in `out`, or go on with it, and let it be killed at a `moment` of writing a checkpoint."""
     resume = ["--resume"] if out.exists() else []
-    run = bench.start(out, *overrides, *resume, program=(DIE, moment, str(step)))
-    said, _ = run.communicate(timeout=240)
-    assert run.returncode == -signal.SIGKILL, said
+    arguments = ("train", "tiny_jpeg_lora", *bench.SMALL, *overrides, *resume, "--out", str(out))
+    assert exit_code(train_and_die, moment, step, *arguments) == -signal.SIGKILL
     assert steps(out)[-1] == step
 
 
