@@ -59,6 +59,7 @@ SHARED = {
         "test_invariants",
         "correction/test_correct",
         "test_metrics",
+        "distributed/test_fsdp",
         "distributed/test_ranks",
         "faults/test_trainer",
     ),
@@ -79,7 +80,6 @@ SHARED = {
     ),
 }
 SCOPES = {f"tests/{name}.py": scope for scope, names in SHARED.items() for name in names}
-COSTLY = (*SCOPES, "tests/trainer/test_loop.py")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,7 +113,7 @@ def pytest_runtest_teardown() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `-n`, begin with what takes long, so that it does not keep one process busy at the end."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.nodeid.partition("::")[0] not in COSTLY)
+        items.sort(key=lambda item: item.nodeid.partition("::")[0] not in SCOPES)
 
 
 SMALL: dict[str, dict[str, Any]] = {
