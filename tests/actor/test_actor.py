@@ -23,7 +23,7 @@ def test_guidance_reaches_the_gradient(make_run):
 def test_the_velocity_is_that_of_the_trained_weights(make_run):
     run = make_run()
     rollout = run.sample()
-    velocity = run.actor.velocity(rollout.conditioning)
+    velocity = run.actor.velocity(rollout.sample_conditioning())
     before = velocity(rollout.latents[:, 0], rollout.timesteps[:, 0])
     assert before.shape == rollout.latents[:, 0].shape
     run.stir()

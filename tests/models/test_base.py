@@ -7,7 +7,6 @@ from torch import nn
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import (
     PackedFamily,
-    Schedule,
     check_size,
     guided,
     linear_schedule,
@@ -16,11 +15,6 @@ from flowcorr.models.base import (
     to_images,
     with_negative,
 )
-
-
-def test_a_part_of_a_schedule_keeps_the_sigma_that_it_ends_at():
-    part = Schedule(sigmas=(1.0, 0.7, 0.3, 0.0), timesteps=(1000.0, 700.0, 300.0)).between(1, 3)
-    assert part == Schedule(sigmas=(0.7, 0.3, 0.0), timesteps=(700.0, 300.0))
 
 
 def test_guidance_is_two_velocities_of_one_batch():

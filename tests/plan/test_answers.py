@@ -61,7 +61,7 @@ def test_the_largest_micro_batch_that_fits_is_named(room, answer):
 
 
 def test_an_engine_shares_the_gpu_or_does_not():
-    assert plan_of().answers()[2] == "The trainer samples itself: no engine beside it."
+    assert plan_of().answers()[2] == "The trainer samples by itself, so no engine needs memory."
     small, large = plan_of(engine=10 * GB), plan_of(engine=60 * GB)
     assert small.memory.shared == 56 * GB
     assert small.answers()[2].startswith("Trainer and engine can share a GPU: together 56.0 GB")

@@ -39,13 +39,13 @@ def test_a_pipeline_of_no_family_is_named():
     architecture = Architecture(path="x", model_index={"_class_name": "OtherPipeline"}, configs={})
     with pytest.raises(
         ConfigError,
-        match=r"model\.path='x' is a OtherPipeline, and flowcorr plan knows StableDiffusion3Pipeline",
+        match=r"model\.path='x' is a OtherPipeline, but flowcorr plan knows only StableDiffusion3Pipeline",
     ):
         family_class(architecture, ModelConfig(path="x"))
 
 
 def test_folders_without_a_configuration_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="is no diffusers pipeline"):
+    with pytest.raises(ConfigError, match="is not a diffusers pipeline"):
         find_architecture(str(tmp_path))
     with pytest.raises(ConfigError, match="has no configuration"):
         find_clip(str(tmp_path))
