@@ -66,7 +66,7 @@ def test_an_unknown_family_is_an_error():
 
 
 def test_a_folder_without_model_index_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"no diffusers pipeline: .*model_index\.json is missing"):
+    with pytest.raises(ConfigError, match=r"not a diffusers pipeline: .*model_index\.json is missing"):
         load_family(ModelConfig(path=str(tmp_path)))
 
 
