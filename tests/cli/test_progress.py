@@ -79,7 +79,7 @@ def test_a_clip_range_below_the_noise_is_told_once(console):
     text = console.file.getvalue()
     assert text.count("warning: ") == 1
     assert "actor.clip_ratio=0.001, and the noise, mean |delta log p|, is 0.0047" in text
-    assert "take the range from `flowcorr audit`" in text
+    assert "range that `flowcorr audit` recommends" in text
 
 
 def test_an_interrupted_run_says_how_to_resume(console):

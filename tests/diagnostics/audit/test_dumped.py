@@ -69,7 +69,7 @@ def test_the_command_reads_a_folder(tmp_path, capsys):
     assert "Recomputing costs a forward pass of each term" in " ".join(out.split())
     assert "recompute pass:" not in out
     assert main(["audit", str(folder), "actor.lr=1"]) == 2
-    assert "is a folder of dumped steps, which actor.lr=1 cannot change" in capsys.readouterr().err
+    assert "is a folder of dumped steps, so actor.lr=1 has no effect" in capsys.readouterr().err
 
 
 def test_a_dump_of_the_rollout_alone_is_refused(tmp_path):

@@ -16,7 +16,7 @@ FAULTS = {
     "without normaliser": ({"log_probs": without_normaliser}, "without their normaliser"),
     "without scale": ({"log_probs": unscaled}, "squared distances"),
     "rounded to bfloat16": ({"log_probs": lambda rollout: rounded(rollout.log_probs)}, "rounded to bfloat16"),
-    "of another sample": ({"log_probs": of_another_sample}, "do not follow from the latents"),
+    "of another sample": ({"log_probs": of_another_sample}, "do not follow from the returned latents"),
     "off by a constant": ({"log_probs": lambda rollout: rollout.log_probs + 1e-3}, "do not follow"),
     "of latents that moved afterwards": ({"next_latents": nudged(1e-3)}, "do not follow"),
 }

@@ -25,7 +25,7 @@ FAULTS = {
     "rounded unnoticed": (feeding(rounded), "rounded to bfloat16"),
     "of another table": (
         another_schedule(with_timesteps(lambda timesteps: timesteps + 3)),
-        "and not by rounding",
+        "more than rounding explains",
     ),
 }
 
