@@ -140,12 +140,13 @@ class FakeDevice:
         self._note_peak()
 
     def place(self, module: nn.Module, dtype: torch.dtype | None = None) -> None:
-        """Replace a module's parameters and buffers by empty ones on the device.
+        """Replace a module's parameters and buffers by empty ones on the device; a parameter in two places stays one.
 
         Args:
             module: a module on any device, such as `meta`.
             dtype: the dtype of its floating-point tensors; None keeps theirs.
         """
+        parameters: dict[nn.Parameter, nn.Parameter] = {}
 
         def placed(tensor: Tensor) -> Tensor:
             other = dtype if tensor.is_floating_point() else None
@@ -154,7 +155,9 @@ class FakeDevice:
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and parameter.device.type != DEVICE:
-                    part._parameters[name] = nn.Parameter(placed(parameter), parameter.requires_grad)
+                    if parameter not in parameters:
+                        parameters[parameter] = nn.Parameter(placed(parameter), parameter.requires_grad)
+                    part._parameters[name] = parameters[parameter]
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.device.type != DEVICE:
                     part._buffers[name] = placed(buffer)
