@@ -33,6 +33,6 @@ def test_every_script(tmp_path):
     assert translated >= 20
     reasons = (
         *("is not policy_gradient", "has no equivalent here", "makes videos", "trains no diffusion model"),
-        *("of no family that flowcorr knows", "learns from a teacher"),
+        *("to no family that flowcorr knows", "learns from a teacher"),
     )
     assert [reason for reason in refused.values() if not any(known in reason for known in reasons)] == []
