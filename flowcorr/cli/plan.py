@@ -30,8 +30,8 @@ How to read it; a GB is 1e9 bytes, and an 80 GB H100 has 85:
 A run fits if 13 percent are left over: 5 for the prediction's error, 8 for fragmentation and CUDA's own memory. The
 engine is vllm-omni in its own processes. Reward models on a CPU and rewards over HTTP are not predicted.
 
-The models of the shipped recipes are known. The configuration files of others are read from a local folder or the
-hub. torch.compile is not predicted; it can only lower the numbers.
+The models of the shipped recipes are known. Of others, the configuration files (config.json) are read from a local
+folder or the hub. torch.compile is not predicted; it can only lower the numbers.
 """
 _WIDTH = 110  # columns, if the output is not a terminal
 
