@@ -143,7 +143,7 @@ def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
     """`rollout/noise_*`: whether the noise `(x' - mean) / s` of the SDE steps is standard normal and independent.
 
     The std follows from the log-probs. The mean, and the number of terms that share their noise (1 if all are
-    independent), need the step means.
+    independent), need the step means. All ranks have to call it together.
     """
     if rollout.stds is None:
         return Metrics()
@@ -157,7 +157,9 @@ def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
         noise = sde.added_noise(rollout.next_latents, step).flatten(2).flatten(0, 1)
         together = noise.sum(0, dtype=torch.float64)  # a copy of it all would be twice as large
         stats["rollout/noise_mean"] = mean(together.sum(), elements)
-        stats["rollout/noise_shared_by"] = mean(together.square().mean(), terms)
+        together = distributed.add_up(together, "the noise of the SDE steps")
+        # Each rank has the sum of all, and the metrics of all ranks are added.
+        stats["rollout/noise_shared_by"] = mean(together.square().mean() / distributed.world_size(), terms)
     return Metrics.from_stats(stats)
 
 
