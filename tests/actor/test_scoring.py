@@ -61,6 +61,8 @@ def test_autocast_rounds_and_stays_close(make_run):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+# torch hides this warning, unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_compiled_transformer_computes_the_same(make_run):
     compiled, metrics = updated(make_run, actor={"compile": True})
     plain, expected = updated(make_run)

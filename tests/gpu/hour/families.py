@@ -62,7 +62,8 @@ class RandomWeights:
         for part in module.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
                 values = self._draw(name, parameter, draw).to(dtype)
-                setattr(part, name, nn.Parameter(values, requires_grad=False))
+                # Not by `setattr`: `init_empty_weights` would put it on meta.
+                part._parameters[name] = nn.Parameter(values, requires_grad=False)
             for name, buffer in list(part.named_buffers(recurse=False)):
                 setattr(part, name, buffer.to(self.device, dtype if buffer.is_floating_point() else None))
 
