@@ -15,6 +15,7 @@ from flowcorr.correction.ratios import LogRatios, bounded, k3, log_ratios
 from flowcorr.metrics import Metrics, Over, Stat, maximum, mean, minimum
 
 Stats = dict[str, Stat]
+Bound = float | Tensor
 
 SIZES = ("kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max", "exact_kl")
 
@@ -94,15 +95,10 @@ def spread(over: Over, values: Tensor, prefix: str = "") -> Stats:
     }
 
 
-def outside(
-    over: Over, values: Tensor, band: tuple[float | Tensor, float | Tensor], prefix: str = ""
-) -> Stats:
+def outside(over: Over, values: Tensor, low: Bound, high: Bound, prefix: str = "") -> Stats:
     """Shares of values above and below a band."""
-    low, high = band
-    return {
-        f"{prefix}fraction_high": over.share(values > high),
-        f"{prefix}fraction_low": over.share(values < low),
-    }
+    above, below = over.share(values > high), over.share(values < low)
+    return {f"{prefix}fraction_high": above, f"{prefix}fraction_low": below}
 
 
 def of_weights(ratios: LogRatios, raw: Tensor, weights: Tensor, band: Band) -> Stats:
@@ -121,8 +117,8 @@ def of_weights(ratios: LogRatios, raw: Tensor, weights: Tensor, band: Band) -> S
 
 def outside_band(ratios: LogRatios, raw: Tensor, band: Band) -> Stats:
     """Shares of weights `[B, T]` above and below a band, and of samples by their mean weight."""
-    of_samples = outside(ratios.samples, ratios.mean(raw), band, "rollout_is_seq_")
-    return outside(ratios.terms, raw, band, "rollout_is_ratio_") | of_samples
+    of_samples = outside(ratios.samples, ratios.mean(raw), *band, "rollout_is_seq_")
+    return outside(ratios.terms, raw, *band, "rollout_is_ratio_") | of_samples
 
 
 def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor, rejected: Tensor) -> Stats:
@@ -134,23 +130,21 @@ def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor, rejecte
     of_ratio = criterion.mode.bounds == "ratio"  # a band of `exp(-value)`
 
     def described(over: Over, value: Tensor) -> Stats:
-        beyond = outside(over, -value, (-high, -low)) if of_ratio else outside(over, value, (low, high))
+        beyond = outside(over, -value, -high, -low) if of_ratio else outside(over, value, low, high)
         return spread(over, value) | beyond
 
-    if criterion.mode.level == "sample":
-        seq_value, stats = value, described(samples, value)
-        of_samples = stats
-    else:
-        seq_value, stats = ratios.mean(value), described(terms, value)
-        of_samples = described(samples, seq_value)
-    stats = stats | {f"seq_{name}": stat for name, stat in of_samples.items()}
+    of_steps = criterion.mode.level == "step"
+    seq_value = ratios.mean(value) if of_steps else value
+    of_samples = described(samples, seq_value)
+    stats = described(terms, value) if of_steps else dict(of_samples)
+    stats |= {f"seq_{name}": stat for name, stat in of_samples.items()}
     stats["seq_max_deviation"] = samples.max(seq_value.abs())
     stats["masked_fraction"] = terms.share(rejected)
     stats["seq_masked_fraction"] = samples.share(rejected.any(1))
     if criterion.auto:
         stats["threshold_high"] = maximum(torch.as_tensor(-low).exp() if of_ratio else high)
-    if criterion.auto and of_ratio:
-        stats["threshold_low"] = minimum(torch.as_tensor(-high).exp())
+        if of_ratio:
+            stats["threshold_low"] = minimum(torch.as_tensor(-high).exp())
     return {f"rollout_rs_{criterion.name}_{name}": stat for name, stat in stats.items()}
 
 
