@@ -80,7 +80,9 @@ def test_the_actor_recomputes_the_log_probs_of_any_window(make_run, sampling, sa
     run.stir()
     rollout = run.sample()
     scores = run.actor.log_probs(rollout, with_means=True)
-    torch.testing.assert_close(scores.log_probs, rollout.log_probs, **LOG_PROBS)
+    # A rounding error of the mean counts in units of the std, which is small near the end of a cps trajectory.
+    gap = (scores.log_probs - rollout.log_probs).abs()
+    assert (gap < LOG_PROBS["atol"] + 1e-7 / rollout.stds).all()
     torch.testing.assert_close(scores.means, rollout.means, **LATENTS)
     following = rollout.step_indices.diff(dim=1) == 1
     torch.testing.assert_close(
