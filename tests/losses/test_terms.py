@@ -8,6 +8,7 @@ import torch
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.losses import LOSSES, clip_by_term, flow_grpo
 from tests.losses.test_every_loss import Settings, changed, gradient, part, problem
+from tests.losses.test_flow_grpo import loss, tensor
 
 CLIPPED = sorted(name for name, loss in LOSSES.items() if "clip_ratio" in loss.reads)
 CLIPS = (0.01, 0.03, 0.1)
@@ -64,16 +65,6 @@ def test_a_clip_range_does_not_broadcast():
     log_prob = torch.zeros(4, 2)
     with pytest.raises(BatchError, match=r"clip_ratio has shape \[2\]; it must be \[4, 2\]"):
         flow_grpo(log_prob, log_prob, log_prob, clip_ratio=torch.full((2,), 0.1), adv_clip_max=5.0)
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def loss(log_ratio, advantage, **options):
-    old = torch.full_like(log_ratio, -1.4)
-    defaults = {"clip_ratio": 0.1, "adv_clip_max": 5.0}
-    return flow_grpo(old + log_ratio, old, advantage, **(defaults | options))
 
 
 @pytest.mark.parametrize(("level", "pooled"), [("trajectory_mean", 0.02), ("trajectory_sum", 0.06)])

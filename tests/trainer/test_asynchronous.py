@@ -20,21 +20,14 @@ from flowcorr.trainer import Silent, checkpoint
 from flowcorr.trainer.events import read_events
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
+from tests.trainer import runs
 
 SMALL = (
-    "model.lora.rank=4",
-    "sampling.num_inference_steps=4",
-    "sampling.sde_window_range=[0, 3]",
-    "rollout.prompts_per_step=2",
-    "rollout.n=2",
+    *runs.SMALL,
     "rollout.batch_size=2",
-    "data.num_train=5",
-    "data.num_heldout=4",
     "trainer.total_steps=6",
     "trainer.eval_every=3",
     "trainer.save_every=3",
-    "trainer.image_every=0",
-    "trainer.num_threads=1",  # in workers as here, so that both make the same calls
 )
 AHEAD = (*WORKERS, "rollout.max_staleness=2", "rollout.drift_every=2", "rollout.replay_every=2")
 

@@ -8,18 +8,11 @@ import torch
 from flowcorr import config, trainer
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
+from tests.trainer import runs
 
 SMALL = (
-    "model.lora.rank=4",
-    "sampling.num_inference_steps=4",
-    "sampling.sde_window_range=[0, 3]",
-    "rollout.prompts_per_step=2",
-    "rollout.n=2",
-    "data.num_train=5",
-    "data.num_heldout=4",
+    *runs.SMALL,
     "trainer.eval_every=0",
-    "trainer.save_every=2",
-    "trainer.image_every=0",
     "algorithm.rollout_correction.preset=null",
 )
 AUTO = "algorithm.rollout_correction.bypass_mode=auto"

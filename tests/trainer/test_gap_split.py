@@ -11,19 +11,12 @@ from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.gap_split import behaviour_scores, splits_gap
 from tests.tolerances import LOG_PROBS, MEANS
+from tests.trainer import runs
 
 SMALL = (
-    "model.lora.rank=4",
-    "sampling.num_inference_steps=4",
-    "sampling.sde_window_range=[0, 3]",
-    "rollout.prompts_per_step=2",
-    "rollout.n=2",
+    *runs.SMALL,
     "actor.mini_batches=1",
-    "data.num_train=5",
-    "data.num_heldout=4",
     "trainer.eval_every=0",
-    "trainer.save_every=2",
-    "trainer.image_every=0",
 )
 CORRECTION = "algorithm.rollout_correction"
 STALE = ("rollout.staleness=2", "rollout.emulate=fp8", "rollout.drift_every=2")

@@ -11,20 +11,14 @@ from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.log_probs import TermRecorder
 from tests.tolerances import LOG_PROBS
+from tests.trainer import runs
 
 SMALL = (
-    "model.lora.rank=4",
-    "sampling.num_inference_steps=4",
-    "sampling.sde_window_range=[0, 3]",
-    "rollout.prompts_per_step=2",
-    "rollout.n=2",
+    *runs.SMALL,
     "rollout.emulate=int4",
-    "data.num_train=5",
     "data.num_heldout=2",
     "trainer.total_steps=3",
     "trainer.eval_every=0",
-    "trainer.save_every=2",
-    "trainer.image_every=0",
 )
 
 
