@@ -176,9 +176,9 @@ def _check_cache(config: Config) -> None:
             )
     if config.trainer.doctor:
         raise ConfigError(
-            "trainer.doctor=True compares a prompt on its own with the same prompt in a batch, and "
-            f"rollout.cache={cache!r} decides for a whole batch; run `flowcorr doctor` first, which samples without "
-            "the cache"
+            "trainer.doctor=True compares a prompt alone with the same prompt in a batch, but "
+            f"rollout.cache={cache!r} decides for the whole batch which blocks to skip; run `flowcorr doctor` first, "
+            "which samples without the cache"
         )
 
 

@@ -230,8 +230,8 @@ class RolloutConfig:
         above("rollout.cache_threshold", self.cache_threshold, 0)
         if self.cache != "none" and self.name != "in_process":
             raise ConfigError(
-                f"rollout.cache={self.cache!r} cannot be used with rollout.name={self.name!r}: its caches are told no "
-                "steps that stay exact; set rollout.cache: none, or rollout.name: in_process"
+                f"rollout.cache={self.cache!r} cannot be used with rollout.name={self.name!r}, whose caches cannot "
+                "leave chosen steps exact; set rollout.cache: none, or rollout.name: in_process"
             )
         at_least("rollout.max_staleness", self.max_staleness, 0)
         if self.max_staleness and self.placement != "ray":
