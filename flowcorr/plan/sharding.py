@@ -12,7 +12,7 @@ from flowcorr.rollout.base import actor_dtype, shards_weights
 LINK_BANDWIDTH = 25e9
 """Bytes a second between two ranks, by PCIe; NVLink is faster."""
 FORWARD, BACKWARD = 3, 2
-"""Parts that are gathered at once: one computes, the next one arrives, and forwards is copied to where it computes."""
+"""Parts that are gathered at once: one computes while the next one arrives. A forward pass also copies the next one."""
 
 
 def computed(config: Config, ranks: int) -> Config:
@@ -61,6 +61,6 @@ def sharded(training: Training, config: Config, ranks: int) -> Training:
 
 
 def _moving(work: Work, more: float, sent: float) -> Work:
-    """`work` that needs so many more bytes, and lasts as long as it takes to send some to the other ranks."""
+    """`work` with `more` bytes at its peaks, at least as long as sending `sent` bytes to the other ranks takes."""
     peaks = {stage: peak + more for stage, peak in work.peaks.items()}
     return replace(work, peaks=peaks, busy=max(work.busy, sent / LINK_BANDWIDTH))
