@@ -258,8 +258,10 @@ def ray_cluster() -> Iterator[Any]:
     """Ray, on a small cluster of this machine, started once."""
     import ray
 
+    from flowcorr.workers.cluster import init_ray
+
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path must be short
-    ray.init(
+    init_ray(
         address="local",
         num_cpus=2,
         include_dashboard=False,

@@ -17,12 +17,37 @@ from flowcorr.errors import BackendError, ConfigError, MissingExtraError
 
 logger = logging.getLogger(__name__)
 
+START_ATTEMPTS = 3
 _REASON_LENGTH = 500
 _STARTED_HERE: set[str] = set()  # addresses of clusters that this process started; pools may share one
 
 
 class NodeLostError(BackendError):
     """The Ray node on which this process runs has failed."""
+
+
+def init_ray(**options: Any) -> None:
+    """`ray.init`, repeated where the node does not start within 30 s, as on a busy machine: Ray fixes that limit.
+
+    Raises:
+        BackendError: the node did not start in any attempt.
+    """
+    import ray
+
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises no narrower one
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if attempt == START_ATTEMPTS:
+                raise BackendError(
+                    f"Ray's node did not start within 30 s in {START_ATTEMPTS} attempts; the machine is too busy, or "
+                    "the node's log in its session_latest/logs says why"
+                ) from error
+            logger.warning("Ray's node did not start within 30 s; starting it again")
 
 
 class Cluster:
@@ -81,7 +106,7 @@ class Cluster:
             # `timeout` and schedulers send SIGTERM to the whole process group. Ray's processes must ignore it: the step
             # in flight needs them, and Ray would end this process too.
             with _own_signal_handlers(), sigterm(signal.SIG_BLOCK):
-                ray.init(**options)
+                init_ray(**options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise BackendError(f"the Ray cluster at {address!r} cannot be used: {one_line(error)}") from error
         if address == "local":

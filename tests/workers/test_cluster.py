@@ -1,12 +1,14 @@
 """The Ray cluster: one that is there is used, and one that cannot be used says why."""
 
+import contextlib
 import os
 import subprocess
 import sys
 
 import pytest
 
-from flowcorr.workers.cluster import Cluster
+from flowcorr.errors import BackendError
+from flowcorr.workers.cluster import Cluster, init_ray
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -43,3 +45,21 @@ def test_the_cluster_that_is_there_is_used_and_left_alone(ray_cluster):
     assert not cluster.local
     cluster.close()
     assert ray_cluster.is_initialized()
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_node_that_starts_late_is_started_again(failures, monkeypatch):
+    """Ray's own limit of 30 s cannot be reached at will, so its function is replaced."""
+    calls = []
+
+    def init(**options):
+        calls.append(options)
+        if len(calls) <= failures:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    outcome = contextlib.nullcontext() if failures == 2 else pytest.raises(BackendError, match="3 attempts")
+    with outcome:
+        init_ray(num_cpus=2)
+    assert calls == [{"num_cpus": 2}] * 3
