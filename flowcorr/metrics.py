@@ -109,13 +109,13 @@ def minimum(value: Number) -> Stat:
 
 
 class Over:
-    """Stats over the terms where the bool tensor `where` is true; values elsewhere may be anything."""
+    """Stats over the terms where the bool tensor `where` is true. Values elsewhere are finite and within float32."""
 
-    __slots__ = ("count", "elsewhere", "where")
+    __slots__ = ("count", "indicator", "where")
 
     def __init__(self, where: Tensor) -> None:
-        self.where, self.elsewhere = where, ~where
-        self.count = where.count_nonzero().double()
+        self.where, self.indicator = where, where.double().flatten()
+        self.count = self.indicator.sum()
 
     def mean(self, values: Tensor) -> Stat:
         return mean(self._sum(values), self.count)
@@ -130,15 +130,15 @@ class Over:
         return Stat("std", (self.count, mean, self._sum((values - mean).square())))
 
     def max(self, values: Tensor) -> Stat:
-        values = values.masked_fill(self.elsewhere, -math.inf)
+        values = torch.where(self.where, values, -math.inf)
         return maximum(values.amax() if values.numel() else -math.inf)
 
     def min(self, values: Tensor) -> Stat:
-        values = values.masked_fill(self.elsewhere, math.inf)
+        values = torch.where(self.where, values, math.inf)
         return minimum(values.amin() if values.numel() else math.inf)
 
     def _sum(self, values: Tensor) -> Tensor:
-        return values.masked_fill(self.elsewhere, 0.0).sum(dtype=torch.float64)
+        return self.indicator @ values.double().flatten()
 
 
 class Metrics:

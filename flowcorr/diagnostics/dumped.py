@@ -195,8 +195,9 @@ def _of_update(terms: LoggedTerms, actor: ActorConfig) -> Metrics:
 
 def _of_rewards(terms: DumpedTerms) -> Metrics:
     assert terms.rewards is not None
-    good = Over(terms.rewards.isfinite())
-    stats = {"reward/mean": good.mean(terms.rewards), "reward/std": good.std(terms.rewards)}
+    scores = terms.rewards[terms.rewards.isfinite()]
+    good = Over(torch.ones_like(scores, dtype=torch.bool))
+    stats = {"reward/mean": good.mean(scores), "reward/std": good.std(scores)}
     if terms.group_ids is not None:
         groups = [terms.rewards[terms.group_ids == group] for group in terms.group_ids.unique()]
         flat = sum(bool((group == group[0]).all()) for group in groups)

@@ -136,7 +136,8 @@ def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray)
         failed: `[B]` bool, samples without a score.
         groups: `[B]`, the samples' groups.
     """
-    scores, good = torch.as_tensor(scored.scores), Over(torch.as_tensor(~failed))
+    scores = torch.as_tensor(scored.scores[~failed])
+    good = Over(torch.ones_like(scores, dtype=torch.bool))
     members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]
     flat = sum(int(len(member) < 2 or np.ptp(member) == 0) for member in members)
     metrics = Metrics.from_stats(
