@@ -27,6 +27,8 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from tests.shallow import SHALLOW
+
 if TYPE_CHECKING:
     from flowcorr.actor import DiffusionActor
     from flowcorr.config.schema import Config
@@ -117,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 SMALL: dict[str, dict[str, Any]] = {
-    "model": {"path": "tiny_ocr", "max_sequence_length": 8},
+    "model": {"path": SHALLOW, "max_sequence_length": 8},
     "sampling": {
         "height": 32,
         "width": 64,

@@ -75,7 +75,7 @@ def configure(case, **actor):
     if case.endswith("clip by step"):
         settings |= {"clip_ratio": (0.02, 0.03)}
     return small_config(
-        model={"path": "tiny_ocr", "max_sequence_length": 8, "lora": LoraConfig(rank=4)},
+        model={"lora": LoraConfig(rank=4)},
         sampling={**SMALL["sampling"], "sde_window_range": (0, 2)},
         actor={**settings, **actor},
         algorithm={"rollout_correction": correction},
@@ -214,7 +214,7 @@ EXACT = {"sampling": {**SMALL["sampling"], "sde_window_range": (1, 3)}}
 
 def own_run(dtype="float32", **sections):
     """A run whose actor makes the very calls that its engine made: one window, one batch, one dtype."""
-    model = {"path": "tiny_ocr", "max_sequence_length": 8, "dtype": dtype, "lora": LoraConfig(rank=4)}
+    model = {"dtype": dtype, "lora": LoraConfig(rank=4)}
     actor = {"fold_steps": False, "mini_batches": 1, **sections.pop("actor", {})}
     rollout = {**SMALL["rollout"], "dtype": dtype, **sections.pop("rollout", {})}
     run = start_run(small_config(**{**EXACT, "model": model, "actor": actor, "rollout": rollout, **sections}))

@@ -8,7 +8,7 @@ from flowcorr.config.schema import LoraConfig
 
 def small_run(make_run, dtype):
     run = make_run(
-        model={"path": "tiny_ocr", "max_sequence_length": 8, "dtype": dtype, "lora": LoraConfig(rank=4)},
+        model={"dtype": dtype, "lora": LoraConfig(rank=4)},
         rollout={"prompts_per_step": 2, "n": 4, "dtype": dtype},
         actor={"mini_batches": 1},
     )

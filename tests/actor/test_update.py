@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flowcorr.actor.update import deal_groups, scheduled_lr
 from flowcorr.config.schema import ActorConfig, LoraConfig
-from tests.actor.updates import FULL, assert_same, updated
+from tests.actor.updates import assert_same, updated
 from tests.tolerances import GRADIENTS
 
 
@@ -128,7 +128,7 @@ def test_the_learning_rate_ends_with_the_run(make_run):
 @pytest.mark.parametrize(("rank", "weighting"), [(4, "exact"), (0, "flow_grpo")])
 def test_the_reference_is_the_untrained_model(make_run, rank, weighting):
     sections = {
-        "model": {**FULL, "lora": LoraConfig(rank=rank)},
+        "model": {"lora": LoraConfig(rank=rank)},
         "actor": {"kl_coef": 0.5, "kl_weighting": weighting, "mini_batches": 1, "grad_clip": 1e9},
     }
     run = make_run(**sections)

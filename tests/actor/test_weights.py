@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from flowcorr.actor import DiffusionActor
-from flowcorr.config import ModelConfig
 from flowcorr.config.schema import LoraConfig
 from flowcorr.errors import BatchError
 from flowcorr.models import load_family
@@ -29,10 +28,8 @@ from tests.tolerances import MEANS
     ],
 )
 def test_weights_are_copied_only_where_a_copy_is_needed(make_config, rollout, rank, kl_coef, kept):
-    config = make_config(
-        model={**FULL, "lora": LoraConfig(rank=rank)}, rollout=rollout, actor={"kl_coef": kl_coef}
-    )
-    actor = DiffusionActor(load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8)), config)
+    config = make_config(model={"lora": LoraConfig(rank=rank)}, rollout=rollout, actor={"kl_coef": kl_coef})
+    actor = DiffusionActor(load_family(config.model), config)
     weights = actor.weights
     assert kept == {
         "synced": len(weights.for_engine().tensors) > 0,
@@ -96,10 +93,10 @@ def test_full_fine_tuning_moves_every_weight(make_run, tmp_path):
 
 
 def test_a_saved_adapter_holds_the_average(make_run, tmp_path):
-    run = make_run(model={**FULL, "lora": LoraConfig(rank=4, alpha=2.0)}, actor={"ema": 0.5, "lr": 1e-2})
+    run = make_run(model={"lora": LoraConfig(rank=4, alpha=2.0)}, actor={"ema": 0.5, "lr": 1e-2})
     run.update(run.batch(), training_step=1)
     run.actor.weights.save(tmp_path)
-    other = load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
+    other = load_family(run.config.model)
     other.pipeline.load_lora_weights(str(tmp_path))
     rollout = run.sample()
     inputs = (

@@ -4,7 +4,7 @@ import torch
 
 from flowcorr.config.schema import LoraConfig
 
-FULL = {"lora": LoraConfig(rank=0), "path": "tiny_ocr", "max_sequence_length": 8}
+FULL = {"lora": LoraConfig(rank=0)}
 
 
 def assert_same(first, second, **tolerance):

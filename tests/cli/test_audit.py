@@ -10,6 +10,7 @@ from flowcorr.cli import main
 from flowcorr.config import load, recipe_names
 from flowcorr.correction.presets import NAMES
 from flowcorr.diagnostics.audit.advice import as_overrides
+from tests.shallow import SHALLOW
 
 SMALL = [
     "rollout.n=4",
@@ -17,6 +18,7 @@ SMALL = [
     "sampling.num_inference_steps=3",
     "sampling.sde_window_range=[0,2]",
     "data.num_train=8",
+    f"model.path={SHALLOW}",
 ]
 
 

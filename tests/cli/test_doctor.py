@@ -7,8 +7,10 @@ import pytest
 
 from flowcorr.cli import main
 from flowcorr.rollout import InProcessEngine
+from tests.shallow import SHALLOW
 
 SMALL = [
+    f"model.path={SHALLOW}",
     "rollout.n=2",
     "sampling.num_inference_steps=3",
     "sampling.sde_window_range=[0,2]",

@@ -12,7 +12,7 @@ from flowcorr.models import load_family
 from flowcorr.models.base import repeated_blocks
 from tests.conftest import small_config, start_run
 
-FULL = {"path": "tiny_ocr", "max_sequence_length": 8, "lora": LoraConfig(rank=0)}
+FULL = {"lora": LoraConfig(rank=0)}
 
 
 def scores(run):

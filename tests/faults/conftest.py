@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.forks import exit_code
+from tests.shallow import SHALLOW
 
 if TYPE_CHECKING:
     from flowcorr.config.schema import Config
@@ -22,6 +23,7 @@ os.environ.setdefault("no_proxy", "127.0.0.1")  # before Ray's workers inherit i
 
 STEPS = 6
 SMALL = (
+    f"model.path={SHALLOW}",
     "model.lora.rank=4",
     "sampling.num_inference_steps=4",
     "sampling.sde_window_range=[0, 3]",

@@ -67,7 +67,11 @@ def test_few_blocks_of_real_models_tell_what_whole_models_were_measured_to_need(
 def test_memory_is_what_torch_allocates_for_the_embedded_model(
     make_config, make_run, new_device, tmp_path, checkpointing
 ):
-    sections = {**SMALL, "actor": {**SMALL["actor"], "gradient_checkpointing": checkpointing}}
+    sections = {
+        **SMALL,
+        "actor": {**SMALL["actor"], "gradient_checkpointing": checkpointing},
+        "model": {"path": "tiny_ocr"},
+    }
     training = measure_blocks(make_config(**sections), find_architecture("tiny_ocr"), new_device())
     run = make_run(**sections)
     batch = run.batch()
@@ -94,7 +98,7 @@ def test_a_micro_batch_of_another_size_needs_what_one_predicts_for_it(make_confi
 
 
 def test_full_fine_tuning_holds_gradients_and_moments_of_all_weights(make_config, new_device):
-    config = make_config(**SMALL, model={"path": "tiny_ocr", "max_sequence_length": 8, "lora": no_adapter()})
+    config = make_config(**SMALL, model={"path": "tiny_ocr", "lora": no_adapter()})
     training = measure_blocks(config, find_architecture("tiny_ocr"), new_device())
     assert training.adapter == 0
     assert training.moments == pytest.approx(2 * training.gradients, rel=0.01)

@@ -3,7 +3,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import InProcessEngine
@@ -213,7 +212,7 @@ def test_close_releases_the_copy(make_run):
 
 def test_a_family_may_be_sampled_without_an_actor(make_config):
     config = make_config()
-    family = load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
+    family = load_family(config.model)
     engine = InProcessEngine(
         family, config.rollout, config.sampling, seed=0, merge=dict, base=family.transformer
     )

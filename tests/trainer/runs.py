@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from flowcorr import config
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import Silent, checkpoint
+from tests.shallow import SHALLOW
 
 SMALL = (
+    f"model.path={SHALLOW}",
     "model.lora.rank=4",
     "sampling.num_inference_steps=4",
     "sampling.sde_window_range=[0, 3]",

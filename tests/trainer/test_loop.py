@@ -9,6 +9,7 @@ from flowcorr.diagnostics.reference.metrics import find_metric
 from flowcorr.rewards.combine import BUILT_IN_METRICS
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
+from tests.shallow import SHALLOW
 from tests.trainer.runs import Recorder, checkpoints, small_config
 
 
@@ -61,10 +62,8 @@ def test_every_metric_of_a_run_is_explained(plain_runs):
 def test_adapter_loads_into_the_pipeline(plain_runs):
     from diffusers import StableDiffusion3Pipeline
 
-    from flowcorr.models import resolve_path
-
     folder = plain_runs[0] / "checkpoints" / "step_000004"
-    pipe = StableDiffusion3Pipeline.from_pretrained(resolve_path("tiny_ocr"))
+    pipe = StableDiffusion3Pipeline.from_pretrained(SHALLOW)
     pipe.load_lora_weights(folder)
     loaded = {name: value for name, value in pipe.transformer.named_parameters() if ".lora_" in name}
     trained = checkpoint.load(folder).group("weights")

@@ -23,8 +23,10 @@ from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.events import read_events
 from tests.ranks import Ranks, end_with_first, start_ranks
+from tests.shallow import SHALLOW
 
 SMALL = (
+    f"model.path={SHALLOW}",
     "model.lora.rank=4",
     "sampling.num_inference_steps=3",
     "sampling.sde_window_range=[0, 3]",

@@ -18,6 +18,7 @@ from flowcorr.trainer.replay import measure_replay, replays
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.diagnostics.doctor.faults import separate
+from tests.shallow import SHALLOW
 
 TEXTS = ["cat", "dog"]
 PROMPTS = [Prompt(text=text) for text in TEXTS]
@@ -31,9 +32,11 @@ SCATTERED = {"sde_window_size": 3, "sde_window_range": (0, 8), "sde_window_layou
 def make_training(make_run):
     """A training run on two prompts, whose engine has a pipeline of its own."""
 
-    def make(sampling=None, **rollout):
+    def make(sampling=None, path=SHALLOW, **rollout):
         sampling = {"num_inference_steps": 8, "sde_window_range": (1, 4), **(sampling or {})}
-        connected = make_run(sampling=sampling, rollout={"n": 2, "replay_every": 1, **rollout})
+        connected = make_run(
+            model={"path": path}, sampling=sampling, rollout={"n": 2, "replay_every": 1, **rollout}
+        )
         embeds = connected.conditioning
         run = TrainingRun(
             config=connected.config,
@@ -139,7 +142,7 @@ def test_a_fault_is_named_by_its_leg_and_by_no_other(fault, make_training):
 @pytest.mark.parametrize("fault", [fault for fault, (_, leg) in FAULTS.items() if "schedule" not in fault])
 def test_rounding_does_not_hide_it(fault, make_training):
     plant, leg = FAULTS[fault]
-    run = make_training(dtype="bfloat16", emulate="fp8")
+    run = make_training(path="tiny_ocr", dtype="bfloat16", emulate="fp8")
     plant(run)
     assert named(replayed(run)) == [f"replay_{leg}"]
 

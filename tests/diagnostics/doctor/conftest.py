@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 from diagnostics.doctor.faults import SHORT, SMALL
 
-FULL = {"path": "tiny_ocr", "max_sequence_length": 8}
-
 
 @pytest.fixture
 def small_run(make_run):
@@ -27,7 +25,7 @@ def small_run(make_run):
 def full_run(small_run, make_config):
     """A run that trains all weights."""
     lora = replace(make_config().model.lora, rank=0)
-    return small_run(stirred=False, model={**FULL, "lora": lora}, rollout={"emulate": "int8"})
+    return small_run(stirred=False, model={"lora": lora}, rollout={"emulate": "int8"})
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@ import pytest
 import torch
 from diagnostics.doctor.faults import (
     GUIDED,
+    WHOLE,
     assert_named,
     check,
     coarse,
@@ -67,7 +68,7 @@ def test_a_healthy_engine_agrees_in_float32(small_run):
 
 
 def test_remarks_of_float32_are_passed_on(small_run):
-    run = small_run(rollout={"dtype": "bfloat16"})
+    run = small_run(model=WHOLE, rollout={"dtype": "bfloat16"})
     engine = separate(run)
     merging(coarse)(engine)
     report = check(run, engine)

@@ -16,8 +16,10 @@ from flowcorr.diagnostics.lab import replay as lab_replay
 from flowcorr.diagnostics.lab.compare import THIS_RUN, Outcome, Replay, parse_scales, read, replay_run
 from flowcorr.errors import ConfigError
 from flowcorr.trackers import read_metrics
+from tests.shallow import SHALLOW
 
 SMALL = (
+    f"model.path={SHALLOW}",
     "model.lora.rank=4",
     "sampling.num_inference_steps=4",
     "sampling.sde_window_range=[0, 3]",

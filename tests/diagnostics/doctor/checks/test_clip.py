@@ -1,5 +1,5 @@
 import pytest
-from diagnostics.doctor.faults import check, finding_of, statuses
+from diagnostics.doctor.faults import WHOLE, check, finding_of, statuses
 
 
 def test_a_gap_above_the_clip_warns_in_bypass(small_run):
@@ -22,7 +22,7 @@ def test_the_clip_is_judged_on_the_ratio_that_the_loss_uses(small_run, loss_mode
     bypass = {"rollout_correction": RolloutCorrectionConfig.preset("bypass_ppo_clip")}
     limit = 0.01
     actor = {"clip_ratio": limit, "importance_cap": 1 + limit, "loss_mode": loss_mode}
-    run = small_run(rollout={"emulate": "int4"}, algorithm=bypass, actor=actor)
+    run = small_run(model=WHOLE, rollout={"emulate": "int4"}, algorithm=bypass, actor=actor)
     found = finding_of(check(run, run.engine, float32=False), "clip")
     if loss_mode == "flow_dppo":
         assert found.message == "the loss does not clip"

@@ -3,6 +3,7 @@ from diagnostics.doctor.faults import (
     GUIDED,
     SHORT,
     SMALL,
+    WHOLE,
     another_guidance,
     assert_named,
     check,
@@ -30,7 +31,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_guidance(small_run, fault):
     plant, rollout, message = FAULTS[fault]
-    run = small_run(sampling=GUIDED, rollout=rollout)
+    run = small_run(model=WHOLE, sampling=GUIDED, rollout=rollout)
     engine = separate(run)
     plant(engine)
     assert_named(check(run, engine, float32=False), "guidance", message)

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 from diagnostics.doctor.faults import (
     GUIDED,
+    WHOLE,
     another_checkpoint,
     assert_named,
     check,
@@ -64,14 +65,14 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_weights(small_run, fault):
     name, plant, sections, message = FAULTS[fault]
-    run = small_run(**sections)
+    run = small_run(model=WHOLE, **sections)
     engine = separate(run)
     plant(engine)
     assert_named(check(run, engine, float32=False), name, message)
 
 
 def test_a_coarse_engine_warns(small_run):
-    run = small_run()
+    run = small_run(model=WHOLE)
     engine = separate(run)
     merging(coarse)(engine)
     report = check(run, engine)
@@ -120,7 +121,7 @@ def test_an_engine_may_describe_itself(small_run):
         def describe(self):
             return {"attention": "FLASH_ATTN", "dtype": "float32"}
 
-    run = small_run()
+    run = small_run(model=WHOLE)
     engine = separate(run)
     engine.__class__ = Described
     merging(coarse)(engine)
