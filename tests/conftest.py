@@ -57,6 +57,7 @@ SHARED = {
         "faults/test_reward_service",
     ),
     "ranks": (
+        "actor/test_adamw",
         "trainer/test_ranks",
         "test_invariants",
         "correction/test_correct",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flowcorr import distributed, sde
+from flowcorr.actor.adamw import OPTIMIZERS
 from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.loss_scale import LossScale
 from flowcorr.actor.scoring import Scorer
@@ -38,18 +39,16 @@ class PolicyOptimizer:
         weights: the trained weights.
         scorer: scores under them.
         config: the run's configuration.
+
+    Attributes:
+        state, load_state: those of its AdamW, for checkpoints.
     """
 
     def __init__(self, weights: TrainedWeights, scorer: Scorer, config: Config) -> None:
         self.weights, self.scorer, self.config = weights, scorer, config
         actor = config.actor
-        self.adamw = torch.optim.AdamW(
-            weights.parameters.values(),
-            lr=actor.lr,
-            betas=actor.betas,
-            eps=actor.eps,
-            weight_decay=actor.weight_decay,
-        )
+        self.adamw = OPTIMIZERS[actor.optimizer](weights.parameters, actor)
+        self.state, self.load_state = self.adamw.state, self.adamw.load_state
         # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
         self._measures_folding = actor.fold_steps and weights.device.type == "cuda" and not weights.sharded
         self.loss_scale = LossScale(scales=config.model.dtype == "float16")
@@ -127,7 +126,7 @@ class PolicyOptimizer:
         Samples without a gradient are only counted. In bypass mode, where the correction inside the loss measures and
         rejects them, and for `record`, they are scored without a graph.
         """
-        self.adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad()
         whole_windows = _sees_whole_windows(self.config, correction)
         is_read = record is not None or (correction is not None and correction.mode == "bypass")
         has_gradient = self._has_gradient(batch.advantages, correction, is_read)
@@ -221,9 +220,7 @@ class PolicyOptimizer:
         last = self.config.trainer.total_steps * actor.epochs * actor.mini_batches
         learning_rate = scheduled_lr(actor, self.weights.version, last)
         if stepped:
-            for group in self.adamw.param_groups:
-                group["lr"] = learning_rate
-            self.adamw.step()
+            self.adamw.step(learning_rate)
             self.weights.version += 1
             self.weights.update_average()
         elif num_kept:
@@ -265,27 +262,6 @@ class PolicyOptimizer:
     def _denominator(self) -> str:
         correction = self.config.algorithm.rollout_correction
         return "kept" if correction is None else correction.rollout_rs_denominator
-
-    def state(self) -> dict[str, Tensor]:
-        """AdamW's moments and step counts, named `<parameter>.<moment>`."""
-        names = list(self.weights.parameters)
-        return {
-            f"{names[index]}.{key}": value
-            for index, entry in self.adamw.state_dict()["state"].items()
-            for key, value in entry.items()
-        }
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back the tensors of `state`."""
-        entries: dict[int, dict[str, Any]] = {}
-        places = {name: index for index, name in enumerate(self.weights.parameters)}
-        for key, value in state.items():
-            name, moment = key.rsplit(".", 1)
-            if moment != "step":
-                value = fsdp.shard_like(self.weights.parameters[name], value)
-            entries.setdefault(places[name], {})[moment] = value.clone()
-        groups = self.adamw.state_dict()["param_groups"]
-        self.adamw.load_state_dict({"state": entries, "param_groups": groups})
 
 
 def _counted(batch: ActorBatch, samples: Tensor) -> LossOutput:

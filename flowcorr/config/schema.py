@@ -269,6 +269,8 @@ class ActorConfig:
         importance_cap: cap of the ratio in `importance_cap`.
         kl_coef: weight of the exact KL to the reference (the weights without the adapter).
         kl_weighting: unit of `kl_coef`: `exact` is the KL of the step, `flow_grpo` that of published recipes.
+        optimizer: `adamw` of torch, or `adamw_8bit` of bitsandbytes, whose moments take 2 bytes a weight instead of 8
+            for float32 weights. It pays for `model.lora.rank: 0`.
         lr, betas, eps, weight_decay: AdamW; gradients far below `eps` hardly move the weights.
         warmup_steps: optimizer updates over which the learning rate rises linearly.
         lr_schedule: how it falls afterwards, until the last update of `trainer.total_steps`.
@@ -298,6 +300,7 @@ class ActorConfig:
     importance_cap: float = 1.001
     kl_coef: float = 0.0
     kl_weighting: Literal["exact", "flow_grpo"] = "exact"
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8

@@ -64,6 +64,15 @@ def shard_like(like: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def as_shard_of(like: Tensor, shard: Tensor) -> Tensor:
+    """This rank's `shard` of a tensor that is sharded as `like` is, as that tensor; the reverse of `local_shard`."""
+    if not isinstance(like, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors in the main rank's memory, gathered one after the other so that no device holds two of them.
 

@@ -16,10 +16,10 @@ from flowcorr.rollout.vllm_omni.probe import ActorProbe
 
 
 def check_installed(config: Config) -> None:
-    """Check that what rollouts and rewards need is installed, which is known before a model is loaded.
+    """Check that the packages that the configuration asks for are installed, before a model is loaded.
 
     Raises:
-        MissingExtraError: vllm-omni or Ray is asked for, and missing.
+        MissingExtraError: vllm-omni, Ray or bitsandbytes is asked for, and missing.
     """
     rollout = config.rollout
     if rollout.name == "vllm_omni" and rollout.placement == "local" and find_spec("vllm_omni") is None:
@@ -27,6 +27,8 @@ def check_installed(config: Config) -> None:
     for section, placement in (("rollout", rollout.placement), ("reward", config.reward.placement)):
         if placement == "ray" and find_spec("ray") is None:
             raise MissingExtraError(f"{section}.placement=ray", "ray", "ray")
+    if config.actor.optimizer == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise MissingExtraError("actor.optimizer=adamw_8bit", "bitsandbytes", "adam8bit")
 
 
 def build_backend(

@@ -23,6 +23,11 @@ from flowcorr.trainer.setup import build_run
         ),
         ("rollout.placement=ray", "ray", "^rollout.placement=ray needs ray; .*flowcorr.ray"),
         ("reward.placement=ray", "ray", "^reward.placement=ray needs ray; .*flowcorr.ray"),
+        (
+            "actor.optimizer=adamw_8bit",
+            "bitsandbytes",
+            "^actor.optimizer=adamw_8bit needs bitsandbytes; .*flowcorr.adam8bit",
+        ),
     ],
 )
 def test_what_is_not_installed_is_said_before_a_model_is_loaded(monkeypatch, override, package, message):

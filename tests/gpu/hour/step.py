@@ -86,7 +86,7 @@ def _update(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[
     hour.row("norm of the gradient", metrics["actor/grad_norm"])
     if not metrics["actor/updates"]:
         hour.row("update", "skipped", failed=True, note="the gradient is not finite, or no term was kept")
-    actor.optimizer.adamw.zero_grad(set_to_none=True)
+    actor.optimizer.adamw.zero_grad()
     moments = meter.allocated(hour.device) - before
     hour.row("moments", moments / 1e9, expected=planned["moments"] / 1e9, **MEMORY)
     peak = meter.peak(hour.device, learn)
@@ -128,8 +128,8 @@ def _folded_or_not(hour: Hour, actor: DiffusionActor, batch: ActorBatch) -> None
         optimizer.update(batch, correction, training_step=1)
 
     learn()
-    optimizer.adamw.zero_grad(set_to_none=True)
-    actor.optimizer.adamw.zero_grad(set_to_none=True)
+    optimizer.adamw.zero_grad()
+    actor.optimizer.adamw.zero_grad()
     hour.row(f"{name}: update, peak", meter.peak(hour.device, learn) / 1e9, unit="GB")
     hour.row(f"{name}: update", meter.seconds(hour.device, learn, repeats=1), unit="s")
     assert all(torch.isfinite(parameter).all() for parameter in actor.weights.parameters.values())

@@ -1,0 +1,180 @@
+"""AdamW on the trained weights: torch's, or that of bitsandbytes with moments in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowcorr.config.schema import ActorConfig
+from flowcorr.distributed import fsdp
+from flowcorr.errors import MissingExtraError
+
+BLOCK = 256
+"""Elements of a moment that share a scale in bitsandbytes."""
+SMALLEST = 4096
+"""Elements of the smallest weight, or shard of a weight, whose moments bitsandbytes keeps in 8 bits."""
+
+
+class AdamW:
+    """torch's AdamW; a weight's moments have its dtype.
+
+    Args:
+        parameters: the trained weights by name.
+        actor: the learning rate and the other keys.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], actor: ActorConfig) -> None:
+        self.parameters = parameters
+        self.optimizer = torch.optim.AdamW(parameters.values(), **_settings(actor))
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, learning_rate: float) -> None:
+        """Move the weights against their gradients."""
+        _step(self.optimizer, learning_rate)
+
+    def state(self) -> dict[str, Tensor]:
+        """The moments and step counts, named `<parameter>.<moment>`."""
+        names = list(self.parameters)
+        return {
+            f"{names[index]}.{key}": value
+            for index, entry in self.optimizer.state_dict()["state"].items()
+            for key, value in entry.items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back the tensors of `state`, or of that of `AdamW8bit`."""
+        entries: dict[int, dict[str, Any]] = {}
+        places = {name: index for index, name in enumerate(self.parameters)}
+        for key, value in state.items():
+            name, moment = key.rsplit(".", 1)
+            if moment != "step":
+                value = fsdp.shard_like(self.parameters[name], value)
+            entries.setdefault(places[name], {})[moment] = value.clone()
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+class AdamW8bit:
+    """AdamW of bitsandbytes; a moment has 8 bits an element and a float32 scale a block, as in arXiv:2110.02861.
+
+    Each rank quantizes its own shards of sharded weights. Small weights, and small shards, keep moments in 32 bits.
+
+    Args:
+        parameters: the trained weights by name.
+        actor: the learning rate and the other keys.
+
+    Raises:
+        MissingExtraError: bitsandbytes is not installed.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], actor: ActorConfig) -> None:
+        try:
+            from bitsandbytes import functional, optim
+        except ImportError as error:
+            raise MissingExtraError(
+                "actor.optimizer=adamw_8bit", "bitsandbytes", "adam8bit", error
+            ) from error
+        self.parameters, self._functional = parameters, functional
+        with torch.no_grad():  # else a shard would be a result of autograd
+            shards = {name: fsdp.local_shard(parameter) for name, parameter in parameters.items()}
+        # Of a weight with fewer rows than there are ranks, the last ranks have none.
+        self._shards = {name: shard for name, shard in shards.items() if shard.numel()}
+        self.optimizer = optim.AdamW8bit(self._shards.values(), **_settings(actor))
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        for weight in (*self.parameters.values(), *self._shards.values()):
+            weight.grad = None
+
+    def step(self, learning_rate: float) -> None:
+        """Move the weights against their gradients."""
+        for name, shard in self._shards.items():
+            gradient = self.parameters[name].grad
+            shard.grad = None if gradient is None else fsdp.local_shard(gradient)
+        _step(self.optimizer, learning_rate)
+
+    def state(self) -> dict[str, Tensor]:
+        """The moments in float32 and the step counts, named and shaped as those of `AdamW`.
+
+        They come to host memory one after the other, since a GPU may have no room for all of them. Of sharded weights
+        the main rank gets whole moments; every rank has to call.
+        """
+        tensors: dict[str, Tensor] = {}
+        if not self.optimizer.state:
+            return tensors
+        for name, parameter in self.parameters.items():
+            entry = self.optimizer.state.get(self._shards.get(name), {"step": 0})
+            tensors[f"{name}.step"] = torch.tensor(float(entry["step"]))
+            for moment in _MOMENTS:
+                none = fsdp.local_shard(parameter.detach()).float()
+                values = self._values(entry, moment) if name in self._shards else none
+                whole = fsdp.gathered({f"{name}.{moment}": fsdp.as_shard_of(parameter, values)})
+                tensors |= {key: tensor.cpu() for key, tensor in whole.items()}
+        return tensors
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back the tensors of `state`, or of that of `AdamW`, quantized by the blocks of this rank's shards.
+
+        These are the bits that `state` was made from, if those had the same shards.
+        """
+        self.optimizer.state.clear()
+        (group,) = self.optimizer.param_groups
+        for place, (name, shard) in enumerate(self._shards.items()):
+            if f"{name}.step" not in state:
+                continue
+            self.optimizer.init_state(group, shard, 0, place)
+            entry = self.optimizer.state[shard]
+            entry["step"] = int(state[f"{name}.step"])
+            for moment, number in _MOMENTS.items():
+                whole = fsdp.shard_like(self.parameters[name], state[f"{name}.{moment}"])
+                values = fsdp.local_shard(whole).float()
+                if entry[f"state{number}"].dtype == torch.uint8:
+                    values, scales = _quantized(values, entry[f"qmap{number}"])
+                    entry[f"absmax{number}"].copy_(scales)
+                entry[f"state{number}"].copy_(values)
+
+    def _values(self, entry: Mapping[str, Any], moment: str) -> Tensor:
+        """A shard's moment in float32."""
+        number = _MOMENTS[moment]
+        values = entry[f"state{number}"]
+        if values.dtype != torch.uint8:
+            return values
+        code = entry[f"qmap{number}"].clone()
+        if code[0] < 0:
+            code[0] = -1  # there is a code for 1 and none for -1, and a block has to keep its scale
+        absmax = entry[f"absmax{number}"]
+        return self._functional.dequantize_blockwise(values, absmax=absmax, code=code, blocksize=BLOCK)
+
+
+OPTIMIZERS: Mapping[str, type[AdamW] | type[AdamW8bit]] = {"adamw": AdamW, "adamw_8bit": AdamW8bit}
+"""The values of `actor.optimizer`."""
+_MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}
+"""The moments by torch's names, with their numbers in bitsandbytes."""
+
+
+def _quantized(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes of `values`, and the scale of each block.
+
+    The kernel of bitsandbytes for CPUs is a table of finite resolution, and does not always find the nearest one.
+    """
+    blocks = nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    relative = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
+    nearest = torch.bucketize(relative, (code[1:] + code[:-1]) / 2)
+    return nearest.flatten()[: values.numel()].view_as(values).to(torch.uint8), scales
+
+
+def _settings(actor: ActorConfig) -> dict[str, Any]:
+    return {"lr": actor.lr, "betas": actor.betas, "eps": actor.eps, "weight_decay": actor.weight_decay}
+
+
+def _step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
