@@ -106,16 +106,13 @@ class AdamW8bit:
         the main rank gets whole moments; every rank has to call.
         """
         tensors: dict[str, Tensor] = {}
-        if not self.optimizer.state:
-            return tensors
-        for name, parameter in self.parameters.items():
-            entry = self.optimizer.state.get(self._shards.get(name), {"step": 0})
-            tensors[f"{name}.step"] = torch.tensor(float(entry["step"]))
-            for moment in _MOMENTS:
-                none = fsdp.local_shard(parameter.detach()).float()
-                values = self._values(entry, moment) if name in self._shards else none
-                whole = fsdp.gathered({f"{name}.{moment}": fsdp.as_shard_of(parameter, values)})
-                tensors |= {key: tensor.cpu() for key, tensor in whole.items()}
+        steps = {entry["step"] for entry in self.optimizer.state.values()}
+        for name, parameter in self.parameters.items() if steps else ():
+            tensors[f"{name}.step"] = torch.tensor(float(max(steps)))
+            for moment, number in _MOMENTS.items():
+                whole = fsdp.as_shard_of(parameter, self._values(name, number))
+                found = fsdp.gathered({f"{name}.{moment}": whole})
+                tensors |= {key: value.cpu() for key, value in found.items()}
         return tensors
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -139,9 +136,11 @@ class AdamW8bit:
                     entry[f"absmax{number}"].copy_(scales)
                 entry[f"state{number}"].copy_(values)
 
-    def _values(self, entry: Mapping[str, Any], moment: str) -> Tensor:
-        """A shard's moment in float32."""
-        number = _MOMENTS[moment]
+    def _values(self, name: str, number: int) -> Tensor:
+        """A moment of this rank's shard of a weight, in float32."""
+        if name not in self._shards:
+            return fsdp.local_shard(self.parameters[name].detach()).float()  # it is empty
+        entry = self.optimizer.state[self._shards[name]]
         values = entry[f"state{number}"]
         if values.dtype != torch.uint8:
             return values

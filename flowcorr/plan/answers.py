@@ -104,6 +104,7 @@ class Plan:
         mini_batch: samples of one optimizer step.
         bypass: whether the run is in bypass mode.
         attention: the backend of diffusers that `model.attention` names, or None.
+        ways_to_fit: overrides that save the trainer much memory, with the memory under each.
         ways_to_share: overrides that save memory on a shared GPU, with the peak under each.
     """
 
@@ -118,6 +119,7 @@ class Plan:
     mini_batch: int
     bypass: bool
     attention: str | None = None
+    ways_to_fit: Mapping[str, Memory] = field(default_factory=dict)
     ways_to_share: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, *names: str) -> float:
@@ -133,10 +135,16 @@ class Plan:
         """Whether `peak` bytes fit the GPU with the margin."""
         return peak * MARGIN <= self.gpu.memory
 
-    def largest_micro_batch(self, beside: float = 0.0) -> int:
-        """The largest `actor.micro_batch_size` that fits beside `beside` other bytes; 0 if none does."""
-        room = self.gpu.memory / MARGIN - beside - self.memory.update_without_samples
-        return max(0, min(int(room / self.memory.update_a_sample), self.mini_batch))
+    def largest_micro_batch(self, beside: float = 0.0, memory: Memory | None = None) -> int:
+        """The largest `actor.micro_batch_size` that fits beside `beside` other bytes; 0 if none does.
+
+        Args:
+            beside: bytes of others.
+            memory: peaks under other keys; None takes those of the run.
+        """
+        memory = memory or self.memory
+        room = self.gpu.memory / MARGIN - beside - memory.update_without_samples
+        return max(0, min(int(room / memory.update_a_sample), self.mini_batch))
 
     @property
     def fitting(self) -> bool:
@@ -174,6 +182,9 @@ class Plan:
         if self.fits(peak):
             return f"Fits {card}: {size}."
         verdict = "May not fit" if peak <= self.gpu.memory else "Does not fit"
+        for overrides, memory in self.ways_to_fit.items():
+            if self.fits(memory.trainer):
+                return f"{verdict} {card}: {size}. With {overrides} it needs {gigabytes(memory.trainer)} and fits."
         return f"{verdict} {card}: {size}."
 
     def _micro_batch(self) -> str:
@@ -184,8 +195,11 @@ class Plan:
         if largest:
             return f"{now} does not fit; use actor.micro_batch_size={largest}."
         needed = (self.memory.update_without_samples + self.memory.update_a_sample) * MARGIN
-        remedy = "a GPU with more memory, a smaller model.lora.rank, or fewer images a step"
-        return f"No actor.micro_batch_size fits: one sample takes {gigabytes(needed)} with the margin; use {remedy}."
+        start = f"No actor.micro_batch_size fits: one sample takes {gigabytes(needed)} with the margin"
+        for overrides, memory in self.ways_to_fit.items():
+            if size := self.largest_micro_batch(memory=memory):
+                return f"{start}; use {overrides}, with which the largest that fits is {size}."
+        return f"{start}; use a GPU with more memory, a smaller model.lora.rank, or fewer images a step."
 
     def _sharing(self) -> tuple[str, ...]:
         memory = self.memory

@@ -194,8 +194,17 @@ def make_plan(
         mini_batch=measured.mini_batch,
         bypass=measured.bypass,
         attention=config.model.attention,
+        ways_to_fit=_ways_to_fit(measured),
         ways_to_share=_ways_to_share(measured, memory),
     )
+
+
+def _ways_to_fit(measured: _Measured) -> dict[str, Memory]:
+    """Overrides that save the trainer much memory, with the memory under each."""
+    if measured.config.model.lora.rank or measured.config.actor.optimizer != "adamw":
+        return {}
+    in_8_bits = replace(measured, training=measured.training.in_8_bits())
+    return {"actor.optimizer=adamw_8bit": _memory(in_8_bits)}
 
 
 def _ways_to_share(measured: _Measured, memory: Memory) -> dict[str, float]:
@@ -229,10 +238,12 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
     rewards = [reward for term in terms if (reward := measure_clip(term, new_device())) is not None]
     images = groups * config.rollout.n
     training = measure_training(computed(config, ranks), architecture, new_device)
+    if shards_weights(config, ranks):
+        training = sharded(training, config, ranks)
     return _Measured(
         config=config,
         ranks=ranks,
-        training=sharded(training, config, ranks) if shards_weights(config, ranks) else training,
+        training=training.in_8_bits() if config.actor.optimizer == "adamw_8bit" else training,
         text=measure_text_encoders(config, architecture, inputs, new_device(), prompts=min(prompts, chunk)),
         decoder=measure_decoder(config, architecture, new_device(), images=images),
         rewards=rewards,

@@ -51,13 +51,16 @@ def sharded(training: Training, config: Config, ranks: int) -> Training:
             backward + training.gradients * (share - 1),
             training.transformer * (2 + max(held, 4) / used),
         ),
-        step=replace(
-            training.step,
-            peaks={stage: peak * share for stage, peak in training.step.peaks.items()},
-            moved=training.step.moved * share,
-            busy=training.step.busy * share,
-        ),
+        step=_part(training.step, share),
+        moments_8bit=training.moments_8bit / ranks,  # shards that are too small for 8 bits are left out
+        step_8bit=_part(training.step_8bit, share),
     )
+
+
+def _part(work: Work, share: float) -> Work:
+    """`work` on a share of the data, with as many kernels."""
+    peaks = {stage: peak * share for stage, peak in work.peaks.items()}
+    return replace(work, peaks=peaks, moved=work.moved * share, busy=work.busy * share)
 
 
 def _moving(work: Work, more: float, sent: float) -> Work:

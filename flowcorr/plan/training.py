@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flowcorr.actor import DiffusionActor
+from flowcorr.actor.adamw import BLOCK, SMALLEST
 from flowcorr.algorithm import (
     AutoMode,
     apply_bypass_mode_to_diffusion_batch,
@@ -93,6 +95,8 @@ class Training:
         recompute: recomputing the old log-probs of one micro-batch.
         backward: forward and backward pass of one micro-batch; its peak includes gradients, not weights and moments.
         step: the optimizer's step; its peak includes the same.
+        moments_8bit, step_8bit: the same with `actor.optimizer: adamw_8bit`, computed instead of measured: the kernels
+            of bitsandbytes do not run on the fake device.
     """
 
     transformer: float
@@ -106,10 +110,16 @@ class Training:
     recompute: Work
     backward: Work
     step: Work
+    moments_8bit: float
+    step_8bit: Work
 
     @property
     def weights(self) -> float:
         return self.transformer + self.adapter
+
+    def in_8_bits(self) -> Training:
+        """The same training with `actor.optimizer: adamw_8bit`."""
+        return replace(self, moments=self.moments_8bit, step=self.step_8bit)
 
 
 def measure_training(
@@ -153,7 +163,7 @@ def measure_blocks(config: Config, architecture: Architecture, device: FakeDevic
         before = device.allocated
         with _split_at_optimizer(device) as (backward, step):
             update(actor, batch)
-        trained = actor.weights.parameters.values()
+        trained = list(actor.weights.parameters.values())
         gradients = sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
         moments = device.allocated - before - gradients
     prompt = sum(rows.nbytes for rows in batch.rollout.conditioning.values())
@@ -170,6 +180,8 @@ def measure_blocks(config: Config, architecture: Architecture, device: FakeDevic
         recompute=Work.of(recompute),
         backward=Work.of(backward, before).times(1 / 2),
         step=Work.of(step, before + moments),
+        moments_8bit=sum(map(_moments_8bit, trained)),
+        step_8bit=_step_8bit(trained, gradients, device),
     )
 
 
@@ -261,7 +273,13 @@ def one_optimizer_step(config: Config) -> Config:
     return replace(
         config,
         actor=replace(
-            config.actor, mini_batches=1, epochs=1, micro_batch_size=micro_batch, compile=False, fsdp=False
+            config.actor,
+            mini_batches=1,
+            epochs=1,
+            micro_batch_size=micro_batch,
+            compile=False,
+            fsdp=False,
+            optimizer="adamw",
         ),
         # An engine that shares the actor's weights, so that the actor keeps no copy for it.
         rollout=replace(
@@ -296,6 +314,19 @@ def _split_at_optimizer(device: FakeDevice) -> Iterator[tuple[Section, Section]]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _moments_8bit(weight: torch.Tensor) -> float:
+    """Bytes of a weight's two moments: in 8 bits with a float32 scale a block, or in float32 for a small weight."""
+    numbers = weight.numel()
+    return 2 * (4 * numbers if numbers < SMALLEST else numbers + 4 * math.ceil(numbers / BLOCK))
+
+
+def _step_8bit(trained: Sequence[torch.Tensor], gradients: float, device: FakeDevice) -> Work:
+    """A step with 8-bit moments: a kernel for each weight reads its gradient, and replaces weight and moments."""
+    moved = sum(3.0 * weight.nbytes + 2 * _moments_8bit(weight) for weight in trained)
+    busy = moved / (device.gpu.bandwidth * device.utilisation.bandwidth)
+    return Work(peaks={"": gradients}, flops=0, moved=moved, busy=busy, kernels=len(trained))
 
 
 def _largest_part(transformer: Any) -> int:

@@ -60,6 +60,21 @@ def test_the_largest_micro_batch_that_fits_is_named(room, answer):
     assert plan.answers()[1].startswith(answer)
 
 
+def test_an_optimizer_with_which_the_trainer_fits_is_named():
+    smaller = replace(plan_of().memory, update=40 * GB, update_without_samples=24 * GB)
+    ways = {"actor.optimizer=adamw_8bit": smaller}
+    neither = "in update; with the margin 52.0 GB."
+    for room, fit, micro_batch in (
+        (46, neither, "actor.micro_batch_size=8 fits;"),
+        (40, "With actor.optimizer=adamw_8bit it needs 40.0 GB and fits.", "use actor.micro_batch_size=5."),
+        (31, neither, "use actor.optimizer=adamw_8bit, with which the largest that fits is 3."),
+        (25, neither, "use a GPU with more memory"),
+    ):
+        answers = on_gpu(plan_of(ways_to_fit=ways), 1.0001 * room * GB * MARGIN).answers()
+        assert answers[0].endswith(fit)
+        assert micro_batch in answers[1]
+
+
 def test_an_engine_shares_the_gpu_or_does_not():
     assert plan_of().answers()[2] == "The trainer samples by itself, so no engine needs memory."
     small, large = plan_of(engine=10 * GB), plan_of(engine=60 * GB)

@@ -110,6 +110,18 @@ def test_a_model_that_is_nowhere_is_an_error_that_names_what_is_known():
         plan("model.path=nobody/nothing")
 
 
+def test_moments_in_8_bits_save_three_quarters_of_their_memory(tiny):
+    full, in_8_bits = ("model.lora.rank=0", "actor.micro_batch_size=1"), "actor.optimizer=adamw_8bit"
+    before, after = plan(*full), plan(*full, in_8_bits)
+    weights = before.memory.sync - before.memory.idle  # their gradients
+    saved = before.memory.idle - after.memory.idle
+    assert 2 * 0.7 < saved / weights < 2 * 0.75
+    assert before.ways_to_fit == {in_8_bits: after.memory}
+    assert after.ways_to_fit == tiny.ways_to_fit == {}
+    shards = plan(*full, "actor.fsdp=true", ranks=8)
+    assert shards.memory.idle - shards.ways_to_fit[in_8_bits].idle == pytest.approx(saved / 8, rel=0.02)
+
+
 def test_ranks_that_share_the_weights_need_less_of_each_gpu():
     full = ("model.lora.rank=0", "actor.micro_batch_size=1")
     whole = plan(*full, ranks=8).memory

@@ -7,7 +7,7 @@ import torch
 
 from flowcorr.config import load
 from flowcorr.plan.pipelines import find_architecture
-from flowcorr.plan.training import measure_blocks, measure_training
+from flowcorr.plan.training import measure_blocks, measure_training, one_optimizer_step
 from tests.plan.allocation import allocated
 
 # The fake device has to be registered before a process computes its first gradient.
@@ -19,9 +19,9 @@ SMALL = {"actor": {"micro_batch_size": 4, "mini_batches": 1}, "rollout": {"promp
 def check_extrapolation(config, architecture, new_device):
     extrapolated = measure_training(config, architecture, new_device)
     whole = measure_blocks(config, architecture, new_device())
-    for name in ("transformer", "adapter", "gradients", "moments", "sample"):
+    for name in ("transformer", "adapter", "gradients", "moments", "moments_8bit", "sample"):
         assert getattr(extrapolated, name) == pytest.approx(getattr(whole, name), rel=1e-6)
-    for name in ("recompute", "backward", "step"):
+    for name in ("recompute", "backward", "step", "step_8bit"):
         for quantity in ("peak", "flops", "moved", "busy", "kernels"):
             expected = getattr(getattr(whole, name), quantity)
             assert getattr(getattr(extrapolated, name), quantity) == pytest.approx(expected, rel=1e-3)
@@ -103,6 +103,32 @@ def test_full_fine_tuning_holds_gradients_and_moments_of_all_weights(make_config
     assert training.adapter == 0
     assert training.moments == pytest.approx(2 * training.gradients, rel=0.01)
     assert 0.95 < training.gradients / training.transformer <= 1  # buffers are not trained
+
+
+def test_moments_in_8_bits_take_what_bitsandbytes_allocates(make_config, make_run, new_device):
+    pytest.importorskip("bitsandbytes")
+    model = {"path": "tiny_ocr", "max_sequence_length": 8, "lora": no_adapter()}
+    training = measure_blocks(make_config(**SMALL, model=model), find_architecture("tiny_ocr"), new_device())
+    sections = {**SMALL, "actor": {**SMALL["actor"], "optimizer": "adamw_8bit"}}
+    run = make_run(**sections, model=model)
+    run.actor.update(run.batch(), None, training_step=1)
+    entries = run.actor.optimizer.adamw.optimizer.state.values()
+    shared = {"qmap1", "qmap2"}  # one table of codes for all weights
+    held = sum(
+        value.nbytes
+        for entry in entries
+        for key, value in entry.items()
+        if isinstance(value, torch.Tensor) and key not in shared
+    )
+    in_8_bits = training.in_8_bits()
+    assert in_8_bits.moments == held < 0.3 * training.moments
+    assert in_8_bits.step.peak == training.gradients <= training.step.peak
+    assert in_8_bits.backward is training.backward
+
+
+def test_the_optimizer_of_a_plan_makes_no_other_measurement(make_config):
+    config = make_config(**{**SMALL, "actor": {**SMALL["actor"], "optimizer": "adamw_8bit"}})
+    assert one_optimizer_step(config) == one_optimizer_step(make_config(**SMALL))
 
 
 def no_adapter():
