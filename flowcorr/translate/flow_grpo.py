@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "train.algorithm": "grpo",
     "train.batch_size": 1,
     "train.learning_rate": 3e-4,
+    "train.use_8bit_adam": False,
     "train.adam_beta1": 0.9,
     "train.adam_beta2": 0.999,
     "train.adam_weight_decay": 1e-4,
@@ -153,6 +154,12 @@ ROWS = (
     _number("train.adv_clip_max", "actor.adv_clip_max"),
     _number("train.beta", "actor.kl_coef"),
     Row(key="actor.kl_weighting", value=lambda get: "flow_grpo" if get("train.beta") else None),
+    Row(
+        key="actor.optimizer",
+        value=lambda get: "adamw_8bit" if get("train.use_8bit_adam") else "adamw",
+        sources=("train.use_8bit_adam",),
+        note="AdamW of bitsandbytes in both",
+    ),
     _number("train.learning_rate", "actor.lr"),
     Row(
         key="actor.betas",
@@ -205,7 +212,6 @@ ROWS = (
 )
 
 NO_PLACE = {
-    "train.use_8bit_adam": "the optimizer is AdamW",
     "train.cfg": "training uses the guidance of sampling",
     "train.*": "belongs to algorithms or options that flowcorr does not have",
     "sample.*": "rollout.batch_size sets the size of batches",

@@ -286,6 +286,12 @@ ROWS = (
             "flow_grpo" if get(f"{ACTOR}.use_kl_loss") and get(f"{ACTOR}.kl_loss_coef") else None
         ),
     ),
+    Row(
+        key="actor.optimizer",
+        value=lambda get: "adamw_8bit" if get(f"{ACTOR}.optim.optimizer") == "AdamW8bit" else "adamw",
+        sources=(f"{ACTOR}.optim.optimizer",),
+        note="flowcorr has AdamW, in 8 bits by bitsandbytes",
+    ),
     Row(key="actor.lr", value=lambda get: float(get(f"{ACTOR}.optim.lr")), sources=(f"{ACTOR}.optim.lr",)),
     Row(key="actor.betas", value=lambda get: list(_betas(get)), sources=(f"{ACTOR}.optim.betas",)),
     Row(

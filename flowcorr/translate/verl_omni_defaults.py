@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
     f"{LOSS}.add_kl_coefficient": True,
     f"{ACTOR}.use_kl_loss": False,
     f"{ACTOR}.kl_loss_coef": 0.001,
+    f"{ACTOR}.optim.optimizer": "AdamW",
     f"{ACTOR}.optim.lr": 1e-6,
     f"{ACTOR}.optim.betas": [0.9, 0.999],
     f"{ACTOR}.optim.weight_decay": 0.01,

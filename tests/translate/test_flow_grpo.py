@@ -29,3 +29,13 @@ def test_flow_grpo_needs_its_gpus(grpo, tmp_path):
     with pytest.raises(ConfigError, match="give it with --gpus N"):
         translate(f"{grpo}:get")
     assert loaded(tmp_path, translate(f"{grpo}:get", gpus=2)).rollout.prompts_per_step == 8
+
+
+def test_flow_grpos_adam_in_8_bits_is_adamw_of_bitsandbytes_here_too(grpo, tmp_path):
+    assert loaded(tmp_path, translate(f"{grpo}:get")).actor.optimizer == "adamw"
+    grpo.write_text(
+        GRPO.replace("    return", "    config.train.use_8bit_adam = True\n    return"), encoding="utf-8"
+    )
+    text = translate(f"{grpo}:get")
+    assert loaded(tmp_path, text).actor.optimizer == "adamw_8bit"
+    assert "optimizer: adamw_8bit  # train.use_8bit_adam (AdamW of bitsandbytes in both)" in text

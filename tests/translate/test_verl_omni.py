@@ -59,6 +59,11 @@ def test_verl_omnis_values_and_defaults(omni):
         ((f"{OMNI}model.target_modules=\"['to_q','to_k']\"",), "model.lora.targets", ("to_q", "to_k")),
         ((f"{OMNI}actor.optim.lr_warmup_steps_ratio=0.1",), "actor.warmup_steps", 30),
         (
+            (f"{OMNI}actor.optim.optimizer=AdamW8bit", f"{OMNI}actor.optim.optimizer_impl=torchao.optim"),
+            "actor.optimizer",
+            "adamw_8bit",
+        ),
+        (
             (f"{OMNI}actor.optim.lr_scheduler_type=cosine", f"{OMNI}actor.optim.min_lr_ratio=0.1"),
             "actor.lr_min_ratio",
             0.1,
