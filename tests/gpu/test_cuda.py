@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from flowcorr import config
+from flowcorr.actor.adamw import OPTIMIZERS
+from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
@@ -58,3 +60,25 @@ def test_a_training_step_runs_in_bfloat16(preset, clip):
     metrics = train_step(run, 1, lambda _: None).metrics.compute()
     assert metrics["actor/updates"] == 2
     assert 0 < metrics["rollout_corr/logprob_abs_diff_mean"] < 1e-2
+
+
+def test_moments_in_8_bits_follow_adamw_and_resume_with_the_same_bits():
+    pytest.importorskip("bitsandbytes")
+    draw = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(5, 70, 100, generator=draw).to("cuda")  # the last block is not full
+
+    def trained(name, weight, gradients, state):
+        parameter = torch.nn.Parameter(weight.clone())
+        optimizer = OPTIMIZERS[name]({"weight": parameter}, ActorConfig(optimizer=name))
+        optimizer.load_state(state)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step(1e-3)
+        return parameter.data, optimizer.state()
+
+    exact, _ = trained("adamw", start, gradients, {})
+    whole, _ = trained("adamw_8bit", start, gradients, {})
+    half, state = trained("adamw_8bit", start, gradients[:2], {})
+    resumed, _ = trained("adamw_8bit", half, gradients[2:], state)
+    assert 0 < (whole - exact).norm() < 0.05 * (exact - start).norm()
+    assert torch.equal(resumed, whole)

@@ -57,6 +57,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "epochs, micro-batches": ("actor.epochs=2", "actor.micro_batch_size=3"),
     "dumped log-probs": ("trainer.dump_log_probs=true",),
 }
+IN_8_BITS = ("model.lora.rank=0", "actor.lr=1e-5", "actor.optimizer=adamw_8bit")
 WORKERS = {
     "Ray workers": ("rollout.placement=ray", "reward.placement=ray"),
     "Ray workers on a GPU": ("rollout.placement=ray", "rollout.worker_resources={num_gpus: 0.5}"),
@@ -69,7 +70,13 @@ def measure(hour: Hour) -> None:
         with _reported(hour, name):
             _step(hour, name, [*SMALL, *overrides, device])
     with _reported(hour, "resumed"):
-        _resumed(hour, [*SMALL, device])
+        _resumed(hour, "resumed", [*SMALL, device])
+    if importlib.util.find_spec("bitsandbytes") is None:
+        hour.row("8-bit moments", "skipped", note="bitsandbytes is not installed")
+    else:
+        with _reported(hour, "8-bit moments"):
+            _step(hour, "8-bit moments", [*SMALL, *IN_8_BITS, device])
+            _resumed(hour, "8-bit moments, resumed", [*SMALL, *IN_8_BITS, device])
     if importlib.util.find_spec("ray") is None:
         hour.row("Ray workers", "skipped", note="ray is not installed")
         return
@@ -116,16 +123,16 @@ def _step(hour: Hour, name: str, overrides: list[str]) -> None:
             hour.row(f"host reads at {place}", count)
 
 
-def _resumed(hour: Hour, overrides: list[str]) -> None:
+def _resumed(hour: Hour, name: str, overrides: list[str]) -> None:
     """Two steps, and one step that is resumed for a second: the weights that come out."""
     whole = train(configs.load("tiny_jpeg_lora", overrides), _empty(hour, "whole"))
     folder = _empty(hour, "halves")
     train(configs.load("tiny_jpeg_lora", [*overrides, "trainer.total_steps=1"]), folder)
     halves = train(configs.load("tiny_jpeg_lora", overrides), folder, resume=True)
     assert whole.step == halves.step == 2
-    rows = [metrics_of(hour.folder / name)[-1] for name in ("whole", "halves")]
+    rows = [metrics_of(hour.folder / run)[-1] for run in ("whole", "halves")]
     for key in ("reward/mean", "actor/grad_norm"):
-        hour.row(f"resumed: {key}", rows[1][key], expected=rows[0][key], within=1e-4)
+        hour.row(f"{name}: {key}", rows[1][key], expected=rows[0][key], within=1e-4)
 
 
 def metrics_of(folder) -> list[dict[str, float]]:
