@@ -48,7 +48,7 @@ class AdamW:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back the tensors of `state`, or of that of `AdamW8bit`."""
+        """Put back the tensors of `state`."""
         entries: dict[int, dict[str, Any]] = {}
         places = {name: index for index, name in enumerate(self.parameters)}
         for key, value in state.items():
@@ -116,9 +116,9 @@ class AdamW8bit:
         return tensors
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back the tensors of `state`, or of that of `AdamW`, quantized by the blocks of this rank's shards.
+        """Put back the tensors of `state`, quantized by the blocks of this rank's shards.
 
-        These are the bits that `state` was made from, if those had the same shards.
+        With the shards that `state` was made from, these are the same bits.
         """
         self.optimizer.state.clear()
         (group,) = self.optimizer.param_groups

@@ -79,19 +79,17 @@ def test_a_resumed_optimizer_goes_on_with_the_same_bits(bitsandbytes, make_run):
     assert_same(weights(other), weights(run), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("saved", "continued"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
-def test_one_optimizer_continues_from_the_state_of_the_other(bitsandbytes, saved, continued):
-    first, second = (optimizer_of(value, weight=matrix()) for value in (saved, continued))
-    step(first, 3)
-    state = first.state()
-    second.load_state(state)
-    found = second.state()
-    assert {name: value.shape for name, value in found.items()} == {
-        name: value.shape for name, value in state.items()
-    }
-    for name, value in state.items():
-        assert (found[name] - value).norm() <= 0.02 * value.norm()
-    assert found["weight.step"] == 3
+def test_the_state_is_that_of_adamw_to_the_precision_of_the_moments(bitsandbytes):
+    states = []
+    for value in ("adamw", "adamw_8bit"):
+        optimizer = optimizer_of(value, weight=matrix())
+        step(optimizer, 3)
+        states.append(optimizer.state())
+    exact, rounded = states
+    assert rounded.keys() == exact.keys()
+    for name, value in exact.items():
+        assert (rounded[name].dtype, rounded[name].shape) == (value.dtype, value.shape)
+        assert (rounded[name] - value).norm() <= 0.02 * value.norm()
 
 
 def test_a_step_without_a_gradient_leaves_the_weights(bitsandbytes):

@@ -53,6 +53,19 @@ def test_resumed_after_a_signal_is_uninterrupted(kind, number, request, tmp_path
     assert_same_run(whole, folder)
 
 
+def test_moments_in_8_bits_resume_as_they_were(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    keys = ("trainer.total_steps=2", "trainer.save_every=1", "trainer.eval_every=0")
+    settings = small_config("actor.optimizer=adamw_8bit", "model.lora.rank=48", *keys)
+    trainer.train(settings, tmp_path / "whole")
+    folder = shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints" / "step_000002")
+    recorder = Recorder()
+    trainer.train(settings, folder, resume=True, observer=recorder)
+    assert recorder.steps == [2]
+    assert_same_run(tmp_path / "whole", folder)
+
+
 def test_a_second_signal_stops_at_once(tmp_path):
     def twice():
         interrupt(signal.SIGINT)()
