@@ -38,9 +38,8 @@ class Component:
 def measure_text_encoders(
     config: Config, architecture: Architecture, inputs: TextInputs, device: FakeDevice, *, prompts: int
 ) -> Component:
-    """All text encoders, one after the other, on `prompts` prompts at a time."""
+    """All text encoders, one after the other, on `prompts` prompts at a time and then on as many negative ones."""
     dtype = DTYPES[config.model.dtype]
-    batch = prompts * (2 if inputs.negative else 1)
     work = Work(peaks={}, flops=0, moved=0, busy=0, kernels=0)
     with device, torch.no_grad():
         encoders = {
@@ -50,11 +49,11 @@ def measure_text_encoders(
         }
         weights = device.allocated
         for name, encoder in encoders.items():
-            tokens = torch.ones(batch, inputs.tokens[name], dtype=torch.long, device=DEVICE)
+            tokens = torch.ones(prompts, inputs.tokens[name], dtype=torch.long, device=DEVICE)
             with device.section() as section:
                 encoder(tokens, output_hidden_states=True)
             work = work.then(Work.of(section))
-    return Component(weights=weights, work=work, batch=prompts)
+    return Component(weights=weights, work=work.times(2 if inputs.negative else 1), batch=prompts)
 
 
 def measure_decoder(

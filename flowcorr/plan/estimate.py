@@ -18,7 +18,7 @@ from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import family_class, find_architecture
 from flowcorr.plan.sharding import computed, sharded
-from flowcorr.plan.text_inputs import text_inputs, with_longest_prompt
+from flowcorr.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
 from flowcorr.plan.training import Training, Work, measure_training, one_optimizer_step
 from flowcorr.rewards.combine import ON_CLIP
 from flowcorr.rollout.base import needs_base, shards_weights, shares_weights
@@ -229,11 +229,13 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
     family = family_class(architecture, config.model)
     data = load_prompts(config.data)
     texts = {prompt.text for prompt in (*data.train, *data.heldout)}
+    encoded = encoder_inputs(architecture, family, config, texts)
+    chunk = chunk_size(config.model.max_sequence_length)
     config = with_longest_prompt(config, family, texts)
     inputs = text_inputs(architecture, family, config)
     groups = math.ceil(config.rollout.prompts_per_step / ranks)
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
-    prompts, chunk = len(texts), chunk_size(config.model.max_sequence_length)
+    prompts = len(texts)
     terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement != "ray" else ()
     rewards = [reward for term in terms if (reward := measure_clip(term, new_device())) is not None]
     images = groups * config.rollout.n
@@ -244,7 +246,7 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
         config=config,
         ranks=ranks,
         training=training.in_8_bits() if config.actor.optimizer == "adamw_8bit" else training,
-        text=measure_text_encoders(config, architecture, inputs, new_device(), prompts=min(prompts, chunk)),
+        text=measure_text_encoders(config, architecture, encoded, new_device(), prompts=min(prompts, chunk)),
         decoder=measure_decoder(config, architecture, new_device(), images=images),
         rewards=rewards,
         prompts=prompts,

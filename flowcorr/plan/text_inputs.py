@@ -66,6 +66,14 @@ def with_longest_prompt(config: Config, family: type[ModelFamily], texts: Collec
     return replace(config, model=replace(config.model, max_sequence_length=length))
 
 
+def encoder_inputs(
+    architecture: Architecture, family: type[ModelFamily], config: Config, texts: Collection[str]
+) -> TextInputs:
+    """The text inputs while `texts` are encoded: Qwen-Image pads them to the longest, other families to their limit."""
+    padded = with_longest_prompt(config, family, texts) if family.name == "qwen_image" else config
+    return text_inputs(architecture, family, padded)
+
+
 def text_inputs(architecture: Architecture, family: type[ModelFamily], config: Config) -> TextInputs:
     """The text inputs of a run.
 

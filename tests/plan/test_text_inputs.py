@@ -15,8 +15,8 @@ from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, ModelFamily, load_family
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
-from flowcorr.plan.pipelines import find_architecture
-from flowcorr.plan.text_inputs import text_inputs, with_longest_prompt
+from flowcorr.plan.pipelines import family_class, find_architecture
+from flowcorr.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
 
 
 @pytest.mark.parametrize("guided", [False, True])
@@ -48,6 +48,15 @@ def test_only_padded_text_is_as_long_as_the_longest_prompt_may_be():
     assert with_longest_prompt(config, QwenImage, texts).model.max_sequence_length == 32
     assert with_longest_prompt(config, QwenImage, ["x" * 900]).model.max_sequence_length == 256
     assert with_longest_prompt(config, SD3, texts) is config
+
+
+@pytest.mark.parametrize(("build", "tokens"), [(build_tiny_qwen_image, 34 + 16), (build_tiny_z_image, 256)])
+def test_encoders_read_prompts_padded_to_the_longest_or_to_the_limit(tmp_path, build, tokens):
+    path = str(build(tmp_path / "model"))
+    config = Config(model=ModelConfig(path=path, max_sequence_length=256))
+    architecture = find_architecture(path)
+    family = family_class(architecture, config.model)
+    assert encoder_inputs(architecture, family, config, ["cat"]).tokens == {"text_encoder": tokens}
 
 
 def test_a_family_of_ones_own_is_named_as_unknown():
