@@ -55,6 +55,8 @@ class ModelConfig:
         dtype: dtype of the frozen weights that the actor computes with; float16 scales the loss.
         attention: what computes the transformer's attention, a backend of diffusers, such as `flash_varlen` or
             `_native_cudnn`; null leaves diffusers' own choice. It needs a model whose attention has backends.
+        offload_text_encoders: keep the text encoders in main memory and put each of their layers on the GPU only while
+            it computes, by diffusers' group offloading. Encoding takes longer, and the embeddings are the same.
         lora: the adapter.
         max_sequence_length: tokens of the long text encoder (T5, Qwen); null takes the family's default.
     """
@@ -63,6 +65,7 @@ class ModelConfig:
     family: str = "auto"
     dtype: Dtype = "float32"
     attention: str | None = None
+    offload_text_encoders: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     max_sequence_length: int | None = None
 

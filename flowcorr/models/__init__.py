@@ -80,8 +80,8 @@ def load_family(
     From then on, convolutions in float32 do not compute in TF32 in this process.
 
     Args:
-        model: path, family, dtype and token limit of the pipeline; the adapter is not added here.
-        device: where the pipeline is put.
+        model: path, family, dtype, offloading and token limit of the pipeline; the adapter is not added here.
+        device: where the pipeline is put; offloaded text encoders compute there. On a CPU nothing is offloaded.
         text_encoders: whether to load them; without them `encode` cannot be called.
         transformer_on_host: leave the transformer in host memory, from where it is sharded.
 
@@ -107,11 +107,18 @@ def load_family(
     pipeline.set_progress_bar_config(disable=True)
     if model.attention is not None:
         _set_attention(pipeline.transformer, model.attention)
+    on_host = {"transformer"} if transformer_on_host else set()
+    offloads = model.offload_text_encoders and torch.device(device).type != "cpu"
+    if offloads:
+        on_host |= {name for name in components if name.startswith("text_encoder")}
     for name, component in pipeline.components.items():
         if isinstance(component, torch.nn.Module):
-            component.to("cpu" if transformer_on_host and name == "transformer" else device)
+            component.to("cpu" if name in on_host else device)
             component.requires_grad_(False).eval()
-    return chosen(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)
+    family = chosen(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)
+    if offloads:
+        family.offload_text_encoders(device)
+    return family
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ class ModelFamily(ABC):
         pipeline: the diffusers pipeline; `transformer` is what is trained, the rest is frozen.
         dtype: dtype that the trained transformer computes with.
         guidance_key: the key of `sampling` that turns guidance on.
+        text_offloaded: whether the text encoders wait in main memory, see `offload_text_encoders`.
     """
 
     name: ClassVar[str]
@@ -64,6 +65,7 @@ class ModelFamily(ABC):
         self.pipeline = pipeline
         self.dtype = dtype
         self.max_sequence_length = max_sequence_length
+        self.text_offloaded = False
 
     @property
     def transformer(self) -> Any:
@@ -114,10 +116,27 @@ class ModelFamily(ABC):
         gc.collect()
         empty_cache(next(self.transformer.parameters()).device)
 
-    def move_text_encoders(self, device: torch.device) -> None:
-        """Put the text encoders on a device: in main memory they wait, on the transformer's `encode` can be called."""
+    def offload_text_encoders(self, device: torch.device | str) -> None:
+        """Keep the text encoders in main memory; each layer is on `device` only while it computes.
+
+        It is diffusers' group offloading, layer by layer. Its hooks copy the weights to `device` before a layer's
+        forward pass, and back after it. Groups of blocks would need the names of each encoder's blocks: diffusers only
+        looks for them among the encoder's own children.
+        """
+        from diffusers.hooks import apply_group_offloading
+
         for encoder in self._text_encoders.values():
-            encoder.to(device)
+            apply_group_offloading(encoder, onload_device=torch.device(device), offload_type="leaf_level")
+        self.text_offloaded = True
+
+    def move_text_encoders(self, device: torch.device) -> None:
+        """Put the text encoders on a device: in main memory they wait, on the transformer's `encode` can be called.
+
+        Offloaded encoders stay in main memory, where `encode` finds their layers.
+        """
+        if not self.text_offloaded:
+            for encoder in self._text_encoders.values():
+                encoder.to(device)
         empty_cache(next(self.transformer.parameters()).device)
 
     @property

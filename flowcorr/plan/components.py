@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from flowcorr.config.schema import Config
 from flowcorr.config.task import RewardTerm
@@ -21,10 +22,13 @@ from flowcorr.rewards.clip import DTYPES as CLIP_DTYPES
 from flowcorr.rewards.pickscore import PickScore
 from flowcorr.rollout.sampler import decode, decoded_together
 
+PAGEABLE_BANDWIDTH = 4e9
+"""Bytes per second between a GPU and host memory that is not page-locked: a rough value for both directions."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """A frozen model: bytes of its weights, and its work on a batch of `batch` items."""
+    """A frozen model: bytes of its weights on the GPU, and its work on a batch of `batch` items."""
 
     weights: float
     work: Work
@@ -36,11 +40,27 @@ class Component:
 
 
 def measure_text_encoders(
-    config: Config, architecture: Architecture, inputs: TextInputs, device: FakeDevice, *, prompts: int
+    config: Config,
+    architecture: Architecture,
+    inputs: TextInputs,
+    device: FakeDevice,
+    *,
+    prompts: int,
+    offloaded: bool,
 ) -> Component:
-    """All text encoders, one after the other, on `prompts` prompts at a time and then on as many negative ones."""
+    """All text encoders, one after the other, on `prompts` prompts at a time and then on as many negative ones.
+
+    Args:
+        config: the run's configuration.
+        architecture: of the pipeline.
+        inputs: the text inputs while prompts are encoded.
+        device: a new one.
+        prompts: prompts in one batch.
+        offloaded: whether the weights wait in host memory, as with `model.offload_text_encoders`.
+    """
     dtype = DTYPES[config.model.dtype]
     work = Work(peaks={}, flops=0, moved=0, busy=0, kernels=0)
+    copied = 0.0
     with device, torch.no_grad():
         encoders = {
             name: build_component(architecture, name, device, dtype)
@@ -49,11 +69,41 @@ def measure_text_encoders(
         }
         weights = device.allocated
         for name, encoder in encoders.items():
+            copies = _copy_layers(encoder) if offloaded else []
             tokens = torch.ones(prompts, inputs.tokens[name], dtype=torch.long, device=DEVICE)
             with device.section() as section:
                 encoder(tokens, output_hidden_states=True)
             work = work.then(Work.of(section))
+            copied += sum(copies)
+    if offloaded:
+        weights = 0
+        work = replace(work, busy=work.busy + 2 * copied / PAGEABLE_BANDWIDTH)  # to the GPU and back
     return Component(weights=weights, work=work.times(2 if inputs.negative else 1), batch=prompts)
+
+
+def _copy_layers(encoder: nn.Module) -> list[int]:
+    """Let each layer hold a copy of its weights on the device while it computes, as offloading does.
+
+    diffusers' own hooks cannot move the fake device's tensors.
+
+    Returns:
+        A list that gets the bytes of each copy.
+    """
+    sizes: list[int] = []
+    held: dict[nn.Module, list[torch.Tensor]] = {}
+
+    def copy(layer: nn.Module, inputs: Any) -> None:
+        tensors = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        held[layer] = [torch.empty_like(tensor) for tensor in tensors]
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+
+    def drop(layer: nn.Module, inputs: Any, output: Any) -> None:
+        del held[layer]
+
+    for layer in encoder.modules():
+        layer.register_forward_pre_hook(copy)
+        layer.register_forward_hook(drop)
+    return sizes
 
 
 def measure_decoder(

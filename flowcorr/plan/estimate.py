@@ -44,6 +44,7 @@ class _Measured:
         ranks: training ranks of the run.
         training: the transformer's training.
         text: the text encoders.
+        offloaded_text: the text encoders under `model.offload_text_encoders`.
         decoder: the VAE's decoder.
         rewards: the rewards that are models on the GPU.
         prompts: number of prompts of the whole data set.
@@ -55,6 +56,7 @@ class _Measured:
     ranks: int
     training: Training
     text: Component
+    offloaded_text: Component
     decoder: Component
     rewards: Sequence[Component]
     prompts: int
@@ -201,10 +203,12 @@ def make_plan(
 
 def _ways_to_fit(measured: _Measured) -> dict[str, Memory]:
     """Overrides that save the trainer much memory, with the memory under each."""
-    if measured.config.model.lora.rank or measured.config.actor.optimizer != "adamw":
-        return {}
-    in_8_bits = replace(measured, training=measured.training.in_8_bits())
-    return {"actor.optimizer=adamw_8bit": _memory(in_8_bits)}
+    ways = {}
+    if not measured.config.model.lora.rank and measured.config.actor.optimizer == "adamw":
+        ways["actor.optimizer=adamw_8bit"] = replace(measured, training=measured.training.in_8_bits())
+    if not measured.config.model.offload_text_encoders:
+        ways["model.offload_text_encoders=true"] = replace(measured, text=measured.offloaded_text)
+    return {overrides: _memory(changed) for overrides, changed in ways.items()}
 
 
 def _ways_to_share(measured: _Measured, memory: Memory) -> dict[str, float]:
@@ -242,11 +246,18 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
     training = measure_training(computed(config, ranks), architecture, new_device)
     if shards_weights(config, ranks):
         training = sharded(training, config, ranks)
+    text, offloaded_text = (
+        measure_text_encoders(
+            config, architecture, encoded, new_device(), prompts=min(prompts, chunk), offloaded=offloaded
+        )
+        for offloaded in (config.model.offload_text_encoders, True)
+    )
     return _Measured(
         config=config,
         ranks=ranks,
         training=training.in_8_bits() if config.actor.optimizer == "adamw_8bit" else training,
-        text=measure_text_encoders(config, architecture, encoded, new_device(), prompts=min(prompts, chunk)),
+        text=text,
+        offloaded_text=offloaded_text,
         decoder=measure_decoder(config, architecture, new_device(), images=images),
         rewards=rewards,
         prompts=prompts,

@@ -24,6 +24,7 @@ from flowcorr.rollout.base import shards_weights
 from flowcorr.rollout.build import build_backend, check_installed
 from flowcorr.rollout.vllm_omni.options import num_gpus
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from flowcorr.trainer import out_of_memory
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.workers.pool import OnEvent, ignore_event
 from flowcorr.workers.reward import RayReward
@@ -44,11 +45,13 @@ def load_model(config: Config) -> ModelFamily:
 
     Raises:
         ConfigError: the device, the pipeline or its family cannot be used.
+        BackendError: the device has no memory left.
     """
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     device = distributed.local_device(config.trainer.device)
-    return load_family(config.model, device, transformer_on_host=shards_weights(config))
+    with out_of_memory.explained(config, lambda: out_of_memory.LOADING):
+        return load_family(config.model, device, transformer_on_host=shards_weights(config))
 
 
 def build_stacks(
@@ -66,14 +69,15 @@ def build_stacks(
 
     Raises:
         ConfigError: something in `config` cannot work.
-        BackendError: the engine does not start.
+        BackendError: the engine does not start, or the device has no memory left.
     """
     actor = DiffusionActor(family, config)
     with distributed.fail_together("starting the rollout engine"):
         probe = None
-        if config.rollout.name == "vllm_omni":
-            probe = ComputedProbe(family, config, actor.weights.snapshot().tensors)
-        cache = PromptCache(family, actor.guidance, texts)
+        with out_of_memory.explained(config, lambda: out_of_memory.ENCODING):
+            if config.rollout.name == "vllm_omni":
+                probe = ComputedProbe(family, config, actor.weights.snapshot().tensors)
+            cache = PromptCache(family, actor.guidance, texts)
         engine = _build_engine(config, actor, probe, on_event)
     return Stacks(actor=actor, engine=engine, cache=cache)
 

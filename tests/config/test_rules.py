@@ -135,6 +135,10 @@ def test_sound_combinations_are_silent(values):
         ({**DECOUPLED, "rollout": {"drift_every": 5}}, "rollout.drift_every=5"),
         ({**STALE, "algorithm": {"rollout_correction": None}}, "rollout.drift_every=5"),
         ({"model": {"lora": {"rank": 0, "alpha": 8}}}, "model.lora.alpha=8.0"),
+        (
+            {"model": {"offload_text_encoders": True}, "trainer": {"device": "cpu"}},
+            "model.offload_text_encoders=True",
+        ),
         ({"data": {"heldout_fraction": 0.5}}, "data.heldout_fraction=0.5"),
         ({"data": {"path": "prompts.txt", "num_train": 5}}, "data.num_train=5"),
         ({"data": {"heldout_path": "test.txt"}}, "data.heldout_path=test.txt"),

@@ -1,5 +1,7 @@
 """What must hold on a GPU as it does on a CPU: `python -m pytest -m gpu`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from flowcorr import config
 from flowcorr.actor.adamw import OPTIMIZERS
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask
+from flowcorr.models import Guidance, load_family
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 
@@ -82,3 +85,17 @@ def test_moments_in_8_bits_follow_adamw_and_resume_with_the_same_bits():
     resumed, _ = trained("adamw_8bit", half, gradients[2:], state)
     assert 0 < (whole - exact).norm() < 0.05 * (exact - start).norm()
     assert torch.equal(resumed, whole)
+
+
+def test_offloaded_text_encoders_compute_on_the_device_and_go_back():
+    model = config.ModelConfig(max_sequence_length=8)
+    expected = load_family(model, "cuda").encode(["cat", "dog"], Guidance())
+    family = load_family(replace(model, offload_text_encoders=True), "cuda")
+    for _ in range(2):
+        found = family.encode(["cat", "dog"], Guidance())
+        assert {rows.device.type for rows in found.values()} == {"cuda"}
+        torch.testing.assert_close(found, expected)
+    parts = family.pipeline.components.items()
+    encoders = [part for name, part in parts if name.startswith("text_encoder")]
+    assert {parameter.device.type for part in encoders for parameter in part.parameters()} == {"cpu"}
+    assert family.transformer.device.type == "cuda"

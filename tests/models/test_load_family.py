@@ -1,14 +1,22 @@
 import json
 import shutil
+from types import ModuleType
 
 import pytest
 import torch
-from tiny_pipelines import build_tiny_flux, build_tiny_z_image
+from diffusers.hooks import HookRegistry
+from tiny_pipelines import (
+    build_tiny_flux,
+    build_tiny_flux2_klein,
+    build_tiny_qwen_image,
+    build_tiny_sd35,
+    build_tiny_z_image,
+)
 
 from flowcorr.config import ModelConfig
 from flowcorr.config.rules import GUIDANCE
 from flowcorr.errors import ConfigError
-from flowcorr.models import EMBEDDED, FAMILIES, load_family, resolve_path
+from flowcorr.models import EMBEDDED, FAMILIES, Guidance, load_family, resolve_path
 
 
 def test_the_embedded_model_is_frozen_and_in_evaluation_mode():
@@ -105,3 +113,61 @@ def test_without_text_encoders_nothing_of_them_is_loaded():
     encoders = [name for name in pipeline.components if name.startswith("text_encoder")]
     assert encoders
     assert all(getattr(pipeline, name) is None for name in encoders)
+
+
+def test_on_a_cpu_nothing_is_offloaded():
+    assert not load_family(ModelConfig(offload_text_encoders=True)).text_offloaded
+
+
+def encoders_of(family):
+    return [part for name, part in family.pipeline.components.items() if name.startswith("text_encoder")]
+
+
+@pytest.mark.usefixtures("group_offloading")
+@pytest.mark.parametrize(
+    "build",
+    [
+        build_tiny_sd35,
+        build_tiny_flux,
+        build_tiny_flux2_klein,
+        build_tiny_qwen_image,
+        build_tiny_z_image,
+    ],
+)
+def test_offloaded_text_encoders_give_the_same_embeddings(tmp_path, build):
+    model = ModelConfig(path=str(build(tmp_path / "model")), max_sequence_length=16)
+    guidance = Guidance(guidance_scale=3.0, true_cfg_scale=3.0, negative_prompt="bad")
+    expected = load_family(model).encode(["cat", "dog"], guidance)
+    family = load_family(model)
+    family.offload_text_encoders("cpu")
+    for _ in range(2):  # the hooks stay
+        found = family.encode(["cat", "dog"], guidance)
+        assert found.keys() == expected.keys()
+        for name, rows in found.items():
+            assert torch.equal(rows, expected[name]), name
+
+
+@pytest.mark.usefixtures("group_offloading")
+def test_each_layer_of_offloaded_text_encoders_has_a_hook_that_moves_it():
+    family = load_family(ModelConfig())
+    family.offload_text_encoders("cpu")
+    kinds = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
+    layers = [
+        layer for encoder in encoders_of(family) for layer in encoder.modules() if isinstance(layer, kinds)
+    ]
+    assert len(layers) > 10
+    for layer in layers:
+        assert HookRegistry.check_if_exists_or_initialize(layer).get_hook("group_offloading") is not None
+
+
+@pytest.mark.usefixtures("group_offloading")
+def test_offloaded_text_encoders_wait_in_main_memory(monkeypatch):
+    # diffusers asks torch for the module of the device that computes; meta has none.
+    monkeypatch.setattr(torch, "meta", ModuleType("meta"), raising=False)
+    family = load_family(ModelConfig(offload_text_encoders=True), "meta")
+    assert {family.transformer.device.type, family.pipeline.vae.device.type} == {"meta"}
+    family.move_text_encoders(torch.device("meta"))
+    tensors = [
+        tensor for encoder in encoders_of(family) for tensor in (*encoder.parameters(), *encoder.buffers())
+    ]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}

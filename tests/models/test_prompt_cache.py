@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -48,6 +50,21 @@ def test_encoders_wait_in_main_memory_where_the_embeddings_do_not_fit(family, ca
     for row, text in enumerate(["dog", "cat"]):
         for name, rows in together.items():
             assert torch.equal(rows[row], expected[text][name][0]), name
+
+
+@pytest.mark.usefixtures("group_offloading")
+@pytest.mark.parametrize("max_bytes", [1, 10**9])
+def test_offloaded_encoders_give_the_same_rows_and_are_freed(family, max_bytes):
+    texts = ["cat", "dog"]
+    expected = PromptCache(family, GUIDED, texts)(texts)
+    offloaded = load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
+    offloaded.offload_text_encoders("cpu")
+    encoder = weakref.ref(offloaded.pipeline.text_encoder_3)
+    rows = PromptCache(offloaded, GUIDED, texts, max_bytes=max_bytes)(texts)
+    assert rows.keys() == expected.keys()
+    for name in rows:
+        torch.testing.assert_close(rows[name], expected[name])
+    assert (encoder() is None) == (max_bytes > 1)
 
 
 def test_rows_that_do_not_fit_are_dropped_oldest_first(family, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 from flowcorr.config import RewardTerm
 from flowcorr.models import load_family
-from flowcorr.plan.components import measure_clip, measure_decoder, measure_text_encoders
+from flowcorr.plan.components import PAGEABLE_BANDWIDTH, measure_clip, measure_decoder, measure_text_encoders
 from flowcorr.plan.pipelines import family_class, find_architecture
 from flowcorr.plan.text_inputs import text_inputs
 
@@ -34,7 +34,7 @@ def test_guidance_reads_two_prompts_with_the_same_text_encoders(make_config, new
 
     def measured(config):
         inputs = text_inputs(architecture, family, config)
-        return measure_text_encoders(config, architecture, inputs, new_device(), prompts=4)
+        return measure_text_encoders(config, architecture, inputs, new_device(), prompts=4, offloaded=False)
 
     plain, twice = measured(config), measured(guided)
     pipeline = load_family(config.model).pipeline
@@ -44,6 +44,26 @@ def test_guidance_reads_two_prompts_with_the_same_text_encoders(make_config, new
     assert plain.weights == pytest.approx(size_of(*found), rel=0.05)  # T5's tied embeddings count once
     assert twice.work.flops == 2 * plain.work.flops
     assert twice.work.peaks == plain.work.peaks  # one after the other
+
+
+def test_offloaded_text_encoders_hold_one_layer_and_copy_all_of_them(make_config, new_device):
+    config, architecture = make_config(), find_architecture("tiny_ocr")
+    inputs = text_inputs(architecture, family_class(architecture, config.model), config)
+
+    def measured(**options):
+        return measure_text_encoders(config, architecture, inputs, new_device(), **options)
+
+    here, offloaded = (measured(prompts=4, offloaded=offloaded) for offloaded in (False, True))
+    pipeline = load_family(config.model).pipeline
+    encoders = [pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3]
+    layers = [
+        size_of(layer) for encoder in encoders for layer in encoder.modules() if not [*layer.children()]
+    ]
+    assert offloaded.weights == 0
+    assert here.work.peak < offloaded.work.peak < here.work.peak + 1.05 * max(layers)
+    assert offloaded.work.flops == here.work.flops
+    copied = (offloaded.work.busy - here.work.busy) * PAGEABLE_BANDWIDTH / 2
+    assert copied == pytest.approx(here.weights, rel=0.1)  # of which the allocator has rounded up each tensor
 
 
 @pytest.mark.parametrize(

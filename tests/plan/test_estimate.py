@@ -36,6 +36,14 @@ def test_a_plan_has_a_row_for_each_phase_and_survives_json(tiny):
     assert mapping["step_seconds"] == pytest.approx(sum(phase.seconds or 0 for phase in tiny.phases[2:]))
 
 
+def test_offloaded_text_encoders_leave_the_trainers_peak_to_training(tiny):
+    offloaded = plan("model.offload_text_encoders=true").memory
+    assert tiny.ways_to_fit["model.offload_text_encoders=true"] == offloaded
+    assert offloaded.load < tiny.memory.load
+    assert offloaded.load < offloaded.encode < tiny.memory.encode
+    assert offloaded.update == tiny.memory.update
+
+
 def test_bypass_mode_has_no_recompute_pass_and_says_what_it_saves(tiny):
     bypass = plan("algorithm.rollout_correction.preset=bypass_ppo_clip")
     assert bypass.seconds("recompute") == 0 < tiny.seconds("recompute")
@@ -136,6 +144,8 @@ def test_ranks_that_share_the_weights_need_less_of_each_gpu():
 def test_published_recipes_get_the_answers_that_their_headers_need():
     sd35 = plan(recipe="sd35_medium_ocr_lora")
     assert sd35.fits(sd35.memory.shared)
+    offloaded = sd35.ways_to_fit["model.offload_text_encoders=true"]
+    assert offloaded.trainer == sd35.memory.update < 0.6 * sd35.memory.encode
     assert 7 < sd35.seconds("recompute", "update") < 13  # 9.9
     qwen = plan(recipe="qwen_image_ocr_lora_decoupled")
     assert not qwen.fits(qwen.memory.shared)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from flowcorr.errors import BackendError
-from flowcorr.trainer.out_of_memory import explained
+from flowcorr.trainer.out_of_memory import ENCODING, LOADING, explained
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
 
@@ -22,6 +22,8 @@ TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capac
         ("rollout", {"rollout": {"name": "vllm_omni"}}, "fewer images a step"),
         ("reward", {}, "a smaller batch_size"),
         ("sync", {}, "fewer images a step"),
+        (LOADING, {}, "set model.offload_text_encoders=true"),
+        (ENCODING, {"model": {"offload_text_encoders": True}}, "use a GPU with more memory"),
     ],
 )
 def test_the_phase_and_the_key_that_helps_are_named(make_config, phase, sections, remedy):

@@ -87,6 +87,18 @@ def test_the_text_encoders_are_gone_before_an_engine_starts(monkeypatch):
     assert started == [(None, None)]
 
 
+@pytest.mark.parametrize(
+    ("name", "phase"), [("load_family", "loading the model"), ("PromptCache", "encoding prompts")]
+)
+def test_text_encoders_that_do_not_fit_are_an_error_that_names_their_key(monkeypatch, name, phase):
+    def fill(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(setup, name, fill)
+    with pytest.raises(BackendError, match=rf"memory in {phase} .*: set model\.offload_text_encoders=true;"):
+        build_run(config.load("tiny_jpeg_lora"))
+
+
 def test_guidance_that_the_loaded_model_does_not_read_warns():
     """The family is not known before."""
     overrides = [f"model.path={EMBEDDED['tiny_ocr']}", "sampling.true_cfg_scale=4.5"]
