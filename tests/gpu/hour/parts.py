@@ -62,6 +62,7 @@ PARTS: dict[str, Part] = {
     "paths": Part(about="a training step of each kind, and resuming", minutes=3, module="paths"),
     **_of_families("memory and time of a step, host reads, folded or not", "step", (2, 3, 5, 2, 2)),
     **_of_families("noise floor by timestep and precision", "noise", (2, 3, 4, 2, 2)),
+    "encoders": Part(about="text encoders on the device and offloaded", minutes=1.5, module="encoders"),
     "correction": Part(about="cost of the correction", minutes=0.5, module="correction"),
     "vllm_omni": Part(about="weight sync, sleep, doctor and audit", minutes=5.5, module="engine"),
     **_of_families("compiled blocks", "compiled", (2, 2, 2)),

@@ -7,10 +7,11 @@ from dataclasses import replace
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES
 from flowcorr.plan.answers import MARGIN
-from flowcorr.plan.components import measure_decoder
+from flowcorr.plan.components import measure_decoder, measure_text_encoders
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_device import FakeDevice
-from flowcorr.plan.pipelines import Architecture, find_architecture
+from flowcorr.plan.pipelines import Architecture, family_class, find_architecture
+from flowcorr.plan.text_inputs import TextInputs, text_inputs
 from flowcorr.plan.training import (
     Training,
     Work,
@@ -26,6 +27,8 @@ from tests.gpu.hour.parts import RECIPES, Hour
 
 SHARES = (1.0, 0.5, 0.25, 0.1)
 """Of a transformer's depth, tried in turn until it fits."""
+ENCODED = 16
+"""Prompts that `encoders` encodes at a time."""
 
 
 def measure(hour: Hour) -> None:
@@ -45,6 +48,25 @@ def measure(hour: Hour) -> None:
         hour.row(f"{family}: weights", training.weights / 1e9, unit="GB")
         hour.row(f"{family}: peak of an update", needed / 1e9, unit="GB", at_most=gpu.memory / MARGIN / 1e9)
         hour.fact(family, {"depths": depths, **_numbers(config, part, training, gpu)})
+    hour.fact("text_encoders", _encoding(recipe_config(hour, "sd35"), gpu))
+
+
+def encoded_text(config: Config, architecture: Architecture) -> TextInputs:
+    """The text inputs of `encoders`."""
+    return text_inputs(architecture, family_class(architecture, config.model), config)
+
+
+def _encoding(config: Config, gpu: Gpu) -> dict[str, dict[str, float]]:
+    architecture = find_architecture(config.model.path)
+    inputs = encoded_text(config, architecture)
+    found = {}
+    for name, offloaded in (("here", False), ("offloaded", True)):
+        device = FakeDevice(gpu)
+        work = measure_text_encoders(
+            config, architecture, inputs, device, prompts=ENCODED, offloaded=offloaded
+        ).work
+        found[name] = {"peak": work.peak, "seconds": _seconds(work)}
+    return found
 
 
 def _numbers(config: Config, architecture: Architecture, training: Training, gpu: Gpu) -> dict[str, float]:
