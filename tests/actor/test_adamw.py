@@ -41,14 +41,8 @@ def test_without_bitsandbytes_it_says_how_to_install_it(monkeypatch):
         optimizer_of("adamw_8bit", weight=matrix())
 
 
-@pytest.fixture
-def bitsandbytes():
-    return pytest.importorskip("bitsandbytes")
-
-
-def test_the_first_update_is_adamws_and_later_ones_differ_by_the_precision_of_the_moments(
-    bitsandbytes, make_run
-):
+@pytest.mark.adam8bit
+def test_the_first_update_is_adamws_and_later_ones_differ_by_the_precision_of_the_moments(make_run):
     """Moments are rounded after a step, in 8 bits by 1 % of the largest one of their block at the most."""
     start = together(weights(make_run(**FULL_8BIT)))
     for steps, least, most in ((1, 0.0, 1e-3), (3, 0.002, 0.05)):
@@ -64,7 +58,8 @@ def together(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
 
 
-def test_a_resumed_optimizer_goes_on_with_the_same_bits(bitsandbytes, make_run):
+@pytest.mark.adam8bit
+def test_a_resumed_optimizer_goes_on_with_the_same_bits(make_run):
     run = make_run(**FULL_8BIT)
     batch = run.batch()
     for step in (1, 2):
@@ -79,7 +74,8 @@ def test_a_resumed_optimizer_goes_on_with_the_same_bits(bitsandbytes, make_run):
     assert_same(weights(other), weights(run), rtol=0, atol=0)
 
 
-def test_the_state_is_that_of_adamw_to_the_precision_of_the_moments(bitsandbytes):
+@pytest.mark.adam8bit
+def test_the_state_is_that_of_adamw_to_the_precision_of_the_moments():
     states = []
     for value in ("adamw", "adamw_8bit"):
         optimizer = optimizer_of(value, weight=matrix())
@@ -92,7 +88,8 @@ def test_the_state_is_that_of_adamw_to_the_precision_of_the_moments(bitsandbytes
         assert (rounded[name] - value).norm() <= 0.02 * value.norm()
 
 
-def test_a_step_without_a_gradient_leaves_the_weights(bitsandbytes):
+@pytest.mark.adam8bit
+def test_a_step_without_a_gradient_leaves_the_weights():
     weight = matrix()
     before = weight.detach().clone()
     step(optimizer_of("adamw_8bit", weight=weight), 2, size=0.0)
@@ -149,7 +146,8 @@ def on_ranks():
     return ends[0], distributed.from_main(first.state(), "the state"), same
 
 
-def test_sharded_weights_learn_and_resume_as_whole_ones(bitsandbytes, two_ranks):
+@pytest.mark.adam8bit
+def test_sharded_weights_learn_and_resume_as_whole_ones(two_ranks):
     weights = {name: torch.nn.Parameter(whole(rows)) for name, rows in ROWS.items()}
     optimizer = optimizer_of("adamw_8bit", **weights)
     step(optimizer, 2)
@@ -172,7 +170,8 @@ def full_update():
     return {name: fsdp.full_tensor(weight.data) for name, weight in run.actor.weights.parameters.items()}
 
 
-def test_a_sharded_model_is_trained_as_a_whole_one(bitsandbytes, two_ranks, make_run):
+@pytest.mark.adam8bit
+def test_a_sharded_model_is_trained_as_a_whole_one(two_ranks, make_run):
     run = make_run(**FULL_8BIT)
     start = weights(run)
     expected = learned(run, 1, 2)

@@ -53,8 +53,8 @@ def test_resumed_after_a_signal_is_uninterrupted(kind, number, request, tmp_path
     assert_same_run(whole, folder)
 
 
+@pytest.mark.adam8bit
 def test_moments_in_8_bits_resume_as_they_were(tmp_path):
-    pytest.importorskip("bitsandbytes")
     keys = ("trainer.total_steps=2", "trainer.save_every=1", "trainer.eval_every=0")
     settings = small_config("actor.optimizer=adamw_8bit", "model.lora.rank=48", *keys)
     trainer.train(settings, tmp_path / "whole")
