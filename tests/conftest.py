@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from tests.ranks import Ranks
 
 torch.set_num_threads(1)
+# Tests leave few cycles behind, and imports leave millions of objects to look through.
+gc.set_threshold(20_000, 20, 20)
 # A shell lets background jobs ignore it, and Python leaves it at that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("flowcorr", deadline=None, derandomize=True)

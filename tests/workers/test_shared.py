@@ -38,7 +38,8 @@ def ask_workers():
     answer = pool.submit("a pair", "pair", "a", num_returns=2).result(600)
     found["of references"] = one(pool, "pair", answer.references[1])
     distributed.gather(None, "the end of what succeeds")
-    for kind in ("config", "memory"):
+    kinds = ("config", "memory") if distributed.rank() else ("config",)  # each "memory" costs three workers
+    for kind in kinds:
         with pytest.raises((ConfigError, BackendError)) as caught:
             one(pool, "fail", kind)
         found[kind] = f"{caught.type.__name__}: {caught.value}"
@@ -73,15 +74,15 @@ def test_every_rank_is_answered_by_the_same_workers(two_ranks_of_a_cluster):
         assert found["pair"] == (rank, [rank])
         assert found["of references"] == (["a"], [["a"]])
         assert found["config"] == "ConfigError: this cannot work"
-        assert found["memory"].startswith(
-            "BackendError: a task failed 3 times, the last time in rollout worker "
-        )
+    assert told[1]["memory"].startswith(
+        "BackendError: a task failed 3 times, the last time in rollout worker "
+    )
 
 
 @pytest.fixture(scope="module")
 def of_one_rank(ray_cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    train(folder, (*RUN, "rollout.num_workers=1"))
+    train(folder, (*RUN, "rollout.num_workers=1", "reward.placement=local"))
     return folder
 
 
