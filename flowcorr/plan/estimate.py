@@ -16,10 +16,10 @@ from flowcorr.plan.answers import Memory, Phase, Plan
 from flowcorr.plan.components import Component, measure_clip, measure_decoder, measure_text_encoders
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_device import FakeDevice
-from flowcorr.plan.pipelines import family_class, find_architecture
+from flowcorr.plan.pipelines import Architecture, family_class, find_architecture
 from flowcorr.plan.sharding import computed, sharded
 from flowcorr.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
-from flowcorr.plan.training import Training, Work, measure_training, one_optimizer_step
+from flowcorr.plan.training import Training, Work, measure_scoring, measure_training, one_optimizer_step
 from flowcorr.rewards.combine import ON_CLIP
 from flowcorr.rollout.base import needs_base, shards_weights, shares_weights
 from flowcorr.rollout.vllm_omni.options import WITHOUT_QUANTIZATION
@@ -43,6 +43,7 @@ class _Measured:
         config: the configuration, with the prompts of one rank.
         ranks: training ranks of the run.
         training: the transformer's training.
+        engine_pass: forward passes in the engine's precision, on all SDE steps of one micro-batch.
         text: the text encoders.
         offloaded_text: the text encoders under `model.offload_text_encoders`.
         decoder: the VAE's decoder.
@@ -55,6 +56,7 @@ class _Measured:
     config: Config
     ranks: int
     training: Training
+    engine_pass: Work
     text: Component
     offloaded_text: Component
     decoder: Component
@@ -138,8 +140,8 @@ class _Measured:
 
     @property
     def sampling(self) -> Work:
-        """All denoising steps of all images, scaled from the recompute pass, which runs the same forward passes."""
-        config, recompute = self.config, self.training.recompute
+        """All denoising steps of all images, scaled from `engine_pass`."""
+        config, measured_pass = self.config, self.engine_pass
         steps = config.sampling.sde_window_size
         rows = config.rollout.batch_size or self.images
         limit = config.rollout.engine.get("max_num_seqs")
@@ -147,9 +149,9 @@ class _Measured:
         measured = self.micro_batch * steps
         together = measured if config.actor.fold_steps else self.micro_batch
         passes = math.ceil(self.images / rows) * config.sampling.num_inference_steps
-        work = recompute.times(self.images * config.sampling.num_inference_steps / measured)
-        kernels = recompute.kernels / (measured / together) * passes
-        return replace(work, peaks={"": recompute.peak * rows / together}, kernels=kernels)
+        work = measured_pass.times(self.images * config.sampling.num_inference_steps / measured)
+        kernels = measured_pass.kernels / (measured / together) * passes
+        return replace(work, peaks={"": measured_pass.peak * rows / together}, kernels=kernels)
 
     @property
     def recomputing(self) -> Work:
@@ -243,7 +245,8 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
     terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement != "ray" else ()
     rewards = [reward for term in terms if (reward := measure_clip(term, new_device())) is not None]
     images = groups * config.rollout.n
-    training = measure_training(computed(config, ranks), architecture, new_device)
+    trained = computed(config, ranks)
+    training = measure_training(trained, architecture, new_device)
     if shards_weights(config, ranks):
         training = sharded(training, config, ranks)
     text, offloaded_text = (
@@ -255,6 +258,7 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
     return _Measured(
         config=config,
         ranks=ranks,
+        engine_pass=_engine_pass(trained, training, architecture, new_device),
         training=training.in_8_bits() if config.actor.optimizer == "adamw_8bit" else training,
         text=text,
         offloaded_text=offloaded_text,
@@ -266,6 +270,17 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
     )
 
 
+def _engine_pass(
+    config: Config, training: Training, architecture: Architecture, new_device: Callable[[], FakeDevice]
+) -> Work:
+    """The engine computes without autocast, in `rollout.dtype`: often as the recompute pass does."""
+    if config.model.dtype == config.rollout.dtype and not config.actor.autocast:
+        return training.recompute
+    model = replace(config.model, dtype=config.rollout.dtype)
+    sampled = replace(config, model=model, actor=replace(config.actor, autocast=False))
+    return measure_scoring(sampled, architecture, new_device)
+
+
 def _memory(measured: _Measured) -> Memory:
     config, training = measured.config, measured.training
     weights = training.weights + measured.decoder.weights + sum(reward.weights for reward in measured.rewards)
@@ -274,6 +289,7 @@ def _memory(measured: _Measured) -> Memory:
     resident = measured.resident
     collected = measured.collected
     update = resident + collected + measured.mini_batch * training.sample
+    without_samples = training.gradients + training.gathered + training.backward.copied
     engine = 0.0
     if measured.own_engine:
         spread = config.rollout.engine.get("tensor_parallel_size", 1)
@@ -288,9 +304,8 @@ def _memory(measured: _Measured) -> Memory:
         reward=resident + collected + max((reward.work.peak for reward in measured.rewards), default=0.0),
         recompute=resident + collected + training.recompute.peak,
         update=update + max(training.backward.peak, training.step.peak),
-        update_without_samples=update + training.gradients + training.gathered,
-        update_a_sample=(training.backward.peak - training.gradients - training.gathered)
-        / measured.micro_batch,
+        update_without_samples=update + without_samples,
+        update_a_sample=(training.backward.peak - without_samples) / measured.micro_batch,
         sync=resident + collected + training.gradients + _merged(measured),
         engine=engine,
         engine_sleeps=bool(config.rollout.engine.get("enable_sleep_mode")),

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flowcorr.errors import BackendError
+from flowcorr.plan import autocast
 
 DEVICE = "fakegpu"
 _STATE = {"registered": False, "available": False}
+_REGISTRATIONS: list[torch.library.Library] = []
 
 
 @contextlib.contextmanager
@@ -67,6 +69,7 @@ def register() -> None:
             return True
 
     setup(DEVICE, backend_module=_Backend, hook=Hook())
+    _REGISTRATIONS.extend(autocast.register(DEVICE))
     _STATE["registered"] = True
 
 

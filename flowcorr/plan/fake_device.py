@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flowcorr.errors import BackendError
 from flowcorr.plan.attention import Operator, attention
+from flowcorr.plan.autocast import dropping_copies, in_low_precision
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_backend import DEVICE, available, lifting_on_cpu_only, register
 
@@ -52,6 +53,7 @@ class Section:
     Attributes:
         before, after: bytes allocated at its beginning and end.
         peaks: peak bytes allocated, by the stage named with `FakeDevice.enter_stage`.
+        copies: bytes of copies of weights in another dtype, as autocast makes them, at each of these peaks.
         flops: floating point operations of matrix products, convolutions and attention.
         moved: bytes read and written by all operations.
         busy: seconds of the device; each operation is limited by arithmetic or by bandwidth.
@@ -64,6 +66,7 @@ class Section:
     before: int = 0
     after: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, int] = field(default_factory=dict)
     flops: float = 0.0
     moved: float = 0.0
     busy: float = 0.0
@@ -94,7 +97,7 @@ class FakeDevice:
     def __init__(self, gpu: Gpu, utilisation: Utilisation = Utilisation()) -> None:  # noqa: B008
         self.gpu, self.utilisation = gpu, utilisation
         self.attention: Operator = "torch"
-        self.allocated = 0
+        self.allocated = self.copies = 0
         self._stage = ""
         self._sections: list[Section] = []
         self._storages: set[int] = set()
@@ -106,6 +109,7 @@ class FakeDevice:
         with contextlib.ExitStack() as entered:
             entered.enter_context(available())
             entered.enter_context(lifting_on_cpu_only())
+            entered.enter_context(dropping_copies())
             entered.enter_context(self.mode)
             entered.enter_context(_Counting(self))
             entered.enter_context(_attention_of(self))
@@ -164,24 +168,28 @@ class FakeDevice:
 
     # Called by `_Counting` ---------------------------------------------------------------------------------
 
-    def _allocate(self, tensor: Tensor) -> None:
+    def _allocate(self, tensor: Tensor, *, is_copy: bool) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._storages:
             return
         size = -(-storage.nbytes() // _ALLOCATION) * _ALLOCATION
         self._storages.add(key)
-        weakref.finalize(storage, self._release, key, size)
+        copied = size if is_copy else 0
+        weakref.finalize(storage, self._release, key, size, copied)
         self.allocated += size
+        self.copies += copied
         self._note_peak()
 
     def _note_peak(self) -> None:
         for section in self._sections:
-            section.peaks[self._stage] = max(section.peaks.get(self._stage, 0), self.allocated)
+            if self.allocated > section.peaks.get(self._stage, -1):
+                section.peaks[self._stage], section.copies[self._stage] = self.allocated, self.copies
 
-    def _release(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int, copied: int) -> None:
         self._storages.discard(key)
         self.allocated -= size
+        self.copies -= copied
 
     def _read_by_host(self, kind: str) -> None:
         place = _place()
@@ -241,7 +249,7 @@ class _Counting(TorchDispatchMode):
         outputs = _tensors((out,))
         made = [tensor for tensor in outputs if tensor.device.type == DEVICE]
         for tensor in made:
-            self.device._allocate(tensor)
+            self.device._allocate(tensor, is_copy=name == "_to_copy" and isinstance(args[0], nn.Parameter))
         if name in _CONVERSIONS:
             if on_device and not made:
                 self.device._read_by_host("copy")
@@ -320,7 +328,7 @@ def _attention_of(device: FakeDevice) -> Iterator[None]:
     def compute(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if query.device.type != DEVICE:
             return of_torch(query, *args, **kwargs)
-        return attention(device.attention, query, *args, **kwargs)
+        return in_low_precision(DEVICE, attention)(device.attention, query, *args, **kwargs)
 
     functional.scaled_dot_product_attention = compute
     try:

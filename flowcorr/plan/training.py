@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +41,9 @@ class Work:
     """Memory, FLOPs and time of one part of a step.
 
     Attributes:
-        peaks: peak bytes above those at its beginning, by the kind of block that was computing.
+        peaks: peak bytes above those at its beginning, by the kind of block that was computing, forwards or again in a
+            backward pass.
+        copies: bytes of autocast's copies of weights at each of these peaks.
         flops: floating point operations of matrix products, convolutions and attention.
         moved: bytes read and written.
         busy: seconds of the device, without launch overhead.
@@ -53,6 +55,7 @@ class Work:
     moved: float
     busy: float
     kernels: float
+    copies: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, section: Section, before: float | None = None) -> Work:
@@ -64,19 +67,25 @@ class Work:
             moved=section.moved,
             busy=section.busy,
             kernels=section.kernels,
+            copies=section.copies,
         )
 
     @property
     def peak(self) -> float:
         return max(self.peaks.values(), default=0.0)
 
+    @property
+    def copied(self) -> float:
+        """Bytes of autocast's copies of weights at the highest peak."""
+        return self.copies.get(max(self.peaks, key=lambda stage: self.peaks[stage], default=""), 0.0)
+
     def times(self, count: float) -> Work:
         """This work `count` times in turn; the peak stays the same."""
-        return replace(_plus(self, self, count - 1), peaks=self.peaks)
+        return replace(_plus(self, self, count - 1), peaks=self.peaks, copies=self.copies)
 
     def then(self, other: Work) -> Work:
         """This work, then `other`; the peak is the higher one."""
-        return replace(_plus(self, other, 1), peaks={"": max(self.peak, other.peak)})
+        return replace(_plus(self, other, 1), peaks={"": max(self.peak, other.peak)}, copies={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,24 +131,43 @@ class Training:
         return replace(self, moments=self.moments_8bit, step=self.step_8bit)
 
 
+Numbers = TypeVar("Numbers", Work, Training)
+
+
 def measure_training(
     config: Config, architecture: Architecture, new_device: Callable[[], FakeDevice]
 ) -> Training:
-    """Measure transformers with few blocks and extrapolate linearly to the real depth.
-
-    Everything is linear in the depth, except that the highest peak may move to another kind of block. So each kind
-    has its own peak.
+    """Measure the training of transformers with few blocks, and extrapolate it to the real depth.
 
     Args:
         config: the run's configuration, of one rank.
         architecture: the pipeline's configurations.
         new_device: makes a fake device.
     """
+    return _extrapolated(measure_blocks, config, architecture, new_device)
+
+
+def measure_scoring(config: Config, architecture: Architecture, new_device: Callable[[], FakeDevice]) -> Work:
+    """Measure recomputing the old log-probs of one micro-batch; for the arguments see `measure_training`."""
+    return _extrapolated(_score_blocks, config, architecture, new_device)
+
+
+def _extrapolated(
+    measure: Callable[[Config, Architecture, FakeDevice], Numbers],
+    config: Config,
+    architecture: Architecture,
+    new_device: Callable[[], FakeDevice],
+) -> Numbers:
+    """The numbers that `measure` gives for few blocks, extrapolated linearly to the real depth.
+
+    Everything is linear in the depth, except that the highest peak may move to another kind of block, or between the
+    forward and the backward pass. So each kind has its own peak in both.
+    """
     full = architecture.depths
     shallow = {kind: SHALLOW if depth > FEW else depth for kind, depth in full.items()}
 
-    def at(depths: Mapping[str, int]) -> Training:
-        return measure_blocks(config, architecture.with_depths(depths), new_device())
+    def at(depths: Mapping[str, int]) -> Numbers:
+        return measure(config, architecture.with_depths(depths), new_device())
 
     result = base = at(shallow)
     for kind, depth in full.items():
@@ -148,6 +176,17 @@ def measure_training(
             blocks = (depth - SHALLOW) / (DEEP - SHALLOW)
             result = _plus(_plus(result, deeper, blocks), base, -blocks)
     return result
+
+
+def _score_blocks(config: Config, architecture: Architecture, device: FakeDevice) -> Work:
+    config = one_optimizer_step(config)
+    assert config.actor.micro_batch_size is not None, "`one_optimizer_step` has set it"
+    with device:
+        family, actor = load_actor(config, architecture, device)
+        batch = actor_batch(config, architecture, family, config.actor.micro_batch_size)
+        with device.section() as section:
+            recompute_log_probs(actor, batch)
+    return Work.of(section)
 
 
 def measure_blocks(config: Config, architecture: Architecture, device: FakeDevice) -> Training:
@@ -199,8 +238,13 @@ def load_actor(
     device.attention = operator_of(config.model.attention)
     for block in repeated_blocks(family.transformer):
         kind = f"{type(block).__name__} of {sum(parameter.numel() for parameter in block.parameters())}"
-        block.register_forward_pre_hook(lambda *_, kind=kind: device.enter_stage(kind))
+        block.register_forward_pre_hook(lambda *_, kind=kind: device.enter_stage(_pass() + kind))
     return family, DiffusionActor(family, config)
+
+
+def _pass() -> str:
+    """The pass that computes now; activation checkpointing computes a block again in the backward pass."""
+    return "backward of " if torch._C._current_graph_task_id() >= 0 else "forward of "
 
 
 def recompute_log_probs(actor: DiffusionActor, batch: ActorBatch) -> None:
@@ -341,9 +385,6 @@ def _bytes(batch: ActorBatch) -> int:
     values = [getattr(record, entry.name) for record in records for entry in fields(record)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors)
-
-
-Numbers = TypeVar("Numbers", Work, Training)
 
 
 def _plus(one: Numbers, other: Numbers, times: float) -> Numbers:

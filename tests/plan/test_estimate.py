@@ -75,6 +75,29 @@ def test_the_largest_micro_batch_is_the_largest_that_fits(tiny):
     )
 
 
+def test_another_micro_batch_takes_no_other_copies_of_weights():
+    autocast = ("model.lora.rank=0", "actor.autocast=true")
+    memory = plan(*autocast, "actor.micro_batch_size=4").memory
+    again = plan(*autocast, "actor.micro_batch_size=12").memory
+    predicted = memory.update_without_samples + 12 * memory.update_a_sample
+    assert again.update == pytest.approx(predicted, rel=0.01)
+    assert again.update_without_samples == pytest.approx(memory.update_without_samples, rel=0.01)
+
+
+def test_an_engine_samples_in_its_own_precision_without_autocast():
+    full = ("model.lora.rank=0", "actor.micro_batch_size=4")
+    high, low, copying = (
+        plan(*full, "rollout.name=vllm_omni", *more)
+        for more in ((), ("rollout.dtype=bfloat16",), ("actor.autocast=true",))
+    )
+    assert copying.memory.engine == high.memory.engine > 1.5 * low.memory.engine
+    assert copying.seconds("sample") == high.seconds("sample")
+    flops = [
+        next(part.flops for part in made.phases if part.name == "sample") for made in (high, low, copying)
+    ]
+    assert flops == [flops[0]] * 3
+
+
 def test_a_gpu_that_is_too_small_is_told_so(tiny):
     small = replace(tiny, gpu=find_gpu("memory=0.01,bandwidth=100,bf16=10"))
     fit, micro_batch, *_ = small.answers()

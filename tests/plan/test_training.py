@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowcorr.config import load
+from flowcorr.config.schema import LoraConfig
 from flowcorr.plan.pipelines import find_architecture
 from flowcorr.plan.training import measure_blocks, measure_training, one_optimizer_step
 from tests.plan.allocation import allocated
@@ -63,14 +64,15 @@ def test_few_blocks_of_real_models_tell_what_whole_models_were_measured_to_need(
     assert [peak / 1e9 for peak in peaks] == [pytest.approx(value, rel=0.01) for value in WHOLE[recipe]]
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_memory_is_what_torch_allocates_for_the_embedded_model(
-    make_config, make_run, new_device, tmp_path, checkpointing
+    make_config, make_run, new_device, tmp_path, checkpointing, autocast
 ):
     sections = {
         **SMALL,
-        "actor": {**SMALL["actor"], "gradient_checkpointing": checkpointing},
-        "model": {"path": "tiny_ocr"},
+        "actor": {**SMALL["actor"], "gradient_checkpointing": checkpointing, "autocast": autocast},
+        "model": {"path": "tiny_ocr", "lora": no_adapter() if autocast else LoraConfig()},
     }
     training = measure_blocks(make_config(**sections), find_architecture("tiny_ocr"), new_device())
     run = make_run(**sections)
@@ -81,7 +83,9 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     recompute = allocated(lambda: run.actor.log_probs(one), tmp_path)
     update = allocated(lambda: run.actor.update(batch, None, training_step=2), tmp_path)
     assert training.recompute.peak == pytest.approx(recompute, rel=0.05)
-    assert max(training.backward.peak, training.step.peak) == pytest.approx(update, rel=0.05)
+    # A CPU's autocast leaves norms and powers in bfloat16, and CUDA's and the fake device's compute them in float32.
+    predicted = max(training.backward.peak, training.step.peak)
+    assert predicted == pytest.approx(update, rel=0.12 if autocast else 0.05)
     state = sum(value.nbytes for value in run.actor.optimizer.state().values() if value.dim())
     assert training.moments == pytest.approx(state, rel=0.01)
     assert training.gradients == sum(parameter.nbytes for parameter in run.actor.weights.parameters.values())
@@ -132,8 +136,6 @@ def test_the_optimizer_of_a_plan_makes_no_other_measurement(make_config):
 
 
 def no_adapter():
-    from flowcorr.config.schema import LoraConfig
-
     return LoraConfig(rank=0)
 
 
