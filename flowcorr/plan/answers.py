@@ -106,6 +106,7 @@ class Plan:
         attention: the backend of diffusers that `model.attention` names, or None.
         ways_to_fit: overrides that save the trainer much memory, with the memory under each.
         ways_to_share: overrides that save memory on a shared GPU, with the peak under each.
+        other_ways: changes that save memory of the update, in words, for a run that fits by none of these overrides.
     """
 
     title: str
@@ -121,6 +122,7 @@ class Plan:
     attention: str | None = None
     ways_to_fit: Mapping[str, Memory] = field(default_factory=dict)
     ways_to_share: Mapping[str, float] = field(default_factory=dict)
+    other_ways: tuple[str, ...] = ()
 
     def seconds(self, *names: str) -> float:
         """Predicted seconds in one step of the phases with these names, or of all phases without names."""
@@ -199,7 +201,8 @@ class Plan:
         for overrides, memory in self.ways_to_fit.items():
             if size := self.largest_micro_batch(memory=memory):
                 return f"{start}; use {overrides}, with which the largest that fits is {size}."
-        return f"{start}; use a GPU with more memory, a smaller model.lora.rank, or fewer images a step."
+        ways = ", ".join(("a GPU with more memory", *self.other_ways))
+        return f"{start}; use {ways}, or fewer images a step."
 
     def _sharing(self) -> tuple[str, ...]:
         memory = self.memory

@@ -200,6 +200,7 @@ def make_plan(
         attention=config.model.attention,
         ways_to_fit=_ways_to_fit(measured),
         ways_to_share=_ways_to_share(measured, memory),
+        other_ways=other_ways(config, ranks),
     )
 
 
@@ -211,6 +212,21 @@ def _ways_to_fit(measured: _Measured) -> dict[str, Memory]:
     if not measured.config.model.offload_text_encoders:
         ways["model.offload_text_encoders=true"] = replace(measured, text=measured.offloaded_text)
     return {overrides: _memory(changed) for overrides, changed in ways.items()}
+
+
+def other_ways(config: Config, ranks: int) -> tuple[str, ...]:
+    """`Plan.other_ways` of a run on so many ranks."""
+    if config.model.lora.rank:
+        return ("a smaller model.lora.rank",)
+    if shards_weights(config, ranks):
+        ways = ["more ranks"]
+    elif config.rollout.name == "in_process" and config.rollout.placement == "local":
+        ways = ["actor.fsdp=true on several ranks"]
+    else:
+        ways = ["actor.fsdp=true on several ranks (with rollout.name=in_process rollout.placement=local)"]
+    if config.actor.optimizer == "adamw":
+        ways.append("actor.optimizer=adamw_8bit")
+    return tuple(ways)
 
 
 def _ways_to_share(measured: _Measured, memory: Memory) -> dict[str, float]:

@@ -75,6 +75,13 @@ def test_an_optimizer_with_which_the_trainer_fits_is_named():
         assert micro_batch in answers[1]
 
 
+def test_where_nothing_fits_other_ways_are_named():
+    plan = on_gpu(plan_of(other_ways=("more ranks", "actor.optimizer=adamw_8bit")), 10 * GB)
+    assert plan.answers()[1].endswith(
+        "; use a GPU with more memory, more ranks, actor.optimizer=adamw_8bit, or fewer images a step."
+    )
+
+
 def test_an_engine_shares_the_gpu_or_does_not():
     assert plan_of().answers()[2] == "The trainer samples by itself, so no engine needs memory."
     small, large = plan_of(engine=10 * GB), plan_of(engine=60 * GB)

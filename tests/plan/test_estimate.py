@@ -7,7 +7,7 @@ from flowcorr.config import load
 from flowcorr.errors import ConfigError
 from flowcorr.plan.answers import MARGIN
 from flowcorr.plan.devices import GPUS, find_gpu
-from flowcorr.plan.estimate import make_plan
+from flowcorr.plan.estimate import make_plan, other_ways
 
 # The fake device has to be registered before a process computes its first gradient.
 pytestmark = pytest.mark.fake_device
@@ -151,6 +151,24 @@ def test_moments_in_8_bits_save_three_quarters_of_their_memory(tiny):
     assert in_8_bits not in {*after.ways_to_fit, *tiny.ways_to_fit}
     shards = plan(*full, "actor.fsdp=true", ranks=8)
     assert shards.memory.idle - shards.ways_to_fit[in_8_bits].idle == pytest.approx(saved / 8, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "expected"),
+    [
+        ((), 1, ("a smaller model.lora.rank",)),
+        (("model.lora.rank=0",), 1, ("actor.fsdp=true on several ranks", "actor.optimizer=adamw_8bit")),
+        (
+            ("model.lora.rank=0", "rollout.name=vllm_omni", "actor.optimizer=adamw_8bit"),
+            2,
+            ("actor.fsdp=true on several ranks (with rollout.name=in_process rollout.placement=local)",),
+        ),
+        (("model.lora.rank=0", "actor.fsdp=true", "actor.optimizer=adamw_8bit"), 2, ("more ranks",)),
+    ],
+)
+def test_a_run_that_fits_nowhere_is_told_what_saves_memory_of_its_update(tiny, overrides, ranks, expected):
+    assert other_ways(load("tiny_jpeg_lora", overrides), ranks) == expected
+    assert tiny.other_ways == ("a smaller model.lora.rank",)
 
 
 def test_ranks_that_share_the_weights_need_less_of_each_gpu():
