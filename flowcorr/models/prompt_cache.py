@@ -21,27 +21,30 @@ MULTIPLE = 16  # of tokens: what matrix products and attention on a GPU are fast
 class PromptCache:
     """Conditioning by prompt text, kept in main memory.
 
-    The negative prompt is the same for all prompts, and stored once. Of text with a mask only the tokens that count are
-    stored, and all rows are padded to the longest of `texts`: the mask hides the padding, but it would cost time.
+    The negative prompt is the same for all prompts, so it is encoded once and stored once. Of text with a mask only the
+    tokens that count are stored, and all rows are padded to the longest of `texts`: the mask hides the padding, but it
+    would cost time.
 
-    If the embeddings of all `texts` fit into `max_bytes` they are computed at once, in their order and in
-    fixed chunks, and the text encoders are freed. Otherwise the encoders wait in main memory, and each prompt is
-    encoded when it is needed, alone; beyond `max_bytes` those that were not asked for the longest are dropped, but none
-    of the call that asks. Either way a prompt's embedding never depends on the batch that asks for it.
+    If the embeddings of all `texts` fit into `max_bytes` they are computed at once, in their order: the first one with
+    the negative prompt, the others in fixed chunks. Then the text encoders are freed. Otherwise the encoders wait in
+    main memory, and each prompt is encoded when it is needed, alone; beyond `max_bytes` those that were not asked for
+    the longest are dropped, but none of the call that asks. Either way a prompt's embedding never depends on the batch
+    that asks for it.
     """
 
     def __init__(
         self, family: ModelFamily, guidance: Guidance, texts: Sequence[str], *, max_bytes: int = MAX_BYTES
     ) -> None:
         self._family = family
-        self._guidance = guidance
         self._max_bytes = max_bytes
         self._rows: dict[str, Conditioning] = {}
         self._negative: Conditioning = {}
         self._num_tokens: dict[str, int] = {}  # of each text with a mask, negative or not
         unique = list(dict.fromkeys(texts))
         chunk = chunk_size(family.max_sequence_length)
-        self._add(unique[:chunk])
+        self._add(unique[:1], guidance)
+        if len(unique) > 1:
+            self._add(unique[1:chunk])
         size = sum(map(_nbytes, self._rows.values())) / len(self._rows) * len(unique)
         self._fits = size <= max_bytes
         if not self._fits:
@@ -79,8 +82,9 @@ class PromptCache:
         positive = {name: self._stacked(name, [row[name] for row in rows]) for name in rows[0]}
         return {name: values.to(device) for name, values in (positive | negative).items()}
 
-    def _add(self, texts: Sequence[str]) -> None:
-        encoded: dict[str, Tensor] = self._family.encode(texts, self._guidance)
+    def _add(self, texts: Sequence[str], guidance: Guidance = Guidance()) -> None:  # noqa: B008
+        """Encode texts; with guidance also the negative prompt."""
+        encoded: dict[str, Tensor] = self._family.encode(texts, guidance)
         masked = _with_masks(encoded)
         self._num_tokens = {_text(name): encoded[name].shape[1] for name in masked}
         for index, text in enumerate(texts):
@@ -88,7 +92,7 @@ class PromptCache:
             lengths = {name: int(row[mask].nonzero().max()) + 1 for name, mask in masked.items()}
             kept = {name: self._stored(values[: lengths.get(name)]) for name, values in row.items()}
             self._rows[text] = {name: kept[name] for name in kept if not name.startswith("negative_")}
-            self._negative = {name: kept[name] for name in kept if name.startswith("negative_")}
+            self._negative |= {name: kept[name] for name in kept if name.startswith("negative_")}
 
     def _stored(self, values: Tensor) -> Tensor:
         """A copy in main memory, in the dtype that the transformer computes with."""

@@ -48,7 +48,7 @@ def measure_text_encoders(
     prompts: int,
     offloaded: bool,
 ) -> Component:
-    """All text encoders, one after the other, on `prompts` prompts at a time and then on as many negative ones.
+    """All text encoders, one after the other, on `prompts` prompts at a time.
 
     Args:
         config: the run's configuration.
@@ -78,7 +78,7 @@ def measure_text_encoders(
     if offloaded:
         weights = 0
         work = replace(work, busy=work.busy + 2 * copied / PAGEABLE_BANDWIDTH)  # to the GPU and back
-    return Component(weights=weights, work=work.times(2 if inputs.negative else 1), batch=prompts)
+    return Component(weights=weights, work=work, batch=prompts)
 
 
 def _copy_layers(encoder: nn.Module) -> list[int]:

@@ -48,7 +48,7 @@ class _Measured:
         offloaded_text: the text encoders under `model.offload_text_encoders`.
         decoder: the VAE's decoder.
         rewards: the rewards that are models on the GPU.
-        prompts: number of prompts of the whole data set.
+        prompts: number of prompts of the whole data set, the negative prompt included.
         quantizable: whether vllm-omni can quantize the transformer.
         text_fits: whether all prompts are encoded before training; otherwise each step encodes its own.
     """
@@ -280,7 +280,7 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
         offloaded_text=offloaded_text,
         decoder=measure_decoder(config, architecture, new_device(), images=images),
         rewards=rewards,
-        prompts=prompts,
+        prompts=prompts + inputs.negative,
         quantizable=family.name not in WITHOUT_QUANTIZATION,
         text_fits=prompts * inputs.nbytes(DTYPES[config.model.dtype]) <= MAX_BYTES,
     )

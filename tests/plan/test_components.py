@@ -27,7 +27,7 @@ def test_the_decoder_weighs_what_it_weighs_and_takes_few_images_at_a_time(make_c
     assert few.scaled(4).peaks == few.work.peaks  # one batch at a time
 
 
-def test_guidance_reads_two_prompts_with_the_same_text_encoders(make_config, new_device):
+def test_guidance_leaves_the_text_encoders_of_a_prompt_as_they_are(make_config, new_device):
     config, guided = make_config(), make_config(sampling={"guidance_scale": 3.0})
     architecture = find_architecture("tiny_ocr")
     family = family_class(architecture, config.model)
@@ -36,14 +36,13 @@ def test_guidance_reads_two_prompts_with_the_same_text_encoders(make_config, new
         inputs = text_inputs(architecture, family, config)
         return measure_text_encoders(config, architecture, inputs, new_device(), prompts=4, offloaded=False)
 
-    plain, twice = measured(config), measured(guided)
+    plain, with_negative = measured(config), measured(guided)
     pipeline = load_family(config.model).pipeline
     encoders = [pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3]
     found = [encoder for encoder in encoders if encoder is not None]
-    assert size_of(*found) <= plain.weights == twice.weights
+    assert size_of(*found) <= plain.weights
     assert plain.weights == pytest.approx(size_of(*found), rel=0.05)  # T5's tied embeddings count once
-    assert twice.work.flops == 2 * plain.work.flops
-    assert twice.work.peaks == plain.work.peaks  # one after the other
+    assert with_negative == plain
 
 
 def test_offloaded_text_encoders_hold_one_layer_and_copy_all_of_them(make_config, new_device):

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from flowcorr.config import load
+from flowcorr.data import load_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.plan.answers import MARGIN
 from flowcorr.plan.devices import GPUS, find_gpu
@@ -34,6 +35,16 @@ def test_a_plan_has_a_row_for_each_phase_and_survives_json(tiny):
     assert mapping["trainer_peak"] == tiny.memory.trainer == max(phase.peak or 0 for phase in tiny.phases)
     assert mapping["tolerance"] == {"memory": 0.05, "fragmentation": 0.08, "time": 0.25}
     assert mapping["step_seconds"] == pytest.approx(sum(phase.seconds or 0 for phase in tiny.phases[2:]))
+
+
+def test_guidance_encodes_one_negative_prompt(tiny):
+    guided = plan("sampling.guidance_scale=3")
+    one, more = (
+        next(part.flops for part in made.phases if part.name == "encode prompts") for made in (tiny, guided)
+    )
+    data = load_prompts(load("tiny_jpeg_lora").data)
+    prompts = len({prompt.text for prompt in (*data.train, *data.heldout)})
+    assert more == pytest.approx(one * (prompts + 1) / prompts)
 
 
 def test_offloaded_text_encoders_leave_the_trainers_peak_to_training(tiny):
