@@ -59,7 +59,7 @@ def test_prompts_can_be_cached(path):
     direct = family.encode(PROMPTS, GUIDED)
     cache = PromptCache(family, GUIDED, PROMPTS)
     for name, rows in cache(PROMPTS[::-1]).items():
-        assert torch.equal(rows, direct[name].flip(0)[:, : rows.shape[1]]), name
+        torch.testing.assert_close(rows, direct[name].flip(0)[:, : rows.shape[1]], **MEANS)
     assert family.pipeline.text_encoder is None
 
 
