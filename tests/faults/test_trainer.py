@@ -74,7 +74,8 @@ def test_killed_ahead_it_leaves_no_process_and_goes_on(bench, tmp_path, events, 
     wait_for(lambda: not any(map(running, others)), 30, "the end of Ray's processes")
     bench.resume(out)
     bench.assert_same(out, bench.whole("rollout.staleness=1"))
-    assert [event["step"] for event in events(out, "resume")] == [2]
+    (resumed,) = events(out, "resume")
+    assert resumed["step"] in (2, 3)  # step 3 has a checkpoint where its evaluation is the best so far
     # Ray's own agents first try for a minute to report that their node is gone.
     wait_for(lambda: not any(map(running, family)), 90, "the end of Ray's agents")
 
@@ -132,10 +133,10 @@ def running(process):
 
 @pytest.mark.faults
 def test_a_full_disk(bench, mounted, events):
-    """A checkpoint takes 0.6 MB; the ballast leaves room for what follows step 2, and not for that of step 4."""
+    """A checkpoint takes 0.3 MB; the ballast leaves room for that of step 2, and not for those of all steps."""
     out = mounted / "run"
     ballast = mounted / "ballast"
-    ballast.write_bytes(bytes(4 * 2**20 - 1_500_000))
+    ballast.write_bytes(bytes(4 * 2**20 - 1_000_000))
     run = bench.start(out, "trainer.keep_checkpoints=9")
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 1, said
