@@ -126,6 +126,7 @@ class Over:
 
     def std(self, values: Tensor) -> Stat:
         """The unbiased standard deviation; 0 for one term. A stat `ess` has the same parts."""
+        values = values.double()
         mean = self._sum(values) / self.count.clamp(min=1)
         return Stat("std", (self.count, mean, self._sum((values - mean).square())))
 

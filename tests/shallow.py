@@ -39,11 +39,14 @@ def _cut(whole: Path, to: Path) -> None:
 
 def _folder() -> Path:
     whole = EMBEDDED["tiny_ocr"]
-    digest = hashlib.sha256(str(whole).encode())
+    digest = hashlib.sha256(str(whole).encode() + Path(__file__).read_bytes())
     for name in (WEIGHTS, CONFIG):
         digest.update((whole / "transformer" / name).read_bytes())
     folder = Path(tempfile.gettempdir()) / f"flowcorr-shallow-{os.getuid()}-{digest.hexdigest()[:16]}"
-    if not folder.exists():
+    if not (
+        folder / "transformer" / WEIGHTS
+    ).exists():  # a cleaner of temporary files may leave empty folders
+        shutil.rmtree(folder, ignore_errors=True)
         new = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
         _cut(whole, new)
         try:

@@ -15,8 +15,8 @@ VALUES = st.lists(st.floats(-100, 100), min_size=1, max_size=12)
 def stats_of(values):
     """All kinds of stats of some values, as a loss would make them of one micro-batch."""
     # A value that does not count stands beside them, as large as float32 can be.
-    x = torch.tensor([*values, 3e38], dtype=torch.float64)
-    over = Over(x < 3e38)
+    x = torch.tensor([*values, 1e38], dtype=torch.float64)
+    over = Over(x < 1e38)
     return {
         "mean": over.mean(x),
         "std": over.std(x),
@@ -95,6 +95,13 @@ def test_std_of_values_near_a_constant_does_not_cancel(cut):
     computed = Metrics.merged([describe(values[:cut]), describe(values[cut:])]).compute()
     assert computed["std"] == pytest.approx(2e-8, rel=1e-7)
     assert computed["mean"] - 1.0 == pytest.approx(1e-8, rel=1e-7)
+
+
+def test_values_elsewhere_may_be_as_large_as_float32_is():
+    x = torch.tensor([1.0, 2.0, 3e38])
+    over = Over(x < 1e38)
+    found = Metrics.from_stats({"mean": over.mean(x), "std": over.std(x)}).compute()
+    assert found == pytest.approx({"mean": 1.5, "std": math.sqrt(0.5)})
 
 
 def test_metrics_that_saw_no_term_are_left_out():

@@ -1,4 +1,4 @@
-"""AdamW on the trained weights: torch's, or that of bitsandbytes with moments in 8 bits."""
+"""AdamW on the trained weights: torch's, or bitsandbytes' with moments in 8 bits."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class AdamW:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], actor: ActorConfig) -> None:
         self.parameters = parameters
-        self.optimizer = torch.optim.AdamW(parameters.values(), **_settings(actor))
+        self.inner = torch.optim.AdamW(parameters.values(), **_settings(actor))
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.inner.zero_grad(set_to_none=True)
 
     def step(self, learning_rate: float) -> None:
         """Move the weights against their gradients."""
-        _step(self.optimizer, learning_rate)
+        _step(self.inner, learning_rate)
 
     def state(self) -> dict[str, Tensor]:
         """The moments and step counts, named `<parameter>.<moment>`."""
         names = list(self.parameters)
         return {
             f"{names[index]}.{key}": value
-            for index, entry in self.optimizer.state_dict()["state"].items()
+            for index, entry in self.inner.state_dict()["state"].items()
             for key, value in entry.items()
         }
 
@@ -56,12 +56,12 @@ class AdamW:
             if moment != "step":
                 value = fsdp.shard_like(self.parameters[name], value)
             entries.setdefault(places[name], {})[moment] = value.clone()
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
+        groups = self.inner.state_dict()["param_groups"]
+        self.inner.load_state_dict({"state": entries, "param_groups": groups})
 
 
 class AdamW8bit:
-    """AdamW of bitsandbytes; a moment has 8 bits an element and a float32 scale a block, as in arXiv:2110.02861.
+    """AdamW of bitsandbytes: an element of a moment takes 8 bits, and a block has a float32 scale; arXiv:2110.02861.
 
     Each rank quantizes its own shards of sharded weights. Small weights, and small shards, keep moments in 32 bits.
 
@@ -81,11 +81,11 @@ class AdamW8bit:
                 "actor.optimizer=adamw_8bit", "bitsandbytes", "adam8bit", error
             ) from error
         self.parameters, self._functional = parameters, functional
-        with torch.no_grad():  # else a shard would be a result of autograd
+        with torch.no_grad():  # otherwise a shard would not be a leaf
             shards = {name: fsdp.local_shard(parameter) for name, parameter in parameters.items()}
-        # Of a weight with fewer rows than there are ranks, the last ranks have none.
+        # Of a weight with fewer rows than there are ranks, the last ranks hold nothing.
         self._shards = {name: shard for name, shard in shards.items() if shard.numel()}
-        self.optimizer = optim.AdamW8bit(self._shards.values(), **_settings(actor))
+        self.inner = optim.AdamW8bit(self._shards.values(), min_8bit_size=SMALLEST, **_settings(actor))
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -95,9 +95,11 @@ class AdamW8bit:
     def step(self, learning_rate: float) -> None:
         """Move the weights against their gradients."""
         for name, shard in self._shards.items():
-            gradient = self.parameters[name].grad
+            parameter = self.parameters[name]
+            shard.data = fsdp.local_shard(parameter.data)  # which FSDP may have replaced
+            gradient = parameter.grad
             shard.grad = None if gradient is None else fsdp.local_shard(gradient)
-        _step(self.optimizer, learning_rate)
+        _step(self.inner, learning_rate)
 
     def state(self) -> dict[str, Tensor]:
         """The moments in float32 and the step counts, named and shaped as those of `AdamW`.
@@ -105,10 +107,12 @@ class AdamW8bit:
         They come to host memory one after the other, since a GPU may have no room for all of them. Of sharded weights
         the main rank gets whole moments; every rank has to call.
         """
+        if not self.inner.state:
+            return {}
         tensors: dict[str, Tensor] = {}
-        steps = {entry["step"] for entry in self.optimizer.state.values()}
-        for name, parameter in self.parameters.items() if steps else ():
-            tensors[f"{name}.step"] = torch.tensor(float(max(steps)))
+        num_steps = max(entry["step"] for entry in self.inner.state.values())
+        for name, parameter in self.parameters.items():
+            tensors[f"{name}.step"] = torch.tensor(float(num_steps))
             for moment, number in _MOMENTS.items():
                 whole = fsdp.as_shard_of(parameter, self._values(name, number))
                 found = fsdp.gathered({f"{name}.{moment}": whole})
@@ -118,15 +122,15 @@ class AdamW8bit:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Put back the tensors of `state`, quantized by the blocks of this rank's shards.
 
-        With the shards that `state` was made from, these are the same bits.
+        With the shards that `state` was made from, these are the same values.
         """
-        self.optimizer.state.clear()
-        (group,) = self.optimizer.param_groups
+        self.inner.state.clear()
+        (group,) = self.inner.param_groups
         for place, (name, shard) in enumerate(self._shards.items()):
             if f"{name}.step" not in state:
                 continue
-            self.optimizer.init_state(group, shard, 0, place)
-            entry = self.optimizer.state[shard]
+            self.inner.init_state(group, shard, 0, place)
+            entry = self.inner.state[shard]
             entry["step"] = int(state[f"{name}.step"])
             for moment, number in _MOMENTS.items():
                 whole = fsdp.shard_like(self.parameters[name], state[f"{name}.{moment}"])
@@ -140,13 +144,15 @@ class AdamW8bit:
         """A moment of this rank's shard of a weight, in float32."""
         if name not in self._shards:
             return fsdp.local_shard(self.parameters[name].detach()).float()  # it is empty
-        entry = self.optimizer.state[self._shards[name]]
+        entry = self.inner.state[self._shards[name]]
         values = entry[f"state{number}"]
         if values.dtype != torch.uint8:
             return values
         code = entry[f"qmap{number}"].clone()
         if code[0] < 0:
-            code[0] = -1  # there is a code for 1 and none for -1, and a block has to keep its scale
+            # The lowest code is -.993. As -1 it lets `load_state` find the scale of a block whose largest element is
+            # negative, and that element is 0.7 % off in the checkpoint.
+            code[0] = -1
         absmax = entry[f"absmax{number}"]
         return self._functional.dequantize_blockwise(values, absmax=absmax, code=code, blocksize=BLOCK)
 
@@ -165,7 +171,7 @@ def _quantized(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
     blocks = nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
     relative = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
-    nearest = torch.bucketize(relative, (code[1:] + code[:-1]) / 2)
+    nearest = torch.bucketize(relative, (code[1:] + code[:-1]) / 2, out_int32=True)
     return nearest.flatten()[: values.numel()].view_as(values).to(torch.uint8), scales
 
 

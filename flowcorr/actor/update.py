@@ -39,16 +39,12 @@ class PolicyOptimizer:
         weights: the trained weights.
         scorer: scores under them.
         config: the run's configuration.
-
-    Attributes:
-        state, load_state: those of its AdamW, for checkpoints.
     """
 
     def __init__(self, weights: TrainedWeights, scorer: Scorer, config: Config) -> None:
         self.weights, self.scorer, self.config = weights, scorer, config
         actor = config.actor
         self.adamw = OPTIMIZERS[actor.optimizer](weights.parameters, actor)
-        self.state, self.load_state = self.adamw.state, self.adamw.load_state
         # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
         self._measures_folding = actor.fold_steps and weights.device.type == "cuda" and not weights.sharded
         self.loss_scale = LossScale(scales=config.model.dtype == "float16")

@@ -246,7 +246,7 @@ def _unused_by_model(config: Config) -> Iterator[tuple[str, str]]:
     if family in GUIDANCE:
         yield from _unused_guidance(family, GUIDANCE[family])
     if config.trainer.device == "cpu":
-        yield "model.offload_text_encoders", "trainer.device=cpu computes in main memory"
+        yield "model.offload_text_encoders", "trainer.device=cpu has no other memory"
     if model.lora.rank == 0:
         for key in ("alpha", "targets", "dtype", "init"):
             yield f"model.lora.{key}", "model.lora.rank=0 trains all weights, without an adapter"

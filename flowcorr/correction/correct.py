@@ -138,7 +138,10 @@ def compute_rollout_correction_and_rejection_mask(
         floor = ratios.resolution().clamp(min=0.01 / num_elements if num_elements else 0.0)
         ratios, criteria = _measured(ratios, criteria, floor, scale, step_indices, num_steps, group)
     for criterion in criteria:
-        value = criterion.mode.value(ratios)
+        judged = ratios.terms if criterion.mode.level == "step" else ratios.samples
+        value = torch.where(
+            judged.where, criterion.mode.value(ratios), 0.0
+        )  # a user's mode may divide by zero
         inside = (value >= criterion.lower) & (value <= criterion.upper)
         rejected = ratios.valid & ~(inside if criterion.mode.level == "step" else inside[:, None])
         keep = keep & ~rejected

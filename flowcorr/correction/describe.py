@@ -62,7 +62,6 @@ def drift_metrics(
         target_log_prob, rollout_log_prob: `[B, T]`, nats per latent element.
         mask: `[B, T]`, nonzero where a term counts; None for everywhere.
         step_kl: `[B, T]`, exact KL of each step a latent element, where known.
-        prefix: of the names.
     """
     stats = of_drift(log_ratios(target_log_prob, rollout_log_prob, mask, step_kl))
     return Metrics.from_stats({prefix + name: stat for name, stat in stats.items() if name in SIZES})

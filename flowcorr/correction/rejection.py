@@ -95,14 +95,11 @@ def measured_bounds(
     where it is large; `log(1 + k3)` is taken first.
 
     Args:
-        mode: the mode.
         value: its value for each step or sample of the batch.
         valid: `[B, T]` bool, terms that count.
         rows: `[B, T]` int64 in `[0, num_rows)`: steps are compared within their row, samples within the row of their
             first step.
-        num_rows: rows there can be.
         floor: 0-d, a value that rounding can have.
-        group: ranks that share the batch.
     """
     if mode.level == "sample":
         valid, rows = valid.any(1), rows[:, 0]

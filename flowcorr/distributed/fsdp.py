@@ -65,7 +65,7 @@ def shard_like(like: Tensor, tensor: Tensor) -> Tensor:
 
 
 def as_shard_of(like: Tensor, shard: Tensor) -> Tensor:
-    """This rank's `shard` of a tensor that is sharded as `like` is, as that tensor; the reverse of `local_shard`."""
+    """This rank's `shard` as a tensor that is sharded as `like` is; the reverse of `local_shard`."""
     if not isinstance(like, DTensor):
         return shard
     return DTensor.from_local(

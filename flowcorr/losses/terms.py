@@ -203,7 +203,7 @@ def ratio_stats(
         below: bool, likewise from below.
     """
     kept = Over(terms.keep)
-    ratio = exp_ratio(log_ratio.detach().double())
+    ratio = exp_ratio(torch.where(terms.keep, log_ratio.detach(), 0.0).double())
     stats = {
         "ppo_kl": kept.mean(-terms.log_ratio),
         "ratio_mean": kept.mean(ratio),

@@ -107,7 +107,10 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
-        """Text conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on."""
+        """Text conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on.
+
+        The prompts' own rows do not depend on `guidance`.
+        """
 
     def free_text_encoders(self) -> None:
         """Release the text encoders' memory; `encode` cannot be called afterwards."""
@@ -130,7 +133,7 @@ class ModelFamily(ABC):
         self.text_offloaded = True
 
     def move_text_encoders(self, device: torch.device) -> None:
-        """Put the text encoders on a device: in main memory they wait, on the transformer's `encode` can be called.
+        """Put the text encoders on a device: they wait in main memory, and `encode` needs them on the transformer's.
 
         Offloaded encoders stay in main memory, where `encode` finds their layers.
         """

@@ -43,8 +43,8 @@ class PromptCache:
         unique = list(dict.fromkeys(texts))
         chunk = chunk_size(family.max_sequence_length)
         self._add(unique[:1], guidance)
-        if len(unique) > 1:
-            self._add(unique[1:chunk])
+        if rest := unique[1:chunk]:
+            self._add(rest)
         size = sum(map(_nbytes, self._rows.values())) / len(self._rows) * len(unique)
         self._fits = size <= max_bytes
         if not self._fits:

@@ -215,7 +215,7 @@ def _ways_to_fit(measured: _Measured) -> dict[str, Memory]:
 
 
 def other_ways(config: Config, ranks: int) -> tuple[str, ...]:
-    """`Plan.other_ways` of a run on so many ranks."""
+    """Words for what else saves memory, in a run on so many ranks."""
     if config.model.lora.rank:
         return ("a smaller model.lora.rank",)
     if shards_weights(config, ranks):
@@ -269,14 +269,14 @@ def _measure(config: Config, ranks: int, new_device: Callable[[], FakeDevice]) -
         measure_text_encoders(
             config, architecture, encoded, new_device(), prompts=min(prompts, chunk), offloaded=offloaded
         )
-        for offloaded in (config.model.offload_text_encoders, True)
+        for offloaded in (False, True)
     )
     return _Measured(
         config=config,
         ranks=ranks,
         engine_pass=_engine_pass(trained, training, architecture, new_device),
         training=training.in_8_bits() if config.actor.optimizer == "adamw_8bit" else training,
-        text=text,
+        text=offloaded_text if config.model.offload_text_encoders else text,
         offloaded_text=offloaded_text,
         decoder=measure_decoder(config, architecture, new_device(), images=images),
         rewards=rewards,

@@ -52,7 +52,7 @@ def sharded(training: Training, config: Config, ranks: int) -> Training:
             training.transformer * (2 + max(held, 4) / used),
         ),
         step=_part(training.step, share),
-        moments_8bit=training.moments_8bit / ranks,  # shards that are too small for 8 bits are left out
+        moments_8bit=training.moments_8bit / ranks,  # small shards keep 32 bits, which is ignored here
         step_8bit=_part(training.step_8bit, share),
     )
 

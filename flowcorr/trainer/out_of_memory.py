@@ -10,7 +10,7 @@ import torch
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 
-LOADING, ENCODING = "loading the model", "encoding prompts"
+LOADING, PROBING, ENCODING = "loading the model", "probing it", "encoding prompts"
 _SAMPLING = ("rollout", "evaluation")
 _SCORING = ("old_log_prob", "correction", "drift", "update")
 
@@ -38,7 +38,7 @@ def explained(config: Config, phase: Callable[[], str]) -> Iterator[None]:
 
 def _remedy(config: Config, phase: str) -> str:
     rollout, actor = config.rollout, config.actor
-    if phase in (LOADING, ENCODING):
+    if phase in (LOADING, PROBING, ENCODING):
         offloaded = config.model.offload_text_encoders
         return "use a GPU with more memory" if offloaded else "set model.offload_text_encoders=true"
     if phase in _SCORING:

@@ -71,12 +71,14 @@ def build_stacks(
         ConfigError: something in `config` cannot work.
         BackendError: the engine does not start, or the device has no memory left.
     """
-    actor = DiffusionActor(family, config)
+    with out_of_memory.explained(config, lambda: out_of_memory.LOADING):
+        actor = DiffusionActor(family, config)
     with distributed.fail_together("starting the rollout engine"):
         probe = None
-        with out_of_memory.explained(config, lambda: out_of_memory.ENCODING):
-            if config.rollout.name == "vllm_omni":
+        if config.rollout.name == "vllm_omni":
+            with out_of_memory.explained(config, lambda: out_of_memory.PROBING):
                 probe = ComputedProbe(family, config, actor.weights.snapshot().tensors)
+        with out_of_memory.explained(config, lambda: out_of_memory.ENCODING):
             cache = PromptCache(family, actor.guidance, texts)
         engine = _build_engine(config, actor, probe, on_event)
     return Stacks(actor=actor, engine=engine, cache=cache)
@@ -92,7 +94,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
     Raises:
         ConfigError: something in `config` cannot work.
         MissingExtraError: an extra that the engine or a reward needs is not installed.
-        BackendError: the engine or a worker does not start.
+        BackendError: the engine or a worker does not start, or the device has no memory left.
     """
     with contextlib.ExitStack() as on_failure:
         with distributed.fail_together("loading the model"):

@@ -38,7 +38,7 @@ def capture(
     actor, history = run.actor, run.engine.history
     groups: dict[str, Mapping[str, Tensor]] = {
         "weights": actor.weights.snapshot().tensors,
-        "optimizer": actor.optimizer.state(),
+        "optimizer": actor.optimizer.adamw.state(),
         "ema": actor.weights.average or {},
         "loss_scale": actor.optimizer.loss_scale.state(),
         "auto_mode": run.mode.state(),
@@ -88,7 +88,7 @@ def restore_actor(actor: DiffusionActor, folder: Path, state: TrainingState) -> 
         actor.weights.load(state.group("weights"))
     except ValueError as error:
         raise CheckpointError(f"checkpoint {folder} does not fit this run: {error}") from error
-    actor.optimizer.load_state(state.group("optimizer"))
+    actor.optimizer.adamw.load_state(state.group("optimizer"))
     actor.optimizer.loss_scale.load_state(state.group("loss_scale"))
     if actor.weights.average is not None:
         actor.weights.average = actor.weights.like_parameters(state.group("ema"))

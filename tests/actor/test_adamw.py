@@ -66,9 +66,9 @@ def test_a_resumed_optimizer_goes_on_with_the_same_bits(make_run):
         run.update(batch, training_step=step)
     other = make_run(**FULL_8BIT)
     other.actor.weights.load(run.actor.weights.snapshot().tensors)
-    state = run.actor.optimizer.state()
-    other.actor.optimizer.load_state(state)
-    assert_same(other.actor.optimizer.state(), state, rtol=0, atol=0)
+    state = run.actor.optimizer.adamw.state()
+    other.actor.optimizer.adamw.load_state(state)
+    assert_same(other.actor.optimizer.adamw.state(), state, rtol=0, atol=0)
     for each in (run, other):
         each.update(batch, training_step=3)
     assert_same(weights(other), weights(run), rtol=0, atol=0)
@@ -89,11 +89,16 @@ def test_the_state_is_that_of_adamw_to_the_precision_of_the_moments():
 
 
 @pytest.mark.adam8bit
-def test_a_step_without_a_gradient_leaves_the_weights():
-    weight = matrix()
+def test_gradients_of_zero_and_missing_ones_leave_the_weights():
+    weight, other = matrix(), matrix()
     before = weight.detach().clone()
-    step(optimizer_of("adamw_8bit", weight=weight), 2, size=0.0)
+    optimizer = optimizer_of("adamw_8bit", weight=weight, other=other)
+    step(optimizer, 2, size=0.0)
+    optimizer.zero_grad()
+    other.grad = torch.ones_like(other)
+    optimizer.step(LR)
     assert torch.equal(weight, before)
+    assert not torch.equal(other, before)
 
 
 def matrix():

@@ -99,7 +99,7 @@ def test_all_rejected_means_no_update(make_run, caplog):
     assert "every term was rejected" in caplog.text
     assert_same(weights(run), before, rtol=0, atol=0)
     assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (0, 1)
-    assert not run.actor.optimizer.state()
+    assert not run.actor.optimizer.adamw.state()
 
 
 @pytest.mark.parametrize("denominator", ["kept", "all"])

@@ -101,7 +101,7 @@ def test_the_learning_rate_warms_up(make_run):
     batch = run.batch()
     rates = [run.update(batch, training_step=step).compute()["actor/lr"] for step in range(6)]
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
-    assert run.actor.optimizer.adamw.optimizer.param_groups[0]["lr"] == 1e-3
+    assert run.actor.optimizer.adamw.inner.param_groups[0]["lr"] == 1e-3
 
 
 @pytest.mark.parametrize(

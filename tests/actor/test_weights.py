@@ -141,7 +141,7 @@ def test_the_optimizer_continues_from_its_state(make_run):
     run.update(batch, training_step=1)
     other = make_run()
     other.actor.weights.load(run.actor.weights.snapshot().tensors)
-    other.actor.optimizer.load_state(run.actor.optimizer.state())
+    other.actor.optimizer.adamw.load_state(run.actor.optimizer.adamw.state())
     run.update(batch, training_step=2)
     other.update(batch, training_step=2)
     assert_same(weights(other), weights(run), rtol=0, atol=0)

@@ -304,7 +304,7 @@ def check_numerics(overrides: Sequence[str]) -> None:
     rollout = run.engine.sample(
         run.cache([prompt.text for prompt in drawn]), range(len(drawn)), training_step=1, with_means=False
     )
-    ours = gradients_of(actor.optimizer.adamw.optimizer, actor.weights.parameters)
+    ours = gradients_of(actor.optimizer.adamw.inner, actor.weights.parameters)
     batch = ActorBatch(rollout=rollout, advantages=advantages(rollout.num_samples))
     actor.update(apply_bypass_mode_to_diffusion_batch(batch), None, training_step=1)
     order = torch.cat(

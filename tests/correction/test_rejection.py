@@ -120,4 +120,12 @@ def test_a_mode_of_ones_own():
         correct(delta, delta, rollout_rs=f"{__name__}:MODES", rollout_rs_threshold=1.0)
 
 
+def test_a_mode_of_ones_own_may_divide_by_a_samples_steps():
+    delta, mask = torch.tensor([[0.9, 0.1], [0.1, 0.3]]), torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    options = {"rollout_rs": f"{__name__}:MEAN_SQUARE", "rollout_rs_threshold": 1.0}
+    values = correct(delta, torch.zeros_like(delta), mask, **options).metrics.compute()
+    assert values["rollout_corr/rollout_rs_MEAN_SQUARE_mean"] == pytest.approx(0.05)
+
+
+MEAN_SQUARE = Mode(level="sample", value=lambda ratios: ratios.delta.square().sum(1) / ratios.valid.sum(1))
 LATER_STEPS = Mode(level="sample", value=lambda ratios: ratios.scaled.sum(1) - ratios.scaled[:, 0])

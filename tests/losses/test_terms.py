@@ -7,6 +7,8 @@ import torch
 
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.losses import LOSSES, clip_by_term, flow_grpo
+from flowcorr.losses.terms import make_terms, ratio_stats
+from flowcorr.metrics import Metrics
 from tests.losses.test_every_loss import Settings, changed, gradient, part, problem
 from tests.losses.test_flow_grpo import loss, tensor
 
@@ -85,6 +87,15 @@ def test_trajectory_ratios_need_whole_windows():
         BatchError, match=r"actor\.ratio_level=trajectory_mean needs whole windows.*bypass_scope"
     ):
         loss(tensor(0.1), tensor(1.0), ratio_level="trajectory_mean")
+
+
+def test_a_losss_own_ratio_may_be_anything_where_terms_are_not_kept():
+    old = tensor(0.0, 0.0, 0.0)
+    new = old + tensor(0.1, math.nan, 0.3)
+    terms = make_terms(new, old, torch.ones_like(old), adv_clip_max=5.0, weight=None, keep=None)
+    found = Metrics.from_stats(ratio_stats(terms, new - old)).compute()
+    assert found["ratio_mean"] == pytest.approx((math.exp(0.1) + math.exp(0.3)) / 2)
+    assert found["ratio_std"] == pytest.approx((math.exp(0.3) - math.exp(0.1)) / math.sqrt(2))
 
 
 def test_unknown_ratio_level():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowcorr.config import ModelConfig
-from flowcorr.models import Guidance, load_family
+from flowcorr.models import Guidance, load_family, prompt_cache
 from flowcorr.models.prompt_cache import CHUNK, PromptCache
 from tests.tolerances import MEANS
 
@@ -25,6 +25,15 @@ def test_rows_equal_a_direct_encoding(family, guidance):
     assert cached.keys() == direct.keys()
     for name, rows in cached.items():
         torch.testing.assert_close(rows, direct[name][[2, 0, 2]], **MEANS)
+
+
+def test_prompts_that_are_encoded_one_by_one_have_the_same_rows(family, monkeypatch):
+    texts = ["cat", "dog", "bird"]
+    direct = family.encode(texts, GUIDED)
+    monkeypatch.setattr(prompt_cache, "CHUNK_TOKENS", family.max_sequence_length)
+    assert prompt_cache.chunk_size(family.max_sequence_length) == 1
+    for name, rows in PromptCache(family, GUIDED, texts)(texts).items():
+        torch.testing.assert_close(rows, direct[name], **MEANS)
 
 
 def test_encoders_are_freed_once_all_prompts_are_known(family):

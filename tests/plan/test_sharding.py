@@ -35,7 +35,7 @@ def on_ranks(autocast):
     run.actor.update(batch, None, training_step=1)  # makes the optimizer's state
     run.actor.optimizer.adamw.zero_grad()
     weights = run.actor.weights.parameters.values()
-    state = run.actor.optimizer.state().values()
+    state = run.actor.optimizer.adamw.state().values()
     with tempfile.TemporaryDirectory() as folder:
         one = batch.rollout.select(slice(0, 1))
         recompute = allocated(lambda: run.actor.log_probs(one), Path(folder))

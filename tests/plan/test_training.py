@@ -86,7 +86,7 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     # A CPU's autocast leaves norms and powers in bfloat16, and CUDA's and the fake device's compute them in float32.
     predicted = max(training.backward.peak, training.step.peak)
     assert predicted == pytest.approx(update, rel=0.12 if autocast else 0.05)
-    state = sum(value.nbytes for value in run.actor.optimizer.state().values() if value.dim())
+    state = sum(value.nbytes for value in run.actor.optimizer.adamw.state().values() if value.dim())
     assert training.moments == pytest.approx(state, rel=0.01)
     assert training.gradients == sum(parameter.nbytes for parameter in run.actor.weights.parameters.values())
 
@@ -116,7 +116,7 @@ def test_moments_in_8_bits_take_what_bitsandbytes_allocates(make_config, make_ru
     sections = {**SMALL, "actor": {**SMALL["actor"], "optimizer": "adamw_8bit"}}
     run = make_run(**sections, model=model)
     run.actor.update(run.batch(), None, training_step=1)
-    entries = run.actor.optimizer.adamw.optimizer.state.values()
+    entries = run.actor.optimizer.adamw.inner.state.values()
     shared = {"qmap1", "qmap2"}  # one table of codes for all weights
     held = sum(
         value.nbytes
