@@ -17,21 +17,25 @@ from flowcorr.diagnostics import examine
 FAULTS = {
     "none": (another_guidance(guidance_scale=1.0), {}, "guidance_scale=1 instead of 4"),
     "more": (another_guidance(guidance_scale=5.0), {}, "guidance_scale=5 instead of 4"),
-    "none, fp8": (another_guidance(guidance_scale=1.0), {"emulate": "fp8"}, "guidance_scale="),
+    "none, fp8": (another_guidance(guidance_scale=1.0), {"rollout": {"emulate": "fp8"}}, "guidance_scale="),
     "seven tenths, bfloat16": (
         another_guidance(guidance_scale=2.8),
-        {"dtype": "bfloat16"},
+        {"model": WHOLE, "rollout": {"dtype": "bfloat16"}},
         "guidance_scale=2.7",
     ),
     "rescaled": (rescaled_guidance(0.7), {}, "guidance_rescale=0.7"),
-    "rescaled, bfloat16": (rescaled_guidance(0.7), {"dtype": "bfloat16"}, "guidance_rescale=0.7"),
+    "rescaled, bfloat16": (
+        rescaled_guidance(0.7),
+        {"rollout": {"dtype": "bfloat16"}},
+        "guidance_rescale=0.7",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_guidance(small_run, fault):
-    plant, rollout, message = FAULTS[fault]
-    run = small_run(model=WHOLE, sampling=GUIDED, rollout=rollout)
+    plant, sections, message = FAULTS[fault]
+    run = small_run(sampling=GUIDED, **sections)
     engine = separate(run)
     plant(engine)
     assert_named(check(run, engine, float32=False), "guidance", message)

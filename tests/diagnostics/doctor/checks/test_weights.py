@@ -31,7 +31,7 @@ FAULTS = {
     "one sync behind": ("sync", one_sync_behind, {}, "of one sync ago"),
     "deaf after the first sync": ("sync", deaf_after_the_first_sync, {}, "from before several syncs"),
     "another checkpoint": ("weights", merging(another_checkpoint), {}, ""),
-    "a block's feed-forward lost": ("weights", merging(one_block_missing), {}, ""),
+    "a block's feed-forward lost": ("weights", merging(one_block_missing), {"model": WHOLE}, ""),
     "an attention head lost": ("weights", merging(head_missing), {"sampling": GUIDED}, ""),
     "a checkpoint quantised unasked": (
         "weights",
@@ -48,7 +48,7 @@ FAULTS = {
     "an adapter on half of the layers": (
         "lora",
         merging(without_layers(half_of_the_layers)),
-        {},
+        {"model": WHOLE},
         "layers are left out",
     ),
     "an adapter without alpha over rank": ("lora", merging(scale_up(0.5)), {}, "its scale differs"),
@@ -56,7 +56,7 @@ FAULTS = {
     "half an adapter, int4": (
         "lora",
         merging(without_layers(half_of_the_layers)),
-        {"rollout": {"emulate": "int4"}},
+        {"model": WHOLE, "rollout": {"emulate": "int4"}},
         "",
     ),
 }
@@ -65,7 +65,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_weights(small_run, fault):
     name, plant, sections, message = FAULTS[fault]
-    run = small_run(model=WHOLE, **sections)
+    run = small_run(**sections)
     engine = separate(run)
     plant(engine)
     assert_named(check(run, engine, float32=False), name, message)
