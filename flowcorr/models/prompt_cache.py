@@ -21,15 +21,14 @@ MULTIPLE = 16  # of tokens: what matrix products and attention on a GPU are fast
 class PromptCache:
     """Conditioning by prompt text, kept in main memory.
 
-    The negative prompt is the same for all prompts, so it is encoded once and stored once. Of text with a mask only the
-    tokens that count are stored, and all rows are padded to the longest of `texts`: the mask hides the padding, but it
-    would cost time.
+    The negative prompt is the same for all prompts, so it is encoded with the first of them only, and stored once. Of
+    text with a mask only the tokens that count are stored, and all rows are padded to the longest of `texts`: the mask
+    hides the padding, but it would cost time.
 
-    If the embeddings of all `texts` fit into `max_bytes` they are computed at once, in their order: the first one with
-    the negative prompt, the others in fixed chunks. Then the text encoders are freed. Otherwise the encoders wait in
-    main memory, and each prompt is encoded when it is needed, alone; beyond `max_bytes` those that were not asked for
-    the longest are dropped, but none of the call that asks. Either way a prompt's embedding never depends on the batch
-    that asks for it.
+    If the embeddings of all `texts` fit into `max_bytes` they are computed at once, in their order and in
+    fixed chunks, and the text encoders are freed. Otherwise the encoders wait in main memory, and each prompt is
+    encoded when it is needed, alone; beyond `max_bytes` those that were not asked for the longest are dropped, but none
+    of the call that asks. Either way a prompt's embedding never depends on the batch that asks for it.
     """
 
     def __init__(
@@ -42,9 +41,7 @@ class PromptCache:
         self._num_tokens: dict[str, int] = {}  # of each text with a mask, negative or not
         unique = list(dict.fromkeys(texts))
         chunk = chunk_size(family.max_sequence_length)
-        self._add(unique[:1], guidance)
-        if rest := unique[1:chunk]:
-            self._add(rest)
+        self._add(unique[:chunk], guidance)
         size = sum(map(_nbytes, self._rows.values())) / len(self._rows) * len(unique)
         self._fits = size <= max_bytes
         if not self._fits:

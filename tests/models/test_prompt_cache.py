@@ -115,13 +115,13 @@ def test_the_negative_prompt_is_stored_once(family):
 
 
 @pytest.mark.parametrize("max_bytes", [1, 10**9])
-def test_the_negative_prompt_is_encoded_once(family, max_bytes):
+def test_the_negative_prompt_is_encoded_with_the_first_prompts_only(family, max_bytes):
     texts = [f"{a}{b}" for a in "abcdefghij" for b in "klmnopqrst"]
     rows = []
     family.pipeline.text_encoder.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     PromptCache(family, GUIDED, texts, max_bytes=max_bytes)(texts)
     again = CHUNK if max_bytes == 1 else 0  # prompts of the first chunk, which were not kept
-    assert sum(rows) == len(texts) + again + 1
+    assert sum(rows) == len(texts) + again + CHUNK  # the pipeline encodes it for each prompt of a call
 
 
 def test_more_prompts_than_a_chunk(family):
