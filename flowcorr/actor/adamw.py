@@ -24,6 +24,9 @@ class AdamW:
     Args:
         parameters: the trained weights by name.
         actor: the learning rate and the other keys.
+
+    Attributes:
+        inner: the library's optimizer.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], actor: ActorConfig) -> None:
@@ -68,6 +71,9 @@ class AdamW8bit:
     Args:
         parameters: the trained weights by name.
         actor: the learning rate and the other keys.
+
+    Attributes:
+        inner: the library's optimizer.
 
     Raises:
         MissingExtraError: bitsandbytes is not installed.

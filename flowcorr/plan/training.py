@@ -104,8 +104,8 @@ class Training:
         recompute: recomputing the old log-probs of one micro-batch.
         backward: forward and backward pass of one micro-batch; its peak includes gradients, not weights and moments.
         step: the optimizer's step; its peak includes the same.
-        moments_8bit, step_8bit: the same with `actor.optimizer: adamw_8bit`, computed instead of measured: the kernels
-            of bitsandbytes do not run on the fake device.
+        moments_8bit, step_8bit: `moments` and `step` with `actor.optimizer: adamw_8bit`. They are computed, not
+            measured: the kernels of bitsandbytes do not run on the fake device.
     """
 
     transformer: float
