@@ -32,7 +32,7 @@ from tests.shallow import SHALLOW
 if TYPE_CHECKING:
     from flowcorr.actor import DiffusionActor
     from flowcorr.config.schema import Config
-    from flowcorr.models import ModelFamily
+    from flowcorr.models import Guidance, ModelFamily
     from flowcorr.records import ActorBatch, Rollout
     from flowcorr.rollout import InProcessEngine
     from tests.ranks import Ranks
@@ -46,27 +46,26 @@ settings.register_profile("flowcorr", deadline=None, derandomize=True)
 settings.load_profile("flowcorr")
 
 
-# Files whose tests share processes: those of a Ray cluster, two ranks, finished runs, and a vllm-omni engine.
+# Files whose tests share what takes long to start: a Ray cluster and two ranks, finished runs, a vllm-omni engine.
 SHARED = {
-    "ray": (
-        "workers/test_rollout",
-        "trainer/test_asynchronous",
-        "workers/test_reward",
-        "workers/test_pool",
-        "workers/test_process",
-        "workers/test_cluster",
-        "workers/test_shared",
-        "faults/test_reward_service",
-    ),
-    "ranks": (
+    "processes": (
         "actor/test_adamw",
-        "trainer/test_ranks",
-        "test_invariants",
         "correction/test_correct",
-        "test_metrics",
         "distributed/test_fsdp",
         "distributed/test_ranks",
+        "faults/test_reward_service",
         "faults/test_trainer",
+        "plan/test_sharding",
+        "test_invariants",
+        "test_metrics",
+        "trainer/test_asynchronous",
+        "trainer/test_ranks",
+        "workers/test_cluster",
+        "workers/test_pool",
+        "workers/test_process",
+        "workers/test_reward",
+        "workers/test_rollout",
+        "workers/test_shared",
     ),
     "runs": (
         "trainer/test_evaluate",
@@ -124,8 +123,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"path": SHALLOW, "max_sequence_length": 8},
     "sampling": {
-        "height": 32,
-        "width": 64,
+        "height": 16,
+        "width": 32,
         "num_inference_steps": 4,
         "sde_window_size": 2,
         "sde_window_range": (0, 3),
@@ -211,6 +210,12 @@ def loaded_family(path: str, dtype: str) -> ModelFamily:
     return load_family(ModelConfig(path=path, dtype=dtype, max_sequence_length=8))
 
 
+@lru_cache
+def encoded(path: str, dtype: str, prompts: tuple[str, ...], guidance: Guidance) -> dict[str, Tensor]:
+    """Prompts as the model's text encoders put them, which nothing may change."""
+    return loaded_family(path, dtype).encode(prompts, guidance)
+
+
 def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
     """Connect the embedded model, actor and engine as the trainer does."""
     from flowcorr.actor import DiffusionActor
@@ -229,7 +234,8 @@ def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
         base=actor.weights.untrained,
     )
     engine.sync(actor.weights.snapshot())
-    conditioning = family.encode(prompts, actor.guidance)
+    rows = encoded(config.model.path, config.model.dtype, tuple(prompts), actor.guidance)
+    conditioning = {name: tensor.clone() for name, tensor in rows.items()}
     return Run(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
 
 

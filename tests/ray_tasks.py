@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowcorr.errors import ConfigError, MissingExtraError
+from flowcorr.errors import BatchError, ConfigError, MissingExtraError
 
 # Overrides that let a run sample and score in workers.
 WORKERS = (
@@ -93,7 +93,9 @@ def broken() -> None:
 
 
 def brightness(images: np.ndarray, prompts: list, dark: float = -1.0, api_key: str = "") -> np.ndarray:
-    """A reward that raises where an image is darker than `dark`."""
+    """A reward that raises where an image is darker than `dark`, and for prompts without a target."""
+    if any(prompt.target is None for prompt in prompts):
+        raise BatchError("there is no target")
     scores = images.mean(axis=(1, 2, 3))
     if (scores < dark).any():
         raise ValueError(f"an image of brightness {scores.min():.1f}")

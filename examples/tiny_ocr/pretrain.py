@@ -43,6 +43,7 @@ _STRUCK_SHARE = 0.625
 _NULL_SHARE = 0.05
 _EMA_DECAY = 0.99
 _CORPUS_WORDS = 16_384
+_STATISTICS_WORDS = 512
 _MAX_PADDING = 256  # the pipeline's default `max_sequence_length`
 
 
@@ -194,7 +195,7 @@ def _train_vae(vae: AutoencoderKL, steps: int, seed: int, progress: Progress) ->
 @torch.no_grad()
 def _standardise_latents(vae: AutoencoderKL, seed: int) -> None:
     rng = np.random.default_rng([seed, 1])
-    images = _images(train_words(512, seed), rng, struck_share=0.5)
+    images = _images(train_words(_STATISTICS_WORDS, seed), rng, struck_share=0.5)
     latents = vae.encode(images).latent_dist.mode()
     vae.register_to_config(
         shift_factor=round(float(latents.mean()), 4), scaling_factor=round(1 / float(latents.std()), 4)

@@ -27,7 +27,7 @@ def gradient(make_run, dtype, batch, scale=None):
         replace(
             batch,
             rollout=rollout,
-            advantages=1e-3 * batch.advantages,
+            advantages=2e-4 * batch.advantages,
             old_log_probs=run.actor.log_probs(rollout).log_probs,
         )
     )

@@ -19,6 +19,8 @@ SMALL = [
     "sampling.sde_window_range=[0,2]",
     "data.num_train=8",
     f"model.path={SHALLOW}",
+    "sampling.height=16",
+    "sampling.width=32",
 ]
 
 

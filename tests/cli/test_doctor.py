@@ -11,6 +11,8 @@ from tests.shallow import SHALLOW
 
 SMALL = [
     f"model.path={SHALLOW}",
+    "sampling.height=16",
+    "sampling.width=32",
     "rollout.n=2",
     "sampling.num_inference_steps=3",
     "sampling.sde_window_range=[0,2]",
@@ -39,7 +41,7 @@ def test_a_healthy_recipe(capsys):
     out = capsys.readouterr().out
     assert "PASS  bookkeeping" in out
     assert "noise floor before any update" in out
-    assert "D = 512, clip range [0.001, 0.002]" in out
+    assert "D = 128, clip range [0.001, 0.002]" in out
     assert out.rstrip().endswith("rollout engine and actor agree: 19 PASS")
     assert max(map(len, out.splitlines())) <= 140
 

@@ -204,6 +204,6 @@ if __name__ == "__main__":
     if sys.argv[2] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if sys.argv[2] == "cuda" else "gloo"
-    start_group(backend, seconds=8)
+    start_group(backend, seconds=5)
     stop_answering(*sys.argv[1:])
     dist.destroy_process_group()

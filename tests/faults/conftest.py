@@ -24,6 +24,8 @@ os.environ.setdefault("no_proxy", "127.0.0.1")  # before Ray's workers inherit i
 STEPS = 6
 SMALL = (
     f"model.path={SHALLOW}",
+    "sampling.height=16",
+    "sampling.width=32",
     "model.lora.rank=4",
     "sampling.num_inference_steps=4",
     "sampling.sde_window_range=[0, 3]",

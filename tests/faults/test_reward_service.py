@@ -15,7 +15,7 @@ from flowcorr.errors import BackendError
 from flowcorr.trackers.jsonl import read_metrics
 
 OPTIONS = {"timeout": 300, "retries": 1, "backoff": 0.01}
-PATIENCE = 8  # seconds that a run waits for a service that does not answer; one that does takes milliseconds
+PATIENCE = 5  # seconds that a run waits for a service that does not answer; one that does takes milliseconds
 
 
 class Scorer(ThreadingHTTPServer):

@@ -29,8 +29,8 @@ def restarted(run):
 def test_shapes_and_owners(make_run):
     run = make_run()
     rollout = run.sample()
-    assert rollout.latents.shape == rollout.next_latents.shape == rollout.means.shape == (8, 2, 4, 8, 16)
-    assert rollout.images.shape == (8, 32, 64, 3)
+    assert rollout.latents.shape == rollout.next_latents.shape == rollout.means.shape == (8, 2, 4, 4, 8)
+    assert rollout.images.shape == (8, 16, 32, 3)
     assert rollout.group_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert rollout.policy_versions.tolist() == [0] * 8
     assert rollout.conditioning_rows.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]

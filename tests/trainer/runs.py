@@ -14,6 +14,8 @@ from tests.shallow import SHALLOW
 
 SMALL = (
     f"model.path={SHALLOW}",
+    "sampling.height=16",
+    "sampling.width=32",
     "model.lora.rank=4",
     "sampling.num_inference_steps=4",
     "sampling.sde_window_range=[0, 3]",

@@ -29,7 +29,8 @@ SMALL = (
     "trainer.eval_every=3",
     "trainer.save_every=3",
 )
-AHEAD = (*WORKERS, "rollout.max_staleness=2", "rollout.drift_every=2", "rollout.replay_every=2")
+LATE = ("rollout.max_staleness=2", "rollout.drift_every=2", "rollout.replay_every=2")
+AHEAD = ("rollout.placement=ray", "rollout.timeout=600", *LATE)
 
 
 class AtPhase(Silent):
@@ -127,7 +128,7 @@ def test_resumed_after_a_kill_samples_again_what_was_in_flight(runs, tmp_path):
 
 @pytest.mark.faults
 def test_a_signal_ends_a_run_with_a_checkpoint_and_without_workers(runs, tmp_path):
-    settings = small_config(*AHEAD)
+    settings = small_config(*WORKERS, *LATE)
     seen = []
 
     def terminate():
@@ -156,13 +157,13 @@ def test_resume_takes_other_workers_and_no_other_bound(runs, tmp_path):
     folder = shutil.copytree(runs / "ahead", tmp_path / "run")
     changed = (
         *AHEAD,
-        "rollout.num_workers=1",
+        "rollout.num_workers=2",
         "rollout.worker_resources={num_cpus: 0.5}",
         "reward.timeout=60",
     )
     assert trainer.train(small_config(*changed), folder, resume=True).status == "finished"
     with pytest.raises(ConfigError, match="rollout.max_staleness was 2, now 1"):
-        trainer.train(small_config(*WORKERS, "rollout.max_staleness=1"), folder, resume=True)
+        trainer.train(small_config(*AHEAD, "rollout.max_staleness=1"), folder, resume=True)
 
 
 def workers():

@@ -91,7 +91,7 @@ def test_evaluate_run_finds_best_last_and_a_folder(finished):
         chosen, evaluation = trainer.evaluate_run(finished, which=which)
         assert chosen.name == f"step_{step:06d}"
         assert evaluation.metrics["eval/reward"] == scores[step]
-        assert evaluation.images.shape == (4, 32, 64, 3)
+        assert evaluation.images.shape == (4, 16, 32, 3)
     sampled_elsewhere = ("rollout.name=vllm_omni", "rollout.engine={max_num_seqs: 2}")
     assert (
         trainer.evaluate_run(finished, overrides=sampled_elsewhere)[1].metrics["eval/reward"] == scores[best]

@@ -72,7 +72,7 @@ def test_terms_are_those_of_the_step(runs):
         assert update.mean().item() == pytest.approx(metrics["actor/ppo_kl"], rel=1e-9)
         assert found.rewards.double().mean().item() == pytest.approx(metrics["reward/mean"], rel=1e-6)
         assert found.advantages.sum().item() == pytest.approx(0, abs=1e-6)
-        assert found.num_elements == 512
+        assert found.num_elements == 128
         assert not found.bypass
 
 

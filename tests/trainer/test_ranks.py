@@ -27,6 +27,8 @@ from tests.shallow import SHALLOW
 
 SMALL = (
     f"model.path={SHALLOW}",
+    "sampling.height=16",
+    "sampling.width=32",
     "model.lora.rank=4",
     "sampling.num_inference_steps=3",
     "sampling.sde_window_range=[0, 3]",
@@ -51,7 +53,7 @@ CASES = {
         "algorithm.advantage_std=global",
         "reward.terms=[{name: jpeg_compressibility, normalize: global}, {name: jpeg_incompressibility, weight: 0.1}]",
         f"{CORRECTION}={{preset: null, rollout_is: token, rollout_is_batch_normalize: true, rollout_rs: "
-        "'token_k1,step_z', rollout_rs_threshold: [auto, 2.0], rejection_groups: drop_small}",
+        "'token_k1,step_z', rollout_rs_threshold: [auto, 1.5], rejection_groups: drop_small}",
         "trainer.dump_log_probs=true",
         "rollout.replay_every=1",
     ),

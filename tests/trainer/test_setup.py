@@ -7,10 +7,10 @@ import torch
 
 from flowcorr import config
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
-from flowcorr.models import EMBEDDED
 from flowcorr.rewards import ThreadReward, WeightedSum
 from flowcorr.trainer import setup
 from flowcorr.trainer.setup import build_run
+from tests.trainer.runs import small_config
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_text_encoders_are_gone_before_an_engine_starts(monkeypatch):
 
     monkeypatch.setattr(setup, "check_installed", lambda _: None)
     monkeypatch.setattr(setup, "build_backend", start)
-    build_run(config.load("tiny_jpeg_lora", ["rollout.name=vllm_omni"]))
+    build_run(small_config("rollout.name=vllm_omni"))
     assert started == [(None, None)]
 
 
@@ -101,8 +101,7 @@ def test_text_encoders_that_do_not_fit_are_an_error_that_names_their_key(monkeyp
 
 def test_guidance_that_the_loaded_model_does_not_read_warns():
     """The family is not known before."""
-    overrides = [f"model.path={EMBEDDED['tiny_ocr']}", "sampling.true_cfg_scale=4.5"]
-    settings = config.load("tiny_jpeg_lora", overrides)
+    settings = small_config("sampling.true_cfg_scale=4.5")
     message = (
         "sampling.true_cfg_scale=4.5 has no effect: a model of the family sd3 reads sampling.guidance_scale"
     )
@@ -127,7 +126,6 @@ def test_a_reward_has_a_thread_where_it_says_that_it_may_or_the_recipe_does(
         "def brightness(images, prompts):\n    return images.mean((1, 2, 3))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    overrides = [f"reward.placement={placement}", f"reward.terms=[{{name: '{name}'}}]"]
-    run, _ = build_run(config.load("tiny_jpeg_lora", overrides))
+    run, _ = build_run(small_config(f"reward.placement={placement}", f"reward.terms=[{{name: '{name}'}}]"))
     run.close()
     assert isinstance(run.reward, kind)

@@ -108,12 +108,12 @@ def test_a_task_that_kills_every_worker_is_given_up(pool, events):
 
 def test_a_worker_that_hangs_is_replaced(tmp_path):
     events = Events()
-    pool = start(events=events, num_workers=1, timeout=4.0)
+    pool = start(events=events, num_workers=1, timeout=3.0)
     begin = time.monotonic()
     found = value(pool.submit("an endless task", "hang", str(tmp_path / "flag")))
-    assert time.monotonic() - begin >= 4
+    assert time.monotonic() - begin >= 3
     assert events.kinds()[:3] == ["worker_lost", "shard_retried", "worker_restarted"]
-    assert events[0]["error"] == "TimeoutError: no answer within rollout.timeout=4 s"
+    assert events[0]["error"] == "TimeoutError: no answer within rollout.timeout=3 s"
     assert found != events[0]["pid"]
     wait_for(lambda: not runs(events[0]["pid"]))
     pool.close()

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import yaml
-from diagnostics.gaps import D
 
 from flowcorr.diagnostics.audit import advice as rules
 from flowcorr.diagnostics.audit import audit, measure
@@ -35,7 +34,7 @@ def test_one_model_for_both_needs_no_correction(shared):
     assert shared.advice.mode == "bypass"
     assert shared.joint_nats < 1e-8
     assert shared.outside_clip == 0
-    assert (shared.num_samples, shared.num_steps, shared.num_elements) == (16, 2, D)
+    assert (shared.num_samples, shared.num_steps, shared.num_elements) == (16, 2, 128)
     assert [step.step_index for step in shared.steps] == [0, 1]
     assert sum(step.num_terms for step in shared.steps) == 32
     assert 0 < shared.cost.share < 1

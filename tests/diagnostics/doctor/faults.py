@@ -10,7 +10,8 @@ from flowcorr.models import Schedule
 from flowcorr.rollout import InProcessEngine
 
 SMALL = {"n": 2}
-SHORT = {"num_inference_steps": 3, "sde_window_range": (0, 2)}
+# Faults stand out of more elements than the images of other tests have.
+SHORT = {"height": 32, "width": 64, "num_inference_steps": 3, "sde_window_range": (0, 2)}
 GUIDED = {"guidance_scale": 4.0}
 WHOLE = {"path": "tiny_ocr"}  # where a fault has to stand out of what all four blocks add
 

@@ -10,13 +10,21 @@ from flowcorr.words import is_heldout
 STEPS = {"vae_steps": 2, "transformer_steps": 2, "defect_steps": 2}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_batches():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_VAE_BATCH", "_TRANSFORMER_BATCH", "_STATISTICS_WORDS"):
+            patch.setattr(pretrain, name, 8)
+        yield
+
+
 def digests(folder):
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 @pytest.fixture(scope="module")
-def rebuilt(tmp_path_factory):
+def rebuilt(small_batches, tmp_path_factory):
     steps, scored = [], []
 
     def scorer(images, words):
