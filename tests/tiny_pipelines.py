@@ -36,6 +36,7 @@ def build_tiny_sd35(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
     pipeline = _sd3_pipeline(seed)
     config = {**pipeline.transformer.config, "qk_norm": "rms_norm", "dual_attention_layers": (0,)}
+    del config["_use_default_values"]  # it names keys for which diffusers would take its defaults
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline.register_modules(transformer=SD3Transformer2DModel.from_config(config))

@@ -55,8 +55,9 @@ class DiffusionActor:
         """The policy's velocity under `conditioning`, `(latents [B, *L], timesteps [B]) -> [B, *L]`, for a sampler."""
 
         def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
-            return self.family.velocity(
-                self.weights.transformer, latents, timesteps, conditioning, self.guidance
-            )
+            with self.scorer.autocast():
+                return self.family.velocity(
+                    self.weights.transformer, latents, timesteps, conditioning, self.guidance
+                )
 
         return velocity

@@ -50,7 +50,10 @@ class Scorer:
         self.family, self.weights, self.guidance, self.config = family, weights, guidance, config
         self._transformer: Any = weights.transformer
         if config.actor.compile:
-            # One compilation serves all blocks of a kind, and any batch size.
+            # One compilation serves all blocks of a kind, and any batch size. But each kind is compiled with and
+            # without gradients and adapters, and beyond torch's limit of 8 compilations blocks run uncompiled.
+            limits = torch._dynamo.config
+            limits.recompile_limit = max(limits.recompile_limit, 64)
             for block in repeated_blocks(self._transformer):
                 block.compile(dynamic=True)
 
@@ -137,7 +140,7 @@ class Scorer:
 
     def micro_batches(self, num_samples: int) -> list[slice]:
         """The samples that go through the transformer together."""
-        size = self.config.actor.micro_batch_size or max(num_samples, 1)
+        size = self.config.actor.micro_batch_size or self.config.mini_batch_size
         return [slice(begin, begin + size) for begin in range(0, num_samples, size)]
 
     def num_fillers(self, num_micro_batches: int, filler_sample: Rollout) -> int:
@@ -163,9 +166,7 @@ class Scorer:
 
     def _score(self, rollout: Rollout, guidance: Guidance | None) -> PolicyStep:
         samples, steps = rollout.log_probs.shape
-        # Sharded weights have FSDP's mixed precision instead.
-        autocast = self.config.actor.autocast and not self.weights.sharded
-        with torch.autocast(rollout.latents.device.type, torch.bfloat16, enabled=autocast):
+        with self.autocast():
             velocity = self.family.velocity(
                 self._transformer,
                 rollout.latents.flatten(0, 1),
@@ -184,6 +185,11 @@ class Scorer:
         )
         log_prob = sde.log_prob(rollout.next_latents, step, cps_unscaled=sampling.cps_unscaled)
         return PolicyStep(log_prob=log_prob, mean=step.mean, std=step.std, step=step.step)
+
+    def autocast(self) -> torch.autocast:
+        """The precision of a forward pass; sharded weights have FSDP's mixed precision instead of autocast."""
+        enabled = self.config.actor.autocast and not self.weights.sharded
+        return torch.autocast(self.weights.device.type, torch.bfloat16, enabled=enabled)
 
     @contextlib.contextmanager
     def _reference(self) -> Iterator[None]:

@@ -281,14 +281,14 @@ class ActorConfig:
         grad_clip: largest gradient norm.
         epochs: passes over a step's samples.
         mini_batches: optimizer updates a pass; groups are never split.
-        micro_batch_size: samples a forward pass; null takes the whole mini-batch.
+        micro_batch_size: samples a forward pass, also where log-probs are recomputed; null takes a mini-batch.
         fold_steps: score all window steps of a micro-batch in one forward pass. On a GPU the first training step
             measures it, and warns where step by step is faster.
         autocast: bfloat16 autocast around the transformer. With weights sharded by `fsdp` it gathers them in bfloat16,
             also for an engine in this process that shares them, with `rollout.dtype: bfloat16`.
         gradient_checkpointing: trade compute for memory in the transformer.
-        compile: `torch.compile` the transformer where log-probs are scored and learned; evaluations, and rollouts in
-            this process, run it as it is, and differ from it by rounding.
+        compile: `torch.compile` the blocks of the trained transformer, for all that runs them: scoring, learning,
+            evaluations, and rollouts that share them. It differs from other copies by rounding.
         fsdp: with several ranks, spread weights, gradients and optimizer state over them; for `model.lora.rank: 0`.
         ema: decay of an exponential moving average of the trained weights, used for evaluation; null is off.
     """
@@ -426,3 +426,9 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples of the largest mini-batch, of all ranks together."""
+        groups = -(-self.rollout.prompts_per_step // self.actor.mini_batches)
+        return groups * self.rollout.n

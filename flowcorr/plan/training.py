@@ -312,8 +312,7 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
 
 def one_optimizer_step(config: Config) -> Config:
     """The config with an update of one optimizer step, and with `actor.micro_batch_size` set."""
-    groups = -(-config.rollout.prompts_per_step // config.actor.mini_batches)
-    micro_batch = min(config.actor.micro_batch_size or groups * config.rollout.n, groups * config.rollout.n)
+    micro_batch = min(config.actor.micro_batch_size or config.mini_batch_size, config.mini_batch_size)
     return replace(
         config,
         actor=replace(

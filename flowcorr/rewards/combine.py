@@ -226,8 +226,9 @@ def training_scores(output: RewardOutput, terms: Sequence[Term], group_ids: Tens
     if all(term.normalize == "none" for term in terms):
         return torch.as_tensor(output.scores, device=device)
     total = torch.zeros(len(output.scores), dtype=torch.float64, device=device)
+    unscored = np.full(len(output.scores), np.nan)  # where all samples of this rank failed
     for term in terms:
-        scores = torch.as_tensor(output.terms[_label(term)], device=device)
+        scores = torch.as_tensor(output.terms.get(_label(term), unscored), device=device)
         rows = ~scores.isnan()  # samples that it scores
         scores = scores[rows]
         if term.normalize != "none":

@@ -42,8 +42,7 @@ def _remedy(config: Config, phase: str) -> str:
         offloaded = config.model.offload_text_encoders
         return "use a GPU with more memory" if offloaded else "set model.offload_text_encoders=true"
     if phase in _SCORING:
-        groups = -(-rollout.prompts_per_step // actor.mini_batches)
-        size = actor.micro_batch_size or groups * rollout.n
+        size = actor.micro_batch_size or config.mini_batch_size
         if size > 1:
             return f"set actor.micro_batch_size={size // 2} instead of {size}"
         if not actor.gradient_checkpointing:

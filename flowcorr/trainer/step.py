@@ -104,6 +104,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         recorder = TermRecorder(batch, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
     with watch("update"):
         metrics = metrics.merge(actor.update(batch, correction, training_step=step, record=recorder))
+        actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())
         prefetch(run, step + 1)

@@ -2,6 +2,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_pipelines import build_tiny_sd35
+from torch import nn
 
 from tests.actor.updates import assert_same, updated
 from tests.tolerances import GRADIENTS, LOG_PROBS, MEANS
@@ -42,6 +44,12 @@ def test_micro_batches_change_no_log_prob(make_run, size):
     torch.testing.assert_close(run.actor.log_probs(rollout).log_probs, rollout.log_probs, **LOG_PROBS)
 
 
+def test_by_default_no_forward_pass_takes_more_than_a_mini_batch(make_run):
+    """Also in the recompute, whose batch is the whole step's."""
+    run = make_run(rollout={"prompts_per_step": 3, "n": 2}, actor={"mini_batches": 2})
+    assert run.actor.scorer.micro_batches(6) == [slice(0, 4), slice(4, 8)]
+
+
 def test_the_timesteps_of_the_rollout_are_replayed(make_run):
     run = make_run()
     rollout = run.sample()
@@ -56,6 +64,12 @@ def test_autocast_rounds_and_stays_close(make_run):
     gap = run.actor.log_probs(rollout).log_probs - plain.actor.log_probs(rollout).log_probs
     assert gap.dtype == torch.float32
     assert 1e-7 < gap.abs().max() < 1e-2
+    step = rollout.step(0)
+    velocity, exact = (
+        actor.velocity(step.sample_conditioning(repeats=1))(step.latents[:, 0], step.timesteps[:, 0])
+        for actor in (run.actor, plain.actor)
+    )
+    assert 1e-5 < (velocity - exact).abs().max() < 0.1
     assert run.update(plain.batch(rollout), training_step=1).compute()["actor/updates"] == 1
 
 
@@ -68,3 +82,19 @@ def test_a_compiled_transformer_computes_the_same(make_run):
     plain, expected = updated(make_run)
     assert_same(compiled.gradient(), plain.gradient(), **GRADIENTS)
     assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_every_kind_of_block_stays_compiled(make_run, tmp_path, monkeypatch):
+    """With and without gradients, and under the reference policy: more compilations than torch allows by default."""
+    compiled = nn.Module.compile
+    # Kinds are told apart before code is generated, which would take minutes.
+    monkeypatch.setattr(nn.Module, "compile", lambda block, **key: compiled(block, **key, backend="eager"))
+    path = str(build_tiny_sd35(tmp_path / "sd35"))
+    run = make_run(model={"path": path}, actor={"compile": True, "kl_coef": 0.1})
+    batch = run.batch()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        run.update(batch)
+        run.update(batch)

@@ -288,6 +288,12 @@ def test_terms_are_normalised_over_the_samples_that_they_score():
     np.testing.assert_allclose(scores, expected, rtol=1e-4)
 
 
+def test_a_rank_whose_samples_all_failed_has_no_terms():
+    nothing = RewardOutput(scores=np.zeros(0))
+    terms = [RewardTerm(name="a", normalize="global"), RewardTerm(name="b")]
+    assert training_scores(nothing, terms, torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
 @pytest.mark.parametrize(
     ("terms", "gold", "message"),
     [

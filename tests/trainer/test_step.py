@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from flowcorr.config import load
 from flowcorr.errors import BackendError
 from flowcorr.records import Rollout
 from flowcorr.rewards import RewardOutput
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import drop_failed_groups, reward_metrics, train_step
+from tests.trainer.runs import small_config
 
 
 def rollout():
@@ -63,10 +63,9 @@ def test_reward_metrics_are_of_the_scored_samples():
     }
 
 
-def test_samples_are_not_copied_where_all_rewards_succeeded(monkeypatch):
-    """Beside a model that fills the GPU, a step's conditioning and latents are gigabytes."""
-    overrides = ["rollout.prompts_per_step=2", "rollout.n=2", "data.num_heldout=2", "data.num_train=4"]
-    run, _ = build_run(load("tiny_jpeg_lora", overrides))
+def test_a_step_keeps_neither_copies_of_samples_nor_gradients(monkeypatch):
+    """Beside a model that fills the GPU, a step's conditioning and latents are gigabytes, and so are gradients."""
+    run, _ = build_run(small_config())
     run.engine.sync(run.actor.weights.snapshot())
     sample, update, seen = run.engine.sample, run.actor.update, []
     monkeypatch.setattr(
@@ -82,3 +81,4 @@ def test_samples_are_not_copied_where_all_rewards_succeeded(monkeypatch):
     sampled, learned = seen
     assert learned.latents.data_ptr() == sampled.latents.data_ptr()
     assert learned.images is None
+    assert [name for name, weight in run.actor.weights.parameters.items() if weight.grad is not None] == []
