@@ -310,6 +310,8 @@ def _memory(measured: _Measured) -> Memory:
     if measured.own_engine:
         spread = config.rollout.engine.get("tensor_parallel_size", 1)
         held = measured.engine_weights / spread + measured.engine_adapter + measured.decoder.weights
+        if needs_base(config):  # a Ray worker merges adapters into a copy of its model
+            held += training.transformer
         engine = held + max(measured.sampling.peak, measured.decoder.work.peak)
     return Memory(
         load=with_text,

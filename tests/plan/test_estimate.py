@@ -3,9 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from flowcorr.config import load
+from flowcorr.config import ModelConfig, load
 from flowcorr.data import load_prompts
 from flowcorr.errors import ConfigError
+from flowcorr.models import load_family
 from flowcorr.plan.answers import MARGIN
 from flowcorr.plan.devices import GPUS, find_gpu
 from flowcorr.plan.estimate import make_plan, other_ways
@@ -162,6 +163,14 @@ def test_moments_in_8_bits_save_three_quarters_of_their_memory(tiny):
     assert in_8_bits not in {*after.ways_to_fit, *tiny.ways_to_fit}
     shards = plan(*full, "actor.fsdp=true", ranks=8)
     assert shards.memory.idle - shards.ways_to_fit[in_8_bits].idle == pytest.approx(saved / 8, rel=0.02)
+
+
+def test_a_ray_worker_that_samples_ahead_holds_the_transformer_twice():
+    worker, ahead = (
+        plan("rollout.placement=ray", f"rollout.max_staleness={steps}").memory for steps in (0, 1)
+    )
+    transformer = sum(parameter.nbytes for parameter in load_family(ModelConfig()).transformer.parameters())
+    assert ahead.engine - worker.engine == pytest.approx(transformer, rel=0.05)  # it has buffers, too
 
 
 @pytest.mark.parametrize(
