@@ -117,7 +117,7 @@ class OmniClient:
         self._acknowledged("sleep", self._omni.sleep(level=1))
 
     def wake_up(self) -> None:
-        """Move the weights back to the GPU."""
+        """Move the weights back to the GPU; on an engine that is awake it does nothing."""
         self._acknowledged("wake_up", self._omni.wake_up())
 
     def close(self) -> None:

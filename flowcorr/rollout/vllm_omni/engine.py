@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class VllmOmniEngine:
     Attributes:
         client: the running engine.
         weight_sync: the way in which new weights travel, see `rollout.engine`.
-        sleeps: the engine leaves the device to the trainer between rollouts.
+        sleeps: the engine is on the device only while it loads weights or samples.
 
     Raises:
         ConfigError: `rollout.engine` holds an option that cannot be set.
@@ -79,7 +80,7 @@ class VllmOmniEngine:
             noise_range=sampling.sde_noise_range,
         )
         options, self.weight_sync = engine_options(config, family)
-        self.sleeps, self._asleep = bool(options.get("enable_sleep_mode")), False
+        self.sleeps = bool(options.get("enable_sleep_mode"))
         self._merge = merge
         self._history: deque[Weights] = deque(maxlen=config.rollout.staleness + 1)
         self._loaded: Weights | None = None
@@ -94,9 +95,10 @@ class VllmOmniEngine:
             self._folder.cleanup()
             raise
         try:
-            start = probe.Velocities(engine=self._velocity(), actor=actor_probe.start)
+            with self._awake():
+                velocity = self._velocity()
+            start = probe.Velocities(engine=velocity, actor=actor_probe.start)
             self._moves = probe.MoveCheck(start, disagreement=probe.disagreement(config.rollout))
-            self._rest()
         except BaseException:
             self.close()
             raise
@@ -134,12 +136,13 @@ class VllmOmniEngine:
         self._load(self._history[0])
 
     def _load(self, weights: Weights) -> None:
-        self._wake()
-        if self.weight_sync == "merged":
-            self._load_transformer(weights.tensors)
-        else:
-            self._load_adapter(weights.tensors)
-        self._moves.check(probe.Velocities(engine=self._velocity(), actor=self._probe.velocity(weights)))
+        with self._awake():
+            if self.weight_sync == "merged":
+                self._load_transformer(weights.tensors)
+            else:
+                self._load_adapter(weights.tensors)
+            velocity = self._velocity()
+        self._moves.check(probe.Velocities(engine=velocity, actor=self._probe.velocity(weights)))
         self._loaded = weights
 
     def _load_transformer(self, tensors: Mapping[str, Tensor]) -> None:
@@ -199,7 +202,6 @@ class VllmOmniEngine:
         Raises:
             BackendError: a request failed, or the engine died.
         """
-        self._wake()
         count = self.config.rollout.n
         jobs = self.jobs(groups, training_step, with_means)
         cpu = self._cast(conditioning)
@@ -207,8 +209,8 @@ class VllmOmniEngine:
             self.request(job, {name: rows[place // count] for name, rows in cpu.items()})
             for place, job in enumerate(jobs)
         ]
-        outputs = self.client.generate(requests, steps=self.config.sampling.num_inference_steps)
-        self._rest()
+        with self._awake():
+            outputs = self.client.generate(requests, steps=self.config.sampling.num_inference_steps)
         own = torch.arange(len(groups)).repeat_interleave(count)
         rollout = _rollout(outputs, jobs, conditioning, own)
         on_images(rollout.decoded)
@@ -292,17 +294,19 @@ class VllmOmniEngine:
         self.client.close()
         self._folder.cleanup()
 
-    def _wake(self) -> None:
-        if self.sleeps and self._asleep:
-            empty_cache(next(self.family.transformer.parameters()).device)
-            self.client.wake_up()
-            self._asleep = False
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        """In sleep mode, move the engine to the device inside this context, and back to main memory afterwards.
 
-    def _rest(self) -> None:
-        """Free a shared GPU for the trainer. After a sync the engine stays awake, because sampling follows."""
+        A sync and the rollout after it wake the engine separately, because an evaluation may come between them. After
+        an error the engine stays on the device.
+        """
+        if self.sleeps:
+            empty_cache(self._device)
+            self.client.wake_up()
+        yield
         if self.sleeps:
             self.client.sleep()
-            self._asleep = True
 
 
 def _trajectory(output: Any) -> Mapping[str, Any]:

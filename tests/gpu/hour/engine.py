@@ -145,17 +145,16 @@ def _synced(hour: Hour, dtype: str, ways: Sequence[str], overrides: Sequence[str
 def _slept(hour: Hour, overrides: Sequence[str]) -> None:
     """Three training steps' worth of waking, syncing, sampling and sleeping, and the memory that sleep frees."""
     with _running(overrides) as stack:
-        free = []
         for step in range(3):
-            free.append(torch.cuda.mem_get_info(hour.device)[0])
             name = f"sleep: log-probs of step {step} beside the actor's"
             hour.row(name, stack.gap(step), unit="nats", at_most=MOST["float32"])
             stack.stir()
             seconds = meter.seconds_once(hour.device, stack.sync)
-            hour.row(f"sleep: waking and sync of step {step}", seconds, unit="s")
-        stack.sample(3)
+            hour.row(f"sleep: waking, sync and sleeping of step {step}", seconds, unit="s")
         asleep = torch.cuda.mem_get_info(hour.device)[0]
-        hour.row("sleep: free memory gained", (asleep - min(free)) / 1e9, unit="GB")
+        stack.engine.client.wake_up()
+        awake = torch.cuda.mem_get_info(hour.device)[0]
+        hour.row("sleep: free memory gained", (asleep - awake) / 1e9, unit="GB")
 
 
 def _doctor(hour: Hour, recipe: str, overrides: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from flowcorr.models import Guidance
 from flowcorr.rollout.vllm_omni.patience import Patience
+from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -125,7 +126,7 @@ def test_a_stale_engine_samples_with_older_weights_and_can_be_restored(start):
     assert not torch.equal(stack.sample().latents, newer.latents)
 
 
-def test_an_engine_in_sleep_mode_wakes_once_a_training_step(stack, monkeypatch):
+def test_an_engine_in_sleep_mode_is_awake_only_while_it_loads_weights_or_samples(stack, monkeypatch):
     """No sleep on a CPU: the real engine samples, and its client notes when it would sleep and wake."""
     calls = []
 
@@ -137,14 +138,14 @@ def test_an_engine_in_sleep_mode_wakes_once_a_training_step(stack, monkeypatch):
         return call
 
     client_class = type(stack.engine.client)
-    for name in ("generate", "rpc"):
+    for name in ("generate", "rpc", "wake_up"):
         monkeypatch.setattr(client_class, name, noted(name, getattr(client_class, name)))
-    for name in ("sleep", "wake_up"):
-        monkeypatch.setattr(client_class, name, noted(name, lambda self: None))
+    monkeypatch.setattr(client_class, "sleep", noted("sleep", lambda self: None))
     monkeypatch.setattr(stack.engine, "sleeps", True)
+    monkeypatch.setattr(ComputedProbe, "velocity", noted("actor's velocity", ComputedProbe.velocity))
     for step in range(2):
-        stack.sample(training_step=step)
         stack.stir(seed=step)
         stack.sync()
-    sample, sync = ["generate", "sleep"], ["wake_up", "rpc", "generate"]
-    assert calls == 2 * [*sample, *sync]
+        stack.sample(training_step=step)
+    sync = ["wake_up", "rpc", "generate", "sleep", "actor's velocity"]
+    assert calls == 2 * [*sync, "wake_up", "generate", "sleep"]
