@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from typing import Any
 
 from flowcorr.errors import ConfigError
@@ -17,25 +18,37 @@ def import_target(key: str, path: str, what: str) -> Any:
         what: what it should be, for messages.
 
     Raises:
-        ConfigError: there is no such module, or no such name in it. An error inside the module itself, such as
-            a missing import of its own, is passed on as it is.
+        ConfigError: there is no such module, or no such name in it, or the module cannot be imported. Its `__cause__`
+            is then the module's own error.
     """
     module_name, _, attribute = path.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise _no_module(key, path, module_name)
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks something that it imports itself
-        raise _no_module(key, path, error.name) from error
-    except ValueError as error:
-        raise _no_module(key, path, module_name) from error
+    except (Exception, SystemExit) as error:  # the module's code may raise anything
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise _no_module(key, path, error.name) from error
+        raise ConfigError(
+            f"{key}={path!r}: {_importing(module_name, error)}: {type(error).__name__}: {error}"
+        ) from error
     if not attribute or not hasattr(module, attribute):
         raise ConfigError(f"{key}={path!r}: the module {module_name} has no {attribute!r}; name {what} in it")
     return getattr(module, attribute)
 
 
-def _no_module(key: str, path: str, name: str) -> ConfigError:
+def _no_module(key: str, path: str, name: str | None) -> ConfigError:
     return ConfigError(
         f"{key}={path!r}: there is no module {name!r} on the Python path; check its spelling, "
         "install it, or add its folder to PYTHONPATH"
     )
+
+
+def _importing(module_name: str, error: BaseException) -> str:
+    """Where the import failed: the last line that ran in the module, or in a package that holds it."""
+    lines = [
+        f"importing {frame.f_code.co_filename} failed at line {line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if f"{module_name}.".startswith(f"{frame.f_globals.get('__name__')}.")
+    ]
+    return lines[-1] if lines else f"importing {module_name} failed"  # a SyntaxError names its file and line

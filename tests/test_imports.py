@@ -31,6 +31,7 @@ def test_the_object_is_found(module):
         ),
         ("users_own.nowhere:loss", "there is no module 'users_own"),
         (":loss", "there is no module ''"),
+        ("./users_own:loss", r"there is no module '\./users_own'"),
         ("users_own:los", r"the module users_own has no 'los'; name a loss in it$"),
         ("users_own", r"the module users_own has no ''; name a loss in it$"),
     ],
@@ -41,7 +42,37 @@ def test_paths_that_lead_nowhere_are_named(module, path, message):
         import_target("actor.loss_mode", path, "a loss")
 
 
-def test_an_error_inside_the_module_is_passed_on(module):
-    module("users_broken", "import a_package_that_is_missing\n")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
-        import_target("actor.loss_mode", "users_broken:loss", "a loss")
+@pytest.mark.parametrize(
+    ("text", "kind", "where", "message"),
+    [
+        (
+            "\nimport a_missing_package\n",
+            ModuleNotFoundError,
+            r"\S+users_broken_{}\.py failed at line 2",
+            "No module named 'a_missing_package'",
+        ),
+        (
+            "from json import nothing\n",
+            ImportError,
+            r"\S+users_broken_{}\.py failed at line 1",
+            "cannot import name",
+        ),
+        (
+            "def loss():\n    return int('x')\nTWO = loss()\n",
+            ValueError,
+            r"\S+users_broken_{}\.py failed at line 2",
+            "invalid literal",
+        ),
+        ("raise SystemExit(3)\n", SystemExit, r"\S+users_broken_{}\.py failed at line 1", "3$"),
+        ("\nif:\n", SyntaxError, "users_broken_{} failed", r"invalid syntax \(users_broken_{}\.py, line 2\)"),
+    ],
+    ids=["package", "name", "value", "exit", "syntax"],
+)
+def test_an_error_inside_the_module_says_where_it_was_raised(module, text, kind, where, message):
+    name = f"users_broken_{kind.__name__}"
+    module(name, text)
+    where, message = where.format(kind.__name__), message.format(kind.__name__)
+    expected = rf"^actor\.loss_mode='{name}:loss': importing {where}: {kind.__name__}: {message}"
+    with pytest.raises(ConfigError, match=expected) as raised:
+        import_target("actor.loss_mode", f"{name}:loss", "a loss")
+    assert type(raised.value.__cause__) is kind
