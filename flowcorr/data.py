@@ -172,7 +172,7 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
 
 
 def _parse_text(line: str, place: str) -> Prompt:
-    return Prompt(text=line, target=_quoted(line))
+    return Prompt(text=line, target=_quoted(line), place=place)
 
 
 def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> Prompt:
@@ -193,6 +193,7 @@ def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> 
         target=_quoted(text) if target is None else target,
         tag=_string(entry, tag_field, place, expected),
         metadata={key: value for key, value in entry.items() if key not in ("prompt", target_field)},
+        place=place,
     )
 
 

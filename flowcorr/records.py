@@ -22,12 +22,14 @@ class Prompt:
         target: what a reward looks for in the image, such as the words to render.
         tag: its kind, by which `reward.terms` may choose prompts.
         metadata: further fields of the data file, for a user's own reward.
+        place: file and line that it was read from, for messages.
     """
 
     text: str
     target: str | None = None
     tag: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    place: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -35,6 +35,14 @@ def test_text_file(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "line"), [("prompts.txt", "a cat"), ("prompts.jsonl", '{"prompt": "a cat"}')]
+)
+def test_prompts_know_their_lines(tmp_path, name, line):
+    path = write(tmp_path, f"{line}\n\n{line}\n", name)
+    assert [prompt.place for prompt in read_prompts(path)] == [f"{path}:1", f"{path}:3"]
+
+
 def test_jsonl_file(tmp_path):
     lines = [
         '{"prompt": "a sign", "target": "Hello", "style": "neon"}',

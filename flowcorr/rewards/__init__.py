@@ -7,6 +7,7 @@ from flowcorr.rewards.combine import (
     WeightedSum,
     build_reward,
     check_tags,
+    check_targets,
     known_scores,
     training_scores,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "as_reward_output",
     "build_reward",
     "check_tags",
+    "check_targets",
     "known_scores",
     "reward_name",
     "score_batch",

@@ -79,7 +79,8 @@ Reward: TypeAlias = Callable[[np.ndarray, list[Prompt]], RewardOutput]
 
 A reward may have `overlaps = True`, an attribute of its class or function: it scores each image by itself, in whatever
 thread and company, and spends its time where Python's interpreter lock is released, so that other work goes on. A
-reward of `REWARDS` may have `extras`: the names that its `RewardOutput.extra` may have.
+reward of `REWARDS` may have `extras`: the names that its `RewardOutput.extra` may have. It may also have
+`needs_target(options)`: whether every prompt that it scores under these options must have a target.
 """
 
 

@@ -24,7 +24,7 @@ from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output
 from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
-from flowcorr.rewards.ocr import OcrReward
+from flowcorr.rewards.ocr import ADD_TARGET, OcrReward, target_of
 from flowcorr.rewards.pickscore import PickScore
 from flowcorr.rewards.vlm_judge import VlmJudge
 
@@ -287,6 +287,26 @@ def check_tags(terms: Sequence[Term], gold: Sequence[Term], prompts: Sequence[Pr
                     f"no term of reward.terms scores prompts {which}; name that tag in a term, or add a term without "
                     "tags"
                 )
+
+
+def check_targets(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
+    """Check that each prompt has a target if a term of `REWARDS` that scores it needs one.
+
+    Raises:
+        ConfigError: a prompt has none; the message names the first one.
+    """
+    for term in terms:
+        needs_target = getattr(REWARDS.get(term.name), "needs_target", None)
+        if needs_target is None or not needs_target(term.options):
+            continue
+        scored = [prompt for prompt in prompts if not term.tags or prompt.tag in term.tags]
+        missing = [prompt for prompt in scored if target_of(prompt) is None]
+        if missing:
+            first = missing[0]
+            raise ConfigError(
+                f"{first.place or 'data'}: the prompt {first.text!r} has no target, which reward {term.name} needs "
+                f"({len(missing)} of {len(scored)} prompts have none); {ADD_TARGET}"
+            )
 
 
 def known_scores(terms: Sequence[Term], gold: Sequence[Term] = ()) -> set[str] | None:

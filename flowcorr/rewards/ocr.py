@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from flowcorr.errors import BatchError, ConfigError, MissingExtraError
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
 
+ADD_TARGET = 'put the words into double quotes in a text file, or give a "target" in a JSONL file'
 # The recogniser scales every image to this height, and pads narrower ones to this width.
 _INPUT_SHAPE = (3, 48, 96)
 _BATCH = 2  # a third less time than 32 on one thread: a batch then stays in the cache
@@ -57,6 +58,11 @@ class OcrReward:
         scores = (1 - self.exact_weight) * similarity + self.exact_weight * exact
         return RewardOutput(scores=scores, extra={"exact_match": exact, "edit_similarity": similarity})
 
+    @staticmethod
+    def needs_target(options: Mapping[str, Any]) -> bool:
+        """Whether every prompt must have a target: always."""
+        return True
+
     def read(self, images: np.ndarray) -> list[str]:
         """The text in each image of `[B, H, W, 3]` uint8."""
         # The models were trained on blue-green-red images.
@@ -86,6 +92,11 @@ def normalise(text: str) -> str:
     return "".join(text.casefold().split())
 
 
+def target_of(prompt: Prompt) -> str | None:
+    """The prompt's target, None if that is empty or white space."""
+    return prompt.target if prompt.target and normalise(prompt.target) else None
+
+
 def targets_of(prompts: list[Prompt], reward: str) -> list[str]:
     """The text that each image should show.
 
@@ -94,12 +105,12 @@ def targets_of(prompts: list[Prompt], reward: str) -> list[str]:
     """
     targets = []
     for index, prompt in enumerate(prompts):
-        if prompt.target is None or not normalise(prompt.target):
+        target = target_of(prompt)
+        if target is None:
             raise BatchError(
-                f"reward {reward}: sample {index} (prompt {prompt.text!r}) has no target to look for; "
-                'put the words into double quotes in a text file, or give a "target" in a JSONL file'
+                f"reward {reward}: sample {index} (prompt {prompt.text!r}) has no target to look for; {ADD_TARGET}"
             )
-        targets.append(prompt.target)
+        targets.append(target)
     return targets
 
 

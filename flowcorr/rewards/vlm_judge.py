@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -109,7 +109,7 @@ class VlmJudge:
             BatchError: `transcribe`, or a template with `{target}`, and a prompt without a target.
             BackendError: the endpoint cannot be reached, refuses otherwise, or answers no chat completion.
         """
-        if self.mode == "transcribe" or "{target}" in (self.template or ""):
+        if self.needs_target({"mode": self.mode, "template": self.template}):
             targets_of(prompts, self.name)
         answers = map_in_threads(self._ask, zip(images, prompts, strict=True), self.concurrency)
         if self.mode == "transcribe":
@@ -120,6 +120,11 @@ class VlmJudge:
             scores=np.array([np.nan if score is None else (score - low) / (high - low) for score in scores]),
             errors=errors,
         )
+
+    @staticmethod
+    def needs_target(options: Mapping[str, Any]) -> bool:
+        """Whether every prompt must have a target: for `transcribe`, and for a template with `{target}`."""
+        return options.get("mode") == "transcribe" or "{target}" in str(options.get("template"))
 
     def _compare(self, answers: list[str | RequestRefusedError], prompts: list[Prompt]) -> RewardOutput:
         texts, errors = self._read(answers, lambda answer: last_value(answer, "text", str))

@@ -74,6 +74,37 @@ def test_a_best_metric_that_no_evaluation_yields_is_refused_at_once(monkeypatch)
         build_run(config.load("tiny_jpeg_lora", ["trainer.best_metric=eval/exact_match"]))
 
 
+@pytest.mark.parametrize(
+    ("train", "heldout", "reward", "place"),
+    [
+        ("cat", '"dog"', "terms", "train.txt:3"),
+        ('"cat"', "dog", "terms", "heldout.txt:1"),
+        ("cat", '"dog"', "gold", "train.txt:3"),
+        ("cat", "dog", "gold reward.gold_every=evaluation", "heldout.txt:1"),
+        ("cat", '"dog"', "gold reward.gold_every=evaluation", None),
+    ],
+)
+def test_a_missing_target_is_found_before_a_model_is_loaded(
+    monkeypatch, tmp_path, train, heldout, reward, place
+):
+    def stop(*_, **__):
+        raise BackendError("loading")
+
+    monkeypatch.setattr(setup, "load_family", stop)
+    (tmp_path / "train.txt").write_text(f'a "sign"\n\n{train}\n')
+    (tmp_path / "heldout.txt").write_text(f"{heldout}\n")
+    key, *rest = reward.split()
+    overrides = [
+        f"data.path={tmp_path / 'train.txt'}",
+        f"data.heldout_path={tmp_path / 'heldout.txt'}",
+        *rest,
+    ]
+    settings = config.load("tiny_jpeg_lora", [f"reward.{key}=[{{name: ocr}}]", *overrides])
+    error, message = (ConfigError, f"/{place}: .* reward ocr needs") if place else (BackendError, "loading")
+    with pytest.raises(error, match=message):
+        build_run(settings)
+
+
 def test_the_text_encoders_are_gone_before_an_engine_starts(monkeypatch):
     started = []
 
