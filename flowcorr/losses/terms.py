@@ -59,6 +59,11 @@ def make_terms(
     if log_prob.dim() not in (1, 2):
         raise BatchError(f"log_prob has shape {list(shape)}; it must be [b] or [b, T]")
     check_shape("old_log_prob", old_log_prob, shape)
+    if len(shape) == 2 and tuple(advantage.shape) == shape[:1]:
+        raise BatchError(
+            f"advantage has shape {list(advantage.shape)}; it must be {list(shape)}, as nothing is broadcast: "
+            "for one value per sample, give advantage[:, None].expand_as(log_prob)"
+        )
     check_shape("advantage", advantage, shape)
     valid = torch.isfinite(log_prob.detach()) & torch.isfinite(old_log_prob) & torch.isfinite(advantage)
     if weight is not None:

@@ -57,6 +57,16 @@ def test_a_list_of_one_number_is_that_number(name, level, dtype):
     assert number.metrics.compute()["actor/pg_clipfrac"] > 0
 
 
+def test_one_advantage_per_sample_is_refused_with_its_remedy():
+    log_prob, advantage = torch.zeros(4, 2), torch.arange(4.0)
+    remedy = r"advantage\[:, None\]\.expand_as\(log_prob\)"
+    with pytest.raises(BatchError, match=rf"^advantage has shape \[4\]; it must be \[4, 2\], .*{remedy}$"):
+        make_terms(log_prob, log_prob, advantage, adv_clip_max=5.0, weight=None, keep=None)
+    spread = advantage[:, None].expand_as(log_prob)
+    terms = make_terms(log_prob, log_prob, spread, adv_clip_max=5.0, weight=None, keep=None)
+    assert terms.advantage[:, 1].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_the_range_of_a_term_is_that_of_its_step():
     assert clip_by_term(0.5, torch.tensor([0, 1])) == 0.5
     got = clip_by_term(CLIPS, torch.tensor([[2, 0], [1, 1]]))
