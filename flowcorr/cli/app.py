@@ -26,7 +26,7 @@ examples:
   flowcorr train tiny_ocr_lora trainer.seed=1 trainer.total_steps=50 --out runs/seed1
   flowcorr train tiny_ocr_lora algorithm.rollout_correction.preset=bypass_ppo_clip --out runs/bypass
   flowcorr train tiny_ocr_lora algorithm.rollout_correction=null --out runs/uncorrected
-  flowcorr train runs/seed1/config.yaml --out runs/seed1 --resume
+  flowcorr train runs/seed1/config.yaml --resume
   torchrun --nproc_per_node 2 -m flowcorr train tiny_ocr_lora        on two ranks
 
 The run's folder gets config.yaml, metrics.jsonl, checkpoints/ and images/. Ctrl-C finishes the step, saves and
@@ -219,7 +219,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(train)
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/RECIPE)")
     train.add_argument(
-        "--resume", action="store_true", help="continue from the folder's newest intact checkpoint"
+        "--resume",
+        action="store_true",
+        help="continue from the folder's newest intact checkpoint, or start if it holds no run; RECIPE may be the "
+        "config.yaml of a run, whose folder is then the default of --out",
     )
 
     evaluate = _add(subparsers, "eval", "score a checkpoint on held-out prompts", _EVAL, commands.evaluate)

@@ -32,7 +32,7 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr.trainer import train as run
 
     config = load(arguments.recipe, arguments.overrides)
-    out_dir = Path(arguments.out or Path("runs") / Path(arguments.recipe).stem)
+    out_dir = Path(arguments.out or _run_folder(Path(arguments.recipe), resume=arguments.resume))
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
     shows = distributed.is_main()
@@ -176,6 +176,15 @@ def explain(arguments: argparse.Namespace) -> int:
 
     print("\n\n".join(explanation(name) for name in arguments.names))
     return 0
+
+
+def _run_folder(recipe: Path, *, resume: bool) -> Path:
+    """The default of `--out`: the folder of the resumed `config.yaml`, or a folder named after the recipe."""
+    from flowcorr.trainer.run_folder import CONFIG_FILE, was_trained_in
+
+    if resume and recipe.name == CONFIG_FILE and was_trained_in(recipe.parent):
+        return recipe.parent
+    return Path("runs") / recipe.stem
 
 
 def _mode(preset: RolloutCorrectionConfig) -> str:

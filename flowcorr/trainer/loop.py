@@ -98,8 +98,11 @@ class _Loop:
         except BaseException:
             self.run.close()
             raise
+        nothing = resume and not self.resumed
+        self.notice = f"{out_dir} holds no run to resume; starting at step 0" if nothing else None
         if distributed.is_main():
-            events("resume" if self.resumed else "start", total_steps=config.trainer.total_steps)
+            says = {} if self.notice is None else {"says": self.notice}
+            events("resume" if self.resumed else "start", total_steps=config.trainer.total_steps, **says)
 
     def train(self, before_start: Callable[[TrainingRun], None] | None) -> RunResult:
         total_steps = self.config.trainer.total_steps
@@ -117,6 +120,8 @@ class _Loop:
             if distributed.is_main():
                 dumps.discard_after(self.out_dir, self.step)
             self.observer.on_start(self.config, self.out_dir, self.step)
+            if self.notice is not None:
+                self.observer.on_message(self.notice)
             with distributed.fail_together("the checks before the start"):
                 if before_start is not None:
                     before_start(self.run)

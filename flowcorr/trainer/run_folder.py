@@ -164,6 +164,11 @@ def resume_command(folder: Path) -> str:
     return f"flowcorr train {recipe} --resume --out {out}"
 
 
+def was_trained_in(folder: Path) -> bool:
+    """Whether `flowcorr train` has ever started a run in `folder`."""
+    return (folder / EVENTS_FILE).is_file() or _holds_run(folder)
+
+
 def _holds_run(folder: Path) -> bool:
     metrics = folder / METRICS_FILE
     return bool(checkpoint.folders(folder / CHECKPOINTS)) or (

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from flowcorr.cli import main
+from flowcorr.trainer.events import read_events
 
 SMALL = [
     "rollout.prompts_per_step=2",
@@ -25,18 +26,26 @@ def train(out, *arguments):
     return main(["train", "tiny_jpeg_lora", *SMALL, "--out", str(out), *arguments])
 
 
-def test_train_resume_and_eval(tmp_path, capsys):
+def test_train_resume_and_eval(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     out = tmp_path / "run"
-    assert train(out, "trainer.total_steps=1") == 0
-    assert re.search(r"^held out: reward -?[\d.]+ -> -?[\d.]+$", capsys.readouterr().out, re.MULTILINE)
+    assert train(out, "trainer.total_steps=1", "--resume") == 0
+    printed = capsys.readouterr().out
+    assert f"{out} holds no run to resume; starting at step 0\n" in printed
+    assert re.search(r"^held out: reward -?[\d.]+ -> -?[\d.]+$", printed, re.MULTILINE)
+    (start,) = (event for event in read_events(out / "events.jsonl") if event["kind"] == "start")
+    assert start["says"] == f"{out} holds no run to resume; starting at step 0"
 
     assert train(out, "trainer.total_steps=2") == 2
     assert "already holds a run; continue it with --resume" in capsys.readouterr().err
     assert train(out, "trainer.total_steps=2", "--resume", "actor.lr=1e-2") == 2
     assert "actor.lr was 0.0003, now 0.01" in capsys.readouterr().err
 
-    assert train(out, "trainer.total_steps=2", "--resume") == 0
-    assert "resumes after step 1" in capsys.readouterr().out
+    # Without --out, the config.yaml of a run stands for its folder.
+    assert main(["train", "run/config.yaml", "trainer.total_steps=2", "--resume"]) == 0
+    printed = capsys.readouterr().out
+    assert "-> run: resumes after step 1" in printed
+    assert "no run to resume" not in printed
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert max(record["step"] for record in records) == 2
 
@@ -61,6 +70,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path, capsys):
     killer.join()
     printed = capsys.readouterr().out
     assert "SIGINT: finishing this step and saving; again stops at once\n" in printed
+    assert "no run to resume" not in printed
 
     step = int(re.search(r"^interrupted after step (\d+)", printed, re.MULTILINE)[1])
     (resume,) = re.findall(r"^resume with: flowcorr (.*)$", printed, re.MULTILINE)
