@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flowcorr.config import yaml_text
+from flowcorr.config import Config, yaml_text
 from flowcorr.errors import ConfigError
 from flowcorr.translate import flow_grpo, verl_omni
 from flowcorr.translate.python_config import read_config, read_functions
@@ -69,6 +70,8 @@ def _of_verl_omni(path: Path, overrides: Sequence[str]) -> str:
         if not equals:
             raise ConfigError(f"override {override!r} must have the form key=value")
         given[key.lstrip("+")] = _parsed(value)
+    if "main" not in given:
+        _check_sections({key.partition(".")[0] for key in given})
     functions: dict[str, dict[str, Any]] = given.pop("reward.reward_functions", {})
     for key in [key for key in given if key.startswith("reward.reward_functions.")]:
         _, _, name, entry = key.split(".", 3)
@@ -76,6 +79,15 @@ def _of_verl_omni(path: Path, overrides: Sequence[str]) -> str:
     if functions:
         given["reward.reward_functions"] = functions
     return recipe_text(translate_values(given, verl_omni.TABLE), f"{path.name} (verl-omni)")
+
+
+def _check_sections(names: set[str]) -> None:
+    """Refuse a YAML file that is not of verl-omni, by the names of its sections."""
+    known = {key.partition(".")[0] for key in (*verl_omni.TABLE.defaults, *verl_omni.TABLE.no_place)}
+    if names and names <= {section.name for section in fields(Config)}:
+        raise ConfigError("it is a flowcorr recipe already; flowcorr train takes it")
+    if not names & known:
+        raise ConfigError(f"it holds no key of verl-omni (it has: {', '.join(sorted(names)) or 'nothing'})")
 
 
 def _hydra(text: str) -> dict[str, Any]:
