@@ -204,6 +204,11 @@ ROWS = (
         note="or train_metadata.jsonl, if its prompts are in that file",
     ),
     Row(key="data.heldout_path", value=lambda get: f"{get('dataset')}/test.txt", sources=("dataset",)),
+    Row(
+        key="trainer.total_steps",
+        value=lambda get: 100_000,
+        note="it trains until it is stopped; a lower number ends the run",
+    ),
     _same("seed", "trainer.seed"),
     _same("eval_freq", "trainer.eval_every", "epochs"),
     _same("sample.eval_num_steps", "trainer.eval_num_inference_steps"),
@@ -219,7 +224,7 @@ NO_PLACE = {
     "save_dir": "give --out",
     "logdir": "give --out",
     "run_name": "give --out",
-    "num_epochs": "flow_grpo trains until it is stopped; set trainer.total_steps",
+    "num_epochs": "flow_grpo trains until it is stopped; see trainer.total_steps",
     "pretrained.revision": "flowcorr loads the newest revision",
     "allow_tf32": "set it in torch",
     "*": "belongs to its script",
@@ -229,7 +234,6 @@ DIFFERENCES = (
     "flow_grpo's advantages use the population std, which is sqrt((n - 1) / n) of the std here",
     "flow_grpo leaves samples with advantage 0 out of the mean of the loss; here they count",
     "flow_grpo's GRPO-Guard averages std and step over the batch; here each sample has its own",
-    "flow_grpo trains until it is stopped: set trainer.total_steps",
 )
 
 TABLE = Table(

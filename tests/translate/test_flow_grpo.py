@@ -22,6 +22,9 @@ def test_flow_grpos_values(grpo, tmp_path):
         ("my_rewards:geneval", 0.5),
     ]
     assert "population std" in text
+    # A run that ends by itself would end before its first evaluation.
+    assert found.trainer.total_steps > 100 * found.trainer.eval_every
+    assert "total_steps: 100000  # flow_grpo always does this; default here: 30 (it trains until" in text
 
 
 def test_flow_grpo_needs_its_gpus(grpo, tmp_path):
