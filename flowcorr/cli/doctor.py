@@ -26,7 +26,21 @@ def show_report(report: DoctorReport, console: Console | None = None) -> None:
     console.print(_findings(report))
     console.print(_noise_floor(report))
     counts = ", ".join(f"{report.count(status)} {status}" for status in _STYLES if report.count(status))
-    console.print(f"{_VERDICTS[report.exit_code]}: {counts}", markup=False)
+    gap = _precision_gap(report)
+    if report.exit_code == 0 and gap > 0:
+        verdict = (
+            f"no fault found: {counts}. What is left is the gap of precision (velocities differ by {100 * gap:.2g} %); "
+            "flowcorr audit measures it"
+        )
+    else:
+        verdict = f"{_VERDICTS[report.exit_code]}: {counts}"
+    console.print(verdict, markup=False)
+
+
+def _precision_gap(report: DoctorReport) -> float:
+    """The relative gap of both stacks' velocities; 0 where both compute in float32."""
+    found = {finding.check: finding for finding in report.findings}
+    return found["weights"].value or 0.0 if "float32" in found else 0.0
 
 
 def _findings(report: DoctorReport) -> Table:

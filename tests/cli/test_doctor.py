@@ -1,6 +1,7 @@
 """`flowcorr doctor` and `trainer.doctor` on the embedded model, from the command to the exit code."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,17 @@ def test_a_healthy_recipe(capsys):
     assert "D = 128, clip range [0.001, 0.002]" in out
     assert out.rstrip().endswith("rollout engine and actor agree: 19 PASS")
     assert max(map(len, out.splitlines())) <= 140
+
+
+def test_a_gap_of_precision_is_no_agreement(capsys):
+    assert doctor("rollout.emulate=int8", "--prompts", "2") == 0
+    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert re.fullmatch(
+        r"no fault found: 20 PASS\. What is left is the gap of precision \(velocities differ by [\d.]+ %\); "
+        "flowcorr audit measures it",
+        last,
+    )
+    assert " 0 %" not in last
 
 
 def test_json_is_all_that_is_printed(capsys, half_bound):
