@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from flowcorr.correction.config import RolloutCorrectionConfig
+from flowcorr.correction.presets import NAMES
 from flowcorr.errors import ConfigError, unknown_choice
 
 T = TypeVar("T")
@@ -32,7 +33,11 @@ def build(section: type[T], values: Mapping[str, Any], key: str = "") -> T:
         ConfigError: an unknown or missing key, or a value of the wrong type or out of bounds.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{key}={values!r} must be a section of keys: {', '.join(_field_names(section))}")
+        preset = section is RolloutCorrectionConfig and isinstance(values, str) and values in NAMES
+        hint = f" (did you mean {key}.preset={values}?)" if preset else ""
+        raise ConfigError(
+            f"{key}={values!r} must be a section of keys: {', '.join(_field_names(section))}{hint}"
+        )
     if section is RolloutCorrectionConfig:
         return section.from_mapping(values)  # type: ignore[attr-defined]
     hints = get_type_hints(section)

@@ -281,7 +281,8 @@ def _check_preset(config: RolloutCorrectionConfig) -> None:
         if value != expected and value != AUTO:  # `auto` uses the preset's keys in both modes
             raise ConfigError(
                 f"{SECTION}.{key}={value!r} contradicts preset={name!r}, which has {expected!r}; leave one of the two "
-                f"out (in code: RolloutCorrectionConfig.preset({name!r}))"
+                f"out: {key}, or the preset by {SECTION}.preset=null (in code: "
+                f"RolloutCorrectionConfig.preset({name!r}))"
             )
     if config.mode == "auto" and preset.loss_type == "reinforce":
         raise ConfigError(

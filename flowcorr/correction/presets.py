@@ -160,6 +160,12 @@ def find_preset(name: object) -> Preset:
     Raises:
         ConfigError: there is none.
     """
+    if name in ("bypass", "decoupled"):
+        plain = "bypass_ppo_clip" if name == "bypass" else "disabled"
+        raise ConfigError(
+            f"{SECTION}.preset={name!r} is a mode and not a preset; set preset={plain}, the plainest of that mode, "
+            "or another that `flowcorr presets` lists"
+        )
     if not isinstance(name, str) or name not in NAMES:
         raise ConfigError(unknown_choice(f"{SECTION}.preset", name, NAMES))
     return NAMES[name]

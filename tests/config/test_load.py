@@ -84,6 +84,14 @@ def test_what_is_said_beside_a_preset_on_the_command_line_stays():
     assert (correction.rollout_is, correction.log_ratio_scale) == ("sequence", "sqrt")
 
 
+def test_a_key_that_contradicts_the_recipes_preset_is_taken_without_it():
+    contradiction = f"{SECTION}.rollout_is=token"
+    with pytest.raises(ConfigError, match=rf"out: rollout_is, or the preset by {SECTION}\.preset=null"):
+        load("tiny_ocr_lora", [contradiction])
+    correction = load("tiny_ocr_lora", [contradiction, f"{SECTION}.preset=null"]).algorithm.rollout_correction
+    assert (correction.preset, correction.rollout_is) == (None, "token")
+
+
 def test_overrides(empty):
     config = load(
         empty,
@@ -193,7 +201,10 @@ def test_infinite_cap_round_trips(recipe):
         ("trainer.seed=${nothing.here}", r"trainer\.seed cannot be resolved: .*nothing\.here"),
         ("trainer.seed=???", r"trainer\.seed cannot be resolved"),
         (f"{SECTION}.rollout_iss=token", r"rollout_iss.* is unknown; .*did you mean rollout_is\?"),
-        (f"{SECTION}=seq_is", r"rollout_correction='seq_is' must be a section of keys: preset, "),
+        (f"{SECTION}=seq_is", r"='seq_is' must be a section of keys: preset, .*did you mean .*\.preset=seq_is\?"),
+        (f"{SECTION}=false", r"rollout_correction=False must be a section of keys: .*, log_legacy_names$"),
+        (f"{SECTION}.preset=bypass", r"preset='bypass' is a mode and not a preset; set preset=bypass_ppo_clip,"),
+        (f"{SECTION}.preset=decoupled", r"preset='decoupled' is a mode and not a preset; set preset=disabled,"),
         (f"{SECTION}.preset=seq_iss", r"preset='seq_iss' is unknown; .*did you mean seq_is\?"),
         (f"{SECTION}.rollout_rs=seq_mean_k4", r"rollout_rs.*seq_mean_k4.*did you mean seq_mean_k"),
         (f"{SECTION}.rollout_rs=seq_mean_k1", r"rollout_rs.*threshold"),

@@ -32,7 +32,8 @@ K1_AUTO = {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto"}
 )
 def test_other_keys_beside_a_preset_contradict_it(preset, key, value):
     with pytest.raises(
-        ConfigError, match=rf"{key}={value!r} contradicts preset='{preset}'.*; leave one of the two"
+        ConfigError,
+        match=rf"{key}={value!r} contradicts preset='{preset}'.*; leave one of the two out: {key}, or",
     ):
         RolloutCorrectionConfig.from_mapping({"preset": preset, key: value})
 
