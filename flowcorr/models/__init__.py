@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,8 +48,20 @@ __all__ = [
 
 
 def resolve_path(path: str) -> str:
-    """The folder of an embedded model, or `path` itself."""
-    return str(EMBEDDED[path]) if path in EMBEDDED else path
+    """The folder of an embedded model, or `path` itself with its `~` expanded.
+
+    Raises:
+        ConfigError: `path` is written as a folder's and not as a name on the hub, and there is no such folder.
+    """
+    if path in EMBEDDED:
+        return str(EMBEDDED[path])
+    location = os.path.expanduser(path)
+    if path.startswith(("/", "./", "../", "~")) and not os.path.isdir(location):
+        raise ConfigError(
+            f"model.path={path!r}: no such folder; give the folder of a diffusers pipeline, its name on the hub, or "
+            f"one of {', '.join(EMBEDDED)}"
+        )
+    return location
 
 
 def resolve_family(name: str) -> type[ModelFamily]:

@@ -17,6 +17,7 @@ from flowcorr.config import ModelConfig
 from flowcorr.config.rules import GUIDANCE
 from flowcorr.errors import ConfigError
 from flowcorr.models import EMBEDDED, FAMILIES, Guidance, load_family, resolve_path
+from flowcorr.plan.pipelines import find_architecture
 
 
 def test_the_embedded_model_is_frozen_and_in_evaluation_mode():
@@ -59,9 +60,26 @@ def test_a_backend_that_the_model_would_not_use_is_an_error():
         load_family(ModelConfig(path="tiny_ocr", attention="native"))
 
 
-def test_an_embedded_name_is_a_folder_and_other_paths_stay():
+def test_an_embedded_name_is_a_folder_and_other_paths_stay(tmp_path):
     assert resolve_path("tiny_ocr") == str(EMBEDDED["tiny_ocr"])
-    assert resolve_path("/somewhere/else") == "/somewhere/else"
+    assert resolve_path("some/model") == "some/model"
+    assert resolve_path(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve_path("~/model") == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("path", ["~/missing", "/missing/model", "./missing", "../missing"])
+def test_a_folder_that_is_not_there_is_named_without_asking_the_hub(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"model\.path='{path}': no such folder; give .*tiny_ocr$"):
+        load_family(ModelConfig(path=path))
+    with pytest.raises(ConfigError, match="no such folder"):
+        find_architecture(path)
 
 
 def test_family_may_be_named():
@@ -78,9 +96,10 @@ def test_a_folder_without_model_index_is_an_error(tmp_path):
         load_family(ModelConfig(path=str(tmp_path)))
 
 
-def test_a_path_that_is_nothing_is_an_error(tmp_path):
+@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks`:UserWarning")  # of diffusers' own call
+def test_a_name_that_is_nothing_is_an_error():
     with pytest.raises(ConfigError, match="neither a pipeline folder, nor a pipeline on the hub.*tiny_ocr"):
-        load_family(ModelConfig(path=str(tmp_path / "missing")))
+        load_family(ModelConfig(path="no_such_pipeline"))
 
 
 @pytest.mark.parametrize("text", ["{", "{}"])
