@@ -154,6 +154,7 @@ examples:
   flowcorr explain rollout_corr/k3_kl
   flowcorr explain actor.clip_ratio
   flowcorr explain decoupled_seq_is
+  flowcorr explain gap clipped            labels that flowcorr train prints after each step
 """
 _PRESETS = """\
 List the presets of rollout correction.

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 
 _STATISTICS = "eval/image/"
 _CLOSED = (OSError, ValueError, SystemExit)  # rich raises the last where the reader of a pipe has gone
-_STEP_METRICS = {
-    "reward/mean": "reward",
-    "reward/exact_match": "exact match",
-    "rollout_corr/logprob_abs_diff_mean": "gap",
-    "actor/pg_clipfrac": "clipped",
-}
 
 
 class TerminalObserver:
@@ -80,7 +74,9 @@ class TerminalObserver:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A training step is done."""
-        shown = {label: metrics[name] for name, label in _STEP_METRICS.items() if name in metrics}
+        from flowcorr.diagnostics.reference.metrics import PROGRESS_LABELS
+
+        shown = {label: metrics[name] for name, label in PROGRESS_LABELS.items() if name in metrics}
         self._note = "  ".join(f"{label} {value:.3g}" for label, value in shown.items())
         self._progress.update(self._task, completed=step, note=self._note)
         if not self._live:

@@ -9,13 +9,14 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.presets import NAMES
 from flowcorr.diagnostics.health import rule_of
 from flowcorr.diagnostics.reference.keys import find_key, keys
-from flowcorr.diagnostics.reference.metrics import SECTIONS, find_metric
+from flowcorr.diagnostics.reference.metrics import PROGRESS_LABELS, SECTIONS, find_metric
 from flowcorr.diagnostics.reference.pages import healthy
 from flowcorr.errors import ConfigError
 
 _DRIFT_ADVICE = (
     "find the cause with `flowcorr doctor`; inside, clip_noise_fraction says whether the gap matters"
 )
+_BY_LABEL = {label: name for name, label in PROGRESS_LABELS.items()}
 
 
 def explanation(name: str) -> str:
@@ -43,8 +44,11 @@ def _lines(name: str) -> Iterator[str]:
             yield f"  outside: {rule.advice}"
         elif limits:
             yield f"  outside: {_DRIFT_ADVICE}"
+    elif (metric_name := _BY_LABEL.get(name)) is not None:
+        yield f"{name}: the label of {metric_name} after a step of flowcorr train"
+        yield from _lines(metric_name)
     else:
-        known = [*NAMES, *(key.name for key in keys())]
+        known = [*_BY_LABEL, *NAMES, *(key.name for key in keys())]
         known += [metric.name for section in SECTIONS.values() for metric in section]
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         hint = f": did you mean {', '.join(near)}?" if near else "."

@@ -338,6 +338,15 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 }
 
 
+PROGRESS_LABELS = {
+    "reward/mean": "reward",
+    "reward/exact_match": "exact match",
+    "rollout_corr/logprob_abs_diff_mean": "gap",
+    "actor/pg_clipfrac": "clipped",
+}
+"""The metrics that `flowcorr train` shows after each step, and their labels there."""
+
+
 def find_metric(name: str) -> Metric | None:
     """The row of a logged metric: the exact name first, then a name with placeholders; None if there is none."""
     rows = [metric for section in SECTIONS.values() for metric in section]

@@ -15,6 +15,10 @@ from flowcorr.correction.presets import NAMES
         ("rollout_corr/step_12/kl", "of step index"),
         ("reward/exact_match", "reward term"),
         ("actor.clip_ratio", "values: number | list of number; default: 0.001"),
+        ("gap", "gap: the label of rollout_corr/logprob_abs_diff_mean"),
+        ("clipped", "Share of scored terms whose ratio the loss cuts."),
+        ("reward", "Mean training reward."),
+        ("exact match", "reward/exact_match (metric"),
         ("geo_rs", "rollout_token_veto_threshold: 0.0001"),
     ],
 )
