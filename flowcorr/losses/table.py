@@ -183,6 +183,9 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+CALL = "(policy_step, batch_step, actor_config, **loss_options)"
+"""How the function of a loss is called, for messages."""
+
 LOSS_KEYS = frozenset(key for loss in LOSSES.values() for key in loss.reads or ())
 """The keys of `actor` that only some losses read."""
 
@@ -226,13 +229,17 @@ def _imported(path: str) -> Loss:
     if not callable(found):
         raise ConfigError(
             f"actor.loss_mode={path!r} is of type {type(found).__name__}; name a flowcorr.losses.Loss, or a function "
-            "that takes (policy_step, batch_step, actor_config, **loss_options) and returns a LossOutput"
+            f"that takes {CALL} and returns a LossOutput"
         )
     return Loss(objective=found, limit=CLIP)
 
 
 def _check_call(name: str, objective: Callable[..., LossOutput], options: Mapping[str, Any]) -> None:
     signature = inspect.signature(objective)
+    try:
+        signature.bind_partial("policy_step", "batch_step", "actor_config")
+    except TypeError as error:
+        raise ConfigError(f"actor.loss_mode={name!r} takes {signature}; a loss must take {CALL}") from error
     try:
         signature.bind("policy_step", "batch_step", "actor_config", **options)
     except TypeError as error:

@@ -92,7 +92,9 @@ def test_a_loss_of_ones_own_by_import_path(own_module):
         ("own_losses:missing", {}, r"the module own_losses has no 'missing'"),
         ("own_losses:", {}, r"has no ''; name a function or a Loss"),
         ("own_losses:number", {}, r"is of type int; name a flowcorr\.losses\.Loss, or a function"),
-        ("own_losses:two_arguments", {}, r"loss_mode='own_losses:two_arguments': too many positional"),
+        ("own_losses:two_arguments", {},
+         r"^actor\.loss_mode='own_losses:two_arguments' takes \(policy_step, batch_step\); a loss must take "
+         r"\(policy_step, batch_step, actor_config, \*\*loss_options\)$"),
         ("own_losses:with_options", {}, r"missing a required argument: 'width'; its options are: width, sign"),
         ("own_losses:ROW", {"widht": 1}, r"'own_losses:ROW': .*'width'"),
         ("own_losses:plain", {"width": 1}, r"loss_options=\{'width': 1\}.*'width'; its options are: none"),
