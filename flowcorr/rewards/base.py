@@ -244,6 +244,10 @@ def _check_images(images: np.ndarray, prompts: list[Prompt]) -> None:
 
 
 def _as_vector(value: Any, batch_size: int, name: str) -> np.ndarray:
+    if value is None:
+        raise BatchError(
+            f"reward {name} returned None; return one number for each of the {batch_size} images, or a RewardOutput"
+        )
     if hasattr(value, "detach"):  # a tensor, maybe on a device, maybe bfloat16, which numpy does not know
         value = value.detach().double().cpu().numpy()
     try:

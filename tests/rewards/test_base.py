@@ -52,12 +52,13 @@ def test_as_reward_output_takes_any_numbers(value):
     [
         ([1.0, 2.0], r"reward mine returned shape \[2\].*\[3\]"),
         (1.0, r"returned shape \[\]"),
+        (None, r"^reward mine returned None; return one number for each of the 3 images"),
         (np.zeros((3, 1)), r"returned shape \[3, 1\]"),
         (["a", "b", "c"], "not a sequence of numbers"),
         ({"score": [1, 2, 3]}, "returned dict"),
         (RewardOutput(scores=np.zeros(3), extra={"hits": np.zeros(2)}), r"mine.extra\['hits'\].*\[2\]"),
     ],
-    ids=["short", "scalar", "column", "texts", "dict", "extra"],
+    ids=["short", "scalar", "none", "column", "texts", "dict", "extra"],
 )
 def test_as_reward_output_refuses_other_shapes(value, message):
     with pytest.raises(BatchError, match=message):
