@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
+from pathlib import Path
 from typing import Any
 
 from flowcorr.errors import ConfigError
@@ -38,6 +39,12 @@ def import_target(key: str, path: str, what: str) -> Any:
 
 
 def _no_module(key: str, path: str, name: str | None) -> ConfigError:
+    file, _, attribute = path.partition(":")
+    if file.endswith(".py"):
+        return ConfigError(
+            f"{key}={path!r} names a file; name the module, without folder and .py: {Path(file).stem}:{attribute} "
+            "(its folder must be the current one, or be on PYTHONPATH)"
+        )
     return ConfigError(
         f"{key}={path!r}: there is no module {name!r} on the Python path; check its spelling, "
         "install it, or add its folder to PYTHONPATH"

@@ -42,6 +42,14 @@ def test_paths_that_lead_nowhere_are_named(module, path, message):
         import_target("actor.loss_mode", path, "a loss")
 
 
+@pytest.mark.parametrize("file", ["users_file.py", "./users_file.py", "folder/users_file.py"])
+def test_a_file_is_answered_with_its_module(module, file):
+    module("users_file", "loss = None\n")
+    expected = rf"^actor\.loss_mode='{file}:loss' names a file; name the module, .*: users_file:loss \("
+    with pytest.raises(ConfigError, match=expected):
+        import_target("actor.loss_mode", f"{file}:loss", "a loss")
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "where", "message"),
     [
