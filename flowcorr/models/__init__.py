@@ -148,6 +148,7 @@ def quiet_loaders() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
+            warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*", category=UserWarning)
             yield
     finally:
         imports.removeFilter(_is_news)
@@ -199,7 +200,10 @@ def _pipeline_parts(location: str, path: str) -> tuple[str, list[str]]:
     if Path(location).is_dir() and not index.is_file():
         raise ConfigError(f"model.path={path!r} is not a diffusers pipeline: {index} is missing")
     try:
-        found = json.loads(index.read_text()) if index.is_file() else DiffusionPipeline.load_config(location)
+        with quiet_loaders():
+            found = (
+                json.loads(index.read_text()) if index.is_file() else DiffusionPipeline.load_config(location)
+            )
         return found["_class_name"], [name for name in found if not name.startswith("_")]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(

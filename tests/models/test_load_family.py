@@ -96,7 +96,6 @@ def test_a_folder_without_model_index_is_an_error(tmp_path):
         load_family(ModelConfig(path=str(tmp_path)))
 
 
-@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks`:UserWarning")  # of diffusers' own call
 def test_a_name_that_is_nothing_is_an_error():
     with pytest.raises(ConfigError, match="neither a pipeline folder, nor a pipeline on the hub.*tiny_ocr"):
         load_family(ModelConfig(path="no_such_pipeline"))
