@@ -32,7 +32,7 @@ class Samples:
         prompts: `B`, one for each image.
         group_ids: `[B]`.
         reward: the reward to call with all images, which may already be scoring them.
-        metrics: noise, age of the weights, and the time spent waiting for workers.
+        metrics: age of the weights, and the time spent waiting for workers.
     """
 
     rollout: Rollout
@@ -113,7 +113,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
         prompts=prompts,
         group_ids=rollout.group_ids.cpu().numpy(),
         reward=reward,
-        metrics=metrics.merge(age_metrics).merge(noise_metrics(rollout, run.config.sampling)),
+        metrics=metrics.merge(age_metrics),
     )
 
 

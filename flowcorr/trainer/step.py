@@ -19,7 +19,7 @@ from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, Over, maximum, mean, total
 from flowcorr.records import ActorBatch, Prompt, Rollout
 from flowcorr.rewards import RewardOutput, training_scores
-from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
+from flowcorr.trainer.collect import collect, noise_metrics, prefetch, score, whole_groups
 from flowcorr.trainer.gap_split import measure_gap_split, old_scores, splits_gap
 from flowcorr.trainer.image_statistics import image_metrics
 from flowcorr.trainer.log_probs import TermRecorder
@@ -66,7 +66,8 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         scored, failed = score(run, samples)
 
     kept = drop_failed_groups(rollout, failed[samples.fresh])
-    metrics = samples.metrics.merge(image_metrics(samples.images, samples.group_ids))
+    metrics = samples.metrics.merge(noise_metrics(rollout, config.sampling))
+    metrics = metrics.merge(image_metrics(samples.images, samples.group_ids))
     metrics = metrics.merge(reward_metrics(scored, failed, samples.group_ids)).merge(
         Metrics.from_stats({"rollout/num_elements": maximum(rollout.num_elements)})
     )

@@ -174,7 +174,10 @@ def error_of(run, folder):
 
 @in_float64()
 def endings(folder):
-    """On the second rank: a signal and a reward that fails, in the second training step; latents that diverge."""
+    """On the second rank: a signal and a reward that fails, in the second training step; latents that diverge.
+
+    The latents diverge in a run whose metrics are sums over the step means of all ranks.
+    """
     signalled = settings(None, fragile(3, "SIGTERM"), "trainer.total_steps=9", EVALUATED_TWICE)
     result = trainer.train(signalled, folder / "signal")
     error = error_of(
@@ -183,7 +186,7 @@ def endings(folder):
     with pytest.MonkeyPatch.context() as patch:
         if distributed.rank() == 1:
             patch.setattr(sde, "initial_noise", spoiled(sde.initial_noise))
-        diverged = error_of(settings("fsdp", "rollout.batch_size=1", EVALUATED_TWICE), folder / "diverged")
+        diverged = error_of(settings("grpo_guard", EVALUATED_TWICE), folder / "diverged")
     return {"result": result, "error": error, "diverged": diverged}
 
 
