@@ -88,6 +88,9 @@ def serve(pipe: Connection, port: int, rank: int, number: int) -> None:
             answer = None, function(*arguments)
         except Exception:
             answer = traceback.format_exc(), None
+        except SystemExit as ending:  # a rank that exits answers with its exit code
+            pipe.send((None, ending.code))
+            raise
         pipe.send(answer)
         del answer
         gc.collect()

@@ -109,23 +109,32 @@ def from_main(value: T, label: str) -> T:
 
 
 @contextlib.contextmanager
-def fail_together(label: str) -> Iterator[None]:
+def fail_together(label: str, *, has_collectives: bool = False) -> Iterator[None]:
     """Run a block on all ranks; if it fails on one of them, the others raise a `RankError` that names that rank.
 
-    The block must not contain a collective: ranks would wait in it for one that has failed.
+    All ranks have then left the block and can go on. Not so with `has_collectives`: other ranks may be waiting inside
+    the block for the failed one, which therefore raises its exception at once. They raise theirs when it has exited.
+
+    Args:
+        label: the name of the block in errors.
+        has_collectives: whether the block contains collectives, such as forward passes of sharded weights.
     """
     if not _several(None):
         yield
         return
-    failure = None
+    _withdraw_report()
     try:
         yield
     except Exception as error:
-        failure = error
-    reasons = gather(None if failure is None else _describe(failure), label)
-    if failure is not None:
-        raise failure
-    for index, reason in enumerate(reasons):
+        if has_collectives and (failures := _failures()):
+            raise RankError(f"rank {rank()} of {world_size()} gave up {label}: {failures}") from error
+        report_failure(error)  # before the gather, which fails if another rank hangs
+        if not has_collectives:
+            with contextlib.suppress(RankError):  # this rank raises its own failure
+                gather(_describe(error), label)
+                _withdraw_report()
+        raise
+    for index, reason in enumerate(gather(None, label)):
         if reason is not None:
             raise RankError(f"rank {index} failed during {label}: {reason}")
 
@@ -134,7 +143,7 @@ def report_failure(error: Exception) -> None:
     """Tell the other ranks that this rank is exiting and why; an error caused by another rank is not reported again."""
     if _several(None) and not isinstance(error, RankError):
         with contextlib.suppress(RuntimeError):
-            _store().set(f"flowcorr/failed/{rank()}", _describe(error))
+            _store().set(_failure_key(rank()), _describe(error))
 
 
 def publish(key: str, value: Any) -> None:
@@ -169,14 +178,33 @@ def _labelled(label: str) -> Iterator[None]:
 
 def _blame() -> str:
     """The ranks that reported a failure; if none did, the ranks that made fewer collectives, and their last one."""
+    if failures := _failures():
+        return failures
     store, ranks = _store(), range(world_size())
-    reports = {index: f"flowcorr/failed/{index}" for index in ranks}
-    failed = {index: store.get(key).decode() for index, key in reports.items() if store.check([key])}
-    if failed:
-        return "; ".join(f"rank {index} failed: {reason}" for index, reason in failed.items())
     calls = {index: store.add(f"flowcorr/calls/{index}", 0) for index in ranks}
     late = [index for index in ranks if calls[index] < calls[rank()]]
     return "; ".join(f"rank {index} {_last_collective(store, index)}" for index in late)
+
+
+def _failures() -> str:
+    """The failures that other ranks have reported; none if the store ended with the main rank."""
+    store, others = _store(), [index for index in range(world_size()) if index != rank()]
+    with contextlib.suppress(RuntimeError):
+        failed = [index for index in others if store.check([_failure_key(index)])]
+        return "; ".join(
+            f"rank {index} failed: {store.get(_failure_key(index)).decode()}" for index in failed
+        )
+    return ""
+
+
+def _withdraw_report() -> None:
+    """Delete this rank's reported failure: it goes on, and must not be blamed for the next failure."""
+    with contextlib.suppress(RuntimeError):
+        _store().delete_key(_failure_key(rank()))
+
+
+def _failure_key(index: int) -> str:
+    return f"flowcorr/failed/{index}"
 
 
 def _last_collective(store: Any, index: int) -> str:

@@ -56,7 +56,7 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
     own_prompts = [prompts[index] for index in own]
     own_scores: dict[str, np.ndarray] = {}
     reward, on_images = scored_ahead(run.reward, own_prompts)
-    with distributed.fail_together("an evaluation"):
+    with distributed.fail_together("an evaluation", has_collectives=run.actor.weights.sharded):
         with run.actor.weights.averaged():
             step = min(BATCH_SIZE, run.config.rollout.batch_size or BATCH_SIZE)
             batches = [indices[begin : begin + step] for begin in range(0, size, step)]

@@ -56,7 +56,8 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
 
     prefetch(run, step)
     drawn = run.prompts.next(config.rollout.prompts_per_step)
-    with distributed.fail_together("the rollout"), watch("rollout"):
+    sharded = actor.weights.sharded  # then a forward pass is a collective
+    with distributed.fail_together("the rollout", has_collectives=sharded), watch("rollout"):
         samples = collect(run, drawn, distributed.local_indices(len(drawn)), step)
     rollout, old = samples.rollout, None
     if not bypass:
@@ -97,7 +98,8 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
             metrics = metrics.merge(measure_gap_split(run, batch, correction))
 
     if replays(config, step):
-        with watch("replay"), distributed.fail_together("the replay of a few images"):
+        replay = distributed.fail_together("the replay of a few images", has_collectives=sharded)
+        with watch("replay"), replay:
             metrics = metrics.merge(measure_replay(run, samples, scored, step))
 
     recorder = None

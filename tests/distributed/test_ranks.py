@@ -134,6 +134,79 @@ def test_a_failure_of_one_rank_is_that_of_all_and_they_can_go_on(told):
     assert all(found["afterwards"] == [0, 1, 2] for found in told)
 
 
+@pytest.fixture(scope="module")
+def parted():
+    """What each of two ranks saw before and after the second one left."""
+    ranks = Ranks(2)
+    found = ranks.call(part)
+    ranks.close()
+    return found
+
+
+def part():
+    """The second rank fails twice; the first one is waiting for it the second time, and then fails itself."""
+    second = distributed.rank() == 1
+    found = {"together": failure_of(raise_if, second, KeyError("forgiven"))}
+    distributed.gather(None, "the last thing together")
+    if second:
+        found["waited for"] = failure_of(raise_if, second, KeyError("lost"), has_collectives=True)
+        distributed.leave_ranks()
+        return found
+    found["waiting"] = failure_of(dist.all_reduce, torch.ones(3), has_collectives=True)
+    found["alone"] = failure_of(raise_if, True, ValueError("the cause"))
+    return found
+
+
+def raise_if(condition, error):
+    if condition:
+        raise error
+
+
+def failure_of(block, *arguments, **how):
+    try:
+        with distributed.fail_together("a task", **how):
+            block(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_waits_inside_a_block_is_told_why(parted):
+    first, second = parted
+    assert second["waited for"] == "KeyError: 'lost'"
+    assert first["waiting"] == "RankError: rank 0 of 2 gave up a task: rank 1 failed: KeyError: 'lost'"
+
+
+def test_a_failure_is_raised_although_another_rank_does_not_answer(parted):
+    assert parted[0]["alone"] == "ValueError: the cause"
+
+
+@pytest.mark.parametrize("failed", ["a block", "a run"])
+def test_a_rank_that_goes_on_after_a_failure_is_not_blamed_for_the_next(failed):
+    ranks = Ranks(2)
+    first, _ = ranks.call(go_on, failed)
+    ranks.close()
+    said = (
+        "rank 0 of 2 gave up waiting for the gradients: rank 1 ended or hangs after the last thing together"
+    )
+    assert first == said
+
+
+def go_on(failed):
+    if failed == "a block":
+        failure_of(raise_if, distributed.rank() == 1, KeyError("handled"))
+    else:
+        distributed.report_failure(ValueError("of the run before"))
+        with distributed.fail_together("the start of the next run"):
+            pass
+    distributed.gather(None, "the last thing together")
+    if distributed.rank() == 1:
+        distributed.leave_ranks()
+        return None
+    with pytest.raises(RankError) as caught:
+        distributed.gather(None, "the gradients")
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("ending", "said"),
     [

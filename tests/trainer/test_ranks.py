@@ -221,6 +221,27 @@ def ended(two_ranks, tmp_path_factory):
     return folder, two_ranks.call(endings, folder)
 
 
+@in_float64()
+def run_out_of_memory(folder):
+    """On the second rank, between two forward passes of sharded weights: the first waits until the second exits."""
+    with pytest.MonkeyPatch.context() as patch:
+        if distributed.rank() == 1:
+            patch.setattr(sde, "step_noise", out_of_memory(sde.step_noise))
+        error = error_of(settings("fsdp", EVALUATED_TWICE), folder)
+    raise SystemExit(error)
+
+
+def out_of_memory(noise):
+    """Noise of a step for which the GPU has no memory left, but for the first step of a sample."""
+
+    def draw(*places, step_index, **key):
+        if step_index:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return noise(*places, step_index=step_index, **key)
+
+    return draw
+
+
 def records(folder):
     return [
         {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
@@ -325,6 +346,16 @@ def test_latents_that_diverge_on_one_rank_leave_no_rank_waiting(ended):
     first, second = (ending["diverged"] for ending in ended[1])
     assert second.startswith("BatchError: the final latents are not finite for image 0 of prompt ")
     assert first == f"RankError: rank 1 failed during the rollout: {second}"
+
+
+def test_a_rank_that_waits_in_a_sharded_forward_pass_is_told_why(tmp_path):
+    ranks = Ranks(2)
+    first, second = ranks.call(run_out_of_memory, tmp_path, timeout=60)
+    ranks.close()
+    assert second.startswith("BackendError: out of GPU memory in rollout")
+    assert first == f"RankError: rank 0 of 2 gave up the rollout: rank 1 failed: {second}"
+    assert first.removeprefix("RankError: ") in (tmp_path / "failure.txt").read_text()
+    assert second.removeprefix("BackendError: ") in (tmp_path / "failure_rank1.txt").read_text()
 
 
 def test_one_rank_alone_writes(usual):
