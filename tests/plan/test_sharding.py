@@ -20,6 +20,7 @@ SECTIONS = {
     "model": {"path": "tiny_ocr", "max_sequence_length": 8, "lora": LoraConfig(rank=0)},
     "actor": {"micro_batch_size": 1, "mini_batches": 1, "fsdp": True},
     "rollout": {"prompts_per_step": 2, "n": 2},
+    "sampling": {"height": 32, "width": 64},  # activations that stand out of what is gathered
 }
 
 
