@@ -1,11 +1,30 @@
+"""Predictions are compared with what is allocated for images of the embedded model's own size."""
+
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from flowcorr.plan.devices import GPUS
 from flowcorr.plan.fake_device import FakeDevice
 
+SIZE = {"height": 32, "width": 64}
+
 
 @pytest.fixture
 def new_device() -> Callable[[], FakeDevice]:
     return lambda: FakeDevice(GPUS["h100-80gb"])
+
+
+@pytest.fixture(scope="session")
+def make_config(make_config: Callable[..., Any]) -> Callable[..., Any]:
+    return of_own_size(make_config)
+
+
+@pytest.fixture(scope="session")
+def make_run(make_run: Callable[..., Any]) -> Callable[..., Any]:
+    return of_own_size(make_run)
+
+
+def of_own_size(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **sections: make(**{**sections, "sampling": {**SIZE, **sections.get("sampling", {})}})
