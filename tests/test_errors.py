@@ -11,8 +11,8 @@ EXAMPLES = [
     if isinstance(kind, type) and issubclass(kind, FlowcorrError) and kind is not MissingExtraError
 ]
 EXAMPLES += [
-    MissingExtraError("reward ocr", "rapidocr-onnxruntime", "ocr"),
-    MissingExtraError("reward ocr", "rapidocr-onnxruntime", "ocr", ImportError("libGL.so.1: cannot open")),
+    MissingExtraError("reward ocr", "rapidocr", "ocr"),
+    MissingExtraError("reward ocr", "rapidocr", "ocr", ImportError("libGL.so.1: cannot open")),
 ]
 
 

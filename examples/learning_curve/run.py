@@ -9,10 +9,15 @@ import argparse
 import json
 import shutil
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flowcorr import config, trainer
 from flowcorr.trackers import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 HERE = Path(__file__).parent
 
@@ -27,26 +32,35 @@ def curve(run_dir: Path) -> tuple[list[int], list[float], list[float], float]:
 
 
 def draw(curves: list[tuple[list[int], list[float], list[float], float]], recipe: str, path: Path) -> None:
-    """Held-out exact match and training reward of every seed."""
+    """Held-out exact match and training reward: the mean over seeds, and a band from the least to the most."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), dpi=150)
-    for seed, (steps, exact, rewards, _) in enumerate(curves):
-        left.plot(steps, exact, marker="o", markersize=3, label=f"seed {seed}")
-        right.plot(range(1, len(rewards) + 1), rewards, linewidth=1, label=f"seed {seed}")
+    exact, rewards = ([run[column] for run in curves] for column in (1, 2))
+    _band(left, curves[0][0], exact, marker="o")
+    _band(right, range(1, len(rewards[0]) + 1), rewards)
     left.set(xlabel="training step", ylabel="exact match (OCR)", ylim=(0, 1), title="128 held-out words")
     right.set(xlabel="training step", ylabel="mean reward", ylim=(0, 1), title="training words, SDE samples")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
     figure.suptitle(
-        f"flowcorr train {recipe}: FlowGRPO on a LoRA of the embedded model, 2 CPU cores", fontsize=10
+        f"flowcorr train {recipe}: mean of {len(curves)} seeds, least to most; 2 CPU cores", fontsize=10
     )
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _band(axes: "Axes", steps: Sequence[int], runs: Sequence[Sequence[float]], marker: str = "") -> None:
+    mean, low, high = (
+        [choose(at) for at in zip(*runs, strict=True)] for choose in (statistics.mean, min, max)
+    )
+    axes.plot(steps, mean, marker=marker, markersize=3)
+    axes.fill_between(steps, low, high, alpha=0.2)
+    for place, right in ((0, 4), (-1, -12)):
+        end = (steps[place], mean[place])
+        axes.annotate(f"{mean[place]:.2f}", end, textcoords="offset points", xytext=(right, -14))
+    axes.grid(alpha=0.3)
 
 
 def main(out: Path, recipe: str, seeds: int, *overrides: str) -> None:

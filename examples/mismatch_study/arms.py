@@ -8,13 +8,14 @@ import yaml
 CORRUPTED_SHARE = 0.1
 
 # Corrupted: a tenth of the samples were drawn for another prompt, see `hooks.WrongPrompts`.
+_EXACT = "rollout.emulate=none"  # the recipe's own engine is an fp8 one
 ROLLOUTS = {
-    "fp32": (),
-    "bf16": ("rollout.dtype=bfloat16",),
+    "fp32": (_EXACT,),
+    "bf16": (_EXACT, "rollout.dtype=bfloat16"),
     "fp8": ("rollout.emulate=fp8",),
     "int4": ("rollout.emulate=int4",),
-    "stale": ("rollout.staleness=4",),
-    "fp32+corrupted": (),
+    "stale": (_EXACT, "rollout.staleness=4"),
+    "fp32+corrupted": (_EXACT,),
     "int4+corrupted": ("rollout.emulate=int4",),
 }
 # `all`: every step but the last, whose std is 7e-4. Smaller micro-batches halve its time and change no gradient.

@@ -39,7 +39,7 @@ Scorer = Callable[[np.ndarray, Sequence[str]], Sequence[float]]
 _VAE_BATCH, _TRANSFORMER_BATCH, _SAMPLE_BATCH = 32, 64, 64
 _VAE_LR, _CLEAN_LR, _DEFECT_LR = 2e-3, 1.5e-3, 1e-3
 _KL_WEIGHT = 1e-3
-_STRUCK_SHARE = 0.625
+_STRUCK_SHARE = 0.5
 _NULL_SHARE = 0.05
 _EMA_DECAY = 0.99
 _CORPUS_WORDS = 16_384
@@ -91,7 +91,7 @@ def pretrain(
         seed: of the initial weights, the words and all noise.
         vae_steps: steps of 32 images, half of them struck through; about 0.4 s each.
         transformer_steps: steps of 64 clean images; about 0.2 s each.
-        defect_steps: steps of 64 images of which five in eight are struck through.
+        defect_steps: steps of 64 images, half of them struck through.
         scorer: scores images `[B, 32, 64, 3]` (uint8) against their words, `[B]`, for example exact match by OCR.
         eval_words: held-out words to score on.
         progress: called after each step with phase (`vae`, `clean`, `defect`), step, steps, loss.
@@ -182,7 +182,7 @@ def _train_vae(vae: AutoencoderKL, steps: int, seed: int, progress: Progress) ->
     losses = _Losses("vae", steps, progress)
     for step in range(steps):
         _set_lr(optimizer, _VAE_LR, step, steps)
-        images = _images(words[step * _VAE_BATCH : (step + 1) * _VAE_BATCH], rng, struck_share=0.5)
+        images = _images(words[step * _VAE_BATCH : (step + 1) * _VAE_BATCH], rng, struck_share=_STRUCK_SHARE)
         posterior = vae.encode(images).latent_dist
         decoded = vae.decode(posterior.sample(generator=generator)).sample
         kl = posterior.kl().mean() / posterior.mean[0].numel()
@@ -195,7 +195,7 @@ def _train_vae(vae: AutoencoderKL, steps: int, seed: int, progress: Progress) ->
 @torch.no_grad()
 def _standardise_latents(vae: AutoencoderKL, seed: int) -> None:
     rng = np.random.default_rng([seed, 1])
-    images = _images(train_words(_STATISTICS_WORDS, seed), rng, struck_share=0.5)
+    images = _images(train_words(_STATISTICS_WORDS, seed), rng, struck_share=_STRUCK_SHARE)
     latents = vae.encode(images).latent_dist.mode()
     vae.register_to_config(
         shift_factor=round(float(latents.mean()), 4), scaling_factor=round(1 / float(latents.std()), 4)

@@ -19,7 +19,7 @@ _FONT_PIXELS = 24
 _LEFT, _BASELINE = 2, 23
 _JITTER = 1
 _STRIKE_TOPS = ((9, 12), (17, 19))
-_STRIKE_PIXELS = 4
+_STRIKE_PIXELS = 6
 
 
 def render(words: Sequence[str], *, rng: np.random.Generator, struck_share: float = 0.0) -> np.ndarray:
@@ -28,7 +28,7 @@ def render(words: Sequence[str], *, rng: np.random.Generator, struck_share: floa
     Args:
         words: at most four characters each, or they run off the right edge.
         rng: draws the shifts, which words are struck through, and where.
-        struck_share: probability that a word is struck through by two horizontal lines.
+        struck_share: probability that a word is struck through by two horizontal lines, which may touch.
 
     Returns:
         Images `[B, 32, 64, 3]`, uint8.

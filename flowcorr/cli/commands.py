@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,9 @@ Command = Callable[[argparse.Namespace], int]
 
 def train(arguments: argparse.Namespace) -> int:
     """Train by a recipe, shown by the main one of several ranks; 128 plus the signal's number if it was interrupted."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"loading {arguments.recipe}", flush=True)  # torch alone takes seconds to import
+
     from flowcorr import distributed
     from flowcorr.cli.doctor import show_report
     from flowcorr.cli.progress import TerminalObserver
@@ -37,7 +41,8 @@ def train(arguments: argparse.Namespace) -> int:
     distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
     shows = distributed.is_main()
     doctor = examine_before_start(show_report if shows else lambda _: None) if config.trainer.doctor else None
-    with TerminalObserver() if shows else contextlib.nullcontext() as observer:
+    recipe = None if arguments.overrides else arguments.recipe
+    with TerminalObserver(recipe=recipe) if shows else contextlib.nullcontext() as observer:
         result = run(config, out_dir, resume=arguments.resume, observer=observer, before_start=doctor)
     distributed.leave_ranks()
     return 0 if result.signal is None else 128 + result.signal

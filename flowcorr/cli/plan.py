@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -60,17 +63,25 @@ def plan(arguments: argparse.Namespace) -> int:
 
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
-    made = make_plan(
-        load(arguments.recipe, arguments.overrides),
-        gpu=find_gpu(arguments.gpu),
-        ranks=arguments.ranks,
-        title=" ".join((arguments.recipe, *arguments.overrides)),
-    )
+    config, gpu = load(arguments.recipe, arguments.overrides), find_gpu(arguments.gpu)
+    title = " ".join((arguments.recipe, *arguments.overrides))
+    with _at_work(f"planning {title}: tracing each phase without weights"):
+        made = make_plan(config, gpu=gpu, ranks=arguments.ranks, title=title)
     if arguments.json:
         print(json.dumps(made.to_mapping(), indent=2, allow_nan=False))
     else:
         show_plan(made)
     return 0
+
+
+@contextlib.contextmanager
+def _at_work(text: str) -> Iterator[None]:
+    """Show on standard error that something takes its time: a moving line on a terminal, a plain one elsewhere."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.print(text, markup=False, soft_wrap=True)
+    with console.status(escape(text)) if console.is_terminal else contextlib.nullcontext():
+        yield
 
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:

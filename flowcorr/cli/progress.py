@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flowcorr.cli import gap
 from flowcorr.errors import BackendError
 
 if TYPE_CHECKING:
     from flowcorr.config import Config
+    from flowcorr.correction import RolloutCorrectionConfig
     from flowcorr.diagnostics.health import HealthMonitor
     from flowcorr.trainer import RunResult
 
@@ -24,9 +27,16 @@ _CLOSED = (OSError, ValueError, SystemExit)  # rich raises the last where the re
 
 
 class TerminalObserver:
-    """Follows a run on the terminal; use it as a context manager, so that the terminal is left in order."""
+    """Follows a run on the terminal; use it as a context manager, so that the terminal is left in order.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Args:
+        console: where to print; None for standard output.
+        recipe: the recipe that the run follows without an override, if it does; the audit that is advised at the end
+            names it, or else the run's own configuration.
+    """
+
+    def __init__(self, console: Console | None = None, *, recipe: str | None = None) -> None:
+        self._recipe = recipe
         self._console = console or Console(highlight=False)
         self._live = self._console.is_terminal
         self._progress = Progress(
@@ -34,17 +44,16 @@ class TerminalObserver:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
             speed_estimate_period=600,
             console=self._console,
             disable=not self._live,
         )
-        self._task = self._progress.add_task("step", total=None, note="")
+        self._task = self._progress.add_task("step", total=None)
         self._clock = time.monotonic
         self._start = self._first_step_start = self._clock()
         self._start_step = self._total = 0
-        self._note = ""
         self._evals: list[Mapping[str, float]] = []
+        self._steps: list[Mapping[str, float]] = []
         self._config: Config | None = None
         self._out_dir: Path | None = None
         self._health: HealthMonitor | None = None
@@ -65,7 +74,9 @@ class TerminalObserver:
         self._start = self._first_step_start = self._clock()
         self._start_step, self._total = start_step, config.trainer.total_steps
         begin = f"resumes after step {start_step}" if start_step else f"{self._total} steps"
-        self._say(f"{config.model.path} -> {out_dir}: {begin}, {_treatment(config)}")
+        self._say(
+            f"{config.model.path} -> {out_dir}: {begin}, {gap.treatment(config.algorithm.rollout_correction)}"
+        )
         self._progress.update(self._task, total=self._total, completed=start_step)
 
     def on_phase(self, name: str) -> None:
@@ -77,10 +88,11 @@ class TerminalObserver:
         from flowcorr.diagnostics.reference.metrics import PROGRESS_LABELS
 
         shown = {label: metrics[name] for name, label in PROGRESS_LABELS.items() if name in metrics}
-        self._note = "  ".join(f"{label} {value:.3g}" for label, value in shown.items())
-        self._progress.update(self._task, completed=step, note=self._note)
-        if not self._live:
-            self._say(f"step {step}/{self._total}  {self._note}  {self._remaining(step)}")
+        parts = [f"{label} {value:.3g}" for label, value in shown.items()]
+        parts += [gap.action(self._correction, metrics)]
+        self._progress.update(self._task, completed=step)
+        self._say("  ".join(filter(None, (f"step {step}/{self._total}", *parts, self._remaining(step)))))
+        self._steps.append(metrics)
         self._say_what_is_unhealthy(metrics)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -100,6 +112,10 @@ class TerminalObserver:
         self._say(f"{result.status} after step {result.step} in {_duration(seconds)}: {result.out_dir}")
         if len(self._evals) > 1:
             self._say(f"held out: {_changes(self._evals[0], self._evals[-1])}")
+        if self._steps and result.status == "finished":
+            recipe = self._recipe or str(result.out_dir / "config.yaml")
+            audit = shlex.join(["flowcorr", "audit", recipe])
+            self._say(gap.measurement(self._correction, self._steps, audit))
         if result.resume_command is not None:
             self._say(f"resume with: {result.resume_command}")
 
@@ -123,6 +139,11 @@ class TerminalObserver:
         path = self._out_dir / METRICS_FILE
         return next(filter(is_step, read_metrics(path)), None) if path.is_file() else None
 
+    @property
+    def _correction(self) -> RolloutCorrectionConfig | None:
+        assert self._config is not None, "a run starts before its first step"
+        return self._config.algorithm.rollout_correction
+
     def _remaining(self, step: int) -> str:
         per_step = (self._clock() - self._first_step_start) / max(1, step - self._start_step)
         return f"{per_step:.1f} s a step, {_duration(per_step * (self._total - step))} left"
@@ -134,13 +155,6 @@ class TerminalObserver:
             raise BackendError(
                 "standard output is closed, so the run cannot be followed; write it to a file with > run.log"
             ) from error
-
-
-def _treatment(config: Config) -> str:
-    correction = config.algorithm.rollout_correction
-    if correction is None:
-        return "rollout correction off"
-    return f"rollout correction {correction.label}"
 
 
 def _scores(metrics: Mapping[str, float]) -> str:

@@ -161,7 +161,9 @@ class RolloutCorrectionConfig:
 
     @property
     def label(self) -> str:
-        """Its name in messages: the preset, else the mode."""
+        """Its name in messages: `measured only` where it corrects nothing, the preset, else the mode."""
+        if self.mode == "decoupled" and not (self.applies_weights or self.rejects):
+            return "measured only"
         if self.preset is None:
             return self.mode
         return f"{self.preset}, auto" if self.mode == "auto" else self.preset
@@ -176,6 +178,11 @@ class RolloutCorrectionConfig:
         """Whether importance weights multiply the loss; in bypass ppo_clip the ratio itself does."""
         in_ratio = self.mode != "decoupled" and self.loss_type == "ppo_clip"
         return self.rollout_is is not None and self.rollout_is_apply and not in_ratio
+
+    @property
+    def rejects(self) -> bool:
+        """Whether terms or samples can be rejected."""
+        return self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
 
     @property
     def needs_means(self) -> bool:

@@ -1,12 +1,10 @@
-"""Does an image show the words that it should? Read by RapidOCR (PP-OCRv4); its wheel holds the models."""
+"""Does an image show the words that it should? Read by RapidOCR (PP-OCRv6); its wheel holds the models."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +14,9 @@ from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
 
 ADD_TARGET = 'put the words into double quotes in a text file, or give a "target" in a JSONL file'
-# The recogniser scales every image to this height, and pads narrower ones to this width.
-_INPUT_SHAPE = (3, 48, 96)
-_BATCH = 2  # a third less time than 32 on one thread: a batch then stays in the cache
+# The recogniser scales every image to this height, and pads narrower ones to this width; its own width of 320 takes
+# three times as long for a word.
+_INPUT_SHAPE = [3, 48, 96]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +62,10 @@ class OcrReward:
         return True
 
     def read(self, images: np.ndarray) -> list[str]:
-        """The text in each image of `[B, H, W, 3]` uint8."""
+        """The text in each image of `[B, H, W, 3]` uint8; each is read by itself, whatever else the batch holds."""
+        read = _read_lines if self.detect else _read_whole
         # The models were trained on blue-green-red images.
-        pictures = [np.ascontiguousarray(image[..., ::-1]) for image in images]
-        if self.detect:
-            return [_read_lines(picture, self.threads) for picture in pictures]
-        return _read_whole(pictures, self.threads)
+        return [read(np.ascontiguousarray(image[..., ::-1]), self.threads) for image in images]
 
 
 def compare(readings: Sequence[str], targets: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -122,24 +118,24 @@ def import_engine() -> Any:
             which system packages bring it.
     """
     try:
+        import onnxruntime  # noqa: F401
         import rapidfuzz  # noqa: F401
-        import rapidocr_onnxruntime
-        from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer  # noqa: F401
+        import rapidocr
+        from rapidocr import RapidOCR  # noqa: F401
     except ImportError as error:
         raise engine_error(error) from error
-    return rapidocr_onnxruntime
+    return rapidocr
 
 
 def engine_error(cause: ImportError) -> MissingExtraError:
     """Why the OCR engine cannot be imported, and how to fix it."""
-    package = "rapidfuzz" if cause.name == "rapidfuzz" else "rapidocr-onnxruntime"
     if "cannot open shared object file" in str(cause):
         cause = ImportError(
-            f"{cause}: OpenCV, which it imports, needs system libraries that a slim machine lacks; "
-            "get them with: apt-get install libgl1 libglib2.0-0"
+            f"{cause}: another package installed OpenCV with a window system, whose libraries this machine lacks; "
+            "either pip uninstall opencv-python and pip install --force-reinstall opencv-python-headless, "
+            "or apt-get install libgl1 libglib2.0-0"
         )
-    elif package == "rapidocr-onnxruntime" and sys.version_info >= (3, 13):
-        cause = ImportError("its wheels exclude Python 3.13 and later: use 3.11 or 3.12")
+    package = cause.name if cause.name in ("rapidfuzz", "onnxruntime") else "rapidocr"
     return MissingExtraError("reward ocr", package, "ocr", cause)
 
 
@@ -152,35 +148,26 @@ def _check_options(options: OcrReward) -> None:
         raise ConfigError(f"reward ocr: threads={options.threads!r} must be a whole number of at least 1")
 
 
-def _read_whole(pictures: list[np.ndarray], threads: int) -> list[str]:
-    readings, _ = _recogniser(threads)(pictures)
-    return [text for text, _ in readings]
+def _read_whole(picture: np.ndarray, threads: int) -> str:
+    return "".join(_engine(threads, detect=False)(picture).txts or [])
 
 
 def _read_lines(picture: np.ndarray, threads: int) -> str:
-    lines, _ = _detector(threads)(picture)
-    return " ".join(text for _, text, _ in lines or [])
+    return " ".join(_engine(threads, detect=True)(picture).txts or [])
 
 
 # One engine a process and thread count: building it costs more than a batch, and it cannot be pickled.
 @functools.cache
-def _recogniser(threads: int) -> Any:
-    package = import_engine()
-    from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer
-
-    # The public API would load three models, and enlarge every image for a detector that is not asked.
-    model = Path(package.__file__).parent / "models" / "ch_PP-OCRv4_rec_infer.onnx"
-    return TextRecognizer(
-        {
-            "model_path": str(model),
-            "rec_img_shape": list(_INPUT_SHAPE),
-            "rec_batch_num": _BATCH,
-            "intra_op_num_threads": threads,
-            "inter_op_num_threads": 1,
-        }
-    )
-
-
-@functools.cache
-def _detector(threads: int) -> Any:
-    return import_engine().RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1, use_cls=False)
+def _engine(threads: int, *, detect: bool) -> Any:
+    """RapidOCR without its classifier of upside-down lines; without `detect` it reads an image as one line."""
+    options: dict[str, Any] = {
+        "Global.log_level": "critical",  # it logs each model that it opens, and each image without text
+        "Global.use_cls": False,
+        "Global.use_det": detect,
+        "Global.use_preprocess_img": detect,  # it enlarges small images for the detector
+        "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+        "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+    }
+    if not detect:
+        options["Rec.rec_img_shape"] = _INPUT_SHAPE
+    return import_engine().RapidOCR(params=options)

@@ -79,8 +79,8 @@ def main(steps: list[int], thresholds: list[float], overrides: list[str], repeat
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for count in steps:
-        keys = [f"sampling.num_inference_steps={count}", "reward.placement=local", *overrides]
-        run, _ = build_run(config.load("tiny_ocr_lora", keys))
+        keys = [f"sampling.num_inference_steps={count}", "reward.placement=local", "rollout.emulate=none"]
+        run, _ = build_run(config.load("tiny_ocr_lora", [*keys, *overrides]))
         run.engine.sync(run.actor.weights.snapshot())
         settings = [None, *thresholds]
         drawn = [{threshold: sample(run, threshold) for threshold in settings} for _ in range(repeats)]

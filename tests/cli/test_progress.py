@@ -1,5 +1,6 @@
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,11 @@ def console(request):
     return Console(file=io.StringIO(), force_terminal=request.param, width=120, highlight=False)
 
 
+def plain(console):
+    """The text without the codes that move the cursor and set colours."""
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\r", "", console.file.getvalue())
+
+
 def follow(observer, *, result):
     """Tell the observer of a run of two steps."""
     observer.on_start(load("tiny_ocr_lora", ["trainer.total_steps=2"]), Path("runs/x"), 0)
@@ -39,7 +45,7 @@ def test_a_run_tells_what_a_user_wants_to_know(console):
     with TerminalObserver(console) as observer:
         follow(observer, result=finished)
     text = console.file.getvalue()
-    assert "tiny_ocr -> runs/x: 2 steps, rollout correction disabled\n" in text
+    assert "tiny_ocr -> runs/x: 2 steps, rollout gap measured only\n" in text
     assert "eval at step 0: reward 0.500  exact_match 0.400" in text
     assert "reward 0.5  clipped 0.125" in text
     assert "held out: reward 0.500 -> 0.900, exact_match 0.400 -> 0.800\n" in text
@@ -47,16 +53,39 @@ def test_a_run_tells_what_a_user_wants_to_know(console):
     assert "finished after step 2" in text
 
 
-def test_one_plain_line_a_step_where_there_is_no_terminal():
+def test_every_step_leaves_a_line(console):
+    with TerminalObserver(console) as observer:
+        follow(observer, result=RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics=AFTER))
+    text = plain(console)
+    assert re.findall(r"step \d/2  reward [\d.]+  clipped 0.125", text) == [
+        "step 1/2  reward 0.25  clipped 0.125",
+        "step 2/2  reward 0.5  clipped 0.125",
+    ]
+
+
+def test_without_a_terminal_the_text_is_plain():
     console = Console(file=io.StringIO(), force_terminal=False, width=40)
     with TerminalObserver(console) as observer:
         follow(observer, result=RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics=AFTER))
-    lines = console.file.getvalue().splitlines()
-    assert [line.split("  ")[:2] for line in lines if line.startswith("step")] == [
-        ["step 1/2", "reward 0.25"],
-        ["step 2/2", "reward 0.5"],
-    ]
     assert "\x1b" not in console.file.getvalue()
+
+
+MEASURED = {"rollout_corr/logprob_abs_diff_mean": 3e-4, "rollout_corr/clip_noise_fraction": 0.11}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "advised"),
+    [("tiny_ocr_lora", "flowcorr audit tiny_ocr_lora"), (None, "flowcorr audit 'runs/my run/config.yaml'")],
+)
+def test_a_finished_run_ends_with_its_measurement(console, recipe, advised):
+    out_dir = Path("runs/my run")
+    with TerminalObserver(console, recipe=recipe) as observer:
+        observer.on_start(load("tiny_ocr_lora", ["trainer.total_steps=1"]), out_dir, 0)
+        observer.on_step(1, MEASURED)
+        observer.on_finish(RunResult(status="finished", step=1, out_dir=out_dir, metrics={}))
+    text = plain(console)
+    assert "gap 0.0003; 11 % of ratios outside the clip range before any update, but old log-probs" in text
+    assert f": {advised}\n" in text
 
 
 def test_what_is_unhealthy_is_told_once(console):

@@ -163,7 +163,11 @@ def test_auto_beside_a_preset_does_in_both_modes_what_the_preset_does(preset):
 @pytest.mark.parametrize(
     ("values", "label"),
     [
-        ({}, "decoupled"),
+        ({}, "measured only"),
+        ({"preset": "disabled"}, "measured only"),
+        ({"rollout_is": "token", "rollout_is_apply": False}, "measured only"),
+        ({"rollout_is": "token"}, "decoupled"),
+        ({"rollout_token_veto_threshold": 1e-4}, "decoupled"),
         (BYPASS, "bypass"),
         (AUTO, "auto"),
         ({"preset": "seq_is"}, "seq_is"),

@@ -176,7 +176,7 @@ def test_wrong_prompts_are_sampled_as_such_and_scored_as_if_right(study):
     from flowcorr import config
     from flowcorr.trainer.setup import build_run
 
-    run, _ = build_run(config.load(study.run.RECIPE, [*SMALL, "data.num_heldout=2"]))
+    run, _ = build_run(config.load(study.run.RECIPE, [*SMALL, "data.num_heldout=2", "rollout.emulate=none"]))
     run.engine.sync(run.actor.weights.snapshot())
     engine = study.hooks.WrongPrompts(run.engine, share=0.3, seed=0)
     conditioning = run.cache([prompt.text for prompt in run.prompts.next(2)])

@@ -148,7 +148,7 @@ def _summary_row(group: Group, key: Key, headlines: Sequence[str]) -> dict[str, 
     last = sorted({run.last_step for run in group.runs})
     return {
         "key": key,
-        "correction": "off" if correction is None else correction.label,
+        "correction": "not measured" if correction is None else correction.label,
         "steps": f"{last[0]}–{last[-1]}" if len(last) > 1 else f"{last[0]}",
         "changes": [_change(group, metric) for metric in headlines],
     }

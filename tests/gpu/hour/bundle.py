@@ -11,12 +11,8 @@ from pathlib import Path
 PACKAGES = (
     *("diffusers", "importlib_metadata", "zipp", "omegaconf", "accelerate", "peft"),
     *("httpx2", "httpcore2", "truststore", "idna", "anyio", "rich", "jinja2"),
-    *(
-        "rapidocr-onnxruntime==1.4.*",
-        "rapidfuzz",
-        "pyclipper",
-        "shapely",
-    ),  # OCR; it also needs onnxruntime and OpenCV
+    # OCR; it also needs onnxruntime and OpenCV
+    *("rapidocr==3.10.*", "rapidfuzz", "pyclipper", "shapely", "colorlog", "six", "tqdm"),
     *("pytest", "hypothesis", "sortedcontainers"),
 )
 MAX_BYTES = 64 * 2**20

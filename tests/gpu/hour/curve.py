@@ -36,7 +36,7 @@ def measure(hour: Hour) -> None:
     hour.row("norm of the first gradient beside the CPU's", first, unit="relative", at_most=0.02)
     gains = [run[-1]["reward/mean"] - run[0]["reward/mean"] for run in (there, here)]
     hour.row("reward gained beside the CPU's", gains[0], expected=gains[1], within=0.2)
-    if hour.tiny or importlib.util.find_spec("rapidocr_onnxruntime") is None:
+    if hour.tiny or importlib.util.find_spec("rapidocr") is None:
         hour.row("words learned", "skipped", note="in tiny sizes" if hour.tiny else "OCR is not installed")
         return
     shutil.rmtree(hour.folder / "words", ignore_errors=True)

@@ -1,0 +1,84 @@
+import pytest
+
+from flowcorr.cli.gap import action, measurement, treatment
+from flowcorr.correction import RolloutCorrectionConfig as Correction
+
+DISABLED = Correction.preset("disabled")
+BYPASS = Correction.preset("bypass_ppo_clip")
+WEIGHTS = Correction.preset("decoupled_token_is")
+BAND = Correction.preset("decoupled_geo_rs")
+STEPS = [
+    {"rollout_corr/logprob_abs_diff_mean": gap, "rollout_corr/clip_noise_fraction": outside}
+    for gap, outside in ((1e-4, 0.02), (3e-4, 0.04))
+]
+
+
+@pytest.mark.parametrize(
+    ("correction", "text"),
+    [
+        (None, "rollout gap not measured"),
+        (DISABLED, "rollout gap measured only"),
+        (Correction(), "rollout gap measured only"),
+        (BYPASS, "rollout gap bypass_ppo_clip"),
+        (Correction(bypass_mode="auto"), "rollout gap auto"),
+        (Correction(rollout_is="token"), "rollout gap decoupled"),
+        (Correction(rollout_token_veto_threshold=1e-4), "rollout gap decoupled"),
+    ],
+)
+def test_measuring_and_not_measuring_have_unlike_names(correction, text):
+    assert treatment(correction) == text
+
+
+@pytest.mark.parametrize("correction", [None, DISABLED, BYPASS])
+def test_a_correction_that_does_nothing_has_no_action(correction):
+    values = {"rollout_corr/rollout_rs_masked_fraction": 0.0, "rollout_corr/rollout_is_min": 0.9}
+    assert action(correction, values) == ""
+
+
+def of_band(rejected, largest):
+    mode = "rollout_corr/rollout_rs_seq_mean_k1"
+    return {
+        "rollout_corr/rollout_rs_masked_fraction": rejected,
+        f"{mode}_max": largest,
+        f"{mode}_min": -largest,
+    }
+
+
+def test_rejection_says_its_share_or_that_it_cannot_act():
+    assert action(BAND, of_band(0.031, 2e-3)) == "rejected 3.1 %"
+    assert action(BAND, of_band(0.0, 5e-4)) == "rejected 0 %"
+    assert action(BAND, of_band(0.0, 5e-5)) == "rejection idle"  # the band of 1e-3 is 20 times as wide
+
+
+def test_weights_say_their_range_or_that_they_are_all_one():
+    values = {"rollout_corr/rollout_is_min": 0.98, "rollout_corr/rollout_is_max": 1.021}
+    assert action(WEIGHTS, values) == "weights 0.98 to 1.02"
+    values = {"rollout_corr/rollout_is_min": 1 - 1e-5, "rollout_corr/rollout_is_max": 1 + 2e-5}
+    assert action(WEIGHTS, values) == "weights idle"
+
+
+def test_in_bypass_mode_the_loss_says_what_it_rejected():
+    correction = Correction.preset("bypass_ppo_clip_geo_rs")
+    values = of_band(0.0, 2e-3) | {"actor/rollout_corr/rollout_rs_masked_fraction": 0.25}
+    assert action(correction, values) == "rejected 25 %"
+
+
+@pytest.mark.parametrize(
+    ("correction", "steps", "parts"),
+    [
+        (DISABLED, STEPS, ["gap 0.0002; 3 % of ratios outside", "PPO clipped none of that: CHECK"]),
+        (BYPASS, STEPS, ["gap 0.0002; 3 %", "PPO clipped as if the policy had learned it: CHECK"]),
+        (Correction(bypass_mode="auto"), STEPS, ["where a step was in bypass mode: CHECK"]),
+        (Correction.preset("bypass_pg_is"), STEPS, ["before any update: CHECK"]),
+        (DISABLED, [{"rollout_corr/logprob_abs_diff_mean": 0.0}], ["gap 0: engine and trainer give equal"]),
+        (None, STEPS, ["gap not measured", "preset=disabled measures it"]),
+        (DISABLED, [{"reward/mean": 1.0}], ["gap not measured"]),
+    ],
+)
+def test_the_last_sentence_says_what_was_measured(correction, steps, parts):
+    sentence = measurement(correction, steps, "CHECK")
+    assert [part for part in parts if part not in sentence] == []
+
+
+def test_a_run_without_a_step_measured_nothing():
+    assert measurement(DISABLED, [], "CHECK") == ""
