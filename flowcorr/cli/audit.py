@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from flowcorr.cli.printer import console_of, show_table
 from flowcorr.diagnostics.audit import AuditReport, page
 from flowcorr.diagnostics.audit.advice import BASIS, Kind, as_overrides
 
@@ -17,29 +17,32 @@ _STYLES: dict[Kind, str] = {
     "correct": "bold yellow",
     "repair": "bold red",
 }
-_WIDTH = 140  # where there is no terminal to ask
 
 
 def show_audit(report: AuditReport, files: Sequence[Path], console: Console | None = None) -> None:
     """Print what was measured, then the recommendation with the lines to paste, and where it was saved."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(file=console.file, width=_WIDTH, highlight=False)
+    console = console_of(console)
     advice = report.advice
     for line in page.facts(report):
         console.print(line, markup=False)
-    console.print()
+    acting = [outcome for outcome in report.presets if outcome.acts]
     tables = (
-        ("delta log p by step, nats a latent element", page.STEP_HEADER, map(page.step_row, report.steps)),
-        (f"weights without a cap ({page.SCALE_NOTE})", page.SCALE_HEADER, map(page.scale_row, report.scales)),
-        ("presets at their own thresholds", page.PRESET_HEADER, map(page.preset_row, report.presets)),
+        ("delta log p by step, nats a latent element", page.STEP_HEADER, map(page.step_row, report.steps), 1),
+        (
+            f"weights without a cap ({page.SCALE_NOTE})",
+            page.SCALE_HEADER,
+            map(page.scale_row, report.scales),
+            2,
+        ),
+        ("presets at their own thresholds", page.PRESET_HEADER, map(page.preset_row, acting), 1),
     )
-    for title, header, rows in tables:
-        if header is page.SCALE_HEADER and not report.scales:
-            continue
-        console.print(title, style="italic", markup=False)
-        console.print(_table(header, rows))
-        console.print()
+    for title, header, rows, words in tables:
+        cells = list(rows)
+        if cells:
+            console.print()
+            show_table(console, header, cells, title=title, words=words)
+    idle = ", ".join(outcome.name for outcome in report.presets if not outcome.acts)
+    console.print(f"reject nothing and have no weights: {idle or 'none'}\n", markup=False)
     if advice is None:
         console.print(page.NO_ADVICE, markup=False)
         console.print(f"saved: {saved(files)}", markup=False, soft_wrap=True)
@@ -64,13 +67,3 @@ def _show_lines(console: Console, title: str, lines: str) -> None:
     console.print(title, markup=False)
     console.print(lines, markup=False)
     console.print(f"or, in a command: {as_overrides(lines)}\n", markup=False, soft_wrap=True)
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for place, column in enumerate(header):
-        first = place == 0
-        table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table

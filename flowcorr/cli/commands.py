@@ -6,14 +6,11 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
+from flowcorr.cli.printer import console_of, show_table
 from flowcorr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -164,14 +161,13 @@ def presets(_: argparse.Namespace) -> int:
     """Print the table of presets."""
     from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("preset", "mode", "weights", "rejection", "what it does"):
-        table.add_column(column, no_wrap=column == "preset", overflow="fold")
+    rows = []
     for name, preset in PRESETS.items():
         config = RolloutCorrectionConfig.preset(name)
         names = "\n".join([name, *(f"  = {alias}" for alias in preset.aliases)])
-        table.add_row(names, _mode(config), _weights(config), _rejection(config), preset.summary)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        rows.append((names, _mode(config), _weights(config), _rejection(config), preset.summary))
+    columns = ("preset", "mode", "weights", "rejection", "what it does")
+    show_table(console_of(None), columns, rows, words=4, prose=True)
     return 0
 
 

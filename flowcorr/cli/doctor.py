@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from flowcorr.cli.printer import Cell, console_of, show_table
 from flowcorr.diagnostics.clip_noise import QUANTILES, clip_text
 from flowcorr.diagnostics.doctor.findings import DoctorReport, Finding, Status
 
@@ -15,16 +15,14 @@ _VERDICTS = {
     1: "rollout engine and actor agree, with remarks",
     2: "rollout engine and actor do not agree",
 }
-_WIDTH = 140  # where there is no terminal to ask
 
 
 def show_report(report: DoctorReport, console: Console | None = None) -> None:
     """Print all findings, what to do about them, and the noise floor."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(file=console.file, width=_WIDTH, highlight=False)
-    console.print(_findings(report))
-    console.print(_noise_floor(report))
+    console = console_of(console)
+    columns = ("", "check", "number", "threshold", "what was found")
+    show_table(console, columns, map(_finding, report.findings), words=2, prose=True)
+    _show_noise_floor(console, report)
     counts = ", ".join(f"{report.count(status)} {status}" for status in _STYLES if report.count(status))
     gap = _precision_gap(report)
     if report.exit_code == 0 and gap > 0:
@@ -43,20 +41,9 @@ def _precision_gap(report: DoctorReport) -> float:
     return found["weights"].value or 0.0 if "float32" in found else 0.0
 
 
-def _findings(report: DoctorReport) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("", "check", "number", "threshold"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("what was found", overflow="fold")
-    for finding in report.findings:
-        table.add_row(
-            Text(finding.status, _STYLES[finding.status]),
-            finding.check,
-            _number(finding.value),
-            _number(finding.threshold),
-            _message(finding),
-        )
-    return table
+def _finding(finding: Finding) -> tuple[Cell, ...]:
+    status = Text(finding.status, _STYLES[finding.status])
+    return status, finding.check, _number(finding.value), _number(finding.threshold), _message(finding)
 
 
 def _message(finding: Finding) -> Text:
@@ -66,24 +53,22 @@ def _message(finding: Finding) -> Text:
     return text
 
 
-def _noise_floor(report: DoctorReport) -> Table:
+def _show_noise_floor(console: Console, report: DoctorReport) -> None:
     title = (
         f"noise floor before any update, nats a latent element; D = {report.num_elements}, "
         f"clip range {clip_text(report.clip_ratio)}"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
     quantiles = [f"|delta log p| {quantile:.0%}" for quantile in QUANTILES]
-    for column in ("step", "sigma", *quantiles, "exact KL", "outside clip"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for step in report.noise:
-        numbers = (*step.abs_delta, step.exact_kl)
-        table.add_row(
-            str(step.step_index),
+    rows = [
+        (
+            f"{step.step_index}",
             f"{step.sigma:.3f}",
-            *(f"{number:.1e}" for number in numbers),
+            *(f"{number:.1e}" for number in (*step.abs_delta, step.exact_kl)),
             f"{step.outside_clip:.0%}",
         )
-    return table
+        for step in report.noise
+    ]
+    show_table(console, ("step", "sigma", *quantiles, "exact KL", "outside clip"), rows, title=title)
 
 
 def _number(value: float | None) -> str:

@@ -8,7 +8,7 @@ import yaml
 
 from flowcorr.cli import main
 from flowcorr.config import load, recipe_names
-from flowcorr.correction.presets import NAMES
+from flowcorr.correction import PRESETS
 from flowcorr.diagnostics.audit.advice import as_overrides
 from tests.shallow import SHALLOW
 
@@ -35,7 +35,7 @@ def test_a_recipe_without_a_gap(tmp_path, capsys):
     assert "no correction needed" in out
     assert "of the three together (reward not counted)" in out
     assert "weights without a cap (expected: from the exact KLs, for many samples; chi-squared: mean" in out
-    assert all(name in out for name in NAMES)
+    assert all(name in out for name in PRESETS)
     assert max(map(len, out.splitlines()[:-1])) <= 140
     assert f"{tmp_path / 'audit.html'} and 1 chart (.png) beside them" in out
 

@@ -84,6 +84,11 @@ class PresetOutcome:
     mean_weight: float | None
     ess: float | None
 
+    @property
+    def acts(self) -> bool:
+        """Whether it rejects anything here or has weights."""
+        return self.rejected_terms > 0 or self.mean_weight is not None
+
 
 def gap_by_step(gap: Gap, distance: Tensor, limit: float | Sequence[float] | None) -> list[StepGap]:
     """The gap at each step of the schedule.
