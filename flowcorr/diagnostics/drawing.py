@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 PALETTE = ("#2563eb", "#d9730d", "#138a5b", "#9333ea", "#c02650", "#0e8aa8", "#7a6a00", "#64748b")
-BLUE, ORANGE = PALETTE[:2]
+BLUE = PALETTE[0]
 INK, SOFT, MUTED, LINE, LIMIT = "#1c2430", "#5b6675", "#9aa5b1", "#dfe4ea", "#c0392b"
 WIDTH, HEIGHT = 380, 220  # pixels of a chart in a page, as wide as a phone; one point is one pixel there
 _POINTS = 72  # an inch
@@ -83,7 +83,7 @@ class Chart:
         """The chart for a page, which writes title and caption itself."""
         with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self.name}):
             text = _saved(self._figure(self.height), "svg").decode()
-        return _inline(text)
+        return _inline(text, self.title)
 
     def png(self, note: str = "") -> bytes:
         """The chart for a slide, with its title and caption, and `note` below them."""
@@ -160,9 +160,12 @@ def _saved(figure: Figure, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def _inline(text: str) -> Markup:
-    """An SVG file as an element of a page: without what only a file needs, and as wide as its place."""
+def _inline(text: str, title: str) -> Markup:
+    """An SVG file as an element of a page: titled, without what only a file needs, and as wide as its place."""
     text = re.sub(r"<defs>\s*<style.*?</defs>", "", text[text.index("<svg") :], count=1, flags=re.DOTALL)
-    text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", text, count=1)
+    head = Markup("<title>{}</title>").format(title)
+    text = re.sub(
+        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', lambda match: f"<svg {match[1]}>{head}", text, count=1
+    )
     used = set(re.findall(r"#([\w-]+)", text))
     return Markup(re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text))

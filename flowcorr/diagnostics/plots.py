@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from flowcorr.diagnostics.drawing import (
     BLUE,
     END_LABEL,
+    INK,
     LIMIT,
     LINE,
     MUTED,
-    ORANGE,
     SOFT,
     label_lines,
     number,
@@ -27,7 +27,8 @@ from flowcorr.diagnostics.drawing import (
 BandPoint = tuple[float, float, float, float]  # step, mean, smallest and largest value
 
 UNHEALTHY, SERIOUS = "#fae3df", "#f2c4bb"
-_RAMP = LinearSegmentedColormap.from_list("drift", ["#dce6f2", "#86b6dc", "#2563b0", "#102054"])
+_COLOURS = ["#dce6f2", "#86b6dc", "#2563b0", "#102054"]
+_RAMP = LinearSegmentedColormap.from_list("drift", _COLOURS).with_extremes(under="#e4e4e4")
 _NO_LIMITS = (-math.inf, math.inf)
 
 
@@ -106,15 +107,18 @@ def heights(curves: Sequence[Curve], healthy: tuple[float, float], *, zoom: bool
 
 
 def draw_heat_map(
-    figure: Figure, rows: Sequence[str], columns: Sequence[float], cells: Mapping[tuple[str, float], float]
+    figure: Figure,
+    rows: Sequence[str],
+    columns: Sequence[float],
+    cells: Mapping[tuple[str, float], float],
+    scale: tuple[float, float],
 ) -> None:
-    """Positive values by row and training step on a logarithmic scale; zeros are palest, gaps are white."""
+    """Values by row and training step on a logarithmic scale; below it they are grey, and gaps are white."""
+    low, high = scale
     grid = np.array([[cells.get((row, column), math.nan) for column in columns] for row in rows])
-    positive = grid[grid > 0]
-    low, high = (positive.min(), positive.max()) if positive.size else (1.0, 1.0)
-    norm = LogNorm(low, high) if low < high else LogNorm(low / 2, high * 2)
+    norm = LogNorm(low, max(high, 2 * low))
     axes = figure.subplots()
-    shown = np.ma.masked_invalid(np.where(grid == 0, norm.vmin or low, grid))
+    shown = np.ma.masked_invalid(np.maximum(grid, low / 2))  # a logarithmic scale would leave 0 out
     picture = axes.imshow(shown, norm=norm, cmap=_RAMP, aspect="auto", interpolation="none")
     axes.grid(visible=False)
     axes.set_yticks(range(len(rows)), rows)
@@ -136,17 +140,18 @@ def draw_histograms(
     rows: Sequence[tuple[str, Sequence[float]]],
     view: float,
     limits: tuple[float, float] | None = None,
+    colour: str = BLUE,
 ) -> None:
-    """Shares by bin from `-view` to `view`, a row each with a height of its own; bins outside `limits` stand out."""
+    """Shares by bin from `-view` to `view`, a row each with a height of its own; bins outside `limits` are dark."""
     low, high = limits or _NO_LIMITS
     panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
     for panel, (name, shares) in zip(panels, rows, strict=True):
         edges = np.linspace(-view, view, len(shares) + 1)
         middles = (edges[1:] + edges[:-1]) / 2
         inside = (low <= middles) & (middles <= high)
-        for where, colour in ((inside, BLUE), (~inside, ORANGE)):
+        for where, fill in ((inside, colour), (~inside, INK)):
             if where.any():
-                panel.stairs(np.where(where, shares, 0), edges, fill=True, color=colour)
+                panel.stairs(np.where(where, shares, 0), edges, fill=True, color=fill)
         for limit in (low, high):
             if abs(limit) <= view:
                 panel.axvline(limit, color=LIMIT, linewidth=1, linestyle=(0, (4, 3)))
@@ -159,11 +164,11 @@ def draw_histograms(
     style_axis(panels[-1].xaxis, 4)
 
 
-def draw_bars(figure: Figure, bars: Sequence[tuple[str, float, str]]) -> None:
+def draw_bars(figure: Figure, bars: Sequence[tuple[str, float, str]], colour: str = BLUE) -> None:
     """Horizontal bars with their names on the left and their values in words at the end, the first one on top."""
     axes = figure.subplots()
     names, values, texts = zip(*bars, strict=True)
-    axes.barh(range(len(bars)), values, height=0.62, color=BLUE)
+    axes.barh(range(len(bars)), values, height=0.62, color=colour)
     for place, (value, text) in enumerate(zip(values, texts, strict=True)):
         axes.annotate(
             text, (value, place), xytext=(5, 0), textcoords="offset points", va="center", color=SOFT

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -31,13 +32,16 @@ def test_equal_values_have_room(value):
 
 
 @pytest.mark.parametrize("cells", [{("a", 1): 0.0}, {("a", 1): 2.0}, {("a", 1): 0.0, ("b", 2): 1e-6}])
-def test_heat_maps_of_few_values(cells):
+@pytest.mark.parametrize("scale", [(5e-7, 0.0), (5e-7, 2.0)])
+def test_heat_maps_of_few_values(cells, scale):
     figure = Figure()
-    draw_heat_map(figure, ["a", "b"], [1, 2], cells)
+    draw_heat_map(figure, ["a", "b"], [1, 2], cells, scale)
     picture = figure.axes[0].images[0]
     shown = picture.get_array()
     assert shown.count() == len(cells)
-    assert (shown.compressed() >= picture.norm.vmin).all()
+    colours = picture.cmap(picture.norm(shown.compressed()))
+    grey = [bool(np.ptp(colour[:3]) == 0) for colour in colours]
+    assert grey == [value < scale[0] for value in cells.values()]
 
 
 def test_rows_of_dots_begin_at_the_top():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
@@ -81,6 +81,8 @@ _MIN_SHARE = 0.005  # of a step's time that is worth a bar
 _MAX_MARK = 12  # characters beside a chart
 MAX_POINTS = 200  # of a curve, or columns of a heat map: a chart is 330 pixels wide
 _STEP_DRIFT = re.compile(r"rollout_corr/step_(\d+)/logprob_abs_diff")
+# Four units in the last place of a float32 log-prob near 1: two stacks that score alike to rounding differ by less.
+_ROUNDING = 5e-7
 _HISTOGRAMS = "All dumped steps together. Each row is scaled to its largest bin."
 _NO_TERMS = (
     "Train with trainer.dump_log_probs=true to see here how the ratios of the update lie in the clip range, and how "
@@ -106,15 +108,15 @@ class ChartSection:
 
 
 def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
-    """All sections that have something to say."""
+    """All sections that have something to say: did it learn, how far do the stacks drift apart, time, images."""
     sections = [
         _curves(groups, "Learning", _learning_metrics(groups, of_images=False), _learning_text(groups)),
-        _curves(groups, "The images", _learning_metrics(groups, of_images=True), _IMAGES_TEXT),
         _curves(groups, "Drift between rollout and training", _DRIFT, _drift_text(groups), zoom=True),
         ChartSection(
             title="Drift by timestep",
-            text="Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch.",
-            charts=[chart for index, group in enumerate(groups) if (chart := _heat_map(group, index))],
+            text="Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch. "
+            f"All maps have one scale; grey: below {_ROUNDING:g}, the rounding of float32; white: not in the window.",
+            charts=_heat_maps(groups),
         ),
         _curves(groups, "Outside the log-probs", _REPLAY, _REPLAY_TEXT),
         _curves(groups, "What the correction did", _CORRECTION, ""),
@@ -123,12 +125,17 @@ def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
     timing = ChartSection(
         title="Where the time goes",
         text="Median seconds of each phase of a training step.",
-        charts=[chart for index, group in enumerate(groups) if (chart := _timing(group, index))],
+        charts=[
+            chart
+            for index, (group, colour) in enumerate(zip(groups, colours(groups), strict=True))
+            if (chart := _timing(group, index, colour))
+        ],
     )
+    statistics = _curves(groups, "Image statistics", _learning_metrics(groups, of_images=True), _IMAGES_TEXT)
     return [
         *(section for section in sections if section.charts),
         _histograms(groups),
-        *([timing] if timing.charts else []),
+        *(section for section in (timing, statistics) if section.charts),
     ]
 
 
@@ -163,10 +170,18 @@ def _learning_metrics(groups: Sequence[Group], *, of_images: bool) -> tuple[tupl
     )
     skipped = ("_std", "/std", "/min", "/max", "/failed_samples")
     return tuple(
-        (name, name, "held out" if name.startswith("eval/") else "training samples")
+        (name, *_in_words(name))
         for name in logged
         if not name.endswith(skipped) and ("/image/" in name) == of_images
     )
+
+
+def _in_words(name: str) -> tuple[str, str]:
+    """Title and remark of a score: `eval/exact_match` is the exact match, held out."""
+    where, _, score = name.partition("/")
+    words = score.removeprefix("image/").replace("_", " ").replace("/", ", ")
+    words = "mean reward" if name == "reward/mean" else words
+    return f"{words[:1].upper()}{words[1:]}", "held out" if where == "eval" else "training samples"
 
 
 def _learning_text(groups: Sequence[Group]) -> str:
@@ -260,7 +275,45 @@ def _healthy_text(curves: Sequence[Curve], healthy: tuple[float, float], serious
     return text if limit_in_view(curves, healthy, zoom=zoom) else f"{text}, far from all values here"
 
 
-def _heat_map(group: Group, index: int) -> Chart | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeatMap:
+    """Mean drift by step index and training step, or means over `stride` of these."""
+
+    rows: Sequence[str]
+    columns: Sequence[float]
+    cells: Mapping[tuple[str, float], float]
+    stride: int
+
+
+def _heat_maps(groups: Sequence[Group]) -> list[Chart]:
+    """A map for each group, all on the scale of the largest drift."""
+    maps = {index: found for index, group in enumerate(groups) if (found := _heat_map(group))}
+    largest = max((value for found in maps.values() for value in found.cells.values()), default=0.0)
+    charts = []
+    for index, found in maps.items():
+        unit = "nats per latent element, on a logarithmic scale"
+        if not max(found.cells.values()) > 0:
+            unit = "0 everywhere: both stacks score alike, to the last bit"
+        draw = partial(
+            draw_heat_map,
+            rows=found.rows,
+            columns=found.columns,
+            cells=found.cells,
+            scale=(_ROUNDING, largest),
+        )
+        charts.append(
+            Chart(
+                name=f"drift_by_timestep_{index}",
+                title=f"Drift by timestep, {groups[index].label}",
+                draw=draw,
+                caption="; ".join(filter(None, ["across: training step", unit, _stride_text(found.stride)])),
+                height=max(HEIGHT / 2, 60 + 24 * len(found.rows)),
+            )
+        )
+    return charts
+
+
+def _heat_map(group: Group) -> _HeatMap | None:
     names = {name for run in group.runs for record in run.records for name in record}
     found = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
     means = {f"step {index}": dict(group.means(name)) for index, name in sorted(found.items())}
@@ -275,16 +328,7 @@ def _heat_map(group: Group, index: int) -> Chart | None:
         for part in parts
         if (here := [values[step] for step in part if step in values])
     }
-    unit = "nats per latent element, on a logarithmic scale; white: not in the window"
-    if not max(cells.values()) > 0:
-        unit = "0 everywhere: both stacks score alike, to the last bit"
-    return Chart(
-        name=f"drift_by_timestep_{index}",
-        title=f"Drift by timestep, {group.label}",
-        draw=partial(draw_heat_map, rows=list(means), columns=[part[-1] for part in parts], cells=cells),
-        caption="; ".join(filter(None, ["across: training step", unit, _stride_text(stride)])),
-        height=max(HEIGHT / 2, 60 + 24 * len(means)),
-    )
+    return _HeatMap(rows=list(means), columns=[part[-1] for part in parts], cells=cells, stride=stride)
 
 
 # Histograms ----------------------------------------------------------------------------------------------------
@@ -292,10 +336,10 @@ def _heat_map(group: Group, index: int) -> Chart | None:
 
 def _histograms(groups: Sequence[Group]) -> ChartSection:
     charts = []
-    for index, group in enumerate(groups):
+    for index, (group, colour) in enumerate(zip(groups, colours(groups), strict=True)):
         spread = read_spread(group)
         if spread is not None:
-            charts += [_ratio_chart(group, spread, index), _mismatch_chart(group, spread, index)]
+            charts += [chart(group, spread, index, colour) for chart in (_ratio_chart, _mismatch_chart)]
     return ChartSection(
         title="Ratios and mismatch",
         text=_HISTOGRAMS if charts else _NO_TERMS,
@@ -303,7 +347,7 @@ def _histograms(groups: Sequence[Group]) -> ChartSection:
     )
 
 
-def _ratio_chart(group: Group, spread: Spread, index: int) -> Chart:
+def _ratio_chart(group: Group, spread: Spread, index: int, colour: str) -> Chart:
     moved = spread.ratios[spread.ratios != 0]
     view = reach(moved, spread.limits)
     unit = (
@@ -320,7 +364,11 @@ def _ratio_chart(group: Group, spread: Spread, index: int) -> Chart:
         name=f"ratios_{index}",
         title=f"Ratios of the update, {group.label}",
         draw=partial(
-            draw_histograms, rows=[("", shares(moved, view, _BINS))], view=view, limits=spread.limits
+            draw_histograms,
+            rows=[("", shares(moved, view, _BINS))],
+            view=view,
+            colour=colour,
+            limits=spread.limits,
         ),
         caption="; ".join(filter(None, texts)),
     )
@@ -340,7 +388,7 @@ def _still_text(spread: Spread) -> str:
     return f"{still:.0%} are 0, scored before the first optimizer step, and not drawn" if still else ""
 
 
-def _mismatch_chart(group: Group, spread: Spread, index: int) -> Chart:
+def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Chart:
     everything = torch.cat(list(spread.mismatch.values()))
     view = reach(everything)
     rows = [(f"step {step}", shares(values, view, _BINS)) for step, values in spread.mismatch.items()]
@@ -358,7 +406,7 @@ def _mismatch_chart(group: Group, spread: Spread, index: int) -> Chart:
     return Chart(
         name=f"mismatch_by_step_{index}",
         title=f"Rollout mismatch, {group.label}",
-        draw=partial(draw_histograms, rows=rows, view=view),
+        draw=partial(draw_histograms, rows=rows, view=view, colour=colour),
         caption="; ".join(filter(None, texts)),
         height=max(HEIGHT, 30 + 40 * len(rows)),
     )
@@ -376,7 +424,7 @@ def _share(where: Tensor) -> float:
 # Time ----------------------------------------------------------------------------------------------------------
 
 
-def _timing(group: Group, index: int) -> Chart | None:
+def _timing(group: Group, index: int, colour: str) -> Chart | None:
     whole = _median(group, "timing/step")
     if not whole:
         return None
@@ -391,7 +439,7 @@ def _timing(group: Group, index: int) -> Chart | None:
     return Chart(
         name=f"time_{index}",
         title=f"Time, {group.label}",
-        draw=partial(draw_bars, bars=bars),
+        draw=partial(draw_bars, bars=bars, colour=colour),
         caption=f"a step takes {whole:.3g} s in the median",
         height=30 + 28 * len(bars),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +19,7 @@ from flowcorr.diagnostics.health import examine_run, is_step
 from flowcorr.diagnostics.image_drift import ImageDrift, largest_drift
 from flowcorr.diagnostics.pages import render, save_charts
 from flowcorr.diagnostics.report.charts import ChartSection, chart_sections, colours, marks
+from flowcorr.diagnostics.report.learning import Change, Learning, learning_of
 from flowcorr.diagnostics.report.runs import Group, Run, differences, group_by_seed, read_run
 from flowcorr.errors import ConfigError
 from flowcorr.trackers import IMAGES_FOLDER
@@ -28,6 +29,13 @@ MAX_GRIDS = 4
 # Larger images are shown smaller and compressed, so that the page of three runs stays below 2 MB.
 MAX_IMAGE_BYTES = 100_000
 _HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")
+_LEVELS = ("serious", "warning", "note", "healthy")
+_LEARNED: Mapping[Change, str] = {
+    "rose": "healthy",
+    "did not move": "warning",
+    "fell": "serious",
+    "unknown": "note",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,16 +120,24 @@ def report_page(groups: Sequence[Group], sections: Sequence[ChartSection]) -> st
     keys = _keys(groups)
     seeds = max(len(group.runs) for group in groups) > 1
     headlines = [name for name in _HEADLINES if any(group.band(name) for group in groups)]
+    runs = [run for group in groups for run in group.runs]
+    learned = [learning_of(run) for run in runs]
+    findings = _findings(groups)
+    of_learning = [
+        Finding(level=_LEARNED[one.change], runs=run.name, message=one.text)
+        for run, one in zip(runs, learned, strict=True)
+    ]
     return render(
         "report.html",
         title=" · ".join(key.label for key in keys),
-        counts=f"{_plural(sum(len(group.runs) for group in groups), 'run')}, "
-        f"{_plural(len(groups), 'configuration')}",
+        facts=_facts(groups),
+        level=min((finding.level for finding in [*of_learning, *findings]), key=_LEVELS.index),
+        verdict=_verdict(learned, findings),
         keys=keys,
         headlines=headlines,
         summary=[_summary_row(group, key, headlines) for group, key in zip(groups, keys, strict=True)],
         summary_note=_summary_note(groups),
-        findings=_findings(groups),
+        findings=[*of_learning, *findings],
         sections=sections,
         pictures=[
             {"name": group.runs[0].name, "pictures": pictures}
@@ -138,6 +154,40 @@ def _keys(groups: Sequence[Group]) -> list[Key]:
         Key(label=group.label, mark=mark, colour=colour)
         for group, mark, colour in zip(groups, marks(groups), colours(groups), strict=True)
     ]
+
+
+def _facts(groups: Sequence[Group]) -> str:
+    """Number of runs, models and dates, in a line."""
+    runs = [run for group in groups for run in group.runs]
+    models = sorted({path for run in runs if (path := run.settings.get("model.path")) is not None})
+    dates = sorted({run.started for run in runs if run.started})
+    facts = [
+        _plural(len(runs), "run"),
+        _plural(len(groups), "configuration"),
+        f"model {', '.join(models)}" if models else "",
+        f"started {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "") if dates else "",
+    ]
+    return "; ".join(filter(None, facts))
+
+
+def _verdict(learned: Sequence[Learning], findings: Sequence[Finding]) -> str:
+    """Whether the runs learned, how many rules they broke, and the worst finding."""
+    changes = [one.change for one in learned]
+    if len(changes) == 1:
+        told = {"unknown": "whether it learned cannot be told"}.get(
+            changes[0], f"the held-out reward {changes[0]}"
+        )
+    else:
+        counted = [(changes.count(change), change) for change in _LEARNED if change in changes]
+        told = "held-out reward: " + ", ".join(f"{change} in {count} runs" for count, change in counted)
+    broken = [
+        (level, sum(finding.level == level for finding in findings)) for level in ("serious", "warning")
+    ]
+    counts = ", ".join(f"{count} of level {level}" for level, count in broken if count)
+    if not counts:
+        return f"{told}; no rule was broken"
+    worst = min(findings, key=lambda finding: _LEVELS.index(finding.level))
+    return f"{told}; findings: {counts}; first of all, {worst.runs}: {worst.message}"
 
 
 # Summary and health --------------------------------------------------------------------------------------------

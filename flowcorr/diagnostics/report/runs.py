@@ -34,6 +34,7 @@ class Run:
         records: its `metrics.jsonl`.
         ending: how it ended if not at its last step, in words; else, or where nothing is known, empty.
         name: the end of `folder` that tells it from the other runs.
+        started: the day on which it began, `YYYY-MM-DD`; empty where that is not known.
         notes: of another trainer's dump, what it lacks and what that would give.
     """
 
@@ -43,6 +44,7 @@ class Run:
     records: Sequence[Mapping[str, Any]]
     ending: str
     name: str
+    started: str = ""
     notes: Sequence[str] = ()
 
     @property
@@ -109,12 +111,15 @@ def read_run(folder: Path) -> Run:
     if not records:
         raise ConfigError(f"{path} holds no metrics yet; let the run finish a step first")
     settings = {key: _text(value) for key, value in _flatten(redact(to_mapping(config))).items()}
+    path = folder / EVENTS_FILE
+    events = read_events(path) if path.is_file() else []
     return Run(
         folder=folder,
         config=config,
         settings=settings,
         records=records,
-        ending=_ending(folder),
+        ending=_ending(events),
+        started=next((str(event.get("time", ""))[:10] for event in events), ""),
         name=folder.resolve().name,
     )
 
@@ -167,9 +172,7 @@ def _label(runs: Sequence[Run]) -> str:
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} runs)"
 
 
-def _ending(folder: Path) -> str:
-    path = folder / EVENTS_FILE
-    events = read_events(path) if path.is_file() else []
+def _ending(events: Sequence[Mapping[str, Any]]) -> str:
     last = next((event for event in reversed(events) if event["kind"] in _ENDINGS), None)
     if last is None or last.get("status") == "finished":
         return ""

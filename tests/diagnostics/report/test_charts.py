@@ -8,7 +8,7 @@ from diagnostics.html_pages import drawn
 from diagnostics.run_folders import dump, write_run
 from matplotlib.colors import to_hex
 
-from flowcorr.diagnostics.drawing import BLUE, ORANGE
+from flowcorr.diagnostics.drawing import BLUE, INK
 from flowcorr.diagnostics.plots import SERIOUS, UNHEALTHY
 from flowcorr.diagnostics.report.charts import chart_sections, marks
 from flowcorr.diagnostics.report.runs import group_by_seed, read_run
@@ -95,7 +95,7 @@ def test_bins_outside_the_clip_range_stand_out(tmp_path):
     folder = write_run(tmp_path / "a", "actor.clip_ratio=1e-3")
     dump(folder)
     inside, outside = drawn(charts_of(folder)["ratios_0"]).patches
-    assert (to_hex(inside.get_facecolor()), to_hex(outside.get_facecolor())) == (BLUE, ORANGE)
+    assert (to_hex(inside.get_facecolor()), to_hex(outside.get_facecolor())) == (BLUE, INK)
     parts = [patch.get_data() for patch in (inside, outside)]
     assert sum(part.values.sum() for part in parts) == pytest.approx(1, abs=0.01)
     for part, is_inside in zip(parts, (True, False), strict=True):

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import shutil
 import subprocess
 
@@ -71,7 +72,7 @@ def test_text_of_the_user_is_escaped(tmp_path, evil):
     page = Page(write_report(folders, tmp_path / "report.html"))
     page.check_alone()
     assert f"The run failed after step 2: {evil}" in page.text
-    assert page.text.count(evil) == 2  # the finding, and the prompt that differs
+    assert page.text.count(evil) == 3  # the verdict, the finding, and the prompt that differs
     assert "a <script>" in page.texts  # the heading of images, and the end of every line
     assert "b$x$ <i>" in page.texts
     assert "<i>" not in page.source
@@ -90,10 +91,36 @@ def test_runs_of_one_name_are_told_apart_where_their_groups_are(tmp_path):
     assert "healthy · y/seed_0" in text
 
 
+def test_the_page_begins_with_its_verdict_and_its_contents(tmp_path):
+    start = {**START, "time": "2026-11-23T05:00:00.000+00:00"}
+    events = [start, {"step": 4, "kind": "end", "status": "finished"}]
+    page = Page(write_report([write_run(tmp_path / "a", events=events)], tmp_path / "report.html"))
+    assert "model tiny_ocr; started 2026-11-23" in page.text
+    verdict = (
+        "Whether it learned cannot be told; findings: 1 of level serious; first of all, a: share of samples"
+    )
+    assert page.text.index(verdict) < page.text.index("First to last value")
+    linked = re.findall(r'<a href="#([\w-]+)"', page.source)
+    assert linked
+    assert linked == re.findall(r'<section id="([\w-]+)"', page.source)
+
+
+def test_every_chart_has_a_title_that_can_be_read_aloud(runs, tmp_path):
+    source = Page(write_report(runs, tmp_path / "report.html")).source
+    assert source.count("<svg") == len(re.findall(r"<svg [^>]*><title>[^<]+</title>", source)) > 3
+
+
+def test_sections_tell_learning_first_then_drift_then_images(tmp_path):
+    folder = write_run(tmp_path / "a", images=2)
+    headings = re.findall(r"<h2>(.*?)</h2>", write_report([folder], tmp_path / "r.html").read_text())
+    order = [heading for heading in headings if heading in ("Learning", "Drift by timestep", "Pictures")]
+    assert order == ["Learning", "Drift by timestep", "Pictures"]
+
+
 def test_a_run_named_twice_is_one(tmp_path):
     folder = write_run(tmp_path / "a")
     text = Page(write_report([folder, folder / ".." / "a"], tmp_path / "report.html")).text
-    assert "1 run, 1 configuration" in text
+    assert "1 run; 1 configuration; model tiny_ocr" in text
     assert "means over seeds" not in text
 
 

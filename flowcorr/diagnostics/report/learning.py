@@ -1,0 +1,73 @@
+"""Did a run learn? Its held-out score at the end beside the one at the start, with the error of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flowcorr.diagnostics.report.runs import Run
+
+Change = Literal["rose", "fell", "did not move", "unknown"]
+# Standard errors beyond which a change is no chance. The errors are taken as independent although both evaluations use
+# the same prompts and noise, so that a change that is called one is more certain than that.
+_ERRORS = 2.0
+_SCORE, _SPREAD = "eval/reward", "eval/reward_std"
+_REWARD, _REWARD_SPREAD = "reward/mean", "reward/std"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """What a run learned.
+
+    Attributes:
+        change: of the held-out reward.
+        text: a sentence without its full stop.
+    """
+
+    change: Change
+    text: str
+
+
+def learning_of(run: Run) -> Learning:
+    """Judge the held-out reward of a run; without two evaluations, say what is missing."""
+    if _constant(run.records):
+        return Learning(
+            change="did not move",
+            text="the reward was the same number for all images, so nothing can be learned from it",
+        )
+    scores = [record for record in run.records if record.get(_SCORE) is not None]
+    if len(scores) < 2:
+        return Learning(change="unknown", text=_without_scores(run))
+    first, last = scores[0], scores[-1]
+    before, after = float(first[_SCORE]), float(last[_SCORE])
+    values = f"the held-out reward went from {before:.3g} to {after:.3g}"
+    steps = f"between step {first['step']} and {last['step']}"
+    spreads = [float(record[_SPREAD]) for record in (first, last) if record.get(_SPREAD) is not None]
+    if len(spreads) < 2:
+        return Learning(change="unknown", text=f"{values} {steps}; its standard error was not logged")
+    error = math.hypot(*spreads) / math.sqrt(run.config.data.num_heldout)
+    change: Change = "did not move"
+    if abs(after - before) > _ERRORS * error:
+        change = "rose" if after > before else "fell"
+    best = max(scores, key=lambda record: record[_SCORE])
+    peak = ""
+    if best[_SCORE] - after > _ERRORS * error and change != "fell":
+        peak = f"; it had been {best[_SCORE]:.3g} at step {best['step']}"
+    return Learning(change=change, text=f"{values} {steps} (standard error {error:.2g}){peak}")
+
+
+def _without_scores(run: Run) -> str:
+    rewards = run.series(_REWARD)
+    if not rewards:
+        return "neither held-out scores nor rewards were logged"
+    moved = f"the reward of training samples went from {rewards[0][1]:.3g} to {rewards[-1][1]:.3g}"
+    return f"{moved}; there are not two held-out evaluations, so whether that was learned cannot be told"
+
+
+def _constant(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every image of at least two training steps had the same reward."""
+    steps = [record for record in records if record.get(_REWARD) is not None]
+    means = {record[_REWARD] for record in steps}
+    return len(steps) > 1 and len(means) == 1 and all(record.get(_REWARD_SPREAD) == 0 for record in steps)
