@@ -6,12 +6,16 @@
 A file holds the tensors of `DumpedTerms` under their names. Its metadata is text: `format_version`, `step`, `mode`
 (`decoupled`: old log-probs were recomputed; `bypass`: they are the rollout's) and `loss_mode`; where known also
 `num_elements`, `adv_clip_max` and, as JSON, `clip_ratio`. Later versions may add fields, and keep these.
+
+A file may be a stranger's: `load` and `load_loss` check all of it, and run nothing that it names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
@@ -23,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flowcorr.dumps import checks
 from flowcorr.errors import BackendError, BatchError, ConfigError
 
 FOLDER = "log_probs"
@@ -38,7 +43,7 @@ GIVES = {
 }
 """Optional fields of `dump`, and what each gives."""
 _STEP, _PARTIAL = "step_{:06d}.safetensors", ".partial_"
-_PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions")
+_STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
 
 Array = Tensor | np.ndarray | Sequence[Any]
 
@@ -168,12 +173,12 @@ def dump(
         The file.
 
     Raises:
-        BatchError: a shape does not fit.
+        BatchError: a shape does not fit, or a value is not allowed.
         BackendError: the folder cannot be written to.
     """
     rollout = _numbers("rollout_log_probs", rollout_log_probs)
-    if rollout.dim() != 2:
-        raise BatchError(f"rollout_log_probs has shape {list(rollout.shape)}; it must be [B, T]")
+    if problem := checks.problem_of_shape(rollout.shape):
+        raise BatchError(problem)
     given = {
         "advantages": advantages,
         "old_log_probs": old_log_probs,
@@ -197,6 +202,9 @@ def dump(
         **{"old_log_probs": rollout, **known},
     )
     loss = LoggedLoss(loss_mode=loss_mode, clip_ratio=clip_ratio, adv_clip_max=adv_clip_max)
+    problem = checks.problem_of_metadata(_metadata(step, terms, loss))
+    if problem := problem or checks.problem_of_values(terms.tensors()):
+        raise BatchError(problem)
     return save(Path(folder), step, terms, loss)
 
 
@@ -208,19 +216,7 @@ def save(folder: Path, step: int, terms: DumpedTerms, loss: LoggedLoss) -> Path:
     """
     path = folder / _STEP.format(step)
     partial = path.with_name(f"{_PARTIAL}{path.name}")
-    mode = "bypass" if terms.bypass else "decoupled"
-    metadata = {
-        "format_version": FORMAT_VERSION,
-        "step": str(step),
-        "mode": mode,
-        "loss_mode": loss.loss_mode,
-    }
-    numbers = {
-        "num_elements": terms.num_elements,
-        "clip_ratio": loss.clip_ratio,
-        "adv_clip_max": loss.adv_clip_max,
-    }
-    metadata |= {name: json.dumps(value) for name, value in numbers.items() if value is not None}
+    metadata = _metadata(step, terms, loss)
     # safetensors needs tensors that share no memory; in bypass mode, old log-probs are the rollout's.
     layout = torch.contiguous_format
     tensors = {name: value.clone(memory_format=layout) for name, value in terms.tensors().items()}
@@ -236,60 +232,60 @@ def save(folder: Path, step: int, terms: DumpedTerms, loss: LoggedLoss) -> Path:
 
 
 def load(path: Path) -> DumpedTerms:
-    """Read the file of a step.
+    """Read the file of a step: whole numbers as int64, others as float32, or float64 where they are.
 
     Raises:
-        ConfigError: the file is damaged, or has another format.
+        ConfigError: the file is damaged, or has another format. The message names the field, its value and what is
+            allowed.
     """
-    known = {entry.name for entry in fields(DumpedTerms)}
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = _metadata(path, file)
-            names = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names if name in known}
-        size = metadata.get("num_elements")
-        terms = DumpedTerms(
-            num_elements=None if size is None else int(size), bypass=metadata["mode"] == "bypass", **tensors
-        )
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); delete it, and go on without this step") from error
-    shape = terms.rollout_log_probs.shape
-    for name, tensor in terms.tensors().items():
-        if tensor.shape != (shape[:1] if name in _PER_SAMPLE else shape):
-            raise ConfigError(
-                f"{path} is damaged: {name} has shape {list(tensor.shape)}; write it with flowcorr.dump"
-            )
+    with _opened(path) as (file, metadata):
+        known = {entry.name for entry in fields(DumpedTerms)}
+        slices = {name: file.get_slice(name) for name in sorted(known & set(file.keys()))}
+        header = {name: (found.get_shape(), found.get_dtype()) for name, found in slices.items()}
+        if problem := checks.problem_of_header(header):
+            raise _damaged(path, problem)
+        tensors = {name: _numbers(name, file.get_tensor(name)) for name in header}
+    size, bypass = metadata.get("num_elements"), metadata["mode"] == "bypass"
+    terms = DumpedTerms(num_elements=None if size is None else int(size), bypass=bypass, **tensors)
+    problem = checks.problem_of_values(tensors)
+    problem = problem or checks.problem_of_log_probs(
+        terms.rollout_log_probs, terms.old_log_probs, bypass=bypass
+    )
+    if problem:
+        raise _damaged(path, problem)
     return terms
 
 
 def load_loss(path: Path) -> LoggedLoss:
-    """Read the loss of the file of a step.
+    """Read the loss of the file of a step; its `loss_mode` may be any name.
 
     Raises:
-        ConfigError: the file is damaged, or has another format.
+        ConfigError: as `load`.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = _metadata(path, file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); delete it, and go on without this step") from error
-    numbers = {
-        name: json.loads(metadata[name]) for name in ("clip_ratio", "adv_clip_max") if name in metadata
-    }
-    return LoggedLoss(loss_mode=metadata["loss_mode"], **numbers)
+    with _opened(path) as (_, metadata):
+        numbers = {
+            name: json.loads(metadata[name]) for name in ("clip_ratio", "adv_clip_max") if name in metadata
+        }
+        return LoggedLoss(loss_mode=metadata["loss_mode"], **numbers)
 
 
 def files(run_dir: Path) -> dict[int, Path]:
-    """The files of a run by training step, in ascending order; `run_dir` is a run's folder, or holds them itself."""
-    inner = run_dir / FOLDER
-    folder = inner if inner.is_dir() else run_dir
-    found = ((_step_of(path), path) for path in folder.glob(_STEP.replace("{:06d}", "*")))
-    return dict(sorted((step, path) for step, path in found if step is not None))
+    """The files of a run by training step, in ascending order; `run_dir` is a run's folder, or holds them itself.
+
+    Raises:
+        ConfigError: two files are of one step, or the folder cannot be read.
+    """
+    found: dict[int, Path] = {}
+    for step, path in _found(run_dir):
+        if step in found:
+            raise ConfigError(f"{found[step]} and {path} are both of step {step}; delete the wrong one")
+        found[step] = path
+    return found
 
 
 def discard_after(run_dir: Path, step: int) -> None:
     """Delete the files of later steps; training from `step` will write them again."""
-    for later, path in files(run_dir).items():
+    for later, path in _found(run_dir):
         if later > step:
             path.unlink()
 
@@ -305,15 +301,64 @@ def _known(name: str, terms: DumpedTerms, loss: LoggedLoss) -> bool:
     return getattr(terms if name == "num_elements" else loss, name) is not None
 
 
-def _metadata(path: Path, file: Any) -> dict[str, str]:
-    metadata = file.metadata() or {}
-    version = metadata.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ConfigError(
-            f"{path} has format_version {version}, and this flowcorr reads {FORMAT_VERSION}; "
-            "use the flowcorr that wrote it"
-        )
-    return metadata
+def _found(run_dir: Path) -> list[tuple[int, Path]]:
+    inner = run_dir / FOLDER
+    folder = inner if inner.is_dir() else run_dir
+    try:
+        names = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror or error}") from error
+    return sorted((int(match[1]), path) for match, path in names if match)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    """The file of a step and its metadata, checked."""
+    try:
+        if not path.is_file():  # reading a pipe would wait for its writer
+            raise _damaged(path, "it is a folder, a pipe or a device, or a link to nothing")
+        path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            version = metadata.get("format_version", "")
+            if version != FORMAT_VERSION:
+                raise ConfigError(
+                    f"{path} has format_version={checks.shown(version)}, and this flowcorr reads {FORMAT_VERSION!r}; "
+                    "use the flowcorr that wrote it, if one did"
+                )
+            problem = checks.problem_of_metadata(metadata)
+            named = _STEP_NAME.fullmatch(path.name)
+            if not problem and named and int(named[1]) != int(metadata["step"]):
+                problem = f"step={metadata['step']!r} is not the step of its name"
+            if problem:
+                raise _damaged(path, problem)
+            yield file, metadata
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise _damaged(path, checks.shown(str(error))) from error
+
+
+def _damaged(path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged: {problem}; delete it, or write it again with flowcorr.dump")
+
+
+# What is written -----------------------------------------------------------------------------------------------
+
+
+def _metadata(step: int, terms: DumpedTerms, loss: LoggedLoss) -> dict[str, str]:
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "step": str(step),
+        "mode": "bypass" if terms.bypass else "decoupled",
+        "loss_mode": loss.loss_mode,
+    }
+    numbers = {
+        "num_elements": terms.num_elements,
+        "clip_ratio": loss.clip_ratio,
+        "adv_clip_max": loss.adv_clip_max,
+    }
+    return metadata | {name: json.dumps(value) for name, value in numbers.items() if value is not None}
 
 
 def _plain(values: Array) -> np.ndarray:
@@ -321,16 +366,19 @@ def _plain(values: Array) -> np.ndarray:
 
 
 def _numbers(name: str, values: Array) -> Tensor:
-    """A tensor on the CPU: indices as int64, other numbers as float32, or float64 where they are."""
+    """A tensor on the CPU: whole numbers as int64, others as float32, or float64 where they are."""
     tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
-    if name in ("group_ids", "step_indices"):
+    if name in checks.WHOLE:
+        odd = tensor[tensor.frac() != 0] if tensor.is_floating_point() else tensor[:0]
+        if len(odd):
+            raise BatchError(f"{name} holds {odd[0].item():g}; it must hold whole numbers")
         return tensor.long()
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _fitted(name: str, values: Tensor, shape: torch.Size) -> Tensor:
     """`values` as `[B]` or `[B, T]`, as the field has it."""
-    if name in _PER_SAMPLE:
+    if name in checks.PER_SAMPLE:
         if values.dim() == 2 and values.shape[:1] == shape[:1] and bool((values == values[:, :1]).all()):
             values = values[:, 0]
         expected = shape[:1]
@@ -341,11 +389,6 @@ def _fitted(name: str, values: Tensor, shape: torch.Size) -> Tensor:
     if values.shape != expected:
         raise BatchError(
             f"{name} has shape {list(values.shape)}; with rollout_log_probs of shape {list(shape)} it must be "
-            f"{list(expected)}" + (", one value a sample" if name in _PER_SAMPLE else "")
+            f"{list(expected)}" + (", one value a sample" if name in checks.PER_SAMPLE else "")
         )
     return values
-
-
-def _step_of(path: Path) -> int | None:
-    number = path.stem.partition("_")[2]
-    return int(number) if number.isdecimal() else None

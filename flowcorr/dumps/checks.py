@@ -1,0 +1,146 @@
+"""What the file of a step may hold: the checks of metadata and tensors, of a file that is read or written.
+
+Each function returns the first problem in words, with the field, its value and what is allowed; empty if there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_SCHEDULE = 1000
+"""Steps of the longest schedule that a file may be of, and so of the longest window."""
+MAX_TERMS, MAX_ELEMENTS = 2**24, 10**9
+"""The most terms of a file, and the largest `D`."""
+PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions")
+WHOLE = ("step_indices", "group_ids", "policy_versions")
+
+_REQUIRED = ("rollout_log_probs", "old_log_probs", "advantages")
+_KLS = ("old_rollout_kl", "current_old_kl", "current_rollout_kl")
+_WHOLE_DTYPES, _REAL_DTYPES = ("I64", "I32"), ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+_REQUIRED_METADATA = ("step", "mode", "loss_mode")
+_MODES = ("decoupled", "bypass")
+_MAX_TEXT, _MAX_JSON, _LARGEST = 200, 2**16, 1e30
+
+
+def problem_of_metadata(metadata: Mapping[str, str]) -> str:
+    """Of the metadata, besides its `format_version`."""
+    for name, (allowed, is_allowed) in _METADATA.items():
+        if name not in metadata and name in _REQUIRED_METADATA:
+            return f"{name} is missing from its metadata; it must be {allowed}"
+        if name in metadata and not is_allowed(metadata[name]):
+            return f"{name}={shown(metadata[name])} must be {allowed}"
+    return ""
+
+
+def problem_of_header(header: Mapping[str, tuple[Sequence[int], str]]) -> str:
+    """Of the tensors, before any is read.
+
+    Args:
+        header: shape and dtype of each, as safetensors tells them.
+    """
+    for name in _REQUIRED:
+        if name not in header:
+            return f"{name} is missing"
+    shape, _ = header["rollout_log_probs"]
+    if problem := problem_of_shape(shape):
+        return problem
+    for name, (own_shape, dtype) in header.items():
+        expected = shape[:1] if name in PER_SAMPLE else shape
+        if list(own_shape) != list(expected):
+            return f"{name} has shape {list(own_shape)}; it must be {list(expected)}"
+        dtypes = _WHOLE_DTYPES if name in WHOLE else _REAL_DTYPES
+        if dtype not in dtypes:
+            return f"{name} has dtype {dtype}; it must be {' or '.join(dtypes)}"
+    return ""
+
+
+def problem_of_shape(shape: Sequence[int]) -> str:
+    """Of the shape of the log-probs."""
+    if len(shape) == 2 and 0 < shape[1] <= MAX_SCHEDULE and 0 < math.prod(shape) <= MAX_TERMS:
+        return ""
+    return (
+        f"rollout_log_probs has shape {list(shape)}; it must be [B, T], with T from 1 to {MAX_SCHEDULE} and B T from 1 "
+        f"to {MAX_TERMS}"
+    )
+
+
+def problem_of_values(tensors: Mapping[str, Tensor]) -> str:
+    """Of the values that have a range. Log-probs, advantages and rewards have none, and need not be finite."""
+    for name, (low, high, may_be_nan) in _RANGES.items():
+        values = tensors.get(name, torch.empty(0))
+        good = (low <= values) & (values <= high)
+        odd = values[~(good | values.isnan() if may_be_nan else good)]
+        if len(odd):
+            return f"{name} holds {odd[0].item():g}; it must lie from {low:g} to {high:g}"
+    return ""
+
+
+def problem_of_log_probs(rollout: Tensor, old: Tensor, *, bypass: bool) -> str:
+    """Of `[B, T]` log-probs of the rollout policy and the old policy: none can be used, or the mode is not theirs."""
+    finite = rollout.isfinite() & old.isfinite()
+    if not finite.any():
+        return "no term has a finite rollout_log_prob and a finite old_log_prob"
+    if bypass and not torch.equal(rollout[finite].float(), old[finite].float()):
+        return "mode='bypass' says that old_log_probs are the rollout's, and they differ"
+    return ""
+
+
+def shown(text: str) -> str:
+    """The beginning of a text, as it may stand in a message of one line."""
+    return repr(text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}...")
+
+
+def _is_whole(text: str, low: int, high: int) -> bool:
+    return bool(re.fullmatch("[0-9]{1,15}", text)) and low <= int(text) <= high
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= _MAX_TEXT and text.isprintable()
+
+
+def _is_clip_ratio(text: str) -> bool:
+    value = _json(text)
+    numbers = value if isinstance(value, list) else [value]
+    return 0 < len(numbers) <= MAX_SCHEDULE and all(map(_is_positive, numbers))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST
+
+
+def _json(text: str) -> Any:
+    """The value of a short JSON text; None if it is none."""
+    try:
+        return json.loads(text) if len(text) <= _MAX_JSON else None
+    except (ValueError, RecursionError):
+        return None
+
+
+# By field: what is allowed, in words, and whether a text is that.
+_METADATA: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "step": ("a whole number below 1e12", partial(_is_whole, low=0, high=10**12 - 1)),
+    "mode": (" or ".join(_MODES), _MODES.__contains__),
+    "loss_mode": (f"a name of at most {_MAX_TEXT} characters", _is_name),
+    "num_elements": (
+        f"a whole number from 1 to {MAX_ELEMENTS}",
+        partial(_is_whole, low=1, high=MAX_ELEMENTS),
+    ),
+    "clip_ratio": (f"a number above 0, or a list of 1 to {MAX_SCHEDULE} of them", _is_clip_ratio),
+    "adv_clip_max": ("a number above 0", lambda text: _is_positive(_json(text))),
+}
+# By field: smallest and largest value, and whether it may be NaN besides, as of a term that was left out.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "step_indices": (0, MAX_SCHEDULE - 1, False),
+    "sigmas": (0, _LARGEST, False),
+    "sigmas_next": (0, _LARGEST, False),
+    "stds": (1 / _LARGEST, _LARGEST, True),
+    **dict.fromkeys(_KLS, (0.0, math.inf, True)),
+}
