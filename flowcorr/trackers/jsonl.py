@@ -6,11 +6,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import reprlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 IMAGES_FOLDER = "images"
+MAX_BYTES, MAX_NAMES = 2**30, 2000
+"""The largest `metrics.jsonl`, and the most different metrics in it, that are read."""
+_MAX_RECORDS = 8  # of a step; the trainer writes two at most
+_MAX_NAME, _LARGEST = 200, 1e300
 
 
 class JsonlTracker:
@@ -83,19 +89,88 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, without lines that a crash left incomplete."""
-    with path.open(encoding="utf-8") as file:
-        records = [_parse(line) for line in file]
-    return [record for record in records if record is not None]
+    """The records of a `metrics.jsonl` in the order of their steps, see `checked_metrics`.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds too much.
+
+    Warns:
+        UserWarning: something that is no record, or no metric, is left out.
+    """
+    records, odd = checked_metrics(path)
+    if odd:
+        warnings.warn(odd, UserWarning, stacklevel=2)
+    return records
+
+
+def checked_metrics(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The records of a `metrics.jsonl` in the order of their steps, and what is left out of them, in words.
+
+    A record has a `step`, and metrics that are numbers or None; a number that is not finite is None. A metric that its
+    step has already is left out. A last line that a crash left incomplete is not mentioned.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds too much.
+    """
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    names: set[str] = set()
+    odd: list[str] = []
+    for number, line in _lines(path):
+        try:
+            record = _record(line)
+        except ValueError as error:
+            if line.endswith(b"\n"):
+                odd.append(f"line {number}: {error}")
+            continue
+        earlier = by_step.setdefault(record["step"], [])
+        odd += [f"line {number}: {problem}" for problem in _clean(record, earlier)]
+        names.update(record)
+        if len(names) > MAX_NAMES:
+            raise ConfigError(f"{path} holds more than {MAX_NAMES} different metrics, which no run logs")
+        if len(earlier) < _MAX_RECORDS:
+            earlier.append(record)
+        else:
+            odd.append(f"line {number}: step {record['step']} has {_MAX_RECORDS} records already")
+    records = [record for _, found in sorted(by_step.items()) for record in found]
+    return records, f"{path}: left out {len(odd)} lines or values, the first at {odd[0]}" if odd else ""
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not empty, with their numbers from 1 on."""
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path} must be a file of at most {MAX_BYTES} bytes")
+        with path.open("rb") as file:
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _clean(record: dict[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Take out of a record what is no metric, or is in an earlier record of its step; and say what that was."""
+    problems = []
+    for name, value in list(record.items()):
+        if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+            problems.append(f"{reprlib.repr(name)} is no name of a metric")
+        elif value is not None and type(value) not in (int, float):
+            problems.append(f"{name}={reprlib.repr(value)} must be a number or null")
+        elif value is None or (type(value) is float and not math.isfinite(value)):
+            record[name] = None
+            continue
+        elif name != "step" and abs(value) > _LARGEST:
+            problems.append(f"{name}={reprlib.repr(value)} must be a number up to {_LARGEST:g}")
+        elif name != "step" and any(name in other for other in earlier):
+            problems.append(f"step {record['step']} has {name} already")
+        else:
+            continue
+        del record[name]
+    return problems
 
 
 def _drop_after(path: Path, last_step: int) -> None:
     """Rewrite the file, atomically, with its whole records up to `last_step`."""
     text = path.read_text(encoding="utf-8", errors="replace")
-    pairs = ((line, _parse(line)) for line in text.split("\n"))
-    kept = "".join(
-        f"{line}\n" for line, record in pairs if record is not None and record["step"] <= last_step
-    )
+    kept = "".join(f"{line}\n" for line in text.split("\n") if _is_up_to(line, last_step))
     if kept == text:
         return
     logger.info("%s: dropping what was logged after step %d", path, last_step)
@@ -107,12 +182,34 @@ def _drop_after(path: Path, last_step: int) -> None:
     draft.replace(path)
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _is_up_to(line: str, last_step: int) -> bool:
+    """Whether a line is a whole record of a step up to `last_step`."""
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+        return _record(line.encode())["step"] <= last_step
+    except ValueError:
+        return False
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """The record of a line; raises `ValueError` where it is none."""
+    try:
+        record = json.loads(line.decode(), object_pairs_hook=_object, parse_constant=float)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise ValueError(f"{reprlib.repr(line)[1:]} is no JSON") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{reprlib.repr(record)} is no record of metrics")
+    step = record.get("step")
+    if type(step) is not int or not 0 <= step < 10**12:
+        raise ValueError(f"step={reprlib.repr(step)} must be a whole number below 1e12")
+    return record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError("a key is given twice")
+    return dict(pairs)
 
 
 def _finite_or_none(value: float) -> float | None:

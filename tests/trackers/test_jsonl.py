@@ -1,11 +1,13 @@
 import json
+import os
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers import JsonlTracker, read_metrics
+from flowcorr.trackers.jsonl import MAX_BYTES, MAX_NAMES
 
 
 def log_steps(folder, steps, *, resume_step=None, offset=0.0):
@@ -71,6 +73,90 @@ def test_reader_skips_what_is_incomplete(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "a"')
     assert read_metrics(path) == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"step": 2, "loss": "high"}', "line 2: loss='high' must be a number or null"),
+        (b'{"step": 2, "loss": true}', "loss=True must be a number or null"),
+        (b'{"step": 2, "loss": [1, 2]}', "loss=[1, 2] must be a number or null"),
+        (b'{"step": 2, "loss": 1e305}', "loss=1e+305 must be a number up to 1e+300"),
+        (b'{"step": 2, "loss": 1' + b"0" * 400 + b"}", "must be a number up to 1e+300"),
+        (b'{"step": 2, "loss": 1' + b"0" * 5000 + b"}", "digits"),
+        (b'{"step": 1, "loss": 2}', "step 1 has loss already"),
+        (b'{"step": 2, "a\\u001b[31m": 2}', "is no name of a metric"),
+        (b'{"step": 2, "\\ud800": 2}', "is no name of a metric"),
+        (b'{"step": 2, "' + b"a" * 300 + b'": 2}', "is no name of a metric"),
+    ],
+)
+def test_a_value_that_is_no_metric_is_left_out(line, says, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + line + b'\n{"step": 3, "loss": 3.0}\n')
+    with pytest.warns(UserWarning, match="left out 1 lines or values, the first at") as caught:
+        records = read_metrics(path)
+    assert says in str(caught[0].message)
+    assert [record["loss"] for record in records if "loss" in record] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"step,loss",
+        b"[1, 2]",
+        b'{"loss": 2.0}',
+        b'{"step": true, "loss": 2.0}',
+        b'{"step": -1, "loss": 2.0}',
+        b'{"step": 2.0, "loss": 2.0}',
+        b'{"step": 1' + b"0" * 30 + b', "loss": 2.0}',
+        b'{"step": 2, "loss": 2.0, "loss": 3.0}',
+        b'{"step": 2, "l\xffss": 2.0}',
+        b'{"a": ' * 10**5,
+        b"\x00\x00",
+        b'{"step": 2, "lo',
+    ],
+)
+def test_a_line_that_is_no_record_is_left_out(line, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + line + b'\n{"step": 3, "loss": 3.0}\n')
+    with pytest.warns(UserWarning, match="left out 1 lines or values, the first at line 2: ") as caught:
+        records = read_metrics(path)
+    assert len(str(caught[0].message)) < 500
+    assert records == [{"step": 1, "loss": 1.0}, {"step": 3, "loss": 3.0}]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": NaN, "b": -Infinity, "c": 1e400, "d": null}\n')
+    assert read_metrics(path) == [{"step": 1, "a": None, "b": None, "c": None, "d": None}]
+
+
+def test_records_come_in_the_order_of_their_steps(tmp_path):
+    log_steps(tmp_path, [2, 1, 3])
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_file_that_is_none_or_too_much_is_refused(tmp_path):
+    pipe, empty, many = (tmp_path / name for name in ("pipe", "empty", "many"))
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match=f"{path.name} must be a file of at most"):
+            read_metrics(path)
+    empty.touch()
+    os.truncate(empty, MAX_BYTES + 1)
+    with pytest.raises(ConfigError, match="must be a file of at most"):
+        read_metrics(empty)
+    many.write_text(json.dumps({"step": 1} | {f"reward/{place}": place for place in range(MAX_NAMES)}))
+    with pytest.raises(ConfigError, match="holds more than 2000 different metrics"):
+        read_metrics(many)
+
+
+def test_a_step_has_few_records(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 10)
+    with pytest.warns(
+        UserWarning, match="left out 2 lines or values, the first at line 9: step 1 has 8 records"
+    ):
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 8
 
 
 def test_images_are_saved_as_png(tmp_path):
