@@ -1,8 +1,12 @@
 """`python -m flowcorr`, for launchers that start a module."""
 
+import os
 import sys
 
-from flowcorr.cli import main
-
 if __name__ == "__main__":
+    # Python put the working directory first, where libraries would find modules of a stranger's folder.
+    if sys.path[0] == os.getcwd():
+        del sys.path[0]
+    from flowcorr.cli import main
+
     sys.exit(main())

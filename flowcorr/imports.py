@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import traceback
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,22 @@ def import_target(key: str, path: str, what: str) -> Any:
     if not attribute or not hasattr(module, attribute):
         raise ConfigError(f"{key}={path!r}: the module {module_name} has no {attribute!r}; name {what} in it")
     return getattr(module, attribute)
+
+
+def source_of(path: str) -> str:
+    """The file that `import_target` would import, found without importing anything; empty if there is none."""
+    name, _, parts = path.partition(":")[0].partition(".")
+    spec = _spec(name, None)
+    for part in filter(None, parts.split(".")):
+        places = None if spec is None else spec.submodule_search_locations
+        name = f"{name}.{part}"
+        spec = None if places is None else _spec(name, places)
+    return "" if spec is None else spec.origin or ""
+
+
+def _spec(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    specs = (finder.find_spec(name, places) for finder in sys.meta_path)
+    return next(filter(None, specs), None) if name else None
 
 
 def _no_module(key: str, path: str, name: str | None) -> ConfigError:

@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.imports import import_target
+from flowcorr.imports import import_target, source_of
 
 
 @pytest.fixture
@@ -84,3 +84,15 @@ def test_an_error_inside_the_module_says_where_it_was_raised(module, text, kind,
     with pytest.raises(ConfigError, match=expected) as raised:
         import_target("actor.loss_mode", f"{name}:loss", "a loss")
     assert type(raised.value.__cause__) is kind
+
+
+def test_the_source_is_found_without_importing_it(module, tmp_path):
+    module("users_broken_code", "raise RuntimeError('imported')\n")
+    package = tmp_path / "users_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "losses.py").write_text("raise RuntimeError('imported')\n")
+    assert source_of("users_broken_code:loss") == str(tmp_path / "users_broken_code.py")
+    assert source_of("users_package.losses:loss") == str(package / "losses.py")
+    for path in ("nowhere:loss", "users_package.nowhere:loss", "users_broken_code.inner:loss", ":loss", ""):
+        assert source_of(path) == ""

@@ -43,7 +43,8 @@ for real models, sampled by vllm-omni on GPUs; the header of each names its sour
   z_image_pickscore_lora
 """
 _EVAL = """\
-Score a run's checkpoint on its held-out prompts.
+Score a run's checkpoint on its held-out prompts. This runs the rewards and the model family of the run's own, if it has
+any; the log names their files before that.
 
 examples:
   flowcorr eval runs/tiny_ocr_lora
@@ -180,9 +181,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     _take_late_overrides(parser, arguments, rest)
-    # The user's own losses and rewards are found in the working directory, as with `python -m flowcorr`.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")  # hides their advice about optional packages
     rank = int(os.environ.get("RANK", "0"))  # only rank 0 logs warnings
@@ -254,6 +252,7 @@ def build_parser() -> argparse.ArgumentParser:
     audit.add_argument("--batches", type=int, default=2, metavar="N", help="rollout batches (default: 2)")
     audit.add_argument("--out", metavar="DIR", help="the folder to write (default: runs/RECIPE_audit)")
     audit.add_argument("--json", action="store_true", help="print audit.json, and nothing else")
+    _add_imports(audit)
 
     plan = _add(
         subparsers, "plan", "predict memory and time of a run, without a GPU", planning.HELP, planning.plan
@@ -271,6 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     lab.add_argument("--out", metavar="DIR", help="the folder to write (default: RUN_DIR)")
     lab.add_argument("--json", action="store_true", help="print lab.json, and nothing else")
+    _add_imports(lab)
 
     report = _add(subparsers, "report", "write one page about runs, with findings", _REPORT, commands.report)
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the folder of a run")
@@ -280,6 +280,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="the .html file to write (default: report.html in the first RUN_DIR), or a folder for it and its charts",
     )
     report.add_argument("--png", action="store_true", help="write the charts as PNG files beside the page")
+    _add_imports(report)
 
     _add_recipe(
         _add(
@@ -330,6 +331,17 @@ def _add_recipe(
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="changes to the configuration"
+    )
+
+
+def _add_imports(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-import",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="import this package.module:name, a loss or rejection mode of the run's own; without it, reading a run "
+        "runs no code of it",
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from flowcorr.correction import RolloutCorrectionConfig
 
 Command = Callable[[argparse.Namespace], int]
+
+
+def find_own_code() -> None:
+    """Let the user's own losses and rewards be found in the working directory.
+
+    Only commands that run such code call this: libraries look for optional packages on the same path.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -32,6 +42,7 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer import train as run
 
+    find_own_code()
     config = load(arguments.recipe, arguments.overrides)
     out_dir = Path(arguments.out or _run_folder(Path(arguments.recipe), resume=arguments.resume))
     check_this_gpu(arguments.recipe, arguments.overrides, config)
@@ -48,7 +59,10 @@ def train(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> int:
     """Score a checkpoint and print its metrics."""
     from flowcorr.trainer import evaluate_run
+    from flowcorr.trainer.run_config import imported_by_eval, read_config
 
+    if imported_by_eval(read_config(Path(arguments.run_dir), arguments.overrides).config):
+        find_own_code()
     checkpoint, evaluation = evaluate_run(
         arguments.run_dir, which=arguments.checkpoint, overrides=tuple(arguments.overrides)
     )
@@ -65,6 +79,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     from flowcorr.diagnostics import diagnose
     from flowcorr.plan.check import check_this_gpu
 
+    find_own_code()
     config = load(arguments.recipe, arguments.overrides)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     report = diagnose(config, num_prompts=arguments.prompts, float32=arguments.float32)
@@ -91,8 +106,14 @@ def audit(arguments: argparse.Namespace) -> int:
                 f"{arguments.recipe} is a folder of dumped steps, so {arguments.overrides[0]} has no effect; leave it "
                 "out, or give a recipe instead of the folder"
             )
-        report = audit_folder(Path(arguments.recipe))
+        report = audit_folder(Path(arguments.recipe), allow_imports=_allowed(arguments))
+    elif arguments.allow_import:
+        raise ConfigError(
+            f"--allow-import {arguments.allow_import[0]} has no effect on a recipe, whose own code is imported anyway; "
+            "leave it out"
+        )
     else:
+        find_own_code()
         config = load(arguments.recipe, arguments.overrides)
         check_this_gpu(arguments.recipe, arguments.overrides, config)
         report = measure(config, num_batches=arguments.batches)
@@ -115,7 +136,7 @@ def report(arguments: argparse.Namespace) -> int:
     into_folder = out.suffix.lower() not in (".html", ".htm")
     page = out / "report.html" if into_folder else out
     charts = page.with_name(f"{page.stem}_charts") if arguments.png or into_folder else None
-    print(write_report(folders, page, charts=charts))
+    print(write_report(folders, page, charts=charts, allow_imports=_allowed(arguments)))
     if charts is not None:
         print(charts)
     return 0
@@ -132,6 +153,7 @@ def lab(arguments: argparse.Namespace) -> int:
         run_dir,
         presets=[] if arguments.presets == "all" else [name.strip() for name in arguments.presets.split(",")],
         scales=parse_scales(arguments.scales) if arguments.scales else [],
+        allow_imports=_allowed(arguments),
     )
     files = page.save(report, out_dir)
     if arguments.json:
@@ -145,6 +167,7 @@ def config(arguments: argparse.Namespace) -> int:
     """Print a resolved recipe."""
     from flowcorr.config import load, to_yaml
 
+    find_own_code()
     print(to_yaml(load(arguments.recipe, arguments.overrides)), end="")
     return 0
 
@@ -179,9 +202,17 @@ def explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _allowed(arguments: argparse.Namespace) -> list[str]:
+    """The names of `--allow-import`; without any, the working directory is not searched for code."""
+    if arguments.allow_import:
+        find_own_code()
+    return arguments.allow_import
+
+
 def _run_folder(recipe: Path, *, resume: bool) -> Path:
     """The default of `--out`: the folder of the resumed `config.yaml`, or a folder named after the recipe."""
-    from flowcorr.trainer.run_folder import CONFIG_FILE, was_trained_in
+    from flowcorr.trainer.run_config import CONFIG_FILE
+    from flowcorr.trainer.run_folder import was_trained_in
 
     if resume and recipe.name == CONFIG_FILE and was_trained_in(recipe.parent):
         return recipe.parent

@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print what it needs."""
+    from flowcorr.cli.commands import find_own_code
     from flowcorr.config import load
     from flowcorr.errors import ConfigError
     from flowcorr.plan.devices import find_gpu
@@ -63,6 +64,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
+    find_own_code()
     config, gpu = load(arguments.recipe, arguments.overrides), find_gpu(arguments.gpu)
     title = " ".join((arguments.recipe, *arguments.overrides))
     with _at_work(f"planning {title}: tracing each phase without weights"):

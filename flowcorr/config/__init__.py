@@ -1,6 +1,15 @@
 """The configuration of a run: `load` a recipe, get a frozen `Config`."""
 
-from flowcorr.config.load import find_recipe, load, load_mapping, recipe_names, to_mapping, to_yaml
+from flowcorr.config.load import (
+    errors_name,
+    find_recipe,
+    load,
+    load_mapping,
+    read_mapping,
+    recipe_names,
+    to_mapping,
+    to_yaml,
+)
 from flowcorr.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -25,9 +34,11 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "TrainerConfig",
+    "errors_name",
     "find_recipe",
     "load",
     "load_mapping",
+    "read_mapping",
     "recipe_names",
     "to_mapping",
     "to_yaml",

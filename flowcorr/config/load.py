@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.legacy import translate_legacy
 from flowcorr.errors import ConfigError, unknown_choice
 
-__all__ = ["find_recipe", "load", "load_mapping", "recipe_names", "to_mapping", "to_yaml"]
+__all__ = [
+    "errors_name",
+    "find_recipe",
+    "load",
+    "load_mapping",
+    "read_mapping",
+    "recipe_names",
+    "to_mapping",
+    "to_yaml",
+]
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -45,8 +55,20 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
         FutureWarning: an older dialect's keys were translated.
     """
     path = find_recipe(recipe)
+    with errors_name(path, overrides):
+        return load_mapping(read_mapping(path, overrides))
+
+
+def read_mapping(path: Path, overrides: Sequence[str] = ()) -> Mapping[str, Any]:
+    """The plain values of a recipe's file with overrides: nothing of them is checked, and nothing is imported."""
+    return _beside(path, _resolve(_read(path), overrides))
+
+
+@contextlib.contextmanager
+def errors_name(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Put the file and the overrides before the message of a `ConfigError`."""
     try:
-        return load_mapping(_beside(path, _resolve(_read(path), overrides)))
+        yield
     except ConfigError as error:
         origin = f" with {' '.join(overrides)}" if overrides else ""
         raise ConfigError(f"{path}{origin}: {error}") from None

@@ -63,7 +63,17 @@ for _class in (_Loader, _Dumper):
 
 def parse(text: str) -> Any:
     """Parse one YAML document; raises `yaml.YAMLError`."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.YAMLError("its lists or sections are nested too deeply") from None
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:  # PyYAML lets these out, as of `!!int one` or a number of 5,000 digits
+        raise yaml.YAMLError(f"a value cannot be read: {error}") from error
 
 
 def dump(data: Any) -> str:

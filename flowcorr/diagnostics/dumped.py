@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from flowcorr import dumps
 from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.dumps import DumpedTerms, LoggedTerms
-from flowcorr.errors import ConfigError
-from flowcorr.losses import flow_grpo, resolve_loss
+from flowcorr.dumps import DumpedTerms, LoggedLoss, LoggedTerms
+from flowcorr.dumps.checks import MAX_SCHEDULE
+from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.losses import LOSSES, flow_grpo, resolve_loss
 from flowcorr.metrics import Metrics, Over, maximum, mean
-from flowcorr.trainer.run_folder import CONFIG_FILE, load_config, resume_command
+from flowcorr.trainer import run_config
+from flowcorr.trainer.run_config import CONFIG_FILE, is_file, read_config
+from flowcorr.trainer.run_folder import resume_command
 
 UNBOUNDED = 1e9  # in place of a clip range that is not known: no ratio reaches it
 _MORE_STEPS = 10  # that tell something
@@ -32,29 +36,40 @@ class DumpedRun:
     Attributes:
         folder: where they lie.
         config: the run's; of another trainer's, what its files tell, and defaults.
-        files: by training step.
+        loss_mode: the name of its loss, also where `config` has another that stands in for it.
+        files: by training step, those that can be read.
         of_flowcorr: whether flowcorr trained it, so that all of `config` is known.
-        notes: what was not dumped and what it would give, a line each.
+        left_out: names of its own code that was not imported, see `RunConfig`.
+        notes: what was not dumped and what it would give, and what was left out, a line each.
         levels: noise levels of all steps, highest first, where they have to stand for step indices; else None.
     """
 
     folder: Path
     config: Config
+    loss_mode: str
     files: Mapping[int, Path]
     of_flowcorr: bool
+    left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     levels: Tensor | None = None
 
 
-def read_dumped(folder: Path) -> DumpedRun:
+def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedRun:
     """Find the dumped steps of a folder and what is known of their run.
 
+    Args:
+        folder: a run's folder, or one of dumped steps.
+        allow_imports: names of losses and rejection modes of one's own, `package.module:name`, that may be imported.
+
     Raises:
-        ConfigError: the folder holds no dumped step, or a file is damaged.
+        ConfigError: the folder holds no dumped step that can be read, or its files are not of one run.
+
+    Warns:
+        UserWarning: some files cannot be read, and are left out.
     """
-    files, of_flowcorr = dumps.files(folder), (folder / CONFIG_FILE).is_file()
+    files, of_flowcorr = dumps.files(folder), is_file(folder / CONFIG_FILE)
     if not files and of_flowcorr:
-        steps = load_config(folder).trainer.total_steps + _MORE_STEPS
+        steps = read_config(folder).config.trainer.total_steps + _MORE_STEPS
         raise ConfigError(
             f"{folder / dumps.FOLDER} holds no dumped step; train with trainer.dump_log_probs=true, or add steps "
             f"to this run: {resume_command(folder)} trainer.dump_log_probs=true trainer.total_steps={steps}"
@@ -64,12 +79,40 @@ def read_dumped(folder: Path) -> DumpedRun:
             f"{folder} holds no run ({CONFIG_FILE} is missing) and no dumped step; name the --out of flowcorr train, "
             "or a folder that flowcorr.dump wrote"
         )
-    if of_flowcorr:
-        return DumpedRun(folder=folder, config=load_config(folder), files=files, of_flowcorr=True)
-    first = next(iter(files.values()))
-    terms, loss = dumps.load(first), dumps.load_loss(first)
-    notes = dumps.missing(terms, loss)
-    actor = ActorConfig(loss_mode=loss.loss_mode)
+    run = read_config(folder, allow_imports=allow_imports) if of_flowcorr else None
+    found, notes = survey(files, None if run is None else run.config)
+    if not found:
+        raise ConfigError(f"{folder}: {notes[0]}")
+    paths = {step: file.path for step, file in found.items()}
+    if run is not None:
+        return DumpedRun(
+            folder=folder,
+            config=run.config,
+            loss_mode=run.loss_mode,
+            files=paths,
+            of_flowcorr=True,
+            left_out=run.left_out,
+            notes=(*notes, *run_config.notes(run.left_out)),
+        )
+    return _of_another_trainer(folder, paths, list(found.values()), notes, frozenset(allow_imports))
+
+
+def _of_another_trainer(
+    folder: Path,
+    paths: Mapping[int, Path],
+    found: Sequence[DumpedFile],
+    notes: list[str],
+    allowed: frozenset[str],
+) -> DumpedRun:
+    first = found[0]
+    terms, loss = dumps.load(first.path), first.loss
+    notes = [*notes, *dumps.missing(terms, loss)]
+    if any(file.loss != loss for file in found):
+        notes.append(
+            f"the files differ in loss_mode, clip_ratio or adv_clip_max: judged by those of {first.path.name}"
+        )
+    actor, left_out = _loss_of(first, allowed)
+    notes += run_config.notes(left_out)
     if resolve_loss(actor).needs_means:
         notes.append(f"loss {loss.loss_mode} reads step means, which no dump holds: judged as flow_grpo")
         actor = ActorConfig()
@@ -81,8 +124,12 @@ def read_dumped(folder: Path) -> DumpedRun:
     )
     samples, window = terms.rollout_log_probs.shape
     groups = samples if terms.group_ids is None else len(terms.group_ids.unique())
-    levels = noise_levels(list(files.values()))
-    steps = max(_num_steps(path, levels) for path in files.values())
+    levels = noise_levels(list(paths.values()))
+    if levels is None and terms.step_indices is None and terms.sigmas is not None:
+        notes.append("sigmas are not those of a schedule, so steps are counted within the window")
+    steps = max(file.num_steps(levels) for file in found)
+    if isinstance(actor.clip_ratio, tuple):
+        steps = max(steps, len(actor.clip_ratio))
     config = Config(
         actor=actor,
         sampling=SamplingConfig(
@@ -92,14 +139,124 @@ def read_dumped(folder: Path) -> DumpedRun:
         algorithm=AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=terms.bypass)),
     )
     return DumpedRun(
-        folder=folder, config=config, files=files, of_flowcorr=False, notes=tuple(notes), levels=levels
+        folder=folder,
+        config=config,
+        loss_mode=loss.loss_mode,
+        files=paths,
+        of_flowcorr=False,
+        left_out=left_out,
+        notes=tuple(notes),
+        levels=levels,
     )
+
+
+def _loss_of(file: DumpedFile, allowed: frozenset[str]) -> tuple[ActorConfig, dict[str, str]]:
+    """The loss that a file names, and its name where it is not to be imported and the default stands in for it."""
+    name = file.loss.loss_mode
+    if name in LOSSES or name in allowed:
+        return ActorConfig(loss_mode=name), {}
+    if not run_config.is_own_name(name):
+        raise ConfigError(f"{file.path}: {unknown_choice('loss_mode', name, LOSSES)}")
+    return ActorConfig(), {run_config.LOSS: name}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpedFile:
+    """What the file of a step tells of its run.
+
+    Attributes:
+        path: the file.
+        loss: its loss.
+        window: SDE steps a sample, `T`.
+        num_elements: `D`, where known.
+        last_index: its highest step index, where known.
+        has_levels: whether it tells noise levels.
+    """
+
+    path: Path
+    loss: LoggedLoss
+    window: int
+    num_elements: int | None
+    last_index: int | None
+    has_levels: bool
+
+    def num_steps(self, levels: Tensor | None) -> int:
+        """Steps of a schedule that its terms are of, as `completed` counts them."""
+        if self.last_index is not None:
+            return self.last_index + 1
+        return self.window if levels is None or not self.has_levels else len(levels)
+
+
+def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, DumpedFile], list[str]]:
+    """The files that can be read, and a note on the others.
+
+    Args:
+        files: by training step.
+        config: the run's, where known; a file with step indices outside its schedule cannot be read.
+
+    Raises:
+        ConfigError: the files are of different runs.
+
+    Warns:
+        UserWarning: some files cannot be read.
+    """
+    found: dict[int, DumpedFile] = {}
+    problems = []
+    for step, path in files.items():
+        try:
+            found[step] = _examined(path, config)
+        except ConfigError as error:
+            problems.append(str(error))
+    _check_alike(list(found.values()))
+    if not problems:
+        return found, []
+    note = f"{len(problems)} of {len(files)} dumped steps cannot be read and are left out; the first: {problems[0]}"
+    if found:
+        warnings.warn(note, UserWarning, stacklevel=3)
+    return found, [note]
+
+
+def _examined(path: Path, config: Config | None) -> DumpedFile:
+    terms, loss = dumps.load(path), dumps.load_loss(path)
+    window = terms.rollout_log_probs.shape[1]
+    last = None if terms.step_indices is None else int(terms.step_indices.max())
+    clip = loss.clip_ratio if config is None else config.actor.clip_ratio
+    limits = {"the schedule": MAX_SCHEDULE if config is None else config.sampling.num_inference_steps}
+    if isinstance(clip, Sequence):
+        limits["clip_ratio"] = len(clip)
+    for name, steps in limits.items():
+        if (window - 1 if last is None else last) >= steps:
+            raise ConfigError(
+                f"{path}: step_indices reaches {window - 1 if last is None else last}, and {name} has {steps} steps"
+            )
+    return DumpedFile(
+        path=path,
+        loss=loss,
+        window=window,
+        num_elements=terms.num_elements,
+        last_index=last,
+        has_levels=terms.sigmas is not None,
+    )
+
+
+def _check_alike(found: Sequence[DumpedFile]) -> None:
+    """Refuse files whose windows or latents differ in size, where their sizes are known."""
+    for name, what in (("window", "SDE steps a sample"), ("num_elements", "num_elements")):
+        known = [file for file in found if getattr(file, name) is not None]
+        for file in known[1:]:
+            sizes = [getattr(one, name) for one in (known[0], file)]
+            if sizes[0] != sizes[1]:
+                raise ConfigError(
+                    f"{known[0].path} and {file.path} are of different runs: {what}={sizes[0]} and {what}={sizes[1]}; "
+                    "give each run a folder of its own"
+                )
 
 
 def noise_levels(paths: Sequence[Path]) -> Tensor | None:
     """The noise levels of all steps, highest first, to within the rounding of bfloat16; None where none are needed.
 
-    Samples may have windows of their own, so that a step's place within its window does not tell which step it is.
+    None too where they are not those of a schedule, but lie anywhere. Samples may have windows of their own, so that a
+    step's place within its window does not tell which step it is.
     """
     if not paths or dumps.load(paths[0]).step_indices is not None:
         return None
@@ -108,7 +265,9 @@ def noise_levels(paths: Sequence[Path]) -> Tensor | None:
         return None
     levels = torch.cat(seen).unique().flip(0)
     new = torch.cat([levels.new_ones(1).bool(), levels[1:] < levels[:-1] * (1 - _ROUNDING)])
-    return levels[new]
+    highest, lowest = levels[new], levels[new.roll(-1)]  # of those that are one but for rounding
+    is_schedule = len(highest) <= MAX_SCHEDULE and bool((lowest >= highest * (1 - 2 * _ROUNDING)).all())
+    return highest if is_schedule else None
 
 
 def completed(terms: DumpedTerms, levels: Tensor | None = None) -> LoggedTerms:
@@ -142,7 +301,9 @@ def _places(terms: DumpedTerms, levels: Tensor | None) -> Tensor:
     shape = terms.old_log_probs.shape
     if levels is None or terms.sigmas is None:
         return torch.arange(shape[1]).expand(shape)
-    return (terms.sigmas.unsqueeze(-1) - levels).abs().argmin(-1)
+    # The nearest level: the place among the middles between neighbours, counted from the highest on.
+    rising = levels.flip(0).to(terms.sigmas.dtype)
+    return len(levels) - 1 - torch.bucketize(terms.sigmas, (rising[1:] + rising[:-1]) / 2)
 
 
 def records(run: DumpedRun) -> list[dict[str, Any]]:
@@ -199,11 +360,12 @@ def _of_rewards(terms: DumpedTerms) -> Metrics:
     good = Over(torch.ones_like(scores, dtype=torch.bool))
     stats = {"reward/mean": good.mean(scores), "reward/std": good.std(scores)}
     if terms.group_ids is not None:
-        groups = [terms.rewards[terms.group_ids == group] for group in terms.group_ids.unique()]
-        flat = sum(bool((group == group[0]).all()) for group in groups)
-        stats["reward/zero_std_group_fraction"] = mean(flat, len(groups))
+        ids, group = terms.group_ids.unique(return_inverse=True)
+        low, high = (
+            torch.zeros(len(ids), dtype=terms.rewards.dtype).scatter_reduce(
+                0, group, terms.rewards, reduce, include_self=False
+            )
+            for reduce in ("amin", "amax")
+        )
+        stats["reward/zero_std_group_fraction"] = mean(int((low == high).sum()), len(ids))
     return Metrics.from_stats(stats)
-
-
-def _num_steps(path: Path, levels: Tensor | None) -> int:
-    return int(completed(dumps.load(path), levels).step_indices.max()) + 1

@@ -13,6 +13,8 @@ from flowcorr.diagnostics import image_drift
 from flowcorr.diagnostics.clip_noise import clip_key
 from flowcorr.diagnostics.health_rules import RULES, Rule
 
+NUM_ELEMENTS = "rollout/num_elements"
+"""The metric that is `D`."""
 Level = Literal["serious", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("serious", "warning", "note")
 _UNBOUNDED = (-math.inf, math.inf)
@@ -112,7 +114,7 @@ def units_of(config: Config, num_elements: int | None) -> Units:
 
 def logged_num_elements(metrics: Mapping[str, Any]) -> int | None:
     """`D` as a training step logged it."""
-    size = metrics.get("rollout/num_elements")
+    size = metrics.get(NUM_ELEMENTS)
     return None if size is None else int(size)
 
 

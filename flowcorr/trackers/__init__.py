@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.trackers.base import Tracker, redact, redact_override
-from flowcorr.trackers.jsonl import IMAGES_FOLDER, METRICS_FILE, JsonlTracker, read_metrics
+from flowcorr.trackers.jsonl import IMAGES_FOLDER, METRICS_FILE, JsonlTracker, checked_metrics, read_metrics
 from flowcorr.trackers.tensorboard import TensorBoardTracker
 from flowcorr.trackers.wandb import WandbTracker
 
@@ -25,6 +25,7 @@ __all__ = [
     "Tracker",
     "WandbTracker",
     "build_trackers",
+    "checked_metrics",
     "read_metrics",
     "redact",
     "redact_override",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 
 from flowcorr import distributed, sde
 from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_choice
+from flowcorr.imports import source_of
 from flowcorr.records import Prompt
 from flowcorr.rewards import score_batch, scored_ahead
 from flowcorr.rollout import OnImages, decode, sample_ode
@@ -20,8 +22,11 @@ from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.image_statistics import image_statistics
 from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.run_config import imported_by_eval, read_config
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.state import restore_actor
+
+logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 64  # images of one forward pass, or `rollout.batch_size` if that is smaller
 _NOISE_SEED = 20_240_501
@@ -99,12 +104,17 @@ def evaluate_run(
 ) -> tuple[Path, Evaluation]:
     """Evaluate a run's `best` or `last` checkpoint, or one given by its folder, on held-out prompts.
 
+    This imports the rewards and the model family of the run's own, but not its loss and rejection modes. The log says
+    of each which file it is imported from, before that.
+
     Raises:
         ConfigError: `run_dir` holds no run.
         CheckpointError: the checkpoint is missing, damaged or does not fit.
     """
     folder = Path(run_dir)
-    config = run_folder.load_config(folder, overrides)
+    config = read_config(folder, overrides).config
+    for key, name in imported_by_eval(config).items():
+        logger.warning("%s=%r is imported from %s", key, name, source_of(name) or "nowhere: it is not found")
     chosen, state = _choose(folder / run_folder.CHECKPOINTS, which)
     # Nothing is sampled by the engine, so let it share the actor's weights.
     rollout = replace(

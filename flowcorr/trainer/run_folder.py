@@ -8,7 +8,6 @@ import json
 import logging
 import shlex
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from flowcorr.trackers import redact
 from flowcorr.trackers.jsonl import METRICS_FILE
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.events import EVENTS_FILE, EventLog
+from flowcorr.trainer.run_config import CONFIG_FILE, read_config
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS, CONFIG_FILE, FAILURE_FILE, IMAGES = "checkpoints", "config.yaml", "failure.txt", "images"
+CHECKPOINTS, FAILURE_FILE, IMAGES = "checkpoints", "failure.txt", "images"
 _FAILURES = "failure_rank{}.txt"
 _LOCK = ".lock"
 _WORKERS = frozenset(
@@ -110,22 +110,6 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"the run's folder {folder} cannot be written: {error}")
 
 
-def load_config(folder: Path, overrides: tuple[str, ...] = ()) -> Config:
-    """The configuration of the run in `folder`.
-
-    Raises:
-        ConfigError: there is none, or the overrides cannot be used.
-    """
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} holds no run: {CONFIG_FILE} is missing; name a folder that flowcorr train wrote, its --out"
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # shown already when the run started
-        return configs.load(path, overrides)
-
-
 @contextlib.contextmanager
 def failure_noted(folder: Path, events: EventLog) -> Iterator[None]:
     """If a run fails, write the reason to its folder and tell the other ranks.
@@ -177,7 +161,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _check_unchanged(folder: Path, config: Config) -> None:
-    changes = _changes(configs.to_mapping(load_config(folder)), configs.to_mapping(config))
+    changes = _changes(read_config(folder).values, configs.to_mapping(config))
     if changes:
         raise ConfigError(
             f"{folder} holds a run of another configuration, which --resume cannot continue: "

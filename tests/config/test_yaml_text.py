@@ -42,3 +42,11 @@ def test_a_key_is_given_once():
 
 def test_lists_of_scalars_are_written_on_one_line():
     assert dump({"b": [1, 2], "a": [{"x": 0.5}]}) == "b: [1, 2]\na:\n- x: 0.5\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["!!int one", "!!bool maybe", "!!timestamp soon", "1" * 5000, "[" * 10**4, "{a: " * 10**4]
+)
+def test_what_cannot_be_read_is_an_error_of_yaml(text):
+    with pytest.raises(yaml.YAMLError):
+        parse(text)

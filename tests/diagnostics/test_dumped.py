@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from diagnostics.dumped_runs import terms_of, write_run
 from diagnostics.foreign_dumps import D, draw_steps
 
 import flowcorr
 from flowcorr import dumps
 from flowcorr.diagnostics.dumped import UNBOUNDED, completed, read_dumped, records
 from flowcorr.errors import ConfigError
+from tests.odd_files import BATCH, write_step
 
 
 def test_what_a_dump_tells_is_the_configuration(tmp_path):
@@ -87,3 +89,114 @@ def test_an_empty_folder_says_what_to_name(tmp_path):
         ConfigError, match="no dumped step; name the --out of flowcorr train, or a folder that"
     ):
         read_dumped(tmp_path)
+
+
+def test_of_six_files_a_damaged_one_is_left_out(tmp_path):
+    draw_steps(tmp_path, steps=6)
+    path = tmp_path / "step_000003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="1 of 6 dumped steps cannot be read and are left out") as caught:
+        run = read_dumped(tmp_path)
+    assert str(path) in str(caught[0].message)
+    assert list(run.files) == [1, 2, 4, 5, 6]
+    assert run.notes == (str(caught[0].message),)
+    assert [record["step"] for record in records(run)] == [1, 2, 4, 5, 6]
+
+
+def test_if_no_file_can_be_read_the_first_is_named(tmp_path):
+    for step in (1, 2):
+        write_step(tmp_path, step, metadata={"loss_mode": None})
+    with pytest.raises(
+        ConfigError, match=r"2 of 2 dumped steps cannot be read.*step_000001.safetensors is damaged"
+    ):
+        read_dumped(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        (
+            {"num_elements": "65"},
+            {},
+            "are of different runs: num_elements=64 and num_elements=65; give each run a",
+        ),
+        (
+            {},
+            {
+                "rollout_log_probs": torch.zeros(BATCH, 3),
+                "old_log_probs": torch.zeros(BATCH, 3),
+                **dict.fromkeys(("current_log_probs", "step_indices", "sigmas")),
+            },
+            "are of different runs: SDE steps a sample=2 and SDE steps a sample=3",
+        ),
+    ],
+)
+def test_files_of_two_runs_are_told_apart(metadata, tensors, message, tmp_path):
+    write_step(tmp_path, 1)
+    write_step(tmp_path, 2, metadata=metadata, tensors=tensors)
+    with pytest.raises(ConfigError, match=message):
+        read_dumped(tmp_path)
+
+
+def test_files_of_two_losses_are_judged_by_the_first(tmp_path):
+    write_step(tmp_path, 1)
+    write_step(tmp_path, 2, metadata={"clip_ratio": "0.1"})
+    run = read_dumped(tmp_path)
+    assert run.config.actor.clip_ratio == 1e-3
+    assert "differ in loss_mode, clip_ratio or adv_clip_max: judged by those of step_000001" in run.notes[-1]
+
+
+def test_step_indices_stay_within_the_schedule(tmp_path):
+    run_dir = write_run(tmp_path / "run", [terms_of(), terms_of(steps=11)], "sampling.num_inference_steps=10")
+    with pytest.warns(UserWarning, match="step_indices reaches 10, and the schedule has 10 steps"):
+        assert list(read_dumped(run_dir).files) == [1]
+    write_step(tmp_path / "foreign", metadata={"clip_ratio": "[0.1, 0.1]"})
+    with pytest.raises(ConfigError, match="step_indices reaches 3, and clip_ratio has 2 steps"):
+        read_dumped(tmp_path / "foreign")
+
+
+def test_a_clip_range_of_a_schedule_tells_its_length(tmp_path):
+    write_step(tmp_path, metadata={"clip_ratio": str([1e-3] * 28)})
+    config = read_dumped(tmp_path).config
+    assert (config.sampling.num_inference_steps, len(config.actor.clip_ratio)) == (28, 28)
+
+
+def test_a_loss_of_ones_own_is_named_and_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "a_helper.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    write_step(tmp_path, metadata={"loss_mode": "a_helper:loss"})
+    run = read_dumped(tmp_path)
+    assert (run.loss_mode, run.config.actor.loss_mode) == ("a_helper:loss", "flow_grpo")
+    assert run.notes[-1].endswith("to import it, add --allow-import a_helper:loss")
+    with pytest.raises(ConfigError, match="RuntimeError: imported"):
+        read_dumped(tmp_path, allow_imports=["a_helper:loss"])
+
+
+@pytest.mark.parametrize("name", ["grpo", "a:b:c", "/bin/sh:x", "flow_grpo "])
+def test_an_unknown_loss_is_named_with_its_file(name, tmp_path):
+    path = write_step(tmp_path, metadata={"loss_mode": name})
+    with pytest.raises(ConfigError, match=f"{path}: loss_mode='{name}' is unknown; choose from flow_grpo"):
+        read_dumped(tmp_path)
+
+
+def test_sigmas_that_lie_anywhere_are_no_schedule(tmp_path):
+    """A trainer that draws a noise level for each sample has no steps to count by."""
+    sigmas = torch.rand(2000, 2, generator=torch.Generator().manual_seed(0))
+    flowcorr.dump(
+        tmp_path, 1, rollout_log_probs=sigmas, old_log_probs=sigmas, advantages=sigmas[:, 0], sigmas=sigmas
+    )
+    run = read_dumped(tmp_path)
+    assert (run.levels, run.config.sampling.num_inference_steps) == (None, 2)
+    assert run.notes[-1] == "sigmas are not those of a schedule, so steps are counted within the window"
+
+
+def test_many_groups_take_no_time(tmp_path):
+    rows = torch.arange(50_000)
+    window = torch.zeros(50_000, 1)
+    rewards = (rows % 3 == 0).float()
+    flowcorr.dump(
+        tmp_path, 1, rollout_log_probs=window, old_log_probs=window, advantages=rewards, rewards=rewards,
+        group_ids=rows // 2 + 2**62,
+    )  # fmt: skip
+    (record,) = records(read_dumped(tmp_path))
+    assert record["reward/zero_std_group_fraction"] == pytest.approx(1 / 3, abs=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,20 +21,24 @@ from flowcorr.errors import ConfigError
 _DISAGREEMENT = 6.0
 
 
-def audit_folder(folder: Path) -> AuditReport:
+def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditReport:
     """Audit the gap between rollout and old policy in all dumped steps of a folder.
 
     Where exact KLs were not dumped, each step's is estimated from the spread of its log-ratios, see `estimated_kl`.
 
+    Args:
+        folder: a run's folder, or one of dumped steps.
+        allow_imports: see `read_dumped`.
+
     Raises:
-        ConfigError: there is no dumped step, a file is damaged, or nothing tells the trainer's log-probs.
+        ConfigError: no dumped step can be read, or nothing tells the trainer's log-probs.
     """
-    run = read_dumped(folder)
+    run = read_dumped(folder, allow_imports=allow_imports)
     notes, parts, dropped, bypass = list(run.notes), [], 0, False
     num_elements = None
     for path in run.files.values():
         terms = dumps.load(path)
-        num_elements, bypass = terms.num_elements, bypass or terms.bypass
+        num_elements, bypass = num_elements or terms.num_elements, bypass or terms.bypass
         part = _gap(path, terms, run.levels)
         finite = (part.delta.isfinite()).all(1)
         dropped += int((~finite).sum())
@@ -50,7 +55,8 @@ def audit_folder(folder: Path) -> AuditReport:
     if not gap.step_kl.isfinite().all():
         gap, told = estimated_kl(gap, num_elements)
         notes += told
-    return report_of(run.config, gap, num_elements, notes=tuple(notes))
+    report = report_of(run.config, gap, num_elements, notes=tuple(notes))
+    return replace(report, loss_mode=run.loss_mode)
 
 
 def estimated_kl(gap: Gap, num_elements: int | None) -> tuple[Gap, list[str]]:

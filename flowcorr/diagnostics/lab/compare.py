@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,6 +26,7 @@ from flowcorr.diagnostics.dumped import read_dumped
 from flowcorr.diagnostics.lab.replay import LoggedSteps, Replayed, chunks, obstacle, replay
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.metrics import Metrics
+from flowcorr.trainer.run_config import LOSS, MODES, how_to_allow
 
 THIS_RUN = "this run"
 # Within both, a preset acts as no correction does: optimizers that normalise a gradient do not see its length.
@@ -141,21 +142,33 @@ class LabReport:
         return asdict(self)
 
 
-def replay_run(run_dir: Path, *, presets: Sequence[str] = (), scales: Sequence[Scale] = ()) -> LabReport:
+def replay_run(
+    run_dir: Path,
+    *,
+    presets: Sequence[str] = (),
+    scales: Sequence[Scale] = (),
+    allow_imports: Collection[str] = (),
+) -> LabReport:
     """Replay presets on all dumped steps of a run.
 
     Args:
         run_dir: the run's folder.
         presets: their names; none takes all.
         scales: values of `log_ratio_scale` to try besides each preset's own.
+        allow_imports: see `read_dumped`; a loss of the run's own has to be among them.
 
     Raises:
-        ConfigError: there is no such run, preset or scale, the run dumped nothing, a file is damaged, or nothing of
-            what is asked for can be replayed.
+        ConfigError: there is no such run, preset or scale, the run dumped nothing that can be read, its loss is not to
+            be imported, or nothing of what is asked for can be replayed.
     """
-    run = read_dumped(run_dir)
+    run = read_dumped(run_dir, allow_imports=allow_imports)
     config, files = run.config, run.files
-    if not run.of_flowcorr:  # which does not tell what corrected it
+    if LOSS in run.left_out:
+        raise ConfigError(
+            f"{run_dir}: {LOSS}={run.loss_mode!r} is code of the run's own, without which no loss can be replayed; "
+            f"{how_to_allow(run.loss_mode)}"
+        )
+    if not run.of_flowcorr or MODES in run.left_out:  # what corrected it is not known, or cannot be replayed
         config = replace(config, algorithm=replace(config.algorithm, rollout_correction=None))
     corrections = _corrections(config, presets, scales)
     tallies = [_Tally() for _ in corrections]
@@ -178,7 +191,7 @@ def replay_run(run_dir: Path, *, presets: Sequence[str] = (), scales: Sequence[S
     replays.sort(key=_distance)
     return LabReport(
         run_dir=str(run_dir),
-        loss_mode=config.actor.loss_mode,
+        loss_mode=run.loss_mode,
         steps=list(files),
         num_bypass=num_bypass,
         num_samples=num_samples,

@@ -97,14 +97,14 @@ def stack(parts: Sequence[DumpedTerms]) -> LoggedSteps:
     sizes = tuple(len(part.advantages) for part in parts)
     owners = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes))
     terms = completed(DumpedTerms.concatenate(parts))
-    groups = int(terms.group_ids.max()) + 1
+    groups = terms.group_ids.unique(return_inverse=True)[1]  # ids of any size, counted from 0 on
     return LoggedSteps(
-        terms=replace(terms, group_ids=terms.group_ids + groups * owners), sizes=sizes, owners=owners
+        terms=replace(terms, group_ids=groups + len(groups) * owners), sizes=sizes, owners=owners
     )
 
 
-def _kind(terms: DumpedTerms) -> tuple[bool, frozenset[str]]:
-    return terms.bypass, frozenset(terms.tensors())
+def _kind(terms: DumpedTerms) -> tuple[bool, int | None, frozenset[str]]:
+    return terms.bypass, terms.num_elements, frozenset(terms.tensors())
 
 
 def obstacle(terms: LoggedTerms, config: Config, correction: RolloutCorrectionConfig) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -85,19 +85,27 @@ class Picture:
     full: bool = False
 
 
-def write_report(folders: Sequence[Path], out: Path, *, charts: Path | None = None) -> Path:
+def write_report(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    charts: Path | None = None,
+    allow_imports: Collection[str] = (),
+) -> Path:
     """Write the page of one or more runs; runs that differ by seed only are drawn as one, with a band.
 
     Args:
         folders: the runs' folders.
         out: the file; its folder is made.
         charts: a folder that gets every chart as PNG, or None for none.
+        allow_imports: names of losses and rejection modes of the runs' own, `package.module:name`, that may be
+            imported; nothing else of a run is.
 
     Raises:
-        ConfigError: a folder holds no run, or a file cannot be written.
+        ConfigError: a folder holds no run, or a file cannot be read or written.
     """
     different = {folder.resolve(): folder for folder in folders}
-    groups = group_by_seed([read_run(folder) for folder in different.values()])
+    groups = group_by_seed([read_run(folder, allow_imports=allow_imports) for folder in different.values()])
     sections = chart_sections(groups)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from flowcorr.config import Config, to_mapping
-from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped
+from flowcorr import dumps
+from flowcorr.config import Config
+from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped, survey
 from flowcorr.diagnostics.dumped import records as dumped_records
-from flowcorr.diagnostics.health import Units, logged_num_elements, units_of
+from flowcorr.diagnostics.health import NUM_ELEMENTS, Units, logged_num_elements, units_of
 from flowcorr.diagnostics.plots import BandPoint
+from flowcorr.dumps.checks import MAX_ELEMENTS
 from flowcorr.errors import ConfigError
-from flowcorr.trackers import METRICS_FILE, read_metrics, redact
+from flowcorr.trackers import METRICS_FILE, checked_metrics, redact
+from flowcorr.trainer import run_config
 from flowcorr.trainer.events import EVENTS_FILE, read_events
-from flowcorr.trainer.run_folder import CONFIG_FILE, load_config
+from flowcorr.trainer.run_config import CONFIG_FILE, is_file, read_config
 
+MAX_STEPS = 200  # dumped steps read from a run: more would tell the same
 _OF_A_SEED = "trainer.seed"
 _ENDINGS = ("start", "resume", "failure", "end")
 Points = list[tuple[float, float]]
@@ -35,7 +41,8 @@ class Run:
         ending: how it ended if not at its last step, in words; else, or where nothing is known, empty.
         name: the end of `folder` that tells it from the other runs.
         started: the day on which it began, `YYYY-MM-DD`; empty where that is not known.
-        notes: of another trainer's dump, what it lacks and what that would give.
+        dumped: files of dumped steps, at most `MAX_STEPS` from the first to the last of them.
+        notes: what was left out; of another trainer's dump, what it lacks and what that would give.
     """
 
     folder: Path
@@ -45,6 +52,7 @@ class Run:
     ending: str
     name: str
     started: str = ""
+    dumped: Sequence[Path] = ()
     notes: Sequence[str] = ()
 
     @property
@@ -97,48 +105,76 @@ class Group:
         return [(step, mean) for step, mean, _, _ in self.band(metric)]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
     """Read a run's folder, or one of steps that another trainer dumped.
 
+    Args:
+        folder: the folder.
+        allow_imports: see `read_config`.
+
     Raises:
-        ConfigError: it holds no run, or one that logged nothing yet.
+        ConfigError: it holds no run, or one that logged nothing yet, or a file cannot be read.
+
+    Warns:
+        UserWarning: a part of a file, or a dumped step, cannot be read and is left out.
     """
-    if not (folder / CONFIG_FILE).is_file():
-        return _read_dump(folder)
-    config = load_config(folder)
+    if not is_file(folder / CONFIG_FILE):
+        return _read_dump(folder, allow_imports)
+    found = read_config(folder, allow_imports=allow_imports)
     path = folder / METRICS_FILE
-    records = read_metrics(path) if path.is_file() else []
+    records, odd = checked_metrics(path) if is_file(path) else ([], "")
     if not records:
-        raise ConfigError(f"{path} holds no metrics yet; let the run finish a step first")
-    settings = {key: _text(value) for key, value in _flatten(redact(to_mapping(config))).items()}
-    path = folder / EVENTS_FILE
-    events = read_events(path) if path.is_file() else []
+        raise ConfigError(odd or f"{path} holds no metrics yet; let the run finish a step first")
+    if odd:
+        warnings.warn(odd, UserWarning, stacklevel=2)
+    _check_num_elements(path, records)
+    files, notes = survey(_spread_out(dumps.files(folder)), found.config)
+    settings = {key: _text(value) for key, value in _flatten(redact(found.values)).items()}
+    events = _events(folder)
     return Run(
         folder=folder,
-        config=config,
+        config=found.config,
         settings=settings,
         records=records,
         ending=_ending(events),
         started=next((str(event.get("time", ""))[:10] for event in events), ""),
-        name=folder.resolve().name,
+        name=_readable(folder.resolve().name),
+        dumped=[file.path for file in files.values()],
+        notes=[*filter(None, [odd]), *notes, *run_config.notes(found.left_out)],
     )
 
 
-def _read_dump(folder: Path) -> Run:
-    dumped = read_dumped(folder)
-    known = {
-        "actor.loss_mode": dumped.config.actor.loss_mode,
-        "actor.clip_ratio": dumped.config.actor.clip_ratio,
-    }
+def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
+    dumped = read_dumped(folder, allow_imports=allow_imports)
+    known = {"actor.loss_mode": dumped.loss_mode, "actor.clip_ratio": dumped.config.actor.clip_ratio}
     return Run(
         folder=folder,
         config=dumped.config,
         settings={key: _text(value) for key, value in known.items() if value != UNBOUNDED},
         records=dumped_records(dumped),
         ending="",
-        name=folder.resolve().name,
+        name=_readable(folder.resolve().name),
+        dumped=list(_spread_out(dumped.files).values()),
         notes=dumped.notes,
     )
+
+
+def _check_num_elements(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    for record in records:
+        size = record.get(NUM_ELEMENTS)
+        if size is not None and not (1 <= size <= MAX_ELEMENTS and size == int(size)):
+            raise ConfigError(
+                f"{path}: {NUM_ELEMENTS}={size:g} at step {record['step']} must be a whole number from 1 to "
+                f"{MAX_ELEMENTS}"
+            )
+
+
+def _spread_out(files: Mapping[int, Path]) -> dict[int, Path]:
+    """All files, or `MAX_STEPS` of them from the first to the last."""
+    steps = list(files)
+    if len(steps) > MAX_STEPS:
+        steps = [steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
+    return {step: files[step] for step in steps}
 
 
 def group_by_seed(runs: Sequence[Run]) -> list[Group]:
@@ -161,15 +197,25 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """The ends of different paths, as long as it takes to tell them apart."""
     longest = max(len(folder.parts) for folder in folders)
     for length in range(1, longest + 1):
-        names = ["/".join(folder.parts[-length:]) for folder in folders]
+        names = ["/".join(map(_readable, folder.parts[-length:])) for folder in folders]
         if len(set(names)) == len(names):
             break
     return names
 
 
+def _readable(name: str) -> str:
+    """A file's name with its bytes that are no text replaced."""
+    return os.fsencode(name).decode(errors="replace")
+
+
 def _label(runs: Sequence[Run]) -> str:
     names = [run.name for run in runs]
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} runs)"
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    path = folder / EVENTS_FILE
+    return read_events(path) if is_file(path) else []
 
 
 def _ending(events: Sequence[Mapping[str, Any]]) -> str:

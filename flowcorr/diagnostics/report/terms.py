@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from flowcorr.diagnostics.report.runs import Group
 from flowcorr.dumps import LoggedTerms
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
 
-MAX_STEPS = 200  # read from a run: more would tell the same
 _SHOWN = 0.998  # of the values
 
 
@@ -47,9 +45,9 @@ def read_spread(group: Group) -> Spread | None:
     """The terms that the runs of a group dumped; None where they dumped none.
 
     Raises:
-        ConfigError: a file is damaged.
+        ConfigError: a file has been damaged since the run was read.
     """
-    paths = [path for run in group.runs for path in _spread_out(list(dumps.files(run.folder).values()))]
+    paths = [path for run in group.runs for path in run.dumped]
     levels = noise_levels(paths)
     steps = [completed(dumps.load(path), levels) for path in paths]
     if not steps:
@@ -109,10 +107,3 @@ def _limits(actor: ActorConfig, loss: Loss) -> tuple[float, float] | None:
 def _finite(parts: Sequence[Tensor]) -> Tensor:
     values = torch.cat([part.flatten() for part in parts]).float()
     return values[values.isfinite()]
-
-
-def _spread_out(paths: Sequence[Path]) -> Sequence[Path]:
-    """All paths, or `MAX_STEPS` of them from the first to the last."""
-    if len(paths) <= MAX_STEPS:
-        return paths
-    return [paths[round(i * (len(paths) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]

@@ -5,7 +5,7 @@ import torch
 from diagnostics.run_folders import dump, write_run
 
 from flowcorr import dumps
-from flowcorr.diagnostics.report import terms as report_terms
+from flowcorr.diagnostics.report import runs as report_runs
 from flowcorr.diagnostics.report.charts import chart_sections
 from flowcorr.diagnostics.report.runs import group_by_seed, read_run
 
@@ -61,7 +61,7 @@ def test_ratios_are_those_that_the_loss_clips(overrides, dumped, expected, tmp_p
 
 
 def test_of_many_steps_some_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_terms, "MAX_STEPS", 3)
+    monkeypatch.setattr(report_runs, "MAX_STEPS", 3)
     folder = write_run(tmp_path / "a")
     dump(folder, steps=7)
     assert "384 terms of 3 training steps" in captions(folder)

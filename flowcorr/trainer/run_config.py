@@ -1,0 +1,191 @@
+"""The configuration of a run as its folder holds it. The run may be a stranger's: reading imports nothing."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowcorr import config as configs
+from flowcorr.config.schema import Config
+from flowcorr.errors import ConfigError
+
+CONFIG_FILE = "config.yaml"
+_MAX_BYTES, _MAX_DEPTH = 2**18, 20
+_INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
+_OPENING = (
+    yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.FlowSequenceStartToken,
+)
+_CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
+_OWN_NAME = re.compile(r"[\w.]{1,100}:[\w.]{1,100}")
+LOSS, MODES = "actor.loss_mode", "algorithm.rollout_correction.rollout_rs"
+_LOSS_KEYS = ("loss_mode", "loss_options")
+_MODE_KEYS = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The configuration of a run, read without importing code of its own.
+
+    Attributes:
+        config: the configuration. Where the run names a loss of its own that was not to be imported, the default loss
+            stands in, which clips the ratio as a function of one's own is taken to; for rejection modes, no rejection.
+        values: all keys and their values as the run has them, also those that another value stands in for.
+        left_out: the names of code that were not imported, by key: `actor.loss_mode` and
+            `algorithm.rollout_correction.rollout_rs`.
+    """
+
+    config: Config
+    values: Mapping[str, Any]
+    left_out: Mapping[str, str]
+
+    @property
+    def loss_mode(self) -> str:
+        """The name of the run's own loss, imported or not."""
+        return self.left_out.get(LOSS, self.config.actor.loss_mode)
+
+
+def notes(left_out: Mapping[str, str]) -> list[str]:
+    """A line for each key of `RunConfig.left_out`: what stands in for its code, and how that is imported."""
+    stand_ins = {
+        LOSS: "the ratio is taken to be clipped to actor.clip_ratio",
+        MODES: "this run's own rejection is left out",
+    }
+    return [
+        f"{key}={name} is not imported: {stand_ins[key]}; {how_to_allow(name)}"
+        for key, name in left_out.items()
+    ]
+
+
+def how_to_allow(chain: str) -> str:
+    """What lets the code that a chain of names holds be imported, in words."""
+    return f"to import it, add {' '.join(f'--allow-import {name}' for name in own_names(chain))}"
+
+
+def read_config(
+    folder: Path, overrides: Sequence[str] = (), *, allow_imports: Collection[str] = ()
+) -> RunConfig:
+    """The configuration of the run in `folder`.
+
+    Args:
+        folder: the run's folder.
+        overrides: `dotted.key=value` strings, see `config.load`.
+        allow_imports: names of losses and rejection modes of one's own, `package.module:name`, that may be imported.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used; or a name of `allow_imports` cannot be imported.
+    """
+    path = folder / CONFIG_FILE
+    if not is_file(path):
+        raise ConfigError(
+            f"{folder} holds no run: {CONFIG_FILE} is missing; name a folder that flowcorr train wrote, its --out"
+        )
+    with configs.errors_name(path, overrides), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # shown already when the run started
+        _check_text(path)
+        values = configs.read_mapping(path, overrides)
+        values, left_out = _without_own_code(values, frozenset(allow_imports))
+        config = configs.load_mapping(values)
+    whole = configs.to_mapping(config)
+    whole["actor"] |= left_out.get(LOSS, {})
+    if MODES in left_out:
+        whole["algorithm"]["rollout_correction"] |= left_out[MODES]
+    names = {key: hidden[key.rpartition(".")[2]] for key, hidden in left_out.items()}
+    return RunConfig(config=config, values=whole, left_out=names)
+
+
+def imported_by_eval(config: Config) -> dict[str, str]:
+    """By key, the rewards and the model family of one's own, which an evaluation has to import."""
+    reward = config.reward
+    terms = {
+        f"reward.{section}[{place}].name": term.name
+        for section, listed in (("terms", reward.terms), ("gold", reward.gold))
+        for place, term in enumerate(listed)
+    }
+    names = {"model.family": config.model.family} | terms
+    return {key: name for key, name in names.items() if own_names(name)}
+
+
+def own_names(chain: object) -> list[str]:
+    """The names `package.module:name` in a name, or in names that are chained by commas."""
+    parts = chain.split(",") if isinstance(chain, str) else []
+    return [part.strip() for part in parts if ":" in part]
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a name is that of code of one's own, `package.module:name`."""
+    return _OWN_NAME.fullmatch(name) is not None
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file lies there that may be looked for.
+
+    Raises:
+        ConfigError: its folder may not be looked into.
+    """
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _without_own_code(
+    values: Mapping[str, Any], allowed: frozenset[str]
+) -> tuple[Mapping[str, Any], dict[str, dict[str, Any]]]:
+    """Values that name no code to import but what is allowed; and by key what was taken out."""
+    left_out: dict[str, dict[str, Any]] = {}
+    actor, algorithm = values.get("actor"), values.get("algorithm")
+    if isinstance(actor, Mapping) and _is_refused(actor.get("loss_mode"), allowed):
+        left_out[LOSS] = {key: actor[key] for key in _LOSS_KEYS if key in actor}
+        values = {**values, "actor": _without(_LOSS_KEYS, actor)}
+    if isinstance(algorithm, Mapping):
+        section = algorithm.get("rollout_correction")
+        # In an older dialect, the keys of the correction stand beside its section.
+        for place in (algorithm, section):
+            if isinstance(place, Mapping) and _is_refused(place.get("rollout_rs"), allowed):
+                left_out[MODES] = {key: place[key] for key in _MODE_KEYS if key in place}
+        if MODES in left_out:
+            kept = _without(_MODE_KEYS, section if isinstance(section, Mapping) else {})
+            algorithm = _without(_MODE_KEYS, algorithm) | {"rollout_correction": kept | {"rollout_rs": None}}
+            values = {**values, "algorithm": algorithm}
+    return values, left_out
+
+
+def _is_refused(chain: object, allowed: frozenset[str]) -> bool:
+    """Whether a chain holds a name of one's own that may not be imported."""
+    names = own_names(chain)
+    for name in names:
+        if not is_own_name(name):
+            raise ConfigError(f"{name!r} must be the name of code of one's own, package.module:name")
+    return not allowed.issuperset(names)
+
+
+def _without(keys: Collection[str], section: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key not in keys}
+
+
+def _check_text(path: Path) -> None:
+    """Refuse what flowcorr never writes: aliases can grow without end, and interpolations can read the environment."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"holds more than {_MAX_BYTES} bytes, which no configuration does")
+        depth = 0
+        for token in yaml.scan(path.read_text(encoding="utf-8")):
+            depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+            line = token.start_mark.line + 1
+            if depth > _MAX_DEPTH:
+                raise ConfigError(f"line {line} is nested deeper than {_MAX_DEPTH} sections and lists")
+            if isinstance(token, yaml.AliasToken | yaml.TagToken):
+                raise ConfigError(f"line {line} holds an alias or a tag; write the value itself")
+            if isinstance(token, yaml.ScalarToken) and _INTERPOLATION.search(token.value):
+                raise ConfigError(f"line {line} holds an interpolation, ${{...}}; write the value itself")
+    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        return  # reading the values says so

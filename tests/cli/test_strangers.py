@@ -1,0 +1,150 @@
+"""Runs and dumps of a stranger: `flowcorr report`, `lab`, `audit` and `eval` read them, and run nothing unasked."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from diagnostics.dumped_runs import terms_of, write_run
+from diagnostics.html_pages import Page
+
+from flowcorr.cli import main
+from tests.odd_files import write_step
+
+RAN = "the code of a stranger ran"
+HELPERS = """
+from pathlib import Path
+Path(__file__).with_suffix(".ran").touch()
+from flowcorr.correction.bounds import RS_MODES
+from flowcorr.losses import LOSSES
+mode = RS_MODES["token_k2"]
+def loss(policy_step, batch_step, actor_config):
+    return LOSSES["flow_grpo"].objective(policy_step, batch_step, actor_config)
+def reward(images, prompts):
+    return [1.0] * len(prompts)
+"""
+OPTIONAL = (
+    "brotli",
+    "cuda",
+    "dill",
+    "flint",
+    "gmpy2",
+    "monkeytype",
+    "opt_einsum",
+    "pydot",
+    "pynvml",
+    "torchcomms",
+)
+ALLOW_LOSS = ("--allow-import", "helpers_of_a_stranger:loss")
+
+
+def write_code(folder):
+    """Code that a run names, and modules that libraries look for."""
+    (folder / "helpers_of_a_stranger.py").write_text(HELPERS)
+    for name in OPTIONAL:
+        (folder / f"{name}.py").write_text(f"import sys; print({RAN!r}, __name__, file=sys.stderr)\n")
+
+
+def ran(folder):
+    return (folder / "helpers_of_a_stranger.ran").exists()
+
+
+@pytest.fixture
+def dump(tmp_path):
+    """Dumped steps of a loss of their trainer's own."""
+    for step in (1, 2):
+        write_step(tmp_path / "dump", step, metadata={"loss_mode": "helpers_of_a_stranger:loss"})
+    write_code(tmp_path / "dump")
+    return tmp_path / "dump"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a loss, a rejection mode and a reward of its own, and a dumped step."""
+    folder = write_run(tmp_path / "run", [terms_of()])
+    (folder / "config.yaml").write_text(
+        "actor: {loss_mode: 'helpers_of_a_stranger:loss'}\n"
+        "algorithm: {rollout_correction: {rollout_rs: 'helpers_of_a_stranger:mode', rollout_rs_threshold: 1.0}}\n"
+        "reward: {terms: [{name: 'helpers_of_a_stranger:reward'}]}\n"
+    )
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    write_code(folder)
+    return folder
+
+
+@pytest.fixture(params=["dump", "run"])
+def folder(request, monkeypatch):
+    """Each of the two, as the working directory."""
+    found = request.getfixturevalue(request.param)
+    monkeypatch.chdir(found)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "helpers_of_a_stranger", raising=False)
+    return found
+
+
+@pytest.mark.parametrize("command", ["report", "audit"])
+def test_a_page_names_the_loss_and_does_not_run_it(command, folder, tmp_path):
+    assert main([command, ".", "--out", str(tmp_path)]) == 0
+    assert not ran(folder)
+    text = Page(tmp_path / f"{command}.html").text
+    assert "ctor.loss_mode=helpers_of_a_stranger:loss is not imported" in text
+    assert "to import it, add --allow-import helpers_of_a_stranger:loss" in text
+    if command == "audit":
+        found = json.loads((tmp_path / "audit.json").read_text())
+        assert found["loss_mode"] == "helpers_of_a_stranger:loss"
+    assert main([command, ".", "--out", str(tmp_path), *ALLOW_LOSS]) == 0
+    assert ran(folder)
+
+
+def test_a_replay_asks_before_it_runs_the_loss(folder, tmp_path, capsys):
+    assert main(["lab", ".", "--out", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "actor.loss_mode='helpers_of_a_stranger:loss' is code of the run's own" in err
+    assert "to import it, add --allow-import helpers_of_a_stranger:loss" in err
+    assert not ran(folder)
+    assert main(["lab", ".", "--out", str(tmp_path), *ALLOW_LOSS, "--presets", "disabled"]) == 0
+    out = capsys.readouterr().out
+    assert "loss helpers_of_a_stranger:loss" in out
+    assert ("rollout_rs=helpers_of_a_stranger:mode is not imported" in out) == (folder.name == "run")
+    assert ran(folder)
+
+
+@pytest.mark.parametrize("folder", ["run"], indirect=True)
+def test_an_own_mode_is_replayed_where_it_is_allowed(folder, tmp_path):
+    names = [*ALLOW_LOSS, "--allow-import", "helpers_of_a_stranger:mode"]
+    assert main(["lab", ".", "--out", str(tmp_path), *names, "--presets", "disabled"]) == 0
+    replays = json.loads((tmp_path / "lab.json").read_text())["replays"]
+    assert [replay["name"] for replay in replays if replay["of_run"]] == ["this run"]
+
+
+@pytest.mark.parametrize("folder", ["run"], indirect=True)
+def test_eval_says_what_it_imports_before_it_does(folder, capsys, caplog):
+    """This run has no checkpoint, which is found out before anything is imported."""
+    assert main(["eval", "."]) == 1
+    assert "holds no checkpoint yet" in capsys.readouterr().err
+    assert caplog.messages == [
+        "reward.terms[0].name='helpers_of_a_stranger:reward' is imported from "
+        f"{folder / 'helpers_of_a_stranger.py'}"
+    ]
+    assert not ran(folder)
+
+
+def test_a_recipe_needs_no_leave(capsys):
+    assert main(["audit", "tiny_ocr_lora", *ALLOW_LOSS]) == 2
+    assert "--allow-import helpers_of_a_stranger:loss has no effect on a recipe" in capsys.readouterr().err
+
+
+def test_libraries_find_no_code_in_the_folder_that_is_read(dump, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "flowcorr", "report", ".", "--out", str(tmp_path / "page.html")],
+        cwd=dump,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""

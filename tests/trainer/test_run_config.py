@@ -1,0 +1,138 @@
+"""The configuration of a run, which may be a stranger's: it is read, and nothing that it names is run."""
+
+import os
+
+import pytest
+
+from flowcorr import config
+from flowcorr.config import yaml_text
+from flowcorr.errors import ConfigError
+from flowcorr.trainer.run_config import LOSS, MODES, imported_by_eval, notes, read_config
+
+CORRECTION = "algorithm.rollout_correction"
+LOADED = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n"
+
+
+def write(folder, values):
+    """A run's `config.yaml` with these values."""
+    (folder / "config.yaml").write_text(yaml_text.dump(values), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of a stranger's on Python's path; its `ran` says whether it was imported."""
+    path = tmp_path / "a_strangers_code.py"
+    path.write_text(
+        f"{LOADED}from flowcorr.correction.bounds import RS_MODES\n"
+        "def loss(policy_step, batch_step, actor_config): ...\n"
+        "mode = RS_MODES['token_k2']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return path
+
+
+def ran(module):
+    return module.with_suffix(".ran").exists()
+
+
+def test_what_flowcorr_wrote_is_read(tmp_path):
+    settings = config.load_mapping({"sampling": {"negative_prompt": "${a} \\${b}", "guidance_scale": 2}})
+    (tmp_path / "config.yaml").write_text(config.to_yaml(settings), encoding="utf-8")
+    found = read_config(tmp_path)
+    assert found.config == settings
+    assert found.values == config.to_mapping(settings)
+    assert (found.left_out, found.loss_mode) == ({}, "flow_grpo")
+    assert read_config(tmp_path, ["trainer.seed=7"]).config.trainer.seed == 7
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {
+            "rollout_correction": {
+                "rollout_rs": "token_k1,a_strangers_code:mode",
+                "rollout_rs_threshold": "0.5_2,1",
+            }
+        },
+        {"rollout_rs": "a_strangers_code:mode", "rollout_rs_threshold": 1.0},
+        {
+            "rollout_rs": "a_strangers_code:mode",
+            "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+        },
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*belong:FutureWarning")
+def test_losses_and_modes_are_not_imported(algorithm, module, tmp_path):
+    actor = {"loss_mode": "a_strangers_code:loss", "loss_options": {"beta": 2}}
+    reward = {"terms": [{"name": "a_strangers_code:reward"}]}
+    write(tmp_path, {"actor": actor, "algorithm": algorithm, "reward": reward})
+    found = read_config(tmp_path)
+    assert not ran(module)
+    assert found.loss_mode == "a_strangers_code:loss"
+    assert found.config.actor.loss_mode == "flow_grpo"
+    assert found.config.algorithm.rollout_correction.rollout_rs is None
+    assert found.values["actor"]["loss_options"] == {"beta": 2}
+    assert "a_strangers_code:mode" in found.values["algorithm"]["rollout_correction"]["rollout_rs"]
+    assert found.left_out.keys() == {LOSS, MODES}
+    assert [note.rpartition("; ")[2] for note in notes(found.left_out)] == [
+        f"to import it, add --allow-import a_strangers_code:{name}" for name in ("loss", "mode")
+    ]
+    assert imported_by_eval(found.config) == {"reward.terms[0].name": "a_strangers_code:reward"}
+
+
+def test_what_is_allowed_is_imported(module, tmp_path):
+    correction = {"rollout_rs": "a_strangers_code:mode", "rollout_rs_threshold": 1.0}
+    actor = {"loss_mode": "a_strangers_code:loss"}
+    write(tmp_path, {"actor": actor, "algorithm": {"rollout_correction": correction}})
+    found = read_config(tmp_path, allow_imports=["a_strangers_code:mode"])
+    assert ran(module)
+    assert found.config.algorithm.rollout_correction.rollout_rs == "a_strangers_code:mode"
+    assert found.left_out == {LOSS: "a_strangers_code:loss"}
+    found = read_config(tmp_path, allow_imports=["a_strangers_code:mode", "a_strangers_code:loss"])
+    assert (found.config.actor.loss_mode, found.left_out) == ("a_strangers_code:loss", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "holds no run"),
+        (b"\xff\xfe", "is not valid YAML"),
+        (b"a: [", "is not valid YAML"),
+        (b"- 1\n- 2\n", "must hold sections of keys, not a list"),
+        (b"step,loss\n1,2\n", "must hold sections of keys, not a str"),
+        (b"trainer: {seed: 1, seed: 2}", "the key 'seed' is given twice"),
+        (b"actor: {loss_mode: 7}", "actor.loss_mode=7 must be text"),
+        (b'actor: {loss_mode: "a:b\\nc"}', r"'a:b\\nc' must be the name of code"),
+        (b"actor: {loss_mode: ':'}", "':' must be the name of code of one's own, package.module:name"),
+        (b"actor: {lr: .nan}", "actor.lr=nan is out of range"),
+        (b"actor: {lr: 1e400}", "actor.lr=inf is out of range"),
+        (b"trainer: {seed: 1" + b"0" * 5000 + b"}", "is not valid YAML: a value cannot be read"),
+        (
+            b"model: {path: '${oc.env:HOME}'}",
+            r"line 1 holds an interpolation, \$\{...\}; write the value itself",
+        ),
+        (b"model: {path: '\\\\${oc.env:HOME}'}", "line 1 holds an interpolation"),
+        (b"model: &m {path: a}\nactor: *m", "line 2 holds an alias or a tag; write the value itself"),
+        (b"trainer: {seed: !!int one}", "line 1 holds an alias or a tag"),
+        (b"trainer: !!python/object/apply:os.system [id]", "line 1 holds an alias or a tag"),
+        (b"a: " + b"[" * 10**5, "line 1 is nested deeper than 20 sections and lists"),
+        (b"\n".join(b" " * place + b"a:" for place in range(500)), "is nested deeper than 20"),
+        (b"# " + b"a" * 2**18, "holds more than 262144 bytes"),
+        (b"\x00" * 100, "is not valid YAML"),
+    ],
+)
+def test_odd_files_are_refused_in_one_line(text, message, tmp_path):
+    if text:
+        (tmp_path / "config.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_config(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_a_name_without_a_file_is_no_run(make, tmp_path):
+    make(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="holds no run: config.yaml is missing"):
+        read_config(tmp_path)
