@@ -19,6 +19,22 @@ def render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(version=flowcorr.__version__, **values)
 
 
+def write(path: Path, data: str | bytes) -> None:
+    """Write a file completely or not at all; a link in its place, as in a stranger's folder, is replaced.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f".partial_{path.name}")
+    partial.unlink(missing_ok=True)
+    try:
+        # Names of files may hold bytes that are no text, and JSON half of a character.
+        partial.write_bytes(data if isinstance(data, bytes) else data.encode(errors="replace"))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def save_charts(charts: Iterable[Chart], folder: Path, *, note: str = "") -> list[Path]:
     """Write each chart as `folder/<name>.png`, with `note` below it.
 
@@ -29,7 +45,7 @@ def save_charts(charts: Iterable[Chart], folder: Path, *, note: str = "") -> lis
     paths = []
     for chart in charts:
         paths.append(folder / f"{chart.name}.png")
-        paths[-1].write_bytes(chart.png(note))
+        write(paths[-1], chart.png(note))
     return paths
 
 
@@ -53,7 +69,7 @@ def save_page(folder: Path, name: str, data: str, page: str, charts: Iterable[Ch
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            path.write_text(text, encoding="utf-8")
+            write(path, text)
         return [*files, *save_charts(charts, folder)]
     except OSError as error:
         raise BackendError(

@@ -9,7 +9,7 @@ from jinja2 import UndefinedError
 from PIL import Image
 
 from flowcorr.diagnostics.drawing import Chart
-from flowcorr.diagnostics.pages import render, save_page
+from flowcorr.diagnostics.pages import render, save_page, write
 from flowcorr.diagnostics.plots import Curve, draw_curves
 from flowcorr.errors import BackendError
 
@@ -53,6 +53,23 @@ def test_data_page_and_charts_are_saved_together(tmp_path, chart):
     assert json.loads(files[0].read_text()) == {"kl": 0.1}
     with Image.open(files[2]) as picture:
         assert picture.format == "PNG"
+
+
+def test_a_link_in_the_place_of_a_page_is_replaced(tmp_path):
+    """A stranger's folder may hold links under the names that are written."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("report.html", ".partial_report.html"):
+        (tmp_path / name).symlink_to(precious)
+    write(tmp_path / "report.html", "<p>page</p>")
+    assert precious.read_text() == "mine"
+    assert (tmp_path / "report.html").read_text() == "<p>page</p>"
+    assert not (tmp_path / ".partial_report.html").is_symlink()
+
+
+def test_half_a_character_does_not_keep_a_page_from_being_written(tmp_path):
+    write(tmp_path / "page.html", "a \ud800 b")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == "a ? b"
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, chart):

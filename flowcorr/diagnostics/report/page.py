@@ -5,29 +5,21 @@ On request its charts lie beside it as PNG files, for where a page cannot go.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from flowcorr.diagnostics.health import examine_run, is_step
-from flowcorr.diagnostics.image_drift import ImageDrift, largest_drift
-from flowcorr.diagnostics.pages import render, save_charts
+from flowcorr.diagnostics.pages import render, save_charts, write
 from flowcorr.diagnostics.report.charts import ChartSection, chart_sections, colours, marks
 from flowcorr.diagnostics.report.learning import Change, Learning, learning_of
+from flowcorr.diagnostics.report.pictures import pictures
 from flowcorr.diagnostics.report.runs import Group, Run, differences, group_by_seed, read_run
 from flowcorr.errors import ConfigError
-from flowcorr.trackers import IMAGES_FOLDER
 from flowcorr.trainer.run_folder import resume_command
 
-MAX_GRIDS = 4
-# Larger images are shown smaller and compressed, so that the page of three runs stays below 2 MB.
-MAX_IMAGE_BYTES = 100_000
 _HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")
 _LEVELS = ("serious", "warning", "note", "healthy")
 _LEARNED: Mapping[Change, str] = {
@@ -76,15 +68,6 @@ class Finding:
     command: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """An image in the page; `full` if it takes a whole row, `source` being its data."""
-
-    caption: str
-    source: str
-    full: bool = False
-
-
 def write_report(
     folders: Sequence[Path],
     out: Path,
@@ -109,7 +92,7 @@ def write_report(
     sections = chart_sections(groups)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(report_page(groups, sections), encoding="utf-8")
+        write(out, report_page(groups, sections))
         if charts is not None:
             note = "; ".join(f"{key.mark}: {key.label}" for key in _keys(groups) if key.mark != key.label)
             for section in sections:
@@ -148,9 +131,9 @@ def report_page(groups: Sequence[Group], sections: Sequence[ChartSection]) -> st
         findings=[*of_learning, *findings],
         sections=sections,
         pictures=[
-            {"name": group.runs[0].name, "pictures": pictures}
+            {"name": group.runs[0].name, "pictures": found}
             for group in groups
-            if (pictures := list(_pictures(group.runs[0])))
+            if (found := pictures(group.runs[0]))
         ],
         images_note="Of runs that differ by seed only, the images of the first one." if seeds else "",
         differences=differences(groups),
@@ -274,56 +257,6 @@ def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
         if run.config.algorithm.rollout_correction is None:
             text += "; without rollout_correction, the gap was not measured"
         yield Finding(level="healthy", runs=run.name, message=text)
-
-
-# Images --------------------------------------------------------------------------------------------------------
-
-
-def _pictures(run: Run) -> Iterator[Picture]:
-    folder = run.folder / IMAGES_FOLDER
-    pair = folder / "before_after.png"
-    if pair.is_file():
-        yield Picture(caption="held out, before and after", source=_source(pair), full=True)
-    else:
-        for path in sorted(folder.glob("eval_*.png")):
-            yield Picture(caption=f"held out, {path.stem[5:]}", source=_source(path))
-    grids = {int(path.stem.split("_")[1]): path for path in sorted(folder.glob("rollout_*.png"))}
-    drifts = _drifts(run)
-    furthest = max(grids.keys() & drifts.keys(), key=lambda step: drifts[step].size, default=None)
-    for step in sorted({*_spread(list(grids)), *([] if furthest is None else [furthest])}):
-        caption = f"rollouts at step {step}"
-        if step == furthest:
-            drift = drifts[step]
-            caption += f", the furthest from the start: {drift.metric} {drift.start:.3g} → {drift.now:.3g}"
-        yield Picture(caption=caption, source=_source(grids[step]))
-
-
-def _drifts(run: Run) -> dict[int, ImageDrift]:
-    """For each training step, the statistic of its images that is furthest from the start."""
-    steps = [record for record in run.records if is_step(record)]
-    found = {int(record["step"]): largest_drift(record, steps[0]) for record in steps}
-    return {step: drift for step, drift in found.items() if drift is not None}
-
-
-def _spread(steps: Sequence[int]) -> list[int]:
-    """The first, the last and some between."""
-    if len(steps) <= MAX_GRIDS:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (MAX_GRIDS - 1))] for i in range(MAX_GRIDS)]
-
-
-def _source(path: Path) -> str:
-    """The image as the `src` of an `<img>`."""
-    data, kind = path.read_bytes(), "png"
-    side = 1200
-    while len(data) > MAX_IMAGE_BYTES and side > 200:
-        with Image.open(path) as image:
-            small = image.convert("RGB")
-        small.thumbnail((side, side))
-        buffer = io.BytesIO()
-        small.save(buffer, format="WEBP", quality=80)
-        data, kind, side = buffer.getvalue(), "webp", side * 3 // 4
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 def _plural(count: int, noun: str) -> str:

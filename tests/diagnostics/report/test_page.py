@@ -14,7 +14,8 @@ from diagnostics.run_folders import dump, write_run
 from PIL import Image
 
 from flowcorr.diagnostics.report.charts import chart_sections
-from flowcorr.diagnostics.report.page import MAX_GRIDS, MAX_IMAGE_BYTES, write_report
+from flowcorr.diagnostics.report.page import write_report
+from flowcorr.diagnostics.report.pictures import MAX_GRIDS, MAX_IMAGE_BYTES
 from flowcorr.diagnostics.report.runs import group_by_seed, read_run
 from flowcorr.errors import ConfigError
 
