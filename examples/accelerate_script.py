@@ -84,7 +84,7 @@ def main(epochs: int) -> None:
     accelerator.gradient_accumulation_steps = batches_an_update * len(WINDOW)
     set_seed(0)
 
-    pipe = StableDiffusion3Pipeline.from_pretrained(resolve_path("tiny_ocr")).to(device)
+    pipe = StableDiffusion3Pipeline.from_pretrained(resolve_path("tiny_ocr"), use_safetensors=True).to(device)
     with torch.no_grad():
         embeds, _, pooled, _ = pipe.encode_prompt(
             PROMPTS, None, None, do_classifier_free_guidance=False, max_sequence_length=8

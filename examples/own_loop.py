@@ -60,7 +60,7 @@ def recompute(policy, sigmas, window, embeds, pooled):
 
 def main(steps: int) -> list[dict[str, float]]:
     generator = torch.Generator().manual_seed(0)
-    pipe = StableDiffusion3Pipeline.from_pretrained(resolve_path("tiny_ocr"))
+    pipe = StableDiffusion3Pipeline.from_pretrained(resolve_path("tiny_ocr"), use_safetensors=True)
     policy = pipe.transformer.requires_grad_(False)
     with torch.no_grad():
         embeds, _, pooled, _ = pipe.encode_prompt(

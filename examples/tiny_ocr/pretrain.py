@@ -129,7 +129,7 @@ def load(folder: str | Path) -> StableDiffusion3Pipeline:
     """The pipeline in `folder`, in float32 on the CPU."""
     from diffusers import StableDiffusion3Pipeline
 
-    pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, use_safetensors=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

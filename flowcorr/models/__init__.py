@@ -28,6 +28,10 @@ FAMILIES: dict[str, type[ModelFamily]] = {
     family.name: family for family in (SD3, QwenImage, Flux, Flux2Klein, ZImage)
 }
 GUIDE = "examples/new_model.py shows how to add a family of your own, given as 'package.module:Class'"
+CONVERT = (
+    "Weights are read from safetensors only, since loading a pickle can run code. Convert it once, if you trust it: "
+    "python -c \"from diffusers import DiffusionPipeline as P; P.from_pretrained('{}').save_pretrained('converted')\""
+)
 EMBEDDED = {"tiny_ocr": Path(__file__).parent / "tiny_ocr"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -99,7 +103,8 @@ def load_family(
         transformer_on_host: leave the transformer in host memory, from where it is sharded.
 
     Raises:
-        ConfigError: the folder holds no pipeline, its family is unknown, or its attention cannot be computed so.
+        ConfigError: the folder holds no pipeline with weights in safetensors, its family is unknown, or its attention
+            cannot be computed so.
     """
     import diffusers
 
@@ -112,11 +117,13 @@ def load_family(
     try:
         with quiet_loaders():
             pipeline_class = getattr(diffusers, chosen.pipeline_class)
-            pipeline = pipeline_class.from_pretrained(location, torch_dtype=dtype, **dict.fromkeys(omitted))
+            pipeline = pipeline_class.from_pretrained(
+                location, torch_dtype=dtype, use_safetensors=True, **dict.fromkeys(omitted)
+            )
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {error}"
-        ) from error
+        message = f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {' '.join(str(error).split())}"
+        hint = f". {CONVERT.format(path)}" if "safetensors" in message else ""
+        raise ConfigError(message + hint) from error
     pipeline.set_progress_bar_config(disable=True)
     if model.attention is not None:
         _set_attention(pipeline.transformer, model.attention)

@@ -17,6 +17,10 @@ from flowcorr.errors import ConfigError
 from flowcorr.rewards.options import check_choice, check_whole
 
 ClipDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+_CONVERT = (
+    "Weights are read from safetensors only, since loading a pickle can run code. Convert it once, if you trust it: "
+    "python -c \"from transformers import CLIPModel as M; M.from_pretrained('{}').save_pretrained('converted')\""
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -91,20 +95,25 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
         dtype: of the weights and the arithmetic.
 
     Raises:
-        ConfigError: nothing can be loaded from there, it is no CLIP model, or there is no such device.
+        ConfigError: nothing can be loaded from there, or no safetensors, it is no CLIP model, or there is no such
+            device.
     """
     from transformers import AutoModel, AutoProcessor, CLIPModel
 
     where = named_device(f"reward {reward}: device", device)
     try:
         # Pillow resizes alike on every machine, whether torchvision is there or not.
-        loaded = AutoProcessor.from_pretrained(processor, backend="pil")
-        model = AutoModel.from_pretrained(path, dtype=DTYPES[dtype])
+        loaded = AutoProcessor.from_pretrained(processor, backend="pil", trust_remote_code=False)
+        model = AutoModel.from_pretrained(
+            path, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        message = (
             f"reward {reward}: path={path!r} with processor={processor!r} cannot be loaded: "
             f"{' '.join(str(error).split())}"
-        ) from error
+        )
+        hint = f". {_CONVERT.format(path)}" if "safetensors" in message else ""
+        raise ConfigError(message + hint) from error
     if not isinstance(model, CLIPModel):
         raise ConfigError(
             f"reward {reward}: path={path!r} holds a {type(model).__name__}; it must be a CLIPModel"

@@ -5,6 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 from diffusers.hooks import HookRegistry
+from safetensors.torch import load_file
 from tiny_pipelines import (
     build_tiny_flux,
     build_tiny_flux2_klein,
@@ -112,6 +113,30 @@ def test_a_pipeline_of_another_class_is_an_error(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
     with pytest.raises(ConfigError, match=r"StableDiffusionPipeline.*StableDiffusion3Pipeline"):
         load_family(ModelConfig(path=str(tmp_path)))
+
+
+def test_weights_in_a_pickle_are_not_loaded(tmp_path):
+    """Loading a pickle can run code; the error says how to convert it."""
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED["tiny_ocr"], folder)
+    for part in ("transformer", "vae"):
+        path = folder / part / "diffusion_pytorch_model.safetensors"
+        torch.save(load_file(path), path.with_suffix(".bin"))
+        path.unlink()
+        with pytest.raises(
+            ConfigError, match=r"read from safetensors only.*Convert it once.*save_pretrained"
+        ):
+            load_family(ModelConfig(path=str(folder)))
+        shutil.copytree(EMBEDDED["tiny_ocr"] / part, folder / part, dirs_exist_ok=True)
+
+
+def test_text_encoders_in_a_pickle_are_not_loaded(tmp_path):
+    folder = build_tiny_flux(tmp_path / "flux")
+    (path,) = (folder / "text_encoder").glob("*.safetensors")
+    torch.save(load_file(path), path.with_name("pytorch_model.bin"))
+    path.unlink()
+    with pytest.raises(ConfigError, match="read from safetensors only"):
+        load_family(ModelConfig(path=str(folder)))
 
 
 def test_an_incomplete_pipeline_is_an_error(tmp_path):

@@ -1,8 +1,12 @@
 """Unit embeddings by a CLIP checkpoint."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from flowcorr.errors import ConfigError
 from flowcorr.rewards.clip import check_clip_options, load_clip
@@ -40,3 +44,33 @@ def test_options_that_rewards_on_clip_share():
         check_clip_options("mine", "float8", 4)
     with pytest.raises(ConfigError, match="reward mine: batch_size=0 must be a whole number"):
         check_clip_options("mine", "float32", 0)
+
+
+def test_weights_in_a_pickle_are_not_loaded(clip_folder, tmp_path):
+    """Loading a pickle can run code; the error says how to convert it."""
+    folder = tmp_path / "clip"
+    shutil.copytree(clip_folder, folder)
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(
+        ConfigError, match=r"reward mine: path=.*read from safetensors only.*CLIPModel.*save_pretrained"
+    ):
+        load_clip("mine", str(folder), clip_folder, "cpu", "float32")
+
+
+def test_code_in_a_checkpoint_is_not_run(clip_folder, tmp_path, monkeypatch):
+    """Nor is anybody asked whether it may be."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = tmp_path / "clip"
+    shutil.copytree(clip_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "strange",
+        "auto_map": {"AutoConfig": "strange.Config", "AutoModel": "strange.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "strange.py").write_text("raise ValueError('the code of a stranger ran')\n")
+    with pytest.raises(ConfigError, match="reward mine: path=.*cannot be loaded") as caught:
+        load_clip("mine", str(folder), clip_folder, "cpu", "float32")
+    assert "stranger" not in str(caught.value)

@@ -88,6 +88,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
             od_config.model,
             subfolder="vae",
             torch_dtype=od_config.dtype,
+            use_safetensors=True,
             local_files_only=os.path.isdir(od_config.model),
         ).to(self.device)
         self.family = self.family_class(self, dtype=od_config.dtype)
