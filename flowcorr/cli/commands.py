@@ -93,12 +93,11 @@ def doctor(arguments: argparse.Namespace) -> int:
 def audit(arguments: argparse.Namespace) -> int:
     """Measure the gap between a recipe's two stacks, or of a dump, save what was found, and advise."""
     from flowcorr.cli.audit import show_audit
-    from flowcorr.config import load
+    from flowcorr.config import load, redact_override
     from flowcorr.diagnostics.audit import audit as measure
     from flowcorr.diagnostics.audit import page
     from flowcorr.diagnostics.audit.dumped import audit_folder
     from flowcorr.plan.check import check_this_gpu
-    from flowcorr.trackers import redact_override
 
     if Path(arguments.recipe).is_dir():
         if arguments.overrides:

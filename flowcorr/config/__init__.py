@@ -7,6 +7,7 @@ from flowcorr.config.load import (
     load_mapping,
     read_mapping,
     recipe_names,
+    redact_override,
     to_mapping,
     to_yaml,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "load_mapping",
     "read_mapping",
     "recipe_names",
+    "redact_override",
     "to_mapping",
     "to_yaml",
 ]

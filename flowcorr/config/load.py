@@ -22,6 +22,7 @@ from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.legacy import translate_legacy
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.private import REDACTED, names_secret, redact
 
 __all__ = [
     "errors_name",
@@ -30,6 +31,7 @@ __all__ = [
     "load_mapping",
     "read_mapping",
     "recipe_names",
+    "redact_override",
     "to_mapping",
     "to_yaml",
 ]
@@ -70,7 +72,7 @@ def errors_name(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        origin = f" with {' '.join(overrides)}" if overrides else ""
+        origin = f" with {' '.join(map(redact_override, overrides))}" if overrides else ""
         raise ConfigError(f"{path}{origin}: {error}") from None
 
 
@@ -104,6 +106,17 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     if not shipped.is_file():
         raise ConfigError(unknown_choice("recipe", str(recipe), recipe_names()) + ", or give a YAML file")
     return shipped
+
+
+def redact_override(override: str) -> str:
+    """An override `key=value` as it may be shown: `key=***` where its value holds a secret, see `redact`."""
+    key, _, text = override.partition("=")
+    try:
+        values = {key.strip().rpartition(".")[2]: text, "": yaml_text.parse(text)}
+        hidden = redact(values) != values
+    except yaml.YAMLError:
+        hidden = names_secret(override)
+    return f"{key}={REDACTED}" if hidden else override
 
 
 def _beside(recipe: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -191,9 +204,11 @@ def _override(config: DictConfig, override: str) -> None:
     try:
         OmegaConf.update(config, key, yaml_text.parse(text), merge=True)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{key}={text} is not valid YAML: {_one_line(error)}") from None
+        shown = redact_override(override)
+        reason = f": {_one_line(error)}" if shown == override else ""
+        raise ConfigError(f"{shown} is not valid YAML{reason}") from None
     except (OmegaConfBaseException, IndexError) as error:
-        raise ConfigError(f"{key}={text} cannot be set: {_one_line(error)}") from None
+        raise ConfigError(f"{redact_override(override)} cannot be set: {_one_line(error)}") from None
 
 
 def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:

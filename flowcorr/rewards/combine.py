@@ -399,7 +399,7 @@ def _check_options(term: Term, factory: Callable[..., Any]) -> None:
     except TypeError as error:
         takes = f"it takes {', '.join(signature.parameters) or 'none'}"
         raise ConfigError(
-            f"reward {term.name} with options {dict(term.options)}: {error}; {takes}"
+            f"reward {term.name} with options {', '.join(term.options) or 'none'}: {error}; {takes}"
         ) from error
 
 

@@ -11,19 +11,26 @@ from flowcorr.errors import ConfigError, unknown_choice
 def check_whole(reward: str, option: str, value: object, minimum: int) -> None:
     """Check a whole number of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"reward {reward}: {option}={value!r} must be a whole number of at least {minimum}")
+        raise ConfigError(
+            f"reward {reward}: {option}={_shown(value)} must be a whole number of at least {minimum}"
+        )
 
 
 def check_positive(reward: str, option: str, value: object) -> None:
     """Check a finite number above 0."""
     if not is_number(value) or not value > 0:  # type: ignore[operator]
-        raise ConfigError(f"reward {reward}: {option}={value!r} must be a number above 0")
+        raise ConfigError(f"reward {reward}: {option}={_shown(value)} must be a number above 0")
 
 
 def check_choice(reward: str, option: str, value: object, choices: Sequence[str]) -> None:
     """Check one of several names."""
     if value not in choices:
         raise ConfigError(unknown_choice(f"reward {reward}: {option}", value, choices))
+
+
+def _shown(value: object) -> str:
+    """A number as it is; of anything else, which may hold a key that belongs elsewhere, only the type."""
+    return repr(value) if isinstance(value, (int, float)) else f"<{type(value).__name__}>"
 
 
 def is_number(value: object) -> bool:

@@ -23,6 +23,7 @@ import httpx2
 import numpy as np
 
 from flowcorr.errors import BackendError, ConfigError
+from flowcorr.private import REDACTED, redact_text
 from flowcorr.rewards.options import check_positive, check_whole
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 _REFUSED_STATUS = frozenset({400, 413, 422})
 _EXCERPT_CHARACTERS = 200
 _ERROR_BODY_BYTES = 1 << 16
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _PLAIN_TOKEN = re.compile(r"[!-~]+")
 
 
@@ -58,16 +60,16 @@ class _Failure(Exception):
         self.transient, self.pause, self.kind = transient, pause, kind
 
 
-def _without_query(record: logging.LogRecord) -> bool:
-    """Take the query, which may hold a key, off the address that httpx2 logs for every request."""
+def _host_only(record: logging.LogRecord) -> bool:
+    """Leave the host of the address that httpx2 logs for every request; its path or query may hold a key."""
     if isinstance(record.args, tuple):
         record.args = tuple(
-            arg.copy_with(query=None) if isinstance(arg, httpx2.URL) else arg for arg in record.args
+            redact_text(str(arg)) if isinstance(arg, httpx2.URL) else arg for arg in record.args
         )
     return True
 
 
-logging.getLogger("httpx2").addFilter(_without_query)
+logging.getLogger("httpx2").addFilter(_host_only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +119,8 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """The URL for messages, without its query, which may hold a key."""
-        return str(httpx2.URL(self.url).copy_with(query=None, fragment=None))
+        """The URL for messages: its host, since its path or query may hold a key."""
+        return redact_text(self.url)
 
     def post(self, body: bytes, content_type: str) -> Any:
         """Send `body` and return the answer's JSON.
@@ -144,9 +146,10 @@ class Endpoint:
         return kind(f"reward {self.reward}: {self.address} {what}")
 
     def excerpt(self, text: str) -> str:
-        """The beginning of a server's text in one line, without the token."""
-        if self.token_env is not None:
-            text = text.replace(self._token(), "***")
+        """The beginning of a server's text in one line, without the token, and without the path that it was sent to."""
+        url = httpx2.URL(self.url)
+        secrets = {url.path, url.raw_path.decode(), url.query.decode()} - {"", "/"}
+        text = redact_text(text, secrets | ({self._token()} if self.token_env is not None else set()))
         shown = "".join(character for character in " ".join(text.split()) if character.isprintable())
         return shown if len(shown) <= _EXCERPT_CHARACTERS else f"{shown[:_EXCERPT_CHARACTERS]}..."
 
@@ -214,8 +217,10 @@ class Endpoint:
         assert self.token_env is not None
         token = os.environ.get(self.token_env, "").strip()
         if not _PLAIN_TOKEN.fullmatch(token):
+            # Some write the token itself in the place of the variable's name.
+            name = self.token_env if _VARIABLE.fullmatch(self.token_env) else REDACTED
             raise ConfigError(
-                f"reward {self.reward}: the environment variable {self.token_env!r} is not set, or holds white space "
+                f"reward {self.reward}: the environment variable {name!r} is not set, or holds white space "
                 "or characters that no header may carry; it must hold the token itself"
             )
         return token
@@ -302,7 +307,7 @@ def _check_url(reward: str, text: object) -> httpx2.URL:
     except httpx2.InvalidURL:
         url = httpx2.URL("")
     if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"reward {reward}: url={text!r} must be an http:// or https:// address")
+        raise ConfigError(f"reward {reward}: url must be an http:// or https:// address")
     if url.userinfo:
         raise ConfigError(
             f"reward {reward}: the address of {url.host} holds a user's name or password, which would be "

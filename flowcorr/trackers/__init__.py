@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.trackers.base import Tracker, redact, redact_override
+from flowcorr.trackers.base import Tracker
 from flowcorr.trackers.jsonl import IMAGES_FOLDER, METRICS_FILE, JsonlTracker, checked_metrics, read_metrics
 from flowcorr.trackers.tensorboard import TensorBoardTracker
 from flowcorr.trackers.wandb import WandbTracker
@@ -27,8 +27,6 @@ __all__ = [
     "build_trackers",
     "checked_metrics",
     "read_metrics",
-    "redact",
-    "redact_override",
 ]
 
 

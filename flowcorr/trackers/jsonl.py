@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from flowcorr.errors import BackendError, ConfigError
+from flowcorr.private import open_private
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,7 +50,8 @@ class JsonlTracker:
             out_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None and path.exists():
                 _drop_after(path, resume_step)
-            self._file = path.open("w" if resume_step is None else "a", encoding="utf-8")
+            mode = "w" if resume_step is None else "a"
+            self._file = open(path, mode, encoding="utf-8", opener=open_private)  # noqa: SIM115
         except OSError as error:
             raise _cannot_write(path, error) from error
 
@@ -175,7 +177,7 @@ def _drop_after(path: Path, last_step: int) -> None:
         return
     logger.info("%s: dropping what was logged after step %d", path, last_step)
     draft = path.with_suffix(".jsonl.tmp")
-    with draft.open("w", encoding="utf-8") as file:
+    with open(draft, "w", encoding="utf-8", opener=open_private) as file:
         file.write(kept)
         file.flush()
         os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import MissingExtraError
-from flowcorr.trackers.base import redact
+from flowcorr.private import redact
 
 if TYPE_CHECKING:
     from PIL.Image import Image

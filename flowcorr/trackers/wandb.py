@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import BackendError, MissingExtraError
-from flowcorr.trackers.base import redact
+from flowcorr.private import redact
 
 if TYPE_CHECKING:
     from PIL.Image import Image

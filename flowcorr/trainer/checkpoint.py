@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowcorr.errors import CheckpointError
+from flowcorr.private import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ def save(root: Path, state: TrainingState, write_adapter: Callable[[Path], None]
         (partial / _FACTS).write_text(json.dumps({"step": state.step, **state.facts}, indent=1))
         files = sorted(path for path in partial.rglob("*") if path.is_file())
         digests = {str(path.relative_to(partial)): _digest(path) for path in files}
+        (partial / _FACTS).chmod(0o600)  # it holds the run's configuration
         (partial / MANIFEST).write_text(json.dumps(digests, indent=1))
         for path in partial.rglob("*"):
             _sync(path)
@@ -90,6 +92,9 @@ def load(folder: Path) -> TrainingState:
     Raises:
         CheckpointError: a file is missing, truncated or altered.
     """
+    for name in (_TENSORS, _FACTS, MANIFEST):
+        if not (folder / name).is_file():  # reading a pipe would wait for its writer
+            raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {name} is no file")
     try:
         digests = json.loads((folder / MANIFEST).read_text())
         for name, digest in {_TENSORS: None, _FACTS: None, **digests}.items():
@@ -150,18 +155,20 @@ def folder_of(root: Path, step: int) -> Path:
     return root / _STEP.format(step)
 
 
-def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a small file completely or not at all; only the owner can read a `private` one."""
+def write_text(path: Path, text: str) -> None:
+    """Write a small file completely or not at all; only the owner can read it, as it may hold a secret."""
     partial = path.with_name(f"{_PARTIAL}{path.name}")
     partial.unlink(missing_ok=True)
-    partial.touch(mode=0o600 if private else 0o666)
-    partial.write_text(text, encoding="utf-8")
+    with open(partial, "w", encoding="utf-8", opener=open_private) as file:
+        file.write(text)
     _sync(partial)
     partial.replace(path)
     _sync(path.parent)
 
 
 def _digest(path: Path) -> str:
+    if not path.is_file():
+        raise OSError(f"{path.name} is no file")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

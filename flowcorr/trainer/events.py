@@ -12,10 +12,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from flowcorr import distributed
+from flowcorr.errors import ConfigError
+from flowcorr.private import open_private
 
 logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
+_MAX_BYTES = 2**28
 
 
 class EventLog:
@@ -45,7 +48,7 @@ class EventLog:
 
     def __enter__(self) -> Self:
         try:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = open_private(str(self._path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             if distributed.is_main():
                 _drop_torn_end(self._path)
         except OSError as error:
@@ -80,12 +83,22 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The records of an `events.jsonl`; incomplete lines are skipped."""
+    """The records of an `events.jsonl`; lines that are none are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read, or is too large.
+    """
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path} holds more than {_MAX_BYTES} bytes, which no run's events do")
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for line in text.split("\n"):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and "kind" in record:
             records.append(record)

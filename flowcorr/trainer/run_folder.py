@@ -16,7 +16,7 @@ from flowcorr import config as configs
 from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, ConfigError
-from flowcorr.trackers import redact
+from flowcorr.private import redact
 from flowcorr.trackers.jsonl import METRICS_FILE
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.events import EVENTS_FILE, EventLog
@@ -95,9 +95,7 @@ def claim(folder: Path, config: Config, *, resume: bool) -> None:
         _check_unchanged(folder, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        mapping = configs.to_mapping(config)
-        # The file has to load again, so it keeps secrets such as a reward's API key. Only its owner may read it.
-        checkpoint.write_text(path, configs.to_yaml(config), private=redact(mapping) != mapping)
+        checkpoint.write_text(path, configs.to_yaml(config))  # with its secrets, since it has to load again
         if not resume:
             (folder / EVENTS_FILE).unlink(missing_ok=True)
         for failure in (folder / FAILURE_FILE, *folder.glob(_FAILURES.format("*"))):

@@ -12,8 +12,8 @@ from flowcorr import config as configs
 from flowcorr.actor import DiffusionActor
 from flowcorr.distributed import fsdp
 from flowcorr.errors import CheckpointError
+from flowcorr.private import redact
 from flowcorr.rollout import Weights
-from flowcorr.trackers import redact
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.run import TrainingRun
 

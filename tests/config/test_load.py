@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from flowcorr.config import Config, find_recipe, load, load_mapping, recipe_names, to_mapping, to_yaml
+from flowcorr.config import (
+    Config,
+    find_recipe,
+    load,
+    load_mapping,
+    recipe_names,
+    redact_override,
+    to_mapping,
+    to_yaml,
+)
 from flowcorr.correction.config import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
@@ -280,3 +289,23 @@ def test_missing_recipe():
         ConfigError, match=r"'gone/away\.yaml': no such file; give a YAML file or one of flux2_klein"
     ):
         load("gone/away.yaml")
+
+
+def test_overrides_are_shown_without_their_secrets():
+    secrets = ["reward.terms=[{name: jpeg, api_key: sesame}]", "reward.terms.0.api_key=sesame"]
+    assert [redact_override(text) for text in ["rollout.n=4", "a.b=[1", "a.b={key: c", *secrets]] == [
+        "rollout.n=4",
+        "a.b=[1",
+        "a.b=***",
+        "reward.terms=***",
+        "reward.terms.0.api_key=***",
+    ]
+
+
+def test_an_error_shows_overrides_without_their_secrets(empty):
+    with pytest.raises(ConfigError, match=r"with trainer.seed=0.5 reward.terms.0.api_key=\*\*\*: ") as caught:
+        load(empty, ["trainer.seed=0.5", "reward.terms.0.api_key=sesame"])
+    assert "sesame" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"reward.terms=\*\*\* is not valid YAML$") as caught:
+        load(empty, ["reward.terms=[{api_key: sesame"])
+    assert "sesame" not in str(caught.value)

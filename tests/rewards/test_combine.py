@@ -464,3 +464,13 @@ def test_recipe_with_normalised_terms_and_gold(tmp_path):
 def test_gold_names_are_given_once():
     with pytest.raises(ConfigError, match="reward.gold has several terms named 'jpeg_compressibility'"):
         build_reward([term("jpeg_compressibility")], gold=[term("jpeg_compressibility")] * 2)
+
+
+@pytest.mark.parametrize("name", ["jpeg_compressibility", "http"])
+def test_unknown_options_are_named_and_their_values_are_not(name):
+    options = {"api_key": "s3cret", "url": "https://host/s3cret", "extra": ["s3cret"]}
+    with pytest.raises(
+        ConfigError, match=f"reward {name} with options api_key, url, extra: .*it takes"
+    ) as caught:
+        build_reward([RewardTerm(name=name, options=options)])
+    assert "s3cret" not in str(caught.value)

@@ -30,3 +30,9 @@ def test_choices_name_the_nearest():
 
 def test_true_is_no_number():
     assert [is_number(value) for value in (1, 0.5, True, math.nan, "1")] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("check", [check_positive, lambda *given: check_whole(*given, 1)])
+def test_a_text_in_place_of_a_number_is_not_shown(check):
+    with pytest.raises(ConfigError, match="reward mine: batch_size=<str> must be a"):
+        check("mine", "batch_size", "a key in the wrong place")

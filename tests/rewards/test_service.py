@@ -112,8 +112,8 @@ def test_error_after_all_attempts_names_reward_address_status_and_text(serve):
     server = serve(lambda request: (500, b"out of\n  memory\x00", {}))
     with pytest.raises(BackendError) as caught:
         post(endpoint(f"{server.url}/score?key=hidden"))
-    assert str(caught.value) == (
-        f"reward http: {server.url}/score answered status 500: out of memory (attempt 3)"
+    assert (
+        str(caught.value) == f"reward http: {server.url}/*** answered status 500: out of memory (attempt 3)"
     )
     assert len(server.requests) == 3
 
@@ -247,10 +247,32 @@ def test_echoed_token_is_neither_raised_nor_logged(serve, token, reply, caplog):
     assert caught.value.__cause__ is None
 
 
-def test_no_log_shows_the_query(serve, caplog):
+def test_an_echoed_path_is_not_raised(serve):
+    """As servers answer a path that they do not know."""
+    server = serve(lambda request: (404, f"{request.path} was not found on this server".encode(), {}))
+    with pytest.raises(BackendError, match=r"/\*\*\* answered status 404: \*\*\* was not found") as caught:
+        post(endpoint(f"{server.url}/v1/hidden/score?key=hidden"))
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["scorer/hidden", "ftp://scorer/hidden", "hidden"])
+def test_an_address_that_cannot_be_used_is_not_shown(text):
+    with pytest.raises(ConfigError, match="url must be an http:// or https:// address") as caught:
+        endpoint(text)
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_token_in_place_of_its_variable_is_not_shown():
+    with pytest.raises(ConfigError, match=r"the environment variable '\*\*\*' is not set") as caught:
+        endpoint("https://scorer.example", token_env="sk-hidden")
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["score?key=hidden", "hidden/score"])
+def test_no_log_shows_more_of_an_address_than_its_host(place, serve, caplog):
     server = serve(lambda request: [1])
     with caplog.at_level(logging.DEBUG):
-        post(endpoint(f"{server.url}/score?key=hidden"))
+        post(endpoint(f"{server.url}/{place}"))
     assert "HTTP Request: POST" in caplog.text
     assert "hidden" not in "".join(line for line in caplog.text.splitlines() if " server:" not in line)
 
@@ -301,7 +323,7 @@ def test_unusable_token_is_refused_at_construction_without_showing_it(monkeypatc
         ({"timeout": float("nan")}, "timeout=nan"),
         ({"retries": -1}, "retries=-1"),
         ({"retries": True}, "retries=True"),
-        ({"backoff": "1"}, "backoff='1'"),
+        ({"backoff": "1"}, "backoff=<str>"),
         ({"max_response_bytes": 0}, "max_response_bytes=0"),
         ({"verify": "/no/such/file.pem"}, "verify='/no/such/file.pem'"),
         ({"verify": ""}, "verify=''"),

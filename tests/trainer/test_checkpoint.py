@@ -191,11 +191,32 @@ def test_a_copied_checkpoint_is_intact(tmp_path):
     assert checkpoint.load(copied).step == 3
 
 
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors", "manifest.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_not_waited_for(name, make, tmp_path):
+    folder = save(tmp_path, 3)
+    (folder / name).unlink()
+    make(folder / name)
+    with pytest.raises(CheckpointError, match=f"damaged or incomplete: {name} is no file"):
+        checkpoint.load(folder)
+
+
+def test_a_manifest_that_names_a_device_is_not_read(tmp_path):
+    folder = save(tmp_path, 3)
+    digests = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(digests | {"/dev/zero": ""}))
+    with pytest.raises(CheckpointError, match="zero is no file"):
+        checkpoint.load(folder)
+
+
+def test_the_configuration_in_a_checkpoint_is_its_owners(tmp_path):
+    assert (save(tmp_path, 3) / "state.json").stat().st_mode & 0o777 == 0o600
+
+
 def test_write_text_is_whole_or_absent(tmp_path):
     path = tmp_path / "note.txt"
     checkpoint.write_text(path, "first")
-    assert path.stat().st_mode & 0o044
-    checkpoint.write_text(path, json.dumps("ä"), private=True)
+    assert path.stat().st_mode & 0o777 == 0o600
+    checkpoint.write_text(path, json.dumps("ä"))
     assert path.read_text() == '"\\u00e4"'
-    assert path.stat().st_mode & 0o077 == 0
     assert list(tmp_path.iterdir()) == [path]

@@ -78,3 +78,26 @@ def test_claim_refuses_a_folder_that_cannot_be_written(tmp_path):
 def test_a_failure_that_cannot_be_noted_does_not_hide_the_failure(tmp_path, caplog):
     run_folder.write_failure(tmp_path / "gone", "reason")
     assert "failure.txt could not be written" in caplog.text
+
+
+def test_files_that_may_hold_a_secret_are_their_owners(tmp_path):
+    """Also in the folder of a run that an older flowcorr began."""
+    old = ("metrics.jsonl", "events.jsonl", "failure.txt", "config.yaml")
+    for name in old:
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o644)
+    config = small_config("trainer.total_steps=1", "reward.terms=[{name: http, options: {api_key: s3cret}}]")
+    with pytest.raises(ConfigError, match="reward http with options api_key"):
+        trainer.train(config, tmp_path, resume=True)
+    written = {path.name: path for path in tmp_path.iterdir()}
+    assert {"config.yaml", "events.jsonl", "failure.txt"} <= written.keys()
+    for name in ("config.yaml", "events.jsonl", "failure.txt"):
+        assert written[name].stat().st_mode & 0o777 == 0o600, name
+    for name in ("events.jsonl", "failure.txt"):
+        assert "reward http with options api_key" in written[name].read_text()
+        assert "s3cret" not in written[name].read_text()
+
+
+def test_the_files_of_a_finished_run_are_their_owners(finished):
+    for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "checkpoints/step_000002/state.json"):
+        assert (finished / name).stat().st_mode & 0o777 == 0o600, name

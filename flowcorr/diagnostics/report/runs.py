@@ -18,13 +18,15 @@ from flowcorr.diagnostics.health import NUM_ELEMENTS, Units, logged_num_elements
 from flowcorr.diagnostics.plots import BandPoint
 from flowcorr.dumps.checks import MAX_ELEMENTS
 from flowcorr.errors import ConfigError
-from flowcorr.trackers import METRICS_FILE, checked_metrics, redact
+from flowcorr.private import redact, redact_text, secrets_of
+from flowcorr.trackers import METRICS_FILE, checked_metrics
 from flowcorr.trainer import run_config
 from flowcorr.trainer.events import EVENTS_FILE, read_events
 from flowcorr.trainer.run_config import CONFIG_FILE, is_file, read_config
 
 MAX_STEPS = 200  # dumped steps read from a run: more would tell the same
 _OF_A_SEED = "trainer.seed"
+_MAX_ERROR = 2000  # characters of an error that a page shows
 _ENDINGS = ("start", "resume", "failure", "end")
 Points = list[tuple[float, float]]
 
@@ -136,7 +138,7 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
         config=found.config,
         settings=settings,
         records=records,
-        ending=_ending(events),
+        ending=redact_text(_ending(events), secrets_of(found.values)),
         started=next((str(event.get("time", ""))[:10] for event in events), ""),
         name=_readable(folder.resolve().name),
         dumped=[file.path for file in files.values()],
@@ -225,10 +227,15 @@ def _ending(events: Sequence[Mapping[str, Any]]) -> str:
     step = last.get("step")
     match last["kind"]:
         case "failure":
-            return f"failed after step {step}: {last.get('error')}"
+            return f"failed after step {step}: {_shortened(last.get('error'))}"
         case "end":
             return f"was {last.get('status')} after step {step}"
     return "has not ended: it still runs, or it was killed"
+
+
+def _shortened(error: object) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
 
 
 def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

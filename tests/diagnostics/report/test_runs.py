@@ -34,3 +34,17 @@ def test_another_trainers_dump_is_a_run(tmp_path):
     assert run.settings == {"actor.loss_mode": "flow_grpo", "actor.clip_ratio": "0.0001"}
     assert run.last_step == 3
     assert "sigmas" in run.notes[0]
+
+
+def test_the_error_of_a_run_is_shown_without_its_secrets(tmp_path):
+    terms = "reward.terms=[{name: http, options: {url: 'https://host/KEY', api_key: s3cret}}]"
+    failure = {
+        "step": 2,
+        "kind": "failure",
+        "error": "BackendError: 401 for s3cret at https://host/KEY" + "!" * 9999,
+    }
+    run = read_run(write_run(tmp_path / "a", terms, events=[failure]))
+    assert run.ending.startswith("failed after step 2: BackendError: 401 for *** at https://host/***")
+    assert "s3cret" not in f"{run.ending}{run.settings}"
+    assert "KEY" not in f"{run.ending}{run.settings}"
+    assert len(run.ending) < 2100
