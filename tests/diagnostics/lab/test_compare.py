@@ -69,7 +69,7 @@ TRAINED = {
     "exact_kl": (
         f"{CORRECTION}.preset=null",
         f"{CORRECTION}.rollout_rs=seq_kl",
-        f"{CORRECTION}.rollout_rs_threshold=0.0195",
+        f"{CORRECTION}.rollout_rs_threshold=0.0207",
         "actor.loss_mode=flow_dppo",
     ),
 }

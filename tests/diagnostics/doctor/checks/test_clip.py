@@ -20,7 +20,7 @@ def test_the_clip_is_judged_on_the_ratio_that_the_loss_uses(small_run, loss_mode
     from flowcorr.correction import RolloutCorrectionConfig
 
     bypass = {"rollout_correction": RolloutCorrectionConfig.preset("bypass_ppo_clip")}
-    limit = 0.01
+    limit = 0.003
     actor = {"clip_ratio": limit, "importance_cap": 1 + limit, "loss_mode": loss_mode}
     run = small_run(model=WHOLE, rollout={"emulate": "int4"}, algorithm=bypass, actor=actor)
     found = finding_of(check(run, run.engine, float32=False), "clip")

@@ -21,7 +21,7 @@ FAULTS = {
     "seven tenths, bfloat16": (
         another_guidance(guidance_scale=2.8),
         {"model": WHOLE, "rollout": {"dtype": "bfloat16"}},
-        "guidance_scale=2.7",
+        "guidance_scale=2.8",
     ),
     "rescaled": (rescaled_guidance(0.7), {}, "guidance_rescale=0.7"),
     "rescaled, bfloat16": (

@@ -54,8 +54,9 @@ def test_rounding_that_is_to_be_replayed_warns(small_run, plant, rollout):
 
 
 def test_truncation_stands_out_of_the_rounding_of_bfloat16(small_run):
-    """Without an exam in float32, it takes samples enough."""
-    run = small_run(model=WHOLE, rollout={"n": 12, "dtype": "bfloat16"}, sampling={"num_inference_steps": 3})
+    """Without an exam in float32, it takes latents large enough."""
+    large = {"num_inference_steps": 7, "height": 128, "width": 128}
+    run = small_run(model=WHOLE, rollout={"n": 12, "dtype": "bfloat16"}, sampling=large)
     engine = separate(run)
     feeding(torch.trunc)(engine)
     report = check(run, engine, float32=False)
