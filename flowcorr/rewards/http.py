@@ -47,7 +47,7 @@ class HttpReward:
         batch_size: images a request.
         concurrency: requests at a time.
         token_env: the environment variable that holds a bearer token; null sends none.
-        timeout: seconds for a whole answer.
+        timeout: seconds for a whole attempt, from the connection to the last byte.
         retries: further attempts after a timeout, a lost connection or a status 429 or 5xx.
         backoff: seconds before the second attempt; doubled for each further one.
         verify: check the server's certificate; a path names a file of certificate authorities.

@@ -10,11 +10,12 @@ import json
 import logging
 import os
 import re
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ _REFUSED_STATUS = frozenset({400, 413, 422})
 _EXCERPT_CHARACTERS = 200
 _ERROR_BODY_BYTES = 1 << 16
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_MAX_DEPTH = 64  # of the objects and lists in an answer, far more than any format has
 _PLAIN_TOKEN = re.compile(r"[!-~]+")
 
 
@@ -85,7 +87,7 @@ class Endpoint:
         reward: the name of the reward, for messages.
         url: `http://` or `https://`, without a user's name and password.
         token_env: the environment variable that holds a bearer token; None sends none.
-        timeout: seconds for a connection, and for a whole answer.
+        timeout: seconds for a whole attempt, from the look-up of the host's name to the last byte of the answer.
         retries: further attempts after the first.
         backoff: seconds before the second attempt.
         verify: check the server's certificate; a path names a file of certificate authorities.
@@ -154,21 +156,44 @@ class Endpoint:
         return shown if len(shown) <= _EXCERPT_CHARACTERS else f"{shown[:_EXCERPT_CHARACTERS]}..."
 
     def _attempt(self, body: bytes, content_type: str) -> bytes:
+        """One request, in a thread of its own that is left behind at the deadline.
+
+        The timeouts of httpx2 begin anew with every byte, and those of a name's look-up are the system's.
+        """
+        exchange = _Exchange()
+        answer: Future[bytes] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(self._exchange(body, content_type, exchange))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name=f"reward {self.reward}", daemon=True).start()
+        try:
+            return answer.result(self.timeout)
+        except TimeoutError:
+            exchange.abandon()
+            raise _Failure(f"did not answer within timeout={self.timeout:g} s", transient=True) from None
+
+    def _exchange(self, body: bytes, content_type: str, exchange: _Exchange) -> bytes:
         # An answer that is sent compressed could unpack to any size.
         headers = {"Content-Type": content_type, "Accept": "application/json", "Accept-Encoding": "identity"}
         if self.token_env is not None:
             headers["Authorization"] = f"Bearer {self._token()}"
-        deadline = time.monotonic() + self.timeout
+        extensions = {"trace": exchange.note}
         try:
             with (
                 httpx2.Client(verify=_tls(self.verify), timeout=self.timeout) as client,
-                client.stream("POST", self.url, content=body, headers=headers) as response,
+                client.stream(
+                    "POST", self.url, content=body, headers=headers, extensions=extensions
+                ) as response,
             ):
                 if not response.is_success:
-                    raise self._refusal(response, deadline)
-                answer = _read(response, self.max_response_bytes, deadline)
+                    raise self._refusal(response)
+                answer = _read(response, self.max_response_bytes)
         except httpx2.TimeoutException:
-            raise _Failure(f"did not answer within timeout={self.timeout:g} s", transient=True) from None
+            raise TimeoutError from None
         except httpx2.TransportError as error:
             raise self._no_answer(error) from None
         if len(answer) > self.max_response_bytes:
@@ -177,14 +202,17 @@ class Endpoint:
 
     def _json(self, answer: bytes) -> Any:
         try:
-            return json.loads(answer)
+            value = json.loads(answer)
         except (ValueError, RecursionError):
             raise _Failure(f"answered no JSON: {self.excerpt(answer.decode(errors='replace'))!r}") from None
+        if _is_deep(value):
+            raise _Failure(f"answered JSON that is nested more than {_MAX_DEPTH} levels deep")
+        return value
 
-    def _refusal(self, response: httpx2.Response, deadline: float) -> _Failure:
+    def _refusal(self, response: httpx2.Response) -> _Failure:
         status, hint, body = response.status_code, "", b""
         with suppress(httpx2.TransportError):
-            body = _read(response, _ERROR_BODY_BYTES, deadline)
+            body = _read(response, _ERROR_BODY_BYTES)
         if response.is_redirect:
             hint = ", a redirect, which is not followed: give the final address"
         elif status in (401, 403):
@@ -263,17 +291,53 @@ def png_base64(image: np.ndarray) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _read(response: httpx2.Response, most: int, deadline: float) -> bytes:
+class _Exchange:
+    """The connection of one request, which another thread can end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of the fields below
+        self._stream: Any = None
+        self._abandoned = False
+
+    def note(self, event: str, info: dict[str, Any]) -> None:
+        """Note the connection; httpx2 calls this with each of its events, in the thread of the request."""
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            with self._lock:
+                self._stream = info["return_value"]
+                if self._abandoned:
+                    self._hang_up()
+
+    def abandon(self) -> None:
+        """End the connection, now or as soon as it is made, and with it the thread that reads from it."""
+        with self._lock:
+            self._abandoned = True
+            if self._stream is not None:
+                self._hang_up()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):  # it is closed already
+            self._stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+
+def _read(response: httpx2.Response, most: int) -> bytes:
     """The body of an answer; of one longer than `most` bytes, little more than its beginning."""
     body = bytearray()
     for part in response.iter_raw():
         body += part
         if len(body) > most:
             break
-        # The timeout of httpx2 starts again with every byte that trickles in.
-        if time.monotonic() > deadline:
-            raise httpx2.ReadTimeout("the answer took too long")
     return bytes(body)
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a JSON value is nested more than `_MAX_DEPTH` levels deep, which could overflow code that recurses."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        level = [
+            inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+    return any(isinstance(item, (dict, list)) for item in level)
 
 
 @functools.cache

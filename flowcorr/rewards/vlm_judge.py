@@ -30,6 +30,8 @@ TEMPLATES = {
         'Answer with JSON only: {"score": <number>}.'
     ),
 }
+_OPENING = re.compile(r'\{(?=\s*["}])')  # of a JSON object
+_READ_CHARACTERS = 1 << 16  # of an answer, its last ones; far more than `max_tokens` allow
 _PLACEHOLDER = re.compile(r"\{(prompt|target|low|high)\}")
 
 
@@ -54,7 +56,7 @@ class VlmJudge:
         max_tokens: of an answer.
         concurrency: requests at a time.
         api_key_env: the environment variable that holds the key; null sends none.
-        timeout: seconds for a whole answer.
+        timeout: seconds for a whole attempt, from the connection to the last byte.
         retries: further attempts after a timeout, a lost connection or a status 429 or 5xx.
         backoff: seconds before the second attempt; doubled for each further one.
         verify: check the server's certificate; a path names a file of certificate authorities.
@@ -215,16 +217,22 @@ def last_value(answer: str, key: str, kind: type | tuple[type, ...]) -> Any:
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in a text, outermost only, in order."""
-    decoder, objects, place = json.JSONDecoder(), [], text.find("{")
-    while place >= 0:
+    """The JSON objects at the end of a text, outermost only, in order.
+
+    The search goes on where a broken one breaks off, so nothing is parsed twice, and no text takes long.
+    """
+    decoder, objects, rest = json.JSONDecoder(), [], text[-_READ_CHARACTERS:]
+    while opening := _OPENING.search(rest):
+        rest = rest[opening.start() :]
         try:
-            value, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            end = place + 1
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            end = max(
+                getattr(error, "pos", len(rest)), 1
+            )  # without a position it is too deep or too large a number
         else:
             objects.append(value)
-        place = text.find("{", end)
+        rest = rest[end:]
     return objects
 
 

@@ -1,6 +1,8 @@
 import base64
+import contextlib
 import gzip
 import io
+import json
 import logging
 import shutil
 import socket
@@ -149,29 +151,66 @@ def test_slow_server_ends_in_a_timeout(serve):
         post(endpoint(server, timeout=0.1, retries=1))
 
 
-def test_trickling_answer_ends_in_a_timeout():
+TRICKLES = {
+    "headers": (b"HTTP/1.1 200 OK\r\nX-Slow: ", b"y"),
+    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b" "),
+    "chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    "error": (b"HTTP/1.1 500 No\r\nContent-Length: 1000\r\n\r\n", b"n"),
+}
+
+
+@contextlib.contextmanager
+def trickling(begin, drop):
+    """The address of a server that sends `begin` and then `drop` again and again; an event once its client is gone."""
+    stopping, left = threading.Event(), threading.Event()
+
+    def trickle(listener):
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(begin)
+            while not stopping.wait(0.02):
+                connection.sendall(drop)
+        left.set()
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        stopping = threading.Event()
-
-        def trickle():
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-                while not stopping.wait(0.02):
-                    try:
-                        connection.sendall(b" ")
-                    except OSError:
-                        return
-
-        thread = threading.Thread(target=trickle)
+        thread = threading.Thread(target=trickle, args=(listener,))
         thread.start()
+        watchdog = threading.Timer(60, stopping.set)
+        watchdog.start()
         try:
-            with pytest.raises(BackendError, match="did not answer within timeout=0.2 s"):
-                post(endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2, retries=0))
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", left
+            assert not stopping.is_set(), "the request took as long as the server liked"
         finally:
+            watchdog.cancel()
             stopping.set()
             thread.join()
+
+
+@pytest.mark.parametrize("part", TRICKLES)
+def test_an_answer_that_trickles_ends_in_a_timeout_and_leaves_nothing_behind(part, monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with trickling(*TRICKLES[part]) as (url, left):
+        with pytest.raises(BackendError, match="did not answer within timeout=0.2 s"):
+            post(endpoint(url, timeout=0.2, retries=0))
+        assert left.wait(60), "the connection stayed open"
+
+
+def test_a_name_that_is_looked_up_for_ever_ends_in_a_timeout(monkeypatch):
+    asked, found = threading.Event(), threading.Event()
+
+    def look_up(*arguments, **options):
+        asked.set()
+        found.wait(60)
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(BackendError, match="did not answer within timeout=0.2 s"):
+        post(endpoint("http://scorer.example", timeout=0.2, retries=0))
+    assert asked.is_set()
+    found.set()
 
 
 def test_nobody_listens(serve):
@@ -212,10 +251,17 @@ def test_answer_that_is_no_json(serve, body):
     assert len(server.requests) == 1
 
 
-def test_deeply_nested_answer(serve):
-    server = serve(lambda request: b"[" * 200_000)
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_deeply_nested_answer(serve, opening):
+    closing = b"]" if opening == b"[" else b"}"
+    bodies = [opening * 200_000, opening * 65 + b"1" + closing * 65, opening * 64 + b"1" + closing * 64]
+    server = serve(lambda request: bodies[len(server.requests) - 1])
+    point = endpoint(server, max_response_bytes=1_000_000)
     with pytest.raises(BackendError, match="answered no JSON"):
-        post(endpoint(server, max_response_bytes=1_000_000))
+        post(point)
+    with pytest.raises(BackendError, match="answered JSON that is nested more than 64 levels deep"):
+        post(point)
+    assert json.loads(bodies[2]) == post(point)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

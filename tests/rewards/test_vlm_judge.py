@@ -1,5 +1,6 @@
 import base64
 import io
+import json
 import pickle
 import re
 import sys
@@ -237,3 +238,36 @@ def test_missing_package_is_said_at_construction(monkeypatch):
 def test_last_object_with_the_key_counts():
     text = '<think>{"score": 1} or {{"a": {"score": 9}}</think> {"score": 2, "why": "}{"} {"note": 1} {'
     assert last_value(text, "score", (int, float)) == 2
+
+
+@pytest.mark.parametrize("piece", ["{", '{"', '{"a":', "[", '{"a":[', '{"a":1,', '{"\\"', "{ "])
+def test_no_text_takes_long_to_read(piece, monkeypatch):
+    """No character is looked at twice, whatever the text is made of; an error counts the lines before it."""
+    seen = []
+
+    class Counting(json.JSONDecoder):
+        def raw_decode(self, text, place=0):
+            try:
+                return super().raw_decode(text, place)
+            except (ValueError, RecursionError) as error:
+                seen.append(getattr(error, "pos", len(text)))
+                raise
+
+    monkeypatch.setattr(json, "JSONDecoder", Counting)
+    text = piece * (60_000 // len(piece))
+    with pytest.raises(ValueError, match='no JSON object with the key "score"'):
+        last_value(text, "score", int)
+    assert sum(seen) <= len(text)
+
+
+def test_the_end_of_a_long_answer_is_read():
+    assert last_value('{"score": 1}' + " " * 100_000 + '{"score": 2}' + " " * 60_000, "score", int) == 2
+    with pytest.raises(ValueError, match='no JSON object with the key "score"'):
+        last_value('{"score": 1}' + " " * 100_000, "score", int)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, b: {"score": 2}}', '{{"score": 2}', '{ {"score": 2} }', '{"score": 2}{"']
+)
+def test_an_object_after_one_that_breaks_off_counts(text):
+    assert last_value(text, "score", int) == 2
