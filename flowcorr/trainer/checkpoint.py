@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `checkpoints/step_000010` with safetensors and JSON only:
 `pytorch_lora_weights.safetensors` (for `load_lora_weights`), `state.safetensors` (everything that training
-needs to go on), `state.json` and `manifest.json` with the SHA-256 of each file.
+needs to go on), `state.json`, which has the version of this format, and `manifest.json` with the SHA-256 of each file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ from flowcorr.private import open_private
 
 logger = logging.getLogger(__name__)
 
+FORMAT = (
+    1  # what `save` writes and `load` reads; a change of the files that `load` could not read needs a new one
+)
 MANIFEST = "manifest.json"
 _TENSORS, _FACTS = "state.safetensors", "state.json"
 _STEP, _PARTIAL = "step_{:06d}", ".partial_"
+
+
+class FormatError(CheckpointError):
+    """A checkpoint of another format than `FORMAT`, as an older or a newer flowcorr wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,7 +73,8 @@ def save(root: Path, state: TrainingState, write_adapter: Callable[[Path], None]
         partial.mkdir(parents=True)
         write_adapter(partial)
         save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, partial / _TENSORS)
-        (partial / _FACTS).write_text(json.dumps({"step": state.step, **state.facts}, indent=1))
+        facts = {"format": FORMAT, "step": state.step, **state.facts}
+        (partial / _FACTS).write_text(json.dumps(facts, indent=1))
         files = sorted(path for path in partial.rglob("*") if path.is_file())
         digests = {str(path.relative_to(partial)): _digest(path) for path in files}
         (partial / _FACTS).chmod(0o600)  # it holds the run's configuration
@@ -90,17 +98,19 @@ def load(folder: Path) -> TrainingState:
     """Read and verify a checkpoint.
 
     Raises:
+        FormatError: it has another format.
         CheckpointError: a file is missing, truncated or altered.
     """
     for name in (_TENSORS, _FACTS, MANIFEST):
         if not (folder / name).is_file():  # reading a pipe would wait for its writer
             raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {name} is no file")
     try:
+        facts = json.loads((folder / _FACTS).read_text())
+        _check_format(folder, facts.pop("format", None))
         digests = json.loads((folder / MANIFEST).read_text())
         for name, digest in {_TENSORS: None, _FACTS: None, **digests}.items():
             if _digest(folder / name) != digest:
                 raise CheckpointError(f"checkpoint {folder} is damaged: {name} does not match {MANIFEST}")
-        facts = json.loads((folder / _FACTS).read_text())
         return TrainingState(step=facts.pop("step"), tensors=load_file(folder / _TENSORS), facts=facts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {error}") from error
@@ -110,6 +120,7 @@ def load_latest(root: Path) -> tuple[Path, TrainingState]:
     """The newest intact checkpoint; damaged ones are skipped with a warning.
 
     Raises:
+        FormatError: a checkpoint as new has another format; a resumed run would lose its steps, and delete it.
         CheckpointError: there is none.
     """
     found = folders(root)
@@ -119,6 +130,8 @@ def load_latest(root: Path) -> tuple[Path, TrainingState]:
     for folder in reversed(found):
         try:
             state = load(folder)
+        except FormatError:
+            raise
         except CheckpointError as error:
             damaged.append(str(error))
             continue
@@ -164,6 +177,21 @@ def write_text(path: Path, text: str) -> None:
     _sync(partial)
     partial.replace(path)
     _sync(path.parent)
+
+
+def _check_format(folder: Path, found: object) -> None:
+    if found == FORMAT:
+        return
+    has = f"checkpoint {folder} has {'no format' if found is None else f'format {found}'}"
+    reads = f"this flowcorr reads format {FORMAT}"
+    if isinstance(found, int) and found > FORMAT:
+        raise FormatError(
+            f"{has}, and {reads}: a newer flowcorr wrote it; update flowcorr to continue its run"
+        )
+    raise FormatError(
+        f"{has}, and {reads}: an older flowcorr wrote it; continue its run with that version, or start a new run in "
+        "another folder from its weights, such as model.lora.warm_start for an adapter"
+    )
 
 
 def _digest(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints on disk: complete or absent, verified, pruned."""
 
+import hashlib
 import json
 import os
 import resource
@@ -10,7 +11,7 @@ import torch
 
 from flowcorr.errors import CheckpointError
 from flowcorr.trainer import checkpoint
-from flowcorr.trainer.checkpoint import TrainingState
+from flowcorr.trainer.checkpoint import FormatError, TrainingState
 
 
 def state(step=10, value=1.0):
@@ -38,6 +39,51 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert loaded.group("weights")["a"].tolist() == [1, 1, 1]
     assert list(loaded.group("optimizer")) == ["a.step"]
     assert loaded.group("ema") == {}
+
+
+def rewrite(folder, **facts):
+    """Change facts of a checkpoint as another version of flowcorr would have written them; None leaves one out."""
+    path, manifest = folder / "state.json", folder / "manifest.json"
+    changed = {**json.loads(path.read_text()), **facts}
+    path.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+    digests = json.loads(manifest.read_text()) | {"state.json": hashlib.sha256(path.read_bytes()).hexdigest()}
+    manifest.write_text(json.dumps(digests))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            2,
+            "step_000003 has format 2, and this flowcorr reads format 1: a newer .*; update flowcorr to continue",
+        ),
+        (
+            None,
+            "step_000003 has no format, .* an older flowcorr wrote it; .* or start a new run in another folder",
+        ),
+        (0, "step_000003 has format 0, .* an older flowcorr wrote it"),
+        ("1", "step_000003 has format 1, .* an older flowcorr wrote it"),
+    ],
+)
+def test_another_format_is_named_and_never_passed_over(tmp_path, found, message):
+    """The checkpoint before it is not used: training from there would delete this one."""
+    save(tmp_path, 2)
+    folder = save(tmp_path, 3)
+    rewrite(folder, format=found)
+    with pytest.raises(FormatError, match=message):
+        checkpoint.load(folder)
+    with pytest.raises(FormatError, match=message):
+        checkpoint.load_latest(tmp_path)
+    assert names(tmp_path) == ["step_000002", "step_000003"]
+
+
+def test_a_newer_format_may_have_other_files(tmp_path):
+    folder = save(tmp_path, 3)
+    rewrite(folder, format=2)
+    (folder / "state.safetensors").rename(folder / "state_0.safetensors")
+    (folder / "manifest.json").unlink()
+    with pytest.raises(FormatError, match="a newer flowcorr wrote it"):
+        checkpoint.load_latest(tmp_path)
 
 
 def test_folders_are_ordered_by_step_and_partial_ones_are_none(tmp_path):
