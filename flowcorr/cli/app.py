@@ -30,9 +30,10 @@ examples:
   torchrun --nproc_per_node 2 -m flowcorr train tiny_ocr_lora        on two ranks
 
 The run's folder gets config.yaml, metrics.jsonl, checkpoints/ and images/. Ctrl-C finishes the step, saves and
-prints the command that resumes; a second Ctrl-C stops at once.
+prints the command that resumes; another Ctrl-C, 2 seconds later or more, stops at once. A closed terminal and a
+scheduler's SIGTERM or SIGUSR1 end a run like the first Ctrl-C.
 
-exit codes: 0 finished, 1 failed, 2 bad configuration, 128 + signal interrupted and saved
+exit codes: 0 finished, 1 failed, 2 bad configuration, 128 + signal interrupted and saved, trainer.requeue after SIGUSR1
 """
 _RECIPES = """\
 recipes for the embedded model:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from flowcorr.cli.printer import console_of, show_table
 from flowcorr.errors import ConfigError
+from flowcorr.processes import StopRequest
 
 if TYPE_CHECKING:
     from flowcorr.correction import RolloutCorrectionConfig
@@ -30,7 +32,7 @@ def find_own_code() -> None:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train by a recipe, shown by the main one of several ranks; 128 plus the signal's number if it was interrupted."""
+    """Train by a recipe, shown by the main one of several ranks; after a signal, return the exit code for it."""
     if os.environ.get("RANK", "0") == "0":
         print(f"loading {arguments.recipe}", flush=True)  # torch alone takes seconds to import
 
@@ -50,10 +52,20 @@ def train(arguments: argparse.Namespace) -> int:
     shows = distributed.is_main()
     doctor = examine_before_start(show_report if shows else lambda _: None) if config.trainer.doctor else None
     recipe = None if arguments.overrides else arguments.recipe
-    with TerminalObserver(recipe=recipe) if shows else contextlib.nullcontext() as observer:
-        result = run(config, out_dir, resume=arguments.resume, observer=observer, before_start=doctor)
+    try:
+        with TerminalObserver(recipe=recipe) if shows else contextlib.nullcontext() as observer:
+            result = run(config, out_dir, resume=arguments.resume, observer=observer, before_start=doctor)
+    except StopRequest as stop:
+        if shows:
+            print(f"flowcorr: {stop} before the first step; nothing is lost", file=sys.stderr)
+        return _exit_code(stop.number, config.trainer.requeue)
     distributed.leave_ranks()
-    return 0 if result.signal is None else 128 + result.signal
+    return 0 if result.signal is None else _exit_code(result.signal, config.trainer.requeue)
+
+
+def _exit_code(number: int, requeue: int | None) -> int:
+    """The exit code after a signal: `trainer.requeue` after the one by which a scheduler warns, else the shell's."""
+    return requeue if requeue is not None and number == signal.SIGUSR1 else 128 + number
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

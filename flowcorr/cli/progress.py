@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shlex
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -152,9 +155,22 @@ class TerminalObserver:
         try:
             self._console.print(text, markup=False, soft_wrap=True)
         except _CLOSED as error:
+            if self._live and getattr(error, "errno", None) == errno.EIO:
+                _leave_terminal()
+                return
             raise BackendError(
                 "standard output is closed, so the run cannot be followed; write it to a file with > run.log"
             ) from error
+
+
+def _leave_terminal() -> None:
+    """Write to nowhere what would go to the terminal, which has been closed; SIGHUP tells a run to end by that."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    terminal = os.fstat(sys.stdout.fileno()).st_rdev
+    for stream in (sys.stdout, sys.stderr):
+        if os.fstat(stream.fileno()).st_rdev == terminal:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _scores(metrics: Mapping[str, float]) -> str:

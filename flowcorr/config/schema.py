@@ -368,6 +368,8 @@ class TrainerConfig:
         eval_height, eval_width: image size of an evaluation in pixels; null takes that of `sampling`.
         save_every: training steps between checkpoints; the last step is always saved.
         keep_checkpoints: newest checkpoints kept, besides the best.
+        requeue: exit code after SIGUSR1, by which a scheduler warns that a job's time ends, so that the job is queued
+            again: one that `RequeueExit` of Slurm lists, or that the job's script looks for; null is 128 + the signal.
         best_metric: the `eval/` metric by which the best checkpoint is chosen (higher is better).
         image_every: training steps between saved sample images; 0 is off.
         trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`.
@@ -387,6 +389,7 @@ class TrainerConfig:
     eval_width: int | None = None
     save_every: int = 10
     keep_checkpoints: int = 2
+    requeue: int | None = None
     best_metric: str = "eval/reward"
     image_every: int = 0
     trackers: tuple[str, ...] = ()
@@ -406,6 +409,11 @@ class TrainerConfig:
                 at_least(f"trainer.{key}", getattr(self, key), 1)
         if self.num_threads is not None:
             at_least("trainer.num_threads", self.num_threads, 1)
+        if self.requeue is not None and not 3 <= self.requeue <= 125:
+            raise ConfigError(
+                f"trainer.requeue={self.requeue} is out of range; use an exit code in 3..125 that nothing else has, "
+                "such as 75, or null"
+            )
         above("trainer.collective_timeout", self.collective_timeout, 0)
         if not self.best_metric.startswith("eval/"):
             raise ConfigError(

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,12 @@ class TrainingState:
         return {
             key.removeprefix(prefix): value for key, value in self.tensors.items() if key.startswith(prefix)
         }
+
+    def on_host(self) -> TrainingState:
+        """A copy in host memory, which shares nothing with the run."""
+        return replace(
+            self, tensors={name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        )
 
 
 def save(root: Path, state: TrainingState, write_adapter: Callable[[Path], None]) -> Path:

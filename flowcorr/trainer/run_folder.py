@@ -43,6 +43,7 @@ _MAY_CHANGE = (
             "eval_every",
             "save_every",
             "keep_checkpoints",
+            "requeue",
             "image_every",
             "trackers",
             "best_metric",

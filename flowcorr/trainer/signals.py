@@ -1,81 +1,160 @@
-"""Stopping a run by a signal without losing the step in flight."""
+"""Stopping a run by a signal without losing work."""
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
+from flowcorr.processes import STOP_SIGNALS, StopRequest
+
 logger = logging.getLogger(__name__)
 
-ECHO = 5.0  # seconds in which a second SIGTERM counts as a duplicate of the first
+REPEAT = 2.0  # seconds; a Ctrl-C that comes sooner after another signal is a held key, or the same one by another way
+REACTION = 5.0  # seconds for the main thread to stop before the process is ended
+Report = Callable[[int, bool], None]
 
 
 class StopSignals:
-    """Records the first SIGINT or SIGTERM, so that the current step can finish; the second stops the process at once.
+    """Notes the first of `STOP_SIGNALS`, so that the run can finish its step and save. A context manager.
 
-    A SIGTERM soon after a SIGTERM is a duplicate: a scheduler that signals every process reaches a rank both directly
-    and through its launcher.
+    Until `report_to` is called there is nothing to save, and a signal raises `StopRequest` in the main thread.
 
-    A context manager, which restores the caller's handlers on exit.
+    Signals after the first change nothing: a scheduler, a launcher and a terminal may each send their own. But a Ctrl-C
+    that comes `REPEAT` seconds or more after the signal before it is deliberate, and raises `KeyboardInterrupt` in the
+    main thread. If that thread hangs in a call that is not Python's, the process ends without it, and so it does on one
+    more deliberate Ctrl-C.
+
+    A thread reads the signals from the pipe that Python's handler writes to, as the main thread sees them only between
+    its calls.
 
     Args:
-        say: called in a thread with a message when a signal arrives.
+        clock: seconds, to tell a deliberate Ctrl-C from a held key.
 
     Attributes:
-        received: number of the signal that arrived, or None.
+        received: number of the first signal, or None.
     """
 
-    _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+    _in_force: StopSignals | None = None
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: int | None = None
-        self._since = 0.0
-        self._say = say
+        self._clock = clock
+        self._report: Report | None = None
+        self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._forced, self._reacted = threading.Event(), threading.Event()
         self._previous: dict[int, Any] = {}
-        # A handler must not print, as it may interrupt a print; this queue is safe in a handler.
-        self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._speaker = threading.Thread(target=self._speak, name="stop signals", daemon=True)
+        self._previous_pipe = -1
+        self._pipe: tuple[int, int] | None = None
+        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> StopSignals:
-        self._speaker.start()
-        try:
-            for number in self._NUMBERS:
-                self._previous[number] = signal.signal(number, self._handle)
-        except ValueError:
-            logger.debug(
-                "signal handlers can be set in the main thread only, so signals are left to the caller"
-            )
+        if threading.current_thread() is not threading.main_thread():
+            logger.debug("signal handlers can be set in the main thread only, so signals are the caller's")
+            return self
+        self._pipe = reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._previous_pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup asks to go on without a terminal
+            self._previous[number] = signal.signal(number, self._handle)
+        for name, target in (("signals", self._read), ("reports of signals", self._tell)):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        StopSignals._in_force = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._pipe is None:
+            return
+        StopSignals._in_force = None
         self._restore()
-        self._messages.put(None)
-        self._speaker.join()
+        os.write(self._pipe[1], b"\0")
+        self._reports.put(None)
+        for thread in self._threads:
+            thread.join()
+        for end in self._pipe:
+            os.close(end)
+
+    def report_to(self, report: Report) -> None:
+        """From now on note the first signal, and call `report(number, False)` in a thread.
+
+        A deliberate Ctrl-C after it is reported as `report(SIGINT, True)`.
+        """
+        self._report = report
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None:
-            if time.monotonic() - self._since > ECHO:
-                self._restore()
-                signal.raise_signal(number)
-            return
-        self.received, self._since = number, time.monotonic()
-        self._restore(*(signal.SIGINT,) if number == signal.SIGTERM else self._NUMBERS)
-        self._messages.put(
-            f"{signal.Signals(number).name}: finishing this step and saving; again stops at once"
-        )
+        """In the main thread, between two of its calls."""
+        if self._report is None:
+            self._restore()
+            raise StopRequest(number)
+        if self.received is None:
+            self.received = number
+        if self._forced.is_set() and not self._reacted.is_set():
+            self._reacted.set()
+            raise KeyboardInterrupt
 
-    def _restore(self, *numbers: int) -> None:
-        """Restore the caller's handlers: of the signals given, or of both."""
-        for number in numbers or self._NUMBERS:
-            if number in self._previous:
-                signal.signal(number, self._previous.pop(number))
+    def _read(self) -> None:
+        """In a thread, as soon as a signal comes."""
+        main = threading.main_thread().ident
+        assert self._pipe is not None
+        assert main is not None
+        came, first, own = 0.0, True, False
+        while (number := os.read(self._pipe[0], 1)[0]) != 0:
+            if self._report is None or number not in STOP_SIGNALS:
+                continue
+            if own and number == signal.SIGINT:
+                own = False
+                continue
+            before, came = came, self._clock()
+            if first:
+                first = False
+                self.received = self.received or number
+                self._reports.put(partial(self._report, number, False))
+            elif number == signal.SIGINT and came - before >= REPEAT:
+                if self._forced.is_set():
+                    _end_process()
+                self._forced.set()
+                self._reports.put(partial(self._report, number, True))
+                own = True
+                signal.pthread_kill(main, signal.SIGINT)  # ends the main thread's wait for a lock
+                watchdog = threading.Timer(REACTION, self._end_if_hung)
+                watchdog.daemon = True
+                watchdog.start()
 
-    def _speak(self) -> None:
-        while (text := self._messages.get()) is not None:
-            self._say(text)
+    def _tell(self) -> None:
+        while (report := self._reports.get()) is not None:
+            report()
+
+    def _end_if_hung(self) -> None:
+        if not self._reacted.is_set():
+            _end_process()
+
+    def _restore(self) -> None:
+        """Restore the caller's handlers."""
+        signal.set_wakeup_fd(self._previous_pipe)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def _end_process() -> None:
+    os._exit(128 + signal.SIGINT)
+
+
+def _restore_in_child() -> None:
+    """A forked process, such as a worker of a user's reward, gets the signals as if there were no run."""
+    if StopSignals._in_force is not None:
+        StopSignals._in_force._restore()
+        StopSignals._in_force = None
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

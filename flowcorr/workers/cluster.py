@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
+from flowcorr.processes import STOP_SIGNALS, signal_mask
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +104,9 @@ class Cluster:
             self._folder = tempfile.mkdtemp(prefix="flowcorr-ray-", dir="/tmp")
             options |= {"include_dashboard": False, "_temp_dir": self._folder}
         try:
-            # `timeout` and schedulers send SIGTERM to the whole process group. Ray's processes must ignore it: the step
-            # in flight needs them, and Ray would end this process too.
-            with _own_signal_handlers(), sigterm(signal.SIG_BLOCK):
+            # Terminals, `timeout` and schedulers signal whole process groups. Ray's processes must not end by that: the
+            # step in flight needs them, and Ray would end this process too.
+            with _own_signal_handlers(), signal_mask(signal.SIG_BLOCK, STOP_SIGNALS):
                 init_ray(**options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise BackendError(f"the Ray cluster at {address!r} cannot be used: {one_line(error)}") from error
@@ -189,16 +190,6 @@ def _own_signal_handlers() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)
-
-
-@contextlib.contextmanager
-def sigterm(how: int) -> Iterator[None]:
-    """Block or unblock SIGTERM in this thread and in the processes that it starts."""
-    before = signal.pthread_sigmask(how, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _address() -> str:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowcorr.workers.cluster import sigterm
+from flowcorr.processes import signal_mask
 
 
 class FlowcorrWorker:
@@ -26,7 +26,8 @@ class FlowcorrWorker:
             import torch
 
             torch.set_num_threads(num_threads)
-        with sigterm(signal.SIG_UNBLOCK):  # the object's own child processes have to end on SIGTERM
+        # The object's own child processes have to end on SIGTERM.
+        with signal_mask(signal.SIG_UNBLOCK, {signal.SIGTERM}):
             self._object = build()
         return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
 

@@ -150,3 +150,28 @@ def test_a_pipe_that_nobody_reads_is_an_error():
         )
     assert done.returncode == 1
     assert "BackendError: standard output is closed" in done.stderr
+
+
+def test_a_closed_terminal_is_left():
+    """SIGHUP ends a run with its work saved, or does not where `nohup` forbids it; what it prints is no error."""
+    script = (
+        "import sys, warnings\n"
+        "from flowcorr.cli.progress import TerminalObserver\n"
+        "with TerminalObserver() as observer:\n"
+        "    observer.on_message('ready')\n"
+        "    sys.stdin.read()\n"
+        "    observer.on_message('anybody there?')\n"
+        "    warnings.warn('this goes there, too')\n"
+        "    print('and this')"
+    )
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, text=True
+    )
+    os.close(theirs)
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        said = b""
+        while b"ready" not in said:
+            said += terminal.read(1000)
+    process.communicate("", timeout=60)
+    assert process.returncode == 0

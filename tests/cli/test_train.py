@@ -54,12 +54,12 @@ def test_train_resume_and_eval(tmp_path, capsys, monkeypatch):
     assert float(printed["eval/reward"]) == pytest.approx(records[-1]["eval/reward"], abs=1e-4)
 
 
-def interrupt_after_first_step(out):
-    """Send this process what Ctrl-C sends, once the run in `out` has logged a training step."""
+def interrupt_after_first_step(out, number=signal.SIGINT):
+    """Send this process a signal, such as that of Ctrl-C, once the run in `out` has logged a training step."""
     log = out / "metrics.jsonl"
     while not (log.exists() and '"reward/mean"' in log.read_text(encoding="utf-8")):
         time.sleep(0.02)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), number)
 
 
 def test_interrupt_saves_and_says_how_to_resume(tmp_path, capsys):
@@ -69,10 +69,30 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path, capsys):
     assert train(out, "trainer.total_steps=10000", "trainer.eval_every=0") == 128 + signal.SIGINT
     killer.join()
     printed = capsys.readouterr().out
-    assert "SIGINT: finishing this step and saving; again stops at once\n" in printed
+    assert "SIGINT: finishing this step and saving; to stop at once, press Ctrl-C after 2 s\n" in printed
     assert "no run to resume" not in printed
 
     step = int(re.search(r"^interrupted after step (\d+)", printed, re.MULTILINE)[1])
     (resume,) = re.findall(r"^resume with: flowcorr (.*)$", printed, re.MULTILINE)
     assert main([*shlex.split(resume), f"trainer.total_steps={step + 1}"]) == 0
     assert f"resumes after step {step}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGUSR1, 75), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 128 + signal.SIGHUP)],
+)
+def test_the_signal_by_which_a_scheduler_warns_asks_for_the_job_again(tmp_path, number, code):
+    out = tmp_path / "run"
+    killer = threading.Thread(target=interrupt_after_first_step, args=(out, number), daemon=True)
+    killer.start()
+    keys = ("trainer.total_steps=10000", "trainer.eval_every=0", "trainer.requeue=75")
+    assert train(out, *keys, "--resume") == code
+    killer.join()
+    assert train(out, *keys, "trainer.total_steps=1", "trainer.requeue=null", "--resume") == 0
+
+
+def test_a_signal_while_the_model_loads_asks_for_the_job_again(tmp_path, capsys):
+    reward = "reward.terms=[{name: 'tests.trainer.test_state:Interrupting'}]"  # by SIGUSR1
+    assert train(tmp_path / "run", reward, "trainer.requeue=75") == 75
+    assert capsys.readouterr().err.endswith("flowcorr: SIGUSR1 before the first step; nothing is lost\n")

@@ -49,6 +49,8 @@ def test_lag():
         (ActorConfig, {"ema": 1.0}, r"^actor\.ema=1\.0 is out of range; use a decay in \(0, 1\), or null$"),
         (ActorConfig, {"clip_ratio": (1e-4, 0.0)}, r"^actor\.clip_ratio=0\.0 is out of range"),
         (RolloutConfig, {"cache_threshold": 0.0}, r"^rollout\.cache_threshold=0\.0 is out of range; it must be above"),
+        (TrainerConfig, {"requeue": 0}, r"^trainer\.requeue=0 is out of range; use an exit code in 3\.\.125"),
+        (TrainerConfig, {"requeue": 138}, r"^trainer\.requeue=138 is out of range"),
         (TrainerConfig, {"best_metric": "reward"}, r"^trainer\.best_metric='reward' .*such as eval/reward"),
     ],
 )  # fmt: skip

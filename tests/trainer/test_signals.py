@@ -1,58 +1,194 @@
-"""The first signal is noted, the second acts."""
+"""The first signal is noted, and only a deliberate Ctrl-C after it stops the run at once."""
 
+import ctypes
 import os
 import signal
 import threading
+import time
+from collections import deque
 
 import pytest
 
-from flowcorr.trainer.signals import StopSignals
+from flowcorr.processes import STOP_SIGNALS, StopRequest
+from flowcorr.trainer import signals as module
+from flowcorr.trainer.signals import REPEAT, StopSignals
+from tests.forks import exit_code
+
+OTHERS = [number for number in STOP_SIGNALS if number != signal.SIGINT]
+
+
+class Clock:
+    """Seconds that pass between the signals that a run sees, as each of them asks once."""
+
+    def __init__(self):
+        self.now, self.gaps = 0.0, deque()
+
+    def __call__(self):
+        self.now += self.gaps.popleft() if self.gaps else 0.0
+        return self.now
+
+
+class Reports(list):
+    """The reports of a run's signals; `of(count)` waits for that many."""
+
+    def __call__(self, number, again):
+        self.append((number, again))
+
+    def of(self, count):
+        end = time.monotonic() + 60
+        while len(self) < count:
+            assert time.monotonic() < end, f"there are {len(self)} reports: {self}"
+            time.sleep(0.001)
+        return list(self)
+
+
+@pytest.fixture
+def run():
+    """Signals as a run gets them once it has begun, what they report, and their clock."""
+    clock, reports = Clock(), Reports()
+    with StopSignals(clock) as signals:
+        signals.report_to(reports)
+        yield signals, reports, clock
 
 
 def handlers():
-    return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    return [signal.getsignal(number) for number in STOP_SIGNALS]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_is_noted_and_hands_back(number):
-    before, said = handlers(), []
-    with StopSignals(said.append) as signals:
-        assert handlers() != before
+def send(number, clock, after=0.0, *, then_wait=False):
+    """Send a signal to this process, `after` seconds of the run's clock, and wait until the run has seen it."""
+    clock.gaps.append(after)
+    os.kill(os.getpid(), number)
+    while clock.gaps:
+        time.sleep(0.001)
+    if then_wait:
+        threading.Event().wait(60)
+
+
+def test_the_signals_are_those_of_terminals_and_schedulers():
+    assert {number.name for number in STOP_SIGNALS} == {"SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGTERM"}
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_the_first_is_noted_and_reported(number):
+    before, reports = handlers(), Reports()
+    with StopSignals() as signals:
+        assert all(handler not in before for handler in handlers())
+        signals.report_to(reports)
         assert signals.received is None
         os.kill(os.getpid(), number)
         assert signals.received == number
-        assert handlers()[0] == before[0]
-    assert said == [f"{number.name}: finishing this step and saving; again stops at once"]
+        assert reports.of(1) == [(number, False)]
+    assert handlers() == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_key_that_is_held_is_one_signal(run):
+    signals, reports, clock = run
+    for _ in range(50):
+        send(signal.SIGINT, clock, after=0.05)
+    assert (signals.received, reports.of(1)) == (signal.SIGINT, [(signal.SIGINT, False)])
+
+
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+def test_a_deliberate_ctrl_c_stops_at_once(run, first):
+    signals, reports, clock = run
+    send(first, clock)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT, clock, after=REPEAT, then_wait=True)
+    assert signals.received == first
+    assert reports.of(2) == [(first, False), (signal.SIGINT, True)]
+
+
+@pytest.mark.parametrize("later", OTHERS)
+def test_no_other_signal_stops_a_run_that_is_saving(run, later):
+    """A launcher passes its own on, and a scheduler repeats itself before it kills."""
+    signals, reports, clock = run
+    send(signal.SIGINT, clock)
+    send(later, clock, after=10 * REPEAT)
+    assert (signals.received, reports.of(1)) == (signal.SIGINT, [(signal.SIGINT, False)])
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_before_the_first_step_a_signal_ends_the_run(number):
+    before = handlers()
+    with pytest.raises(StopRequest, match=number.name) as caught, StopSignals():
+        send(number, Clock(), then_wait=True)
+    assert caught.value.number == number
+    assert isinstance(caught.value, KeyboardInterrupt)
     assert handlers() == before
 
 
-def test_the_second_acts_as_it_did_before():
-    with StopSignals(lambda text: None) as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signals.received == signal.SIGTERM
+def press(after):
+    """Press Ctrl-C after some seconds, from a thread."""
+    threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
-def test_a_sigterm_that_comes_twice_at_once_is_one(monkeypatch):
-    """As from a scheduler that signals both the launcher, which passes it on, and the rank."""
-    seen, before = [], signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+def hang_outside_python(presses):
+    module.REPEAT, module.REACTION = 0.2, 0.2
+    with StopSignals() as signals:
+        signals.report_to(lambda number, again: None)
+        for count in range(presses):
+            press(0.5 * count)
+        library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)  # for ever
+
+
+def hang_while_ending():
+    module.REPEAT = 0.2
+    with StopSignals() as signals:
+        signals.report_to(lambda number, again: None)
+        for after in (0, 0.5, 1.0):
+            press(after)
+        try:
+            threading.Event().wait(600)
+        finally:
+            threading.Event().wait(600)
+
+
+def test_a_call_that_hangs_is_ended_by_a_deliberate_ctrl_c():
+    assert exit_code(hang_outside_python, 2, timeout=60) == 128 + signal.SIGINT
+
+
+def test_an_ending_that_hangs_is_ended_by_one_more():
+    assert exit_code(hang_while_ending, timeout=60) == 128 + signal.SIGINT
+
+
+def test_with_nohup_a_closed_terminal_is_no_signal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopSignals(lambda text: None) as signals:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert (signals.received, seen) == (signal.SIGTERM, [])
-            monkeypatch.setattr("flowcorr.trainer.signals.ECHO", 0.0)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert seen == [signal.SIGTERM]
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_forked_process_has_signals_of_its_own(run, number):
+    """As the workers of a reward that uses `multiprocessing`, which ends them by SIGTERM."""
+    signals, reports, _ = run
+    child = os.fork()
+    if child == 0:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            os._exit(128 + signal.SIGINT)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (-number, 128 + signal.SIGINT)
+    time.sleep(0.02)
+    assert (signals.received, reports) == (None, [])
 
 
 def test_without_a_signal_nothing_changes():
     before = handlers()
-    with StopSignals(print) as signals:
-        pass
+    with StopSignals() as signals:
+        signals.report_to(Reports())
     assert (signals.received, handlers()) == (None, before)
 
 
@@ -60,7 +196,7 @@ def test_in_another_thread_signals_stay_the_callers():
     before, seen = handlers(), []
 
     def work():
-        with StopSignals(print) as signals:
+        with StopSignals() as signals:
             seen.append((signals.received, handlers()))
 
     thread = threading.Thread(target=work)

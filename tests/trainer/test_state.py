@@ -5,11 +5,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 from flowcorr import config, trainer
 from flowcorr.errors import CheckpointError
+from flowcorr.processes import STOP_SIGNALS, StopRequest
+from flowcorr.trainer import checkpoint
+from flowcorr.trainer.events import read_events
 from tests.trainer.runs import Recorder, assert_same_run, checkpoints, interrupt, records, small_config
 
 
@@ -25,13 +30,20 @@ def test_resumed_after_a_kill_is_uninterrupted(kind, request, tmp_path):
     assert_same_run(whole, folder)
 
 
-@pytest.mark.parametrize(("kind", "number"), [("plain_runs", signal.SIGINT), ("stale_runs", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("plain_runs", signal.SIGINT),
+        ("stale_runs", signal.SIGTERM),
+        *(("plain_runs", number) for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)),
+    ],
+)
 def test_resumed_after_a_signal_is_uninterrupted(kind, number, request, tmp_path):
     whole, _ = request.getfixturevalue(kind)
     settings = config.load(whole / "config.yaml")
     folder = tmp_path / "a run"
     recorder = Recorder(3, interrupt(number), phase="reward")
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
 
     result = trainer.train(settings, folder, observer=recorder)
 
@@ -40,7 +52,7 @@ def test_resumed_after_a_signal_is_uninterrupted(kind, number, request, tmp_path
     assert recorder.steps == [1, 2, 3]
     assert number.name in recorder.messages[0]
     assert checkpoints(folder)[-1] == "step_000003"
-    assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    assert handlers == [signal.getsignal(number) for number in STOP_SIGNALS]
     assert shlex.split(result.resume_command) == [
         "flowcorr",
         "train",
@@ -66,16 +78,102 @@ def test_moments_in_8_bits_resume_as_they_were(tmp_path):
     assert_same_run(tmp_path / "whole", folder)
 
 
-def test_a_second_signal_stops_at_once(tmp_path):
+def when_saved(folder, step, then):
+    """Send SIGTERM, wait until the step before the one in flight is saved for that, and do something."""
+
+    def act():
+        interrupt(signal.SIGTERM)()
+        end = time.monotonic() + 60
+        while f"step_{step:06d}" not in checkpoints(folder):
+            assert time.monotonic() < end, "the step before the signal was not saved"
+            time.sleep(0.001)
+        then()
+
+    return act
+
+
+@pytest.mark.parametrize("kind", ["plain_runs", "stale_runs"])
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+def test_killed_after_a_signal_a_run_loses_the_step_in_flight_alone(kind, phase, request, tmp_path):
+    """As by a scheduler that does not wait until the step is done."""
+    whole, _ = request.getfixturevalue(kind)
+    settings = config.load(whole / "config.yaml", ["trainer.save_every=99"])
+    folder, killed = tmp_path / "run", tmp_path / "killed"
+    recorder = Recorder(4, when_saved(folder, 3, lambda: shutil.copytree(folder, killed)), phase=phase)
+    trainer.train(settings, folder, observer=recorder)
+    trainer.train(settings, killed, resume=True, observer=(resumed := Recorder()))
+    assert resumed.steps == [4]
+    assert records(whole) == records(killed)
+    ours, theirs = (checkpoint.load_latest(path / "checkpoints")[1] for path in (killed, whole))
+    for name, value in theirs.tensors.items():
+        torch.testing.assert_close(ours.tensors[name], value, rtol=0, atol=0)
+
+
+def test_a_step_that_fails_after_a_signal_is_given_up(plain_runs, fragile, tmp_path):
+    """As when the signal goes to the whole process group, and ends what the step needs."""
+    overrides, flag = fragile
+    settings, folder = small_config(overrides(), "trainer.save_every=99"), tmp_path / "run"
+    result = trainer.train(
+        settings, folder, observer=Recorder(4, when_saved(folder, 3, flag.touch), phase="rollout")
+    )
+    assert (result.status, result.signal, result.step) == ("interrupted", signal.SIGTERM, 3)
+    assert not (folder / "failure.txt").exists()
+    kinds = [event["kind"] for event in read_events(folder / "events.jsonl")]
+    assert kinds[-5:] == ["signal", "checkpoint", "reward_failed", "given_up", "end"]
+    flag.unlink()
+    trainer.train(settings, folder, resume=True)
+    assert records(folder) == records(plain_runs[0])
+
+
+def test_a_ctrl_c_that_is_held_saves(tmp_path):
+    def hold():
+        for _ in range(20):
+            interrupt(signal.SIGINT)()
+
+    settings = small_config("trainer.save_every=99", "trainer.eval_every=0")
+    result = trainer.train(settings, tmp_path, observer=Recorder(2, hold, phase="reward"))
+    assert (result.status, result.step) == ("interrupted", 2)
+    assert checkpoints(tmp_path) == ["step_000000", "step_000001", "step_000002"]
+
+
+def test_another_ctrl_c_later_stops_at_once_without_the_step_in_flight(tmp_path, monkeypatch):
+    monkeypatch.setattr("flowcorr.trainer.signals.REPEAT", 0.2)
+
     def twice():
         interrupt(signal.SIGINT)()
+        time.sleep(0.3)
         interrupt(signal.SIGINT)()
+        time.sleep(60)
 
-    recorder = Recorder(1, twice, phase="reward")
+    settings = small_config("trainer.save_every=99", "trainer.eval_every=0")
+    recorder = Recorder(2, twice, phase="reward")
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(small_config(), tmp_path, observer=recorder)
-    assert recorder.steps == []
-    assert checkpoints(tmp_path) == ["step_000000"]
+        trainer.train(settings, tmp_path, observer=recorder)
+    assert recorder.steps == [1]
+    assert checkpoints(tmp_path) == ["step_000000", "step_000001"]
+    first, second = recorder.messages
+    assert first.startswith("SIGINT: finishing this step and saving; to stop at once, press Ctrl-C after ")
+    assert second.startswith(
+        "SIGINT again: stopping at once, without the step in flight; resume with: flowcorr train"
+    )
+
+
+class Interrupting:
+    """A reward in whose construction the run is told to end."""
+
+    def __init__(self):
+        interrupt(signal.SIGUSR1)()
+
+    def __call__(self, images, prompts):
+        raise AssertionError("the run has begun")
+
+
+def test_a_signal_before_the_first_step_ends_the_run_and_leaves_its_folder_free(tmp_path):
+    interrupted = small_config("reward.terms=[{name: 'tests.trainer.test_state:Interrupting'}]")
+    with pytest.raises(StopRequest, match="SIGUSR1"):
+        trainer.train(interrupted, tmp_path)
+    assert not (tmp_path / "failure.txt").exists()
+    assert trainer.train(small_config("trainer.total_steps=1"), tmp_path).step == 1
 
 
 def test_resume_with_more_steps_trains_on(finished):
@@ -123,7 +221,7 @@ def test_a_smaller_micro_batch_may_continue_a_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [*STOP_SIGNALS, signal.SIGKILL])
 def test_a_stopped_process_can_be_resumed(number, plain_runs, tmp_path):
     folder = tmp_path / "run"
     command = [
@@ -142,7 +240,7 @@ def test_a_stopped_process_can_be_resumed(number, plain_runs, tmp_path):
             if line.startswith("step 2/") and not stopped:
                 process.send_signal(number)
                 stopped = True
-    expected = 128 + number if number == signal.SIGTERM else -number
+    expected = 128 + number if number in STOP_SIGNALS else -number
     assert process.returncode == expected, "".join(printed)
     trainer.train(small_config(), folder, resume=True)
     assert_same_run(plain_runs[0], folder, but=["rng/cpu"])

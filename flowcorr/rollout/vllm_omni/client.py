@@ -7,6 +7,7 @@ import concurrent.futures
 import json
 import logging
 import logging.config
+import signal
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowcorr.errors import BackendError, MissingExtraError
+from flowcorr.processes import CHILDREN_IGNORE, clear_shared_memory, mark_shared_memory, signal_mask
 from flowcorr.rollout.vllm_omni.environment import changed
 from flowcorr.rollout.vllm_omni.patience import Patience, PatientSender
 
@@ -54,10 +56,12 @@ class OmniClient:
         patience: Patience | None = None,
     ) -> None:
         self.log = log
+        clear_shared_memory()
+        mark_shared_memory()
         self._omni: Any = None
         self._sender = PatientSender(self._generate, patience or Patience())
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="vllm-omni", daemon=True)
         self._thread.start()
         logging.config.dictConfig(_log_config(log))
         try:
@@ -66,6 +70,11 @@ class OmniClient:
         except BaseException:
             self.close()
             raise
+
+    def _serve(self) -> None:
+        # The engine's processes are started here. A terminal signals them too, while the step in flight needs them.
+        with signal_mask(signal.SIG_BLOCK, CHILDREN_IGNORE):
+            self._loop.run_forever()
 
     def _start(self, model: str, options: Mapping[str, Any]) -> Any:
         logger.info("starting vllm-omni with %s; its log is %s", model, self.log)

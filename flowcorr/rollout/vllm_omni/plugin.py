@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flowcorr.processes import mark_shared_memory
+
 PIPELINES = {
     "sd3": "FlowcorrSD3Pipeline",
     "qwen_image": "FlowcorrQwenImagePipeline",
@@ -13,8 +15,9 @@ PIPELINES = {
 
 
 def register() -> None:
-    """Register the pipelines; vllm-omni calls this in each of its processes."""
+    """Register the pipelines, and mark shared memory; vllm-omni calls this in each of its processes."""
     from vllm_omni.diffusion.registry import register_diffusion_model
 
+    mark_shared_memory()
     for name in PIPELINES.values():
         register_diffusion_model(name, f"{__package__}.pipelines", name)

@@ -53,6 +53,7 @@ def test_rounding_that_is_to_be_replayed_warns(small_run, plant, rollout):
     assert statuses(report, "WARN") == ["timesteps"]
 
 
+@pytest.mark.slow
 def test_truncation_stands_out_of_the_rounding_of_bfloat16(small_run):
     """Without an exam in float32, it takes latents large enough."""
     large = {"num_inference_steps": 7, "height": 128, "width": 128}
