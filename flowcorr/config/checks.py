@@ -14,6 +14,12 @@ def at_least(key: str, value: float, bound: float) -> None:
         raise ConfigError(f"{key}={value} is out of range; it must be at least {bound}")
 
 
+def at_most(key: str, value: float, bound: float) -> None:
+    """Refuse a number above `bound`, or one that is no number."""
+    if not value <= bound:
+        raise ConfigError(f"{key}={value} is out of range; it must be at most {bound}")
+
+
 def above(key: str, value: float, bound: float) -> None:
     """Refuse a number that is not above `bound`."""
     if not (math.isfinite(value) and value > bound):

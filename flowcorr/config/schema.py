@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flowcorr.config.checks import above, at_least, check_workers
+from flowcorr.config.checks import above, at_least, at_most, check_workers
 from flowcorr.config.task import DataConfig, RewardConfig
 from flowcorr.correction.config import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Placement = Literal["local", "ray"]
+
+# Far beyond what samples images, and far below what overflows: a slip of the exponent is named as such.
+_MOST_NOISE, _MOST_STEPS, _MOST_GUIDANCE, _MOST_PIXELS = 10, 1000, 1000, 16384
+_LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +119,14 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         above("sampling.noise_level", self.noise_level, 0)
+        at_most("sampling.noise_level", self.noise_level, _MOST_NOISE)
         if self.sde_type == "cps" and self.noise_level > 1:
             raise ConfigError(
                 f"sampling.noise_level={self.noise_level} is out of range for sde_type=cps: "
                 "its std is sigma_next * sin(noise_level * pi / 2), so use 0 < noise_level <= 1"
             )
         at_least("sampling.num_inference_steps", self.num_inference_steps, 1)
+        at_most("sampling.num_inference_steps", self.num_inference_steps, _MOST_STEPS)
         at_least("sampling.sde_window_size", self.sde_window_size, 1)
         self._check_range("sde_window_range", self.sde_window_range)
         if self.sde_noise_range is not None:
@@ -133,9 +139,11 @@ class SamplingConfig:
             )
         for key in ("guidance_scale", "true_cfg_scale"):
             at_least(f"sampling.{key}", getattr(self, key), 0)
+            at_most(f"sampling.{key}", getattr(self, key), _MOST_GUIDANCE)
         for key in ("height", "width"):
             if getattr(self, key) is not None:
                 at_least(f"sampling.{key}", getattr(self, key), 1)
+                at_most(f"sampling.{key}", getattr(self, key), _MOST_PIXELS)
 
     @property
     def noisy_steps(self) -> range:
@@ -401,9 +409,15 @@ class TrainerConfig:
             at_least(f"trainer.{key}", getattr(self, key), 1)
         for key in ("seed", "eval_every", "image_every"):
             at_least(f"trainer.{key}", getattr(self, key), 0)
-        for key in ("eval_num_inference_steps", "eval_height", "eval_width"):
+        at_most("trainer.seed", self.seed, _LARGEST_SEED)
+        for key, most in (
+            ("eval_num_inference_steps", _MOST_STEPS),
+            ("eval_height", _MOST_PIXELS),
+            ("eval_width", _MOST_PIXELS),
+        ):
             if getattr(self, key) is not None:
                 at_least(f"trainer.{key}", getattr(self, key), 1)
+                at_most(f"trainer.{key}", getattr(self, key), most)
         if self.num_threads is not None:
             at_least("trainer.num_threads", self.num_threads, 1)
         above("trainer.collective_timeout", self.collective_timeout, 0)

@@ -1,4 +1,4 @@
-"""YAML as recipes mean it: the scalars of YAML 1.2, duplicate keys refused.
+"""YAML as recipes mean it: the scalars of YAML 1.2, duplicate keys and tags refused, size and depth bounded.
 
 YAML 1.1, the dialect of PyYAML and OmegaConf, reads `0.5_2` as 0.52, `1:30` as 90, `off` as false and `1e-4` as a
 string. Here `0.5_2` stays text (a band), `off` stays text, and `1e-4` is a number.
@@ -6,11 +6,15 @@ string. Here `0.5_2` stays text (a band), `off` stays text, and `1e-4` is a numb
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
+
+from flowcorr.errors import ConfigError
 
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", "~nN"),
@@ -22,20 +26,73 @@ _SCALARS = (
         "-+.0123456789",
     ),
 )
+_MAX_VALUES, _MAX_LEVELS, _MAX_DIGITS = 20_000, 50, 19
 
 
 class _Loader(yaml.SafeLoader):
+    """An alias counts each time it is used, so that few lines cannot stand for a large document."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._level = 0
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # nodes and levels of every composed node
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if getattr(event, "tag", None) not in (None, "!"):
+            raise _refused(f"the tag {event.tag} is not read; leave it out", event)
+        self._level += 1
+        if self._level > _MAX_LEVELS:
+            raise _refused(f"it is nested more than {_MAX_LEVELS} levels deep", event)
+        node = super().compose_node(parent, index)
+        assert node is not None, "the document has a node here"
+        self._level -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._sizes:
+                raise _refused(f"the alias *{event.anchor} contains itself", event)
+            return node
+        parts = [self._sizes[part] for part in _parts(node)]
+        nodes = 1 + sum(size for size, _ in parts)
+        levels = 1 + max((depth for _, depth in parts), default=0)
+        if nodes > _MAX_VALUES or levels > _MAX_LEVELS:
+            raise _refused(
+                f"with its aliases it holds more than {_MAX_VALUES} values, or {_MAX_LEVELS} levels", event
+            )
+        self._sizes[node] = nodes, levels
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         mapping = super().construct_mapping(node, deep)
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node)
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", key_node.start_mark
-                )
+                raise ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
         return mapping
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _MAX_DIGITS + 1:
+            raise _refused(f"the number {node.value[:20]}... has more than {_MAX_DIGITS} digits", node)
+        return int(node.value)
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        value = super().construct_yaml_float(node)
+        digits = re.split("[eE]", node.value)[0]
+        if (math.isinf(value) and "inf" not in node.value) or (value == 0 and re.search("[1-9]", digits)):
+            raise _refused(f"the number {node.value[:20]} is beyond float64", node)
+        return value
+
+
+def _refused(problem: str, at: Any) -> ConstructorError:
+    return ConstructorError(None, None, problem, at.start_mark)
+
+
+def _parts(node: yaml.Node) -> list[yaml.Node]:
+    """The nodes that a node holds."""
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 class _Dumper(yaml.SafeDumper):
@@ -50,6 +107,8 @@ def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNo
 
 
 _Dumper.add_representer(list, _represent_list)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 for _class in (_Loader, _Dumper):
     _class.yaml_implicit_resolvers = {}  # without it, the scalars of YAML 1.1 would be inherited
@@ -62,8 +121,20 @@ for _class in (_Loader, _Dumper):
 
 
 def parse(text: str) -> Any:
-    """Parse one YAML document; raises `yaml.YAMLError`."""
-    return yaml.load(text, Loader=_Loader)
+    """Parse one YAML document.
+
+    Raises:
+        ConfigError: it is no YAML, or more of it than a configuration can need; the message names line and column.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        problem = " ".join(f"{error.problem}".split())
+        mark = error.problem_mark or error.context_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ConfigError(f"is not valid YAML: {problem}{place}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def dump(data: Any) -> str:

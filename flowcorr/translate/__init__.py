@@ -120,7 +120,7 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
 def _parsed(text: str) -> Any:
     try:
         return yaml_text.parse(text)
-    except yaml.YAMLError:
+    except ConfigError:
         return text
 
 

@@ -7,9 +7,9 @@ from flowcorr.config.schema import ActorConfig, RolloutConfig, TrainerConfig
 from flowcorr.errors import ConfigError
 
 
-def test_cps_noise_level_above_one(empty):
+def test_cps_noise_level_above_one(bare):
     with pytest.raises(ConfigError, match=r"sampling\.noise_level=1\.2 is out of range for sde_type=cps"):
-        load(empty, ["sampling.sde_type=cps", "sampling.noise_level=1.2"])
+        load(bare, ["sampling.sde_type=cps", "sampling.noise_level=1.2"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""Text files that a user names: recipes, and the files of other trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowcorr.errors import ConfigError
+
+_MAX_BYTES = 1_000_000
+
+
+def is_file(path: Path) -> bool:
+    """Whether `path` is a regular file; False too for a name that no file can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8 text, or is far larger than any recipe or script.
+    """
+    try:
+        size = path.stat().st_size
+        if size > _MAX_BYTES:
+            raise ConfigError(f"is too large: {size} bytes, and at most {_MAX_BYTES} are read")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
