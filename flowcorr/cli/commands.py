@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from rich.table import Table
 from flowcorr.errors import ConfigError
 
 if TYPE_CHECKING:
+    from flowcorr.config import Config
     from flowcorr.correction import RolloutCorrectionConfig
 
 Command = Callable[[argparse.Namespace], int]
@@ -26,13 +28,12 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr import distributed
     from flowcorr.cli.doctor import show_report
     from flowcorr.cli.progress import TerminalObserver
-    from flowcorr.config import load
     from flowcorr.diagnostics import examine_before_start
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer import train as run
 
-    config = load(arguments.recipe, arguments.overrides)
-    out_dir = Path(arguments.out or _run_folder(Path(arguments.recipe), resume=arguments.resume))
+    config = _checked(arguments)
+    out_dir = _out_path(arguments.out) or _run_folder(Path(arguments.recipe), resume=arguments.resume)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
     shows = distributed.is_main()
@@ -59,11 +60,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     """Examine a recipe's two stacks; the exit code is that of the worst finding."""
     from flowcorr.cli.doctor import show_report
-    from flowcorr.config import load
     from flowcorr.diagnostics import diagnose
     from flowcorr.plan.check import check_this_gpu
 
-    config = load(arguments.recipe, arguments.overrides)
+    config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     report = diagnose(config, num_prompts=arguments.prompts, float32=arguments.float32)
     if arguments.json:
@@ -76,13 +76,13 @@ def doctor(arguments: argparse.Namespace) -> int:
 def audit(arguments: argparse.Namespace) -> int:
     """Measure the gap between a recipe's two stacks, or of a dump, save what was found, and advise."""
     from flowcorr.cli.audit import show_audit
-    from flowcorr.config import load
     from flowcorr.diagnostics.audit import audit as measure
     from flowcorr.diagnostics.audit import page
     from flowcorr.diagnostics.audit.dumped import audit_folder
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trackers import redact_override
 
+    out_dir = _out_path(arguments.out) or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
     if Path(arguments.recipe).is_dir():
         if arguments.overrides:
             raise ConfigError(
@@ -91,10 +91,9 @@ def audit(arguments: argparse.Namespace) -> int:
             )
         report = audit_folder(Path(arguments.recipe))
     else:
-        config = load(arguments.recipe, arguments.overrides)
+        config = _checked(arguments)
         check_this_gpu(arguments.recipe, arguments.overrides, config)
         report = measure(config, num_batches=arguments.batches)
-    out_dir = Path(arguments.out or Path("runs") / f"{Path(arguments.recipe).stem}_audit")
     title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
     files = page.save(report, out_dir, title=title)
     if arguments.json:
@@ -109,7 +108,7 @@ def report(arguments: argparse.Namespace) -> int:
     from flowcorr.diagnostics.report import write_report
 
     folders = [Path(folder) for folder in arguments.run_dirs]
-    out = Path(arguments.out) if arguments.out else folders[0] / "report.html"
+    out = _out_path(arguments.out) or folders[0] / "report.html"
     into_folder = out.suffix.lower() not in (".html", ".htm")
     page = out / "report.html" if into_folder else out
     charts = page.with_name(f"{page.stem}_charts") if arguments.png or into_folder else None
@@ -125,7 +124,7 @@ def lab(arguments: argparse.Namespace) -> int:
     from flowcorr.diagnostics.lab import page, parse_scales, replay_run
 
     run_dir = Path(arguments.run_dir)
-    out_dir = Path(arguments.out) if arguments.out else run_dir
+    out_dir = _out_path(arguments.out) or run_dir
     report = replay_run(
         run_dir,
         presets=[] if arguments.presets == "all" else [name.strip() for name in arguments.presets.split(",")],
@@ -140,10 +139,17 @@ def lab(arguments: argparse.Namespace) -> int:
 
 
 def config(arguments: argparse.Namespace) -> int:
-    """Print a resolved recipe."""
+    """Print a resolved recipe; prompts that this machine lacks are only a warning."""
     from flowcorr.config import load, to_yaml
+    from flowcorr.plan.preflight import check_prompts, check_settings
 
-    print(to_yaml(load(arguments.recipe, arguments.overrides)), end="")
+    config = load(arguments.recipe, arguments.overrides)
+    check_settings(config)
+    try:
+        check_prompts(config)
+    except ConfigError as error:
+        warnings.warn(f"flowcorr train would stop here: {error}", UserWarning, stacklevel=2)
+    print(to_yaml(config), end="")
     return 0
 
 
@@ -176,6 +182,24 @@ def explain(arguments: argparse.Namespace) -> int:
 
     print("\n\n".join(explanation(name) for name in arguments.names))
     return 0
+
+
+def _checked(arguments: argparse.Namespace) -> Config:
+    """The configuration of the recipe on the command line, checked as far as that takes no model."""
+    from flowcorr.config import load
+    from flowcorr.plan.preflight import check_prompts, check_settings
+
+    config = load(arguments.recipe, arguments.overrides)
+    check_settings(config)
+    check_prompts(config)
+    return config
+
+
+def _out_path(out: str | None) -> Path | None:
+    """The path given by `--out`, if it was given."""
+    if out is not None and not out.strip():
+        raise ConfigError(f"--out {out!r} names no folder; give one, or leave --out away")
+    return None if out is None else Path(out)
 
 
 def _run_folder(recipe: Path, *, resume: bool) -> Path:

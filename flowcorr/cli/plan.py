@@ -57,11 +57,14 @@ def plan(arguments: argparse.Namespace) -> int:
     from flowcorr.errors import ConfigError
     from flowcorr.plan.devices import find_gpu
     from flowcorr.plan.estimate import make_plan
+    from flowcorr.plan.preflight import check_settings
 
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
+    config = load(arguments.recipe, arguments.overrides)
+    check_settings(config)
     made = make_plan(
-        load(arguments.recipe, arguments.overrides),
+        config,
         gpu=find_gpu(arguments.gpu),
         ranks=arguments.ranks,
         title=" ".join((arguments.recipe, *arguments.overrides)),
