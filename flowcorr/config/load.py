@@ -48,10 +48,15 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
     """
     path = find_recipe(recipe)
     try:
-        return load_mapping(_beside(path, _resolve(_read(path), overrides)))
+        return load_mapping(_beside(path, _resolve(_parsed(read_text(path)), overrides)))
     except ConfigError as error:
         origin = f" with {' '.join(overrides)}" if overrides else ""
         raise ConfigError(" ".join(f"{error} (in {path}{origin})".split())) from None
+
+
+def load_text(text: str) -> Config:
+    """Make and check a `Config` from the text of a recipe; see `load`."""
+    return load_mapping(_resolve(_parsed(text), ()))
 
 
 def load_mapping(values: Mapping[str, Any]) -> Config:
@@ -121,8 +126,8 @@ def _recipes_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
-def _read(path: Path) -> DictConfig:
-    values = yaml_text.parse(read_text(path))
+def _parsed(text: str) -> DictConfig:
+    values = yaml_text.parse(text)
     if values is None or values == {}:
         raise ConfigError("the recipe is empty; name at least the model, such as model: {path: tiny_ocr}")
     if not isinstance(values, dict):
@@ -184,7 +189,7 @@ def _override(config: DictConfig, override: str) -> None:
     try:
         value = yaml_text.parse(text)
     except ConfigError as error:
-        raise ConfigError(f"{key}={text} {error}") from None
+        raise ConfigError(f"{key}={text} is {error}") from None
     try:
         OmegaConf.update(config, key, value, merge=True)
     except (OmegaConfBaseException, IndexError) as error:

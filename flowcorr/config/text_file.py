@@ -26,9 +26,9 @@ def read_text(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > _MAX_BYTES:
-            raise ConfigError(f"is too large: {size} bytes, and at most {_MAX_BYTES} are read")
+            raise ConfigError(f"the file is too large: {size} bytes, and at most {_MAX_BYTES} are read")
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}") from None
+        raise ConfigError(f"the file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ConfigError(f"the file is not UTF-8 text: {error.reason} at byte {error.start}") from None

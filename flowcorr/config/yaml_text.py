@@ -29,7 +29,7 @@ _SCALARS = (
 _MAX_VALUES, _MAX_LEVELS, _MAX_DIGITS = 20_000, 50, 19
 
 
-class _Loader(yaml.SafeLoader):
+class _Bounded(yaml.SafeLoader):
     """An alias counts each time it is used, so that few lines cannot stand for a large document."""
 
     def __init__(self, text: str) -> None:
@@ -62,19 +62,18 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        mapping = super().construct_mapping(node, deep)
         seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node)
-            if key in seen:
-                raise ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
-        return mapping
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name is not None and name in seen:
+                raise _refused(f"the key {self.construct_object(key)!r} is given twice", key)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > _MAX_DIGITS + 1:
             raise _refused(f"the number {node.value[:20]}... has more than {_MAX_DIGITS} digits", node)
-        return int(node.value)
+        return super().construct_yaml_int(node)
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         value = super().construct_yaml_float(node)
@@ -95,6 +94,14 @@ def _parts(node: yaml.Node) -> list[yaml.Node]:
     return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
+class _Loader(_Bounded):
+    """The scalars of YAML 1.2."""
+
+
+class _OlderLoader(_Bounded):
+    """The scalars of YAML 1.1, but `1e-4` is a number, and a date is text, as OmegaConf reads them."""
+
+
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -107,9 +114,16 @@ def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNo
 
 
 _Dumper.add_representer(list, _represent_list)
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+_Bounded.add_constructor("tag:yaml.org,2002:int", _Bounded.construct_yaml_int)
+_Bounded.add_constructor("tag:yaml.org,2002:float", _Bounded.construct_yaml_float)
 
+_OlderLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_OlderLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), [*"-+0123456789"]
+)
 for _class in (_Loader, _Dumper):
     _class.yaml_implicit_resolvers = {}  # without it, the scalars of YAML 1.1 would be inherited
     for _name, _pattern, _first in _SCALARS:
@@ -126,15 +140,24 @@ def parse(text: str) -> Any:
     Raises:
         ConfigError: it is no YAML, or more of it than a configuration can need; the message names line and column.
     """
+    return _load(text, _Loader)
+
+
+def parse_older(text: str) -> Any:
+    """Parse one YAML document as OmegaConf does, and other trainers; see `parse`."""
+    return _load(text, _OlderLoader)
+
+
+def _load(text: str, loader: type[_Bounded]) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         problem = " ".join(f"{error.problem}".split())
         mark = error.problem_mark or error.context_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise ConfigError(f"is not valid YAML: {problem}{place}") from None
+        raise ConfigError(f"not valid YAML: {problem}{place}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def dump(data: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from flowcorr.config import Config, to_mapping
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
+from flowcorr.translate.unread import unread_in
 
 Get = Callable[[str], Any]
 _CORRECTION = {"algorithm.rollout_correction": to_mapping(RolloutCorrectionConfig())}
@@ -85,11 +86,14 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
     """Translate the `given` keys with a table.
 
     Raises:
-        ConfigError: flowcorr cannot run the configuration; the message says why.
+        ConfigError: flowcorr cannot run the configuration, or a value that it needs is unread; the message says why.
     """
 
     def get(key: str) -> Any:
-        return given.get(key, table.defaults.get(key))
+        value = given.get(key, table.defaults.get(key))
+        if unread := next(unread_in(value), None):
+            raise ConfigError(f"{key} is not known: {unread.reason}")
+        return value
 
     if reason := table.refuse(get):
         raise ConfigError(reason)

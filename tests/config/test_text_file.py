@@ -16,8 +16,8 @@ def test_text_is_read_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\xfe\x00", "^is not UTF-8 text: invalid start byte at byte 0$"),
-        (b" " * 1_000_001, "^is too large: 1000001 bytes, and at most 1000000 are read$"),
+        (b"\xff\xfe\x00", "^the file is not UTF-8 text: invalid start byte at byte 0$"),
+        (b" " * 1_000_001, "^the file is too large: 1000001 bytes, and at most 1000000 are read$"),
     ],
 )
 def test_what_is_no_text_of_a_recipe_is_refused(tmp_path, content, message):
@@ -30,5 +30,5 @@ def test_what_is_no_text_of_a_recipe_is_refused(tmp_path, content, message):
 def test_what_is_not_there_is_no_file(tmp_path):
     assert not is_file(tmp_path)
     assert not is_file(tmp_path / ("n" * 5000))
-    with pytest.raises(ConfigError, match="^cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="^the file cannot be read: No such file"):
         read_text(tmp_path / "none")

@@ -5,6 +5,7 @@ import pytest
 from flowcorr.errors import ConfigError
 from flowcorr.translate.flow_grpo import TABLE as FLOW_GRPO
 from flowcorr.translate.table import Row, Table, translate_values
+from flowcorr.translate.unread import Unread
 from flowcorr.translate.verl_omni import TABLE as VERL_OMNI
 
 
@@ -38,6 +39,13 @@ def test_a_line_says_where_its_value_is_from():
     assert "actor.kl_coef" not in lines  # the default here
     assert found.no_place == {"another optimizer": ["optim.eps=1e-08"]}
     assert found.unknown == ["unheard_of=1"]
+
+
+def test_a_value_that_is_unread_is_refused_where_it_is_needed():
+    lost = Unread("$N", "line 2: the script does not assign $N")
+    with pytest.raises(ConfigError, match=r"^group is not known: line 2: the script does not assign \$N$"):
+        translate_values({"group": [lost]}, table())
+    assert translate_values({"optim.eps": lost}, table()).no_place == {"another optimizer": ["optim.eps=$N"]}
 
 
 def test_a_run_that_cannot_be_made_is_refused():
