@@ -17,7 +17,7 @@ from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
 from flowcorr.config.rules import check
 from flowcorr.config.schema import Config
-from flowcorr.config.text_file import is_file, read_text
+from flowcorr.config.text_file import read_text
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.legacy import translate_legacy
 from flowcorr.errors import ConfigError, unknown_choice
@@ -90,14 +90,14 @@ def recipe_names() -> list[str]:
 def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     """The file of a recipe: an existing path as it is, a bare name among the recipes that ship with flowcorr."""
     path = Path(recipe)
-    if is_file(path):
+    if os.path.isfile(path):
         return path
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise ConfigError(
             f"recipe={str(recipe)!r}: no such file; give a YAML file or one of {_listed_recipes()}"
         )
     shipped = _recipes_folder() / f"{path.name}.yaml"
-    if not is_file(shipped):
+    if not os.path.isfile(shipped):
         raise ConfigError(unknown_choice("recipe", str(recipe), recipe_names()) + ", or give a YAML file")
     return shipped
 
@@ -110,7 +110,7 @@ def _beside(recipe: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
     found = {}
     for key in ("path", "heldout_path"):
         name = data.get(key)
-        if isinstance(name, str) and not Path(name).exists() and (recipe.parent / name).is_file():
+        if isinstance(name, str) and not os.path.exists(name) and os.path.isfile(recipe.parent / name):
             found[key] = str((recipe.parent / name).resolve())
     return {**values, "data": {**data, **found}}
 

@@ -9,14 +9,6 @@ from flowcorr.errors import ConfigError
 _MAX_BYTES = 1_000_000
 
 
-def is_file(path: Path) -> bool:
-    """Whether `path` is a regular file; False too for a name that no file can have."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
 def read_text(path: Path) -> str:
     """The text of a file.
 

@@ -44,6 +44,8 @@ class _Bounded(yaml.SafeLoader):
         self._level += 1
         if self._level > _MAX_LEVELS:
             raise _refused(f"it is nested more than {_MAX_LEVELS} levels deep", event)
+        if len(self._sizes) == _MAX_VALUES:
+            raise _refused(f"it holds more than {_MAX_VALUES} values", event)
         node = super().compose_node(parent, index)
         assert node is not None, "the document has a node here"
         self._level -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,8 +80,8 @@ def local_architecture(path: str) -> Architecture | None:
     Raises:
         ConfigError: the folder at `path` is no pipeline.
     """
-    location = Path(EMBEDDED.get(path, path)).expanduser()
-    return _read_folder(path, location) if location.is_dir() else _shipped(path)
+    location = os.path.expanduser(EMBEDDED.get(path, path))
+    return _read_folder(path, Path(location)) if os.path.isdir(location) else _shipped(path)
 
 
 def find_clip(path: str) -> Architecture:

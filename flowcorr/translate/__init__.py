@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
@@ -10,7 +11,7 @@ from typing import Any
 
 from flowcorr.config import Config
 from flowcorr.config.load import load_text
-from flowcorr.config.text_file import is_file, read_text
+from flowcorr.config.text_file import read_text
 from flowcorr.errors import ConfigError
 from flowcorr.translate import flow_grpo, verl_omni
 from flowcorr.translate.hydra import flat, read_override, read_yaml, resolved
@@ -38,7 +39,7 @@ def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = 
     """
     name, _, function = source.partition(".py:") if ".py:" in source else (source, "", "")
     path = Path(f"{name}.py" if function else name)
-    if not is_file(path):
+    if not os.path.isfile(path):
         raise ConfigError(
             f"{path}: no such file; give a shell script, a Hydra YAML, or FILE.py:FUNCTION of flow_grpo"
         )

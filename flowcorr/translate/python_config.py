@@ -17,7 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from flowcorr.config.text_file import is_file, read_text
+from flowcorr.config.text_file import read_text
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.translate.unread import Unread, unread_in
 
@@ -49,12 +49,19 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def read_functions(path: Path) -> list[str]:
-    """The functions of a file that take no argument and return a value."""
-    return [
+    """The functions of a file that take no argument and return a value.
+
+    Raises:
+        ConfigError: the file cannot be read, or has none.
+    """
+    names = [
         name
         for name, function in _File(path).functions.items()
         if not function.args.args and isinstance(function.body[-1], ast.Return)
     ]
+    if not names:
+        raise ConfigError("it defines no function without arguments that returns a configuration")
+    return names
 
 
 def read_config(path: Path, function: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -67,6 +74,8 @@ def read_config(path: Path, function: str) -> tuple[dict[str, Any], dict[str, An
         ConfigError: there is no such function, or one of its lines cannot be read.
     """
     file = _File(path)
+    if not file.functions:
+        raise ConfigError("it defines no function, and a configuration is one that returns a ConfigDict")
     if function not in file.functions:
         raise ConfigError(f"{unknown_choice('function', function, list(file.functions))} ({path})")
     reader = _Reader(file, _Budget())
@@ -159,6 +168,12 @@ class _Reader:
         if self.budget.calls == _MAX_CALLS:
             raise self.refused(function, f"calls itself, or others more than {_MAX_CALLS} deep")
         self.budget.calls += 1
+        value = self.returned(function)
+        self.budget.calls -= 1
+        return value
+
+    def returned(self, function: ast.FunctionDef) -> Any:
+        """The value at the first `return`."""
         for statement in function.body:
             match statement:
                 case ast.Assign(targets=targets, value=value):
@@ -166,7 +181,6 @@ class _Reader:
                     for target in targets:
                         self.assign(target, found)
                 case ast.Return(value=ast.expr() as value):
-                    self.budget.calls -= 1
                     return self.value(value)
                 case ast.Assert(test=test):
                     if self.value(test) is False:
@@ -175,7 +189,6 @@ class _Reader:
                     pass
                 case _:
                     raise self.refused(statement, "is not an assignment")
-        self.budget.calls -= 1
         return None
 
     def assign(self, target: ast.expr, value: Any) -> None:
@@ -283,7 +296,7 @@ class _Reader:
 
     def loaded(self, node: ast.Call, path: Path, function: str) -> Any:
         """What a function of a loaded file returns."""
-        if not is_file(path):
+        if not path.is_file():
             return self.unread(node, f"is in {path.name}, which is not beside this file")
         file = _File(path)
         if function not in file.functions:

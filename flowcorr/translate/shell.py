@@ -19,7 +19,7 @@ from flowcorr.translate.shell_words import Value, Variables, Word, expand, expan
 from flowcorr.translate.unread import Unread
 
 Mode = Literal["runs", "may run", "does not run"]
-_MAX_CHARACTERS, _MAX_BLOCKS = 2_000_000, 50
+_MAX_CHARACTERS, _MAX_COMMANDS, _MAX_BLOCKS = 2_000_000, 20_000, 50
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _READS = ("read", "mapfile", "readarray", "getopts", "let", "unset")
 _ENDS = {
@@ -130,8 +130,11 @@ class _Reader:
         self._exits = False
 
     def read(self) -> None:
-        sign = ";"
+        sign, number = ";", 0
         while sign and not self._exits:
+            number += 1
+            if number > _MAX_COMMANDS:
+                raise ConfigError(f"line {self._commands.line}: it has more than {_MAX_COMMANDS} commands")
             if self._blocks and self._blocks[-1].patterns:
                 self._blocks[-1].patterns = False
                 self._commands.skip_pattern()

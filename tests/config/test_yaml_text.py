@@ -53,6 +53,7 @@ def test_a_key_is_given_once():
         ("a: &a [*a]", r"the alias \*a contains itself \(line 1, column 8\)"),
         ("a: &a {b: [1, *a]}", r"the alias \*a contains itself"),
         ("[" * 3000 + "]" * 3000, r"it is nested more than 50 levels deep \(line 1, column 51\)"),
+        ("[" + "1, " * 100_000 + "]", r"it holds more than 20000 values \(line 1, column 60"),
         ("9" * 5000, r"the number 99999999999999999999\.\.\. has more than 19 digits"),
         ("1e400", r"the number 1e400 is beyond float64"),
         ("-1e-400", r"the number -1e-400 is beyond float64"),

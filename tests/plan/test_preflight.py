@@ -58,6 +58,7 @@ def test_settings_that_no_machine_can_use(override, message):
 def test_what_only_another_machine_knows_is_not_asked_for():
     check_settings(load("tiny_jpeg_lora", ["trainer.device=cuda:7"]))
     check_settings(load("tiny_jpeg_lora", ["model.path=nobody/nothing", "sampling.height=17"]))
+    check_settings(load("tiny_jpeg_lora", ["model.path=" + "n" * 5000, "sampling.height=17"]))
     check_settings(load("tiny_jpeg_lora", ["model.path=/nowhere", "sampling.height=17"]))
     check_settings(load("tiny_jpeg_lora", ["model.family=mine:Family", "sampling.height=17"]))
 

@@ -180,9 +180,9 @@ def test_a_value_that_cannot_be_computed_is_unread(tmp_path, value, reason):
             ["b = ml_collections.ConfigDict()", "config.b = b", "b.a = [config]"],
             r"^`b\.a` would hold itself \(a\.py line 6\)$",
         ),
-        (
-            ["config.x = get()"],
-            r"^`def get\(\):` calls itself, or others more than 20 deep \(a\.py line 2\)$",
+        *(
+            ([line], r"^`def get\(\):` calls itself, or others more than 20 deep \(a\.py line 2\)$")
+            for line in ("config.x = get()", "return get()")
         ),
         (
             ["t = (1, 1)", *["t = (t, t)"] * 40],
@@ -219,10 +219,15 @@ def test_work_is_bounded(tmp_path):
         read(tmp_path, ["c0 = ml_collections.ConfigDict()", *sections, "config.x = c39"])
 
 
-def test_only_files_of_the_same_folder_are_loaded(tmp_path):
+def test_a_file_without_a_configuration(tmp_path):
     lines = (
         'base = load("../base")\nimport os\ndef get():\n    c = os.get()\n    c = base.get()\n    return c\n'
     )
     (tmp_path / "a.py").write_text(lines)
+    (tmp_path / "b.py").write_text("class A: pass")
+    with pytest.raises(ConfigError, match="^it defines no function without arguments"):
+        read_functions(tmp_path / "b.py")
+    with pytest.raises(ConfigError, match="^it defines no function, and"):
+        read_config(tmp_path / "b.py", "get")
     with pytest.raises(ConfigError, match=r"^get returns no ConfigDict \(a\.py line 3\)$"):
         read_config(tmp_path / "a.py", "get")

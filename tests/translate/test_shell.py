@@ -163,6 +163,7 @@ def test_what_may_assign_variables_and_is_not_read_is_listed():
         ("if true; then", "^line 1: what begins here is not ended by fi$"),
         ("X=1\nfi", "^line 2: fi ends nothing here$"),
         ("X=1\nelse", "^line 2: else belongs to no if$"),
+        ("a;" * 30_000, "^line 1: it has more than 20000 commands$"),
         ("( " * 60, "^line 1: it is nested more than 50 levels deep$"),
         ("A=aaaa\n" + 'A="$A$A"\n' * 40 + RUN, "^line 16: its variables make more than 100000 characters$"),
         (
