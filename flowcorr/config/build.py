@@ -14,12 +14,15 @@ from flowcorr.errors import ConfigError, unknown_choice
 T = TypeVar("T")
 
 _EXACT = 2.0**53  # below it, a float is the whole number that was written, such as 1e2
-_KINDS = {
+KINDS = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
+    list: "a list",
+    dict: "a section of keys",
 }
+"""What values of a type are, for messages."""
 _LISTS: dict[Any, str] = {
     tuple[int, int]: "a list of 2 whole numbers, such as [0, 4]",
     tuple[float, float]: "a list of 2 numbers, such as [0.9, 0.99]",
@@ -153,7 +156,7 @@ def _convert_scalar(key: str, value: Any, hint: type, or_list: str = "") -> Any:
             )
         return int(value)
     if type(value) is not hint:
-        raise ConfigError(f"{key}={value!r} must be {_KINDS[hint]}{or_list}")
+        raise ConfigError(f"{key}={value!r} must be {KINDS[hint]}{or_list}")
     return value
 
 

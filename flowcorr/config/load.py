@@ -26,6 +26,7 @@ __all__ = ["find_recipe", "load", "load_mapping", "recipe_names", "to_mapping", 
 
 _CORRECTION = "algorithm.rollout_correction"
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+_MAX_LEVELS = 20
 _MAX_INTERPOLATIONS = 24  # each value may use others, so the text that they make grows exponentially
 
 
@@ -185,6 +186,10 @@ def _override(config: DictConfig, override: str) -> None:
     if not equals or not key:
         raise ConfigError(
             f"override {override!r} must have the form section.key=value, such as trainer.seed=1"
+        )
+    if len(re.split(r"[.\[]", key)) > _MAX_LEVELS:
+        raise ConfigError(
+            f"override {key[:20]}... names more than {_MAX_LEVELS} levels, and no section is so deep"
         )
     try:
         value = yaml_text.parse(text)

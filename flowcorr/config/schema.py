@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flowcorr.config.checks import above, at_least, at_most, check_workers
+from flowcorr.config.checks import above, at_least, at_most, check_workers, not_blank, within
 from flowcorr.config.task import DataConfig, RewardConfig
 from flowcorr.correction.config import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
@@ -17,6 +17,7 @@ Placement = Literal["local", "ray"]
 
 # Far beyond what samples images, and far below what overflows: a slip of the exponent is named as such.
 _MOST_NOISE, _MOST_STEPS, _MOST_GUIDANCE, _MOST_PIXELS = 10, 1000, 1000, 16384
+_MOST_RANK, _MOST_TOKENS, _MOST_PROMPTS = 8192, 65536, 100_000
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
 
@@ -41,7 +42,7 @@ class LoraConfig:
     warm_start: str | None = None
 
     def __post_init__(self) -> None:
-        at_least("model.lora.rank", self.rank, 0)
+        within("model.lora.rank", self.rank, 0, _MOST_RANK)
         above("model.lora.alpha", self.alpha, 0)
         if self.targets is not None and not self.targets:
             raise ConfigError(
@@ -74,8 +75,9 @@ class ModelConfig:
     max_sequence_length: int | None = None
 
     def __post_init__(self) -> None:
+        not_blank("model.path", self.path)
         if self.max_sequence_length is not None:
-            at_least("model.max_sequence_length", self.max_sequence_length, 0)
+            within("model.max_sequence_length", self.max_sequence_length, 0, _MOST_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +127,7 @@ class SamplingConfig:
                 f"sampling.noise_level={self.noise_level} is out of range for sde_type=cps: "
                 "its std is sigma_next * sin(noise_level * pi / 2), so use 0 < noise_level <= 1"
             )
-        at_least("sampling.num_inference_steps", self.num_inference_steps, 1)
-        at_most("sampling.num_inference_steps", self.num_inference_steps, _MOST_STEPS)
+        within("sampling.num_inference_steps", self.num_inference_steps, 1, _MOST_STEPS)
         at_least("sampling.sde_window_size", self.sde_window_size, 1)
         self._check_range("sde_window_range", self.sde_window_range)
         if self.sde_noise_range is not None:
@@ -137,13 +138,12 @@ class SamplingConfig:
                 f"sampling.sde_window_size={self.sde_window_size} does not fit sampling.sde_window_range="
                 f"[{low}, {high}], which holds {high - low} steps; shorten the window or widen the range"
             )
-        for key in ("guidance_scale", "true_cfg_scale"):
-            at_least(f"sampling.{key}", getattr(self, key), 0)
-            at_most(f"sampling.{key}", getattr(self, key), _MOST_GUIDANCE)
-        for key in ("height", "width"):
+        for key, least, most in (
+            *((key, 0, _MOST_GUIDANCE) for key in ("guidance_scale", "true_cfg_scale")),
+            *((key, 1, _MOST_PIXELS) for key in ("height", "width")),
+        ):
             if getattr(self, key) is not None:
-                at_least(f"sampling.{key}", getattr(self, key), 1)
-                at_most(f"sampling.{key}", getattr(self, key), _MOST_PIXELS)
+                within(f"sampling.{key}", getattr(self, key), least, most)
 
     @property
     def noisy_steps(self) -> range:
@@ -224,7 +224,8 @@ class RolloutConfig:
         at_least("rollout.staleness", self.staleness, 0)
         at_least("rollout.drift_every", self.drift_every, 0)
         at_least("rollout.replay_every", self.replay_every, 0)
-        at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
+        within("rollout.prompts_per_step", self.prompts_per_step, 1, _MOST_PROMPTS)
+        at_most("rollout.n", self.n, _MOST_PROMPTS)
         if self.n < 2:
             raise ConfigError(
                 f"rollout.n={self.n} leaves every advantage at 0: an image is compared with the others of its "
@@ -416,8 +417,7 @@ class TrainerConfig:
             ("eval_width", _MOST_PIXELS),
         ):
             if getattr(self, key) is not None:
-                at_least(f"trainer.{key}", getattr(self, key), 1)
-                at_most(f"trainer.{key}", getattr(self, key), most)
+                within(f"trainer.{key}", getattr(self, key), 1, most)
         if self.num_threads is not None:
             at_least("trainer.num_threads", self.num_threads, 1)
         above("trainer.collective_timeout", self.collective_timeout, 0)

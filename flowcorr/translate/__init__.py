@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from flowcorr.translate.unread import Unread
 
 __all__ = ["translate"]
 
-_MODULE = "verl_omni.trainer.main_"
+_MODULE, _FUNCTIONS = "verl_omni.trainer.main_", "reward.reward_functions"
 
 
 def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = None) -> str:
@@ -31,7 +31,7 @@ def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = 
 
     Args:
         source: a shell script or Hydra YAML of verl-omni, or `FILE.py:FUNCTION` of flow_grpo.
-        overrides: more Hydra overrides of a script or YAML.
+        overrides: more overrides, `dotted.key=value`.
         gpus: number of GPUs of a flow_grpo run, if its file does not define `gpu_number`.
 
     Raises:
@@ -44,7 +44,12 @@ def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = 
             f"{path}: no such file; give a shell script, a Hydra YAML, or FILE.py:FUNCTION of flow_grpo"
         )
     try:
-        text = _of_flow_grpo(path, function, gpus) if path.suffix == ".py" else _of_verl_omni(path, overrides)
+        if path.suffix == ".py":
+            text = _of_flow_grpo(path, function, overrides, gpus)
+        elif gpus is None:
+            text = _of_verl_omni(path, overrides)
+        else:
+            raise ConfigError(f"--gpus {gpus} belongs to a file of flow_grpo; leave it out")
         _check(text)
     except ConfigError as error:
         raise ConfigError(" ".join(f"{error} ({source} cannot be translated)".split())) from None
@@ -61,20 +66,21 @@ def _check(text: str) -> None:
         raise ConfigError(f"the recipe that it becomes cannot be loaded: {error}") from None
 
 
-def _of_flow_grpo(path: Path, function: str, gpus: int | None) -> str:
+def _of_flow_grpo(path: Path, function: str, overrides: Sequence[str], gpus: int | None) -> str:
     if not function:
         names = ", ".join(read_functions(path))
         raise ConfigError(f"choose one of its configurations, as {path}:NAME; it has {names}")
     config, names_there = read_config(path, function)
     given = dict(flat(config, keep=("reward_fn",)))
-    given["gpus"] = gpus or names_there.get("gpu_number")
+    given |= {key.removeprefix("config."): value for key, value in map(read_override, overrides)}
+    given["gpus"] = names_there.get("gpu_number") if gpus is None else gpus
     return recipe_text(translate_values(given, flow_grpo.TABLE), f"{path.name}:{function} (flow_grpo)")
 
 
 def _of_verl_omni(path: Path, overrides: Sequence[str]) -> str:
     text = read_text(path)
     if path.suffix in (".yaml", ".yml"):
-        given = read_yaml(text, keep=("reward.reward_functions",))
+        given = read_yaml(text, keep=(_FUNCTIONS,))
         words: Sequence[str | Unread] = ()
         not_read: Sequence[str] = ()
     else:
@@ -84,13 +90,21 @@ def _of_verl_omni(path: Path, overrides: Sequence[str]) -> str:
     given = resolved(given)
     if "main" not in given:
         _check_sections({key.partition(".")[0] for key in given})
-    functions: dict[str, dict[str, Any]] = given.pop("reward.reward_functions", {})
-    for key in [key for key in given if key.startswith("reward.reward_functions.")]:
-        _, _, name, entry = key.split(".", 3)
-        functions.setdefault(name, {})[entry] = given.pop(key)
-    if functions:
-        given["reward.reward_functions"] = functions
+    given = _gathered(given, _FUNCTIONS)
     return recipe_text(translate_values(given, verl_omni.TABLE), f"{path.name} (verl-omni)", not_read)
+
+
+def _gathered(given: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """The values with all keys `SECTION.NAME.ENTRY` as one section of sections."""
+    rest = {key: value for key, value in given.items() if not key.startswith(f"{section}.")}
+    for key in given.keys() - rest.keys():
+        name, _, entry = key.removeprefix(f"{section}.").partition(".")
+        if not entry:
+            raise ConfigError(f"{key}={given[key]} must be a section of keys")
+        functions = rest.setdefault(section, {})
+        if isinstance(functions, dict) and isinstance(functions.setdefault(name, {}), dict):
+            functions[name][entry] = given[key]
+    return rest
 
 
 def _check_sections(names: set[str]) -> None:

@@ -99,6 +99,38 @@ def test_a_script_that_cannot_be_read_is_refused_with_its_line(tmp_path, lines, 
         translate(str(script))
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reward.reward_functions=3", r"^reward\.reward_functions=3 must be a section of keys"),
+        ("reward.reward_functions.a=3", r"^reward\.reward_functions\.a=3 must be a section of keys"),
+        ("data.train_files=[a,b]", r"^data\.train_files=\['a', 'b'\] must be one file"),
+        (f"{OMNI}actor.ppo_mini_batch_size=0", r"ppo_mini_batch_size=0 must be at least 1"),
+        (f"{OMNI}rollout.algo.sde_window_range=[1]", r"sde_window_range=\[1\] must be a list of 2 numbers"),
+    ],
+)
+def test_values_that_no_run_can_have(tmp_path, override, message):
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT.format(override), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        translate(str(script))
+
+
+def test_overrides_are_for_every_source_and_gpus_for_one(grpo, tmp_path):
+    found = loaded(tmp_path, translate(f"{grpo}:get", ["config.sample.num_steps=12", "train.beta=0"], gpus=2))
+    assert (found.sampling.num_inference_steps, found.actor.kl_coef, found.rollout.prompts_per_step) == (
+        12,
+        0,
+        8,
+    )
+    with pytest.raises(ConfigError, match="^gpus=0 must be at least 1"):
+        translate(f"{grpo}:get", gpus=0)
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT.format(""), encoding="utf-8")
+    with pytest.raises(ConfigError, match="^--gpus 2 belongs to a file of flow_grpo"):
+        translate(str(script), gpus=2)
+
+
 def test_a_recipe_that_would_not_load_is_refused(grpo):
     grpo.write_text(grpo.read_text().replace("resolution = 512", "resolution = 0"), encoding="utf-8")
     with pytest.raises(
