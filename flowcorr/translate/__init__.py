@@ -97,7 +97,7 @@ def _of_verl_omni(path: Path, overrides: Sequence[str]) -> str:
 def _gathered(given: Mapping[str, Any], section: str) -> dict[str, Any]:
     """The values with all keys `SECTION.NAME.ENTRY` as one section of sections."""
     rest = {key: value for key, value in given.items() if not key.startswith(f"{section}.")}
-    for key in given.keys() - rest.keys():
+    for key in [key for key in given if key not in rest]:
         name, _, entry = key.removeprefix(f"{section}.").partition(".")
         if not entry:
             raise ConfigError(f"{key}={given[key]} must be a section of keys")
