@@ -7,6 +7,20 @@ import torch
 from flowcorr.errors import ConfigError
 
 
+def check_device_name(key: str, name: str) -> None:
+    """Check that some machine may have a device called `name`, `auto` included.
+
+    Raises:
+        ConfigError: torch knows no such device, or it holds no numbers.
+    """
+    try:
+        known = name == "auto" or torch.device(name).type != "meta"
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ConfigError(f"{key}={name!r} cannot be used here (it is no device); use auto, cpu or cuda")
+
+
 def named_device(key: str, name: str) -> torch.device:
     """The torch device called `name`; `auto` takes CUDA if there is any.
 
@@ -17,6 +31,7 @@ def named_device(key: str, name: str) -> torch.device:
     Raises:
         ConfigError: torch knows no such device, or this machine lacks it.
     """
+    check_device_name(key, name)
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         torch.empty(0, device=device)

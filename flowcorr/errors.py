@@ -70,4 +70,4 @@ def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:
     names = list(choices)
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"{key}={value!r} is unknown; choose from {', '.join(names)}{hint}"
+    return f"{key}={value!r} is unknown{hint}; choose from {', '.join(names)}"

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.processes import StopRequest
 
 if TYPE_CHECKING:
+    from flowcorr.config import Config
     from flowcorr.correction import RolloutCorrectionConfig
 
 Command = Callable[[argparse.Namespace], int]
@@ -39,14 +41,12 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr import distributed
     from flowcorr.cli.doctor import show_report
     from flowcorr.cli.progress import TerminalObserver
-    from flowcorr.config import load
     from flowcorr.diagnostics import examine_before_start
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer import train as run
 
-    find_own_code()
-    config = load(arguments.recipe, arguments.overrides)
-    out_dir = Path(arguments.out or _run_folder(Path(arguments.recipe), resume=arguments.resume))
+    config = _checked(arguments)
+    out_dir = _out_path(arguments.out) or _run_folder(Path(arguments.recipe), resume=arguments.resume)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
     shows = distributed.is_main()
@@ -87,12 +87,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     """Examine a recipe's two stacks; the exit code is that of the worst finding."""
     from flowcorr.cli.doctor import show_report
-    from flowcorr.config import load
     from flowcorr.diagnostics import diagnose
     from flowcorr.plan.check import check_this_gpu
 
-    find_own_code()
-    config = load(arguments.recipe, arguments.overrides)
+    config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     report = diagnose(config, num_prompts=arguments.prompts, float32=arguments.float32)
     if arguments.json:
@@ -105,12 +103,13 @@ def doctor(arguments: argparse.Namespace) -> int:
 def audit(arguments: argparse.Namespace) -> int:
     """Measure the gap between a recipe's two stacks, or of a dump, save what was found, and advise."""
     from flowcorr.cli.audit import show_audit
-    from flowcorr.config import load, redact_override
+    from flowcorr.config import redact_override
     from flowcorr.diagnostics.audit import audit as measure
     from flowcorr.diagnostics.audit import page
     from flowcorr.diagnostics.audit.dumped import audit_folder
     from flowcorr.plan.check import check_this_gpu
 
+    out_dir = _out_path(arguments.out) or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
     if Path(arguments.recipe).is_dir():
         if arguments.overrides:
             raise ConfigError(
@@ -124,11 +123,9 @@ def audit(arguments: argparse.Namespace) -> int:
             "leave it out"
         )
     else:
-        find_own_code()
-        config = load(arguments.recipe, arguments.overrides)
+        config = _checked(arguments)
         check_this_gpu(arguments.recipe, arguments.overrides, config)
         report = measure(config, num_batches=arguments.batches)
-    out_dir = Path(arguments.out or Path("runs") / f"{Path(arguments.recipe).stem}_audit")
     title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
     files = page.save(report, out_dir, title=title)
     if arguments.json:
@@ -143,7 +140,7 @@ def report(arguments: argparse.Namespace) -> int:
     from flowcorr.diagnostics.report import write_report
 
     folders = [Path(folder) for folder in arguments.run_dirs]
-    out = Path(arguments.out) if arguments.out else folders[0] / "report.html"
+    out = _out_path(arguments.out) or folders[0] / "report.html"
     into_folder = out.suffix.lower() not in (".html", ".htm")
     page = out / "report.html" if into_folder else out
     charts = page.with_name(f"{page.stem}_charts") if arguments.png or into_folder else None
@@ -159,7 +156,7 @@ def lab(arguments: argparse.Namespace) -> int:
     from flowcorr.diagnostics.lab import page, parse_scales, replay_run
 
     run_dir = Path(arguments.run_dir)
-    out_dir = Path(arguments.out) if arguments.out else run_dir
+    out_dir = _out_path(arguments.out) or run_dir
     report = replay_run(
         run_dir,
         presets=[] if arguments.presets == "all" else [name.strip() for name in arguments.presets.split(",")],
@@ -175,11 +172,18 @@ def lab(arguments: argparse.Namespace) -> int:
 
 
 def config(arguments: argparse.Namespace) -> int:
-    """Print a resolved recipe."""
+    """Print a resolved recipe; prompts that this machine lacks are only a warning."""
     from flowcorr.config import load, to_yaml
+    from flowcorr.plan.preflight import check_prompts, check_settings
 
     find_own_code()
-    print(to_yaml(load(arguments.recipe, arguments.overrides)), end="")
+    config = load(arguments.recipe, arguments.overrides)
+    check_settings(config)
+    try:
+        check_prompts(config)
+    except ConfigError as error:
+        warnings.warn(f"flowcorr train would stop here: {error}", UserWarning, stacklevel=2)
+    print(to_yaml(config), end="")
     return 0
 
 
@@ -218,6 +222,25 @@ def _allowed(arguments: argparse.Namespace) -> list[str]:
     if arguments.allow_import:
         find_own_code()
     return arguments.allow_import
+
+
+def _checked(arguments: argparse.Namespace) -> Config:
+    """The configuration of the recipe on the command line, checked as far as that takes no model."""
+    from flowcorr.config import load
+    from flowcorr.plan.preflight import check_prompts, check_settings
+
+    find_own_code()
+    config = load(arguments.recipe, arguments.overrides)
+    check_settings(config)
+    check_prompts(config)
+    return config
+
+
+def _out_path(out: str | None) -> Path | None:
+    """The path given by `--out`, if it was given."""
+    if out is not None and not out.strip():
+        raise ConfigError(f"--out {out!r} names no folder; give one, or leave --out away")
+    return None if out is None else Path(out)
 
 
 def _run_folder(recipe: Path, *, resume: bool) -> Path:

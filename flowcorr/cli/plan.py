@@ -61,11 +61,13 @@ def plan(arguments: argparse.Namespace) -> int:
     from flowcorr.errors import ConfigError
     from flowcorr.plan.devices import find_gpu
     from flowcorr.plan.estimate import make_plan
+    from flowcorr.plan.preflight import check_settings
 
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
     find_own_code()
     config, gpu = load(arguments.recipe, arguments.overrides), find_gpu(arguments.gpu)
+    check_settings(config)
     title = " ".join((arguments.recipe, *arguments.overrides))
     with _at_work(f"planning {title}: tracing each phase without weights"):
         made = make_plan(config, gpu=gpu, ranks=arguments.ranks, title=title)

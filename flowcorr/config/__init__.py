@@ -11,6 +11,7 @@ from flowcorr.config.load import (
     to_mapping,
     to_yaml,
 )
+from flowcorr.config.run import TrainerConfig
 from flowcorr.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -19,7 +20,6 @@ from flowcorr.config.schema import (
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
-    TrainerConfig,
 )
 from flowcorr.config.task import DataConfig, RewardConfig, RewardTerm
 

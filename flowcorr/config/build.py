@@ -13,12 +13,16 @@ from flowcorr.errors import ConfigError, unknown_choice
 
 T = TypeVar("T")
 
-_KINDS = {
+_EXACT = 2.0**53  # below it, a float is the whole number that was written, such as 1e2
+KINDS = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
+    list: "a list",
+    dict: "a section of keys",
 }
+"""What values of a type are, for messages."""
 _LISTS: dict[Any, str] = {
     tuple[int, int]: "a list of 2 whole numbers, such as [0, 4]",
     tuple[float, float]: "a list of 2 numbers, such as [0.9, 0.99]",
@@ -36,7 +40,7 @@ def build(section: type[T], values: Mapping[str, Any], key: str = "") -> T:
         preset = section is RolloutCorrectionConfig and isinstance(values, str) and values in NAMES
         hint = f" (did you mean {key}.preset={values}?)" if preset else ""
         raise ConfigError(
-            f"{key}={values!r} must be a section of keys: {', '.join(_field_names(section))}{hint}"
+            f"{key}={values!r} must be a section of keys{hint}: {', '.join(_field_names(section))}"
         )
     if section is RolloutCorrectionConfig:
         return section.from_mapping(values)  # type: ignore[attr-defined]
@@ -60,7 +64,7 @@ def _unknown_key(section: type, name: str, key: str) -> str:
     places = [] if key else _places(section, name)
     if places:
         sections = ", ".join(_field_names(section))
-        return f"key={name!r} is unknown; choose from {sections} (did you mean {' or '.join(places)}?)"
+        return f"key={name!r} is unknown (did you mean {' or '.join(places)}?); choose from {sections}"
     return unknown_choice("key", _join(key, name), [_join(key, known) for known in _field_names(section)])
 
 
@@ -145,8 +149,14 @@ def _list_kind(hint: Any, value: Any) -> str:
 def _convert_scalar(key: str, value: Any, hint: type, or_list: str = "") -> Any:
     if hint is float and type(value) is int:
         return float(value)
+    if hint is int and type(value) is float and value.is_integer():
+        if abs(value) >= _EXACT:
+            raise ConfigError(
+                f"{key}={value!r} is too large to be written with an exponent; write its digits"
+            )
+        return int(value)
     if type(value) is not hint:
-        raise ConfigError(f"{key}={value!r} must be {_KINDS[hint]}{or_list}")
+        raise ConfigError(f"{key}={value!r} must be {KINDS[hint]}{or_list}")
     return value
 
 

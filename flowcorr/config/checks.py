@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from flowcorr.errors import ConfigError
 
+# Far beyond what samples images, and far below what overflows: a slip of the exponent is named as such.
+MOST_STEPS, MOST_PIXELS = 1000, 16384
+
 
 def at_least(key: str, value: float, bound: float) -> None:
     """Refuse a number below `bound`."""
@@ -14,10 +17,28 @@ def at_least(key: str, value: float, bound: float) -> None:
         raise ConfigError(f"{key}={value} is out of range; it must be at least {bound}")
 
 
+def at_most(key: str, value: float, bound: float) -> None:
+    """Refuse a number above `bound`, or one that is no number."""
+    if not value <= bound:
+        raise ConfigError(f"{key}={value} is out of range; it must be at most {bound}")
+
+
+def within(key: str, value: float, least: float, most: float) -> None:
+    """Refuse a number below `least` or above `most`."""
+    at_least(key, value, least)
+    at_most(key, value, most)
+
+
 def above(key: str, value: float, bound: float) -> None:
     """Refuse a number that is not above `bound`."""
     if not (math.isfinite(value) and value > bound):
         raise ConfigError(f"{key}={value} is out of range; it must be above {bound}")
+
+
+def not_blank(key: str, value: str) -> None:
+    """Refuse a text without a character."""
+    if not value.strip():
+        raise ConfigError(f"{key}={value!r} is blank; name a file or folder")
 
 
 def check_workers(section: str, number: int, resources: Mapping[str, float], timeout: float) -> None:

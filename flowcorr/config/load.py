@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -19,6 +18,7 @@ from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
 from flowcorr.config.rules import check
 from flowcorr.config.schema import Config
+from flowcorr.config.text_file import read_text
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.legacy import translate_legacy
 from flowcorr.errors import ConfigError, unknown_choice
@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 _CORRECTION = "algorithm.rollout_correction"
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+_MAX_LEVELS = 20
+_MAX_INTERPOLATIONS = 24  # each value may use others, so the text that they make grows exponentially
 
 
 def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -63,17 +66,22 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
 
 def read_mapping(path: Path, overrides: Sequence[str] = ()) -> Mapping[str, Any]:
     """The plain values of a recipe's file with overrides: nothing of them is checked, and nothing is imported."""
-    return _beside(path, _resolve(_read(path), overrides))
+    return _beside(path, _resolve(_parsed(read_text(path)), overrides))
 
 
 @contextlib.contextmanager
 def errors_name(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Put the file and the overrides before the message of a `ConfigError`."""
+    """Put the file and the overrides behind the message of a `ConfigError`."""
     try:
         yield
     except ConfigError as error:
         origin = f" with {' '.join(map(redact_override, overrides))}" if overrides else ""
-        raise ConfigError(f"{path}{origin}: {error}") from None
+        raise ConfigError(" ".join(f"{error} (in {path}{origin})".split())) from None
+
+
+def load_text(text: str) -> Config:
+    """Make and check a `Config` from the text of a recipe; see `load`."""
+    return load_mapping(_resolve(_parsed(text), ()))
 
 
 def load_mapping(values: Mapping[str, Any]) -> Config:
@@ -85,7 +93,18 @@ def load_mapping(values: Mapping[str, Any]) -> Config:
 
 def to_yaml(config: Config) -> str:
     """The whole config as YAML, every key written out; `load` reads an equal config from it."""
-    return yaml_text.dump(_escape(to_mapping(config)))
+    return yaml_text.dump(without_interpolation(to_mapping(config)))
+
+
+def without_interpolation(value: Any) -> Any:
+    """Plain data as a recipe has to write it, so that text that looks like an interpolation is not resolved."""
+    if isinstance(value, dict):
+        return {key: without_interpolation(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_interpolation(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
 
 
 def recipe_names() -> list[str]:
@@ -96,14 +115,14 @@ def recipe_names() -> list[str]:
 def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     """The file of a recipe: an existing path as it is, a bare name among the recipes that ship with flowcorr."""
     path = Path(recipe)
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise ConfigError(
             f"recipe={str(recipe)!r}: no such file; give a YAML file or one of {_listed_recipes()}"
         )
     shipped = _recipes_folder() / f"{path.name}.yaml"
-    if not shipped.is_file():
+    if not os.path.isfile(shipped):
         raise ConfigError(unknown_choice("recipe", str(recipe), recipe_names()) + ", or give a YAML file")
     return shipped
 
@@ -114,7 +133,7 @@ def redact_override(override: str) -> str:
     try:
         values = {key.strip().rpartition(".")[2]: text, "": yaml_text.parse(text)}
         hidden = redact(values) != values
-    except yaml.YAMLError:
+    except ConfigError:
         hidden = names_secret(override)
     return f"{key}={REDACTED}" if hidden else override
 
@@ -127,7 +146,7 @@ def _beside(recipe: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
     found = {}
     for key in ("path", "heldout_path"):
         name = data.get(key)
-        if isinstance(name, str) and not Path(name).exists() and (recipe.parent / name).is_file():
+        if isinstance(name, str) and not os.path.exists(name) and os.path.isfile(recipe.parent / name):
             found[key] = str((recipe.parent / name).resolve())
     return {**values, "data": {**data, **found}}
 
@@ -143,33 +162,35 @@ def _recipes_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
-def _read(path: Path) -> DictConfig:
-    try:
-        values = yaml_text.parse(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"is not valid YAML: {_one_line(error)}") from None
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}") from None
-    values = {} if values is None else values
+def _parsed(text: str) -> DictConfig:
+    values = yaml_text.parse(text)
+    if values is None or values == {}:
+        raise ConfigError("the recipe is empty; name at least the model, such as model: {path: tiny_ocr}")
     if not isinstance(values, dict):
-        raise ConfigError(f"must hold sections of keys, not a {type(values).__name__}")
+        raise ConfigError(f"a recipe must hold sections of keys, and this is a {type(values).__name__}")
     try:
         return OmegaConf.create(values)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'a key'} cannot be read: {_one_line(error)}") from None
+        raise ConfigError(f"{error.full_key or 'a key'} cannot be read: {_reason(error)}") from None
 
 
 def _resolve(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     """Apply overrides, then interpolate."""
+    found = sum(
+        len(_INTERPOLATION.findall(text)) for text in (*_texts(OmegaConf.to_container(config)), *overrides)
+    )
+    if found > _MAX_INTERPOLATIONS:
+        raise ConfigError(
+            f"{found} interpolations ${{...}} are more than the {_MAX_INTERPOLATIONS} that a recipe may hold; write "
+            "their values out"
+        )
     _give_way_to_preset(config, overrides)
     for override in overrides:
         _override(config, override)
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{error.full_key or 'a value'} cannot be resolved: {_one_line(error.msg)}"
-        ) from None
+        raise ConfigError(f"{error.full_key or 'a value'} cannot be resolved: {_reason(error)}") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -201,14 +222,20 @@ def _override(config: DictConfig, override: str) -> None:
         raise ConfigError(
             f"override {override!r} must have the form section.key=value, such as trainer.seed=1"
         )
+    if len(re.split(r"[.\[]", key)) > _MAX_LEVELS:
+        raise ConfigError(
+            f"override {key[:20]}... names more than {_MAX_LEVELS} levels, and no section is so deep"
+        )
     try:
-        OmegaConf.update(config, key, yaml_text.parse(text), merge=True)
-    except yaml.YAMLError as error:
+        value = yaml_text.parse(text)
+    except ConfigError as error:
         shown = redact_override(override)
-        reason = f": {_one_line(error)}" if shown == override else ""
-        raise ConfigError(f"{shown} is not valid YAML{reason}") from None
+        reason = f"{error}" if shown == override else "not valid YAML"
+        raise ConfigError(f"{shown} is {reason}") from None
+    try:
+        OmegaConf.update(config, key, value, merge=True)
     except (OmegaConfBaseException, IndexError) as error:
-        raise ConfigError(f"{redact_override(override)} cannot be set: {_one_line(error)}") from None
+        raise ConfigError(f"{redact_override(override)} cannot be set: {_reason(error)}") from None
 
 
 def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -221,16 +248,15 @@ def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "algorithm": translate_legacy(algorithm)}
 
 
-def _escape(value: Any) -> Any:
-    """Keep OmegaConf from interpolating text that merely looks like an interpolation."""
-    if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escape(item) for item in value]
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in plain data."""
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\${", value)
-    return value
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
+def _reason(error: Exception) -> str:
+    """The first line of OmegaConf's message; the others name the key once more."""
+    return str(getattr(error, "msg", None) or error).partition("\n")[0]

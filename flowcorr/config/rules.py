@@ -270,6 +270,8 @@ def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
         if placement != "ray":
             for key in ("num_workers", "worker_resources"):
                 yield f"{section}.{key}", f"{section}.placement={placement} has no workers"
+    if config.rollout.name == "in_process":
+        yield "rollout.engine", "rollout.name=in_process has no options"
     if config.rollout.cache == "none":
         yield "rollout.cache_threshold", "rollout.cache=none leaves nothing out"
     if config.rollout.placement == "local":

@@ -7,13 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flowcorr.config.checks import above, at_least, check_workers
+from flowcorr.config.checks import (
+    MOST_PIXELS,
+    MOST_STEPS,
+    above,
+    at_least,
+    at_most,
+    check_workers,
+    not_blank,
+    within,
+)
+from flowcorr.config.run import TrainerConfig
 from flowcorr.config.task import DataConfig, RewardConfig
 from flowcorr.correction.config import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Placement = Literal["local", "ray"]
+
+# As `MOST_STEPS`: a slip of the exponent is named as such.
+_MOST_NOISE, _MOST_GUIDANCE = 10, 1000
+_MOST_RANK, _MOST_TOKENS, _MOST_PROMPTS = 8192, 65536, 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +51,7 @@ class LoraConfig:
     warm_start: str | None = None
 
     def __post_init__(self) -> None:
-        at_least("model.lora.rank", self.rank, 0)
+        within("model.lora.rank", self.rank, 0, _MOST_RANK)
         above("model.lora.alpha", self.alpha, 0)
         if self.targets is not None and not self.targets:
             raise ConfigError(
@@ -70,8 +84,9 @@ class ModelConfig:
     max_sequence_length: int | None = None
 
     def __post_init__(self) -> None:
+        not_blank("model.path", self.path)
         if self.max_sequence_length is not None:
-            at_least("model.max_sequence_length", self.max_sequence_length, 0)
+            within("model.max_sequence_length", self.max_sequence_length, 0, _MOST_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +130,13 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         above("sampling.noise_level", self.noise_level, 0)
+        at_most("sampling.noise_level", self.noise_level, _MOST_NOISE)
         if self.sde_type == "cps" and self.noise_level > 1:
             raise ConfigError(
                 f"sampling.noise_level={self.noise_level} is out of range for sde_type=cps: "
                 "its std is sigma_next * sin(noise_level * pi / 2), so use 0 < noise_level <= 1"
             )
-        at_least("sampling.num_inference_steps", self.num_inference_steps, 1)
+        within("sampling.num_inference_steps", self.num_inference_steps, 1, MOST_STEPS)
         at_least("sampling.sde_window_size", self.sde_window_size, 1)
         self._check_range("sde_window_range", self.sde_window_range)
         if self.sde_noise_range is not None:
@@ -131,11 +147,12 @@ class SamplingConfig:
                 f"sampling.sde_window_size={self.sde_window_size} does not fit sampling.sde_window_range="
                 f"[{low}, {high}], which holds {high - low} steps; shorten the window or widen the range"
             )
-        for key in ("guidance_scale", "true_cfg_scale"):
-            at_least(f"sampling.{key}", getattr(self, key), 0)
-        for key in ("height", "width"):
+        for key, least, most in (
+            *((key, 0, _MOST_GUIDANCE) for key in ("guidance_scale", "true_cfg_scale")),
+            *((key, 1, MOST_PIXELS) for key in ("height", "width")),
+        ):
             if getattr(self, key) is not None:
-                at_least(f"sampling.{key}", getattr(self, key), 1)
+                within(f"sampling.{key}", getattr(self, key), least, most)
 
     @property
     def noisy_steps(self) -> range:
@@ -216,7 +233,8 @@ class RolloutConfig:
         at_least("rollout.staleness", self.staleness, 0)
         at_least("rollout.drift_every", self.drift_every, 0)
         at_least("rollout.replay_every", self.replay_every, 0)
-        at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
+        within("rollout.prompts_per_step", self.prompts_per_step, 1, _MOST_PROMPTS)
+        at_most("rollout.n", self.n, _MOST_PROMPTS)
         if self.n < 2:
             raise ConfigError(
                 f"rollout.n={self.n} leaves every advantage at 0: an image is compared with the others of its "
@@ -354,72 +372,6 @@ class AlgorithmConfig:
 
     advantage_std: Literal["group", "global", "none"] = "group"
     rollout_correction: RolloutCorrectionConfig | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConfig:
-    """`trainer`: the run.
-
-    Attributes:
-        total_steps: training steps.
-        seed: of everything random: noise, windows, order of prompts, initial adapter.
-        eval_every: training steps between evaluations on held-out prompts; 0 evaluates at start and end only.
-        eval_num_inference_steps: ODE steps of an evaluation; null takes `sampling.num_inference_steps`.
-        eval_height, eval_width: image size of an evaluation in pixels; null takes that of `sampling`.
-        save_every: training steps between checkpoints; the last step is always saved.
-        keep_checkpoints: newest checkpoints kept, besides the best.
-        requeue: exit code after SIGUSR1, by which a scheduler warns that a job's time ends, so that the job is queued
-            again: one that `RequeueExit` of Slurm lists, or that the job's script looks for; null is 128 + the signal.
-        best_metric: the `eval/` metric by which the best checkpoint is chosen (higher is better).
-        image_every: training steps between saved sample images; 0 is off.
-        trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`.
-        device: `auto` takes CUDA if there is any.
-        num_threads: CPU threads of torch; null leaves torch's own choice.
-        collective_timeout: seconds that a rank waits for the others before it gives up.
-        doctor: let `flowcorr train` examine both stacks first, as `flowcorr doctor` does, and stop if a check fails.
-        dump_log_probs: write the log-probs of every training step to `log_probs/`, which `flowcorr lab` replays and
-            `flowcorr report` draws; some 50 bytes a term.
-    """
-
-    total_steps: int = 30
-    seed: int = 0
-    eval_every: int = 10
-    eval_num_inference_steps: int | None = None
-    eval_height: int | None = None
-    eval_width: int | None = None
-    save_every: int = 10
-    keep_checkpoints: int = 2
-    requeue: int | None = None
-    best_metric: str = "eval/reward"
-    image_every: int = 0
-    trackers: tuple[str, ...] = ()
-    device: str = "auto"
-    num_threads: int | None = None
-    collective_timeout: float = 1800.0
-    doctor: bool = False
-    dump_log_probs: bool = False
-
-    def __post_init__(self) -> None:
-        for key in ("total_steps", "save_every", "keep_checkpoints"):
-            at_least(f"trainer.{key}", getattr(self, key), 1)
-        for key in ("seed", "eval_every", "image_every"):
-            at_least(f"trainer.{key}", getattr(self, key), 0)
-        for key in ("eval_num_inference_steps", "eval_height", "eval_width"):
-            if getattr(self, key) is not None:
-                at_least(f"trainer.{key}", getattr(self, key), 1)
-        if self.num_threads is not None:
-            at_least("trainer.num_threads", self.num_threads, 1)
-        if self.requeue is not None and not 3 <= self.requeue <= 125:
-            raise ConfigError(
-                f"trainer.requeue={self.requeue} is out of range; use an exit code in 3..125 that nothing else has, "
-                "such as 75, or null"
-            )
-        above("trainer.collective_timeout", self.collective_timeout, 0)
-        if not self.best_metric.startswith("eval/"):
-            raise ConfigError(
-                f"trainer.best_metric={self.best_metric!r} is not an evaluation metric; use one under eval/, "
-                "such as eval/reward or eval/exact_match"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flowcorr.config.checks import at_least, check_workers
+from flowcorr.config.checks import at_least, check_workers, not_blank
 from flowcorr.errors import ConfigError
 
 RewardPlacement = Literal["auto", "local", "thread", "ray"]
@@ -115,5 +115,8 @@ class DataConfig:
             raise ConfigError(
                 f"data.heldout_fraction={self.heldout_fraction} is out of range; use a value in (0, 1)"
             )
+        not_blank("data.path", self.path)
+        if self.heldout_path is not None:
+            not_blank("data.heldout_path", self.heldout_path)
         at_least("data.num_train", self.num_train, 1)
         at_least("data.num_heldout", self.num_heldout, 1)

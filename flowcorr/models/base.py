@@ -262,13 +262,34 @@ def guided(velocity: Tensor, scale: float) -> Tensor:
     return negative + scale * (positive - negative)
 
 
-def check_size(height: int, width: int, multiple: int) -> None:
-    """Raise `ConfigError` unless `height` and `width` in pixels are multiples of `multiple`."""
+def check_size(
+    height: int | None,
+    width: int | None,
+    multiple: int,
+    *,
+    largest: int | None = None,
+    section: str = "sampling.",
+) -> None:
+    """Check the size of an image.
+
+    Args:
+        height, width: in pixels; null is not checked.
+        multiple: what they must be multiples of.
+        largest: the largest that the model can place; None if it can place any.
+        section: the beginning of their keys, for messages.
+
+    Raises:
+        ConfigError: one of them does not fit.
+    """
     for key, value in (("height", height), ("width", width)):
-        if value % multiple:
+        if value is not None and value % multiple:
             raise ConfigError(
-                f"sampling.{key}={value} does not fit the model: it must be a multiple of {multiple}, "
+                f"{section}{key}={value} does not fit the model: it must be a multiple of {multiple}, "
                 f"such as {max(value // multiple, 1) * multiple}"
+            )
+        if value is not None and largest is not None and value > largest:
+            raise ConfigError(
+                f"{section}{key}={value} is larger than the model's positions allow; use at most {largest}"
             )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr.errors import ConfigError
 from flowcorr.models.base import (
     Conditioning,
     Guidance,
@@ -45,13 +44,7 @@ class SD3(ModelFamily):
         height = height or config.sample_size * factor
         width = width or config.sample_size * factor
         multiple = factor * config.patch_size
-        check_size(height, width, multiple)
-        largest = multiple * config.pos_embed_max_size
-        for key, value in (("height", height), ("width", width)):
-            if value > largest:
-                raise ConfigError(
-                    f"sampling.{key}={value} is larger than the model's positions allow; use at most {largest}"
-                )
+        check_size(height, width, multiple, largest=multiple * config.pos_embed_max_size)
         return (config.in_channels, height // factor, width // factor)
 
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:

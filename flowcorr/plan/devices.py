@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -108,7 +109,7 @@ def _numbers(text: str) -> Mapping[str, float]:
             raise ConfigError(f"--gpu {text!r}: {part!r} is not a number; write --gpu {CUSTOM}") from None
     missing = [name for name in names if name not in values and name != "float32"]
     odd = [name for name in values if name not in names]
-    if missing or odd or min(values.values()) <= 0:
+    if missing or odd or not all(0 < value < math.inf for value in values.values()):
         raise ConfigError(
             f"--gpu {text!r} needs positive numbers for memory (GB), bandwidth (GB/s) and bf16 (dense TFLOP/s), and "
             f"optionally float32; write --gpu {CUSTOM}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError
-from flowcorr.models import FAMILIES, ModelFamily, quiet_loaders, resolve_family, resolve_path
+from flowcorr.models import EMBEDDED, FAMILIES, ModelFamily, quiet_loaders, resolve_family, resolve_path
 from flowcorr.plan.fake_backend import without_device
 from flowcorr.plan.fake_device import FakeDevice
 
@@ -71,6 +72,16 @@ def find_architecture(path: str) -> Architecture:
     return _shipped(path) or _read_folder(
         path, _download(path, ["model_index.json", "*/config.json", "scheduler/*"])
     )
+
+
+def local_architecture(path: str) -> Architecture | None:
+    """The configurations of the model at `path` if they are on this machine, which asks the hub nothing.
+
+    Raises:
+        ConfigError: the folder at `path` is no pipeline.
+    """
+    location = os.path.expanduser(EMBEDDED.get(path, path))
+    return _read_folder(path, Path(location)) if os.path.isdir(location) else _shipped(path)
 
 
 def find_clip(path: str) -> Architecture:
@@ -184,15 +195,23 @@ def _component_names(architecture: Architecture) -> list[str]:
 
 def _read_folder(path: str, folder: Path) -> Architecture:
     try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+        index = _read_mapping(folder / "model_index.json", "_class_name")
         configs = {
-            name: json.loads(_config_file(folder / name).read_text(encoding="utf-8"))
+            name: _read_mapping(_config_file(folder / name))
             for name, value in index.items()
-            if isinstance(value, list) and value[0] and "token" not in name and (folder / name).is_dir()
+            if isinstance(value, list) and any(value) and "token" not in name and (folder / name).is_dir()
         }
         return Architecture(path=path, model_index=index, configs=configs)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path!r} is not a diffusers pipeline: {error}") from error
+
+
+def _read_mapping(file: Path, *keys: str) -> dict[str, Any]:
+    """A JSON file that holds these keys; raises `OSError` or `ValueError`."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not found.keys() >= set(keys):
+        raise ValueError(f"{file} is not an object{''.join(f' with the key {key}' for key in keys)}")
+    return found
 
 
 def _config_file(folder: Path) -> Path:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.advantages import AdvantageStd, group_advantages
+from flowcorr.config.task import RewardConfig
 from flowcorr.errors import BackendError, ConfigError, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.records import Prompt
@@ -289,6 +290,30 @@ def check_tags(terms: Sequence[Term], gold: Sequence[Term], prompts: Sequence[Pr
                 )
 
 
+def check_terms(terms: Sequence[Term], gold: Sequence[Term] = ()) -> None:
+    """Check names and options of the rewards of `REWARDS`; those of the user's own are not imported.
+
+    Raises:
+        ConfigError: a name is unknown or given twice, or a reward does not take an option.
+    """
+    for key, listed in (("reward.terms", terms), ("reward.gold", gold)):
+        _labels(key, listed)
+        for term in listed:
+            if ":" not in term.name:
+                _check_options(term, _known_reward(term))
+
+
+def check_prompts(reward: RewardConfig, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
+    """Check the tags and targets of prompts; those of training only for the rewards of training steps.
+
+    Raises:
+        ConfigError: a reward does not fit a prompt; see `check_tags` and `check_targets`.
+    """
+    check_tags(reward.terms, reward.gold, (*train, *heldout))
+    check_targets((*reward.terms, *reward.step_gold), (*train, *heldout))
+    check_targets(reward.gold, heldout)
+
+
 def check_targets(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
     """Check that each prompt has a target if a term of `REWARDS` that scores it needs one.
 
@@ -369,11 +394,15 @@ def _label(term: Term) -> str:
 def _build_term(term: Term) -> Callable[..., Any]:
     if ":" in term.name:
         return _users_own(term)
-    if term.name not in REWARDS:
-        raise ConfigError(unknown_choice("reward.terms.name", term.name, [*REWARDS, "package.module:name"]))
-    factory = REWARDS[term.name]
+    factory = _known_reward(term)
     _check_options(term, factory)
     return factory(**term.options)
+
+
+def _known_reward(term: Term) -> Callable[..., Any]:
+    if term.name not in REWARDS:
+        raise ConfigError(unknown_choice("reward.terms.name", term.name, [*REWARDS, "package.module:name"]))
+    return REWARDS[term.name]
 
 
 def _users_own(term: Term) -> Callable[..., Any]:

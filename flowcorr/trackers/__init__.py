@@ -25,9 +25,17 @@ __all__ = [
     "Tracker",
     "WandbTracker",
     "build_trackers",
+    "check_trackers",
     "checked_metrics",
     "read_metrics",
 ]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise `ConfigError` if a name of `trainer.trackers` is unknown."""
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(unknown_choice("trainer.trackers", name, TRACKERS))
 
 
 def build_trackers(names: Sequence[str]) -> list[Tracker]:
@@ -36,7 +44,5 @@ def build_trackers(names: Sequence[str]) -> list[Tracker]:
     Raises:
         ConfigError: a name is unknown.
     """
-    for name in names:
-        if name not in TRACKERS:
-            raise ConfigError(unknown_choice("trainer.trackers", name, TRACKERS))
+    check_trackers(names)
     return [TRACKERS[name]() for name in dict.fromkeys(["jsonl", *names])]

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS, FAILURE_FILE, IMAGES = "checkpoints", "failure.txt", "images"
 _FAILURES = "failure_rank{}.txt"
 _LOCK = ".lock"
+_LOGS = (".log", ".out", ".err")  # what a launcher may write there first
 _WORKERS = frozenset(
     f"{section}.{key}"
     for section in ("rollout", "reward")
@@ -62,9 +63,10 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep other processes from training in `folder` until this block or the process ends.
 
     Raises:
-        ConfigError: another process trains there, or the folder cannot be written to.
+        ConfigError: another process trains there, or the folder holds files of something else, or cannot be written to.
     """
     try:
+        _check_own(folder)
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / _LOCK).open("w")
     except OSError as error:
@@ -103,6 +105,18 @@ def claim(folder: Path, config: Config, *, resume: bool) -> None:
             failure.unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(folder, error) from error
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse a folder in which no run was ever started, and which holds files besides logs."""
+    if not folder.is_dir() or (folder / _LOCK).is_file() or was_trained_in(folder):
+        return
+    foreign = sorted(entry.name for entry in folder.iterdir() if entry.suffix not in _LOGS)
+    if foreign:
+        named = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
+        raise ConfigError(
+            f"{folder} holds files that are not of a run ({named}); choose a new or empty folder with --out"
+        )
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:

@@ -13,12 +13,11 @@ from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.rules import check_guidance
 from flowcorr.config.schema import Config
-from flowcorr.config.task import RewardConfig
 from flowcorr.data import PromptSet, PromptStream, load_prompts
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.rewards import Reward, ThreadReward, build_reward, check_tags, check_targets, known_scores
+from flowcorr.rewards import Reward, ThreadReward, build_reward, check_prompts, known_scores
 from flowcorr.rewards.combine import ON_CLIP
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
@@ -103,8 +102,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             _check_worker_gpus(config)
             _check_best_metric(config)
             prompts = load_prompts(config.data)
-            check_tags(config.reward.terms, config.reward.gold, (*prompts.train, *prompts.heldout))
-            _check_targets(config.reward, prompts)
+            check_prompts(config.reward, prompts.train, prompts.heldout)
             gold = _build_gold(config)
             reward = _build_reward(config, on_event)
             if isinstance(reward, RayReward | ThreadReward):
@@ -168,12 +166,6 @@ def _check_best_metric(config: Config) -> None:
     choices = ["eval/reward", "eval/reward_std", *(f"eval/{score}" for score in sorted(scores))]
     if name not in choices:
         raise ConfigError(unknown_choice("trainer.best_metric", name, choices))
-
-
-def _check_targets(reward: RewardConfig, prompts: PromptSet) -> None:
-    """Check the targets of training and held-out prompts; training prompts only for the rewards of training steps."""
-    check_targets((*reward.terms, *reward.step_gold), (*prompts.train, *prompts.heldout))
-    check_targets(reward.gold, prompts.heldout)
 
 
 def _build_reward(config: Config, on_event: OnEvent) -> Reward:

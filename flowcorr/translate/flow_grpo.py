@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from flowcorr.models import FAMILIES
+from flowcorr.translate.rewards import reward_terms
 from flowcorr.translate.table import Get, Row, Table
-from flowcorr.translate.verl_omni import reward_terms
 
 DEFAULTS: dict[str, Any] = {
     "pretrained.model": "runwayml/stable-diffusion-v1-5",
@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "train.gradient_accumulation_steps": 1,
     "train.max_grad_norm": 1.0,
     "train.num_inner_epochs": 1,
-    "train.adv_clip_max": 5,
+    "train.adv_clip_max": 5.0,
     "train.clip_range": 1e-4,
     "train.timestep_fraction": 1.0,
     "train.beta": 0.0,
@@ -92,6 +92,9 @@ def _refuse(get: Get) -> str:
         return "sample.num_image_per_prompt=1 gives an image no other to be compared with; use 2 or more"
     if get("gpus") is None:
         return "the file does not contain the number of GPUs, which decides the prompts per step; give it with --gpus N"
+    for key in ("gpus", "train.gradient_accumulation_steps"):
+        if get(key) < 1:
+            return f"{key}={get(key)} must be at least 1"
     if _prompts(get) < 1:
         return f"{get('gpus')} GPUs sample less than one prompt per step; give the right number with --gpus N"
     return ""
@@ -236,6 +239,14 @@ DIFFERENCES = (
     "flow_grpo's GRPO-Guard averages std and step over the batch; here each sample has its own",
 )
 
+KINDS: dict[str, type] = {"gpus": int, "sample.sde_window_range": list, "train.lora_path": str}
+
 TABLE = Table(
-    name="flow_grpo", defaults=DEFAULTS, rows=ROWS, no_place=NO_PLACE, differences=DIFFERENCES, refuse=_refuse
+    name="flow_grpo",
+    defaults=DEFAULTS,
+    kinds=KINDS,
+    rows=ROWS,
+    no_place=NO_PLACE,
+    differences=DIFFERENCES,
+    refuse=_refuse,
 )

@@ -7,22 +7,24 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowcorr.config.load import without_interpolation
 from flowcorr.translate.table import Line, Translation
 
 _WIDTH, _MOST = 110, 12
-_PLAIN = re.compile(r"[A-Za-z~$/{][\w./:~${}-]*")
-_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "nan", "inf")
+_PLAIN = re.compile(r"[A-Za-z~/][\w./~-]*", re.ASCII)
+_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "nan", "inf", "~")
 
 
-def recipe_text(translation: Translation, origin: str) -> str:
+def recipe_text(translation: Translation, origin: str, not_read: Sequence[str] = ()) -> str:
     """The recipe as YAML.
 
     Args:
         translation: the lines of the recipe, and the keys without an equivalent.
         origin: the translated file, for the first line.
+        not_read: what the file does before, and may change it.
     """
     parts = [
-        f"# Translated by flowcorr translate from {origin}.",
+        f"# Translated by flowcorr translate from {_one_line(origin)}.",
         "# Each comment names the source of its line. Defaults that differ from flowcorr's are written out.",
         *_section(_tree(translation.lines), 0),
     ]
@@ -30,6 +32,8 @@ def recipe_text(translation: Translation, origin: str) -> str:
         parts += _comment(f"no equivalent here ({reason}):", keys)
     if translation.unknown:
         parts += _comment("unknown to flowcorr translate:", translation.unknown)
+    if not_read:
+        parts += _comment("not read, and may change what is above:", not_read)
     parts += _comment("differs in any case:", translation.differences)
     return "\n".join(parts) + "\n"
 
@@ -57,17 +61,18 @@ def _section(tree: Mapping[str, Any], depth: int) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    if (
-        isinstance(value, str)
-        and _PLAIN.fullmatch(value)
-        and value.lower() not in _WORDS
-        and "${" not in value
-    ):
+    """A value as YAML, on one line; text that looks like an interpolation is escaped."""
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
         return value
-    return json.dumps(value)
+    return json.dumps(without_interpolation(value))
 
 
 def _comment(title: str, entries: Sequence[str]) -> list[str]:
-    lines = [f"# {title}", *(f"#   {' '.join(entry.split())[:_WIDTH]}" for entry in entries[:_MOST])]
+    lines = [f"# {title}", *(f"#   {_one_line(entry)[:_WIDTH]}" for entry in entries[:_MOST])]
     more = len(entries) - _MOST
     return [*lines, f"#   and {more} more"] if more > 0 else lines
+
+
+def _one_line(text: str) -> str:
+    """Text as it may stand in a comment of YAML."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))

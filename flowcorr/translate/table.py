@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from flowcorr.config import Config, to_mapping
+from flowcorr.config import Config, to_mapping, yaml_text
+from flowcorr.config.build import KINDS
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
+from flowcorr.translate.unread import unread_in
 
 Get = Callable[[str], Any]
 _CORRECTION = {"algorithm.rollout_correction": to_mapping(RolloutCorrectionConfig())}
@@ -41,7 +43,8 @@ class Table:
 
     Attributes:
         name: name of the trainer.
-        defaults: default values of the keys that rows read.
+        defaults: default values of the keys that rows read; a given value must be of the same type.
+        kinds: types of keys where the default does not tell it; `object` is any.
         rows: the keys that are translated.
         no_place: patterns of keys without an equivalent, with the reason; the first match counts.
         differences: differences in the maths that no configuration removes.
@@ -50,6 +53,7 @@ class Table:
 
     name: str
     defaults: Mapping[str, Any]
+    kinds: Mapping[str, type]
     rows: Sequence[Row]
     no_place: Mapping[str, str]
     differences: Sequence[str]
@@ -85,11 +89,17 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
     """Translate the `given` keys with a table.
 
     Raises:
-        ConfigError: flowcorr cannot run the configuration; the message says why.
+        ConfigError: flowcorr cannot run the configuration, or a value that it needs is unread; the message says why.
     """
 
     def get(key: str) -> Any:
-        return given.get(key, table.defaults.get(key))
+        default = table.defaults.get(key)
+        value = given.get(key, default)
+        if unread := next(unread_in(value), None):
+            raise ConfigError(f"{key} is not known: {unread.reason}")
+        if value is None and default is None:
+            return None
+        return _typed(key, value, table.kinds.get(key, object if default is None else type(default)))
 
     if reason := table.refuse(get):
         raise ConfigError(reason)
@@ -113,6 +123,28 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
         else:
             no_place.setdefault(found, []).append(f"{key}={value}")
     return Translation(lines=lines, no_place=no_place, unknown=unknown, differences=table.differences)
+
+
+def _typed(key: str, value: Any, kind: type) -> Any:
+    """A value as what its key needs: whole numbers for numbers, a list for the text of one.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if kind in (object, type(value)):
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is int and type(value) is float and value.is_integer():
+        return int(value)
+    if kind is bool and value in (0, 1):
+        return bool(value)
+    if kind is list and isinstance(value, tuple):
+        return list(value)
+    if kind is list and isinstance(value, str):
+        found = yaml_text.parse(value) if value.startswith("[") else value
+        return found if isinstance(found, list) else [found]
+    raise ConfigError(f"{key}={value!r} must be {KINDS[kind]}")
 
 
 def _comment(row: Row, there: Sequence[str], ours: Any, name: str) -> str:

@@ -6,13 +6,16 @@ import re
 from typing import Any
 
 from flowcorr.config import yaml_text
+from flowcorr.errors import ConfigError
 from flowcorr.models import FAMILIES
+from flowcorr.translate.rewards import named_function, reward_terms
 from flowcorr.translate.table import Get, Row, Table
 from flowcorr.translate.verl_omni_defaults import (
     ACTOR,
     ALGO,
     CORRECTION,
     DEFAULTS,
+    KINDS,
     LOSS,
     MODEL,
     PIPELINE,
@@ -28,13 +31,6 @@ LOSSES = {
     "grpo_guard": "grpo_guard",
     "flow_dppo": "flow_dppo",
 }
-REWARDS = {
-    "ocr": "ocr",
-    "jpeg_compressibility": "jpeg_compressibility",
-    "pickscore": "pickscore",
-    "aesthetic": "aesthetic",
-}
-"""Words in the path or name of a reward function, and the corresponding reward of flowcorr."""
 OTHER_MODELS = ("edit", "bagel", "ltx", "wan", "minimax", "omni-", "hunyuan")
 _DTYPES = {
     "fp16": "float16",
@@ -58,7 +54,7 @@ def _targets(get: Get) -> list[str] | None:
     targets = get(f"{MODEL}.target_modules")
     if isinstance(targets, str) and targets.startswith("["):
         targets = yaml_text.parse(targets)
-    return list(targets) if _adapted(get) and isinstance(targets, list) else None
+    return targets if _adapted(get) and isinstance(targets, list) else None
 
 
 def _window_range(get: Get) -> list[int]:
@@ -66,9 +62,14 @@ def _window_range(get: Get) -> list[int]:
     steps = get(f"{PIPELINE}.num_inference_steps")
     if not get(f"{ALGO}.sde_window_size"):
         return [0, steps - 1]
-    window = get(f"{ALGO}.sde_window_range")
-    low, high = (yaml_text.parse(window) if isinstance(window, str) else window) or (0, 5)
+    low, high = _pair(get(f"{ALGO}.sde_window_range") or [0, 5], f"{ALGO}.sde_window_range")
     return [low, min(high, steps)]
+
+
+def _pair(values: list[Any], key: str) -> list[Any]:
+    if len(values) != 2 or not all(isinstance(value, int | float) for value in values):
+        raise ConfigError(f"{key}={values} must be a list of 2 numbers")
+    return values
 
 
 def _window_size(get: Get) -> int:
@@ -122,35 +123,26 @@ def _advantage_std(get: Get) -> str:
     return "global" if get("algorithm.global_std") else "group"
 
 
-def reward_terms(names: dict[str, float]) -> list[dict[str, Any]]:
-    """Reward terms from names or paths and their weights; an unknown reward becomes a function that the user writes."""
-    terms = []
-    for name, weight in names.items():
-        word = next((word for word in REWARDS if word in name.lower()), None)
-        short = re.sub(r"\W", "_", name.rpartition("/")[2].removesuffix(".py").rpartition(":")[2])
-        term = {"name": word or f"my_rewards:{short}"}
-        terms.append(term | ({} if weight == 1 else {"weight": float(weight)}))
-    return terms
-
-
 def _rewards(get: Get) -> list[dict[str, Any]]:
     several = get("reward.reward_functions")
     if several:
-        return reward_terms(
-            {f"{one.get('path', '')}:{name}": one.get("weight", 1.0) for name, one in several.items()}
-        )
+        return reward_terms(dict(map(named_function, several.items())))
     return reward_terms({f"{get(f'{REWARD}.path')}:{get(f'{REWARD}.name')}": 1.0})
 
 
-def _text_file(path: Any) -> str | None:
-    path = path[0] if isinstance(path, list) else path
-    return path and re.sub(r"\.parquet$", ".txt", path)
+def _text_file(get: Get, key: str) -> str | None:
+    """The file of prompts that belongs to a parquet file; None without one."""
+    given = get(key)
+    paths = given if isinstance(given, list) else [given]
+    if paths in ([], [None]):
+        return None
+    if len(paths) > 1 or not isinstance(paths[0], str):
+        raise ConfigError(f"{key}={given} must be one file, since flowcorr reads one; join them")
+    return re.sub(r"\.parquet$", ".txt", paths[0])
 
 
 def _logger(get: Get) -> list[str]:
-    logger = get("trainer.logger")
-    logger = yaml_text.parse(logger) if isinstance(logger, str) and logger.startswith("[") else logger
-    return [name for name in ("tensorboard", "wandb") if name in logger]
+    return [name for name in ("tensorboard", "wandb") if name in get("trainer.logger")]
 
 
 def _engine(get: Get) -> dict[str, Any] | None:
@@ -179,6 +171,8 @@ def _refuse(get: Get) -> str:
     if get(f"{ROLLOUT}.n") < 2:
         return f"{ROLLOUT}.n={get(f'{ROLLOUT}.n')} gives an image no other to be compared with; use 2 or more"
     prompts, mini = get("data.train_batch_size"), get(f"{ACTOR}.ppo_mini_batch_size")
+    if mini < 1:
+        return f"{ACTOR}.ppo_mini_batch_size={mini} must be at least 1"
     if prompts < mini:
         return f"data.train_batch_size={prompts} is below {ACTOR}.ppo_mini_batch_size={mini}, but must be at least that"
     if not get(f"{LOSS}.add_kl_coefficient") and _loss(get) == "flow_dppo":
@@ -293,7 +287,11 @@ ROWS = (
         note="flowcorr has AdamW, in 8 bits by bitsandbytes",
     ),
     Row(key="actor.lr", value=lambda get: float(get(f"{ACTOR}.optim.lr")), sources=(f"{ACTOR}.optim.lr",)),
-    Row(key="actor.betas", value=lambda get: list(_betas(get)), sources=(f"{ACTOR}.optim.betas",)),
+    Row(
+        key="actor.betas",
+        value=lambda get: _pair(get(f"{ACTOR}.optim.betas"), f"{ACTOR}.optim.betas"),
+        sources=(f"{ACTOR}.optim.betas",),
+    ),
     Row(
         key="actor.weight_decay",
         value=lambda get: float(get(f"{ACTOR}.optim.weight_decay")),
@@ -367,13 +365,13 @@ ROWS = (
     ),
     Row(
         key="data.path",
-        value=lambda get: _text_file(get("data.train_files")),
+        value=lambda get: _text_file(get, "data.train_files"),
         sources=("data.train_files",),
         note="the prompts as text, such as the train.txt from which the parquet file was made",
     ),
     Row(
         key="data.heldout_path",
-        value=lambda get: _text_file(get("data.val_files")),
+        value=lambda get: _text_file(get, "data.val_files"),
         sources=("data.val_files",),
     ),
     Row(
@@ -403,11 +401,6 @@ ROWS = (
     _same("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints"),
     Row(key="trainer.trackers", value=_logger, sources=("trainer.logger",)),
 )
-
-
-def _betas(get: Get) -> list[float]:
-    betas = get(f"{ACTOR}.optim.betas")
-    return yaml_text.parse(betas) if isinstance(betas, str) else betas
 
 
 NO_PLACE = {
@@ -446,5 +439,11 @@ DIFFERENCES = (
 )
 
 TABLE = Table(
-    name="verl-omni", defaults=DEFAULTS, rows=ROWS, no_place=NO_PLACE, differences=DIFFERENCES, refuse=_refuse
+    name="verl-omni",
+    defaults=DEFAULTS,
+    kinds=KINDS,
+    rows=ROWS,
+    no_place=NO_PLACE,
+    differences=DIFFERENCES,
+    refuse=_refuse,
 )

@@ -90,3 +90,19 @@ DEFAULTS: dict[str, Any] = {
     "distillation.enabled": False,
     "main": "verl_omni.trainer.main_diffusion",
 }
+
+KINDS: dict[str, type] = {
+    f"{MODEL}.target_modules": object,  # a name, or a list of names
+    f"{MODEL}.lora_adapter_path": str,
+    f"{PIPELINE}.guidance_scale": float,
+    f"{ALGO}.sde_window_size": int,
+    f"{ALGO}.sde_window_range": list,
+    f"{VALIDATION}.pipeline.height": int,
+    f"{VALIDATION}.pipeline.width": int,
+    f"{LOSS}.loss_mode": str,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": int,
+    "data.train_files": object,  # a file, or a list of files
+    "data.seed": int,
+    "trainer.total_training_steps": int,
+    "trainer.max_actor_ckpt_to_keep": int,
+}

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from flowcorr.actor import DiffusionActor
-from flowcorr.config.schema import Config, ModelConfig, RolloutConfig, SamplingConfig, TrainerConfig
+from flowcorr.config.run import TrainerConfig
+from flowcorr.config.schema import Config, ModelConfig, RolloutConfig, SamplingConfig
 from flowcorr.errors import BackendError
 from flowcorr.models import load_family
 from flowcorr.rollout.vllm_omni import VllmOmniEngine

@@ -14,5 +14,5 @@ def recipe(tmp_path):
 
 
 @pytest.fixture
-def empty(recipe):
-    return recipe("")
+def bare(recipe):
+    return recipe("model: {}")

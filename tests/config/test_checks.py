@@ -5,16 +5,34 @@ import math
 import pytest
 
 from flowcorr.config import load_mapping
-from flowcorr.config.checks import above, at_least
+from flowcorr.config.checks import above, at_least, at_most, not_blank, within
 from flowcorr.errors import ConfigError
 
 
 def test_bounds_of_numbers():
     at_least("a.b", 1, 1)
     above("a.b", 1.5, 1)
-    for check, bad in ((at_least, 0.5), (above, 1), (at_least, math.inf), (above, math.nan)):
+    at_most("a.b", 1, 1)
+    within("a.b", 1, 1, 1)
+    for bad in (0, 2):
+        with pytest.raises(ConfigError, match=rf"^a\.b={bad} is out of range; it must be at"):
+            within("a.b", bad, 1, 1)
+    for check, bad in (
+        (at_most, 1.5),
+        (at_most, math.nan),
+        (at_least, 0.5),
+        (above, 1),
+        (at_least, math.inf),
+        (above, math.nan),
+    ):
         with pytest.raises(ConfigError, match=rf"^a\.b={bad} is out of range; it must be "):
             check("a.b", bad, 1)
+
+
+def test_a_blank_name_is_refused():
+    not_blank("a.b", "x")
+    with pytest.raises(ConfigError, match=r"^a\.b=' ' is blank; name a file or folder$"):
+        not_blank("a.b", " ")
 
 
 @pytest.mark.parametrize(

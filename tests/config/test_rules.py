@@ -147,6 +147,7 @@ def test_sound_combinations_are_silent(values):
             {"data": {"path": "prompts.txt", "heldout_path": "test.txt", "heldout_fraction": 0.5}},
             "data.heldout_fraction=0.5",
         ),
+        ({"rollout": {"engine": {"max_num_seqs": 4}}}, "rollout.engine={'max_num_seqs': 4}"),
         ({"rollout": {"cache_threshold": 0.1}}, "rollout.cache_threshold=0.1"),
         ({"rollout": {"num_workers": 2}}, "rollout.num_workers=2"),
         ({"rollout": {"worker_resources": {"num_gpus": 1}}}, "rollout.worker_resources={'num_gpus': 1}"),

@@ -22,9 +22,9 @@ from flowcorr.rewards import REWARDS
     ],
     ids=str,
 )
-def test_bad_recipes_are_refused(empty, override, message):
+def test_bad_recipes_are_refused(bare, override, message):
     with pytest.raises(ConfigError, match=message):
-        load(empty, [override])
+        load(bare, [override])
 
 
 def test_rewards_that_cannot_be_summed():

@@ -1,12 +1,16 @@
 """YAML as recipes mean it."""
 
+import math
+
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcorr.config import load, load_mapping, to_yaml
 from flowcorr.config.yaml_text import dump, parse
+from flowcorr.errors import ConfigError
+
+BOMB = "a0: &a0 [1, 1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 
 
 @given(text=st.text(alphabet=st.characters(exclude_categories=("Cs", "Cc"))))
@@ -36,8 +40,37 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
 
 
 def test_a_key_is_given_once():
-    with pytest.raises(yaml.YAMLError, match="'a' is given twice"):
+    with pytest.raises(
+        ConfigError, match=r"^not valid YAML: the key 'a' is given twice \(line 1, column 8\)$"
+    ):
         parse("{a: 1, a: 2}")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (BOMB, r"with its aliases it holds more than 20000 values, or 50 levels \(line 13, column 6"),
+        ("a: &a [*a]", r"the alias \*a contains itself \(line 1, column 8\)"),
+        ("a: &a {b: [1, *a]}", r"the alias \*a contains itself"),
+        ("[" * 3000 + "]" * 3000, r"it is nested more than 50 levels deep \(line 1, column 51\)"),
+        ("[" + "1, " * 100_000 + "]", r"it holds more than 20000 values \(line 1, column 60"),
+        ("9" * 5000, r"the number 99999999999999999999\.\.\. has more than 19 digits"),
+        ("1e400", r"the number 1e400 is beyond float64"),
+        ("-1e-400", r"the number -1e-400 is beyond float64"),
+        ("!!int abc", r"the tag tag:yaml\.org,2002:int is not read; leave it out"),
+        ("!!python/object/apply:os.system [id]", r"the tag .*os\.system is not read; leave it out"),
+        ("a: 1\n---\nb: 2", r"but found another document \(line 2, column 1\)"),
+        ("a\x00", r"unacceptable character"),
+    ],
+)
+def test_what_no_configuration_needs_is_refused_with_its_place(text, problem):
+    with pytest.raises(ConfigError, match=f"^not valid YAML: {problem}"):
+        parse(text)
+
+
+def test_aliases_and_numbers_within_bounds_are_read():
+    assert parse("a: &a [1, {b: 2}]\nb: [*a, *a]")["b"] == [[1, {"b": 2}]] * 2
+    assert parse("[0.0, -0e9, .inf, 9223372036854775807]") == [0.0, 0.0, math.inf, 2**63 - 1]
 
 
 def test_lists_of_scalars_are_written_on_one_line():
@@ -48,5 +81,5 @@ def test_lists_of_scalars_are_written_on_one_line():
     "text", ["!!int one", "!!bool maybe", "!!timestamp soon", "1" * 5000, "[" * 10**4, "{a: " * 10**4]
 )
 def test_what_cannot_be_read_is_an_error_of_yaml(text):
-    with pytest.raises(yaml.YAMLError):
+    with pytest.raises(ConfigError, match="not valid YAML"):
         parse(text)

@@ -23,6 +23,8 @@ def test_any_other_gpu_is_described_by_numbers():
         ("memory=48", "needs positive numbers for memory"),
         ("memory=48,bandwidth=864,bf16=lots", "'bf16=lots' is not a number"),
         ("memory=48,bandwidth=0,bf16=362", "needs positive numbers"),
+        ("memory=1e400,bandwidth=1,bf16=362", "needs positive numbers"),
+        ("memory=nan,bandwidth=1,bf16=362", "needs positive numbers"),
         ("memory=48,bandwidth=864,bf16=362,fp8=724", "needs positive numbers"),
     ],
 )

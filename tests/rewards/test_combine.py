@@ -295,7 +295,7 @@ def test_a_rank_whose_samples_all_failed_has_no_terms():
         (
             [term("ocr", tags=("tezt",)), term("b")],
             [],
-            r"reward.terms\[ocr\].tags='tezt' is unknown; choose from text, count .*text",
+            r"reward.terms\[ocr\].tags='tezt' is unknown \(did you mean text\?\); choose from text, count",
         ),
         ([term("a")], [term("ocr", tags=("x",))], r"reward.gold\[ocr\].tags='x' is unknown"),
         (

@@ -24,7 +24,7 @@ def test_positive_numbers(value):
 
 def test_choices_name_the_nearest():
     check_choice("ocr", "mode", "words", ["words", "letters"])
-    with pytest.raises(ConfigError, match=r"^reward ocr: mode='word' is unknown; .*did you mean words\?"):
+    with pytest.raises(ConfigError, match=r"^reward ocr: mode='word' is unknown \(did you mean words\?"):
         check_choice("ocr", "mode", "word", ["words", "letters"])
 
 

@@ -90,7 +90,7 @@ def test_reward_can_be_pickled_and_holds_no_model(options):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"dtype": "float8"}, "reward pickscore: dtype='float8' is unknown; choose from float32"),
+        ({"dtype": "float8"}, "reward pickscore: dtype='float8' is unknown \\(did you mean float32"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"divisor": 0}, "divisor=0"),
         ({"device": "tpu"}, "device='tpu' cannot be used here"),

@@ -210,7 +210,7 @@ def test_key_is_neither_stored_nor_shown(serve, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "scores"}, "mode='scores' is unknown; choose from transcribe, score .did you mean score"),
+        ({"mode": "scores"}, "mode='scores' is unknown .did you mean score..; choose from transcribe, score"),
         ({"score_range": [5, 5]}, "score_range=.5, 5."),
         ({"score_range": 10}, "score_range=10"),
         ({"score_range": [0, "a"]}, "score_range"),

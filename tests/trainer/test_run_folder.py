@@ -69,6 +69,25 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
         pass
 
 
+def test_a_folder_with_files_of_something_else_is_left_as_it_is(tmp_path):
+    for name in ("config.yaml", "b.py", "a.txt", "c"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(
+        ConfigError, match=r"not of a run \(a\.txt, b\.py, c, \.\.\.\); choose a new or empty"
+    ):
+        trainer.train(small_config(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.py", "c", "config.yaml"]
+
+
+@pytest.mark.parametrize("name", ["train.log", "slurm-1.out", "events.jsonl", ".lock"])
+def test_a_folder_of_a_run_may_hold_other_files_later(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with run_folder.locked(tmp_path):
+        (tmp_path / "report.html").write_text("")
+    with run_folder.locked(tmp_path):
+        pass
+
+
 def test_claim_refuses_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):

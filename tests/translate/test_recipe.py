@@ -1,7 +1,9 @@
 """The text of a translated recipe."""
 
+import pytest
 import yaml
 
+from flowcorr.config.yaml_text import parse
 from flowcorr.translate.recipe import recipe_text
 from flowcorr.translate.table import Line, Translation
 
@@ -28,6 +30,34 @@ def test_every_value_reads_back_as_it_was():
         "c": {"list": [1, 2.5], "path": "~/x"},
     }
     assert text.count("  # there\n") == len(values)
+
+
+@pytest.mark.parametrize(
+    "value", ["{a}", "a:", "a: b", "a #b", "~", "???", "a\nb", "\x07", "0.5_2", "[", "\u00fc", "-x", ""]
+)
+def test_text_that_yaml_would_read_as_something_else_is_quoted(value):
+    assert parse(text_of({"a": value})) == {"a": value}
+
+
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "x\\${a.b}", "$HOME"])
+def test_text_that_looks_like_an_interpolation_is_escaped(value):
+    from omegaconf import OmegaConf
+
+    text = text_of({"a": {"b": value}, "c": [value]})
+    assert OmegaConf.to_container(OmegaConf.create(text), resolve=True) == {"a": {"b": value}, "c": [value]}
+
+
+def test_comments_stay_comments():
+    text = text_of({}, unknown=["x=a\nb: 1", "y=\x00\x85\u2028c"])
+    assert "#   x=a b: 1\n#   y=? c\n" in text
+    assert parse(text) is None
+
+
+def test_what_is_not_read_is_listed():
+    translation = Translation(lines={}, no_place={}, unknown=(), differences=())
+    text = recipe_text(translation, "a\nb.sh", ["line 1: source env.sh"])
+    assert text.startswith("# Translated by flowcorr translate from a b.sh.\n")
+    assert "# not read, and may change what is above:\n#   line 1: source env.sh\n" in text
 
 
 def test_what_has_no_place_stands_in_comments():

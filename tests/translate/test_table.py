@@ -5,6 +5,7 @@ import pytest
 from flowcorr.errors import ConfigError
 from flowcorr.translate.flow_grpo import TABLE as FLOW_GRPO
 from flowcorr.translate.table import Row, Table, translate_values
+from flowcorr.translate.unread import Unread
 from flowcorr.translate.verl_omni import TABLE as VERL_OMNI
 
 
@@ -22,6 +23,7 @@ def table(**changes):
     fields = {
         "name": "other",
         "defaults": {"optim.lr": 1e-3, "group": 16},
+        "kinds": {},
         "rows": rows,
         "no_place": {"optim.*": "another optimizer"},
         "differences": ("the std",),
@@ -38,6 +40,43 @@ def test_a_line_says_where_its_value_is_from():
     assert "actor.kl_coef" not in lines  # the default here
     assert found.no_place == {"another optimizer": ["optim.eps=1e-08"]}
     assert found.unknown == ["unheard_of=1"]
+
+
+def test_a_value_that_is_unread_is_refused_where_it_is_needed():
+    lost = Unread("$N", "line 2: the script does not assign $N")
+    with pytest.raises(ConfigError, match=r"^group is not known: line 2: the script does not assign \$N$"):
+        translate_values({"group": [lost]}, table())
+    assert translate_values({"optim.eps": lost}, table()).no_place == {"another optimizer": ["optim.eps=$N"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "found"),
+    [
+        (int, 2.0, 2),
+        (float, 2, 2.0),
+        (bool, 1, True),
+        (list, (1, 2), [1, 2]),
+        (list, "[1, 2]", [1, 2]),
+        (list, "wandb", ["wandb"]),
+        (str, "a", "a"),
+    ],
+)
+def test_a_value_is_of_the_type_of_its_key(kind, value, found):
+    rows = (Row(key="rollout.n", sources=("a",), value=lambda get: get("a")),)
+    made = translate_values({"a": value}, table(rows=rows, defaults={"a": None}, kinds={"a": kind}))
+    assert (made.lines["rollout.n"].value, type(made.lines["rollout.n"].value)) == (found, kind)
+    assert (
+        translate_values({"a": None}, table(rows=rows, defaults={"a": None}, kinds={"a": kind})).lines == {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("abc", "group='abc' must be a whole number"), (2.5, "group=2.5 must be"), (None, "group=None must be")],
+)
+def test_a_value_of_another_type_is_refused(value, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        translate_values({"group": value}, table())
 
 
 def test_a_run_that_cannot_be_made_is_refused():

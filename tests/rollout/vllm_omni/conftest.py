@@ -74,6 +74,7 @@ class Stack:
 
 
 def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: dict[str, Any]) -> Config:
+    from flowcorr.config.run import TrainerConfig
     from flowcorr.config.schema import (
         ActorConfig,
         Config,
@@ -81,7 +82,6 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
         ModelConfig,
         RolloutConfig,
         SamplingConfig,
-        TrainerConfig,
     )
 
     height, width = SIZES[family]

@@ -1,0 +1,64 @@
+"""Checks of a recipe that need no model and no GPU: what would otherwise end a run after minutes of loading."""
+
+from __future__ import annotations
+
+from flowcorr.config.schema import Config
+from flowcorr.data import load_prompts
+from flowcorr.devices import check_device_name
+from flowcorr.models import FAMILIES, resolve_family
+from flowcorr.models.base import check_size
+from flowcorr.plan.pipelines import Architecture, family_class, local_architecture
+from flowcorr.rewards import check_prompts as check_prompts_of
+from flowcorr.rewards import check_terms
+from flowcorr.trackers import check_trackers
+
+_PATCH = 2  # latents a side of a patch, for all families but sd3, whose transformer names it
+
+
+def check_settings(config: Config) -> None:
+    """Check what does not depend on the machine: names of trackers, devices, rewards and families, and image sizes.
+
+    Image sizes are only checked if the pipeline's configuration files are on this machine or ship with flowcorr. A
+    family of the user's own is not imported, and checks its sizes when it is loaded.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    check_trackers(config.trainer.trackers)
+    check_device_name("trainer.device", config.trainer.device)
+    check_terms(config.reward.terms, config.reward.gold)
+    if ":" in config.model.family:
+        return
+    if config.model.family != "auto":
+        resolve_family(config.model.family)
+    architecture = local_architecture(config.model.path)
+    if architecture is not None and family_class(architecture, config.model) in FAMILIES.values():
+        _check_sizes(config, architecture)
+
+
+def check_prompts(config: Config) -> None:
+    """Check that the files of prompts can be read, and fit the rewards.
+
+    Raises:
+        ConfigError: they do not; the message names file and line.
+    """
+    prompts = load_prompts(config.data)
+    check_prompts_of(config.reward, prompts.train, prompts.heldout)
+
+
+def size_limits(architecture: Architecture) -> tuple[int, int | None]:
+    """What heights and widths in pixels must be multiples of, and the largest, if there is one."""
+    vae, transformer = architecture.configs["vae"], architecture.configs["transformer"]
+    halvings = (
+        len(vae["block_out_channels"]) - 1 if "block_out_channels" in vae else len(vae["temperal_downsample"])
+    )
+    positions = transformer.get("pos_embed_max_size")
+    multiple = 2**halvings * (_PATCH if positions is None else transformer["patch_size"])
+    return multiple, None if positions is None else multiple * positions
+
+
+def _check_sizes(config: Config, architecture: Architecture) -> None:
+    multiple, largest = size_limits(architecture)
+    sampling, trainer = config.sampling, config.trainer
+    check_size(sampling.height, sampling.width, multiple, largest=largest)
+    check_size(trainer.eval_height, trainer.eval_width, multiple, largest=largest, section="trainer.eval_")

@@ -1,0 +1,83 @@
+"""Checks of a recipe that need no model."""
+
+import shutil
+
+import pytest
+
+from flowcorr.config import load
+from flowcorr.config.schema import ModelConfig
+from flowcorr.errors import ConfigError
+from flowcorr.models import EMBEDDED, load_family
+from flowcorr.plan.pipelines import find_architecture, local_architecture
+from flowcorr.plan.preflight import check_prompts, check_settings, size_limits
+from tests import tiny_pipelines
+
+BUILDERS = {
+    "sd3": tiny_pipelines.build_tiny_sd3,
+    "qwen_image": tiny_pipelines.build_tiny_qwen_image,
+    "flux": tiny_pipelines.build_tiny_flux,
+    "flux2_klein": tiny_pipelines.build_tiny_flux2_klein,
+    "z_image": tiny_pipelines.build_tiny_z_image,
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_sizes_are_those_that_the_loaded_model_takes(name, tmp_path):
+    path = str(BUILDERS[name](tmp_path))
+    multiple, largest = size_limits(find_architecture(path))
+    family = load_family(ModelConfig(path=path), text_encoders=False)
+    family.latent_shape(2 * multiple, multiple)
+    with pytest.raises(ConfigError, match=f"height={multiple - 1} .* a multiple of {multiple}, such"):
+        family.latent_shape(multiple - 1, multiple)
+    assert (largest is not None) == (name == "sd3")
+    if largest is not None:
+        with pytest.raises(ConfigError, match=f"use at most {largest}$"):
+            family.latent_shape(largest + multiple, multiple)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.trackers=[wandbb]", r"^trainer\.trackers='wandbb' is unknown \(did you mean wandb\?\)"),
+        ("trainer.device=cudda", r"^trainer\.device='cudda' cannot be used here"),
+        ("sampling.height=17", r"^sampling\.height=17 does not fit the model: it must be a multiple of 8"),
+        ("trainer.eval_width=17", r"^trainer\.eval_width=17 does not fit the model"),
+        ("model.family=sd4", r"^model\.family='sd4' is unknown \(did you mean sd3\?\)"),
+        ("reward.terms=[{name: ocrr}]", r"^reward\.terms\.name='ocrr' is unknown \(did you mean ocr\?\)"),
+        (
+            "reward.gold=[{name: ocr, options: {speed: 1}}]",
+            r"^reward ocr with options speed: got an unexp",
+        ),
+    ],
+)
+def test_settings_that_no_machine_can_use(override, message):
+    with pytest.raises(ConfigError, match=message):
+        check_settings(load("tiny_jpeg_lora", [override]))
+
+
+def test_what_only_another_machine_knows_is_not_asked_for():
+    check_settings(load("tiny_jpeg_lora", ["trainer.device=cuda:7"]))
+    check_settings(load("tiny_jpeg_lora", ["model.path=nobody/nothing", "sampling.height=17"]))
+    check_settings(load("tiny_jpeg_lora", ["model.path=" + "n" * 5000, "sampling.height=17"]))
+    check_settings(load("tiny_jpeg_lora", ["model.path=/nowhere", "sampling.height=17"]))
+    check_settings(load("tiny_jpeg_lora", ["model.family=mine:Family", "sampling.height=17"]))
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", "{", '{"vae": []}'])
+def test_a_folder_that_is_no_pipeline_is_named(tmp_path, index):
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED["tiny_ocr"], folder)
+    (folder / "model_index.json").write_text(index)
+    with pytest.raises(ConfigError, match="is not a diffusers pipeline: "):
+        local_architecture(str(folder))
+
+
+def test_prompts_are_read_and_compared_with_the_rewards(tmp_path):
+    check_prompts(load("tiny_ocr_lora"))
+    file = tmp_path / "prompts.txt"
+    file.write_text("a cat\na dog\n")
+    (tmp_path / "held.txt").write_text('a "hen"\n')
+    with pytest.raises(ConfigError, match=r"has no target, which reward ocr needs"):
+        check_prompts(
+            load("tiny_ocr_lora", [f"data.path={file}", "data.heldout_path=" + str(tmp_path / "held.txt")])
+        )

@@ -1,0 +1,99 @@
+"""Hydra's files and overrides, read without Hydra."""
+
+import pytest
+
+from flowcorr.errors import ConfigError
+from flowcorr.translate.hydra import flat, read_override, read_yaml, resolved
+from flowcorr.translate.unread import Unread
+
+
+def test_a_file_is_its_values_by_dotted_keys():
+    text = "a: {b: 1e-4, c: on, d: {}, _target_: x.y}\ne: {f: {g: 1}}\ndefaults: [_self_]"
+    assert read_yaml(text, keep=("e.f",)) == {"a.b": 1e-4, "a.c": True, "a.d": {}, "e.f": {"g": 1}}
+    assert dict(flat({"a": {"b": [1]}})) == {"a.b": [1]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "^it is not a Hydra YAML"),
+        ("", "^it is not a Hydra YAML"),
+        ("a: [", "^not valid YAML: "),
+        ("defaults: [actor@actor: dp]\na: 1", "^it takes values from other files by its list defaults"),
+    ],
+)
+def test_what_is_no_whole_file_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("a.b=1", "a.b", 1),
+        ("+a=[1,x]", "a", [1, "x"]),
+        ("++a=0.5_2", "a", "0.5_2"),
+        ("a=", "a", None),
+        ("a=b=c", "a", "b=c"),
+        ("a=[", "a", "["),
+    ],
+)
+def test_an_override_is_a_key_and_a_value(word, key, value):
+    assert read_override(word) == (key, value)
+
+
+def test_an_override_that_is_none_is_refused():
+    for word in ("a", "--config-name=b", "$X=1", "~a=1", "a b=1"):
+        with pytest.raises(ConfigError, match="is not read, only key=value; leave it out$"):
+            read_override(word)
+    with pytest.raises(
+        ConfigError, match=r"the argument '\$X' is not read, only key=value \(line 3: why\); leave it out$"
+    ):
+        read_override(Unread("$X", "line 3: why"))
+    assert read_override(Unread("a=$X", "why")) == ("a", Unread("$X", "why"))
+
+
+def test_references_are_replaced():
+    given = {
+        "a.b": 2,
+        "a.name": "x",
+        "a.c": "${a.b}",
+        "a.d": "${.c}",
+        "e.f": "${a.name}/${a.b}",
+        "e.g": ["${..a.b}", {"h": "${oc.select:a.b,3}"}],
+        "e.i": "${oc.select:no.key,4}",
+        "e.j": "\\${a.b}",
+    }
+    found = resolved(given)
+    assert (found["a.c"], found["a.d"], found["e.f"], found["e.g"]) == (2, 2, "x/2", [2, {"h": 2}])
+    assert (found["e.i"], found["e.j"]) == (4, "${a.b}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${no.key}",
+        "${oc.env:HOME}",
+        "x${oc.env:HOME}y",
+        "${a}",
+        "${b}",
+        "${oc.decode:1}",
+        "${oc.select:no.key}",
+        "${a",
+    ],
+)
+def test_a_reference_that_the_file_does_not_tell_is_unread(text):
+    found = resolved({"a": text, "b": "${a}"})["a"]
+    if text == "${a":
+        assert found == text  # no reference at all
+    else:
+        assert found == Unread(text, f"a={text} does not follow from the file; give its value as an override")
+
+
+def test_a_value_that_is_missing_is_unread():
+    assert resolved({"a": "???"})["a"].reason == "a=??? has no value; give it as an override"
+
+
+def test_references_are_bounded():
+    given = {"a0": "x" * 10} | {f"a{n}": f"${{a{n - 1}}}${{a{n - 1}}}" for n in range(1, 41)}
+    assert isinstance(resolved(given)["a40"], Unread)
