@@ -15,24 +15,24 @@ import torch
 from flowcorr import config, trainer
 from flowcorr.config.schema import ActorConfig
 from flowcorr.losses import Limit, Loss
-from flowcorr.losses.terms import exp_ratio, make_terms, output, ratio_stats
-from flowcorr.records import BatchStep, LossOutput, PolicyStep
+from flowcorr.losses.terms import exp_ratio, mask_terms, output, ratio_stats
+from flowcorr.records import LossOutput, Terms
 
 
-def clip_higher(policy: PolicyStep, batch: BatchStep, actor: ActorConfig, *, above: float) -> LossOutput:
+def clip_higher(terms: Terms, actor: ActorConfig, *, above: float) -> LossOutput:
     """Sum of `w max(-A ratio, -A clamp(ratio, 1 - clip_ratio, 1 + above))`."""
-    terms = make_terms(
-        policy.log_prob,
-        batch.old_log_prob,
-        batch.advantage,
+    masked = mask_terms(
+        terms.log_prob,
+        terms.old_log_prob,
+        terms.advantage,
         adv_clip_max=actor.adv_clip_max,
-        weight=batch.weight,
-        keep=batch.keep,
+        weight=terms.weight,
+        keep=terms.keep,
     )
     low, high = 1 - actor.clip_ratio, 1 + above
-    ratio, a = exp_ratio(terms.log_ratio), terms.advantage
-    loss = terms.weight * torch.maximum(-a * ratio, -a * ratio.clamp(low, high))
-    return output(loss, terms, ratio_stats(terms, terms.log_ratio, above=ratio > high, below=ratio < low))
+    ratio, a = exp_ratio(masked.log_ratio), masked.advantage
+    loss = masked.weight * torch.maximum(-a * ratio, -a * ratio.clamp(low, high))
+    return output(loss, masked, ratio_stats(masked, masked.log_ratio, above=ratio > high, below=ratio < low))
 
 
 # What the noise floor, the doctor and the audit ask: how far this loss lets a ratio be from 1, and what it reads. Each

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -227,83 +227,99 @@ class ActorBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PolicyStep:
-    """Scores of one SDE step `[b]`, or of the whole window `[b, T]`, under the current policy.
+class Scores:
+    """What the actor makes of the steps `[B, T]` of a batch.
 
     Attributes:
-        log_prob: `[b]` or `[b, T]`, nats per latent element, differentiable.
-        mean: `[b, *L]` or `[b, T, *L]`, step mean, differentiable.
-        std: like `log_prob`, the full standard deviation of the step.
-        step: like `log_prob`, `sigma - sigma_next`.
+        log_probs: nats per latent element.
+        means: `[B, T, *L]`, step means, or None where they were not asked for.
+        stds: full standard deviations of the steps.
     """
 
-    log_prob: Tensor
-    mean: Tensor
-    std: Tensor
-    step: Tensor
+    log_probs: Tensor
+    means: Tensor | None
+    stds: Tensor
 
-    def detach(self) -> PolicyStep:
+    def select(self, index: Tensor) -> Scores:
+        """The samples at `index` along the batch axis."""
+        return replace(self, **{name: value[index] for name, value in _tensors(self).items()})
+
+    def detach(self) -> Scores:
         """The same values without their graph."""
         return replace(self, **{name: value.detach() for name, value in _tensors(self).items()})
 
-    def per_term(self) -> PolicyStep:
-        """`[b, T]` as `[b * T]`: every SDE step a sample of its own."""
-        return _per_term(self, self.log_prob.dim())
-
-    def windows(self) -> PolicyStep:
-        """`[b]` as `[b, 1]`: every SDE step a window of its own; `[b, T]` is returned as it is."""
-        return _windows(self, self.log_prob.dim())
+    @staticmethod
+    def concatenate(parts: Sequence[Scores], dim: int = 0) -> Scores:
+        """All parts, of which either all or none have means, along the samples or (1) along the steps."""
+        columns = [_tensors(part) for part in parts]
+        joined = {name: torch.cat([part[name] for part in columns], dim) for name in columns[0]}
+        return replace(parts[0], **joined)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BatchStep:
-    """The data of one SDE step `[b]`, or of the whole window `[b, T]`, that a loss needs.
+class Terms:
+    """The numbers of SDE steps that losses and corrections read: of whole windows `[b, T]`, or of single steps `[b]`.
+
+    Log-probs and exact KLs are in nats per latent element.
 
     Attributes:
-        old_log_prob: under the proximal policy, nats per latent element.
-        rollout_log_prob: under the rollout policy, nats per latent element.
-        advantage: one per sample, expanded over `T` where there is one.
-        old_mean: `[b, *L]` or `[b, T, *L]`, step mean of the policy of `old_log_prob`, or None.
-        rollout_mean: likewise of the rollout policy, or None.
-        reference_mean: likewise of the reference policy that `kl_coef` holds the policy to, or None.
+        log_prob: of the current policy, differentiable; before it was scored, that of the old policy.
+        old_log_prob: of the old policy, which anchors the ratio.
+        rollout_log_prob: of the rollout policy.
+        advantage: one a sample, expanded over `T` where there is one.
+        std: full standard deviation of the step; NaN where it is not known.
+        step: `sigma - sigma_next`.
+        step_index: int64, the step's place in the schedule.
+        sigma: noise level before the step, or None.
+        old_kl, reference_kl: exact KL of the current policy from the old and the reference policy, differentiable; NaN
+            where a mean is not finite, and None where it is not known.
+        rollout_kl: likewise from the rollout policy, without a gradient.
+        old_rollout_kl: likewise of the old policy from the rollout policy.
         weight: detached importance weights, or None for 1.
         keep: bool, False where a term takes no part, or None for all.
-        step_index: int64, the step's place in the schedule.
+        num_elements: `D`, or None where it is not known.
     """
 
+    log_prob: Tensor
     old_log_prob: Tensor
     rollout_log_prob: Tensor
     advantage: Tensor
+    std: Tensor
+    step: Tensor
     step_index: Tensor
-    old_mean: Tensor | None = None
-    rollout_mean: Tensor | None = None
-    reference_mean: Tensor | None = None
+    sigma: Tensor | None = None
+    old_kl: Tensor | None = None
+    rollout_kl: Tensor | None = None
+    reference_kl: Tensor | None = None
+    old_rollout_kl: Tensor | None = None
     weight: Tensor | None = None
     keep: Tensor | None = None
+    num_elements: int | None = None
 
-    @classmethod
-    def of(cls, batch: ActorBatch, reference_means: Tensor | None = None) -> BatchStep:
-        """The whole window `[b, T]` of a batch whose `old_log_probs` are known."""
-        assert batch.old_log_probs is not None, "old_log_probs come from the correction, before the update"
-        return cls(
-            old_log_prob=batch.old_log_probs,
-            rollout_log_prob=batch.rollout.log_probs,
-            advantage=batch.advantages[:, None].expand_as(batch.old_log_probs),
-            step_index=batch.rollout.step_indices,
-            old_mean=batch.old_means,
-            rollout_mean=batch.rollout.means,
-            reference_mean=reference_means,
-            weight=batch.rollout_is_weights,
-            keep=batch.keep,
-        )
+    def select(self, index: Tensor | slice) -> Terms:
+        """The samples at `index` along the batch axis."""
+        return self._each(lambda column: column[index])
 
-    def per_term(self) -> BatchStep:
+    @staticmethod
+    def concatenate(parts: Sequence[Terms]) -> Terms:
+        """The samples of all parts in order; every part must hold the same optional columns."""
+        columns = [_tensors(part) for part in parts]
+        joined: dict[str, Any] = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
+        return replace(parts[0], **joined)
+
+    def per_term(self) -> Terms:
         """`[b, T]` as `[b * T]`: every SDE step a sample of its own."""
-        return _per_term(self, self.old_log_prob.dim())
+        return self._each(torch.flatten)
 
-    def windows(self) -> BatchStep:
+    def windows(self) -> Terms:
         """`[b]` as `[b, 1]`: every SDE step a window of its own; `[b, T]` is returned as it is."""
-        return _windows(self, self.old_log_prob.dim())
+        if self.log_prob.dim() == 2:
+            return self
+        return self._each(lambda column: column.unsqueeze(1))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Terms:
+        changed: dict[str, Any] = {name: change(column) for name, column in _tensors(self).items()}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -330,27 +346,12 @@ class LossOutput:
         return self.loss_sum / count.clamp(min=1)
 
 
-StepT = TypeVar("StepT", PolicyStep, BatchStep)
-
-
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise `BatchError` unless `tensor` has exactly `shape`."""
     if tuple(tensor.shape) != shape:
         raise BatchError(
             f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}, as nothing is broadcast"
         )
-
-
-def _per_term(record: StepT, batch_dims: int) -> StepT:
-    return replace(
-        record, **{name: value.flatten(0, batch_dims - 1) for name, value in _tensors(record).items()}
-    )
-
-
-def _windows(record: StepT, batch_dims: int) -> StepT:
-    if batch_dims == 2:
-        return record
-    return replace(record, **{name: value.unsqueeze(1) for name, value in _tensors(record).items()})
 
 
 def _tensors(record: Any) -> dict[str, Tensor]:

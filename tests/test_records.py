@@ -5,7 +5,7 @@ import torch
 
 from flowcorr.errors import BatchError
 from flowcorr.metrics import Metrics
-from flowcorr.records import ActorBatch, BatchStep, LossOutput, PolicyStep, Rollout, check_shape
+from flowcorr.records import ActorBatch, LossOutput, Rollout, Scores, Terms, check_shape
 
 SAMPLES, STEPS, LATENT = 4, 2, (3, 5)
 
@@ -140,26 +140,32 @@ def test_a_step_is_a_window_of_its_own():
     assert last.keep is None
 
 
-def test_the_batch_of_a_window_expands_its_advantages():
-    batch = ActorBatch(rollout=rollout(), advantages=torch.arange(4.0), old_log_probs=torch.zeros(4, 2))
-    window = BatchStep.of(batch)
-    assert window.advantage.tolist() == [[i, i] for i in range(4)]
-    assert torch.equal(window.rollout_log_prob, batch.rollout.log_probs)
-    assert (window.weight, window.keep, window.old_mean) == (None, None, None)
-
-
 def test_terms_are_the_steps_of_a_window():
-    batch = BatchStep.of(
-        ActorBatch(rollout=rollout(), advantages=torch.arange(4.0), old_log_probs=torch.rand(4, 2))
-    )
-    terms = batch.per_term()
-    assert terms.old_log_prob.shape == terms.advantage.shape == terms.step_index.shape == (8,)
-    assert torch.equal(terms.rollout_mean, batch.rollout_mean.reshape(8, *LATENT))
-    assert torch.equal(terms.old_log_prob, batch.old_log_prob.reshape(8))
     numbers = torch.rand(4, 2)
-    policy = PolicyStep(log_prob=numbers, mean=batch.rollout_mean, std=numbers, step=numbers).per_term()
-    assert policy.mean.shape == (8, *LATENT)
-    assert torch.equal(policy.std, numbers.flatten())
+    columns = dict.fromkeys(
+        ("log_prob", "old_log_prob", "rollout_log_prob", "advantage", "std", "step", "step_index"), numbers
+    )
+    window = Terms(**columns, old_kl=2 * numbers, num_elements=3)
+    terms = window.per_term()
+    assert terms.old_log_prob.shape == terms.advantage.shape == terms.step_index.shape == (8,)
+    assert torch.equal(terms.old_kl, 2 * numbers.flatten())
+    assert (terms.rollout_kl, terms.weight, terms.num_elements) == (None, None, 3)
+    assert torch.equal(terms.windows().std, numbers.view(8, 1))
+    assert window.windows() is window
+    parts = [window.select(slice(0, 1)), window.select(torch.tensor([1, 2, 3]))]
+    assert_same(Terms.concatenate(parts), window)
+
+
+def test_scores_are_cut_and_joined_along_both_axes():
+    numbers, means = torch.rand(4, 2), torch.rand(4, 2, *LATENT)
+    scores = Scores(log_probs=numbers, means=means, stds=numbers)
+    assert_same(
+        Scores.concatenate([scores.select(torch.tensor([0])), scores.select(torch.arange(1, 4))]), scores
+    )
+    wide = Scores.concatenate([scores, scores], dim=1)
+    assert (wide.log_probs.shape, wide.means.shape) == ((4, 4), (4, 4, *LATENT))
+    without = replace(scores, means=None)
+    assert Scores.concatenate([without, without]).means is None
 
 
 def test_records_are_frozen_and_derived_by_replace():

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.correction.bounds import SCALES, scale_factor
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.losses import flow_grpo, reinforce
+from flowcorr.records import Terms
 from flowcorr.sde import transition
 
 SCHEDULE_STEPS = 10
@@ -284,37 +286,35 @@ def estimate(
     chain is closed by the exact score.
     """
     target, rollout = trajectories.target_log_prob, trajectories.rollout_log_prob
-    advantage = trajectories.advantage[:, None].expand_as(target)
-    step_index = torch.arange(flow.num_steps).expand_as(target)
-    # In bypass, scope step, every term is a trajectory of its own, as the trainer hands it to the loss.
-    alone = config.mode == "bypass" and config.bypass_scope == "step"
-    shape = (target.numel(), 1) if alone else tuple(target.shape)
-    log_prob = target.reshape(shape).clone().requires_grad_()
-    behaviour, advantage = rollout.reshape(shape), advantage.reshape(shape)
-    correction = correct(
-        log_prob,
-        behaviour,
-        config,
-        mask=None,
-        step_index=step_index.reshape(shape),
+    log_prob = target.clone().requires_grad_()
+    terms = Terms(
+        log_prob=log_prob,
+        old_log_prob=rollout if config.mode == "bypass" else target,
+        rollout_log_prob=rollout,
+        advantage=trajectories.advantage[:, None].expand_as(target),
+        std=torch.full_like(target, math.nan),
+        step=torch.full_like(target, math.nan),
+        step_index=torch.arange(flow.num_steps).expand_as(target),
         num_elements=flow.num_elements,
-        num_steps=flow.num_steps,
     )
-    weight, keep = correction.weights, correction.keep
+    if config.mode == "bypass" and config.bypass_scope == "step":
+        terms = terms.per_term()  # every term is a trajectory of its own, as the trainer hands it to the loss
+    terms, metrics = correct(terms, config, num_steps=flow.num_steps)
+    assert terms.keep is not None
+    options: dict[str, Any] = {"adv_clip_max": math.inf, "weight": terms.weight, "keep": terms.keep}
     if config.mode == "bypass" and config.loss_type == "reinforce":
-        output = reinforce(log_prob, advantage, adv_clip_max=math.inf, weight=weight, keep=keep)
+        output = reinforce(terms.log_prob, terms.advantage, **options)
     else:
-        old = behaviour if config.mode == "bypass" else log_prob.detach()
         output = flow_grpo(
-            log_prob, old, advantage, clip_ratio=clip_ratio, adv_clip_max=math.inf, weight=weight, keep=keep
+            terms.log_prob, terms.old_log_prob, terms.advantage, clip_ratio=clip_ratio, **options
         )
     (slope,) = torch.autograd.grad(output.loss_sum, log_prob)
-    keep = keep.reshape(target.shape)
+    keep = terms.keep.view(target.shape)
     counted = keep if config.rollout_rs_denominator == "kept" else torch.ones_like(keep)
     return Estimates(
-        gradient=-(slope.reshape(target.shape)[..., None] * trajectories.score).sum(1),
+        gradient=-(slope[..., None] * trajectories.score).sum(1),
         counted=counted.sum(1),
-        metrics=correction.metrics.compute(),
+        metrics=metrics.compute(),
         num_steps=flow.num_steps,
     )
 

@@ -33,7 +33,7 @@ def warn_if_folding_is_slower(
     def seconds(parts: Sequence[Rollout]) -> float:
         begin = clock()
         for part in parts:
-            scorer.score(part).log_prob.sum().backward()
+            scorer.score(part).log_probs.sum().backward()
         if rollout.latents.is_cuda:
             torch.cuda.synchronize(rollout.latents.device)
         return clock() - begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,21 +17,7 @@ from flowcorr.config.schema import Config
 from flowcorr.errors import BatchError
 from flowcorr.models import Guidance, ModelFamily
 from flowcorr.models.base import repeated_blocks
-from flowcorr.records import PolicyStep, Rollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scores:
-    """Log-probs `[B, T]` of a batch without gradients, with step means `[B, T, *L]` where asked for."""
-
-    log_probs: Tensor
-    means: Tensor | None
-
-    def select(self, index: Tensor) -> Scores:
-        """The samples at `index` along the batch axis."""
-        return Scores(
-            log_probs=self.log_probs[index], means=None if self.means is None else self.means[index]
-        )
+from flowcorr.records import Rollout, Scores
 
 
 class Scorer:
@@ -57,7 +43,7 @@ class Scorer:
             for block in repeated_blocks(self._transformer):
                 block.compile(dynamic=True)
 
-    def score(self, rollout: Rollout, *, guidance: Guidance | None = None) -> PolicyStep:
+    def score(self, rollout: Rollout, *, guidance: Guidance | None = None) -> Scores:
         """Score every step of `rollout` under the current policy, with gradients.
 
         Args:
@@ -71,14 +57,9 @@ class Scorer:
         if self.config.actor.fold_steps or rollout.num_steps == 1:
             return self._score(rollout, guidance)
         steps = [self._score(rollout.step(t), guidance) for t in range(rollout.num_steps)]
-        return PolicyStep(
-            **{
-                name: torch.cat([getattr(step, name) for step in steps], dim=1)
-                for name in ("log_prob", "mean", "std", "step")
-            }
-        )
+        return Scores.concatenate(steps, dim=1)
 
-    def score_finite(self, rollout: Rollout) -> PolicyStep:
+    def score_finite(self, rollout: Rollout) -> Scores:
         """`score`, where samples whose forward is not finite have a log-prob of NaN and carry no gradient.
 
         Behind a mask in the loss, the gradient of such a sample would be 0 times infinity, so the others are scored
@@ -86,18 +67,20 @@ class Scorer:
         their gradient. Sharded weights allow no forward pass that other ranks do not make: there, a gradient that is
         not finite skips the update on all ranks.
         """
-        policy = self.score(rollout)
-        finite = torch.isfinite(policy.log_prob.detach()).all(dim=1)
+        scores = self.score(rollout)
+        finite = torch.isfinite(scores.log_probs.detach()).all(dim=1)
         if self.weights.sharded or finite.all():
-            return policy
-        policy = policy.detach()  # frees the graph before the next one is built
+            return scores
+        scores = scores.detach()  # frees the graph before the next one is built
         rows = finite.nonzero().squeeze(1)
-        log_prob, mean = torch.full_like(policy.log_prob, math.nan), policy.mean
+        log_probs, means = torch.full_like(scores.log_probs, math.nan), scores.means
+        assert means is not None, "`score` returns them"
         if len(rows):
             rescored = self.score(rollout.select(rows))
-            log_prob = log_prob.index_copy(0, rows, rescored.log_prob)
-            mean = mean.index_copy(0, rows, rescored.mean)
-        return replace(policy, log_prob=log_prob, mean=mean)
+            assert rescored.means is not None
+            log_probs = log_probs.index_copy(0, rows, rescored.log_probs)
+            means = means.index_copy(0, rows, rescored.means)
+        return replace(scores, log_probs=log_probs, means=means)
 
     @torch.no_grad()
     def log_probs(
@@ -120,15 +103,15 @@ class Scorer:
         micro_batches = self.micro_batches(rollout.num_samples)
         filler_sample = rollout.select(slice(1)) if filler_sample is None else filler_sample
         num_fillers = self.num_fillers(len(micro_batches), filler_sample)
-        log_probs, means = [rollout.log_probs[:0]], [rollout.latents[:0]]
+        means = rollout.latents[:0] if with_means else None
+        none = rollout.log_probs[:0]
+        parts = [Scores(log_probs=none, means=means, stds=none)]
         for rows in micro_batches:
-            policy = self.score(rollout.select(rows), guidance=guidance)
-            log_probs.append(policy.log_prob)
-            if with_means:
-                means.append(policy.mean)
+            scores = self.score(rollout.select(rows), guidance=guidance)
+            parts.append(scores if with_means else replace(scores, means=None))
         for _ in range(num_fillers):
             self.score(filler_sample)
-        return Scores(log_probs=torch.cat(log_probs), means=torch.cat(means) if with_means else None)
+        return Scores.concatenate(parts)
 
     @torch.no_grad()
     def reference_means(self, rollout: Rollout) -> Tensor | None:
@@ -136,7 +119,7 @@ class Scorer:
         if not self.config.actor.kl_coef:
             return None
         with self._reference():
-            return self.score(rollout).mean
+            return self.score(rollout).means
 
     def micro_batches(self, num_samples: int) -> list[slice]:
         """The samples that go through the transformer together."""
@@ -164,7 +147,7 @@ class Scorer:
             )
         return max(count for count, _ in ranks) - num_micro_batches
 
-    def _score(self, rollout: Rollout, guidance: Guidance | None) -> PolicyStep:
+    def _score(self, rollout: Rollout, guidance: Guidance | None) -> Scores:
         samples, steps = rollout.log_probs.shape
         with self.autocast():
             velocity = self.family.velocity(
@@ -183,8 +166,8 @@ class Scorer:
             rollout.sigmas_next,
             sampling.noise_level,
         )
-        log_prob = sde.log_prob(rollout.next_latents, step, cps_unscaled=sampling.cps_unscaled)
-        return PolicyStep(log_prob=log_prob, mean=step.mean, std=step.std, step=step.step)
+        log_probs = sde.log_prob(rollout.next_latents, step, cps_unscaled=sampling.cps_unscaled)
+        return Scores(log_probs=log_probs, means=step.mean, stds=step.std)
 
     def autocast(self) -> torch.autocast:
         """The precision of a forward pass; sharded weights have FSDP's mixed precision instead of autocast."""

@@ -19,17 +19,19 @@ from flowcorr.actor.loss_scale import LossScale
 from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
+from flowcorr.algorithm.apply import sees_windows
+from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.distributed import fsdp
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics, mean, total
-from flowcorr.records import ActorBatch, BatchStep, LossOutput, PolicyStep, Rollout
+from flowcorr.records import ActorBatch, LossOutput, Rollout, Terms
 
 logger = logging.getLogger(__name__)
 
 BatchT = TypeVar("BatchT", ActorBatch, Rollout)
-Record = Callable[[ActorBatch, PolicyStep], None]
+Record = Callable[[ActorBatch, Terms], None]
 
 
 class PolicyOptimizer:
@@ -63,7 +65,7 @@ class PolicyOptimizer:
             batch: the samples.
             correction: the rollout correction in force; in bypass mode it acts inside the loss.
             training_step: seeds the order of the mini-batches.
-            record: called with each part of the batch, which then has `places`, and the scores of its loss.
+            record: called with each part of the batch, which then has `places`, and the terms of its loss.
 
         Returns:
             `actor/*` metrics over the whole update. In bypass mode also `rollout_corr/*`: under `actor/` over the
@@ -123,7 +125,7 @@ class PolicyOptimizer:
         rejects them, and for `record`, they are scored without a graph.
         """
         self.adamw.zero_grad()
-        whole_windows = _sees_whole_windows(self.config, correction)
+        whole_windows = sees_windows(self.config.actor, correction)
         is_read = record is not None or (correction is not None and correction.mode == "bypass")
         has_gradient = self._has_gradient(batch.advantages, correction, is_read)
         learned, rest = (where.nonzero().squeeze(1) for where in (has_gradient, ~has_gradient))
@@ -137,7 +139,7 @@ class PolicyOptimizer:
         for _ in range(num_fillers):
             for rollout in self._backward_units(filler_sample, whole_windows):
                 self.scorer.reference_means(rollout)
-                (0.0 * self.scorer.score(rollout).log_prob.sum()).backward()
+                (0.0 * self.scorer.score(rollout).log_probs.sum()).backward()
         return outputs
 
     def _has_gradient(
@@ -164,10 +166,15 @@ class PolicyOptimizer:
             for part in self._backward_units(batch.select(samples[rows]), whole_windows):
                 # Before the policy's graph takes memory.
                 reference_means = self.scorer.reference_means(part.rollout)
-                policy = self.scorer.score_finite(part.rollout)
+                terms = batch_terms(part, self.scorer.score_finite(part.rollout), reference_means)
                 if record is not None:
-                    record(part, policy)
-                output = self._loss(policy, part, reference_means, correction, whole_windows)
+                    record(part, terms)
+                output = diffusion_loss(
+                    terms if whole_windows else terms.per_term(),
+                    self.config.actor,
+                    correction,
+                    num_steps=self.config.sampling.num_inference_steps,
+                )
                 if self.weights.sharded or output.loss_sum.requires_grad:
                     (self.loss_scale.value * output.loss_sum).backward()
                 outputs.append(output)
@@ -178,20 +185,6 @@ class PolicyOptimizer:
         if whole_windows or self.config.actor.fold_steps:
             return [batch]
         return [batch.step(t) for t in range(self.config.sampling.sde_window_size)]
-
-    def _loss(
-        self,
-        policy: PolicyStep,
-        batch: ActorBatch,
-        reference_means: Tensor | None,
-        correction: RolloutCorrectionConfig | None,
-        whole_windows: bool,
-    ) -> LossOutput:
-        step = BatchStep.of(batch, reference_means)
-        if not whole_windows:
-            policy, step = policy.per_term(), step.per_term()
-        num_steps = self.config.sampling.num_inference_steps
-        return diffusion_loss(policy, step, self.config.actor, correction, num_steps=num_steps)
 
     def _step(self, outputs: Sequence[LossOutput]) -> tuple[bool, Metrics]:
         """Divide the accumulated gradient once by the count of all ranks, clip it, and step.
@@ -317,10 +310,3 @@ def scheduled_lr(actor: ActorConfig, update: int, num_updates: int) -> float:
     progress = min(1.0, (update - actor.warmup_steps) / max(num_updates - actor.warmup_steps, 1))
     falls = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return actor.lr * (actor.lr_min_ratio + (1 - actor.lr_min_ratio) * falls[actor.lr_schedule])
-
-
-def _sees_whole_windows(config: Config, correction: RolloutCorrectionConfig | None) -> bool:
-    """Whether the loss takes whole windows `[b, T]`: for ratios, weights or rejection of trajectories."""
-    return config.actor.ratio_level != "step" or (
-        correction is not None and correction.mode == "bypass" and correction.bypass_scope == "trajectory"
-    )

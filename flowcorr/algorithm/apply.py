@@ -6,95 +6,102 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from flowcorr.advantages import drop_small_groups, recentre, rejection_stats
 from flowcorr.algorithm.noise_floor import clip_noise
 from flowcorr.config.schema import ActorConfig, Config
-from flowcorr.correction import (
-    Correction,
-    RolloutCorrectionConfig,
-    compute_rollout_correction_and_rejection_mask,
-)
+from flowcorr.correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.correction.bounds import SECTION
 from flowcorr.errors import ConfigError
 from flowcorr.losses import clip_by_term, loss_of, resolve_loss
-from flowcorr.sde import step_kl
+from flowcorr.metrics import Metrics
+from flowcorr.records import Terms
 
 
 def correct(
-    target_log_prob: Tensor,
-    rollout_log_prob: Tensor,
+    terms: Terms,
     config: RolloutCorrectionConfig,
     *,
-    mask: Tensor | None,
-    step_index: Tensor,
-    target_mean: Tensor | None = None,
-    rollout_mean: Tensor | None = None,
-    std: Tensor | None = None,
+    group_ids: Tensor | None = None,
     actor_config: ActorConfig | None = None,
-    num_elements: int | None = None,
     num_steps: int | None = None,
-) -> Correction:
-    """Correct `[B, T]` terms as `config` says; weights come back only where they multiply the loss.
+) -> tuple[Terms, Metrics]:
+    """Weigh and reject terms as `config` says, by old (decoupled) or current (bypass) against rollout log-probs.
 
     Args:
-        target_log_prob: of the old (decoupled) or current (bypass) policy, nats per latent element.
-        rollout_log_prob: of the rollout policy.
+        terms: of whole windows `[B, T]`, or of single steps `[b]`, each of which is a window of its own.
         config: the correction.
-        mask: bool, terms that take part, or None for all.
-        step_index: int64, the steps' places in the schedule.
-        target_mean, rollout_mean: `[B, T, *L]` step means, where both are known.
-        std: full standard deviations of the steps, with the means.
+        group_ids: `[B]`, the groups of the samples, which `rejection_groups` reads.
         actor_config: the loss, against whose clip range noise is measured.
-        num_elements: `D`.
-        num_steps: steps of the schedule, for the metrics by step.
+        num_steps: steps of the schedule, for the metrics by step; None reads it off the batch.
+
+    Returns:
+        The terms with `keep`, with `weight` where weights multiply the loss, and with `rejection_groups` other
+        advantages; and the `rollout_corr/*` metrics, of which those of rejection are from before groups are dropped.
 
     Raises:
         ConfigError: `config` leaves the mode open.
+        BatchError: shapes differ, or a KL is missing.
     """
     if config.mode == "auto":
         raise ConfigError(
             f"{SECTION}.bypass_mode='auto' cannot correct a single batch; take each training step's correction from "
             "flowcorr.algorithm.AutoMode, as the trainer does"
         )
-    kl = None
-    if target_mean is not None and rollout_mean is not None and std is not None:
-        kl = step_kl(target_mean, rollout_mean, std)
+    shape, windows = terms.log_prob.shape, terms.windows()
+    target, kl = windows.old_log_prob, windows.old_rollout_kl
+    if config.mode == "bypass":
+        target, kl = windows.log_prob.detach(), windows.rollout_kl
     correction = compute_rollout_correction_and_rejection_mask(
-        target_log_prob,
-        rollout_log_prob,
-        mask,
-        rollout_is=config.rollout_is,
-        rollout_is_threshold=config.rollout_is_threshold,
-        rollout_is_apply=config.applies_weights,
-        rollout_is_batch_normalize=config.rollout_is_batch_normalize,
-        rollout_rs=config.rollout_rs,
-        rollout_rs_threshold=config.rollout_rs_threshold,
-        rollout_token_veto_threshold=config.rollout_token_veto_threshold,
-        log_ratio_scale=config.log_ratio_scale,
+        target,
+        windows.rollout_log_prob,
+        windows.keep,
         step_kl=kl,
-        step_indices=step_index,
-        num_elements=num_elements,
+        step_indices=windows.step_index,
+        num_elements=windows.num_elements,
         num_steps=num_steps,
-        log_legacy_names=config.log_legacy_names,
+        **config.options,
     )
-    if actor_config is None:
-        return correction
+    metrics, weight, keep = correction.metrics, terms.weight, correction.keep
+    if actor_config is not None:
+        metrics = metrics.merge(_noise(windows, target, kl, actor_config))
+    if correction.weights is not None:
+        weights = correction.weights.view(shape)
+        weight = weights if weight is None else weight * weights
+    if config.rejection_groups == "none":
+        return replace(terms, weight=weight, keep=keep.view(shape)), metrics
+    assert group_ids is not None, "only whole batches get a correction that looks at groups"
+    if config.rejection_groups == "drop_small":
+        keep = drop_small_groups(keep, group_ids)
+    advantages = recentre(terms.advantage[:, 0], group_ids, keep)[:, None].expand_as(keep)
+    metrics = metrics.merge(rejection_stats(keep, group_ids))
+    return replace(terms, advantage=advantages, weight=weight, keep=keep), metrics
+
+
+def _noise(terms: Terms, target: Tensor, kl: Tensor | None, actor_config: ActorConfig) -> Metrics:
+    """The drift beside the clip range of the loss; nothing where it has none, or its ratio is not known."""
     loss = resolve_loss(actor_config)
     limit = loss.ratio_limit(actor_config)
-    if limit is None or (loss.needs_means and kl is None):
-        return correction
-    noise = clip_noise(
-        loss.log_ratio(target_log_prob - rollout_log_prob, kl, std),
-        mask,
+    if limit is None or (loss.needs_kl and kl is None):
+        return Metrics()
+    return clip_noise(
+        loss.log_ratio(target - terms.rollout_log_prob, kl, terms.std),
+        terms.keep,
         actor_config.ratio_level,
-        clip_by_term(limit, step_index),
+        clip_by_term(limit, terms.step_index),
     )
-    return replace(correction, metrics=correction.metrics.merge(noise))
+
+
+def sees_windows(actor_config: ActorConfig, correction: RolloutCorrectionConfig | None) -> bool:
+    """Whether the loss takes whole windows `[b, T]`: for ratios, weights or rejection of trajectories."""
+    return actor_config.ratio_level != "step" or (
+        correction is not None and correction.mode == "bypass" and correction.bypass_scope == "trajectory"
+    )
 
 
 def needs_old_means(config: Config) -> bool:
     """Whether the actor's recomputation must return its step means (decoupled mode)."""
     correction = config.algorithm.rollout_correction
-    of_loss = loss_of(config.actor, correction).needs_means
+    of_loss = loss_of(config.actor, correction).needs_kl
     return of_loss or (correction is not None and correction.needs_means)
 
 
@@ -103,5 +110,5 @@ def needs_rollout_means(config: Config) -> bool:
     correction = config.algorithm.rollout_correction
     if correction is None:
         return False
-    in_loss = correction.mode != "decoupled" and loss_of(config.actor, correction).needs_means
+    in_loss = correction.mode != "decoupled" and loss_of(config.actor, correction).needs_kl
     return in_loss or correction.needs_means

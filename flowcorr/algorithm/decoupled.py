@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowcorr.advantages import drop_small_groups, recentre, rejection_stats
 from flowcorr.algorithm.apply import correct
+from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import BatchError
@@ -40,26 +40,14 @@ def apply_rollout_correction_to_diffusion_batch(
             "batch.old_log_probs is None; recompute them with the actor before the correction, "
             "or set algorithm.rollout_correction.bypass_mode: true"
         )
-    rollout = batch.rollout
-    correction = correct(
-        batch.old_log_probs,
-        rollout.log_probs,
+    terms, metrics = correct(
+        batch_terms(batch),
         config,
-        mask=batch.keep,
-        step_index=rollout.step_indices,
-        target_mean=batch.old_means,
-        rollout_mean=rollout.means,
-        std=rollout.stds,
+        group_ids=batch.rollout.group_ids,
         actor_config=actor_config,
-        num_elements=rollout.num_elements,
         num_steps=num_steps,
     )
-    batch = replace(batch, rollout_is_weights=correction.weights, keep=correction.keep)
-    if config.rejection_groups == "none":
-        return batch, correction.metrics
-    keep, group_ids = correction.keep, rollout.group_ids
-    if config.rejection_groups == "drop_small":
-        keep = drop_small_groups(keep, group_ids)
-    advantages = recentre(batch.advantages, group_ids, keep)
-    metrics = correction.metrics.merge(rejection_stats(keep, group_ids))
-    return replace(batch, advantages=advantages, keep=keep), metrics
+    return (
+        replace(batch, advantages=terms.advantage[:, 0], rollout_is_weights=terms.weight, keep=terms.keep),
+        metrics,
+    )

@@ -185,6 +185,21 @@ class RolloutCorrectionConfig:
         return self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of `compute_rollout_correction_and_rejection_mask` that it sets."""
+        keys = (
+            "rollout_is",
+            "rollout_is_threshold",
+            "rollout_is_batch_normalize",
+            "rollout_rs",
+            "rollout_rs_threshold",
+            "rollout_token_veto_threshold",
+            "log_ratio_scale",
+            "log_legacy_names",
+        )
+        return {key: getattr(self, key) for key in keys} | {"rollout_is_apply": self.applies_weights}
+
+    @property
     def needs_means(self) -> bool:
         """Whether the rollout must return its step means, for an exact KL."""
         return any(criterion.mode.needs == "step_kl" for criterion in self.criteria)

@@ -113,7 +113,7 @@ def _of_another_trainer(
         )
     actor, left_out = _loss_of(first, allowed)
     notes += run_config.notes(left_out)
-    if resolve_loss(actor).needs_means:
+    if resolve_loss(actor).needs_kl:
         notes.append(f"loss {loss.loss_mode} reads step means, which no dump holds: judged as flow_grpo")
         actor = ActorConfig()
     clip = UNBOUNDED if loss.clip_ratio is None else loss.clip_ratio
@@ -320,18 +320,11 @@ def _metrics(dumped: DumpedTerms, run: DumpedRun) -> dict[str, float]:
     terms, actor = completed(dumped, run.levels), config.actor
     correction = config.algorithm.rollout_correction
     assert correction is not None
-    target = terms.current_log_probs if terms.bypass else terms.old_log_probs
-    metrics = correct(
-        target,
-        terms.rollout_log_probs,
-        correction,
-        mask=None,
-        step_index=terms.step_indices,
-        # In bypass mode the current policy has learned from the batch already, so its ratios are no noise.
-        actor_config=None if terms.bypass or actor.clip_ratio == UNBOUNDED else actor,
-        num_elements=terms.num_elements,
-        num_steps=config.sampling.num_inference_steps,
-    ).metrics
+    # In bypass mode the current policy has learned from the batch already, so its ratios are no noise.
+    noise_of = None if terms.bypass or actor.clip_ratio == UNBOUNDED else actor
+    _, metrics = correct(
+        terms.numbers(), correction, actor_config=noise_of, num_steps=config.sampling.num_inference_steps
+    )
     if terms.num_elements is not None:
         metrics = metrics.merge(Metrics.from_stats({"rollout/num_elements": maximum(terms.num_elements)}))
     if dumped.current_log_probs is not None:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from flowcorr.dumps import checks
 from flowcorr.errors import BackendError, BatchError, ConfigError
+from flowcorr.records import Terms
 
 FOLDER = "log_probs"
 FORMAT_VERSION = "1"
@@ -116,6 +117,23 @@ class LoggedTerms(DumpedTerms):
     step_indices: Tensor
     group_ids: Tensor
     policy_versions: Tensor
+
+    def numbers(self) -> Terms:
+        """What losses and corrections read."""
+        return Terms(
+            log_prob=self.current_log_probs,
+            old_log_prob=self.old_log_probs,
+            rollout_log_prob=self.rollout_log_probs,
+            advantage=self.advantages[:, None].expand_as(self.old_log_probs),
+            std=self.stds,
+            step=self.sigmas - self.sigmas_next,
+            step_index=self.step_indices,
+            sigma=self.sigmas,
+            old_kl=self.current_old_kl,
+            rollout_kl=self.current_rollout_kl,
+            old_rollout_kl=self.old_rollout_kl,
+            num_elements=self.num_elements,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,10 +47,11 @@ from torch import Tensor
 
 from flowcorr import losses
 from flowcorr.algorithm import diffusion_loss
+from flowcorr.algorithm.terms import exact_kl
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.errors import BatchError, ConfigError, MissingExtraError
-from flowcorr.records import BatchStep, LossOutput, PolicyStep, check_shape
+from flowcorr.records import LossOutput, Terms, check_shape
 from flowcorr.sde import SdeType, step_kl
 
 LOSSES = {
@@ -121,20 +122,12 @@ def correct_batch(
         old_log_probs,
         rollout_log_probs,
         tensors.get("response_mask"),
-        rollout_is=config.rollout_is,
-        rollout_is_threshold=config.rollout_is_threshold,
-        rollout_is_apply=config.rollout_is_apply,
-        rollout_is_batch_normalize=config.rollout_is_batch_normalize,
-        rollout_rs=config.rollout_rs,
-        rollout_rs_threshold=config.rollout_rs_threshold,
-        rollout_token_veto_threshold=config.rollout_token_veto_threshold,
-        log_ratio_scale=config.log_ratio_scale,
         step_kl=_step_kl(tensors),
         step_indices=_step_indices(tensors, schedule),
         num_elements=None if latents is None else latents[0, 0].numel(),
         num_steps=None if schedule is None else len(schedule),
         clip_ratio=clip_ratio,
-        log_legacy_names=config.log_legacy_names,
+        **config.options,
     )
     keep = correction.keep
     weights = keep.float() if correction.weights is None else torch.where(keep, correction.weights, 0.0)
@@ -177,7 +170,7 @@ def register_losses(correction: RolloutCorrectionConfig | None = None, *, sde_ty
 
     def register(name: str) -> None:
         loss = partial(step_loss, name, correction=correction, sde_type=sde_type)
-        reads_means = losses.LOSSES[LOSSES[name]].needs_means
+        reads_means = losses.LOSSES[LOSSES[name]].needs_kl
 
         @register_diffusion_loss(name)
         class Loss(DiffusionLossFn):
@@ -252,26 +245,28 @@ def step_loss(
         output[key].reshape(-1).expand_as(log_prob) if key in output else torch.ones_like(log_prob)
         for key in ("sqrt_dt", "std_dev_t")
     )
-    policy = PolicyStep(
-        log_prob=log_prob,
-        mean=output.get("prev_sample_mean", log_prob.detach().unsqueeze(1)),
-        std=std * root if sde_type == "sde" else std,
-        step=root.square(),
-    )
+    std = std * root if sde_type == "sde" else std
+    means, old_means, size = output.get("prev_sample_mean"), data.get("old_prev_sample_mean"), None
+    if means is not None:
+        size = means[0].numel()
     weight = data.get("rollout_is_weights")
-    batch = BatchStep(
+    terms = Terms(
+        log_prob=log_prob,
         old_log_prob=data["old_log_probs"],
         rollout_log_prob=data["old_log_probs"],  # in bypass mode they are; in decoupled mode nobody asks
         advantage=data["advantages"],
+        std=std,
+        step=root.square(),
         step_index=torch.zeros_like(log_prob, dtype=torch.int64),
-        old_mean=data.get("old_prev_sample_mean"),
+        old_kl=exact_kl(means, old_means, std),
         weight=weight,
         keep=None if weight is None else weight != 0,
+        num_elements=size,
     )
-    result = diffusion_loss(policy, batch, actor, correction, num_steps=1)
+    result = diffusion_loss(terms, actor, correction, num_steps=1)
     metrics = _logged(result)
     if not result.count_kept:  # verl wants the same metrics from every micro-batch of every rank
-        unmoved = diffusion_loss(*_unmoved(policy, batch), actor, correction, num_steps=1)
+        unmoved = diffusion_loss(_unmoved(terms), actor, correction, num_steps=1)
         metrics = {**_logged(unmoved), **metrics}
     return result.loss_sum / log_prob.numel(), metrics
 
@@ -282,7 +277,7 @@ def _model_output_keys(
     """What the loss called `name` reads of the model's output."""
     keys = ["log_probs"]
     loss = losses.LOSSES[LOSSES[name]]
-    if loss.needs_means:
+    if loss.needs_kl:
         keys += ["prev_sample_mean", "std_dev_t"]
         if loss.needs_step or sde_type == "sde":
             keys.append("sqrt_dt")
@@ -297,21 +292,20 @@ def _logged(output: LossOutput) -> dict[str, float]:
     return {key: value for key, value in logged.compute().items() if "/step_" not in key}
 
 
-def _unmoved(policy: PolicyStep, batch: BatchStep) -> tuple[PolicyStep, BatchStep]:
+def _unmoved(terms: Terms) -> Terms:
     """The same terms, none of them rejected, under a current policy that is still the old one."""
-    old_log_prob = batch.old_log_prob.nan_to_num(0.0, 0.0, 0.0)
-    old_mean = (policy.mean.detach() if batch.old_mean is None else batch.old_mean).nan_to_num(0.0, 0.0, 0.0)
-    unmoved = replace(policy, log_prob=old_log_prob, mean=old_mean)
-    kept = replace(
-        batch,
+    old_log_prob = terms.old_log_prob.nan_to_num(0.0, 0.0, 0.0)
+    zeros = torch.zeros_like(old_log_prob)
+    return replace(
+        terms,
+        log_prob=old_log_prob,
         old_log_prob=old_log_prob,
         rollout_log_prob=old_log_prob,
-        advantage=torch.zeros_like(old_log_prob),
-        old_mean=old_mean,
+        advantage=zeros,
+        old_kl=zeros,
         weight=None,
         keep=None,
     )
-    return unmoved, kept
 
 
 def _as_config(config: RolloutCorrectionConfig | Mapping[str, Any]) -> RolloutCorrectionConfig:

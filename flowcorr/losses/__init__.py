@@ -4,7 +4,6 @@ from flowcorr.losses.flow_dppo import flow_dppo
 from flowcorr.losses.flow_grpo import flow_grpo
 from flowcorr.losses.grpo_guard import grpo_guard
 from flowcorr.losses.importance_cap import importance_cap
-from flowcorr.losses.kl import kl_to_reference
 from flowcorr.losses.reinforce import reinforce
 from flowcorr.losses.table import LOSS_KEYS, LOSSES, Limit, Loss, LossSettings, loss_of, resolve_loss
 from flowcorr.losses.terms import RatioLevel, clip_by_term, pool_log_ratio
@@ -21,7 +20,6 @@ __all__ = [
     "flow_grpo",
     "grpo_guard",
     "importance_cap",
-    "kl_to_reference",
     "loss_of",
     "pool_log_ratio",
     "reinforce",

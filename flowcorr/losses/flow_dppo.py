@@ -8,11 +8,11 @@ from torch import Tensor
 from flowcorr.losses.terms import (
     RatioLevel,
     exp_ratio,
-    make_terms,
+    mask_terms,
     output,
     pool_log_ratio,
     ratio_stats,
-    with_step_kl,
+    with_kl,
 )
 from flowcorr.metrics import Over
 from flowcorr.records import LossOutput
@@ -23,9 +23,7 @@ def flow_dppo(
     old_log_prob: Tensor,
     advantage: Tensor,
     *,
-    mean: Tensor,
-    old_mean: Tensor | None,
-    std: Tensor,
+    kl: Tensor | None,
     kl_threshold: float,
     adv_clip_max: float = float("inf"),
     weight: Tensor | None = None,
@@ -41,14 +39,14 @@ def flow_dppo(
 
     Args:
         log_prob, old_log_prob, advantage, adv_clip_max, weight, keep, ratio_level: as in `flow_grpo`.
-        mean, old_mean, std: as in `grpo_guard`; no gradient reaches `mean`.
+        kl: as in `grpo_guard`; no gradient reaches it.
         kl_threshold: nats per latent element; at a trajectory level, of the pooled KL.
 
     Raises:
-        BatchError: shapes differ, or a mean is missing.
+        BatchError: shapes differ, or the KL is missing.
     """
-    terms = make_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
-    terms, kl = with_step_kl(terms, None if mean is None else mean.detach(), old_mean, std)
+    terms = mask_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
+    terms, kl = with_kl(terms, None if kl is None else kl.detach())
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
     far = pool_log_ratio(kl, terms.keep, ratio_level) > kl_threshold
     above = far & (log_ratio > 0) & (terms.advantage > 0)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from flowcorr.losses.terms import (
+    MaskedTerms,
     RatioLevel,
-    Terms,
     exp_ratio,
-    make_terms,
+    mask_terms,
     output,
     pool_log_ratio,
     ratio_stats,
@@ -47,13 +47,15 @@ def flow_grpo(
     Raises:
         BatchError: shapes differ.
     """
-    terms = make_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
+    terms = mask_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
     loss, stats = clipped(terms, log_ratio, clip_ratio)
     return output(loss, terms, stats)
 
 
-def clipped(terms: Terms, log_ratio: Tensor, clip_ratio: float | Tensor) -> tuple[Tensor, dict[str, Stat]]:
+def clipped(
+    terms: MaskedTerms, log_ratio: Tensor, clip_ratio: float | Tensor
+) -> tuple[Tensor, dict[str, Stat]]:
     """The clipped objective of each term, and the metrics of its ratio; PPO, arXiv:1707.06347, eq. 7."""
     if isinstance(clip_ratio, Tensor):
         check_shape("clip_ratio", clip_ratio, tuple(log_ratio.shape))

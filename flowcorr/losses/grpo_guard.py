@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.losses.flow_grpo import clipped
-from flowcorr.losses.terms import RatioLevel, make_terms, output, pool_log_ratio, with_step_kl
+from flowcorr.losses.terms import RatioLevel, mask_terms, output, pool_log_ratio, with_kl
 from flowcorr.records import LossOutput, check_shape
 
 
@@ -15,8 +15,7 @@ def grpo_guard(
     old_log_prob: Tensor,
     advantage: Tensor,
     *,
-    mean: Tensor,
-    old_mean: Tensor | None,
+    kl: Tensor | None,
     std: Tensor,
     step: Tensor,
     clip_ratio: float | Tensor,
@@ -27,23 +26,24 @@ def grpo_guard(
 ) -> LossOutput:
     """Clipped objective on `ratio = exp((log_ratio + bias) s)`, divided by `step`.
 
-    `bias = mean_L((mean - old_mean)^2) / (2 s^2)`, differentiable, takes away the negative mean that a
+    `bias`, the exact KL of the step, `mean_L((mean - old_mean)^2) / (2 s^2)`, takes away the negative mean that a
     log-ratio has by itself, and `s` its dependence on the noise level; the result is no density ratio.
     Source: GRPO-Guard, arXiv:2510.22319, eq. 8 (ratio normalisation), and its gradient reweighting.
 
     Args:
         log_prob, old_log_prob, advantage, clip_ratio, adv_clip_max, weight, keep, ratio_level: as in `flow_grpo`.
-        mean: `[b, *L]` or `[b, T, *L]`, step means of the current policy, differentiable.
-        old_mean: like `mean`, of the policy that `old_log_prob` belongs to.
+        kl: like `log_prob`, exact KL of each step from the policy that `old_log_prob` belongs to, nats per latent
+            element, differentiable: `sde.step_kl(mean, old_mean, std)`.
         std: like `log_prob`, full standard deviations of the steps.
         step: like `log_prob`, `sigma - sigma_next`.
 
     Raises:
-        BatchError: shapes differ, or a mean is missing.
+        BatchError: shapes differ, or the KL is missing.
     """
-    check_shape("step", step, tuple(log_prob.shape))
-    terms = make_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
-    terms, bias = with_step_kl(terms, mean, old_mean, std)
+    for name, column in (("std", std), ("step", step)):
+        check_shape(name, column, tuple(log_prob.shape))
+    terms = mask_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
+    terms, bias = with_kl(terms, kl)
     normalized = normalized_log_ratio(terms.log_ratio, bias, torch.where(terms.keep, std, 0.0))
     log_ratio = pool_log_ratio(normalized, terms.keep, ratio_level)
     loss, stats = clipped(terms, log_ratio, clip_ratio)

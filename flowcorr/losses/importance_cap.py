@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flowcorr.losses.terms import RatioLevel, exp_ratio, make_terms, output, pool_log_ratio, ratio_stats
+from flowcorr.losses.terms import RatioLevel, exp_ratio, mask_terms, output, pool_log_ratio, ratio_stats
 from flowcorr.records import LossOutput
 
 
@@ -31,7 +31,7 @@ def importance_cap(
     Raises:
         BatchError: shapes differ.
     """
-    terms = make_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
+    terms = mask_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
     ratio = exp_ratio(log_ratio)
     loss = -terms.weight * terms.advantage * ratio.clamp(max=cap)

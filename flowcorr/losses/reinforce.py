@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowcorr.losses.terms import make_terms, output, ratio_stats
+from flowcorr.losses.terms import mask_terms, output, ratio_stats
 from flowcorr.records import LossOutput
 
 
@@ -32,6 +32,6 @@ def reinforce(
         BatchError: shapes differ.
     """
     anchor = log_prob.detach() if old_log_prob is None else old_log_prob
-    terms = make_terms(log_prob, anchor, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
+    terms = mask_terms(log_prob, anchor, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
     loss = -terms.weight * terms.advantage * torch.where(terms.keep, log_prob, 0.0)
     return output(loss, terms, {} if old_log_prob is None else ratio_stats(terms, terms.log_ratio))

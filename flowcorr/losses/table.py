@@ -19,7 +19,7 @@ from flowcorr.losses.grpo_guard import grpo_guard, normalized_log_ratio
 from flowcorr.losses.importance_cap import importance_cap
 from flowcorr.losses.reinforce import reinforce
 from flowcorr.losses.terms import RatioLevel, clip_by_term, plain_log_ratio
-from flowcorr.records import BatchStep, LossOutput, PolicyStep
+from flowcorr.records import LossOutput, Terms
 
 
 class LossSettings(Protocol):
@@ -73,12 +73,12 @@ class Loss:
     """A policy loss.
 
     Attributes:
-        objective: `(policy_step, batch_step, actor_config, **loss_options)` -> `LossOutput`.
+        objective: `(terms, actor_config, **loss_options)` -> `LossOutput`.
         log_ratio: `(delta, kl, std)` -> the log-ratios of single steps as the loss exponentiates them, from
-            `log_prob - old_log_prob`, `sde.step_kl` of both policies (may be None unless `needs_means`) and stds.
+            `log_prob - old_log_prob`, `sde.step_kl` of both policies (may be None unless `needs_kl`) and stds.
         limit: how far the loss lets a ratio be from 1; None if it bounds no ratio.
-        needs_means: whether it reads the step means of the old policy, `batch_step.old_mean`.
-        needs_step: whether it reads the steps' sizes, `policy_step.step`.
+        needs_kl: whether it reads the exact KL from the old policy, `terms.old_kl`, and with it step means.
+        needs_step: whether it reads the steps' sizes, `terms.step`.
         needs_densities: whether it adds nats to log-ratios, so that log-probs must be log-densities.
         scaled_by_advantage: whether each term is a multiple of its advantage, so without a gradient where that is 0.
         from_correction: whether it is chosen by `rollout_correction.loss_type`, which supplies its weights.
@@ -88,7 +88,7 @@ class Loss:
     objective: Callable[..., LossOutput]
     log_ratio: Callable[..., Tensor] = plain_log_ratio
     limit: Limit | None = None
-    needs_means: bool = False
+    needs_kl: bool = False
     needs_step: bool = False
     needs_densities: bool = False
     scaled_by_advantage: bool = False
@@ -100,57 +100,54 @@ class Loss:
         return None if self.limit is None else self.limit.distance(settings)
 
 
-def _shared(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> dict[str, Any]:
+def _shared(terms: Terms, settings: LossSettings) -> dict[str, Any]:
     """The arguments that all losses take."""
     return {
-        "log_prob": policy.log_prob,
-        "advantage": batch.advantage,
+        "log_prob": terms.log_prob,
+        "old_log_prob": terms.old_log_prob,
+        "advantage": terms.advantage,
         "adv_clip_max": settings.adv_clip_max,
-        "weight": batch.weight,
-        "keep": batch.keep,
-        "old_log_prob": batch.old_log_prob,
+        "weight": terms.weight,
+        "keep": terms.keep,
     }
 
 
-def _flow_grpo(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
+def _flow_grpo(terms: Terms, settings: LossSettings) -> LossOutput:
     return flow_grpo(
-        **_shared(policy, batch, settings),
-        clip_ratio=clip_by_term(settings.clip_ratio, batch.step_index),
+        **_shared(terms, settings),
+        clip_ratio=clip_by_term(settings.clip_ratio, terms.step_index),
         ratio_level=settings.ratio_level,
     )
 
 
-def _grpo_guard(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
+def _grpo_guard(terms: Terms, settings: LossSettings) -> LossOutput:
     return grpo_guard(
-        **_shared(policy, batch, settings),
-        mean=policy.mean,
-        old_mean=batch.old_mean,
-        std=policy.std,
-        step=policy.step,
-        clip_ratio=clip_by_term(settings.clip_ratio, batch.step_index),
+        **_shared(terms, settings),
+        kl=terms.old_kl,
+        std=terms.std,
+        step=terms.step,
+        clip_ratio=clip_by_term(settings.clip_ratio, terms.step_index),
         ratio_level=settings.ratio_level,
     )
 
 
-def _flow_dppo(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
+def _flow_dppo(terms: Terms, settings: LossSettings) -> LossOutput:
     return flow_dppo(
-        **_shared(policy, batch, settings),
-        mean=policy.mean,
-        old_mean=batch.old_mean,
-        std=policy.std,
+        **_shared(terms, settings),
+        kl=terms.old_kl,
         kl_threshold=settings.kl_threshold,
         ratio_level=settings.ratio_level,
     )
 
 
-def _importance_cap(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
+def _importance_cap(terms: Terms, settings: LossSettings) -> LossOutput:
     return importance_cap(
-        **_shared(policy, batch, settings), cap=settings.importance_cap, ratio_level=settings.ratio_level
+        **_shared(terms, settings), cap=settings.importance_cap, ratio_level=settings.ratio_level
     )
 
 
-def _reinforce(policy: PolicyStep, batch: BatchStep, settings: LossSettings) -> LossOutput:
-    return reinforce(**_shared(policy, batch, settings))
+def _reinforce(terms: Terms, settings: LossSettings) -> LossOutput:
+    return reinforce(**_shared(terms, settings))
 
 
 LOSSES: dict[str, Loss] = {
@@ -161,7 +158,7 @@ LOSSES: dict[str, Loss] = {
         objective=_grpo_guard,
         log_ratio=normalized_log_ratio,
         limit=CLIP,
-        needs_means=True,
+        needs_kl=True,
         needs_step=True,
         needs_densities=True,
         scaled_by_advantage=True,
@@ -169,7 +166,7 @@ LOSSES: dict[str, Loss] = {
     ),
     "flow_dppo": Loss(
         objective=_flow_dppo,
-        needs_means=True,
+        needs_kl=True,
         scaled_by_advantage=True,
         reads=("kl_threshold", "ratio_level"),
     ),
@@ -183,7 +180,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-CALL = "(policy_step, batch_step, actor_config, **loss_options)"
+CALL = "(terms, actor_config, **loss_options)"
 """How the function of a loss is called, for messages."""
 
 LOSS_KEYS = frozenset(key for loss in LOSSES.values() for key in loss.reads or ())
@@ -193,8 +190,8 @@ LOSS_KEYS = frozenset(key for loss in LOSSES.values() for key in loss.reads or (
 def resolve_loss(settings: LossSettings) -> Loss:
     """The loss of `actor.loss_mode`: a row of `LOSSES`, or what stands at `package.module:name`.
 
-    There it is a `Loss`, or a function `(policy_step, batch_step, actor_config, **loss_options) -> LossOutput`. Such a
-    function is taken to clip the plain ratio to `clip_by_term(actor_config.clip_ratio, batch_step.step_index)`.
+    There it is a `Loss`, or a function `(terms, actor_config, **loss_options) -> LossOutput`. Such a function is taken
+    to clip the plain ratio to `clip_by_term(actor_config.clip_ratio, terms.step_index)`.
 
     Raises:
         ConfigError: the name is unknown, nothing of the kind can be imported, or `actor.loss_options` do not fit.
@@ -237,13 +234,9 @@ def _imported(path: str) -> Loss:
 def _check_call(name: str, objective: Callable[..., LossOutput], options: Mapping[str, Any]) -> None:
     signature = inspect.signature(objective)
     try:
-        signature.bind_partial("policy_step", "batch_step", "actor_config")
+        signature.bind("terms", "actor_config", **options)
     except TypeError as error:
-        raise ConfigError(f"actor.loss_mode={name!r} takes {signature}; a loss must take {CALL}") from error
-    try:
-        signature.bind("policy_step", "batch_step", "actor_config", **options)
-    except TypeError as error:
-        takes = ", ".join(list(signature.parameters)[3:]) or "none"
         raise ConfigError(
-            f"actor.loss_options={dict(options)} do not fit actor.loss_mode={name!r}: {error}; its options are: {takes}"
+            f"actor.loss_options={dict(options)} do not fit actor.loss_mode={name!r}: {error}; it takes {signature}, "
+            f"and a loss is called with {CALL}"
         ) from error

@@ -14,15 +14,14 @@ from flowcorr.correction.ratios import bounded
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Metrics, Over, Stat
 from flowcorr.records import LossOutput, check_shape
-from flowcorr.sde import step_kl
 
 RatioLevel = Literal["step", "trajectory_mean", "trajectory_sum"]
 RATIO_LEVELS = ("step", "trajectory_mean", "trajectory_sum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Terms:
-    """The terms of a loss, `[b]` or `[b, T]`, harmless where they take no part.
+class MaskedTerms:
+    """What a loss computes from, `[b]` or `[b, T]`, harmless where a term takes no part.
 
     Attributes:
         log_ratio: `log_prob - old_log_prob`, differentiable; 0 where `keep` is false.
@@ -39,7 +38,7 @@ class Terms:
     keep: Tensor
 
 
-def make_terms(
+def mask_terms(
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantage: Tensor,
@@ -47,7 +46,7 @@ def make_terms(
     adv_clip_max: float,
     weight: Tensor | None,
     keep: Tensor | None,
-) -> Terms:
+) -> MaskedTerms:
     """Check shapes, and mask rejected and non-finite terms before anything is computed from them.
 
     A mask after `exp` would be too late: the gradient of a masked term would be 0 times infinity.
@@ -73,7 +72,7 @@ def make_terms(
         check_shape("keep", keep, shape)
     log_ratio = torch.where(valid, log_prob, 0.0) - torch.where(valid, old_log_prob.detach(), 0.0)
     weight = torch.ones_like(advantage) if weight is None else weight.detach()
-    terms = Terms(
+    terms = MaskedTerms(
         log_ratio=log_ratio,
         advantage=advantage.clamp(-adv_clip_max, adv_clip_max),
         weight=weight,
@@ -83,7 +82,7 @@ def make_terms(
     return masked(terms, valid)
 
 
-def masked(terms: Terms, valid: Tensor) -> Terms:
+def masked(terms: MaskedTerms, valid: Tensor) -> MaskedTerms:
     """The same terms, where terms outside `valid` count as not finite."""
     keep = terms.keep & valid
     return replace(
@@ -96,36 +95,24 @@ def masked(terms: Terms, valid: Tensor) -> Terms:
     )
 
 
-def with_step_kl(
-    terms: Terms, mean: Tensor | None, old_mean: Tensor | None, std: Tensor
-) -> tuple[Terms, Tensor]:
-    """The exact KL of each step from the old policy, and the terms whose means are finite.
+def with_kl(terms: MaskedTerms, kl: Tensor | None) -> tuple[MaskedTerms, Tensor]:
+    """The terms whose exact KL from the old policy is finite, and that KL, 0 where a term is not kept.
 
     Args:
         terms: the loss's terms.
-        mean: `[b, *L]` or `[b, T, *L]`, differentiable.
-        old_mean: like `mean`, of the policy of `old_log_prob`.
-        std: like `log_prob`, shared by both policies.
-
-    Returns:
-        The terms, and the KL, nats per latent element, differentiable and 0 where a term is not kept.
+        kl: like `log_prob`, nats per latent element.
 
     Raises:
-        BatchError: a mean is missing, or a shape does not fit.
+        BatchError: the KL is missing, or its shape does not fit.
     """
-    if mean is None or old_mean is None:
-        missing = "mean" if mean is None else "old_mean"
+    if kl is None:
         raise BatchError(
-            f"{missing} is missing, and this loss needs it; in bypass mode let the rollout return its step "
-            "means, in decoupled mode keep the recomputed ones"
+            "kl is missing, and this loss needs the exact KL from the old policy, sde.step_kl of both step means; in "
+            "bypass mode let the rollout return its step means, in decoupled mode keep the recomputed ones"
         )
-    check_shape("std", std, tuple(terms.keep.shape))
-    check_shape("old_mean", old_mean, tuple(mean.shape))
-    old_mean = old_mean.detach()
-    terms = masked(terms, torch.isfinite(step_kl(mean.detach(), old_mean, torch.ones_like(std))))
-    kept = terms.keep.reshape(terms.keep.shape + (1,) * (mean.dim() - terms.keep.dim()))
-    mean, old_mean = torch.where(kept, mean, 0.0), torch.where(kept, old_mean, 0.0)
-    return terms, step_kl(mean, old_mean, torch.where(terms.keep, std, 1.0))
+    check_shape("kl", kl, tuple(terms.keep.shape))
+    terms = masked(terms, torch.isfinite(kl.detach()))
+    return terms, torch.where(terms.keep, kl, 0.0)
 
 
 def plain_log_ratio(delta: Tensor, kl: Tensor | None, std: Tensor | None) -> Tensor:
@@ -184,7 +171,7 @@ def clip_by_term(clip_ratio: float | Sequence[float], step_index: Tensor) -> flo
     return clip_ratio
 
 
-def output(loss: Tensor, terms: Terms, stats: Mapping[str, Stat]) -> LossOutput:
+def output(loss: Tensor, terms: MaskedTerms, stats: Mapping[str, Stat]) -> LossOutput:
     """Sum of a loss whose terms are 0 where not kept, its counts, and its metrics under `actor/`."""
     finite = terms.valid.sum()
     nonfinite = metrics.mean(terms.valid.numel() - finite, terms.valid.numel())
@@ -197,7 +184,7 @@ def output(loss: Tensor, terms: Terms, stats: Mapping[str, Stat]) -> LossOutput:
 
 
 def ratio_stats(
-    terms: Terms, log_ratio: Tensor, above: Tensor | None = None, below: Tensor | None = None
+    terms: MaskedTerms, log_ratio: Tensor, above: Tensor | None = None, below: Tensor | None = None
 ) -> dict[str, Stat]:
     """Metrics of the ratio, over kept terms.
 

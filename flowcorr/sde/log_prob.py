@@ -87,7 +87,7 @@ def step_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
         std: `[B]` or `[B, T]`.
 
     Returns:
-        Like `std`, nats per latent element.
+        Like `std`, nats per latent element; NaN, without a gradient, where a mean is not finite or `std` is 0.
 
     Raises:
         BatchError: shapes differ.
@@ -96,7 +96,12 @@ def step_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
     if mean.dim() <= std.dim() or tuple(mean.shape[: std.dim()]) != shape:
         raise BatchError(f"mean has shape {list(mean.shape)}; it must begin with std's {list(shape)}")
     check_shape("other_mean", other_mean, tuple(mean.shape))
-    return mean_over_elements((mean - other_mean).square(), std.dim()) / (2 * std.square())
+    difference = mean - other_mean
+    # A mask behind the square would be too late: the gradient would be 0 times infinity.
+    finite = difference.isfinite()
+    squared = mean_over_elements(torch.where(finite, difference, 0.0).square(), std.dim())
+    known = finite.flatten(std.dim()).all(-1) & (std > 0)
+    return torch.where(known, squared / (2 * torch.where(known, std, 1.0).square()), torch.nan)
 
 
 def _squared_distance(name: str, latents: Tensor, transition: Transition) -> Tensor:

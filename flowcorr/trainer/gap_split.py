@@ -24,19 +24,17 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from flowcorr import distributed
-from flowcorr.actor import DiffusionActor, Scores
+from flowcorr.actor import DiffusionActor
 from flowcorr.algorithm import needs_old_means
+from flowcorr.algorithm.terms import exact_kl
 from flowcorr.config.schema import Config
-from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.describe import drift_metrics
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
-from flowcorr.records import ActorBatch, Rollout
+from flowcorr.records import Rollout, Scores
 from flowcorr.rollout import Weights
-from flowcorr.sde import step_kl
 from flowcorr.trainer.run import TrainingRun
 
 
@@ -49,41 +47,39 @@ def splits_gap(config: Config, step: int) -> bool:
     return measured and step % every == 0
 
 
-def measure_gap_split(run: TrainingRun, batch: ActorBatch, correction: RolloutCorrectionConfig) -> Metrics:
+def measure_gap_split(run: TrainingRun, rollout: Rollout, old: Scores | None) -> Metrics:
     """`rollout_corr/engine/*` and `rollout_corr/staleness/*` of the whole batch, before the update.
 
     Both use the terms for which all three policies are finite, so that their means add up to the mean gap.
 
     Args:
         run: the training run.
-        batch: the batch of the update; scores that it already has are not computed again.
-        correction: in force at this training step.
+        rollout: the samples of the update.
+        old: their scores under the old policy, which are not computed again; None in bypass mode.
 
     Raises:
         BackendError: the engine does not keep the weights that sampled.
     """
-    actor, rollout = run.actor, batch.rollout
-    assert batch.old_log_probs is not None
-    with_means = rollout.means is not None
-    known: dict[str, Scores] = {}
-    if correction.mode == "decoupled":
-        old = Scores(log_probs=batch.old_log_probs, means=batch.old_means)
-        known[run.config.actor.old_policy] = old
+    actor, with_means = run.actor, rollout.means is not None
+    known = {} if old is None else {run.config.actor.old_policy: old}
     current = known.get("current") or actor.log_probs(rollout, with_means=with_means)
     behaviour = known.get("behaviour") or behaviour_scores(
         actor, rollout, run.engine.history, with_means=with_means
     )
-    sampled = Scores(log_probs=rollout.log_probs, means=rollout.means)
-    mask = (current.log_probs + behaviour.log_probs + sampled.log_probs).isfinite()
+    mask = (current.log_probs + behaviour.log_probs + rollout.log_probs).isfinite()
+    parts: list[tuple[str, Scores, Scores | Rollout]] = [
+        ("engine", behaviour, rollout),
+        ("staleness", current, behaviour),
+    ]
     metrics = [
         drift_metrics(
             target.log_probs,
             source.log_probs,
             mask=mask,
-            step_kl=_step_kl(target, source, rollout.stds),
+            step_kl=exact_kl(target.means, source.means, rollout.stds),
             prefix=f"rollout_corr/{name}/",
         )
-        for name, target, source in (("engine", behaviour, sampled), ("staleness", current, behaviour))
+        for name, target, source in parts
     ]
     return Metrics.merged(metrics)
 
@@ -126,12 +122,7 @@ def behaviour_scores(
                 )
             )
         places.append(rows)
-    order = torch.cat(places).argsort()
-    means = [score.means for score in scores if score.means is not None]
-    return Scores(
-        log_probs=torch.cat([score.log_probs for score in scores])[order],
-        means=torch.cat(means)[order] if means else None,
-    )
+    return Scores.concatenate(scores).select(torch.cat(places).argsort())
 
 
 @contextlib.contextmanager
@@ -157,9 +148,3 @@ def behaviour_weights(actor: DiffusionActor, history: Sequence[Weights], version
         contextlib.nullcontext() if version == actor.weights.version else actor.weights.swapped(kept[version])
     ):
         yield
-
-
-def _step_kl(target: Scores, source: Scores, stds: Tensor | None) -> Tensor | None:
-    if target.means is None or source.means is None or stds is None:
-        return None
-    return step_kl(target.means, source.means, stds)

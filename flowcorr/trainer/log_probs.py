@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowcorr.algorithm.terms import exact_kl
 from flowcorr.dumps import LoggedTerms
-from flowcorr.records import ActorBatch, PolicyStep
-from flowcorr.sde import step_kl
+from flowcorr.records import ActorBatch, Terms
 
 
 class TermRecorder:
@@ -29,20 +29,21 @@ class TermRecorder:
         self._batch, self._advantages, self._rewards, self._bypass = batch, advantages, rewards, bypass
         self._seen: dict[str, Tensor] = {}
 
-    def __call__(self, part: ActorBatch, policy: PolicyStep) -> None:
-        self._put("current_log_probs", part, policy.log_prob)
-        self._put("stds", part, policy.std)
-        for name, means in (("current_old_kl", part.old_means), ("current_rollout_kl", part.rollout.means)):
-            if means is not None:
-                self._put(name, part, step_kl(policy.mean.detach(), means, policy.std))
+    def __call__(self, part: ActorBatch, terms: Terms) -> None:
+        self._put("current_log_probs", part, terms.log_prob)
+        self._put("stds", part, terms.std)
+        for name, kl in (("current_old_kl", terms.old_kl), ("current_rollout_kl", terms.rollout_kl)):
+            if kl is not None:
+                self._put(name, part, kl)
 
     def terms(self) -> LoggedTerms:
         """All terms of the batch, on the CPU."""
         batch, rollout = self._batch, self._batch.rollout
         assert batch.old_log_probs is not None
         seen = dict(self._seen)
-        if batch.old_means is not None and rollout.means is not None:
-            seen["old_rollout_kl"] = step_kl(batch.old_means, rollout.means, seen["stds"])
+        kl = exact_kl(batch.old_means, rollout.means, seen["stds"])
+        if kl is not None:
+            seen["old_rollout_kl"] = kl
         terms = LoggedTerms(
             rollout_log_probs=rollout.log_probs,
             old_log_probs=batch.old_log_probs,

@@ -215,17 +215,18 @@ def _stand_still(latents: Tensor, timesteps: Tensor) -> Tensor:
 
 def _window_gap(actor: DiffusionActor, sample: Rollout, noise: Tensor) -> float:
     """The relative error of the velocity in the window, from the step means that the known `noise` leaves."""
-    policy = actor.score(sample)
+    scores = actor.score(sample)
+    assert scores.means is not None, "`score` returns them"
     still = sde.transition(
         actor.config.sampling.sde_type,
         sample.latents,
-        torch.zeros_like(policy.mean),
+        torch.zeros_like(scores.means),
         sample.sigmas,
         sample.sigmas_next,
         actor.config.sampling.noise_level,
     )
-    arrived = sde.sample(sde.Transition(policy.mean, policy.std, policy.step), noise)
-    return float((arrived - sample.next_latents).norm() / (policy.mean - still.mean).norm())
+    arrived = sde.sample(sde.Transition(scores.means, scores.stds, still.step), noise)
+    return float((arrived - sample.next_latents).norm() / (scores.means - still.mean).norm())
 
 
 def _reward_gap(

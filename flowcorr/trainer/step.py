@@ -95,7 +95,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
 
     if correction is not None and splits_gap(config, step):
         with watch("drift"):
-            metrics = metrics.merge(measure_gap_split(run, batch, correction))
+            metrics = metrics.merge(measure_gap_split(run, rollout, old))
 
     if replays(config, step):
         replay = distributed.fail_together("the replay of a few images", has_collectives=sharded)

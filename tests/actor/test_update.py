@@ -30,7 +30,7 @@ def test_the_gradient_of_the_first_update_is_reinforce_over_the_count(make_run):
     got = run.gradient()
     other = make_run()
     other.stir()
-    (-(batch.advantages[:, None] * other.actor.score(batch.rollout).log_prob).sum() / 16).backward()
+    (-(batch.advantages[:, None] * other.actor.score(batch.rollout).log_probs).sum() / 16).backward()
     assert_same(got, other.gradient(), **GRADIENTS)
 
 
@@ -140,10 +140,10 @@ def test_the_reference_is_the_untrained_model(make_run, rank, weighting):
     other = make_run(**sections)
     other.stir(0.01)
     untrained = make_run().actor.log_probs(batch.rollout, with_means=True).means
-    policy = other.actor.score(batch.rollout)
-    kl = (policy.mean - untrained).square().mean((2, 3, 4)) / (2 * policy.std**2)
+    scores = other.actor.score(batch.rollout)
+    kl = (scores.means - untrained).square().mean((2, 3, 4)) / (2 * scores.stds**2)
     if weighting == "flow_grpo":
-        kl = kl * policy.step
+        kl = kl * (batch.rollout.sigmas - batch.rollout.sigmas_next)
     (0.5 * kl.mean()).backward()
     assert_same(got, other.gradient(), **GRADIENTS)
     assert metrics["actor/kl_loss"] == pytest.approx(kl.mean().item(), rel=1e-4)

@@ -17,8 +17,9 @@ import torch
 
 from flowcorr import config
 from flowcorr.algorithm import apply_rollout_correction_to_diffusion_batch, diffusion_loss
+from flowcorr.algorithm.terms import batch_terms
 from flowcorr.metrics import Metrics
-from flowcorr.records import ActorBatch, BatchStep, PolicyStep, Rollout
+from flowcorr.records import ActorBatch, Rollout, Scores
 from flowcorr.trainer.image_statistics import image_metrics
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
@@ -66,10 +67,9 @@ def own_work(settings: config.Config, batch: ActorBatch) -> None:
         mini = corrected.select(half)
         log_prob = mini.old_log_probs.clone().requires_grad_()
         ones = torch.ones_like(log_prob)
-        policy = PolicyStep(log_prob=log_prob, mean=mini.rollout.latents, std=ones, step=ones)
-        output = diffusion_loss(
-            policy.per_term(), BatchStep.of(mini).per_term(), settings.actor, correction, num_steps=num_steps
-        )
+        scores = Scores(log_probs=log_prob, means=mini.rollout.latents, stds=ones)
+        terms = batch_terms(mini, scores).per_term()
+        output = diffusion_loss(terms, settings.actor, correction, num_steps=num_steps)
         output.loss_sum.backward()
         parts.append(output.metrics)
     Metrics.merged(parts).compute()

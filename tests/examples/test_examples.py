@@ -10,7 +10,7 @@ import torch
 
 from flowcorr.config.schema import ActorConfig
 from flowcorr.errors import ConfigError
-from flowcorr.records import BatchStep, PolicyStep
+from flowcorr.records import Terms
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -61,21 +61,25 @@ def test_custom_loss_trains(tmp_path, monkeypatch, capsys):
     result = example.main(str(tmp_path / "run"), 1, *small)
     assert result.status == "finished"
     assert "held-out exact match after 1 steps" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"loss_options=\{'over': 1\} do not fit .*its options are: above"):
+    with pytest.raises(
+        ConfigError, match=r"loss_options=\{'over': 1\} do not fit .*it takes \(terms: .*above: float"
+    ):
         example.main(str(tmp_path / "other"), 1, "actor.loss_options=null", "actor.loss_options={over: 1}")
     sys.modules.pop("custom_loss", None)
 
 
 def test_custom_loss_is_what_it_says():
     log_ratio = torch.tensor([-0.3, 0.15, 0.3, 0.3])
-    policy = PolicyStep(log_prob=log_ratio, mean=torch.zeros(4, 1), std=torch.ones(4), step=torch.ones(4))
-    batch = BatchStep(
+    terms = Terms(
+        log_prob=log_ratio,
+        std=torch.ones(4),
+        step=torch.ones(4),
         old_log_prob=torch.zeros(4),
         rollout_log_prob=torch.zeros(4),
         advantage=torch.tensor([-1.0, 1.0, 1.0, -1.0]),
         step_index=torch.zeros(4, dtype=torch.int64),
     )
-    loss = load("custom_loss").CLIP_HIGHER.objective(policy, batch, ActorConfig(clip_ratio=0.1), above=0.2)
+    loss = load("custom_loss").CLIP_HIGHER.objective(terms, ActorConfig(clip_ratio=0.1), above=0.2)
     # Cut at .9, not cut, cut at 1.2, and not cut where it is the pessimistic side.
     expected = 0.9 - math.exp(0.15) - 1.2 + math.exp(0.3)
     assert loss.loss_sum.item() == pytest.approx(expected, rel=1e-5)

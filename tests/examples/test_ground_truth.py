@@ -20,10 +20,11 @@ from flowcorr.algorithm import (
     apply_rollout_correction_to_diffusion_batch,
     diffusion_loss,
 )
+from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
-from flowcorr.records import ActorBatch, BatchStep, PolicyStep, Rollout
+from flowcorr.records import ActorBatch, Rollout, Scores
 
 SAMPLES = 20000
 ARMS = {f"{arm.name}-{arm.scale}": arm for arm in ground.arms()}
@@ -221,17 +222,16 @@ def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name):
         batch = apply_bypass_mode_to_diffusion_batch(batch)
     else:
         batch, _ = apply_rollout_correction_to_diffusion_batch(batch, config)
-    policy = PolicyStep(
-        log_prob=log_prob,
-        mean=torch.stack([step.mean for step in steps], 1),
-        std=torch.stack([step.std for step in steps], 1),
-        step=torch.stack([step.step for step in steps], 1),
+    scores = Scores(
+        log_probs=log_prob,
+        means=torch.stack([step.mean for step in steps], 1),
+        stds=torch.stack([step.std for step in steps], 1),
     )
-    data = BatchStep.of(batch)
+    terms = batch_terms(batch, scores)
     if config.bypass_mode and config.bypass_scope == "step":
-        policy, data = policy.per_term(), data.per_term()
+        terms = terms.per_term()
     actor = ActorConfig(clip_ratio=ground.DEFAULT_CLIP, adv_clip_max=1e9)
-    loss = diffusion_loss(policy, data, actor, config, num_steps=num_steps)
+    loss = diffusion_loss(terms, actor, config, num_steps=num_steps)
     (gradient,) = torch.autograd.grad(loss.mean(config.rollout_rs_denominator), theta, allow_unused=True)
     expected = ground.estimate(flow, trajectories, config).batches(samples)[0]
     torch.testing.assert_close(-gradient * 16 * num_steps, expected, rtol=1e-6, atol=1e-9)

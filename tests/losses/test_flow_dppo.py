@@ -13,9 +13,8 @@ def tensor(*values):
 def loss(log_ratio, advantage, shift, **options):
     """Both policies' means are `shift` apart in each element, with a std of .5: a KL of 2 shift^2."""
     old = torch.full_like(log_ratio, -1.4)
-    mean = torch.as_tensor(shift, dtype=torch.float64)[..., None].expand(*log_ratio.shape, 4)
-    std = torch.full_like(log_ratio, 0.5)
-    arguments = {"mean": mean, "old_mean": torch.zeros_like(mean), "std": std, "kl_threshold": 0.02}
+    kl = 2 * torch.as_tensor(shift, dtype=torch.float64).square().expand(log_ratio.shape)
+    arguments = {"kl": kl, "kl_threshold": 0.02}
     return flow_dppo(old + log_ratio, old, advantage, **(arguments | options))
 
 
@@ -55,9 +54,9 @@ def test_the_region_is_of_the_ratios_level(level, dropped):
     assert result.metrics.compute()["actor/pg_clipfrac"] == pytest.approx(dropped / 2)
 
 
-def test_means_get_no_gradient():
-    mean = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+def test_the_kl_gets_no_gradient():
+    kl = tensor(0.01).requires_grad_()
     log_prob = tensor(0.1).requires_grad_()
-    result = loss(log_prob, tensor(1.0), [0.0], mean=mean)
+    result = loss(log_prob, tensor(1.0), [0.0], kl=kl)
     result.loss_sum.backward()
-    assert mean.grad is None
+    assert kl.grad is None

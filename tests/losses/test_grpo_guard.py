@@ -5,7 +5,7 @@ import torch
 
 from flowcorr.errors import BatchError
 from flowcorr.losses import grpo_guard
-from flowcorr.sde import Transition, log_prob
+from flowcorr.sde import Transition, log_prob, step_kl
 
 OPTIONS = {"clip_ratio": 0.5, "adv_clip_max": 5.0}
 
@@ -19,7 +19,7 @@ def test_against_hand_computed_numbers():
     std, step = tensor(0.5, 0.2), tensor(0.1, 0.05)
     log_prob, old = tensor(-1.0, -1.1), tensor(-1.02, -1.0)
     result = grpo_guard(
-        log_prob, old, tensor(1.0, -2.0), mean=mean, old_mean=old_mean, std=std, step=step, **OPTIONS
+        log_prob, old, tensor(1.0, -2.0), kl=step_kl(mean, old_mean, std), std=std, step=step, **OPTIONS
     )
     # Biases: .02 / (2 * .25) = .04 and .08 / (2 * .04) = 1.
     first = -math.exp((0.02 + 0.04) * 0.5) / 0.1
@@ -37,7 +37,7 @@ def test_the_bias_centres_the_ratio():
     mean = old_mean + r * 0.3
     log_probs = [log_prob(0.3 * noise, Transition(mean=m, std=std, step=std)) for m in (mean, old_mean)]
     values = grpo_guard(
-        *log_probs, torch.ones_like(std), mean=mean, old_mean=old_mean, std=std, step=std, **OPTIONS
+        *log_probs, torch.ones_like(std), kl=step_kl(mean, old_mean, std), std=std, step=std, **OPTIONS
     ).metrics.compute()
     assert values["actor/ppo_kl"] == pytest.approx(r**2 / 2, abs=0.02)
     # The mean of a lognormal ratio of spread s r / sqrt(D).
@@ -50,9 +50,8 @@ def test_the_bias_centres_the_ratio():
 def test_the_bias_is_differentiated():
     mean = tensor([0.3, 0.1]).requires_grad_()
     arguments = tensor(-1.0), tensor(-1.0), tensor(1.0)
-    grpo_guard(
-        *arguments, mean=mean, old_mean=tensor([0.1, 0.1]), std=tensor(0.5), step=tensor(0.1), **OPTIONS
-    ).loss_sum.backward()
+    kl = step_kl(mean, tensor([0.1, 0.1]), tensor(0.5))
+    grpo_guard(*arguments, kl=kl, std=tensor(0.5), step=tensor(0.1), **OPTIONS).loss_sum.backward()
     # d bias / d mean = (mean - old_mean) / (D s^2) = [.4, 0]; d loss / d bias = -ratio s / step.
     ratio = math.exp(0.04 * 0.5)
     assert mean.grad[0].tolist() == pytest.approx([-ratio * 0.5 / 0.1 * 0.4, 0.0])
@@ -64,8 +63,7 @@ def test_a_non_finite_old_mean_leaves_the_gradient_finite():
         tensor(-1.0, -1.0),
         tensor(-1.0, -1.0),
         tensor(1.0, 1.0),
-        mean=mean,
-        old_mean=tensor([0.1, math.nan], [0.1, 0.1]),
+        kl=step_kl(mean, tensor([0.1, math.nan], [0.1, 0.1]), tensor(0.5, 0.5)),
         std=tensor(0.5, 0.5),
         step=tensor(0.1, 0.1),
         **OPTIONS,
@@ -80,24 +78,14 @@ def test_a_non_finite_old_mean_leaves_the_gradient_finite():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"old_mean": None}, "old_mean is missing"),
-        ({"old_mean": torch.zeros(1, 3)}, r"old_mean has shape \[1, 3\]"),
-        (
-            {"mean": torch.zeros(1, 3), "old_mean": torch.zeros(1, 3)},
-            r"mean has shape \[1, 3\]; it must begin with",
-        ),
-        ({"mean": torch.zeros(2), "old_mean": torch.zeros(2)}, "must begin with"),
+        ({"kl": None}, "kl is missing.*let the rollout return its step means"),
+        ({"kl": torch.zeros(1)}, r"kl has shape \[1\]; it must be \[2\]"),
         ({"std": torch.ones(1)}, r"std has shape \[1\]"),
         ({"step": torch.ones(2, 1)}, r"step has shape \[2, 1\]"),
     ],
 )
-def test_shapes_of_means_and_steps(change, message):
-    arguments = {
-        "mean": torch.zeros(2, 3),
-        "old_mean": torch.zeros(2, 3),
-        "std": torch.ones(2),
-        "step": torch.ones(2),
-    }
+def test_shapes_of_kl_stds_and_steps(change, message):
+    arguments = {"kl": torch.zeros(2), "std": torch.ones(2), "step": torch.ones(2)}
     with pytest.raises(BatchError, match=message):
         grpo_guard(torch.zeros(2), torch.zeros(2), torch.ones(2), **(arguments | change), **OPTIONS)
 
@@ -108,8 +96,7 @@ def test_a_step_without_a_density_leaves_the_gradient_finite():
         tensor(math.nan, -1.0),
         tensor(-1.0, -1.0),
         tensor(1.0, 1.0),
-        mean=mean,
-        old_mean=tensor([0.1, 0.1], [0.1, 0.1]),
+        kl=step_kl(mean, tensor([0.1, 0.1], [0.1, 0.1]), tensor(0.0, 0.5)),
         std=tensor(0.0, 0.5),
         step=tensor(0.0, 0.1),
         **OPTIONS,

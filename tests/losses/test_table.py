@@ -14,17 +14,18 @@ from flowcorr.losses import LOSS_KEYS, LOSSES, Limit, Loss, loss_of, resolve_los
 def own_module(monkeypatch):
     module = ModuleType("own_losses")
 
-    def plain(policy_step, batch_step, actor_config):
+    def plain(terms, actor_config):
         return None
 
-    def with_options(policy_step, batch_step, actor_config, *, width, sign=1):
-        return policy_step, batch_step, actor_config, width, sign
+    def with_options(terms, actor_config, *, width, sign=1):
+        return terms, actor_config, width, sign
+
+    def three_records(policy_step, batch_step, actor_config, *, width=1):
+        return None
 
     module.plain, module.with_options, module.number = plain, with_options, 3
-    module.two_arguments = lambda policy_step, batch_step: None
-    module.ROW = Loss(
-        objective=with_options, limit=Limit(key="importance_cap", is_cap=True), needs_means=True
-    )
+    module.one_argument, module.three_records = lambda terms: None, three_records
+    module.ROW = Loss(objective=with_options, limit=Limit(key="importance_cap", is_cap=True), needs_kl=True)
     monkeypatch.setitem(sys.modules, "own_losses", module)
     return module
 
@@ -36,7 +37,7 @@ def resolve(name, **options):
 def test_built_in_losses_by_name():
     assert set(LOSSES) == {"flow_grpo", "grpo_guard", "flow_dppo", "importance_cap", "reinforce"}
     assert all(resolve(name) is LOSSES[name] for name in LOSSES)
-    assert {name for name in LOSSES if LOSSES[name].needs_means} == {"grpo_guard", "flow_dppo"}
+    assert {name for name in LOSSES if LOSSES[name].needs_kl} == {"grpo_guard", "flow_dppo"}
     assert set(ActorConfig.__dataclass_fields__) >= LOSS_KEYS
 
 
@@ -76,10 +77,10 @@ def test_the_correction_may_bring_its_own_loss():
 
 def test_a_loss_of_ones_own_by_import_path(own_module):
     assert resolve("own_losses:plain") == Loss(objective=own_module.plain, limit=Limit(key="clip_ratio"))
-    assert resolve("own_losses:with_options", width=2.0).objective("p", "b", "a") == ("p", "b", "a", 2.0, 1)
+    assert resolve("own_losses:with_options", width=2.0).objective("t", "a") == ("t", "a", 2.0, 1)
     row = resolve("own_losses:ROW", width=2.0, sign=-1)
-    assert (row.limit, row.needs_means) == (own_module.ROW.limit, True)
-    assert row.objective("p", "b", "a") == ("p", "b", "a", 2.0, -1)
+    assert (row.limit, row.needs_kl) == (own_module.ROW.limit, True)
+    assert row.objective("t", "a") == ("t", "a", 2.0, -1)
 
 
 @pytest.mark.usefixtures("own_module")
@@ -92,14 +93,16 @@ def test_a_loss_of_ones_own_by_import_path(own_module):
         ("own_losses:missing", {}, r"the module own_losses has no 'missing'"),
         ("own_losses:", {}, r"has no ''; name a function or a Loss"),
         ("own_losses:number", {}, r"is of type int; name a flowcorr\.losses\.Loss, or a function"),
-        ("own_losses:two_arguments", {},
-         r"^actor\.loss_mode='own_losses:two_arguments' takes \(policy_step, batch_step\); a loss must take "
-         r"\(policy_step, batch_step, actor_config, \*\*loss_options\)$"),
-        ("own_losses:with_options", {}, r"missing a required argument: 'width'; its options are: width, sign"),
+        ("own_losses:one_argument", {}, r"too many positional arguments; it takes \(terms\), and a loss is called"),
+        ("own_losses:three_records", {"width": 2},
+         r"^actor\.loss_options=\{'width': 2\} do not fit actor\.loss_mode='own_losses:three_records': missing a "
+         r"required argument: 'actor_config'; it takes \(policy_step, batch_step, actor_config, \*, width=1\), and a "
+         r"loss is called with \(terms, actor_config, \*\*loss_options\)$"),
+        ("own_losses:with_options", {}, r"missing a required argument: 'width'; it takes .*\*, width, sign=1"),
         ("own_losses:ROW", {"widht": 1}, r"'own_losses:ROW': .*'width'"),
-        ("own_losses:plain", {"width": 1}, r"loss_options=\{'width': 1\}.*'width'; its options are: none"),
+        ("own_losses:plain", {"width": 1}, r"loss_options=\{'width': 1\}.*'width'; it takes \(terms, actor_config\),"),
         ("own_losses:with_options", {"width": 1, "sing": 1}, r"unexpected keyword argument 'sing'"),
-        ("flow_grpo", {"width": 1}, r"loss_mode='flow_grpo': .*'width'; its options are: none"),
+        ("flow_grpo", {"width": 1}, r"loss_mode='flow_grpo': .*'width'; it takes"),
     ],
 )  # fmt: skip
 def test_names_and_options_that_lead_nowhere(name, options, message):

@@ -1,15 +1,16 @@
 """The terms of a loss: clip ranges that differ by step, and ratios of whole windows."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.losses import LOSSES, clip_by_term, flow_grpo
-from flowcorr.losses.terms import make_terms, ratio_stats
+from flowcorr.losses.terms import mask_terms, ratio_stats
 from flowcorr.metrics import Metrics
-from tests.losses.test_every_loss import Settings, changed, gradient, part, problem
+from tests.losses.test_every_loss import Settings, gradient, problem
 from tests.losses.test_flow_grpo import loss, tensor
 
 CLIPPED = sorted(name for name, loss in LOSSES.items() if "clip_ratio" in loss.reads)
@@ -18,18 +19,16 @@ CLIPS = (0.01, 0.03, 0.1)
 
 def steps(shape, indices):
     """A policy far enough from its data that every clip range cuts some terms."""
-    theta, policy, batch = problem(*shape, drift=0.3)
-    return theta, policy, changed(batch, step_index=torch.tensor(indices).expand(shape).contiguous())
+    theta, terms = problem(*shape, drift=0.3)
+    return theta, replace(terms, step_index=torch.tensor(indices).expand(shape).contiguous())
 
 
 @pytest.mark.parametrize("name", CLIPPED)
 def test_every_step_has_the_range_of_its_index(name):
-    theta, policy, batch = steps((6, 3), [2, 0, 1])
-    whole = LOSSES[name].objective(policy, batch, Settings(clip_ratio=CLIPS))
+    theta, terms = steps((6, 3), [2, 0, 1])
+    whole = LOSSES[name].objective(terms, Settings(clip_ratio=CLIPS))
     alone = [
-        LOSSES[name].objective(
-            part(policy, (slice(None), t)), part(batch, (slice(None), t)), Settings(clip_ratio=CLIPS[index])
-        )
+        LOSSES[name].objective(terms.select((slice(None), t)), Settings(clip_ratio=CLIPS[index]))
         for t, index in enumerate((2, 0, 1))
     ]
     total = torch.stack([output.loss_sum for output in alone]).sum()
@@ -44,11 +43,10 @@ def test_every_step_has_the_range_of_its_index(name):
 @pytest.mark.parametrize("level", ["step", "trajectory_mean", "trajectory_sum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_list_of_one_number_is_that_number(name, level, dtype):
-    theta, policy, batch = steps((6, 3), [0, 1, 2])
-    policy = changed(policy, log_prob=policy.log_prob.to(dtype))
-    batch = changed(batch, old_log_prob=batch.old_log_prob.to(dtype))
+    theta, terms = steps((6, 3), [0, 1, 2])
+    terms = replace(terms, log_prob=terms.log_prob.to(dtype), old_log_prob=terms.old_log_prob.to(dtype))
     listed, number = (
-        LOSSES[name].objective(policy, batch, Settings(clip_ratio=clip, ratio_level=level))
+        LOSSES[name].objective(terms, Settings(clip_ratio=clip, ratio_level=level))
         for clip in ((0.03,) * 3, 0.03)
     )
     assert listed.loss_sum == number.loss_sum
@@ -61,9 +59,9 @@ def test_one_advantage_per_sample_is_refused_with_its_remedy():
     log_prob, advantage = torch.zeros(4, 2), torch.arange(4.0)
     remedy = r"advantage\[:, None\]\.expand_as\(log_prob\)"
     with pytest.raises(BatchError, match=rf"^advantage has shape \[4\]; it must be \[4, 2\], .*{remedy}$"):
-        make_terms(log_prob, log_prob, advantage, adv_clip_max=5.0, weight=None, keep=None)
+        mask_terms(log_prob, log_prob, advantage, adv_clip_max=5.0, weight=None, keep=None)
     spread = advantage[:, None].expand_as(log_prob)
-    terms = make_terms(log_prob, log_prob, spread, adv_clip_max=5.0, weight=None, keep=None)
+    terms = mask_terms(log_prob, log_prob, spread, adv_clip_max=5.0, weight=None, keep=None)
     assert terms.advantage[:, 1].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -102,7 +100,7 @@ def test_trajectory_ratios_need_whole_windows():
 def test_a_losss_own_ratio_may_be_anything_where_terms_are_not_kept():
     old = tensor(0.0, 0.0, 0.0)
     new = old + tensor(0.1, math.nan, 0.3)
-    terms = make_terms(new, old, torch.ones_like(old), adv_clip_max=5.0, weight=None, keep=None)
+    terms = mask_terms(new, old, torch.ones_like(old), adv_clip_max=5.0, weight=None, keep=None)
     found = Metrics.from_stats(ratio_stats(terms, new - old)).compute()
     assert found["ratio_mean"] == pytest.approx((math.exp(0.1) + math.exp(0.3)) / 2)
     assert found["ratio_std"] == pytest.approx((math.exp(0.3) - math.exp(0.1)) / math.sqrt(2))

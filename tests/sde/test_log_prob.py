@@ -116,6 +116,17 @@ def test_the_kl_of_steps_with_one_std_is_that_of_their_densities():
         step_kl(mean, other, std[0])
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_kl_of_a_mean_that_is_not_finite_is_not_known_and_has_no_gradient(value):
+    mean, other, std = randn(3, 4).requires_grad_(), randn(3, 4, seed=1), torch.tensor([0.5, 0.5, 0.0])
+    other[0, 2] = value
+    kl = step_kl(mean, other, std)
+    assert kl.isnan().tolist() == [True, False, True]
+    torch.where(kl.isfinite(), kl, 0.0).sum().backward()
+    assert not mean.grad[[0, 2]].any()
+    assert mean.grad[1].all()
+
+
 @pytest.mark.parametrize("cps_unscaled", [False, True])
 def test_a_log_prob_tells_the_variance_of_its_noise(cps_unscaled):
     draw = torch.Generator().manual_seed(0)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from flowcorr.actor import DiffusionActor, Scores
+from flowcorr.actor import DiffusionActor
 from flowcorr.diagnostics.doctor.trials import r_squared
 from flowcorr.errors import BackendError
-from flowcorr.records import Rollout
+from flowcorr.records import Rollout, Scores
 from flowcorr.rollout import Weights
 from flowcorr.trainer.gap_split import behaviour_scores
 

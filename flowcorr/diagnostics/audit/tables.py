@@ -20,6 +20,7 @@ from flowcorr.correction.robust import OUTLIER_Z, outlier_band
 from flowcorr.diagnostics.audit.advice import clip_needed, limit_at
 from flowcorr.diagnostics.audit.gap import Gap
 from flowcorr.diagnostics.clip_noise import QUANTILES
+from flowcorr.records import Terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,20 +158,23 @@ def _log_mean_exp(values: Tensor) -> float:
 def preset_outcomes(gap: Gap, num_elements: int | None, num_steps: int) -> list[PresetOutcome]:
     """What each preset would reject, and what its weights would be."""
     outcomes = []
+    terms = Terms(
+        log_prob=gap.log_probs,
+        old_log_prob=gap.log_probs,
+        rollout_log_prob=gap.rollout_log_probs,
+        advantage=torch.zeros_like(gap.log_probs),
+        std=gap.stds,
+        step=torch.full_like(gap.stds, torch.nan),
+        step_index=gap.step_indices,
+        num_elements=num_elements,
+    )
     for name, preset in PRESETS.items():
         config = RolloutCorrectionConfig.from_preset(name)
         # In bypass, scope step, every term is a trajectory of its own.
-        shape = (-1, 1) if config.mode == "bypass" and config.bypass_scope == "step" else gap.log_probs.shape
-        correction = correct(
-            gap.log_probs.reshape(shape),
-            gap.rollout_log_probs.reshape(shape),
-            config,
-            mask=None,
-            step_index=gap.step_indices.reshape(shape),
-            num_elements=num_elements,
-            num_steps=num_steps,
-        )
-        weights, kept = correction.weights, correction.keep.reshape(gap.log_probs.shape)
+        single_steps = config.mode == "bypass" and config.bypass_scope == "step"
+        corrected, _ = correct(terms.per_term() if single_steps else terms, config, num_steps=num_steps)
+        assert corrected.keep is not None
+        weights, kept = corrected.weight, corrected.keep.reshape(gap.log_probs.shape)
         outcomes.append(
             PresetOutcome(
                 name=name,

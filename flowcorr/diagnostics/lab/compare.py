@@ -385,7 +385,7 @@ def _finished(config: Config, correction: RolloutCorrectionConfig, tally: _Tally
     if tally.sums:
         outcome, reason = tally.outcome(weighted=correction.applies_weights), ""
         if not math.isfinite(outcome.loss):
-            outcome, reason = None, "its loss is not finite: one that reads step means must set needs_means"
+            outcome, reason = None, "its loss is not finite on these terms"
     name = correction.preset
     return Replay(
         name=THIS_RUN if name is None else name,

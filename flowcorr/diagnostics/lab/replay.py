@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,22 +11,16 @@ import torch
 from torch import Tensor
 
 from flowcorr import dumps
-from flowcorr.algorithm import (
-    apply_bypass_mode_to_diffusion_batch,
-    apply_rollout_correction_to_diffusion_batch,
-    diffusion_loss,
-)
-from flowcorr.algorithm.apply import correct
+from flowcorr.algorithm.apply import correct, sees_windows
 from flowcorr.config import Config
 from flowcorr.config.rules import check
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.correction.bounds import scale_factor
 from flowcorr.diagnostics.dumped import UNBOUNDED, completed
 from flowcorr.dumps import DumpedTerms, LoggedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics
-from flowcorr.records import ActorBatch, BatchStep, PolicyStep, Rollout
+from flowcorr.records import Terms
 
 # Terms at a time: many small steps share the cost of a call, and what a call works on stays small.
 CHUNK_TERMS = 2**18
@@ -124,8 +117,8 @@ def obstacle(terms: LoggedTerms, config: Config, correction: RolloutCorrectionCo
     if terms.num_elements is None and _needs_size(correction):
         return "it needs num_elements, which was not dumped"
     of_correction, of_loss = _kls(terms, correction)
-    reads_means = loss_of(config.actor, correction).needs_means
-    if (correction.needs_means and of_correction is None) or (reads_means and of_loss is None):
+    reads_kl = loss_of(config.actor, correction).needs_kl
+    if (correction.needs_means and of_correction is None) or (reads_kl and of_loss is None):
         return "it needs exact KLs between policies whose step means the run did not compute"
     return ""
 
@@ -137,134 +130,52 @@ def _needs_size(correction: RolloutCorrectionConfig) -> bool:
 
 def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConfig | None) -> Replayed:
     """Correct the steps and differentiate their loss, without a KL to the reference."""
-    terms, num_steps = steps.terms, config.sampling.num_inference_steps
-    if correction is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of a scale that has nothing to act on
-            # As a number, since the loss would read `D` off the stand-ins of its means.
-            scale = scale_factor(correction.log_ratio_scale, terms.num_elements)
-            correction = replace(correction, log_ratio_scale=scale)
-    batch, metrics = _batch(terms), Metrics()
-    keep = torch.ones_like(terms.sigmas, dtype=torch.bool)
-    if correction is not None and correction.mode == "bypass":
-        batch = apply_bypass_mode_to_diffusion_batch(batch)
-        keep = _kept_in_bypass(terms, correction)
+    num_steps = config.sampling.num_inference_steps
+    logged = steps.terms.numbers()
+    log_prob = logged.log_prob.clone().requires_grad_()
+    terms, metrics = replace(logged, log_prob=log_prob), Metrics()
+    bypass = correction is not None and correction.mode == "bypass"
+    if bypass:
+        terms = replace(terms, old_log_prob=terms.rollout_log_prob, old_kl=terms.rollout_kl)
     elif correction is not None:
-        batch, metrics = _decoupled(steps, batch, correction, num_steps)
-        assert batch.keep is not None
-        keep = batch.keep
-    _, kl = _kls(terms, correction)
-    batch = replace(batch, old_means=None if kl is None else _origins(kl))
-    log_prob = terms.current_log_probs.clone().requires_grad_()
-    policy = PolicyStep(
-        log_prob=log_prob,
-        mean=terms.sigmas.new_full((*keep.shape, 1), math.nan) if kl is None else _stand_ins(kl, terms.stds),
-        std=terms.stds,
-        step=terms.sigmas - terms.sigmas_next,
-    )
-    step = BatchStep.of(batch)
-    if config.actor.ratio_level == "step" and not _sees_trajectories(correction):
-        policy, step = policy.per_term(), step.per_term()
-    loss = diffusion_loss(policy, step, config.actor, correction, num_steps=num_steps)
+        terms, metrics = _decoupled(steps, terms, correction, num_steps)
+    if not sees_windows(config.actor, correction):
+        terms = terms.per_term()
+    if correction is not None and bypass:
+        terms, metrics = correct(terms, correction, actor_config=config.actor, num_steps=num_steps)
+    loss = loss_of(config.actor, correction).objective(terms, config.actor)
     loss.loss_sum.backward()
     assert log_prob.grad is not None
-    assert batch.old_log_probs is not None
-    finite = (terms.current_log_probs - batch.old_log_probs + batch.advantages[:, None]).isfinite()
+    shape = log_prob.shape
+    keep = torch.ones(shape, dtype=torch.bool) if terms.keep is None else terms.keep.view(shape)
+    finite = (terms.log_prob - terms.old_log_prob + terms.advantage).detach().isfinite().view(shape)
     over_all = correction is not None and correction.rollout_rs_denominator == "all"
     counts = steps.sums(finite if over_all else finite & keep).clamp(min=1)
     return Replayed(
         coefficients=log_prob.grad.double() / counts[steps.owners].unsqueeze(1),
         keep=keep,
-        metrics=Metrics.merged((loss.metrics, loss.correction_metrics, metrics)),
+        metrics=metrics.merge(loss.metrics),
         loss_sum=float(loss.loss_sum.detach()),
         count=float(loss.count_all if over_all else loss.count_kept),
     )
 
 
 def _decoupled(
-    steps: LoggedSteps, batch: ActorBatch, correction: RolloutCorrectionConfig, num_steps: int
-) -> tuple[ActorBatch, Metrics]:
+    steps: LoggedSteps, terms: Terms, correction: RolloutCorrectionConfig, num_steps: int
+) -> tuple[Terms, Metrics]:
     """Correct all steps at once, or one by one where the correction looks at a step as a whole."""
     whole = correction.rollout_is_batch_normalize or any(
         criterion.needs_batch for criterion in correction.criteria
     )
     parts = [
-        apply_rollout_correction_to_diffusion_batch(batch.select(rows), correction, num_steps=num_steps)
+        correct(terms.select(rows), correction, group_ids=steps.terms.group_ids[rows], num_steps=num_steps)
         for rows in (steps.rows() if whole else [slice(None)])
     ]
-    weights = [part.rollout_is_weights for part, _ in parts if part.rollout_is_weights is not None]
-    corrected = replace(
-        batch,
-        advantages=torch.cat([part.advantages for part, _ in parts]),
-        rollout_is_weights=torch.cat(weights) if weights else None,
-        keep=torch.cat([part.keep for part, _ in parts if part.keep is not None]),
-    )
-    return corrected, Metrics.merged(metrics for _, metrics in parts)
+    return Terms.concatenate([part for part, _ in parts]), Metrics.merged(metrics for _, metrics in parts)
 
 
-def _kept_in_bypass(terms: LoggedTerms, correction: RolloutCorrectionConfig) -> Tensor:
-    """`[S, T]` bool, what the loss keeps, which it does not tell."""
-    # In scope step, every term is a trajectory of its own.
-    shape = terms.sigmas.shape if _sees_trajectories(correction) else (-1, 1)
-    kl = terms.current_rollout_kl
-    means = None if kl is None else _stand_ins(kl, terms.stds).reshape(*shape, 1)
-    return correct(
-        terms.current_log_probs.reshape(shape),
-        terms.rollout_log_probs.reshape(shape),
-        correction,
-        mask=None,
-        step_index=terms.step_indices.reshape(shape),
-        target_mean=means,
-        rollout_mean=None if means is None else torch.zeros_like(means),
-        std=terms.stds.reshape(shape),
-        num_elements=terms.num_elements,
-        num_steps=int(terms.step_indices.max()) + 1,
-    ).keep.view(terms.sigmas.shape)
-
-
-def _batch(terms: LoggedTerms) -> ActorBatch:
-    """The batch as training corrects it, with latents that have a size only."""
-    kl = terms.old_rollout_kl
-    rollout_kl = kl if terms.current_rollout_kl is None else terms.current_rollout_kl
-    latents = terms.sigmas.new_zeros(()).expand(*terms.sigmas.shape, terms.num_elements or 1)
-    rollout = Rollout(
-        latents=latents,
-        next_latents=latents,
-        step_indices=terms.step_indices,
-        timesteps=terms.timesteps,
-        sigmas=terms.sigmas,
-        sigmas_next=terms.sigmas_next,
-        log_probs=terms.rollout_log_probs,
-        group_ids=terms.group_ids,
-        policy_versions=terms.policy_versions,
-        means=None if rollout_kl is None else _origins(rollout_kl),
-        stds=terms.stds,
-    )
-    return ActorBatch(
-        rollout=rollout,
-        advantages=terms.advantages,
-        old_log_probs=terms.old_log_probs,
-        old_means=None if kl is None else _stand_ins(kl, terms.stds),
-    )
-
-
-def _kls(
-    terms: LoggedTerms, correction: RolloutCorrectionConfig | None
-) -> tuple[Tensor | None, Tensor | None]:
+def _kls(terms: LoggedTerms, correction: RolloutCorrectionConfig) -> tuple[Tensor | None, Tensor | None]:
     """The exact KLs `[S, T]` that the correction and the loss look at, where they are known."""
-    if correction is not None and correction.mode == "bypass":
+    if correction.mode == "bypass":
         return terms.current_rollout_kl, terms.current_rollout_kl
     return terms.old_rollout_kl, terms.current_old_kl
-
-
-def _stand_ins(kl: Tensor, stds: Tensor) -> Tensor:
-    """`[S, T, 1]` step means of one element, as far from `_origins` as the exact `kl` says."""
-    return ((2 * kl).sqrt() * stds).unsqueeze(-1)
-
-
-def _origins(kl: Tensor) -> Tensor:
-    return torch.zeros_like(kl).unsqueeze(-1)
-
-
-def _sees_trajectories(correction: RolloutCorrectionConfig | None) -> bool:
-    return correction is not None and correction.mode == "bypass" and correction.bypass_scope == "trajectory"

@@ -252,21 +252,21 @@ def test_presets_that_cannot_be_replayed_have_a_reason(tmp_path):
     }
 
 
-def test_a_loss_that_reads_means_in_secret(tmp_path, monkeypatch):
-    module = tmp_path / "secretive.py"
+def test_a_loss_that_is_not_finite_is_not_compared(tmp_path, monkeypatch):
+    module = tmp_path / "overflowing.py"
     module.write_text(
         "from dataclasses import replace\n"
         "from flowcorr.losses import LOSSES\n"
-        "def loss(policy, batch, settings):\n"
-        "    found = LOSSES['flow_grpo'].objective(policy, batch, settings)\n"
-        "    return replace(found, loss_sum=found.loss_sum + policy.mean.sum())\n"
+        "def loss(terms, settings):\n"
+        "    found = LOSSES['flow_grpo'].objective(terms, settings)\n"
+        "    return replace(found, loss_sum=found.loss_sum + (1e6 * terms.std).exp().sum())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     run_dir = write_run(
-        tmp_path / "run", [terms_of()], "actor.loss_mode=secretive:loss", f"{CORRECTION}=null"
+        tmp_path / "run", [terms_of()], "actor.loss_mode=overflowing:loss", f"{CORRECTION}=null"
     )
     with pytest.raises(
-        ConfigError, match="no preset that was asked for can be replayed.*must set needs_means"
+        ConfigError, match="no preset that was asked for can be replayed.*its loss is not finite"
     ):
         replay_run(run_dir, presets=["disabled"], allow_imports=["secretive:loss"])
 

@@ -20,11 +20,8 @@ def weights_of(terms, target, preset):
     return compute_rollout_correction_and_rejection_mask(
         target,
         terms.rollout_log_probs,
-        rollout_is=correction.rollout_is,
-        rollout_is_threshold=correction.rollout_is_threshold,
-        rollout_rs=correction.rollout_rs,
-        rollout_rs_threshold=correction.rollout_rs_threshold,
         num_elements=D,
+        **correction.options,
     )
 
 
@@ -92,8 +89,7 @@ def test_coefficients_of_bypass():
 
 @pytest.mark.parametrize("loss_mode", ["grpo_guard", "flow_dppo"])
 @pytest.mark.parametrize("bypass", [False, True])
-def test_exact_kls_stand_for_step_means(loss_mode, bypass):
-    """Step means of many elements and one stand-in of the same KL give the same gradient and the same rejection."""
+def test_losses_and_rejection_read_the_dumped_kls(loss_mode, bypass):
     draw = torch.Generator().manual_seed(1)
     terms = terms_of(12, 2)
     stds = terms.stds[..., None]
@@ -117,9 +113,7 @@ def test_exact_kls_stand_for_step_means(loss_mode, bypass):
     assert torch.equal(found.keep, kl(mean if bypass else old_mean, rollout_mean) <= bound)
     log_prob = terms.current_log_probs.clone().requires_grad_()
     shared = {
-        "mean": mean,
-        "old_mean": rollout_mean if bypass else old_mean,
-        "std": terms.stds,
+        "kl": kl(mean, rollout_mean if bypass else old_mean),
         "keep": found.keep,
         "adv_clip_max": 5.0,
     }
@@ -127,7 +121,13 @@ def test_exact_kls_stand_for_step_means(loss_mode, bypass):
     advantage = terms.advantages[:, None].expand(-1, 2)
     if loss_mode == "grpo_guard":
         loss = grpo_guard(
-            log_prob, old, advantage, step=terms.sigmas - terms.sigmas_next, clip_ratio=1e-3, **shared
+            log_prob,
+            old,
+            advantage,
+            std=terms.stds,
+            step=terms.sigmas - terms.sigmas_next,
+            clip_ratio=1e-3,
+            **shared,
         )
     else:
         loss = flow_dppo(log_prob, old, advantage, kl_threshold=settings_of_run.actor.kl_threshold, **shared)
