@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rollout:
-    """Trajectories of `B` samples through a window of `T` SDE steps, as the rollout engine made them.
+class Window:
+    """The `T` SDE steps of `B` trajectories.
 
     Attributes:
         latents: `[B, T, *L]` float32, before each step.
@@ -43,15 +43,8 @@ class Rollout:
         timesteps: `[B, T]`, as they were fed to the model.
         sigmas: `[B, T]` float32, noise levels before the steps.
         sigmas_next: `[B, T]` float32, noise levels after the steps.
-        log_probs: `[B, T]` float32, nats per latent element under the rollout policy.
         means: `[B, T, *L]` float32, the rollout policy's step means, if they were asked for.
         stds: `[B, T]` float32, the full standard deviations of the steps, beside `means`.
-        conditioning: `[G, ...]` tensors that the model family feeds to its transformer, one row a prompt.
-        conditioning_rows: `[B]` int64, the row of each sample; None only where there is no conditioning.
-        images: `[B, H, W, 3]` uint8, or None where nothing was decoded.
-        final_latents: `[B, *L]` float32, the latents that were decoded, or None likewise.
-        group_ids: `[B]` int64; samples of one prompt share one.
-        policy_versions: `[B]` int64, optimizer steps behind the weights that sampled.
     """
 
     latents: Tensor
@@ -60,11 +53,42 @@ class Rollout:
     timesteps: Tensor
     sigmas: Tensor
     sigmas_next: Tensor
+    means: Tensor | None = None
+    stds: Tensor | None = None
+
+    @property
+    def step_sizes(self) -> Tensor:
+        """`[B, T]`, `sigma - sigma_next`."""
+        return self.sigmas - self.sigmas_next
+
+    def columns(self) -> dict[str, Tensor]:
+        """The tensors by name, without those that are None."""
+        return _tensors(self)
+
+    def step(self, t: int) -> Window:
+        """Step `t` alone, as a window of one step."""
+        return _each(self, lambda column: column[:, t : t + 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """Trajectories of `B` samples through a window of `T` SDE steps, as the rollout engine made them.
+
+    Attributes:
+        window: the steps.
+        log_probs: `[B, T]` float32, nats per latent element under the rollout policy.
+        group_ids: `[B]` int64; samples of one prompt share one.
+        policy_versions: `[B]` int64, optimizer steps behind the weights that sampled.
+        conditioning: `[G, ...]` tensors that the model family feeds to its transformer, one row a prompt.
+        conditioning_rows: `[B]` int64, the row of each sample; None only where there is no conditioning.
+        images: `[B, H, W, 3]` uint8, or None where nothing was decoded.
+        final_latents: `[B, *L]` float32, the latents that were decoded, or None likewise.
+    """
+
+    window: Window
     log_probs: Tensor
     group_ids: Tensor
     policy_versions: Tensor
-    means: Tensor | None = None
-    stds: Tensor | None = None
     conditioning: Mapping[str, Tensor] = field(default_factory=dict)
     conditioning_rows: Tensor | None = None
     images: Tensor | None = None
@@ -83,7 +107,12 @@ class Rollout:
     @property
     def num_elements(self) -> int:
         """`D`, the number of latent elements of one sample."""
-        return self.latents.shape[2:].numel()
+        return self.latent_shape.numel()
+
+    @property
+    def latent_shape(self) -> torch.Size:
+        """`L`."""
+        return self.window.latents.shape[2:]
 
     @property
     def decoded(self) -> Tensor:
@@ -100,18 +129,13 @@ class Rollout:
         if self.log_probs.dim() != 2:
             raise BatchError(f"Rollout.log_probs has shape {list(self.log_probs.shape)}; it must be [B, T]")
         samples, steps = self.log_probs.shape
-        for name in ("step_indices", "timesteps", "sigmas", "sigmas_next"):
-            check_shape(f"Rollout.{name}", getattr(self, name), (samples, steps))
+        for name, column in self.window.columns().items():
+            shape = self.latent_shape if name in ("latents", "next_latents", "means") else ()
+            check_shape(f"Window.{name}", column, (samples, steps, *shape))
         for name in ("group_ids", "policy_versions"):
             check_shape(f"Rollout.{name}", getattr(self, name), (samples,))
-        latent_shape = tuple(self.latents.shape[2:])
-        for name in ("latents", "next_latents", "means"):
-            if (latents := getattr(self, name)) is not None:
-                check_shape(f"Rollout.{name}", latents, (samples, steps, *latent_shape))
-        if self.stds is not None:
-            check_shape("Rollout.stds", self.stds, (samples, steps))
         if self.final_latents is not None:
-            check_shape("Rollout.final_latents", self.final_latents, (samples, *latent_shape))
+            check_shape("Rollout.final_latents", self.final_latents, (samples, *self.latent_shape))
         if self.conditioning:
             self._check_conditioning()
         return self
@@ -140,8 +164,7 @@ class Rollout:
 
     def select(self, index: Tensor | slice) -> Rollout:
         """The samples at `index` along the batch axis; they share the conditioning of all."""
-        parts: dict[str, Any] = {name: value[index] for name, value in _tensors(self).items()}
-        return replace(self, **parts)
+        return _each(self, lambda column: column[index])
 
     def only(self, index: Tensor) -> Rollout:
         """The samples at ascending indices `[B']`; without a copy where those are all."""
@@ -149,29 +172,19 @@ class Rollout:
 
     def step(self, t: int) -> Rollout:
         """The window's step `t` alone, as a window of one step."""
-        columns = slice(t, t + 1)
-        names = (
-            "latents", "next_latents", "step_indices", "timesteps", "sigmas", "sigmas_next",
-            "log_probs", "means", "stds",
-        )  # fmt: skip
-        parts = {name: value[:, columns] for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, **parts)
+        return replace(self, window=self.window.step(t), log_probs=self.log_probs[:, t : t + 1])
 
     def to(self, device: torch.device | str) -> Rollout:
         """The same record on `device`."""
-        return replace(
-            self,
-            **{name: value.to(device) for name, value in _tensors(self).items()},
-            conditioning={name: tensor.to(device) for name, tensor in self.conditioning.items()},
-        )
+        conditioning = {name: tensor.to(device) for name, tensor in self.conditioning.items()}
+        return replace(_each(self, lambda column: column.to(device)), conditioning=conditioning)
 
     @staticmethod
     def concatenate(parts: list[Rollout]) -> Rollout:
         """The samples of all parts, in order; every part must hold the same optional fields."""
         first = parts[0]
         joined = replace(
-            first,
-            **{name: torch.cat([getattr(part, name) for part in parts]) for name in _tensors(first)},
+            _join(parts),
             conditioning={
                 name: torch.cat([part.conditioning[name] for part in parts]) for name in first.conditioning
             },
@@ -212,18 +225,12 @@ class ActorBatch:
 
     def select(self, index: Tensor | slice) -> ActorBatch:
         """The samples at `index` along the batch axis."""
-        return replace(
-            self,
-            rollout=self.rollout.select(index),
-            **{name: value[index] for name, value in _tensors(self).items()},
-        )
+        return _each(self, lambda column: column[index])
 
     def step(self, t: int) -> ActorBatch:
         """The window's step `t` alone, as a window of one step."""
-        columns = slice(t, t + 1)
-        names = ("old_log_probs", "old_means", "rollout_is_weights", "keep", "places")
-        parts = {name: value[:, columns] for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, rollout=self.rollout.step(t), **parts)
+        columns = {name: value[:, t : t + 1] for name, value in _tensors(self).items() if value.dim() > 1}
+        return replace(self, rollout=self.rollout.step(t), **columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -242,18 +249,16 @@ class Scores:
 
     def select(self, index: Tensor) -> Scores:
         """The samples at `index` along the batch axis."""
-        return replace(self, **{name: value[index] for name, value in _tensors(self).items()})
+        return _each(self, lambda column: column[index])
 
     def detach(self) -> Scores:
         """The same values without their graph."""
-        return replace(self, **{name: value.detach() for name, value in _tensors(self).items()})
+        return _each(self, torch.detach)
 
     @staticmethod
     def concatenate(parts: Sequence[Scores], dim: int = 0) -> Scores:
         """All parts, of which either all or none have means, along the samples or (1) along the steps."""
-        columns = [_tensors(part) for part in parts]
-        joined = {name: torch.cat([part[name] for part in columns], dim) for name in columns[0]}
-        return replace(parts[0], **joined)
+        return _join(parts, dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -298,28 +303,22 @@ class Terms:
 
     def select(self, index: Tensor | slice) -> Terms:
         """The samples at `index` along the batch axis."""
-        return self._each(lambda column: column[index])
+        return _each(self, lambda column: column[index])
 
     @staticmethod
     def concatenate(parts: Sequence[Terms]) -> Terms:
         """The samples of all parts in order; every part must hold the same optional columns."""
-        columns = [_tensors(part) for part in parts]
-        joined: dict[str, Any] = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
-        return replace(parts[0], **joined)
+        return _join(parts)
 
     def per_term(self) -> Terms:
         """`[b, T]` as `[b * T]`: every SDE step a sample of its own."""
-        return self._each(torch.flatten)
+        return _each(self, torch.flatten)
 
     def windows(self) -> Terms:
         """`[b]` as `[b, 1]`: every SDE step a window of its own; `[b, T]` is returned as it is."""
         if self.log_prob.dim() == 2:
             return self
-        return self._each(lambda column: column.unsqueeze(1))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Terms:
-        changed: dict[str, Any] = {name: change(column) for name, column in _tensors(self).items()}
-        return replace(self, **changed)
+        return _each(self, lambda column: column.unsqueeze(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -346,6 +345,9 @@ class LossOutput:
         return self.loss_sum / count.clamp(min=1)
 
 
+RecordT = TypeVar("RecordT")
+
+
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise `BatchError` unless `tensor` has exactly `shape`."""
     if tuple(tensor.shape) != shape:
@@ -354,6 +356,26 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
+def _each(record: RecordT, change: Callable[[Tensor], Tensor]) -> RecordT:
+    """The record with every tensor changed, also those of the records in it."""
+    changed: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors(record).items()}
+    changed |= {name: _each(inner, change) for name, inner in _records(record).items()}
+    return replace(cast(Any, record), **changed)
+
+
+def _join(parts: Sequence[RecordT], dim: int = 0) -> RecordT:
+    """The tensors of all parts joined, also those of the records in them."""
+    tensors, records = ([of(part) for part in parts] for of in (_tensors, _records))
+    joined: dict[str, Any] = {name: torch.cat([part[name] for part in tensors], dim) for name in tensors[0]}
+    joined |= {name: _join([part[name] for part in records], dim) for name in records[0]}
+    return replace(cast(Any, parts[0]), **joined)
+
+
 def _tensors(record: Any) -> dict[str, Tensor]:
     values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _records(record: Any) -> dict[str, Any]:
+    values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
+    return {name: value for name, value in values.items() if is_dataclass(value)}

@@ -17,6 +17,7 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.losses import LOSSES as ALL_LOSSES
 from flowcorr.records import ActorBatch
 from tests.conftest import SMALL, small_config, start_run
+from tests.rollouts import columns
 from tests.tolerances import LATENTS, LOG_PROBS
 
 LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo", "importance_cap")
@@ -90,18 +91,22 @@ def drifted_batch():
     draw = torch.Generator().manual_seed(4)
     shape = rollout.log_probs.shape
     shift, learned = 0.05 * torch.randn(2, *shape, generator=draw)
-    moved = 0.02 * torch.randn(rollout.means.shape, generator=draw) * rollout.stds[..., None, None, None]
+    moved = (
+        0.02
+        * torch.randn(rollout.window.means.shape, generator=draw)
+        * rollout.window.stds[..., None, None, None]
+    )
     return ActorBatch(
         rollout=replace(
             rollout,
             log_probs=rollout.log_probs + shift,
-            means=rollout.means + moved,
+            window=replace(rollout.window, means=rollout.window.means + moved),
             images=None,
             conditioning={name: rows.double() for name, rows in rollout.conditioning.items()},
         ),
         advantages=torch.linspace(-1.5, 1.2, 8),
         old_log_probs=rollout.log_probs + 0.4 * learned,
-        old_means=rollout.means - moved,
+        old_means=rollout.window.means - moved,
     )
 
 
@@ -238,7 +243,7 @@ def test_recomputed_log_probs_are_the_rollouts_own(dtype, scale, sde_type):
     rollout = run.sample()
     scores = run.actor.log_probs(rollout, with_means=True)
     assert torch.equal(scores.log_probs, rollout.log_probs)
-    assert torch.equal(scores.means, rollout.means)
+    assert torch.equal(scores.means, rollout.window.means)
 
 
 # Modes ----------------------------------------------------------------------------------------------------
@@ -288,13 +293,14 @@ def test_one_batch_of_the_engine_is_many(size, window_per):
         small_config(sampling=sampling, rollout={**SMALL["rollout"], "batch_size": size})
     ).sample()
     for name in ("step_indices", "timesteps", "sigmas", "sigmas_next", "group_ids", "policy_versions"):
-        assert torch.equal(getattr(apart, name), getattr(together, name)), name
+        assert torch.equal(columns(apart)[name], columns(together)[name]), name
     noise = [
-        (part.next_latents - part.means) / part.stds[..., None, None, None] for part in (apart, together)
+        (part.next_latents - part.means) / part.stds[..., None, None, None]
+        for part in (apart.window, together.window)
     ]
     torch.testing.assert_close(*noise, rtol=0, atol=1e-4)
     for name in ("latents", "next_latents", "means"):
-        torch.testing.assert_close(getattr(apart, name), getattr(together, name), **LATENTS, msg=name)
+        torch.testing.assert_close(columns(apart)[name], columns(together)[name], **LATENTS, msg=name)
     torch.testing.assert_close(apart.log_probs, together.log_probs, **LOG_PROBS)
 
 
@@ -303,5 +309,5 @@ def test_a_group_is_the_same_whatever_others_are_sampled_beside_it():
     both = run.sample()
     rows = {name: values[1:] for name, values in run.conditioning.items()}
     alone = run.engine.sample(rows, [1], training_step=1, with_means=True)
-    assert torch.equal(alone.step_indices, both.step_indices[4:])
-    torch.testing.assert_close(alone.latents, both.latents[4:], **LATENTS)
+    assert torch.equal(alone.window.step_indices, both.window.step_indices[4:])
+    torch.testing.assert_close(alone.window.latents, both.window.latents[4:], **LATENTS)

@@ -5,47 +5,39 @@ import torch
 
 from flowcorr.errors import BatchError
 from flowcorr.metrics import Metrics
-from flowcorr.records import ActorBatch, LossOutput, Rollout, Scores, Terms, check_shape
+from flowcorr.records import ActorBatch, LossOutput, Rollout, Scores, Terms, Window, check_shape
+from tests.rollouts import make_rollout
 
 SAMPLES, STEPS, LATENT = 4, 2, (3, 5)
+EMBEDS = torch.arange(14.0).view(2, 7)
 
 
 def rollout(**changes):
-    generator = torch.Generator().manual_seed(0)
-    window = torch.rand(SAMPLES, STEPS, generator=generator)
-    values = {
-        "latents": torch.rand(SAMPLES, STEPS, *LATENT, generator=generator),
-        "next_latents": torch.rand(SAMPLES, STEPS, *LATENT, generator=generator),
-        "step_indices": torch.tensor([[0, 1], [2, 3], [0, 1], [1, 2]]),
-        "timesteps": 1000 * window,
-        "sigmas": window,
-        "sigmas_next": window / 2,
-        "log_probs": -window,
-        "means": torch.rand(SAMPLES, STEPS, *LATENT, generator=generator),
-        "stds": torch.rand(SAMPLES, STEPS, generator=generator),
-        "conditioning": {"prompt_embeds": torch.rand(2, 7, generator=generator)},
+    conditioning = {
+        "conditioning": {"prompt_embeds": EMBEDS},
         "conditioning_rows": torch.tensor([0, 0, 1, 1]),
-        "group_ids": torch.tensor([0, 0, 1, 1]),
-        "policy_versions": torch.zeros(SAMPLES, dtype=torch.int64),
     }
-    return Rollout(**(values | changes))
+    return make_rollout(SAMPLES, STEPS, LATENT, **conditioning | changes)
 
 
 def assert_same(one, other):
-    for name in Rollout.__slots__:
+    assert type(one) is type(other)
+    for name in type(one).__slots__:
         left, right = getattr(one, name), getattr(other, name)
         if name == "conditioning":
             left, right = one.sample_conditioning(), other.sample_conditioning()
             assert left.keys() == right.keys()
             assert all(torch.equal(left[key], right[key]) for key in left)
+        elif isinstance(left, Window):
+            assert_same(left, right)
         elif name != "conditioning_rows":  # parts that are joined keep a row each
-            assert (left is None and right is None) or torch.equal(left, right), name
+            assert left is right or torch.equal(left, right), name
 
 
 def test_sizes():
     record = rollout().validate()
     assert (record.num_samples, record.num_steps, record.num_elements) == (4, 2, 15)
-    assert rollout(means=None).validate().means is None
+    assert rollout(means=None).validate().window.means is None
 
 
 @pytest.mark.parametrize(
@@ -103,7 +95,7 @@ def test_samples_of_a_prompt_share_a_row_of_conditioning():
 def test_optional_fields_stay_absent():
     record = rollout(means=None, images=None)
     joined = Rollout.concatenate([record.select(slice(0, 2)), record.to("cpu").select(slice(2, 4))])
-    assert joined.means is None
+    assert joined.window.means is None
     assert joined.images is None
 
 
@@ -131,9 +123,9 @@ def test_a_step_is_a_window_of_its_own():
     )
     last = batch.step(1)
     assert last.rollout.validate().num_steps == 1
-    assert torch.equal(last.rollout.latents, batch.rollout.latents[:, 1:])
-    assert torch.equal(last.rollout.next_latents, batch.rollout.next_latents[:, 1:])
-    assert torch.equal(last.rollout.step_indices, batch.rollout.step_indices[:, 1:])
+    assert torch.equal(last.rollout.window.latents, batch.rollout.window.latents[:, 1:])
+    assert torch.equal(last.rollout.window.next_latents, batch.rollout.window.next_latents[:, 1:])
+    assert torch.equal(last.rollout.window.step_indices, batch.rollout.window.step_indices[:, 1:])
     assert torch.equal(last.old_log_probs, batch.old_log_probs[:, 1:])
     assert torch.equal(last.old_means, batch.old_means[:, 1:])
     assert torch.equal(last.advantages, batch.advantages)

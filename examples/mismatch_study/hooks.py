@@ -4,7 +4,7 @@ Both wrap a part of the training step and are put in its place; nothing of flowc
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,15 +72,11 @@ class WrongPrompts:
 
 def mixed(right: Rollout, wrong: Rollout, is_wrong: Tensor) -> Rollout:
     """`right` with the samples that `is_wrong` `[B]` marks taken from `wrong`, but for their conditioning."""
-    rows = is_wrong.nonzero().squeeze(1)
-    tensors = {entry.name: getattr(right, entry.name) for entry in fields(right)}
+    rows = torch.arange(right.num_samples) + right.num_samples * is_wrong
     return replace(
-        right,
-        **{
-            name: value.index_copy(0, rows, getattr(wrong, name)[rows])
-            for name, value in tensors.items()
-            if isinstance(value, Tensor)
-        },
+        Rollout.concatenate([right, wrong]).select(rows),
+        conditioning=right.conditioning,
+        conditioning_rows=right.conditioning_rows,
     )
 
 
@@ -101,7 +97,7 @@ class StepMeanWeights:
     ) -> Metrics:
         """See `DiffusionActor.update`."""
         assert batch.rollout_is_weights is not None, "the control needs weights to take the mean of"
-        weights = step_means(batch.rollout_is_weights, batch.rollout.step_indices)
+        weights = step_means(batch.rollout_is_weights, batch.rollout.window.step_indices)
         return self._actor.update(replace(batch, rollout_is_weights=weights), correction, **settings)
 
 

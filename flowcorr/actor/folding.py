@@ -34,8 +34,8 @@ def warn_if_folding_is_slower(
         begin = clock()
         for part in parts:
             scorer.score(part).log_probs.sum().backward()
-        if rollout.latents.is_cuda:
-            torch.cuda.synchronize(rollout.latents.device)
+        if rollout.window.latents.is_cuda:
+            torch.cuda.synchronize(rollout.window.latents.device)
         return clock() - begin
 
     steps = [rollout.step(t) for t in range(rollout.num_steps)]

@@ -103,7 +103,7 @@ class Scorer:
         micro_batches = self.micro_batches(rollout.num_samples)
         filler_sample = rollout.select(slice(1)) if filler_sample is None else filler_sample
         num_fillers = self.num_fillers(len(micro_batches), filler_sample)
-        means = rollout.latents[:0] if with_means else None
+        means = rollout.window.latents[:0] if with_means else None
         none = rollout.log_probs[:0]
         parts = [Scores(log_probs=none, means=means, stds=none)]
         for rows in micro_batches:
@@ -148,25 +148,25 @@ class Scorer:
         return max(count for count, _ in ranks) - num_micro_batches
 
     def _score(self, rollout: Rollout, guidance: Guidance | None) -> Scores:
-        samples, steps = rollout.log_probs.shape
+        window, (samples, steps) = rollout.window, rollout.log_probs.shape
         with self.autocast():
             velocity = self.family.velocity(
                 self._transformer,
-                rollout.latents.flatten(0, 1),
-                rollout.timesteps.flatten(),
+                window.latents.flatten(0, 1),
+                window.timesteps.flatten(),
                 rollout.sample_conditioning(repeats=steps),
                 self.guidance if guidance is None else guidance,
             )
         sampling = self.config.sampling
         step = sde.transition(
             sampling.sde_type,
-            rollout.latents,
+            window.latents,
             velocity.unflatten(0, (samples, steps)),
-            rollout.sigmas,
-            rollout.sigmas_next,
+            window.sigmas,
+            window.sigmas_next,
             sampling.noise_level,
         )
-        log_probs = sde.log_prob(rollout.next_latents, step, cps_unscaled=sampling.cps_unscaled)
+        log_probs = sde.log_prob(window.next_latents, step, cps_unscaled=sampling.cps_unscaled)
         return Scores(log_probs=log_probs, means=step.mean, stds=step.std)
 
     def autocast(self) -> torch.autocast:

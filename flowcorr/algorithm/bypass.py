@@ -10,4 +10,4 @@ from flowcorr.records import ActorBatch
 def apply_bypass_mode_to_diffusion_batch(batch: ActorBatch) -> ActorBatch:
     """The batch with `old_log_probs := rollout.log_probs`, and their step means where the rollout has them."""
     rollout = batch.rollout
-    return replace(batch, old_log_probs=rollout.log_probs, old_means=rollout.means)
+    return replace(batch, old_log_probs=rollout.log_probs, old_means=rollout.window.means)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,27 +21,31 @@ def batch_terms(
         scores: of the current policy, with means and their graph; None before the update.
         reference_means: `[B, T, *L]`, of the reference policy, or None.
     """
-    rollout, old_log_probs = batch.rollout, batch.old_log_probs
+    rollout, window, old_log_probs = batch.rollout, batch.rollout.window, batch.old_log_probs
     assert old_log_probs is not None, "old_log_probs come from the correction, before the update"
-    unknown = torch.full_like(rollout.sigmas, torch.nan)
-    stds = scores.stds if scores is not None else unknown if rollout.stds is None else rollout.stds
-    means = None if scores is None else scores.means
-    return Terms(
-        log_prob=old_log_probs if scores is None else scores.log_probs,
+    terms = Terms(
+        log_prob=old_log_probs,
         old_log_prob=old_log_probs,
         rollout_log_prob=rollout.log_probs,
         advantage=batch.advantages[:, None].expand_as(old_log_probs),
-        std=stds,
-        step=rollout.sigmas - rollout.sigmas_next,
-        step_index=rollout.step_indices,
-        sigma=rollout.sigmas,
-        old_kl=exact_kl(means, batch.old_means, stds),
-        rollout_kl=exact_kl(None if means is None else means.detach(), rollout.means, stds),
-        reference_kl=exact_kl(means, reference_means, stds),
-        old_rollout_kl=exact_kl(batch.old_means, rollout.means, rollout.stds) if scores is None else None,
+        std=torch.full_like(window.sigmas, torch.nan) if window.stds is None else window.stds,
+        step=window.step_sizes,
+        step_index=window.step_indices,
+        sigma=window.sigmas,
         weight=batch.rollout_is_weights,
         keep=batch.keep,
         num_elements=rollout.num_elements,
+    )
+    if scores is None:
+        return replace(terms, old_rollout_kl=exact_kl(batch.old_means, window.means, window.stds))
+    means, stds = scores.means, scores.stds
+    return replace(
+        terms,
+        log_prob=scores.log_probs,
+        std=stds,
+        old_kl=exact_kl(means, batch.old_means, stds),
+        rollout_kl=exact_kl(None if means is None else means.detach(), window.means, stds),
+        reference_kl=exact_kl(means, reference_means, stds),
     )
 
 

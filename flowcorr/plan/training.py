@@ -28,7 +28,7 @@ from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.fake_device import FakeDevice, Section
 from flowcorr.plan.pipelines import Architecture, build_family
 from flowcorr.plan.text_inputs import text_inputs
-from flowcorr.records import ActorBatch, Rollout
+from flowcorr.records import ActorBatch, Rollout, Window
 
 SHALLOW, DEEP = 2, 3
 """Numbers of blocks of a kind in the two measured transformers."""
@@ -280,17 +280,19 @@ def rollout(config: Config, architecture: Architecture, family: ModelFamily, sam
     def numbers(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.ones(samples, *size, dtype=dtype, device=DEVICE)
 
-    means = needs_rollout_means(config)
-    return Rollout(
+    window = Window(
         latents=numbers(steps, *shape),
         next_latents=numbers(steps, *shape),
         step_indices=numbers(steps, dtype=torch.long),
         timesteps=numbers(steps),
         sigmas=numbers(steps),
         sigmas_next=numbers(steps),
-        log_probs=numbers(steps),
-        means=numbers(steps, *shape) if means else None,
+        means=numbers(steps, *shape) if needs_rollout_means(config) else None,
         stds=numbers(steps),
+    )
+    return Rollout(
+        window=window,
+        log_probs=numbers(steps),
         conditioning=inputs.make(1, family.dtype),
         conditioning_rows=torch.zeros(samples, dtype=torch.long, device=DEVICE),
         group_ids=numbers(dtype=torch.long),
@@ -306,7 +308,7 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
         rollout=sampled,
         advantages=torch.ones(samples, dtype=torch.float64, device=DEVICE),
         old_log_probs=torch.ones_like(sampled.log_probs),
-        old_means=torch.ones_like(sampled.latents) if needs_means else None,
+        old_means=torch.ones_like(sampled.window.latents) if needs_means else None,
     )
 
 
@@ -380,7 +382,7 @@ def _largest_part(transformer: Any) -> int:
 
 def _bytes(batch: ActorBatch) -> int:
     """Bytes of a batch's tensors, including those of its rollout, without the conditioning."""
-    records = (batch, batch.rollout)
+    records = (batch, batch.rollout, batch.rollout.window)
     values = [getattr(record, entry.name) for record in records for entry in fields(record)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors)

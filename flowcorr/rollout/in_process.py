@@ -222,7 +222,7 @@ class InProcessEngine:
             return sde.step_noise(self.latent_shape, owners, places, **key, step_index=step_index).to(device)
 
         with self._step_cache() as before_step:
-            drawn = sample_sde_window(
+            window, log_probs, final = sample_sde_window(
                 velocity,
                 initial.to(device),
                 self.schedule,
@@ -234,17 +234,10 @@ class InProcessEngine:
                 before_step=before_step,
             )
         return Rollout(
-            latents=drawn.latents,
-            next_latents=drawn.next_latents,
-            step_indices=drawn.step_indices,
-            timesteps=drawn.timesteps,
-            sigmas=drawn.sigmas,
-            sigmas_next=drawn.sigmas_next,
-            log_probs=drawn.log_probs,
-            means=drawn.means,
-            stds=drawn.stds,
-            images=decode(self.family, drawn.final, on_images),
-            final_latents=drawn.final,
+            window=window,
+            log_probs=log_probs,
+            images=decode(self.family, final, on_images),
+            final_latents=final,
             group_ids=torch.tensor(groups, device=device),
             policy_versions=torch.full((len(groups),), self.version, device=device),
         )

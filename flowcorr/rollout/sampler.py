@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.models import ModelFamily, Schedule
+from flowcorr.records import Window
 from flowcorr.rollout.base import OnImages, ignore_images
 from flowcorr.sde.transition import over_elements
 
@@ -24,22 +24,6 @@ VelocityOf = Callable[[Tensor, Tensor, Tensor | slice], Tensor]
 """`(latents [b, *L], timesteps [b], rows) -> velocity [b, *L]`, of the samples that `rows` picks from the batch."""
 BeforeStep = Callable[[bool], None]
 """Called before each step with whether it is stochastic for some sample of the batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trajectories:
-    """What one run of the loop leaves behind; shapes as in `Rollout`, and `final` latents `[B, *L]`."""
-
-    latents: Tensor
-    next_latents: Tensor
-    step_indices: Tensor
-    timesteps: Tensor
-    sigmas: Tensor
-    sigmas_next: Tensor
-    log_probs: Tensor
-    means: Tensor | None
-    stds: Tensor
-    final: Tensor
 
 
 @torch.no_grad()
@@ -89,7 +73,7 @@ def sample_sde_window(
     twins: Sequence[int] | None = None,
     with_means: bool = False,
     before_step: BeforeStep | None = None,
-) -> Trajectories:
+) -> tuple[Window, Tensor, Tensor]:
     """Trajectories with SDE steps in their windows and in `sampling.sde_noise_range`, and Euler steps elsewhere.
 
     Twins share a trajectory until the first SDE step of one of them, and it is computed once. From its first SDE step
@@ -105,6 +89,9 @@ def sample_sde_window(
         twins: a number for each sample, equal for those of the same initial noise and conditioning; None if none are.
         with_means: also keep the step means.
         before_step: see `BeforeStep`; a cache turns itself off and on there.
+
+    Returns:
+        The windows, their log-probs `[B, T]`, and the final latents `[B, *L]`.
     """
     table = initial.new_tensor(schedule.sigmas)
     fed = initial.new_tensor(schedule.timesteps)
@@ -150,18 +137,17 @@ def sample_sde_window(
             if means is not None:
                 means[at] = step.mean[kept]
         latents = following
-    return Trajectories(
+    window = Window(
         latents=before,
         next_latents=after,
         step_indices=windows,
         timesteps=fed[windows],
         sigmas=table[windows],
         sigmas_next=table[windows + 1],
-        log_probs=log_probs,
         means=means,
         stds=stds,
-        final=latents,
     )
+    return window, log_probs, latents
 
 
 @torch.no_grad()

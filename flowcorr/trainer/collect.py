@@ -123,7 +123,7 @@ def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
     Raises:
         BatchError: latents are not finite; the message names the first such sample.
     """
-    finite = rollout.latents.isfinite() & rollout.next_latents.isfinite()
+    finite = rollout.window.latents.isfinite() & rollout.window.next_latents.isfinite()
     bad = (~finite.flatten(1).all(1)).nonzero().squeeze(1).tolist()
     if bad:
         raise BatchError(
@@ -145,16 +145,17 @@ def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
     The std follows from the log-probs. The mean, and the number of terms that share their noise (1 if all are
     independent), need the step means. All ranks have to call it together.
     """
-    if rollout.stds is None:
+    window = rollout.window
+    if window.stds is None:
         return Metrics()
-    variance = sde.noise_variance(rollout.log_probs, rollout.stds, cps_unscaled=sampling.cps_unscaled)
+    variance = sde.noise_variance(rollout.log_probs, window.stds, cps_unscaled=sampling.cps_unscaled)
     terms = rollout.log_probs.numel()
     # The std around 0, where the mean should be.
     squares, elements = variance.double().sum() * rollout.num_elements, terms * rollout.num_elements
     stats = {"rollout/noise_std": Stat("std", (elements, 0.0, squares))}
-    if rollout.means is not None:
-        step = sde.Transition(rollout.means, rollout.stds, rollout.sigmas - rollout.sigmas_next)
-        noise = sde.added_noise(rollout.next_latents, step).flatten(2).flatten(0, 1)
+    if window.means is not None:
+        step = sde.Transition(window.means, window.stds, window.step_sizes)
+        noise = sde.added_noise(window.next_latents, step).flatten(2).flatten(0, 1)
         together = noise.sum(0, dtype=torch.float64)  # a copy of it all would be twice as large
         stats["rollout/noise_mean"] = mean(together.sum(), elements)
         together = distributed.add_up(together, "the noise of the SDE steps")

@@ -60,28 +60,27 @@ def measure_gap_split(run: TrainingRun, rollout: Rollout, old: Scores | None) ->
     Raises:
         BackendError: the engine does not keep the weights that sampled.
     """
-    actor, with_means = run.actor, rollout.means is not None
+    actor, with_means = run.actor, rollout.window.means is not None
     known = {} if old is None else {run.config.actor.old_policy: old}
     current = known.get("current") or actor.log_probs(rollout, with_means=with_means)
     behaviour = known.get("behaviour") or behaviour_scores(
         actor, rollout, run.engine.history, with_means=with_means
     )
     mask = (current.log_probs + behaviour.log_probs + rollout.log_probs).isfinite()
-    parts: list[tuple[str, Scores, Scores | Rollout]] = [
-        ("engine", behaviour, rollout),
-        ("staleness", current, behaviour),
-    ]
-    metrics = [
+    engine, staleness = (
         drift_metrics(
             target.log_probs,
-            source.log_probs,
+            log_probs,
             mask=mask,
-            step_kl=exact_kl(target.means, source.means, rollout.stds),
+            step_kl=exact_kl(target.means, means, rollout.window.stds),
             prefix=f"rollout_corr/{name}/",
         )
-        for name, target, source in parts
-    ]
-    return Metrics.merged(metrics)
+        for name, target, log_probs, means in (
+            ("engine", behaviour, rollout.log_probs, rollout.window.means),
+            ("staleness", current, behaviour.log_probs, behaviour.means),
+        )
+    )
+    return engine.merge(staleness)
 
 
 def old_scores(run: TrainingRun, rollout: Rollout) -> Scores:

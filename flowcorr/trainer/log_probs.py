@@ -41,7 +41,7 @@ class TermRecorder:
         batch, rollout = self._batch, self._batch.rollout
         assert batch.old_log_probs is not None
         seen = dict(self._seen)
-        kl = exact_kl(batch.old_means, rollout.means, seen["stds"])
+        kl = exact_kl(batch.old_means, rollout.window.means, seen["stds"])
         if kl is not None:
             seen["old_rollout_kl"] = kl
         terms = LoggedTerms(
@@ -49,10 +49,10 @@ class TermRecorder:
             old_log_probs=batch.old_log_probs,
             advantages=self._advantages,
             rewards=torch.as_tensor(self._rewards, dtype=torch.float32),
-            timesteps=rollout.timesteps,
-            sigmas=rollout.sigmas,
-            sigmas_next=rollout.sigmas_next,
-            step_indices=rollout.step_indices,
+            timesteps=rollout.window.timesteps,
+            sigmas=rollout.window.sigmas,
+            sigmas_next=rollout.window.sigmas_next,
+            step_indices=rollout.window.step_indices,
             group_ids=rollout.group_ids,
             policy_versions=rollout.policy_versions,
             num_elements=rollout.num_elements,

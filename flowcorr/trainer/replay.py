@@ -141,11 +141,11 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
     assert sample.final_latents is not None
     assert sample.images is not None
     actor, config = run.actor, run.config
-    shape, owner = sample.latents.shape[2:], sample.group_ids.tolist()
+    shape, owner = sample.window.latents.shape[2:], sample.group_ids.tolist()
     seeds = {"seed": config.trainer.seed, "training_step": step}
     same = config.rollout.same_initial_noise
     initial = sde.initial_noise(shape, owner, [member], **seeds, same_in_group=same).to(actor.device)
-    indices = sample.step_indices[0].tolist()
+    indices = sample.window.step_indices[0].tolist()
     noise = {
         index: sde.step_noise(shape, owner, [member], **seeds, step_index=index).to(actor.device)
         for index in {*indices, *config.sampling.noisy_steps}
@@ -157,8 +157,8 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
         return _path_gap(velocity, schedule, legs, config.sampling, noise)
 
     # Each leg begins where one stochastic step arrived, and ends where the next one begins.
-    begins = (initial, *sample.next_latents.unbind(1))
-    ends = (*sample.latents.unbind(1), final)
+    begins = (initial, *sample.window.next_latents.unbind(1))
+    ends = (*sample.window.latents.unbind(1), final)
     parts = zip([0, *(index + 1 for index in indices)], [*indices, num_steps], strict=True)
     before, *between, after = (
         _Leg(begin=begin, end=end, steps=range(*part))
@@ -215,18 +215,19 @@ def _stand_still(latents: Tensor, timesteps: Tensor) -> Tensor:
 
 def _window_gap(actor: DiffusionActor, sample: Rollout, noise: Tensor) -> float:
     """The relative error of the velocity in the window, from the step means that the known `noise` leaves."""
+    window = sample.window
     scores = actor.score(sample)
     assert scores.means is not None, "`score` returns them"
     still = sde.transition(
         actor.config.sampling.sde_type,
-        sample.latents,
+        window.latents,
         torch.zeros_like(scores.means),
-        sample.sigmas,
-        sample.sigmas_next,
+        window.sigmas,
+        window.sigmas_next,
         actor.config.sampling.noise_level,
     )
     arrived = sde.sample(sde.Transition(scores.means, scores.stds, still.step), noise)
-    return float((arrived - sample.next_latents).norm() / (scores.means - still.mean).norm())
+    return float((arrived - window.next_latents).norm() / (scores.means - still.mean).norm())
 
 
 def _reward_gap(

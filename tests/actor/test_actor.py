@@ -24,9 +24,9 @@ def test_the_velocity_is_that_of_the_trained_weights(make_run):
     run = make_run()
     rollout = run.sample()
     velocity = run.actor.velocity(rollout.sample_conditioning())
-    before = velocity(rollout.latents[:, 0], rollout.timesteps[:, 0])
-    assert before.shape == rollout.latents[:, 0].shape
+    before = velocity(rollout.window.latents[:, 0], rollout.window.timesteps[:, 0])
+    assert before.shape == rollout.window.latents[:, 0].shape
     run.stir()
-    after = velocity(rollout.latents[:, 0], rollout.timesteps[:, 0])
+    after = velocity(rollout.window.latents[:, 0], rollout.window.timesteps[:, 0])
     assert not torch.equal(after, before)
     assert run.actor.device == after.device

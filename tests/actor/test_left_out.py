@@ -15,9 +15,11 @@ from tests.tolerances import GRADIENTS
 
 
 def spoiled(batch, row, value=math.nan):
-    latents = batch.rollout.latents.clone()
+    latents = batch.rollout.window.latents.clone()
     latents[row] = value
-    return replace(batch, rollout=replace(batch.rollout, latents=latents))
+    return replace(
+        batch, rollout=replace(batch.rollout, window=replace(batch.rollout.window, latents=latents))
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ def test_the_actor_scores_as_the_engine_did(make_run, sde_type, fold):
     rollout = run.sample()
     scores = run.actor.log_probs(rollout, with_means=True)
     # An error of the mean counts in units of the std, which is 0.001 at the last step of cps.
-    error = MEANS["atol"] / (rollout.stds * rollout.num_elements**0.5)
+    error = MEANS["atol"] / (rollout.window.stds * rollout.num_elements**0.5)
     assert ((scores.log_probs - rollout.log_probs).abs() <= LOG_PROBS["atol"] + error).all()
-    torch.testing.assert_close(scores.means, rollout.means, **MEANS)
+    torch.testing.assert_close(scores.means, rollout.window.means, **MEANS)
     policy = run.actor.score(rollout)
-    torch.testing.assert_close(policy.stds, rollout.stds)
+    torch.testing.assert_close(policy.stds, rollout.window.stds)
     assert policy.log_probs.requires_grad
     assert not scores.log_probs.requires_grad
     assert run.actor.log_probs(rollout).means is None
@@ -52,7 +52,7 @@ def test_by_default_no_forward_pass_takes_more_than_a_mini_batch(make_run):
 def test_the_timesteps_of_the_rollout_are_replayed(make_run):
     run = make_run()
     rollout = run.sample()
-    rounded = replace(rollout, timesteps=rollout.timesteps + 5.0)
+    rounded = replace(rollout, window=replace(rollout.window, timesteps=rollout.window.timesteps + 5.0))
     difference = run.actor.log_probs(rounded).log_probs - run.actor.log_probs(rollout).log_probs
     assert difference.abs().max() > 1e-5
 
@@ -65,7 +65,9 @@ def test_autocast_rounds_and_stays_close(make_run):
     assert 1e-7 < gap.abs().max() < 1e-2
     step = rollout.step(0)
     velocity, exact = (
-        actor.velocity(step.sample_conditioning(repeats=1))(step.latents[:, 0], step.timesteps[:, 0])
+        actor.velocity(step.sample_conditioning(repeats=1))(
+            step.window.latents[:, 0], step.window.timesteps[:, 0]
+        )
         for actor in (run.actor, plain.actor)
     )
     assert 1e-5 < (velocity - exact).abs().max() < 0.1

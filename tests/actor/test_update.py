@@ -143,7 +143,7 @@ def test_the_reference_is_the_untrained_model(make_run, rank, weighting):
     scores = other.actor.score(batch.rollout)
     kl = (scores.means - untrained).square().mean((2, 3, 4)) / (2 * scores.stds**2)
     if weighting == "flow_grpo":
-        kl = kl * (batch.rollout.sigmas - batch.rollout.sigmas_next)
+        kl = kl * batch.rollout.window.step_sizes
     (0.5 * kl.mean()).backward()
     assert_same(got, other.gradient(), **GRADIENTS)
     assert metrics["actor/kl_loss"] == pytest.approx(kl.mean().item(), rel=1e-4)

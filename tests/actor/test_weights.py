@@ -100,8 +100,8 @@ def test_a_saved_adapter_holds_the_average(make_run, tmp_path):
     other.pipeline.load_lora_weights(str(tmp_path))
     rollout = run.sample()
     inputs = (
-        rollout.latents[:, 0],
-        rollout.timesteps[:, 0],
+        rollout.window.latents[:, 0],
+        rollout.window.timesteps[:, 0],
         rollout.sample_conditioning(),
         run.actor.guidance,
     )

@@ -34,7 +34,7 @@ def test_the_scale_counts_the_latent_elements():
 def test_the_exact_kl_comes_from_both_means():
     batch = make_batch([[0.0, 0.0], [0.0, 0.0]])
     shift = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
-    batch = replace(batch, old_means=batch.rollout.means + shift[..., None, None])
+    batch = replace(batch, old_means=batch.rollout.window.means + shift[..., None, None])
     config = RolloutCorrectionConfig(rollout_rs="step_kl", rollout_rs_threshold=0.1)
     corrected, metrics = apply_rollout_correction_to_diffusion_batch(batch, config)
     exact = shift.square() / (2 * 0.25)
@@ -45,7 +45,7 @@ def test_the_exact_kl_comes_from_both_means():
 @pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard"])
 def test_the_share_of_terms_outside_the_clip_before_any_update(loss_mode):
     batch = make_batch([[0.0, 0.015], [0.03, -0.05]])
-    batch = replace(batch, old_means=batch.rollout.means)
+    batch = replace(batch, old_means=batch.rollout.window.means)
     # grpo_guard multiplies the log-ratio by the std, 0.5 here, before it exponentiates.
     expected = {"flow_grpo": 3 / 4, "grpo_guard": 2 / 4}[loss_mode]
     _, metrics = apply_rollout_correction_to_diffusion_batch(

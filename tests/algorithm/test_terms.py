@@ -11,20 +11,20 @@ from tests.algorithm.batches import make_batch
 
 
 def scored(batch):
-    means = (batch.rollout.means + 0.1).requires_grad_()
-    stds = 2 * batch.rollout.stds
+    means = (batch.rollout.window.means + 0.1).requires_grad_()
+    stds = 2 * batch.rollout.window.stds
     return Scores(log_probs=batch.old_log_probs + 0.5, means=means, stds=stds)
 
 
 def test_before_the_update_the_current_policy_is_the_old_one():
     batch = make_batch([[0.0, 0.1], [0.2, 0.3]])
-    batch = replace(batch, old_means=batch.rollout.means + 0.2)
+    batch = replace(batch, old_means=batch.rollout.window.means + 0.2)
     terms = batch_terms(batch)
     assert torch.equal(terms.log_prob, batch.old_log_probs)
     assert torch.equal(terms.advantage, batch.advantages[:, None].expand(2, 2))
-    assert torch.equal(terms.std, batch.rollout.stds)
+    assert torch.equal(terms.std, batch.rollout.window.stds)
     assert torch.equal(
-        terms.old_rollout_kl, step_kl(batch.old_means, batch.rollout.means, batch.rollout.stds)
+        terms.old_rollout_kl, step_kl(batch.old_means, batch.rollout.window.means, batch.rollout.window.stds)
     )
     assert (terms.old_kl, terms.rollout_kl, terms.reference_kl) == (None, None, None)
     assert terms.num_elements == batch.rollout.num_elements
@@ -32,12 +32,16 @@ def test_before_the_update_the_current_policy_is_the_old_one():
 
 def test_the_kls_are_of_the_current_policy_and_only_two_carry_a_gradient():
     batch = make_batch([[0.0, 0.1], [0.2, 0.3]])
-    batch = replace(batch, old_means=(batch.rollout.means + 0.2).requires_grad_())
-    scores, reference = scored(batch), batch.rollout.means + 0.3
+    batch = replace(batch, old_means=(batch.rollout.window.means + 0.2).requires_grad_())
+    scores, reference = scored(batch), batch.rollout.window.means + 0.3
     terms = batch_terms(batch, scores, reference)
     assert torch.equal(terms.log_prob, scores.log_probs)
     assert torch.equal(terms.std, scores.stds)
-    expected = {"old_kl": batch.old_means, "rollout_kl": batch.rollout.means, "reference_kl": reference}
+    expected = {
+        "old_kl": batch.old_means,
+        "rollout_kl": batch.rollout.window.means,
+        "reference_kl": reference,
+    }
     for name, means in expected.items():
         torch.testing.assert_close(getattr(terms, name), step_kl(scores.means, means, scores.stds))
     assert not terms.rollout_kl.requires_grad
@@ -48,7 +52,8 @@ def test_the_kls_are_of_the_current_policy_and_only_two_carry_a_gradient():
 
 def test_an_engine_that_returns_no_means_leaves_the_kls_open():
     batch = make_batch([[0.0, 0.1]])
-    batch = replace(batch, rollout=replace(batch.rollout, means=None, stds=None), old_means=None)
+    window = replace(batch.rollout.window, means=None, stds=None)
+    batch = replace(batch, rollout=replace(batch.rollout, window=window), old_means=None)
     terms = batch_terms(batch)
     assert terms.std.isnan().all()
     assert terms.old_rollout_kl is None

@@ -88,8 +88,12 @@ def measure(engine: VllmOmniEngine, rows: dict[str, torch.Tensor], batches: int)
             lost += 1
         else:
             seconds.append(time.perf_counter() - begin)
-            assert rollout.means is not None
-            floats = rollout.latents[0].numel() + rollout.next_latents[0].numel() + rollout.means[0].numel()
+            assert rollout.window.means is not None
+            floats = (
+                rollout.window.latents[0].numel()
+                + rollout.window.next_latents[0].numel()
+                + rollout.window.means[0].numel()
+            )
             if step == 0:
                 print(f"{rollout.num_samples} answers a batch, {floats} floats an answer", flush=True)
         if step % 20 == 19:

@@ -19,10 +19,11 @@ from flowcorr import config
 from flowcorr.algorithm import apply_rollout_correction_to_diffusion_batch, diffusion_loss
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.metrics import Metrics
-from flowcorr.records import ActorBatch, Rollout, Scores
+from flowcorr.records import ActorBatch, Scores
 from flowcorr.trainer.image_statistics import image_metrics
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
+from tests.rollouts import make_rollout
 
 
 def median_seconds(run: Callable[[], object], repeats: int) -> float:
@@ -38,20 +39,9 @@ def batch_of(settings: config.Config) -> ActorBatch:
     """A batch of the recipe's shapes with a drift of 1e-4."""
     draw = torch.Generator().manual_seed(0)
     samples, steps = settings.rollout.prompts_per_step * settings.rollout.n, settings.sampling.sde_window_size
-    log_probs = torch.randn(samples, steps, generator=draw)
-    flat = torch.zeros(samples, steps)
-    rollout = Rollout(
-        latents=torch.zeros(samples, steps, 4, 8, 16),
-        next_latents=torch.zeros(samples, steps, 4, 8, 16),
-        step_indices=torch.arange(steps).expand(samples, steps),
-        timesteps=flat,
-        sigmas=flat + 0.9,
-        sigmas_next=flat + 0.8,
-        log_probs=log_probs,
-        group_ids=torch.arange(samples) // settings.rollout.n,
-        policy_versions=torch.zeros(samples, dtype=torch.int64),
-    ).validate()
-    old = log_probs + 1e-4 * torch.randn(samples, steps, generator=draw)
+    groups = torch.arange(samples) // settings.rollout.n
+    rollout = make_rollout(samples, steps, (4, 8, 16), group_ids=groups, means=None, stds=None).validate()
+    old = rollout.log_probs + 1e-4 * torch.randn(samples, steps, generator=draw)
     return ActorBatch(rollout=rollout, advantages=torch.randn(samples, generator=draw), old_log_probs=old)
 
 
@@ -67,7 +57,7 @@ def own_work(settings: config.Config, batch: ActorBatch) -> None:
         mini = corrected.select(half)
         log_prob = mini.old_log_probs.clone().requires_grad_()
         ones = torch.ones_like(log_prob)
-        scores = Scores(log_probs=log_prob, means=mini.rollout.latents, stds=ones)
+        scores = Scores(log_probs=log_prob, means=mini.rollout.window.latents, stds=ones)
         terms = batch_terms(mini, scores).per_term()
         output = diffusion_loss(terms, settings.actor, correction, num_steps=num_steps)
         output.loss_sum.backward()

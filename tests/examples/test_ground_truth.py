@@ -24,7 +24,8 @@ from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
-from flowcorr.records import ActorBatch, Rollout, Scores
+from flowcorr.records import ActorBatch, Scores
+from tests.rollouts import make_rollout
 
 SAMPLES = 20000
 ARMS = {f"{arm.name}-{arm.scale}": arm for arm in ground.arms()}
@@ -206,16 +207,17 @@ def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name):
     )
 
     index = torch.arange(num_steps).expand(samples, -1)
-    rollout = Rollout(
+    rollout = make_rollout(
+        samples,
+        num_steps,
         latents=torch.stack(latents[:-1], 1),
         next_latents=torch.stack(latents[1:], 1),
         step_indices=index,
-        timesteps=1000 * sigmas[:, :num_steps],
         sigmas=sigmas[:, :num_steps],
         sigmas_next=sigmas[:, 1 : num_steps + 1],
         log_probs=torch.stack(rollout_log_probs, 1),
-        group_ids=torch.zeros(samples, dtype=torch.int64),
-        policy_versions=torch.zeros(samples, dtype=torch.int64),
+        means=None,
+        stds=None,
     )
     batch = ActorBatch(rollout=rollout, advantages=trajectories.advantage, old_log_probs=log_prob.detach())
     if config.bypass_mode:

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.rollouts import make_rollout
+
 STUDY = Path(__file__).parents[2] / "examples" / "mismatch_study"
 MODULES = ("arms", "analysis", "hooks", "run")
 SMALL = (
@@ -164,7 +166,7 @@ def test_the_control_is_the_actor_but_for_the_weights_of_its_update(study):
     actor = study.hooks.StepMeanWeights(inner)
     weights, steps = torch.tensor([[1.0, 4.0], [3.0, 6.0]]), torch.tensor([[0, 1], [0, 1]])
     batch = study.hooks.ActorBatch(
-        rollout=SimpleNamespace(step_indices=steps), advantages=torch.zeros(2), rollout_is_weights=weights
+        rollout=make_rollout(2, step_indices=steps), advantages=torch.zeros(2), rollout_is_weights=weights
     )
     seen, settings = actor.update(batch, None, training_step=1)
     assert torch.equal(seen, torch.tensor([[2.0, 5.0], [2.0, 5.0]]))

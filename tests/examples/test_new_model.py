@@ -76,7 +76,12 @@ def test_it_trains_and_its_adapter_loads(example, path, make_config, tmp_path):
     actor.weights.save(tmp_path)
     fresh = load_family(ModelConfig(path=path, family="new_model:AuraFlow", max_sequence_length=16))
     fresh.pipeline.load_lora_weights(str(tmp_path))
-    inputs = (rollout.latents[:, 0], rollout.timesteps[:, 0], rollout.sample_conditioning(), actor.guidance)
+    inputs = (
+        rollout.window.latents[:, 0],
+        rollout.window.timesteps[:, 0],
+        rollout.sample_conditioning(),
+        actor.guidance,
+    )
     with torch.no_grad():
         trained = family.velocity(family.transformer, *inputs)
         torch.testing.assert_close(fresh.velocity(fresh.transformer, *inputs), trained, **MEANS)

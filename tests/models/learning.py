@@ -33,12 +33,12 @@ def assert_log_probs_are_those_of_a_loop(
     stir(actor)
     rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
     torch.testing.assert_close(actor.log_probs(rollout).log_probs, rollout.log_probs, **LOG_PROBS)
-    assert rollout.latents.shape[:2] == (4, 3)
+    assert rollout.window.latents.shape[:2] == (4, 3)
     sigmas, timesteps = schedule
     for sample in range(4):
         for t in range(3):
-            index = int(rollout.step_indices[sample, t])
-            latents, following = rollout.latents[sample, t], rollout.next_latents[sample, t]
+            index = int(rollout.window.step_indices[sample, t])
+            latents, following = rollout.window.latents[sample, t], rollout.window.next_latents[sample, t]
             predicted = velocity(family.pipeline, latents, timesteps[index], prompts[sample // 2])
             expected = flow_grpo_log_prob(
                 latents[None], following[None], predicted, sigmas[index], sigmas[index + 1], 0.7
@@ -99,5 +99,5 @@ def assert_both_stacks_round_alike(connected: tuple[Any, ...]) -> None:
     _, actor, engine, conditioning = connected
     assert conditioning["prompt_embeds"].dtype == torch.bfloat16
     rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=False)
-    assert rollout.latents.dtype == torch.float32
+    assert rollout.window.latents.dtype == torch.float32
     assert torch.equal(actor.log_probs(rollout).log_probs, rollout.log_probs)

@@ -34,4 +34,4 @@ def test_an_engine_samples_as_the_one_that_the_trainer_builds(make_run):
     assert isinstance(engine, InProcessEngine)
     engine.sync(weights.snapshot())
     found = engine.sample(run.conditioning, range(2), training_step=1, with_means=False)
-    assert torch.equal(found.next_latents, run.sample(with_means=False).next_latents)
+    assert torch.equal(found.window.next_latents, run.sample(with_means=False).window.next_latents)

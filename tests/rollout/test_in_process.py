@@ -29,31 +29,36 @@ def restarted(run):
 def test_shapes_and_owners(make_run):
     run = make_run()
     rollout = run.sample()
-    assert rollout.latents.shape == rollout.next_latents.shape == rollout.means.shape == (8, 2, 4, 4, 8)
+    assert (
+        rollout.window.latents.shape
+        == rollout.window.next_latents.shape
+        == rollout.window.means.shape
+        == (8, 2, 4, 4, 8)
+    )
     assert rollout.images.shape == (8, 16, 32, 3)
     assert rollout.group_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert rollout.policy_versions.tolist() == [0] * 8
     assert rollout.conditioning_rows.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     for name, rows in rollout.conditioning.items():
         assert torch.equal(rows, run.conditioning[name])
-    assert run.sample(with_means=False).means is None
+    assert run.sample(with_means=False).window.means is None
 
 
 def test_images_are_those_of_the_final_latents(make_run):
     run = make_run(sampling={"num_inference_steps": 2, "sde_window_range": (0, 2)})
     rollout = run.sample()
-    assert torch.equal(rollout.images, run.family.decode(rollout.next_latents[:, -1]))
+    assert torch.equal(rollout.images, run.family.decode(rollout.window.next_latents[:, -1]))
 
 
 def test_windows_a_group_and_a_sample(make_run):
     wide = {"num_inference_steps": 6, "sde_window_range": (0, 6)}
-    starts = make_run(sampling=wide, rollout={"n": 8}).sample().step_indices[:, 0].unflatten(0, (2, 8))
+    starts = make_run(sampling=wide, rollout={"n": 8}).sample().window.step_indices[:, 0].unflatten(0, (2, 8))
     assert (starts == starts[:, :1]).all()
     wide["window_per"] = "sample"
     rollout = make_run(sampling=wide, rollout={"n": 8}).sample()
-    starts = rollout.step_indices[:, 0].unflatten(0, (2, 8))
+    starts = rollout.window.step_indices[:, 0].unflatten(0, (2, 8))
     assert (starts != starts[:, :1]).any(1).all()
-    assert (rollout.step_indices[:, 1] == rollout.step_indices[:, 0] + 1).all()
+    assert (rollout.window.step_indices[:, 1] == rollout.window.step_indices[:, 0] + 1).all()
 
 
 @settings(max_examples=20)
@@ -81,11 +86,14 @@ def test_the_actor_recomputes_the_log_probs_of_any_window(make_run, sampling, sa
     scores = run.actor.log_probs(rollout, with_means=True)
     # A rounding error of the mean counts in units of the std, which is small near the end of a cps trajectory.
     gap = (scores.log_probs - rollout.log_probs).abs()
-    assert (gap < LOG_PROBS["atol"] + 1e-7 / rollout.stds).all()
-    torch.testing.assert_close(scores.means, rollout.means, **LATENTS)
-    following = rollout.step_indices.diff(dim=1) == 1
+    assert (gap < LOG_PROBS["atol"] + 1e-7 / rollout.window.stds).all()
+    torch.testing.assert_close(scores.means, rollout.window.means, **LATENTS)
+    following = rollout.window.step_indices.diff(dim=1) == 1
     torch.testing.assert_close(
-        rollout.next_latents[:, :-1][following], rollout.latents[:, 1:][following], rtol=0, atol=0
+        rollout.window.next_latents[:, :-1][following],
+        rollout.window.latents[:, 1:][following],
+        rtol=0,
+        atol=0,
     )
 
 
@@ -94,24 +102,24 @@ def test_initial_noise_of_a_group(make_run, same):
     run = make_run(
         sampling={"sde_window_range": (0, 2)}, rollout={"same_initial_noise": same}, trainer={"seed": 5}
     )
-    first = run.sample().latents[:, 0].unflatten(0, (2, 4))
+    first = run.sample().window.latents[:, 0].unflatten(0, (2, 4))
     assert bool((first[:, 0] == first[:, 1]).all()) == same
     assert not (first[0] == first[1]).any()
 
 
 def test_every_training_step_has_its_own_noise(make_run):
     run = make_run()
-    assert torch.equal(run.sample(1).latents, run.sample(1).latents)
-    assert not torch.equal(run.sample(1).latents, run.sample(2).latents)
+    assert torch.equal(run.sample(1).window.latents, run.sample(1).window.latents)
+    assert not torch.equal(run.sample(1).window.latents, run.sample(2).window.latents)
 
 
 def test_a_shared_engine_holds_no_copy_and_follows_the_actor(make_run):
     run = make_run()
     assert run.engine.shared
-    before = run.sample().means
+    before = run.sample().window.means
     run.stir()
     rollout = run.sample()
-    assert (rollout.means - before).abs().max() > 1e-3
+    assert (rollout.window.means - before).abs().max() > 1e-3
     assert rollout.policy_versions.tolist() == [1] * 8
     assert mismatch(run) < SAME
 
@@ -137,7 +145,7 @@ def test_emulated_precisions_disagree_in_their_order(make_run):
 def test_a_bfloat16_engine_disagrees_with_a_float32_actor(make_run):
     run = make_run(rollout={"dtype": "bfloat16"})
     rollout = run.sample()
-    assert rollout.latents.dtype == rollout.log_probs.dtype == torch.float32
+    assert rollout.window.latents.dtype == rollout.log_probs.dtype == torch.float32
     assert rollout.conditioning["prompt_embeds"].dtype == torch.float32
     assert 2 * SAME < mismatch(run) < 0.1
 
@@ -153,12 +161,12 @@ def test_a_stale_engine_samples_with_weights_of_k_syncs_ago(make_run):
     run, fresh = make_run(rollout={"staleness": 2}), make_run()
     expected = []
     for update in range(5):
-        expected.append(fresh.sample().means)
+        expected.append(fresh.sample().window.means)
         rollout, old = run.sample(), max(0, update - 2)
         assert rollout.policy_versions.unique().tolist() == [old]
-        torch.testing.assert_close(rollout.means, expected[old], **LATENTS)
+        torch.testing.assert_close(rollout.window.means, expected[old], **LATENTS)
         if old != update:
-            assert (rollout.means - expected[update]).abs().max() > 1e-3
+            assert (rollout.window.means - expected[update]).abs().max() > 1e-3
         run.stir(seed=update)
         fresh.stir(seed=update)
     assert [weights.version for weights in run.engine.history] == [3, 4, 5]
@@ -171,7 +179,7 @@ def test_restore_continues_with_the_history(make_run):
     other = restarted(run)
     other.restore(run.engine.history)
     again = other.sample(run.conditioning, range(2), training_step=1, with_means=True)
-    assert torch.equal(again.means, run.sample().means)
+    assert torch.equal(again.window.means, run.sample().window.means)
     assert other.version == run.engine.version == 1
     run.stir(seed=9)
     other.sync(run.actor.weights.snapshot())
@@ -188,7 +196,9 @@ def test_history_is_a_copy_of_the_weights(make_run):
 def test_guidance_reaches_the_engine(make_run):
     guided = make_run(sampling={"guidance_scale": 3.0})
     assert "negative_prompt_embeds" in guided.conditioning
-    assert not torch.allclose(guided.sample().latents[:, 1], make_run().sample().latents[:, 1], atol=1e-3)
+    assert not torch.allclose(
+        guided.sample().window.latents[:, 1], make_run().sample().window.latents[:, 1], atol=1e-3
+    )
     assert mismatch(guided) < SAME
 
 

@@ -107,7 +107,7 @@ def test_sde_window_is_a_loop_over_scheduler_and_transformer(family, initial, sc
     eta = 0.6
     guidance = Guidance(guidance_scale=scale, negative_prompt="bad")
     sampling = SamplingConfig(noise_level=eta, num_inference_steps=STEPS)
-    got = sample_sde_window(
+    got, log_probs, final = sample_sde_window(
         bound_velocity(family, guidance), initial, family.schedule(STEPS, (4, 8, 16)), sampling,
         torch.tensor(windows), step_noise, with_means=True,
     )  # fmt: skip
@@ -134,43 +134,45 @@ def test_sde_window_is_a_loop_over_scheduler_and_transformer(family, initial, sc
             torch.testing.assert_close(got.means[row, column], mean, **LATENTS)
             torch.testing.assert_close(got.stds[row, column], std)
             expected = Normal(mean, std).log_prob(following[row]).mean()
-            torch.testing.assert_close(got.log_probs[row, column], expected, **LOG_PROBS)
+            torch.testing.assert_close(log_probs[row, column], expected, **LOG_PROBS)
             assert got.sigmas[row, column] == sigma
             assert got.sigmas_next[row, column] == sigma_next
             assert got.timesteps[row, column] == timestep
             assert got.step_indices[row, column] == index
         latents = following
-    torch.testing.assert_close(got.final, latents, **LATENTS)
+    torch.testing.assert_close(final, latents, **LATENTS)
 
 
 @pytest.mark.parametrize(("sde_type", "eta"), [("sde", 0.7), ("cps", 0.8), ("dance_sde", 0.3)])
 def test_log_probs_are_those_of_the_normal_distribution(family, initial, sde_type, eta):
     sampling = SamplingConfig(sde_type=sde_type, noise_level=eta, num_inference_steps=STEPS)
-    got = sample_sde_window(
+    got, log_probs, final = sample_sde_window(
         bound_velocity(family, Guidance()), initial, family.schedule(STEPS, (4, 8, 16)), sampling,
         torch.tensor([[1, 2], [0, 4]]), step_noise, with_means=True,
     )  # fmt: skip
     std = got.stds[..., None, None, None]
     expected = Normal(got.means.double(), std.double()).log_prob(got.next_latents.double())
-    torch.testing.assert_close(got.log_probs.double(), expected.mean((2, 3, 4)), **LOG_PROBS)
+    torch.testing.assert_close(log_probs.double(), expected.mean((2, 3, 4)), **LOG_PROBS)
 
 
 def test_means_are_left_out_unless_asked_for(family, initial):
     sampling = SamplingConfig(num_inference_steps=STEPS)
-    got = sample_sde_window(
+    got, log_probs, final = sample_sde_window(
         bound_velocity(family, Guidance()), initial, family.schedule(STEPS, (4, 8, 16)), sampling,
         torch.tensor([[0, 1], [0, 1]]), step_noise,
     )  # fmt: skip
     assert got.means is None
-    assert got.stds.shape == got.log_probs.shape == (2, 2)
+    assert got.stds.shape == log_probs.shape == (2, 2)
 
 
 def test_little_noise_leads_where_the_ode_leads(family, initial):
     schedule = family.schedule(STEPS, (4, 8, 16))
     velocity = bound_velocity(family, Guidance())
     sampling = SamplingConfig(noise_level=1e-6, num_inference_steps=STEPS)
-    got = sample_sde_window(velocity, initial, schedule, sampling, torch.tensor([[1, 2], [2, 4]]), step_noise)
-    torch.testing.assert_close(got.final, sample_ode(velocity, initial, schedule), rtol=1e-3, atol=1e-4)
+    *_, final = sample_sde_window(
+        velocity, initial, schedule, sampling, torch.tensor([[1, 2], [2, 4]]), step_noise
+    )
+    torch.testing.assert_close(final, sample_ode(velocity, initial, schedule), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("windows", [[[0, 3], [2, 5]], [[0, 1], [3, 4]]])
@@ -178,19 +180,21 @@ def test_steps_with_noise_outside_the_window_are_those_of_a_longer_window(family
     schedule, velocity = family.schedule(STEPS, (4, 8, 16)), bound_velocity(family, Guidance())
     sampling = SamplingConfig(num_inference_steps=STEPS, sde_noise_range=(0, STEPS))
     every = torch.arange(STEPS).repeat(2, 1)
-    whole = sample_sde_window(velocity, initial, schedule, sampling, every, step_noise, with_means=True)
-    part = sample_sde_window(
+    whole, log_probs, final = sample_sde_window(
+        velocity, initial, schedule, sampling, every, step_noise, with_means=True
+    )
+    part, part_log_probs, part_final = sample_sde_window(
         velocity, initial, schedule, sampling, torch.tensor(windows), step_noise, with_means=True
     )
     rows = torch.arange(2)[:, None]
     for name in ("latents", "next_latents", "means"):
         torch.testing.assert_close(getattr(part, name), getattr(whole, name)[rows, windows], **LATENTS)
-    torch.testing.assert_close(part.log_probs, whole.log_probs[rows, windows], **LOG_PROBS)
+    torch.testing.assert_close(part_log_probs, log_probs[rows, windows], **LOG_PROBS)
     torch.testing.assert_close(part.stds, whole.stds[rows, windows])
-    torch.testing.assert_close(part.final, whole.final, **LATENTS)
+    torch.testing.assert_close(part_final, final, **LATENTS)
     quiet = SamplingConfig(num_inference_steps=STEPS)
-    other = sample_sde_window(velocity, initial, schedule, quiet, torch.tensor(windows), step_noise)
-    assert not torch.allclose(other.final, part.final, atol=0.1)
+    *_, other_final = sample_sde_window(velocity, initial, schedule, quiet, torch.tensor(windows), step_noise)
+    assert not torch.allclose(other_final, part_final, atol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -230,14 +234,15 @@ def test_twins_share_what_is_the_same(family, starts, second):
 
     sampling = SamplingConfig(num_inference_steps=STEPS)
     arguments = (velocity, noises[twins], family.schedule(STEPS, (4, 8, 16)), sampling, windows, step_noise)
-    together = sample_sde_window(*arguments, twins=twins, with_means=True)
+    together, *together_rest = sample_sde_window(*arguments, twins=twins, with_means=True)
     shared, called = called, []
-    alone = sample_sde_window(*arguments, with_means=True)
+    alone, *alone_rest = sample_sde_window(*arguments, with_means=True)
     assert called == [6] * STEPS
     # Distinct at step i: every row whose window has begun, and one of each set of twins that still wait.
     assert shared == ([4, 4, 6, 6, 6, 6] if any(starts) else [6] * STEPS)
-    for name in ("latents", "next_latents", "means", "final"):
+    for name in ("latents", "next_latents", "means"):
         torch.testing.assert_close(getattr(together, name), getattr(alone, name), **LATENTS, msg=name)
-    torch.testing.assert_close(together.log_probs, alone.log_probs, **LOG_PROBS)
+    for found, expected, tolerance in zip(together_rest, alone_rest, (LOG_PROBS, LATENTS), strict=True):
+        torch.testing.assert_close(found, expected, **tolerance)
     for name in ("step_indices", "timesteps", "sigmas", "sigmas_next", "stds"):
         assert torch.equal(getattr(together, name), getattr(alone, name)), name

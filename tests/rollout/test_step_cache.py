@@ -46,8 +46,8 @@ def test_a_window_and_the_first_steps_beside_it_are_computed_in_full(make_cached
 
 def test_a_step_is_exact_where_it_is_stochastic_for_any_sample(make_cached):
     rollout, computed = full_steps(make_cached(window_range=(1, 7), window_per="sample"))
-    assert len(rollout.step_indices.unique(dim=0)) > 2
-    stochastic = set(rollout.step_indices.flatten().tolist())
+    assert len(rollout.window.step_indices.unique(dim=0)) > 2
+    stochastic = set(rollout.window.step_indices.flatten().tolist())
     begins = {step for step in range(STEPS) if step not in stochastic and step - 1 in {-1, *stochastic}}
     assert set(computed) == stochastic | begins
     assert len(computed) < STEPS
@@ -117,6 +117,6 @@ def test_blocks_that_diffusers_does_not_know_are_refused(make_run):
 
 def test_what_else_samples_with_the_actor_does_so_without_it(make_cached):
     run = make_cached()
-    initial, velocity = run.sample().latents[:2, 0], run.actor.velocity(run.conditioning)
+    initial, velocity = run.sample().window.latents[:2, 0], run.actor.velocity(run.conditioning)
     _, computed = full_steps(run, lambda: sample_ode(velocity, initial, run.engine.schedule))
     assert computed == list(range(STEPS))

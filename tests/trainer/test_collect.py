@@ -15,11 +15,11 @@ def test_noise_of_a_healthy_rollout(make_run, sampling):
     run = make_run(sampling=sampling)
     rollout = run.sample()
     values = noise_metrics(rollout, run.config.sampling).compute()
-    elements = rollout.means.numel()
+    elements = rollout.window.means.numel()
     assert values["rollout/noise_std"] == pytest.approx(1.0, abs=5 / (2 * elements) ** 0.5)
     assert values["rollout/noise_mean"] == pytest.approx(0.0, abs=5 / elements**0.5)
     assert values["rollout/noise_shared_by"] == pytest.approx(1.0, abs=5 * (2 / rollout.num_elements) ** 0.5)
-    noise = (rollout.next_latents - rollout.means) / rollout.stds[..., None, None, None]
+    noise = (rollout.window.next_latents - rollout.window.means) / rollout.window.stds[..., None, None, None]
     assert values["rollout/noise_std"] == pytest.approx(
         (noise.double().square().sum() / (elements - 1)).sqrt().item(), rel=1e-4
     )
@@ -30,9 +30,11 @@ def test_the_std_needs_no_step_means(make_run):
     run = make_run()
     rollout = run.sample()
     with_means = noise_metrics(rollout, run.config.sampling).compute()
-    values = noise_metrics(replace(rollout, means=None), run.config.sampling).compute()
+    without = replace(rollout, window=replace(rollout.window, means=None))
+    values = noise_metrics(without, run.config.sampling).compute()
     assert values == {"rollout/noise_std": with_means["rollout/noise_std"]}
-    assert noise_metrics(replace(rollout, means=None, stds=None), run.config.sampling).compute() == {}
+    neither = replace(rollout, window=replace(rollout.window, means=None, stds=None))
+    assert noise_metrics(neither, run.config.sampling).compute() == {}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,6 @@ def test_latents_that_are_not_finite_are_named(make_run, bad):
     rollout = make_run().sample()
     prompts = [Prompt(text=text) for text in ("ab", "cd") for _ in range(4)]
     check_latents(rollout, prompts)
-    rollout.latents[5, 1, 0, 0, 0] = rollout.next_latents[7, 1, 0, 0, 0] = bad
+    rollout.window.latents[5, 1, 0, 0, 0] = rollout.window.next_latents[7, 1, 0, 0, 0] = bad
     with pytest.raises(BatchError, match=r"sample 5 \(prompt 'cd'\), 2 of 8 samples"):
         check_latents(rollout, prompts)

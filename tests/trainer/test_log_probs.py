@@ -138,8 +138,8 @@ def test_kls_are_those_of_the_steps(make_run):
     )
     run.update(batch, training_step=1, record=recorder)
     found = recorder.terms()
-    stds = batch.rollout.stds[(...,) + (None,) * 3].double()
-    old, rollout = (Normal(means.double(), stds) for means in (batch.old_means, batch.rollout.means))
+    stds = batch.rollout.window.stds[(...,) + (None,) * 3].double()
+    old, rollout = (Normal(means.double(), stds) for means in (batch.old_means, batch.rollout.window.means))
     expected = kl_divergence(old, rollout).flatten(2).mean(-1)
     torch.testing.assert_close(found.old_rollout_kl.double(), expected, rtol=1e-4, atol=1e-12)
     still = (found.current_log_probs - found.old_log_probs).abs().amax(1) < LOG_PROBS["atol"]

@@ -5,31 +5,13 @@ import pytest
 import torch
 
 from flowcorr.errors import BackendError
-from flowcorr.records import Rollout
 from flowcorr.rewards import RewardOutput
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import drop_failed_groups, reward_metrics, train_step
+from tests.rollouts import make_rollout
 from tests.trainer.runs import small_config
 
-
-def rollout():
-    samples, steps, shape = 6, 2, (4, 2, 2)
-    terms = torch.zeros(samples, steps)
-    return Rollout(
-        latents=torch.zeros(samples, steps, *shape),
-        next_latents=torch.zeros(samples, steps, *shape),
-        step_indices=torch.arange(steps).expand(samples, steps),
-        timesteps=terms,
-        sigmas=terms + 0.5,
-        sigmas_next=terms + 0.4,
-        log_probs=terms,
-        means=None,
-        stds=None,
-        conditioning={},
-        images=None,
-        group_ids=torch.tensor([0, 0, 1, 1, 2, 2]),
-        policy_versions=torch.zeros(samples, dtype=torch.long),
-    )
+GROUPS = torch.tensor([0, 0, 1, 1, 2, 2])
 
 
 @pytest.mark.parametrize(
@@ -38,12 +20,14 @@ def rollout():
 def test_a_failed_sample_takes_its_group_along(failed, kept):
     mask = np.zeros(6, dtype=bool)
     mask[failed] = True
-    assert drop_failed_groups(rollout(), mask).tolist() == kept
+    assert drop_failed_groups(make_rollout(6, group_ids=GROUPS), mask).tolist() == kept
 
 
 def test_no_group_left_is_an_error():
     with pytest.raises(BackendError, match="failed on every group of this step"):
-        drop_failed_groups(rollout(), np.array([True, False, False, True, True, True]))
+        drop_failed_groups(
+            make_rollout(6, group_ids=GROUPS), np.array([True, False, False, True, True, True])
+        )
 
 
 def test_reward_metrics_are_of_the_scored_samples():
@@ -79,6 +63,6 @@ def test_a_step_keeps_neither_copies_of_samples_nor_gradients(monkeypatch):
     train_step(run, 1, lambda _: None)
     run.close()
     sampled, learned = seen
-    assert learned.latents.data_ptr() == sampled.latents.data_ptr()
+    assert learned.window.latents.data_ptr() == sampled.window.latents.data_ptr()
     assert learned.images is None
     assert [name for name, weight in run.actor.weights.parameters.items() if weight.grad is not None] == []

@@ -3,7 +3,7 @@
 import os
 import signal
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from ray_tasks import wait_for
 
 from flowcorr.diagnostics import examine
 from flowcorr.errors import BackendError, BatchError
-from flowcorr.records import Rollout
 from flowcorr.rollout import Weights
 from flowcorr.workers.pool import Answer, ignore_event
 from flowcorr.workers.rollout import PendingRollout, RayRollout
+from tests.rollouts import columns
 from tests.tolerances import LATENTS, LOG_PROBS
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -76,15 +76,15 @@ COMPUTED = {
 
 def assert_same(one, other):
     """Rollouts of the same samples; of what a model computed only nearly: a worker has memory of its own."""
-    for entry in fields(Rollout):
-        ours, theirs = getattr(one, entry.name), getattr(other, entry.name)
-        if entry.name == "conditioning":
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-        elif entry.name in COMPUTED:
-            torch.testing.assert_close(ours, theirs, **COMPUTED[entry.name], msg=entry.name)
+    theirs = columns(other)
+    for name, ours in columns(one).items():
+        if name == "conditioning":
+            assert ours.keys() == theirs[name].keys()
+            assert all(torch.equal(value, theirs[name][key]) for key, value in ours.items())
+        elif name in COMPUTED:
+            torch.testing.assert_close(ours, theirs[name], **COMPUTED[name], msg=name)
         else:
-            assert torch.equal(ours, theirs), entry.name
+            assert torch.equal(ours, theirs[name]), name
 
 
 def test_two_workers_and_none_agree(pool, run):
@@ -99,8 +99,8 @@ def test_groups_keep_their_ids_and_order(pool, run):
     found = sample(pool, run, (4, 1, 3))
     assert found.group_ids.tolist() == [4] * 4 + [1] * 4 + [3] * 4
     # Groups 1 and 3 share a shard now, and did not above.
-    expected = sample(run.engine, run).latents[4:8]
-    torch.testing.assert_close(found.latents[4:8], expected, **LATENTS)
+    expected = sample(run.engine, run).window.latents[4:8]
+    torch.testing.assert_close(found.window.latents[4:8], expected, **LATENTS)
 
 
 def test_every_sync_takes_effect_even_if_its_version_is_not_new(pool, run):
@@ -113,7 +113,7 @@ def test_every_sync_takes_effect_even_if_its_version_is_not_new(pool, run):
         pool.sync(run.actor.weights.snapshot())
         found.append(sample(pool, run))
         assert_same(found[-1], sample(run.engine, run))
-    assert (found[0].means - found[2].means).abs().max() > 100 * LATENTS["atol"]
+    assert (found[0].window.means - found[2].window.means).abs().max() > 100 * LATENTS["atol"]
     assert found[0].policy_versions.unique().tolist() == [7]
 
 

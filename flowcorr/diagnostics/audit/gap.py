@@ -61,7 +61,7 @@ def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Gap:
     Raises:
         BackendError: the rollout has no step means, or a log-prob is not finite.
     """
-    if rollout.means is None or rollout.stds is None:
+    if rollout.window.means is None or rollout.window.stds is None:
         raise BackendError(
             "the rollout engine returns no step means, and the audit computes the exact KL from them"
         )
@@ -71,14 +71,15 @@ def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Gap:
 def split_gap(actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights]) -> tuple[Gap, Gap]:
     """The parts of the gap that are the engine's and that are of older weights, see `trainer.gap_split`."""
     behaviour = behaviour_scores(actor, rollout, history, with_means=True)
-    as_scored = replace(rollout, log_probs=behaviour.log_probs, means=behaviour.means)
+    window = replace(rollout.window, means=behaviour.means)
+    as_scored = replace(rollout, window=window, log_probs=behaviour.log_probs)
     return _gap(behaviour, rollout), measure_gap(actor, as_scored)
 
 
 def _gap(scores: Scores, rollout: Rollout) -> Gap:
     assert scores.means is not None
-    assert rollout.means is not None
-    assert rollout.stds is not None
+    assert rollout.window.means is not None
+    assert rollout.window.stds is not None
     if not (scores.log_probs.isfinite() & rollout.log_probs.isfinite()).all():
         raise BackendError(
             "log-probs of the rollout engine or the actor are not finite; flowcorr doctor names the cause"
@@ -86,8 +87,8 @@ def _gap(scores: Scores, rollout: Rollout) -> Gap:
     return Gap(
         log_probs=scores.log_probs.cpu(),
         rollout_log_probs=rollout.log_probs.cpu(),
-        step_kl=r_squared(rollout.means, scores.means, rollout.stds).double().cpu() / 2,
-        stds=rollout.stds.cpu(),
-        sigmas=rollout.sigmas.cpu(),
-        step_indices=rollout.step_indices.cpu(),
+        step_kl=r_squared(rollout.window.means, scores.means, rollout.window.stds).double().cpu() / 2,
+        stds=rollout.window.stds.cpu(),
+        sigmas=rollout.window.sigmas.cpu(),
+        step_indices=rollout.window.step_indices.cpu(),
     )

@@ -218,7 +218,7 @@ def _learn_anything(actor: DiffusionActor, rollout: Rollout, gap: Gap, *, traini
         rollout=replace(rollout, images=None),
         advantages=advantages,
         old_log_probs=gap.log_probs.to(actor.device),
-        old_means=rollout.means,
+        old_means=rollout.window.means,
     )
     actor.update(batch, AutoMode.of(actor.config).correction, training_step=training_step)
 

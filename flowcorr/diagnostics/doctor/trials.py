@@ -59,13 +59,13 @@ class Trial:
 
     @property
     def engine_means(self) -> Tensor:
-        assert self.rollout.means is not None, "`run_trials` refuses an engine that returns none"
-        return self.rollout.means
+        assert self.rollout.window.means is not None, "`run_trials` refuses an engine that returns none"
+        return self.rollout.window.means
 
     @property
     def engine_stds(self) -> Tensor:
-        assert self.rollout.stds is not None, "`run_trials` refuses an engine that returns none"
-        return self.rollout.stds
+        assert self.rollout.window.stds is not None, "`run_trials` refuses an engine that returns none"
+        return self.rollout.window.stds
 
     def squared_distance(self, means: Tensor | None = None) -> Tensor:
         """`r^2` `[B, T]` between the engine's step means and the actor's, or other ones."""
@@ -162,7 +162,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
     def draw(groups: Sequence[int], training_step: int = TRAINING_STEP) -> Rollout:
         rows = {name: tensor[list(groups)] for name, tensor in conditioning.items()}
         rollout = engine.sample(rows, groups, training_step=training_step, with_means=True)
-        if rollout.means is None or rollout.stds is None:
+        if rollout.window.means is None or rollout.window.stds is None:
             raise BackendError("the rollout engine returns no step means and stds, which the doctor compares")
         return rollout.to(actor.device)
 
@@ -199,7 +199,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         moved_under=moved_under,
         conditioning={name: rows.repeat_interleave(members, 0) for name, rows in conditioning.items()},
         schedule=actor.family.schedule(
-            actor.config.sampling.num_inference_steps, tuple(base.rollout.latents.shape[2:])
+            actor.config.sampling.num_inference_steps, tuple(base.rollout.window.latents.shape[2:])
         ),
         num_prompts=count,
     )
@@ -212,10 +212,10 @@ def score_trial(actor: DiffusionActor, rollout: Rollout) -> Trial:
     assert scores.means is not None
     still = sde.transition(
         sampling.sde_type,
-        rollout.latents,
-        torch.zeros_like(rollout.latents),
-        rollout.sigmas,
-        rollout.sigmas_next,
+        rollout.window.latents,
+        torch.zeros_like(rollout.window.latents),
+        rollout.window.sigmas,
+        rollout.window.sigmas_next,
         sampling.noise_level,
     )
     return Trial(

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flowcorr import distributed, sde
 from flowcorr.config.schema import Config
 from flowcorr.devices import empty_cache
 from flowcorr.models import DTYPES, Guidance, ModelFamily, resolve_path
-from flowcorr.records import Rollout
+from flowcorr.records import Rollout, Window
 from flowcorr.rollout.base import Merge, OnImages, Weights, ignore_images
 from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.vllm_omni import adapter, environment, probe
@@ -322,16 +323,10 @@ def _rollout(
     def stacked(name: str) -> Tensor:
         return torch.stack([trajectory[name] for trajectory in trajectories])
 
+    names = [entry.name for entry in fields(Window) if entry.name in trajectories[0]]
     return Rollout(
-        latents=stacked("latents"),
-        next_latents=stacked("next_latents"),
-        step_indices=stacked("step_indices"),
-        timesteps=stacked("timesteps"),
-        sigmas=stacked("sigmas"),
-        sigmas_next=stacked("sigmas_next"),
+        window=Window(**{name: stacked(name) for name in names}),
         log_probs=stacked("log_probs"),
-        means=stacked("means") if jobs[0].plan.with_means else None,
-        stds=stacked("stds"),
         conditioning={name: rows.cpu() for name, rows in conditioning.items()},
         conditioning_rows=own,
         images=torch.stack([output.images[0] for output in outputs]),

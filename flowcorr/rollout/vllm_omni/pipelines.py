@@ -47,12 +47,6 @@ from flowcorr.models.z_image import ZImage
 from flowcorr.rollout.sampler import decode, sample_sde_window
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe, from_extra
 
-RETURNED = (
-    "latents", "next_latents", "step_indices", "timesteps", "sigmas", "sigmas_next", "log_probs", "means", "stds",
-    "final",
-)  # fmt: skip
-"""The fields of `Trajectories` that travel back with the image."""
-
 
 class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
     """Base of the pipelines of all families. One request batch may mix plans, groups and windows.
@@ -135,7 +129,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
         def noise(step_index: int, rows: Sequence[int]) -> Tensor:
             return torch.cat([_step_noise(jobs[row], step_index) for row in rows]).to(self.device)
 
-        drawn = sample_sde_window(
+        window, log_probs, final = sample_sde_window(
             velocity,
             torch.cat([_initial_noise(job) for job in jobs]).to(self.device),
             plan.schedule,
@@ -144,8 +138,8 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
             noise,
             with_means=plan.with_means,
         )
-        images = decode(self.family, drawn.final)
-        kept = {name: getattr(drawn, name) for name in RETURNED if getattr(drawn, name) is not None}
+        images = decode(self.family, final)
+        kept = {**window.columns(), "log_probs": log_probs, "final": final}
         return [
             _output(
                 images[row],

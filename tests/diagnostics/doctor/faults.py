@@ -8,6 +8,7 @@ import torch
 from flowcorr.diagnostics import examine
 from flowcorr.models import Schedule
 from flowcorr.rollout import InProcessEngine
+from tests.rollouts import WINDOW
 
 SMALL = {"n": 2}
 # Faults stand out of more elements than the images of other tests have.
@@ -54,14 +55,16 @@ def finding_of(report, name):
 
 
 def returning(**changes):
-    """A fault in what is returned: fields of the `Rollout`, each computed from the true one."""
+    """A fault in what is returned: fields of the `Rollout` or its window, each computed from the true one."""
 
     def plant(engine):
         sample = engine.sample
 
         def altered(*args, **kwargs):
             rollout = sample(*args, **kwargs)
-            return replace(rollout, **{name: change(rollout) for name, change in changes.items()})
+            values = {name: change(rollout) for name, change in changes.items()}
+            window = {name: values.pop(name) for name in WINDOW & values.keys()}
+            return replace(rollout, window=replace(rollout.window, **window), **values)
 
         engine.sample = altered
 
@@ -305,7 +308,7 @@ def shorter(engine, conditioning):
 
 
 def spoiled(rollout):
-    latents = rollout.latents.clone()
+    latents = rollout.window.latents.clone()
     latents[0, 0, 0, 0, 0] = torch.nan
     return latents
 
@@ -314,14 +317,14 @@ def nudged(scale):
     """Next latents that moved after they were scored."""
 
     def change(rollout):
-        noise = torch.randn(rollout.latents.shape, generator=torch.Generator().manual_seed(3))
-        return rollout.next_latents + scale * noise
+        noise = torch.randn(rollout.window.latents.shape, generator=torch.Generator().manual_seed(3))
+        return rollout.window.next_latents + scale * noise
 
     return change
 
 
 def rounded_after_scoring(rollout):
-    return rounded(rollout.next_latents)
+    return rounded(rollout.window.next_latents)
 
 
 def of_another_sample(rollout):
@@ -329,11 +332,11 @@ def of_another_sample(rollout):
 
 
 def without_normaliser(rollout):
-    return rollout.log_probs + rollout.stds.log() + 0.918938533
+    return rollout.log_probs + rollout.window.stds.log() + 0.918938533
 
 
 def unscaled(rollout):
-    return 2 * rollout.stds.square() * without_normaliser(rollout)
+    return 2 * rollout.window.stds.square() * without_normaliser(rollout)
 
 
 def coarse(tensors, merge):

@@ -64,7 +64,7 @@ def test_a_healthy_engine_agrees_in_float32(small_run):
     assert all(value.dtype == after[name].dtype for name, value in before.items())
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert run.actor.config is run.config
-    assert torch.equal(run.sample().latents, sampled.latents)
+    assert torch.equal(run.sample().window.latents, sampled.window.latents)
 
 
 def test_remarks_of_float32_are_passed_on(small_run):

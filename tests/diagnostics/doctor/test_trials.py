@@ -70,12 +70,12 @@ def test_a_later_rollout_shares_a_step_with_the_first(make_run):
         sampling={"num_inference_steps": 10, "sde_window_size": 1, "sde_window_range": (0, 9)},
     )
     trials = run_trials(run.actor, run.engine, run.conditioning)
-    both = torch.cat([trials.base.rollout.step_indices, trials.moved.rollout.step_indices], 1)
+    both = torch.cat([trials.base.rollout.window.step_indices, trials.moved.rollout.window.step_indices], 1)
     assert (both[:, 0] == both[:, 1]).any()
     noise = [
         sde.added_noise(
-            trial.rollout.next_latents,
-            sde.Transition(trial.engine_means, trial.engine_stds, trial.rollout.sigmas),
+            trial.rollout.window.next_latents,
+            sde.Transition(trial.engine_means, trial.engine_stds, trial.rollout.window.sigmas),
         )
         for trial in (trials.base, trials.moved)
     ]
@@ -88,7 +88,7 @@ def test_a_fit_finds_a_fault_beside_noise(small_run):
     draw = torch.Generator().manual_seed(0)
     fault, rounding = (torch.randn(trial.means.shape, generator=draw) for _ in range(2))
     means = trial.means + 0.1 * fault + rounding
-    faulty = replace(trial, rollout=replace(trial.rollout, means=means))
+    faulty = replace(trial, rollout=replace(trial.rollout, window=replace(trial.rollout.window, means=means)))
     fit = faulty.fit(trial.means + 0.1 * fault)
     assert fit.factor == pytest.approx(1.0, abs=4 * fit.error)
     assert fit.error == pytest.approx(10 / trial.means.numel() ** 0.5, rel=0.1)

@@ -24,7 +24,7 @@ def measure(hour: Hour, family: str) -> None:
     batch = sampled_batch(build_engine(actor), conditioning, config)
     rollout = batch.rollout
     eager = actor.log_probs(rollout)
-    batch = correct(actor, replace(batch, old_log_probs=eager.log_probs, old_means=rollout.means))
+    batch = correct(actor, replace(batch, old_log_probs=eager.log_probs, old_means=rollout.window.means))
     seconds = {"recompute": meter.seconds(hour.device, lambda: actor.log_probs(rollout))}
     seconds["update"] = meter.seconds(hour.device, lambda: update(actor, batch), repeats=2)
     eager = actor.log_probs(rollout)

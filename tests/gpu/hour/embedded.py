@@ -76,7 +76,9 @@ def _compare(hour: Hour, name: str, most: float, stack: _Stack, batch: ActorBatc
     error = (stack.gradient(there) - gradient).norm() / gradient.norm()
     hour.row(f"{name}: gradient beside the CPU's", error.item(), unit="of its norm", at_most=100 * most)
     own = stack.sample()
-    error = (own.next_latents.cpu() - batch.rollout.next_latents).norm() / batch.rollout.next_latents.norm()
+    error = (
+        own.window.next_latents.cpu() - batch.rollout.window.next_latents
+    ).norm() / batch.rollout.window.next_latents.norm()
     hour.row(f"{name}: trajectories beside the CPU's", error.item(), unit="of their norm", at_most=100 * most)
     gap = (stack.actor.log_probs(own).log_probs - own.log_probs).abs().max().item()
     hour.row(f"{name}: recomputed log-probs beside the rollout's", gap, unit="nats", at_most=most)

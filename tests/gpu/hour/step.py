@@ -58,7 +58,7 @@ def measure(hour: Hour, family: str) -> None:
 
 
 def _decode(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[str, float]) -> None:
-    latents = batch.rollout.next_latents[: int(planned["micro_batch"]), -1]
+    latents = batch.rollout.window.next_latents[: int(planned["micro_batch"]), -1]
     peak = meter.peak(hour.device, lambda: actor.family.decode(latents))
     seconds = meter.seconds(hour.device, lambda: actor.family.decode(latents))
     hour.row("decode, peak", peak / 1e9, expected=planned["decode_peak"] / 1e9, **MEMORY)

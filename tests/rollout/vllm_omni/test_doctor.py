@@ -35,7 +35,7 @@ def test_a_healthy_engine_passes_everything_and_is_left_as_it_was(stack):
     assert finding_of(report, "attention").message.startswith("engine: attention SDPA, dtype float32")
     assert max(noise.exact_kl for noise in report.noise) <= 1e-9
     after = stack.sample()
-    assert torch.equal(after.latents, before.latents)
+    assert torch.equal(after.window.latents, before.window.latents)
     assert torch.equal(after.policy_versions, before.policy_versions)
 
 

@@ -9,6 +9,7 @@ import torch
 from flowcorr.models import Guidance
 from flowcorr.rollout.vllm_omni.patience import Patience
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from tests.rollouts import columns
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -28,11 +29,11 @@ def with_sampling(stack, **changes):
 
 def assert_same_rollout(found, expected):
     for name in ("step_indices", "timesteps", "sigmas", "sigmas_next", "group_ids", "policy_versions"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert torch.equal(columns(found)[name], columns(expected)[name]), name
     for name in ("latents", "next_latents", "means"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), **LATENTS)
+        torch.testing.assert_close(columns(found)[name], columns(expected)[name], **LATENTS)
     torch.testing.assert_close(found.log_probs, expected.log_probs, **LOG_PROBS)
-    torch.testing.assert_close(found.stds, expected.stds)
+    torch.testing.assert_close(found.window.stds, expected.window.stds)
     assert (found.images.int() - expected.images.int()).abs().max() <= 1
     for name, rows in expected.conditioning.items():
         assert torch.equal(found.conditioning[name], rows)
@@ -41,7 +42,7 @@ def assert_same_rollout(found, expected):
 def test_a_rollout_is_that_of_the_in_process_engine(stack):
     found = stack.sample()
     expected = stack.in_process().sample(stack.conditioning, range(2), training_step=1, with_means=True)
-    assert found.latents.dtype == found.log_probs.dtype == torch.float32
+    assert found.window.latents.dtype == found.log_probs.dtype == torch.float32
     assert found.images.dtype == torch.uint8
     assert_same_rollout(found, expected)
 
@@ -62,13 +63,13 @@ def test_sampling_options_reach_the_engine(stack, changes):
     expected = told.in_process().sample(told.conditioning, range(2), training_step=1, with_means=True)
     found = told.sample()
     assert_same_rollout(found, expected)
-    assert not torch.equal(found.latents, stack.sample().latents)
+    assert not torch.equal(found.window.latents, stack.sample().window.latents)
 
 
 def test_means_only_on_demand(stack):
     rollout = stack.engine.sample(stack.conditioning, range(2), training_step=1, with_means=False)
-    assert rollout.means is None
-    assert rollout.stds.shape == (8, 2)
+    assert rollout.window.means is None
+    assert rollout.window.stds.shape == (8, 2)
 
 
 def test_the_actor_recomputes_the_log_probs(stack):
@@ -80,21 +81,21 @@ def test_the_actor_recomputes_the_log_probs(stack):
 
 def test_a_trajectory_does_not_depend_on_what_it_is_batched_with(stack):
     together, alone = stack.sample(), stack.sample([1])
-    torch.testing.assert_close(alone.latents, together.latents[4:], **LATENTS)
+    torch.testing.assert_close(alone.window.latents, together.window.latents[4:], **LATENTS)
     torch.testing.assert_close(alone.log_probs, together.log_probs[4:], **LOG_PROBS)
     job = stack.engine.jobs(range(2), 1, True)[6]
     request = stack.engine.request(job, {name: rows[1] for name, rows in stack.conditioning.items()})
     (output,) = stack.engine.client.generate([request])
     single = output.multimodal_output["trajectory"]
-    torch.testing.assert_close(single["latents"], together.latents[6], **LATENTS)
+    torch.testing.assert_close(single["latents"], together.window.latents[6], **LATENTS)
     torch.testing.assert_close(single["log_probs"], together.log_probs[6], **LOG_PROBS)
 
 
 def test_the_same_call_gives_the_same_bits_and_another_step_others(stack):
     first, again, other = stack.sample(), stack.sample(), stack.sample(training_step=2)
-    assert torch.equal(first.latents, again.latents)
+    assert torch.equal(first.window.latents, again.window.latents)
     assert torch.equal(first.images, again.images)
-    assert not torch.equal(first.latents, other.latents)
+    assert not torch.equal(first.window.latents, other.window.latents)
 
 
 def test_answers_that_are_lost_are_requested_again(start, monkeypatch, caplog):
@@ -106,7 +107,7 @@ def test_answers_that_are_lost_are_requested_again(start, monkeypatch, caplog):
     first = stack.sample()
     for _ in range(2):
         again = stack.sample()
-        torch.testing.assert_close(again.latents, first.latents, **LATENTS)
+        torch.testing.assert_close(again.window.latents, first.window.latents, **LATENTS)
         torch.testing.assert_close(again.log_probs, first.log_probs, **LOG_PROBS)
     assert "8 of 8 are missing. It may have lost them: their requests are sent again" in caplog.text
 
@@ -123,7 +124,7 @@ def test_a_stale_engine_samples_with_older_weights_and_can_be_restored(start):
     assert newer.policy_versions.unique().tolist() == [1]
     stack.engine.restore(history)
     assert stack.sample().policy_versions.unique().tolist() == [0]
-    assert not torch.equal(stack.sample().latents, newer.latents)
+    assert not torch.equal(stack.sample().window.latents, newer.window.latents)
 
 
 def test_an_engine_in_sleep_mode_is_awake_only_while_it_loads_weights_or_samples(stack, monkeypatch):

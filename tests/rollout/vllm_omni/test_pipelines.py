@@ -27,7 +27,7 @@ def test_float32(start, family):
     found = stack.sample()
     assert stack.mismatch(found).mean() <= 1e-6
     expected = stack.in_process().sample(stack.conditioning, range(2), training_step=1, with_means=True)
-    torch.testing.assert_close(found.latents, expected.latents, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.window.latents, expected.window.latents, rtol=0, atol=1e-4)
     assert (found.images.int() - expected.images.int()).abs().max() <= 1
 
 
@@ -35,10 +35,10 @@ def test_float32(start, family):
 def test_bfloat16(start, family):
     stack = start(family, dtype="bfloat16")
     rollout = stack.sample()
-    assert rollout.latents.dtype == rollout.log_probs.dtype == torch.float32
+    assert rollout.window.latents.dtype == rollout.log_probs.dtype == torch.float32
     assert stack.mismatch(rollout).mean() <= 2e-5
-    assert rollout.timesteps.float().equal(
-        torch.tensor(stack.engine.schedule.timesteps)[rollout.step_indices]
+    assert rollout.window.timesteps.float().equal(
+        torch.tensor(stack.engine.schedule.timesteps)[rollout.window.step_indices]
     )
 
 
@@ -59,7 +59,7 @@ def test_bfloat16_on_a_trained_model(start):
     rollout = stack.sample()
     assert 1e-5 < stack.mismatch(rollout).mean() <= 6e-4
     means = stack.actor.log_probs(rollout, with_means=True).means
-    r = ((means - rollout.means) / rollout.stds[..., None, None, None]).square().mean().sqrt()
+    r = ((means - rollout.window.means) / rollout.window.stds[..., None, None, None]).square().mean().sqrt()
     assert r <= 0.02
 
 

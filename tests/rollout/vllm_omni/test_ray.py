@@ -36,7 +36,7 @@ def sample(engine, stack):
 
 
 def assert_alike(found, expected):
-    torch.testing.assert_close(found.latents, expected.latents, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.window.latents, expected.window.latents, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=1e-6)
     assert torch.equal(found.group_ids, expected.group_ids)
     assert torch.equal(found.policy_versions, expected.policy_versions)

@@ -33,7 +33,7 @@ def check_clip(exam: Exam) -> Finding:
 def outside_clip(exam: Exam) -> Tensor:
     """Terms `[B, T]` whose ratio is outside the clip range before any update."""
     trial = exam.trials.base
-    step_indices, actor = trial.rollout.step_indices, exam.config.actor
+    step_indices, actor = trial.rollout.window.step_indices, exam.config.actor
     limit = resolve_loss(actor).ratio_limit(actor)
     if limit is None:
         return torch.zeros_like(step_indices, dtype=torch.bool)
@@ -50,12 +50,12 @@ def noise_floor(exam: Exam) -> Sequence[StepNoise]:
     delta = (trial.log_probs - rollout.log_probs).double().abs()
     squared, outside = trial.squared_distance(), outside_clip(exam)
     steps = []
-    for index in rollout.step_indices.unique().tolist():
-        here = rollout.step_indices == index
+    for index in rollout.window.step_indices.unique().tolist():
+        here = rollout.window.step_indices == index
         steps.append(
             StepNoise(
                 step_index=index,
-                sigma=float(rollout.sigmas[here][0]),
+                sigma=float(rollout.window.sigmas[here][0]),
                 abs_delta=tuple(torch.quantile(delta[here], delta.new_tensor(QUANTILES)).tolist()),
                 exact_kl=float(squared[here].mean() / 2),
                 outside_clip=float(outside[here].double().mean()),

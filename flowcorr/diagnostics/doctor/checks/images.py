@@ -64,9 +64,9 @@ def _expected(exam: Exam) -> tuple[Tensor, float]:
     members = rollout.num_samples // exam.trials.num_prompts
     images, shifts = [], []
     for member in range(members):  # one image of each prompt at a time, since all together may not fit
-        rows = torch.arange(member, rollout.num_samples, members, device=rollout.latents.device)
+        rows = torch.arange(member, rollout.num_samples, members, device=rollout.window.latents.device)
         final = _continued(exam, rows, member)
-        moved = (final - rollout.next_latents[rows, -1]).square().mean().sqrt()
+        moved = (final - rollout.window.next_latents[rows, -1]).square().mean().sqrt()
         draw = torch.Generator().manual_seed(member)
         noise = torch.randn(final.shape, generator=draw).to(final)
         image = decode(final).float()
@@ -84,7 +84,7 @@ def _continued(exam: Exam, rows: Tensor, member: int) -> Tensor:
     actor, schedule, sampling = exam.actor, exam.trials.schedule, exam.config.sampling
     rollout = exam.trials.base.rollout.select(rows)
     groups = rollout.group_ids.tolist()
-    latents, ends = rollout.next_latents[:, -1].clone(), rollout.step_indices[:, -1]
+    latents, ends = rollout.window.next_latents[:, -1].clone(), rollout.window.step_indices[:, -1]
     for index, timestep in enumerate(schedule.timesteps):
         active = (ends < index).nonzero().squeeze(1)
         if not len(active):

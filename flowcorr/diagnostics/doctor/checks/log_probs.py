@@ -74,9 +74,9 @@ def _fits_actor(exam: Exam) -> bool:
 def _own_log_probs(exam: Exam) -> Tensor:
     """The log-probs `[B, T]` that follow from the engine's own means, stds and latents."""
     trial = exam.trials.base
-    rollout = trial.rollout
-    step = sde.Transition(trial.engine_means, trial.engine_stds, rollout.sigmas - rollout.sigmas_next)
-    return sde.log_prob(rollout.next_latents, step, cps_unscaled=exam.config.sampling.cps_unscaled)
+    window = trial.rollout.window
+    step = sde.Transition(trial.engine_means, trial.engine_stds, window.step_sizes)
+    return sde.log_prob(window.next_latents, step, cps_unscaled=exam.config.sampling.cps_unscaled)
 
 
 def _formulas(exam: Exam) -> Iterator[tuple[str, Tensor]]:

@@ -87,15 +87,16 @@ def check_batch_shape(exam: Exam) -> Finding:
 
 def _trajectory_gap(rollout: Rollout, other: Rollout) -> float:
     """Root mean square difference of the latents of both windows."""
-    before, after = rollout.latents - other.latents, rollout.next_latents - other.next_latents
+    one, two = rollout.window, other.window
+    before, after = one.latents - two.latents, one.next_latents - two.next_latents
     return rms(torch.stack([before, after]))
 
 
 def _step_noise(trial: Trial) -> Tensor:
     """`[B T, D]`, the noise that the engine's own steps added, in units of their stds."""
-    rollout = trial.rollout
-    step = sde.Transition(trial.engine_means, trial.engine_stds, rollout.sigmas - rollout.sigmas_next)
-    return sde.added_noise(rollout.next_latents, step).flatten(2).flatten(0, 1)
+    window = trial.rollout.window
+    step = sde.Transition(trial.engine_means, trial.engine_stds, window.step_sizes)
+    return sde.added_noise(window.next_latents, step).flatten(2).flatten(0, 1)
 
 
 def largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:
@@ -108,7 +109,7 @@ def largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:
 
 def _difference(trial: Trial, first: int, second: int) -> str:
     """The level at which two rows of noise differ; later rows are from a second rollout of the same size."""
-    samples, steps = trial.rollout.step_indices.shape
+    samples, steps = trial.rollout.window.step_indices.shape
     owners = trial.rollout.group_ids.tolist()
     samples_of = [row // steps for row in (first, second)]
     if samples_of[0] // samples != samples_of[1] // samples:

@@ -46,7 +46,7 @@ def _unreturned(exam: Exam) -> Finding | None:
     if trial.velocity_gap() <= NO_GAP:
         return None
     members = trial.rollout.num_samples // exam.trials.num_prompts
-    device = trial.rollout.latents.device
+    device = trial.rollout.window.latents.device
     trial = trial.select(
         torch.arange(0, trial.rollout.num_samples, members, device=device)
     )  # one image a prompt
@@ -69,7 +69,7 @@ def _unreturned(exam: Exam) -> Finding | None:
 def _nearest(exam: Exam, trial: Trial, alternatives: Sequence[Conditioning]) -> Fit:
     """The fit of the step means under `alternatives`; each term takes the closest one."""
     rollout = trial.rollout
-    own = torch.arange(rollout.num_samples, device=rollout.latents.device)
+    own = torch.arange(rollout.num_samples, device=rollout.window.latents.device)
     means = torch.stack(
         [
             score_means(exam.actor, replace(rollout, conditioning=rows, conditioning_rows=own))

@@ -36,8 +36,8 @@ MISTAKES: Mapping[str, Change] = {
 def check_timesteps(exam: Exam) -> Finding:
     """Whether the engine's model gets the schedule's timesteps, and returns them."""
     rollout = exam.trials.base.rollout
-    table = torch.tensor(exam.trials.schedule.timesteps, device=rollout.timesteps.device)
-    expected, fed = table[places(exam)], rollout.timesteps.float()
+    table = torch.tensor(exam.trials.schedule.timesteps, device=rollout.window.timesteps.device)
+    expected, fed = table[places(exam)], rollout.window.timesteps.float()
     gap = float((fed - expected).abs().max())
     if not gap:
         return _unreturned(exam, expected) or passed("the model gets the schedule's timesteps")
@@ -60,9 +60,10 @@ def _unreturned(exam: Exam, expected: Tensor) -> Finding | None:
     found = []
     for name, change in {**ROUNDINGS, **MISTAKES}.items():
         changed = change(expected)
-        if torch.equal(changed, trial.rollout.timesteps):
+        if torch.equal(changed, trial.rollout.window.timesteps):
             continue
-        fit = trial.fit(score_means(exam.actor, replace(trial.rollout, timesteps=changed)))
+        window = replace(trial.rollout.window, timesteps=changed)
+        fit = trial.fit(score_means(exam.actor, replace(trial.rollout, window=window)))
         if (evidence := exam.evidence(trial, fit)) is not None:
             found.append((fit.share, name, evidence))
     if not found:

@@ -20,8 +20,8 @@ def check_finite(exam: Exam) -> Finding:
             (
                 "engine",
                 (
-                    trial.rollout.latents,
-                    trial.rollout.next_latents,
+                    trial.rollout.window.latents,
+                    trial.rollout.window.next_latents,
                     trial.engine_means,
                     trial.rollout.log_probs,
                 ),
@@ -41,11 +41,11 @@ def check_schedule(exam: Exam) -> Finding:
     rollout, schedule = exam.trials.base.rollout, exam.trials.schedule
     sigmas, after = _table(exam)[:-1], _table(exam)[1:]
     rows = places(exam)
-    gaps = (rollout.sigmas - sigmas[rows]).abs(), (rollout.sigmas_next - after[rows]).abs()
+    gaps = (rollout.window.sigmas - sigmas[rows]).abs(), (rollout.window.sigmas_next - after[rows]).abs()
     gap = float(torch.stack(gaps).max())
     steps = len(schedule.timesteps)
     rounded = sigmas.to(torch.bfloat16).float()[rows]
-    why = ": they are rounded to bfloat16" if torch.equal(rollout.sigmas, rounded) else ""
+    why = ": they are rounded to bfloat16" if torch.equal(rollout.window.sigmas, rounded) else ""
     return judged(
         gap,
         SIGMA_TOLERANCE,
@@ -60,7 +60,7 @@ def check_window(exam: Exam) -> Finding:
     """Whether the SDE steps are those of the configured windows."""
     rollout, sampling = exam.trials.base.rollout, exam.config.sampling
     low, high = sampling.sde_window_range
-    found, size = rollout.step_indices, sampling.sde_window_size
+    found, size = rollout.window.step_indices, sampling.sde_window_size
     remedy = (
         "pass sampling.sde_window_size, sde_window_range (half-open), sde_window_layout and window_per with every "
         "request, and read them per request"
@@ -86,7 +86,7 @@ def check_window(exam: Exam) -> Finding:
 def check_latent_dtype(exam: Exam) -> Finding:
     """Whether the latents are float32."""
     rollout = exam.trials.base.rollout
-    for when, latents in (("before", rollout.latents), ("after", rollout.next_latents)):
+    for when, latents in (("before", rollout.window.latents), ("after", rollout.window.next_latents)):
         for place, states in enumerate(latents.unbind(1)):
             for dtype in (torch.bfloat16, torch.float16):
                 if torch.equal(states, states.to(dtype).float()):
@@ -113,9 +113,9 @@ def check_transition(exam: Exam) -> Finding:
 
 
 def _table(exam: Exam) -> Tensor:
-    return torch.tensor(exam.trials.schedule.sigmas, device=exam.trials.base.rollout.sigmas.device)
+    return torch.tensor(exam.trials.schedule.sigmas, device=exam.trials.base.rollout.window.sigmas.device)
 
 
 def places(exam: Exam) -> Tensor:
     """Step indices `[B, T]` of the actor's schedule with the sigmas closest to the trajectory's."""
-    return (exam.trials.base.rollout.sigmas[..., None] - _table(exam)[:-1]).abs().argmin(-1)
+    return (exam.trials.base.rollout.window.sigmas[..., None] - _table(exam)[:-1]).abs().argmin(-1)

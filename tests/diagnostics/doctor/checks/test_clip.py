@@ -31,8 +31,10 @@ def test_the_clip_is_judged_on_the_ratio_that_the_loss_uses(small_run, loss_mode
     scores = run.actor.log_probs(rollout, with_means=True)
     log_ratio = (scores.log_probs - rollout.log_probs).double()
     if loss_mode == "grpo_guard":
-        r_squared = (scores.means - rollout.means).square().flatten(2).mean(-1) / rollout.stds.square()
-        log_ratio = (log_ratio + r_squared / 2) * rollout.stds
+        r_squared = (scores.means - rollout.window.means).square().flatten(2).mean(
+            -1
+        ) / rollout.window.stds.square()
+        log_ratio = (log_ratio + r_squared / 2) * rollout.window.stds
     expected = (log_ratio.expm1().abs() > limit).double().mean().item()
     assert 0 < expected < 1
     assert found.value == pytest.approx(expected)
@@ -48,10 +50,12 @@ def test_noise_floor_by_hand(small_run, clip):
     scores = run.actor.log_probs(rollout, with_means=True)
     delta = (scores.log_probs - rollout.log_probs).double()
     delta, off = delta.abs(), delta.expm1().abs()
-    r_squared = (scores.means - rollout.means).square().flatten(2).mean(-1) / rollout.stds.square()
+    r_squared = (scores.means - rollout.window.means).square().flatten(2).mean(
+        -1
+    ) / rollout.window.stds.square()
     assert [step.step_index for step in report.noise] == [0, 1]
     for place, step in enumerate(report.noise):
-        assert step.sigma == pytest.approx(rollout.sigmas[0, place].item())
+        assert step.sigma == pytest.approx(rollout.window.sigmas[0, place].item())
         assert step.abs_delta[0] == pytest.approx(delta[:, place].quantile(0.5).item())
         assert step.abs_delta[0] <= step.abs_delta[1] <= step.abs_delta[2]
         assert step.exact_kl == pytest.approx(r_squared[:, place].mean().item() / 2)

@@ -30,7 +30,7 @@ def test_log_probs(recorded, fault):
 
 
 def test_step_means_of_another_step(recorded):
-    returning(means=lambda rollout: rollout.means.roll(1, 1))(recorded.engine)
+    returning(means=lambda rollout: rollout.window.means.roll(1, 1))(recorded.engine)
     report = check(recorded, recorded.engine)
     assert_named(report, "bookkeeping", "standard deviations")
     assert finding_of(report, "log_probs").message.endswith("see bookkeeping")

@@ -95,19 +95,15 @@ class Drawn:
     def trial(trial, samples, change, draw):
         rollout = trial.rollout
         repeats = samples // rollout.num_samples
-        latents = rollout.latents.repeat_interleave(repeats, 0)
-        columns = ("step_indices", "timesteps", "sigmas", "sigmas_next", "log_probs", "group_ids")
-        return replace(
-            trial,
-            rollout=replace(
-                rollout,
-                latents=latents,
-                next_latents=change(torch.randn(latents.shape, generator=draw)),
-                means=torch.zeros_like(latents),
-                stds=torch.ones(latents.shape[:2]),
-                **{name: getattr(rollout, name).repeat_interleave(repeats, 0) for name in columns},
-            ),
+        latents = rollout.window.latents.repeat_interleave(repeats, 0)
+        rollout = rollout.select(torch.arange(rollout.num_samples).repeat_interleave(repeats))
+        window = replace(
+            rollout.window,
+            next_latents=change(torch.randn(latents.shape, generator=draw)),
+            means=torch.zeros_like(latents),
+            stds=torch.ones(latents.shape[:2]),
         )
+        return replace(trial, rollout=replace(rollout, window=window))
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ RETURNED = {
     "values that are not finite": ("finite", {"latents": spoiled}, ""),
     "steps counted from one": (
         "window",
-        {"step_indices": lambda rollout: rollout.step_indices + 1},
+        {"step_indices": lambda rollout: rollout.window.step_indices + 1},
         "has index 1, but the sigma of step 0",
     ),
     "latents rounded to bfloat16": (
         "latent_dtype",
-        {"latents": lambda rollout: rounded(rollout.latents)},
+        {"latents": lambda rollout: rounded(rollout.window.latents)},
         "",
     ),
     "next latents rounded after they were scored": (
