@@ -32,13 +32,8 @@ class DiffusionActor:
 
     def __init__(self, family: ModelFamily, config: Config) -> None:
         self.family, self.config = family, config
-        sampling = config.sampling
-        guidance = Guidance(
-            guidance_scale=sampling.guidance_scale,
-            true_cfg_scale=sampling.true_cfg_scale,
-            negative_prompt=sampling.negative_prompt,
-        )
-        self.guidance = family.guidance_in_dtype(guidance, DTYPES[config.rollout.dtype])
+        dtype = DTYPES[config.rollout.dtype]
+        self.guidance = family.guidance_in_dtype(Guidance.of(config.sampling), dtype)
         self.weights = TrainedWeights(family, config)
         if config.actor.gradient_checkpointing:
             self.weights.transformer.enable_gradient_checkpointing()

@@ -21,6 +21,7 @@ from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.flux import Flux
 from flowcorr.models.flux2_klein import Flux2Klein
 from flowcorr.models.qwen_image import QwenImage
+from flowcorr.models.sampling_plan import SamplingPlan
 from flowcorr.models.sd3 import SD3
 from flowcorr.models.z_image import ZImage
 
@@ -42,6 +43,7 @@ __all__ = [
     "Conditioning",
     "Guidance",
     "ModelFamily",
+    "SamplingPlan",
     "Schedule",
     "check_attention",
     "load_family",

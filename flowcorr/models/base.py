@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowcorr.config.schema import SamplingConfig
 from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
 
@@ -25,6 +26,15 @@ class Guidance:
     guidance_scale: float = 1.0
     true_cfg_scale: float = 1.0
     negative_prompt: str = ""
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig) -> Guidance:
+        """The guidance that `sampling` states."""
+        return cls(
+            guidance_scale=sampling.guidance_scale,
+            true_cfg_scale=sampling.true_cfg_scale,
+            negative_prompt=sampling.negative_prompt,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowcorr import sde
 from flowcorr.config.schema import RolloutConfig, SamplingConfig
 from flowcorr.errors import BatchError
-from flowcorr.models import DTYPES, Guidance, ModelFamily, Schedule
+from flowcorr.models import DTYPES, ModelFamily, SamplingPlan
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import Merge, OnImages, Weights, attention_name, ignore_images
 from flowcorr.rollout.emulate import round_weight
@@ -50,24 +50,9 @@ class InProcessEngine:
     ) -> None:
         self.family = family
         self.config = rollout
-        self.sampling = sampling
         self.seed = seed
-        self.guidance = Guidance(
-            guidance_scale=sampling.guidance_scale,
-            true_cfg_scale=sampling.true_cfg_scale,
-            negative_prompt=sampling.negative_prompt,
-        )
-        self.latent_shape = family.latent_shape(sampling.height, sampling.width)
         self.dtype = DTYPES[rollout.dtype]
-        schedule = family.schedule(sampling.num_inference_steps, self.latent_shape)
-        self.schedule: Schedule = family.in_dtype(schedule, self.dtype)
-        sde.check_schedule(
-            sampling.sde_type,
-            self.schedule.sigmas,
-            sampling.sde_window_range,
-            sampling.noise_level,
-            noise_range=sampling.sde_noise_range,
-        )
+        self.plan = SamplingPlan.of(family, sampling, self.dtype)
         self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.max_weight_age == 0
         self.merge = merge
         self._copy = None if self.shared else _frozen_copy(base, _device(family.transformer), self.dtype)
@@ -199,34 +184,26 @@ class InProcessEngine:
             for name, rows in conditioning.items()
         }
         key = {"seed": self.seed, "training_step": training_step}
-        windows = sde.draw_windows(
-            groups,
-            members,
-            **key,
-            size=self.sampling.sde_window_size,
-            window_range=self.sampling.sde_window_range,
-            num_inference_steps=self.sampling.num_inference_steps,
-            per=self.sampling.window_per,
-            layout=self.sampling.sde_window_layout,
-        )
+        plan = self.plan
+        windows = plan.windows(groups, members, **key)
         initial = sde.initial_noise(
-            self.latent_shape, groups, members, **key, same_in_group=self.config.same_initial_noise
+            plan.latent_shape, groups, members, **key, same_in_group=self.config.same_initial_noise
         )
 
         def velocity(latents: Tensor, timesteps: Tensor, rows: Tensor | slice) -> Tensor:
             chosen = {name: values[rows] for name, values in inputs.items()}
-            return self.family.velocity(transformer, latents, timesteps, chosen, self.guidance)
+            return self.family.velocity(transformer, latents, timesteps, chosen, plan.guidance)
 
         def noise(step_index: int, rows: Sequence[int]) -> Tensor:
             owners, places = [groups[row] for row in rows], [members[row] for row in rows]
-            return sde.step_noise(self.latent_shape, owners, places, **key, step_index=step_index).to(device)
+            return sde.step_noise(plan.latent_shape, owners, places, **key, step_index=step_index).to(device)
 
         with self._step_cache() as before_step:
             window, log_probs, final = sample_sde_window(
                 velocity,
                 initial.to(device),
-                self.schedule,
-                self.sampling,
+                plan.schedule,
+                plan.sampling,
                 windows.to(device),
                 noise,
                 twins=groups if self.config.same_initial_noise else None,

@@ -38,7 +38,7 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config, SamplingConfig
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean
-from flowcorr.models import DTYPES, Schedule
+from flowcorr.models import DTYPES, SamplingPlan, Schedule
 from flowcorr.records import Prompt, Rollout
 from flowcorr.rewards import RewardOutput, score_batch
 from flowcorr.rollout import decode
@@ -150,7 +150,9 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
         index: sde.step_noise(shape, owner, [member], **seeds, step_index=index).to(actor.device)
         for index in {*indices, *config.sampling.noisy_steps}
     }
-    schedule, velocity = _schedule(actor, config), actor.velocity(sample.sample_conditioning())
+    # The timesteps that a transformer of `rollout.dtype` computes with, by the training stack's own schedule.
+    schedule = SamplingPlan.of(actor.family, config.sampling, DTYPES[config.rollout.dtype]).schedule
+    velocity = actor.velocity(sample.sample_conditioning())
     final, num_steps = sample.final_latents, len(schedule.timesteps)
 
     def path_gap(legs: Sequence[_Leg]) -> float:
@@ -172,15 +174,6 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
         after=path_gap([after]),
         decode=float((image.float() - sample.images.float()).abs().mean()),
     )
-
-
-def _schedule(actor: DiffusionActor, config: Config) -> Schedule:
-    """The training stack's schedule, with the timesteps that a transformer of `rollout.dtype` computes with."""
-    sampling, family = config.sampling, actor.family
-    exact = family.schedule(
-        sampling.num_inference_steps, family.latent_shape(sampling.height, sampling.width)
-    )
-    return family.in_dtype(exact, DTYPES[config.rollout.dtype])
 
 
 def _path_gap(

@@ -118,5 +118,5 @@ def test_blocks_that_diffusers_does_not_know_are_refused(make_run):
 def test_what_else_samples_with_the_actor_does_so_without_it(make_cached):
     run = make_cached()
     initial, velocity = run.sample().window.latents[:2, 0], run.actor.velocity(run.conditioning)
-    _, computed = full_steps(run, lambda: sample_ode(velocity, initial, run.engine.schedule))
+    _, computed = full_steps(run, lambda: sample_ode(velocity, initial, run.engine.plan.schedule))
     assert computed == list(range(STEPS))

@@ -71,7 +71,7 @@ def conditioned(where):
     """The samples of both prompts get each other's embeddings at the steps whose index is `where`."""
 
     def plant(run):
-        family, schedule = run.engine.family, run.engine.schedule
+        family, schedule = run.engine.family, run.engine.plan.schedule
         true, steps = family.velocity, [step for step in range(8) if where(step)]
         wrong = torch.tensor([schedule.timesteps[step] for step in steps])
 
@@ -87,11 +87,10 @@ def conditioned(where):
 
 def tail(run):
     """Euler steps of equal size after the last window."""
-    schedule = run.engine.schedule
+    schedule = run.engine.plan.schedule
     sigmas = [*schedule.sigmas[:4], *np.linspace(schedule.sigmas[4], 0, 5).tolist()]
-    run.engine.schedule = Schedule(
-        sigmas=tuple(sigmas), timesteps=tuple(1000 * sigma for sigma in sigmas[:-1])
-    )
+    changed = Schedule(sigmas=tuple(sigmas), timesteps=tuple(1000 * sigma for sigma in sigmas[:-1]))
+    run.engine.plan = replace(run.engine.plan, schedule=changed)
 
 
 def unscaled(run):

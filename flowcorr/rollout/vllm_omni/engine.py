@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr import distributed, sde
+from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.devices import empty_cache
-from flowcorr.models import DTYPES, Guidance, ModelFamily, resolve_path
+from flowcorr.models import DTYPES, ModelFamily, SamplingPlan, resolve_path
 from flowcorr.records import Rollout, Window
 from flowcorr.rollout.base import Merge, OnImages, Weights, ignore_images
 from flowcorr.rollout.emulate import round_weight
@@ -63,23 +63,8 @@ class VllmOmniEngine:
     ) -> None:
         self.family = family
         self.config = config
-        sampling = config.sampling
-        self.guidance = Guidance(
-            guidance_scale=sampling.guidance_scale,
-            true_cfg_scale=sampling.true_cfg_scale,
-            negative_prompt=sampling.negative_prompt,
-        )
-        self.latent_shape = family.latent_shape(sampling.height, sampling.width)
         self._dtype = DTYPES[config.rollout.dtype]
-        exact = family.schedule(sampling.num_inference_steps, self.latent_shape)
-        self.schedule = family.in_dtype(exact, self._dtype)
-        sde.check_schedule(
-            sampling.sde_type,
-            self.schedule.sigmas,
-            sampling.sde_window_range,
-            sampling.noise_level,
-            noise_range=sampling.sde_noise_range,
-        )
+        self.plan = SamplingPlan.of(family, config.sampling, self._dtype)
         options, self.weight_sync = engine_options(config, family)
         self.sleeps = bool(options.get("enable_sleep_mode"))
         self._merge = merge
@@ -174,7 +159,7 @@ class VllmOmniEngine:
 
     def _velocity(self) -> Tensor:
         """The engine's velocity at the probe's point, under the weights that are loaded."""
-        point = self._probe.point
+        point, guidance = self._probe.point, self.plan.guidance
         prompt = {
             "prompt": "",
             CONDITIONING: self._cast(point.conditioning),
@@ -182,7 +167,7 @@ class VllmOmniEngine:
             TIMESTEP: point.timestep,
         }
         extra = Probe(
-            guidance_scale=self.guidance.guidance_scale, true_cfg_scale=self.guidance.true_cfg_scale
+            guidance_scale=guidance.guidance_scale, true_cfg_scale=guidance.true_cfg_scale
         ).to_extra()
         (output,) = self.client.generate([(prompt, self._params(extra))])
         return _trajectory(output)["velocity"].float()
@@ -219,27 +204,20 @@ class VllmOmniEngine:
 
     def jobs(self, groups: Sequence[int], training_step: int, with_means: bool) -> list[Job]:
         """All samples of `groups`: `rollout.n` a group, in the order of `groups`."""
-        sampling, rollout = self.config.sampling, self.config.rollout
+        rollout, seed = self.config.rollout, self.config.trainer.seed
         owners = [int(group) for group in groups for _ in range(rollout.n)]
         members = [member for _ in groups for member in range(rollout.n)]
-        windows = sde.draw_windows(
-            owners,
-            members,
-            seed=self.config.trainer.seed,
-            training_step=training_step,
-            size=sampling.sde_window_size,
-            window_range=sampling.sde_window_range,
-            num_inference_steps=sampling.num_inference_steps,
-            per=sampling.window_per,
-            layout=sampling.sde_window_layout,
-        )
+        windows = self.plan.windows(owners, members, seed=seed, training_step=training_step)
         plan = Plan(
-            sampling=sampling, schedule=self.schedule, latent_shape=self.latent_shape, with_means=with_means
+            sampling=self.plan.sampling,
+            schedule=self.plan.schedule,
+            latent_shape=self.plan.latent_shape,
+            with_means=with_means,
         )
         return [
             Job(
                 plan=plan,
-                seed=self.config.trainer.seed,
+                seed=seed,
                 training_step=training_step,
                 group=group,
                 member=member,

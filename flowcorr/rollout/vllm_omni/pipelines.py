@@ -118,9 +118,7 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
     def _sample(
         self, plan: Plan, jobs: Sequence[Job], conditioning: Mapping[str, Tensor]
     ) -> list[DiffusionOutput]:
-        guidance = Guidance(
-            guidance_scale=plan.sampling.guidance_scale, true_cfg_scale=plan.sampling.true_cfg_scale
-        )
+        guidance = Guidance.of(plan.sampling)
 
         def velocity(latents: Tensor, timesteps: Tensor, rows: Tensor | slice) -> Tensor:
             chosen = {name: values[rows] for name, values in conditioning.items()}

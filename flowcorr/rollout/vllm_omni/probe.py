@@ -16,7 +16,7 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.config.schema import Config, RolloutConfig
 from flowcorr.errors import BackendError
-from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Schedule
+from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, SamplingPlan, Schedule
 from flowcorr.rollout.base import Weights
 
 PROMPT = "cat"
@@ -119,18 +119,11 @@ class ComputedProbe:
     """
 
     def __init__(self, family: ModelFamily, config: Config, tensors: Mapping[str, Tensor]) -> None:
-        sampling = config.sampling
-        guidance = Guidance(
-            guidance_scale=sampling.guidance_scale,
-            true_cfg_scale=sampling.true_cfg_scale,
-            negative_prompt=sampling.negative_prompt,
-        )
-        shape = family.latent_shape(sampling.height, sampling.width)
-        exact = family.schedule(sampling.num_inference_steps, shape)
-        schedule = family.in_dtype(exact, DTYPES[config.rollout.dtype])
-        guidance = family.guidance_in_dtype(guidance, DTYPES[config.rollout.dtype])
+        dtype = DTYPES[config.rollout.dtype]
+        plan = SamplingPlan.of(family, config.sampling, dtype)
+        guidance = family.guidance_in_dtype(plan.guidance, dtype)
         self._family = family
-        self.point = probe_point(family, guidance, schedule, shape)
+        self.point = probe_point(family, guidance, plan.schedule, plan.latent_shape)
         self.start = actor_velocity(family, untrained(tensors), self.point)
 
     def velocity(self, weights: Weights) -> Tensor:

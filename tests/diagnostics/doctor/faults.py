@@ -75,21 +75,21 @@ def another_schedule(make):
     """A fault in the schedule, made from the engine's own."""
 
     def plant(engine):
-        engine.schedule = make(engine)
+        engine.plan = replace(engine.plan, schedule=make(engine))
 
     return plant
 
 
 def another_sampling(**changes):
     def plant(engine):
-        engine.sampling = replace(engine.sampling, **changes)
+        engine.plan = replace(engine.plan, sampling=replace(engine.plan.sampling, **changes))
 
     return plant
 
 
 def another_guidance(**changes):
     def plant(engine):
-        engine.guidance = replace(engine.guidance, **changes)
+        engine.plan = replace(engine.plan, guidance=replace(engine.plan.guidance, **changes))
 
     return plant
 
@@ -138,13 +138,13 @@ def rounded(tensor):
 def shifted(engine):
     scheduler = engine.family.pipeline.scheduler
     engine.family.pipeline.scheduler = type(scheduler).from_config(scheduler.config, shift=2.0)
-    return engine.family.schedule(engine.sampling.num_inference_steps, engine.latent_shape)
+    return engine.family.schedule(engine.plan.sampling.num_inference_steps, engine.plan.latent_shape)
 
 
 def with_timesteps(change):
     return lambda engine: Schedule(
-        sigmas=engine.schedule.sigmas,
-        timesteps=tuple(change(torch.tensor(engine.schedule.timesteps)).tolist()),
+        sigmas=engine.plan.schedule.sigmas,
+        timesteps=tuple(change(torch.tensor(engine.plan.schedule.timesteps)).tolist()),
     )
 
 
@@ -299,7 +299,7 @@ def blank(kept):
 
 
 def other_words(engine, conditioning):
-    encoded = engine.family.encode(["pear", "lime"], engine.guidance)
+    encoded = engine.family.encode(["pear", "lime"], engine.plan.guidance)
     return {name: encoded[name][-len(rows) :] for name, rows in conditioning.items()}
 
 

@@ -22,8 +22,9 @@ def with_sampling(stack, **changes):
     config = replace(stack.config, sampling=replace(stack.config.sampling, **changes))
     engine = copy.copy(stack.engine)
     engine.config = config
-    engine.guidance = Guidance(guidance_scale=config.sampling.guidance_scale)
-    conditioning = stack.family.encode(["cat", "dog"], engine.guidance)
+    guidance = Guidance.of(config.sampling)
+    engine.plan = replace(engine.plan, sampling=config.sampling, guidance=guidance)
+    conditioning = stack.family.encode(["cat", "dog"], guidance)
     return replace(stack, config=config, engine=engine, conditioning=conditioning)
 
 

@@ -38,7 +38,7 @@ def test_bfloat16(start, family):
     assert rollout.window.latents.dtype == rollout.log_probs.dtype == torch.float32
     assert stack.mismatch(rollout).mean() <= 2e-5
     assert rollout.window.timesteps.float().equal(
-        torch.tensor(stack.engine.schedule.timesteps)[rollout.window.step_indices]
+        torch.tensor(stack.engine.plan.schedule.timesteps)[rollout.window.step_indices]
     )
 
 

@@ -64,9 +64,9 @@ def test_faults_outside_the_log_probs_are_named_by_their_leg(start, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(f"{pipelines}.decode", lambda family, final: decode(family, 1.25 * final))
         assert broken_replay_rules(run) == ["replay_decode"]
-    schedule = run.engine.schedule
+    schedule = run.engine.plan.schedule
     sigmas = (*schedule.sigmas[:4], 0.5 * schedule.sigmas[4], 0.0)  # windows end at step 3
-    run.engine.schedule = replace(schedule, sigmas=sigmas)
+    run.engine.plan = replace(run.engine.plan, schedule=replace(schedule, sigmas=sigmas))
     assert broken_replay_rules(run) == ["replay_after"]
 
 

@@ -37,7 +37,7 @@ SAMPLED = {
     "another shift": ("schedule", another_schedule(shifted), {}, ""),
     "one step fewer": (
         "schedule",
-        another_schedule(lambda engine: engine.family.schedule(2, engine.latent_shape)),
+        another_schedule(lambda engine: engine.family.schedule(2, engine.plan.latent_shape)),
         {},
         "",
     ),
@@ -45,7 +45,8 @@ SAMPLED = {
         "schedule",
         another_schedule(
             lambda engine: replace(
-                engine.schedule, sigmas=tuple(rounded(torch.tensor(engine.schedule.sigmas)).tolist())
+                engine.plan.schedule,
+                sigmas=tuple(rounded(torch.tensor(engine.plan.schedule.sigmas)).tolist()),
             )
         ),
         {},

@@ -1,0 +1,65 @@
+"""How all samples of a run are drawn: its `sampling` section on one model, in the precision of its rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowcorr import sde
+from flowcorr.config.schema import SamplingConfig
+from flowcorr.models.base import Guidance, ModelFamily, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPlan:
+    """The facts that a rollout engine samples by, checked.
+
+    Attributes:
+        sampling: transition, noise level, windows.
+        guidance: as `sampling` states it.
+        schedule: the sigma table, with the timesteps that a transformer of the engine's dtype computes with.
+        latent_shape: `L`.
+    """
+
+    sampling: SamplingConfig
+    guidance: Guidance
+    schedule: Schedule
+    latent_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, family: ModelFamily, sampling: SamplingConfig, dtype: torch.dtype) -> SamplingPlan:
+        """The plan of a run whose engine computes in `dtype`.
+
+        Raises:
+            ConfigError: the model cannot make images of this size, or a step that can be stochastic has no density.
+        """
+        shape = family.latent_shape(sampling.height, sampling.width)
+        schedule = family.in_dtype(family.schedule(sampling.num_inference_steps, shape), dtype)
+        sde.check_schedule(
+            sampling.sde_type,
+            schedule.sigmas,
+            sampling.sde_window_range,
+            sampling.noise_level,
+            noise_range=sampling.sde_noise_range,
+        )
+        return cls(sampling=sampling, guidance=Guidance.of(sampling), schedule=schedule, latent_shape=shape)
+
+    def windows(
+        self, groups: Sequence[int], members: Sequence[int], *, seed: int, training_step: int
+    ) -> Tensor:
+        """The SDE steps `[B, T]` of the samples, see `sde.draw_windows`."""
+        sampling = self.sampling
+        return sde.draw_windows(
+            groups,
+            members,
+            seed=seed,
+            training_step=training_step,
+            size=sampling.sde_window_size,
+            window_range=sampling.sde_window_range,
+            num_inference_steps=sampling.num_inference_steps,
+            per=sampling.window_per,
+            layout=sampling.sde_window_layout,
+        )

@@ -1,0 +1,47 @@
+"""The facts that an engine samples by."""
+
+import pytest
+import torch
+
+from flowcorr.config.schema import ModelConfig, SamplingConfig
+from flowcorr.errors import ConfigError
+from flowcorr.models import Guidance, SamplingPlan, load_family
+
+
+@pytest.fixture(scope="module")
+def family():
+    return load_family(ModelConfig(path="tiny_ocr"))
+
+
+def sampling(**changes):
+    return SamplingConfig(
+        **{"height": 32, "width": 64, "num_inference_steps": 6, "sde_window_range": (0, 4)} | changes
+    )
+
+
+def test_a_plan_holds_shape_schedule_and_guidance(family):
+    plan = SamplingPlan.of(family, sampling(guidance_scale=3.0, negative_prompt="bad"), torch.float32)
+    assert plan.latent_shape == (4, 8, 16)
+    assert plan.schedule == family.schedule(6, plan.latent_shape)
+    assert plan.guidance == Guidance(guidance_scale=3.0, negative_prompt="bad")
+
+
+def test_windows_follow_the_sampling_section(family):
+    plan = SamplingPlan.of(family, sampling(sde_window_size=3, window_per="sample"), torch.float32)
+    windows = plan.windows([0] * 8, range(8), seed=1, training_step=2)
+    assert windows.shape == (8, 3)
+    assert windows.max() < 4
+    assert len(windows.unique(dim=0)) == 2
+    assert torch.equal(windows, plan.windows([0] * 8, range(8), seed=1, training_step=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sde_type": "cps", "sde_window_range": (2, 6)}, r"holds step 5, which ends at sigma=0"),
+        ({"height": 33}, "height"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(family, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingPlan.of(family, sampling(**changes), torch.float32)
