@@ -59,16 +59,19 @@ class Scorer:
         steps = [self._score(rollout.step(t), guidance) for t in range(rollout.num_steps)]
         return Scores.concatenate(steps, dim=1)
 
-    def score_finite(self, rollout: Rollout) -> Scores:
-        """`score`, where samples whose forward is not finite have a log-prob of NaN and carry no gradient.
+    def score_finite(self, rollout: Rollout, dropped: Tensor) -> Scores:
+        """`score`, where samples whose forward is not finite have log-probs of NaN and carry no gradient.
 
         Behind a mask in the loss, the gradient of such a sample would be 0 times infinity, so the others are scored
-        again without it. Scored step by step, a sample loses the steps that are not finite; its other steps keep
-        their gradient. Sharded weights allow no forward pass that other ranks do not make: there, a gradient that is
+        again without it. Sharded weights allow no forward pass that other ranks do not make: there, a gradient that is
         not finite skips the update on all ranks.
+
+        Args:
+            rollout: the samples.
+            dropped: `[B]` bool, samples that are treated so in any case.
         """
         scores = self.score(rollout)
-        finite = torch.isfinite(scores.log_probs.detach()).all(dim=1)
+        finite = torch.isfinite(scores.log_probs.detach()).all(dim=1) & ~dropped
         if self.weights.sharded or finite.all():
             return scores
         scores = scores.detach()  # frees the graph before the next one is built

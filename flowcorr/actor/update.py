@@ -123,18 +123,29 @@ class PolicyOptimizer:
 
         Samples without a gradient are only counted. In bypass mode, where the correction inside the loss measures and
         rejects them, and for `record`, they are scored without a graph.
+
+        A sample whose forward pass is not finite is dropped with all its steps. Where steps have a backward pass each,
+        the earlier ones are in the gradient by then, so the mini-batch is run again without the sample.
         """
-        self.adamw.zero_grad()
         whole_windows = sees_windows(self.config.actor, correction)
         is_read = record is not None or (correction is not None and correction.mode == "bypass")
         has_gradient = self._has_gradient(batch.advantages, correction, is_read)
         learned, rest = (where.nonzero().squeeze(1) for where in (has_gradient, ~has_gradient))
         num_fillers = self.scorer.num_fillers(len(self.scorer.micro_batches(len(learned))), filler_sample)
-        outputs = self._losses(batch, learned, correction, record, whole_windows)
-        if is_read:
-            with torch.no_grad():
-                outputs += self._losses(batch, rest, correction, record, whole_windows)
-        else:
+        # Sharded weights allow no pass that other ranks do not make.
+        one_unit = whole_windows or self.config.actor.fold_steps or self.weights.sharded
+        dropped = torch.zeros_like(batch.advantages, dtype=torch.bool)
+        while True:
+            self.adamw.zero_grad()
+            outputs, finite = self._losses(batch, learned, dropped, correction, record, whole_windows)
+            if is_read:
+                with torch.no_grad():
+                    more, also = self._losses(batch, rest, dropped, correction, record, whole_windows)
+                outputs, finite = outputs + more, finite & also
+            if one_unit or (finite | dropped).all():
+                break
+            dropped = dropped | ~finite
+        if not is_read:
             outputs.append(_counted(batch, rest))
         for _ in range(num_fillers):
             for rollout in self._backward_units(filler_sample, whole_windows):
@@ -156,17 +167,32 @@ class PolicyOptimizer:
         self,
         batch: ActorBatch,
         samples: Tensor,
+        dropped: Tensor,
         correction: RolloutCorrectionConfig | None,
         record: Record | None,
         whole_windows: bool,
-    ) -> list[LossOutput]:
-        """The loss of each micro-batch of the batch's `samples` `[b]`; its gradient is added to the others."""
-        outputs = []
+    ) -> tuple[list[LossOutput], Tensor]:
+        """The loss of each micro-batch of the batch's `samples` `[b]`; its gradient is added to the others.
+
+        Args:
+            batch: the mini-batch.
+            samples: places in the batch.
+            dropped: `[B]` bool, samples that are left out, because a forward pass of them is not finite.
+            correction, record: as in `update`.
+            whole_windows: whether the loss takes whole windows.
+
+        Returns:
+            The losses, and for which samples `[B]` of the batch no forward pass was found that is not finite.
+        """
+        outputs, finite = [], torch.ones_like(dropped)
         for rows in self.scorer.micro_batches(len(samples)):
-            for part in self._backward_units(batch.select(samples[rows]), whole_windows):
+            places = samples[rows]
+            for part in self._backward_units(batch.select(places), whole_windows):
                 # Before the policy's graph takes memory.
                 reference_means = self.scorer.reference_means(part.rollout)
-                terms = batch_terms(part, self.scorer.score_finite(part.rollout), reference_means)
+                scores = self.scorer.score_finite(part.rollout, dropped[places])
+                finite[places] &= scores.log_probs.detach().isfinite().all(1)
+                terms = batch_terms(part, scores, reference_means)
                 if record is not None:
                     record(part, terms)
                 output = diffusion_loss(
@@ -178,7 +204,7 @@ class PolicyOptimizer:
                 if self.weights.sharded or output.loss_sum.requires_grad:
                     (self.loss_scale.value * output.loss_sum).backward()
                 outputs.append(output)
-        return outputs
+        return outputs, finite
 
     def _backward_units(self, batch: BatchT, whole_windows: bool) -> list[BatchT]:
         """The parts of a micro-batch that each get a backward pass: its windows, or each of their steps."""

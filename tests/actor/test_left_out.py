@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -35,6 +36,32 @@ def test_a_forward_that_is_not_finite_drops_its_sample(make_run, fold, value, kl
     assert metrics.pop("actor/nonfinite_fraction") == pytest.approx(1 / 8)
     assert expected.pop("actor/nonfinite_fraction") == 0
     assert metrics == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "bypass", "recorded"])
+def test_steps_apart_drop_a_sample_of_which_only_the_last_step_is_not_finite(make_run, kind):
+    """As folded steps do, although its first step has had a backward pass by then."""
+    algorithm = {"rollout_correction": BYPASS} if kind == "bypass" else {}
+    found = {}
+    for fold in (True, False):
+        run = make_run(
+            actor={"fold_steps": fold, "micro_batch_size": 3, "mini_batches": 2}, algorithm=algorithm
+        )
+        run.stir()
+        batch = run.in_float64(spoiled(of_even_group(run), (torch.tensor([1, 6]), 1)))
+        seen = {}
+        record = partial(remember, seen) if kind == "recorded" else None
+        metrics = run.update(batch, training_step=1, record=record).compute()
+        found[fold] = run.gradient(), weights(run), metrics, seen
+    assert_same(found[False][0], found[True][0], rtol=1e-5, atol=1e-9)
+    assert_same(found[False][1], found[True][1], rtol=1e-5, atol=1e-9)
+    assert found[False][2] == pytest.approx(found[True][2], rel=1e-4, abs=1e-6)
+    assert found[False][3].keys() == found[True][3].keys()
+    assert all(math.isnan(value) == (place in (2, 3, 12, 13)) for place, value in found[False][3].items())
+
+
+def remember(seen, part, terms):
+    seen.update(zip(part.places.flatten().tolist(), terms.log_prob.flatten().tolist(), strict=True))
 
 
 def test_dropped_samples_do_not_depend_on_micro_batches(make_run):
