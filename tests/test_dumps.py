@@ -100,7 +100,7 @@ def test_without_old_log_probs_they_are_the_rollouts(tmp_path):
 def test_what_is_missing_is_told_with_what_it_gives():
     known = DumpedTerms(rollout_log_probs=WINDOW, old_log_probs=WINDOW, advantages=ROWS, rewards=ROWS)
     lines = dumps.missing(known, LoggedLoss(clip_ratio=1e-3))
-    fields = ["current_log_probs", "num_elements", "step_indices", "sigmas", "group_ids"]
+    fields = ["current_log_probs", "num_elements", "step_indices", "sigmas", "group_ids", "policy_versions"]
     assert [line.split(",")[0] for line in lines] == [f"not dumped: {name}" for name in fields]
     assert "step_z" in lines[1]
 

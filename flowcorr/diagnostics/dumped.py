@@ -15,6 +15,7 @@ from flowcorr import dumps
 from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig
 from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.diagnostics.diagnosis import StepTerms, ages_of
 from flowcorr.dumps import DumpedTerms, LoggedLoss, LoggedTerms
 from flowcorr.dumps.checks import MAX_SCHEDULE
 from flowcorr.errors import ConfigError, unknown_choice
@@ -304,6 +305,27 @@ def _places(terms: DumpedTerms, levels: Tensor | None) -> Tensor:
     # The nearest level: the place among the middles between neighbours, counted from the highest on.
     rising = levels.flip(0).to(terms.sigmas.dtype)
     return len(levels) - 1 - torch.bucketize(terms.sigmas, (rising[1:] + rising[:-1]) / 2)
+
+
+def step_terms(run: DumpedRun) -> list[StepTerms]:
+    """The log-probs of all dumped steps, as `diagnose` reads them.
+
+    In bypass mode the trainer's are those of the current policy, where they were dumped.
+    """
+    steps = []
+    for step, path in run.files.items():
+        dumped = dumps.load(path)
+        terms = completed(dumped, run.levels)
+        steps.append(
+            StepTerms(
+                step=step,
+                log_probs=terms.current_log_probs if terms.bypass else terms.old_log_probs,
+                rollout_log_probs=terms.rollout_log_probs,
+                step_indices=terms.step_indices,
+                ages=ages_of(dumped),
+            )
+        )
+    return steps
 
 
 def records(run: DumpedRun) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@
 
 A file holds the tensors of `DumpedTerms` under their names. Its metadata is text: `format_version`, `step`, `mode`
 (`decoupled`: old log-probs were recomputed; `bypass`: they are the rollout's) and `loss_mode`; where known also
-`num_elements`, `adv_clip_max` and, as JSON, `clip_ratio`. Later versions may add fields, and keep these.
+`num_elements`, `version`, `adv_clip_max` and, as JSON, `clip_ratio`. Later versions may add fields, and keep these.
 
 A file may be a stranger's: `load` and `load_loss` check all of it, and run nothing that it names.
 """
@@ -41,6 +41,7 @@ GIVES = {
     "sigmas": "the noise level of each step (audit)",
     "rewards": "the curve of the reward (report)",
     "group_ids": "groups with equal rewards (report), and rejection_groups (lab)",
+    "policy_versions": "together with version, the age of the weights that sampled (audit, report)",
 }
 """Optional fields of `dump`, and what each gives."""
 _STEP, _PARTIAL = "step_{:06d}.safetensors", ".partial_"
@@ -70,6 +71,7 @@ class DumpedTerms:
         current_old_kl: exact KL of the current policy from the old policy.
         current_rollout_kl: exact KL of the current policy from the rollout policy.
         num_elements: `D`.
+        version: of the trainer's weights when the step began, counted as `policy_versions` are.
         bypass: whether the step was in bypass mode.
     """
 
@@ -89,6 +91,7 @@ class DumpedTerms:
     current_old_kl: Tensor | None = None
     current_rollout_kl: Tensor | None = None
     num_elements: int | None = None
+    version: int | None = None
     bypass: bool = False
 
     def tensors(self) -> dict[str, Tensor]:
@@ -159,6 +162,8 @@ def dump(
     sigmas: Array | None = None,
     stds: Array | None = None,
     old_rollout_kl: Array | None = None,
+    policy_versions: Array | None = None,
+    version: int | None = None,
     num_elements: int | None = None,
     clip_ratio: float | Sequence[float] | None = None,
     loss_mode: str = "flow_grpo",
@@ -182,6 +187,8 @@ def dump(
         sigmas: `[B, T]` or `[T]`, noise levels before the steps.
         stds: `[B, T]` or `[T]`, full standard deviations of the steps.
         old_rollout_kl: `[B, T]`, exact KL of the old policy from the rollout policy, nats per latent element.
+        policy_versions: `[B]` whole numbers, the version of the weights that sampled, such as their update's number.
+        version: the version of the trainer's weights before the step's first update.
         num_elements: `D`, elements of a latent: channels times height times width.
         clip_ratio: PPO clip range of the loss.
         loss_mode: flowcorr's name of the loss.
@@ -207,6 +214,7 @@ def dump(
         "sigmas": sigmas,
         "stds": stds,
         "old_rollout_kl": old_rollout_kl,
+        "policy_versions": policy_versions,
     }
     known: dict[str, Any] = {
         name: _fitted(name, _numbers(name, value), rollout.shape)
@@ -216,6 +224,7 @@ def dump(
     terms = DumpedTerms(
         rollout_log_probs=rollout,
         num_elements=num_elements,
+        version=version,
         bypass=old_log_probs is None,
         **{"old_log_probs": rollout, **known},
     )
@@ -263,8 +272,10 @@ def load(path: Path) -> DumpedTerms:
         if problem := checks.problem_of_header(header):
             raise _damaged(path, problem)
         tensors = {name: _numbers(name, file.get_tensor(name)) for name in header}
-    size, bypass = metadata.get("num_elements"), metadata["mode"] == "bypass"
-    terms = DumpedTerms(num_elements=None if size is None else int(size), bypass=bypass, **tensors)
+    bypass = metadata["mode"] == "bypass"
+    values: dict[str, Any] = {**tensors}
+    values |= {name: int(metadata[name]) for name in ("num_elements", "version") if name in metadata}
+    terms = DumpedTerms(bypass=bypass, **values)
     problem = checks.problem_of_values(tensors)
     problem = problem or checks.problem_of_log_probs(
         terms.rollout_log_probs, terms.old_log_probs, bypass=bypass
@@ -373,6 +384,7 @@ def _metadata(step: int, terms: DumpedTerms, loss: LoggedLoss) -> dict[str, str]
     }
     numbers = {
         "num_elements": terms.num_elements,
+        "version": terms.version,
         "clip_ratio": loss.clip_ratio,
         "adv_clip_max": loss.adv_clip_max,
     }

@@ -133,6 +133,7 @@ _METADATA: dict[str, tuple[str, Callable[[str], bool]]] = {
         f"a whole number from 1 to {MAX_ELEMENTS}",
         partial(_is_whole, low=1, high=MAX_ELEMENTS),
     ),
+    "version": ("a whole number below 1e12", partial(_is_whole, low=0, high=10**12 - 1)),
     "clip_ratio": (f"a number above 0, or a list of 1 to {MAX_SCHEDULE} of them", _is_clip_ratio),
     "adv_clip_max": ("a number above 0", lambda text: _is_positive(_json(text))),
 }

@@ -44,6 +44,7 @@ class TermRecorder:
         kl = exact_kl(batch.old_means, rollout.window.means, seen["stds"])
         if kl is not None:
             seen["old_rollout_kl"] = kl
+        known: dict[str, Any] = dict(seen)
         terms = LoggedTerms(
             rollout_log_probs=rollout.log_probs,
             old_log_probs=batch.old_log_probs,
@@ -57,7 +58,7 @@ class TermRecorder:
             policy_versions=rollout.policy_versions,
             num_elements=rollout.num_elements,
             bypass=self._bypass,
-            **seen,
+            **known,
         )
         on_cpu: dict[str, Any] = {name: value.cpu() for name, value in terms.tensors().items()}
         return replace(terms, **on_cpu)

@@ -31,8 +31,8 @@ def test_a_forward_that_is_not_finite_drops_its_sample(make_run, fold, value, kl
     others = torch.tensor([0, 1, 2, 4, 5, 6, 7])
     bad, metrics = updated(make_run, lambda run: run.in_float64(spoiled(run.batch(), 3, value)), actor=actor)
     rest, expected = updated(make_run, lambda run: run.in_float64(run.batch().select(others)), actor=actor)
-    assert_same(bad.gradient(), rest.gradient(), rtol=1e-5, atol=1e-9)
-    assert_same(weights(bad), weights(rest), rtol=1e-5, atol=1e-9)
+    assert_same(bad.gradient(), rest.gradient(), **GRADIENTS)
+    assert_same(weights(bad), weights(rest), rtol=1e-4, atol=1e-6)
     assert metrics.pop("actor/nonfinite_fraction") == pytest.approx(1 / 8)
     assert expected.pop("actor/nonfinite_fraction") == 0
     assert metrics == pytest.approx(expected)
@@ -53,8 +53,8 @@ def test_steps_apart_drop_a_sample_of_which_only_the_last_step_is_not_finite(mak
         record = partial(remember, seen) if kind == "recorded" else None
         metrics = run.update(batch, training_step=1, record=record).compute()
         found[fold] = run.gradient(), weights(run), metrics, seen
-    assert_same(found[False][0], found[True][0], rtol=1e-5, atol=1e-9)
-    assert_same(found[False][1], found[True][1], rtol=1e-5, atol=1e-9)
+    assert_same(found[False][0], found[True][0], **GRADIENTS)
+    assert_same(found[False][1], found[True][1], rtol=1e-4, atol=1e-6)
     assert found[False][2] == pytest.approx(found[True][2], rel=1e-4, abs=1e-6)
     assert found[False][3].keys() == found[True][3].keys()
     assert all(math.isnan(value) == (place in (2, 3, 12, 13)) for place, value in found[False][3].items())

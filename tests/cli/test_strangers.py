@@ -20,8 +20,8 @@ Path(__file__).with_suffix(".ran").touch()
 from flowcorr.correction.bounds import RS_MODES
 from flowcorr.losses import LOSSES
 mode = RS_MODES["token_k2"]
-def loss(policy_step, batch_step, actor_config):
-    return LOSSES["flow_grpo"].objective(policy_step, batch_step, actor_config)
+def loss(terms, actor_config):
+    return LOSSES["flow_grpo"].objective(terms, actor_config)
 def reward(images, prompts):
     return [1.0] * len(prompts)
 """

@@ -26,6 +26,8 @@ def draw_steps(folder, *, steps=3, r=0.02, seed=0, without=(), **changes):
             "group_ids": [f"prompt {sample // 4}" for sample in range(32)],
             "step_indices": [1, 3],
             "sigmas": [0.9, 0.7],
+            "policy_versions": [step] * 32,
+            "version": step,
             "num_elements": D,
             "clip_ratio": 1e-4,
         }

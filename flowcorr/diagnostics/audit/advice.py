@@ -38,6 +38,24 @@ CLIP_QUANTILE = 0.99
 # That quantile of one noise, measured at four steps on 100 terms each, differs by a factor of 1.25 (1.5 in one of 20).
 CLIP_SPREAD = 1.5
 MAX_OUTLIERS = 0.05  # more are no outliers but the distribution; rejecting them hides its cause
+_LEAST_WIDTH = 1e-9  # of a band, so that it has two ends
+_RECOMPUTE = (
+    "In your trainer: score each batch with the trainer's weights before its first update, and take these log-probs as "
+    "the old ones"
+)
+WORDS = {
+    (False, "decoupled"): f"{_RECOMPUTE}; the loss clips the current policy against them.",
+    (
+        True,
+        "decoupled",
+    ): f"{_RECOMPUTE}; multiply each sample's loss by min(2, exp(D * sum over its steps of old - "
+    "rollout)), without a gradient.",
+    (
+        False,
+        "bypass",
+    ): "In your trainer: take the engine's log-probs as the old ones; the clip range has room for the gap.",
+}
+"""By whether weights correct the gap, and the mode: the advice for a trainer that takes no recipe."""
 BASIS = "Limits and biases are those measured on a flow whose gradient is known: examples/ground_truth."
 
 
@@ -54,6 +72,7 @@ class Facts:
         limit: the key of `actor` that `clip_limit` is from, None where the loss has none.
         unscaled: whether log-probs are in units of `2 s^2` nats, as published cps ones.
         recompute_share: of the time of rollout, recompute and update; None if it was not timed.
+        older_weights: whether the weights that sample are older than those that learn.
     """
 
     num_steps: int
@@ -71,6 +90,7 @@ class Facts:
     outliers: float
     outlier_band: float
     recompute_share: float | None
+    older_weights: bool = False
 
     @property
     def clip_needed(self) -> float:
@@ -88,7 +108,9 @@ class Facts:
 
     @property
     def has_headroom(self) -> bool:
-        """Whether bypass may start its ratios this far off."""
+        """Whether bypass may start its ratios this far off; never with older weights, to which it holds the update."""
+        if self.older_weights:
+            return False
         if self.clip_limit is None:
             return self.negligible
         return all(needed <= limit_at(self.clip_limit, index) for index, needed in self.clip_by_step.items())
@@ -206,6 +228,11 @@ def _about_mode(facts: Facts, kind: Kind, bypass: bool) -> str:
     cost = "a forward pass of each term"
     if facts.recompute_share is not None:
         cost = f"{facts.recompute_share:.0%} of a step's time"
+    if facts.older_weights:
+        return (
+            "The weights that sample are older than those that learn: in bypass mode PPO holds the update back to "
+            f"them. Recomputing costs {cost} and starts every ratio at 1."
+        )
     if facts.clip_limit is None:
         bound = (
             f"The loss {facts.loss_mode} bounds no ratio" if facts.limit is None else "No clip range is known"
@@ -280,7 +307,7 @@ def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
 
 
 def _alternative(facts: Facts, bypass: bool) -> str:
-    if bypass or facts.has_headroom or facts.clip_limit is None:
+    if bypass or facts.has_headroom or facts.older_weights or facts.clip_limit is None:
         return ""
     return f"actor:\n  {_clip_line(facts)}\n" + _yaml(_keys(facts, "leave", bypass=True))
 
@@ -305,14 +332,14 @@ def _clip_line(facts: Facts) -> str:
     key = facts.limit.key
     if facts.limit.is_cap or facts.clip_needed <= CLIP_SPREAD * min(facts.clip_by_step.values()):
         return f"{key}: {_number(facts.limit.value(widest))}"
-    # What is wider than its noise stays; a step that was not sampled may be as noisy as any.
+    # What is wider than its noise stays, and so does a step that was not sampled: its noise is not known.
     by_step = [
-        max(round_up(facts.clip_by_step[index]), limit_at(facts.clip_limit, index))
-        if index in facts.clip_by_step
-        else widest
+        max(round_up(facts.clip_by_step.get(index, 0.0)), limit_at(facts.clip_limit, index))
         for index in range(facts.window_end)
     ]
-    return f"{key}: [{', '.join(map(_number, by_step))}]  # by step index"
+    unknown = [index for index in range(facts.window_end) if index not in facts.clip_by_step]
+    remark = f"; not measured: {', '.join(map(str, unknown))}" if unknown else ""
+    return f"{key}: [{', '.join(map(_number, by_step))}]  # by step index{remark}"
 
 
 def _yaml(keys: dict[str, str]) -> str:
@@ -321,7 +348,10 @@ def _yaml(keys: dict[str, str]) -> str:
 
 
 def _band(width: float) -> str:
-    return f"[{1 / (1 + width):.9g}, {1 + width:.9g}]"
+    """The band of ratios up to a distance from 1, which is printed with two digits."""
+    width = max(round_up(width), _LEAST_WIDTH)
+    digits = 1 - math.floor(math.log10(width))
+    return f"[{1 - width:.{digits}f}, {1 + width:.{digits}f}]"
 
 
 def _number(value: float) -> str:

@@ -13,7 +13,8 @@ from torch import Tensor
 from flowcorr import dumps
 from flowcorr.diagnostics.audit.gap import Gap
 from flowcorr.diagnostics.audit.measure import AuditReport, report_of
-from flowcorr.diagnostics.dumped import completed, read_dumped
+from flowcorr.diagnostics.diagnosis import diagnose, trained_columns
+from flowcorr.diagnostics.dumped import completed, read_dumped, step_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 
@@ -34,29 +35,35 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditR
         ConfigError: no dumped step can be read, or nothing tells the trainer's log-probs.
     """
     run = read_dumped(folder, allow_imports=allow_imports)
-    notes, parts, dropped, bypass = list(run.notes), [], 0, False
-    num_elements = None
-    for path in run.files.values():
-        terms = dumps.load(path)
-        num_elements, bypass = num_elements or terms.num_elements, bypass or terms.bypass
-        part = _gap(path, terms, run.levels)
-        finite = (part.delta.isfinite()).all(1)
-        dropped += int((~finite).sum())
-        parts.append(part.select(finite))
-    gap = Gap.concatenate(parts)
+    notes = list(run.notes)
+    terms = {step: dumps.load(path) for step, path in run.files.items()}
+    num_elements = next(filter(None, (one.num_elements for one in terms.values())), None)
+    bypass = any(one.bypass for one in terms.values())
+    parts = [_gap(run.files[step], one, run.levels) for step, one in terms.items()]
+    steps = step_terms(run)
+    trained, diagnoses = trained_columns(steps), diagnose(steps)
+    if not trained.all():
+        notes.append(f"{int((~trained).sum())} steps of the window have no log-prob in any sample: left out")
+    gap = Gap.concatenate([part.columns(trained) for part in parts])
+    gap = gap.select(gap.delta.isfinite().all(1))
     if not len(gap.delta):
         raise ConfigError(
-            f"{folder} holds no sample whose log-probs are all finite; flowcorr doctor says why"
+            f"{folder} holds no sample whose log-probs are all finite: {diagnoses[0].evidence}; {diagnoses[0].remedy}"
         )
     if bypass:
         notes.append("in bypass mode the gap is of the current policy, so it holds what was learned")
-    if dropped:
-        notes.append(f"{dropped} samples with a log-prob that is not finite were left out")
     if not gap.step_kl.isfinite().all():
         gap, told = estimated_kl(gap, num_elements)
         notes += told
-    report = report_of(run.config, gap, num_elements, notes=tuple(notes))
-    return replace(report, loss_mode=run.loss_mode)
+    stale = any(diagnosis.cause == "stale" for diagnosis in diagnoses)
+    report = report_of(run.config, gap, num_elements, notes=tuple(notes), older_weights=stale)
+    return replace(
+        report,
+        loss_mode=run.loss_mode,
+        diagnoses=tuple(diagnoses),
+        of_recipe=run.of_flowcorr,
+        ages_known=all(one.ages is not None for one in steps),
+    )
 
 
 def estimated_kl(gap: Gap, num_elements: int | None) -> tuple[Gap, list[str]]:

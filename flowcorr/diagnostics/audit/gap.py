@@ -48,6 +48,10 @@ class Gap:
         """The samples where the `[B]` bools are true."""
         return Gap(**{entry.name: getattr(self, entry.name)[samples] for entry in fields(Gap)})
 
+    def columns(self, kept: Tensor) -> Gap:
+        """The steps of the window where the `[T]` bools are true."""
+        return Gap(**{entry.name: getattr(self, entry.name)[:, kept] for entry in fields(Gap)})
+
     @staticmethod
     def concatenate(parts: Sequence[Gap]) -> Gap:
         """The samples of all parts."""

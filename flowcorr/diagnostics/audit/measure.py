@@ -32,6 +32,7 @@ from flowcorr.diagnostics.audit.tables import (
     worth_of_weights,
 )
 from flowcorr.diagnostics.clip_noise import ratio_distance
+from flowcorr.diagnostics.diagnosis import Diagnosis
 from flowcorr.diagnostics.dumped import UNBOUNDED
 from flowcorr.errors import ConfigError
 from flowcorr.losses import clip_by_term, resolve_loss
@@ -40,6 +41,7 @@ from flowcorr.records import ActorBatch, Rollout
 from flowcorr.rollout import RolloutEngine
 from flowcorr.trainer.setup import build_stacks, load_model
 
+NO_ADVICE = "no advice: the dump does not tell num_elements, without which a gap has no size"
 NUM_BATCHES = 2
 MAX_IMAGES = 96  # a batch: their steps give quantiles, and more take minutes with a large model
 
@@ -89,6 +91,9 @@ class AuditReport:
         scales: by scale and level.
         presets: by preset.
         notes: of a dump, what it lacks and how that was made up for.
+        diagnoses: of a dump, what is wrong with its log-probs, which comes before any correction.
+        of_recipe: whether a recipe of flowcorr can take the advice; another trainer's owner gets it in words.
+        ages_known: whether a dump tells how old the weights that sampled were.
     """
 
     advice: Advice | None
@@ -109,6 +114,27 @@ class AuditReport:
     outlier_band: float | None = None
     scales: Sequence[ScaleWorth] = ()
     notes: tuple[str, ...] = ()
+    diagnoses: tuple[Diagnosis, ...] = ()
+    of_recipe: bool = True
+    ages_known: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """What is wrong, or what to do about the gap, in a line."""
+        if self.diagnoses:
+            return self.diagnoses[0].verdict
+        return NO_ADVICE if self.advice is None else self.advice.verdict
+
+    @property
+    def hidden(self) -> bool:
+        """Whether what is wrong hides the gap, so that no advice on its correction can hold."""
+        return any(diagnosis.cause in ("summed", "one_step") for diagnosis in self.diagnoses)
+
+    @property
+    def assumes_newest(self) -> bool:
+        """Whether bypass is advised although nothing tells the age of the weights that sampled."""
+        bypass = self.advice is not None and self.advice.mode == "bypass"
+        return bypass and not self.of_recipe and not self.ages_known
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain, finite values for JSON."""
@@ -232,6 +258,7 @@ def report_of(
     stale: float = 0.0,
     cost: Cost | None = None,
     notes: tuple[str, ...] = (),
+    older_weights: bool = False,
 ) -> AuditReport:
     """The report on a gap; without `num_elements` it holds what needs no unit of whole steps, and no advice.
 
@@ -242,6 +269,7 @@ def report_of(
         precision, stale: joint nats of the engine alone, and of staleness alone, where they were told apart.
         cost: of the recompute pass, where it was timed.
         notes: what is to be said beside it.
+        older_weights: whether the weights that sampled are known to be older, where the two parts were not told apart.
     """
     loss = resolve_loss(config.actor)
     limit = loss.ratio_limit(config.actor)
@@ -286,6 +314,7 @@ def report_of(
         outliers=outlier_fraction,
         outlier_band=band,
         recompute_share=None if cost is None else cost.share,
+        older_weights=older_weights or config.rollout.max_weight_age > 0,
     )
     return replace(
         report,

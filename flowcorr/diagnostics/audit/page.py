@@ -10,8 +10,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 import flowcorr
-from flowcorr.diagnostics.audit.advice import BASIS, Kind, as_overrides, limit_at
-from flowcorr.diagnostics.audit.measure import AuditReport
+from flowcorr.diagnostics.audit.advice import BASIS, WORDS, Kind, as_overrides, limit_at
+from flowcorr.diagnostics.audit.measure import NO_ADVICE, AuditReport
 from flowcorr.diagnostics.audit.tables import PresetOutcome, ScaleWorth, StepGap
 from flowcorr.diagnostics.clip_noise import QUANTILES, clip_text
 from flowcorr.diagnostics.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
@@ -32,7 +32,6 @@ SCALE_HEADER = ("scale", "level", "ESS", "ESS expected", "chi-squared")
 SCALE_NOTE = (
     "expected: from the exact KLs, for many samples; chi-squared: mean square less 1, so it may be negative"
 )
-NO_ADVICE = "no advice: the dump does not tell num_elements, without which a gap has no size"
 PRESET_HEADER = ("preset", "rejected terms", "rejected samples", "mean weight", "ESS")
 _LEVELS: Mapping[Kind, str] = {
     "none": "healthy",
@@ -103,20 +102,64 @@ def preset_row(outcome: PresetOutcome) -> tuple[str, ...]:
     return name, *rejected, *("-" if value is None else f"{value:.3f}" for value in weights)
 
 
+def level(report: AuditReport) -> str:
+    """How bad the verdict is: `healthy`, `note`, `warning` or `serious`."""
+    if report.diagnoses:
+        return "warning" if report.diagnoses[0].cause == "stale" else "serious"
+    return "note" if report.advice is None else _LEVELS[report.advice.kind]
+
+
+def reasons(report: AuditReport) -> list[str]:
+    """What leads to the verdict: the diagnoses, then the advice and its reasons where these do not hide the gap."""
+    lines = [
+        f"{one.verdict[:1].upper()}{one.verdict[1:]}{'' if one.sure else ', most likely'}: {one.evidence}. "
+        f"{one.remedy[:1].upper()}{one.remedy[1:]}."
+        for one in report.diagnoses
+    ]
+    if report.hidden:
+        return lines
+    if report.diagnoses and report.advice is None:
+        lines.append(f"{NO_ADVICE}.")
+    if report.advice is not None:
+        lines += [f"{report.advice.verdict}."] * bool(report.diagnoses)
+        lines += [*report.advice.reasons, BASIS]
+    if report.assumes_newest:
+        lines.append(
+            "The dump does not tell whether these weights were the newest (policy_versions, version); if they were "
+            "not, recompute old log-probs (decoupled)."
+        )
+    return lines
+
+
+def suggestions(report: AuditReport) -> list[tuple[str, str, str]]:
+    """Lines for the recipe: a heading, the lines, and the same as arguments of a command."""
+    advice = report.advice
+    if advice is None or report.hidden or not report.of_recipe:
+        return []
+    blocks = [
+        ("Replace these keys of the recipe", advice.yaml),
+        ("Or bypass, with a clip range above the noise", advice.alternative),
+    ]
+    return [(heading, lines, as_overrides(lines)) for heading, lines in blocks if lines]
+
+
+def in_words(report: AuditReport) -> str:
+    """What the owner of another trainer changes there; empty where a recipe takes lines."""
+    if report.advice is None or report.hidden or report.of_recipe:
+        return ""
+    return WORDS[report.advice.kind == "correct", report.advice.mode]
+
+
 def html(report: AuditReport, title: str) -> str:
     """The page."""
-    advice, suggestions = report.advice, []
-    if advice is not None:
-        suggestions.append(("Replace these keys of the recipe", advice.yaml))
-    if advice is not None and advice.alternative:
-        suggestions.append(("Or bypass, with a clip range above the noise", advice.alternative))
     return render(
         "audit.html",
         title=f"Audit of {title}",
-        level="note" if advice is None else _LEVELS[advice.kind],
-        verdict=NO_ADVICE if advice is None else advice.verdict,
-        reasons=() if advice is None else (*advice.reasons, BASIS),
-        suggestions=[(text, lines, as_overrides(lines)) for text, lines in suggestions],
+        level=level(report),
+        verdict=report.verdict,
+        reasons=reasons(report),
+        suggestions=suggestions(report),
+        words=in_words(report),
         facts=facts(report),
         charts=charts(report),
         # Heading, note, header, rows, and how many columns hold words.

@@ -237,6 +237,14 @@ def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
         )
     for note in run.notes:
         yield Finding(level="note", runs=run.name, message=note)
+    for diagnosis in run.diagnoses:
+        yield Finding(
+            level="warning" if diagnosis.cause == "stale" else "serious",
+            runs=run.name,
+            message=diagnosis.verdict,
+            where=diagnosis.evidence,
+            advice=diagnosis.remedy,
+        )
     broken = examine_run(run.records, group.units)
     for finding in broken:
         yield Finding(
@@ -252,7 +260,7 @@ def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
     if not steps:
         text = "no training step was logged, so there is nothing to judge"
         yield Finding(level="note", runs=run.name, message=text)
-    elif not broken:
+    elif not broken and not run.diagnoses:
         text = "no rule was broken"
         if run.config.algorithm.rollout_correction is None:
             text += "; without rollout_correction, the gap was not measured"

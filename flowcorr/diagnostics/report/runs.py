@@ -12,7 +12,8 @@ from typing import Any
 
 from flowcorr import dumps
 from flowcorr.config import Config
-from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped, survey
+from flowcorr.diagnostics.diagnosis import Diagnosis, diagnose
+from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped, step_terms, survey
 from flowcorr.diagnostics.dumped import records as dumped_records
 from flowcorr.diagnostics.health import NUM_ELEMENTS, Units, logged_num_elements, units_of
 from flowcorr.diagnostics.plots import BandPoint
@@ -44,6 +45,7 @@ class Run:
         name: the end of `folder` that tells it from the other runs.
         started: the day on which it began, `YYYY-MM-DD`; empty where that is not known.
         dumped: files of dumped steps, at most `MAX_STEPS` from the first to the last of them.
+        diagnoses: what is wrong with the log-probs that it dumped.
         notes: what was left out; of another trainer's dump, what it lacks and what that would give.
     """
 
@@ -55,6 +57,7 @@ class Run:
     name: str
     started: str = ""
     dumped: Sequence[Path] = ()
+    diagnoses: Sequence[Diagnosis] = ()
     notes: Sequence[str] = ()
 
     @property
@@ -157,6 +160,7 @@ def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
         ending="",
         name=_readable(folder.resolve().name),
         dumped=list(_spread_out(dumped.files).values()),
+        diagnoses=diagnose(step_terms(dumped)),
         notes=dumped.notes,
     )
 

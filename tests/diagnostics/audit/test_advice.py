@@ -85,7 +85,7 @@ def test_log_probs_that_are_no_densities_are_not_weighed():
     [
         (1e-3, {0: 5e-3, 1: 4e-3}, 2, 5e-3),  # alike, but for chance
         (1e-3, {0: 5e-3, 1: 2.2e-3}, 2, [5e-3, 2.2e-3]),
-        (1e-3, {1: 5e-3, 2: 2.2e-3}, 4, [5e-3, 5e-3, 2.2e-3, 5e-3]),  # not sampled: as the noisiest
+        (1e-3, {1: 5e-3, 2: 2.2e-3}, 4, [1e-3, 5e-3, 2.2e-3, 1e-3]),  # not sampled: as it was
         ((1e-3, 4e-3), {0: 5e-3, 1: 2e-3}, 2, [5e-3, 4e-3]),
         ((5e-3, 1e-3), {0: 5e-3, 1: 2e-3}, 2, [5e-3, 2e-3]),
     ],
@@ -93,7 +93,17 @@ def test_log_probs_that_are_no_densities_are_not_weighed():
 def test_a_range_a_step_where_the_noise_differs(limit, needed, window_end, pasted):
     facts = replace(FACTS, clip_limit=limit, clip_by_step=needed, window_end=window_end)
     assert not facts.has_headroom
-    assert yaml.safe_load(advise(facts).alternative)["actor"] == {"clip_ratio": pasted}
+    lines = advise(facts).alternative
+    assert yaml.safe_load(lines)["actor"] == {"clip_ratio": pasted}
+    assert ("not measured: 0, 3\n" in lines) == (window_end == 4)
+
+
+def test_bypass_is_not_advised_with_older_weights():
+    fresh = replace(FACTS, joint_nats=1e-5, clip_by_step={0: 1e-6, 1: 1e-6})
+    assert advise(fresh).mode == "bypass"
+    advice = advise(replace(fresh, older_weights=True))
+    assert (advice.mode, advice.alternative) == ("decoupled", "")
+    assert "PPO holds the update back to them" in advice.reasons[1]
 
 
 def test_headroom_is_judged_step_by_step():
@@ -136,7 +146,7 @@ def test_outliers_are_rejected_as_the_mode_can():
     few = replace(FACTS, outliers=0.01)
     bypass = correction_of(advise(few))
     assert (bypass.bypass_mode, bypass.rollout_rs) == (True, "token_k1")
-    assert bypass.rollout_rs_threshold == pytest.approx((1 / 1.004, 1.004), rel=1e-8)
+    assert bypass.rollout_rs_threshold == (0.996, 1.004)
     decoupled = correction_of(advise(replace(few, clip_by_step=WIDE)))
     assert (decoupled.rollout_rs, decoupled.rollout_rs_threshold) == ("step_z", 6.0)
     both = correction_of(advise(replace(few, stale_nats=0.05)))

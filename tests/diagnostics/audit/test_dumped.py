@@ -8,6 +8,7 @@ import torch
 from diagnostics.foreign_dumps import D, draw_steps
 
 from flowcorr.cli import main
+from flowcorr.diagnostics.audit import page
 from flowcorr.diagnostics.audit.dumped import audit_folder
 from flowcorr.errors import ConfigError
 
@@ -46,7 +47,69 @@ def test_samples_that_are_not_finite_are_left_out(tmp_path):
     rollout[5, 1] = math.nan
     report = audit_folder(draw_steps(tmp_path, steps=2, rollout_log_probs=rollout))
     assert report.num_samples == 62
-    assert "2 samples with a log-prob that is not finite were left out" in report.notes
+    assert report.verdict == "log-probs are not finite in 2 of 64 samples, since training step 1"
+
+
+def column(values):
+    """`[32, 2]`, one value a step of the window."""
+    return torch.tensor(values, dtype=torch.float64).expand(32, 2)
+
+
+ROLLOUT = torch.randn(32, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 100
+NAN = torch.where(torch.arange(64).view(32, 2) == 9, math.nan, ROLLOUT)
+PLANTED = {
+    "older weights": (
+        {"policy_versions": [1] * 32, "version": 5},
+        "the weights that sampled were 4 versions old",
+    ),
+    "one sigma": (
+        {"rollout_log_probs": ROLLOUT, "old_log_probs": ROLLOUT - column([0.05, 1e-9])},
+        "the gap lies in step 1 of the schedule alone",
+    ),
+    "not finite": ({"rollout_log_probs": NAN}, "log-probs are not finite in 3 of 96 samples"),
+    "sums": (
+        {"rollout_log_probs": D * (1 + ROLLOUT), "old_log_probs": D * (1 + ROLLOUT) + 0.1},
+        "these log-probs are sums over the latent",
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_audit_and_report_give_one_verdict(planted, tmp_path, capsys):
+    changes, verdict = PLANTED[planted]
+    folder = draw_steps(tmp_path / "dump", **changes)
+    assert main(["audit", str(folder), "--out", str(tmp_path / "out")]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith(verdict)
+    assert "take the engine's log-probs as the old ones" not in " ".join(others)
+    assert main(["report", str(folder), "--out", str(tmp_path / "report.html")]) == 0
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"{verdict[0].upper()}{verdict[1:]}" in html
+    assert "no rule was broken" not in html
+
+
+@pytest.mark.parametrize("planted", ["one sigma", "sums"])
+def test_where_a_fault_hides_the_gap_there_is_no_advice(planted, tmp_path):
+    report = audit_folder(draw_steps(tmp_path, **PLANTED[planted][0]))
+    assert report.hidden
+    assert page.suggestions(report) == []
+    assert page.in_words(report) == ""
+
+
+def test_a_step_that_nobody_trained_is_left_out(tmp_path):
+    untrained = ROLLOUT + column([0.0, math.nan])
+    report = audit_folder(draw_steps(tmp_path, old_log_probs=untrained, rollout_log_probs=ROLLOUT))
+    assert (report.num_steps, report.num_samples, report.diagnoses) == (1, 96, ())
+    assert "1 steps of the window have no log-prob in any sample: left out" in report.notes
+
+
+@pytest.mark.parametrize("without", [(), ("policy_versions",), ("version",)])
+def test_bypass_is_advised_with_a_word_on_weights_of_unknown_age(without, tmp_path):
+    folder = draw_steps(tmp_path, r=1e-6, clip_ratio=1.0, without=without)
+    report = audit_folder(folder)
+    assert report.advice.mode == "bypass"
+    assert any("if they were not" in reason for reason in page.reasons(report)) == bool(without)
+    assert page.in_words(report).startswith("In your trainer: take the engine's log-probs")
 
 
 def test_without_a_size_there_is_no_advice(tmp_path, capsys):

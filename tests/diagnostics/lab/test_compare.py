@@ -268,7 +268,7 @@ def test_a_loss_that_is_not_finite_is_not_compared(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match="no preset that was asked for can be replayed.*its loss is not finite"
     ):
-        replay_run(run_dir, presets=["disabled"], allow_imports=["secretive:loss"])
+        replay_run(run_dir, presets=["disabled"], allow_imports=["overflowing:loss"])
 
 
 def test_mistakes_are_named(tmp_path):
