@@ -13,7 +13,7 @@ from flowcorr.algorithm import (
     apply_rollout_correction_to_diffusion_batch,
 )
 from flowcorr.config.schema import LoraConfig
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.losses import LOSSES as ALL_LOSSES
 from flowcorr.records import ActorBatch
 from tests.conftest import SMALL, small_config, start_run
@@ -249,7 +249,7 @@ def test_recomputed_log_probs_are_the_rollouts_own(dtype, scale, sde_type):
 # Modes ----------------------------------------------------------------------------------------------------
 
 MODES = {
-    "off": None,
+    "off": OFF,
     "decoupled_token_is": RolloutCorrectionConfig.preset("decoupled_token_is"),
     "decoupled_seq_is_rs": RolloutCorrectionConfig.preset("decoupled_seq_is_rs"),
     "bypass_ppo_clip_geo_rs": RolloutCorrectionConfig.preset("bypass_ppo_clip_geo_rs"),
@@ -265,13 +265,12 @@ def test_all_modes_are_one_where_rollout_and_training_agree(loss):
         run = own_run(actor={"loss_mode": loss}, algorithm={"rollout_correction": correction})
         rollout = run.sample() if rollout is None else rollout
         batch = ActorBatch(rollout=rollout, advantages=torch.linspace(-1.5, 1.2, 8))
-        if correction is not None and correction.bypass_mode:
+        if correction.mode == "bypass":
             batch = apply_bypass_mode_to_diffusion_batch(batch)
         else:
             scores = run.actor.log_probs(rollout, with_means=True)
             batch = replace(batch, old_log_probs=scores.log_probs, old_means=scores.means)
-            if correction is not None:
-                batch, _ = apply_rollout_correction_to_diffusion_batch(batch, correction)
+            batch, _ = apply_rollout_correction_to_diffusion_batch(batch, correction)
         before = run.actor.weights.snapshot().tensors
         run.update(batch, training_step=1)
         results[mode] = run.actor.weights.snapshot().tensors

@@ -92,9 +92,7 @@ class StepMeanWeights:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._actor, name)
 
-    def update(
-        self, batch: ActorBatch, correction: RolloutCorrectionConfig | None, **settings: Any
-    ) -> Metrics:
+    def update(self, batch: ActorBatch, correction: RolloutCorrectionConfig, **settings: Any) -> Metrics:
         """See `DiffusionActor.update`."""
         assert batch.rollout_is_weights is not None, "the control needs weights to take the mean of"
         weights = step_means(batch.rollout_is_weights, batch.rollout.window.step_indices)

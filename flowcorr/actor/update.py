@@ -54,7 +54,7 @@ class PolicyOptimizer:
     def update(
         self,
         batch: ActorBatch,
-        correction: RolloutCorrectionConfig | None,
+        correction: RolloutCorrectionConfig,
         *,
         training_step: int,
         record: Record | None = None,
@@ -115,7 +115,7 @@ class PolicyOptimizer:
     def _accumulate(
         self,
         batch: ActorBatch,
-        correction: RolloutCorrectionConfig | None,
+        correction: RolloutCorrectionConfig,
         filler_sample: Rollout,
         record: Record | None,
     ) -> list[LossOutput]:
@@ -128,7 +128,7 @@ class PolicyOptimizer:
         the earlier ones are in the gradient by then, so the mini-batch is run again without the sample.
         """
         whole_windows = sees_windows(self.config.actor, correction)
-        is_read = record is not None or (correction is not None and correction.mode == "bypass")
+        is_read = record is not None or correction.mode == "bypass"
         has_gradient = self._has_gradient(batch.advantages, correction, is_read)
         learned, rest = (where.nonzero().squeeze(1) for where in (has_gradient, ~has_gradient))
         num_fillers = self.scorer.num_fillers(len(self.scorer.micro_batches(len(learned))), filler_sample)
@@ -153,9 +153,7 @@ class PolicyOptimizer:
                 (0.0 * self.scorer.score(rollout).log_probs.sum()).backward()
         return outputs
 
-    def _has_gradient(
-        self, advantages: Tensor, correction: RolloutCorrectionConfig | None, is_read: bool
-    ) -> Tensor:
+    def _has_gradient(self, advantages: Tensor, correction: RolloutCorrectionConfig, is_read: bool) -> Tensor:
         """Which samples `[B]` may have a gradient; that of the others is 0 whatever their scores are."""
         scaled = loss_of(self.config.actor, correction).scaled_by_advantage and not self.config.actor.kl_coef
         # Sharded weights want as many forward passes on every rank, with a graph or without one.
@@ -168,7 +166,7 @@ class PolicyOptimizer:
         batch: ActorBatch,
         samples: Tensor,
         dropped: Tensor,
-        correction: RolloutCorrectionConfig | None,
+        correction: RolloutCorrectionConfig,
         record: Record | None,
         whole_windows: bool,
     ) -> tuple[list[LossOutput], Tensor]:
@@ -223,7 +221,7 @@ class PolicyOptimizer:
         loss_sum = sum((output.loss_sum.detach() for output in outputs), zero)
         kept = sum((output.count_kept for output in outputs), zero).float()
         counted = kept
-        if self._denominator() == "all":
+        if self.config.algorithm.rollout_correction.rollout_rs_denominator == "all":
             counted = sum((output.count_all for output in outputs), zero).float()
         all_kept = self._divide_gradients(kept, counted)
         norm = torch.nn.utils.clip_grad_norm_(self.weights.parameters.values(), actor.grad_clip)
@@ -273,10 +271,6 @@ class PolicyOptimizer:
             kept, counted = sum_over_ranks(gradients, [kept, counted])
         torch._foreach_div_(gradients, self.loss_scale.value * counted.clamp(min=1))
         return kept
-
-    def _denominator(self) -> str:
-        correction = self.config.algorithm.rollout_correction
-        return "kept" if correction is None else correction.rollout_rs_denominator
 
 
 def _counted(batch: ActorBatch, samples: Tensor) -> LossOutput:

@@ -42,6 +42,8 @@ def correct(
         ConfigError: `config` leaves the mode open.
         BatchError: shapes differ, or a KL is missing.
     """
+    if config.mode == "off":
+        return terms, Metrics()
     if config.mode == "auto":
         raise ConfigError(
             f"{SECTION}.bypass_mode='auto' cannot correct a single batch; take each training step's correction from "
@@ -91,10 +93,10 @@ def _noise(terms: Terms, target: Tensor, kl: Tensor | None, actor_config: ActorC
     )
 
 
-def sees_windows(actor_config: ActorConfig, correction: RolloutCorrectionConfig | None) -> bool:
+def sees_windows(actor_config: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
     """Whether the loss takes whole windows `[b, T]`: for ratios, weights or rejection of trajectories."""
     return actor_config.ratio_level != "step" or (
-        correction is not None and correction.mode == "bypass" and correction.bypass_scope == "trajectory"
+        correction.mode == "bypass" and correction.bypass_scope == "trajectory"
     )
 
 
@@ -102,13 +104,11 @@ def needs_old_means(config: Config) -> bool:
     """Whether the actor's recomputation must return its step means (decoupled mode)."""
     correction = config.algorithm.rollout_correction
     of_loss = loss_of(config.actor, correction).needs_kl
-    return of_loss or (correction is not None and correction.needs_means)
+    return of_loss or correction.needs_means
 
 
 def needs_rollout_means(config: Config) -> bool:
     """Whether the rollout engine must return its step means."""
     correction = config.algorithm.rollout_correction
-    if correction is None:
-        return False
-    in_loss = correction.mode != "decoupled" and loss_of(config.actor, correction).needs_kl
+    in_loss = correction.mode in ("bypass", "auto") and loss_of(config.actor, correction).needs_kl
     return in_loss or correction.needs_means

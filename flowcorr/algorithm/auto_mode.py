@@ -57,9 +57,9 @@ class AutoMode:
         correction: the correction of the next training step, decoupled or bypass.
     """
 
-    def __init__(self, configured: RolloutCorrectionConfig | None, *, stale: bool = False) -> None:
+    def __init__(self, configured: RolloutCorrectionConfig, *, stale: bool = False) -> None:
         self.correction = configured
-        self._configured = configured if configured is not None and configured.mode == "auto" else None
+        self._configured = configured if configured.mode == "auto" else None
         self._window: list[Tensor] = []  # counts of noise, one a training step
         if self._configured is not None:
             self.correction = self._configured.in_mode("decoupled" if stale else "bypass")
@@ -80,7 +80,7 @@ class AutoMode:
             and `_high` over the window, in clip ranges; nothing where the mode is configured.
         """
         configured, correction = self._configured, self.correction
-        if configured is None or correction is None:
+        if configured is None:
             return Metrics()
         self._window = [*self._window, noise_counts(metrics)][-WINDOW:]
         noise = noise_quantile(torch.stack(self._window).sum(0), QUANTILE, CONFIDENCE)
@@ -99,7 +99,7 @@ class AutoMode:
 
     def state(self) -> dict[str, Tensor]:
         """The state for a checkpoint; empty if the mode is fixed by the configuration."""
-        if self._configured is None or self.correction is None:
+        if self._configured is None:
             return {}
         state = {"bypass": torch.tensor(self.correction.mode == "bypass")}
         return state | ({"window": torch.stack(self._window)} if self._window else {})

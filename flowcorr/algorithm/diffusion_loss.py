@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics, mean
 from flowcorr.records import LossOutput, Terms
@@ -18,7 +18,7 @@ from flowcorr.records import LossOutput, Terms
 def diffusion_loss(
     terms: Terms,
     actor_config: ActorConfig,
-    correction_config: RolloutCorrectionConfig | None = None,
+    correction_config: RolloutCorrectionConfig = OFF,
     *,
     num_steps: int | None = None,
 ) -> LossOutput:
@@ -31,7 +31,7 @@ def diffusion_loss(
     Args:
         terms: the numbers of the steps; `old_log_prob` and `old_kl` are of the proximal policy.
         actor_config: the loss.
-        correction_config: the correction, or None.
+        correction_config: the correction.
         num_steps: steps of the schedule, for the metrics by step; None reads it off the batch.
 
     Returns:
@@ -41,7 +41,7 @@ def diffusion_loss(
         BatchError: shapes differ, or a KL is missing.
     """
     measured = Metrics()
-    if correction_config is not None and correction_config.mode == "bypass":
+    if correction_config.mode == "bypass":
         terms, measured = correct(terms, correction_config, actor_config=actor_config, num_steps=num_steps)
     output = loss_of(actor_config, correction_config).objective(terms, actor_config)
     if actor_config.kl_coef and terms.reference_kl is not None:

@@ -14,19 +14,19 @@ _IDLE_WEIGHTS = 1e-4  # weights nearer to 1 than this print as 1
 Values = Mapping[str, float]
 
 
-def treatment(correction: RolloutCorrectionConfig | None) -> str:
+def treatment(correction: RolloutCorrectionConfig) -> str:
     """The correction, as a run's first line names it."""
-    return f"rollout gap {'not measured' if correction is None else correction.label}"
+    return f"rollout gap {correction.label}"
 
 
-def action(correction: RolloutCorrectionConfig | None, values: Values) -> str:
+def action(correction: RolloutCorrectionConfig, values: Values) -> str:
     """What a correction did in a training step: `rejected 3.1 %`, `weights 0.98 to 1.02`, `idle` where it cannot act.
 
     Args:
         correction: the run's.
         values: the metrics of the training step.
     """
-    if correction is None:
+    if correction.mode == "off":
         return ""
     parts = []
     if correction.rejects:
@@ -41,7 +41,7 @@ def action(correction: RolloutCorrectionConfig | None, values: Values) -> str:
     return "  ".join(parts)
 
 
-def measurement(correction: RolloutCorrectionConfig | None, steps: Sequence[Values], audit: str) -> str:
+def measurement(correction: RolloutCorrectionConfig, steps: Sequence[Values], audit: str) -> str:
     """What a run measured, in a sentence, with the next command.
 
     Args:
@@ -55,7 +55,7 @@ def measurement(correction: RolloutCorrectionConfig | None, steps: Sequence[Valu
     if not steps:
         return ""
     gap, outside = _mean(steps, _GAP), _mean(steps, _OUTSIDE)
-    if correction is None or gap is None:
+    if correction.mode == "off" or gap is None:
         return (
             "gap not measured: algorithm.rollout_correction.preset=disabled measures it and corrects nothing"
         )

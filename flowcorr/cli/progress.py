@@ -143,7 +143,7 @@ class TerminalObserver:
         return next(filter(is_step, read_metrics(path)), None) if path.is_file() else None
 
     @property
-    def _correction(self) -> RolloutCorrectionConfig | None:
+    def _correction(self) -> RolloutCorrectionConfig:
         assert self._config is not None, "a run starts before its first step"
         return self._config.algorithm.rollout_correction
 

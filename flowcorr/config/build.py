@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from flowcorr.correction.config import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.correction.presets import NAMES
 from flowcorr.errors import ConfigError, unknown_choice
 
@@ -36,6 +36,8 @@ def build(section: type[T], values: Mapping[str, Any], key: str = "") -> T:
     Raises:
         ConfigError: an unknown or missing key, or a value of the wrong type or out of bounds.
     """
+    if section is RolloutCorrectionConfig and values is None:
+        return OFF
     if not isinstance(values, Mapping):
         preset = section is RolloutCorrectionConfig and isinstance(values, str) and values in NAMES
         hint = f" (did you mean {key}.preset={values}?)" if preset else ""
@@ -78,6 +80,8 @@ def _places(section: type, name: str, key: str = "") -> list[str]:
 
 
 def _plain(value: Any) -> Any:
+    if value == OFF:
+        return None
     if is_dataclass(value):
         return to_mapping(value)
     if isinstance(value, Mapping):

@@ -73,7 +73,7 @@ def _check_loss(config: Config) -> None:
             f"actor.loss_mode={actor.loss_mode!r} cannot be set here, since the correction supplies its weights; "
             f"set {_CORRECTION}.loss_type={actor.loss_mode} with bypass_mode=true, or {_CORRECTION}.preset=bypass_pg_is"
         )
-    if correction is None or correction.mode == "decoupled":
+    if correction.mode in ("off", "decoupled"):
         return
     if loss_of(actor, correction).from_correction and actor.loss_mode != ActorConfig().loss_mode:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _check_clip(config: Config) -> None:
 
 def _check_auto_mode(config: Config) -> None:
     actor, correction = config.actor, config.algorithm.rollout_correction
-    if correction is None or correction.mode != "auto":
+    if correction.mode != "auto":
         return
     key = f"{_CORRECTION}.bypass_mode='auto'"
     loss = resolve_loss(actor)
@@ -125,9 +125,10 @@ def _check_auto_mode(config: Config) -> None:
 
 
 def _check_log_probs(config: Config) -> None:
-    if config.rollout.calculate_log_probs or config.algorithm.rollout_correction is None:
+    correction = config.algorithm.rollout_correction
+    if config.rollout.calculate_log_probs or correction.mode == "off":
         return
-    mode = "bypass mode" if config.algorithm.rollout_correction.mode != "decoupled" else "rollout correction"
+    mode = "bypass mode" if correction.mode != "decoupled" else "rollout correction"
     raise ConfigError(
         f"rollout.calculate_log_probs=False leaves {mode} without the rollout's log-probs; "
         f"set rollout.calculate_log_probs=true, or {_CORRECTION}=null"
@@ -288,7 +289,7 @@ def _unused_by_staleness(config: Config) -> Iterator[tuple[str, str]]:
         yield "rollout.drift_every", reason
         yield "actor.old_policy", reason
         return
-    if correction is None:
+    if correction.mode == "off":
         yield "rollout.drift_every", f"{_CORRECTION}=null measures nothing"
     elif correction.mode == "bypass":
         yield "actor.old_policy", "in bypass mode the rollout's own log-probs are the old ones"
@@ -304,7 +305,7 @@ def _unused_by_loss(config: Config) -> Iterator[tuple[str, str]]:
     if loss.reads is None:
         return
     chosen_by = f"actor.loss_mode={actor.loss_mode}"
-    if correction is not None and loss.from_correction:
+    if loss.from_correction:
         chosen_by = f"{_CORRECTION}.loss_type={correction.loss_type}"
     for key in sorted(LOSS_KEYS - set(loss.reads)):
         yield f"actor.{key}", f"{chosen_by} does not read it"

@@ -19,7 +19,7 @@ from flowcorr.config.checks import (
 )
 from flowcorr.config.run import TrainerConfig
 from flowcorr.config.task import DataConfig, RewardConfig
-from flowcorr.correction.config import RolloutCorrectionConfig
+from flowcorr.correction.config import OFF, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -371,7 +371,7 @@ class AlgorithmConfig:
     """
 
     advantage_std: Literal["group", "global", "none"] = "group"
-    rollout_correction: RolloutCorrectionConfig | None = None
+    rollout_correction: RolloutCorrectionConfig = OFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

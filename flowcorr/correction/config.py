@@ -31,7 +31,7 @@ Scope = Literal["step", "trajectory"]
 Denominator = Literal["kept", "all"]
 Level = Literal["token", "sequence", "geometric"]
 BypassMode = bool | Literal["auto"]
-CorrectionMode = Literal["decoupled", "bypass", "auto"]
+CorrectionMode = Literal["decoupled", "bypass", "auto", "off"]
 Groups = Literal["none", "recentre", "drop_small"]
 
 
@@ -205,6 +205,18 @@ class RolloutCorrectionConfig:
         return any(criterion.mode.needs == "step_kl" for criterion in self.criteria)
 
 
+class _Off(RolloutCorrectionConfig):
+    """No correction: nothing is computed, and nothing is logged."""
+
+    @property
+    def mode(self) -> CorrectionMode:
+        return "off"
+
+    @property
+    def label(self) -> str:
+        return "not measured"
+
+
 DEFINING_KEYS = ("bypass_mode", "loss_type", "rollout_is", "rollout_rs")
 _FLAGS = ("rollout_is_apply", "rollout_is_batch_normalize", "log_legacy_names")
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -341,3 +353,6 @@ def _as_dict(config: RolloutCorrectionConfig) -> dict[str, Any]:
 
 
 add_class_methods(RolloutCorrectionConfig)
+
+OFF = _Off()
+"""No correction; a recipe writes `rollout_correction: null`."""

@@ -341,7 +341,6 @@ def _metrics(dumped: DumpedTerms, run: DumpedRun) -> dict[str, float]:
     config = run.config
     terms, actor = completed(dumped, run.levels), config.actor
     correction = config.algorithm.rollout_correction
-    assert correction is not None
     # In bypass mode the current policy has learned from the batch already, so its ratios are no noise.
     noise_of = None if terms.bypass or actor.clip_ratio == UNBOUNDED else actor
     _, metrics = correct(

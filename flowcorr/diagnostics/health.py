@@ -95,7 +95,7 @@ def units_of(config: Config, num_elements: int | None) -> Units:
     """
     correction = config.algorithm.rollout_correction
     terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
-    if correction is None:
+    if correction.mode == "off":
         return Units(num_terms=terms, num_elements=num_elements)
     cap, scale = correction.rollout_is_threshold, correction.log_ratio_scale
     return Units(

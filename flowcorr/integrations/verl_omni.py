@@ -49,7 +49,7 @@ from flowcorr import losses
 from flowcorr.algorithm import diffusion_loss
 from flowcorr.algorithm.terms import exact_kl
 from flowcorr.config.schema import ActorConfig
-from flowcorr.correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
+from flowcorr.correction import OFF, RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.errors import BatchError, ConfigError, MissingExtraError
 from flowcorr.records import LossOutput, Terms, check_shape
 from flowcorr.sde import SdeType, step_kl
@@ -137,7 +137,7 @@ def correct_batch(
     return corrected, correction.metrics.compute()
 
 
-def register_losses(correction: RolloutCorrectionConfig | None = None, *, sde_type: SdeType = "sde") -> None:
+def register_losses(correction: RolloutCorrectionConfig = OFF, *, sde_type: SdeType = "sde") -> None:
     """Put flowcorr's `LOSSES` into verl-omni's registry, in place of its own of these names.
 
     They leave rejected and non-finite terms out before anything is computed from them, take the full std of each
@@ -145,7 +145,7 @@ def register_losses(correction: RolloutCorrectionConfig | None = None, *, sde_ty
     they return the mean over all terms of a micro-batch, rejected ones included, so that its accumulation adds up.
 
     Args:
-        correction: in bypass mode, what is done about the drift of each single step; None in decoupled mode, whose
+        correction: in bypass mode, what is done about the drift of each single step; left out in decoupled mode, whose
             outcome is in the batch. `rollout_rs_denominator` has no effect here: no worker knows what others keep.
         sde_type: `actor_rollout_ref.rollout.algo.sde_type`, which says what `std_dev_t` is.
 
@@ -153,11 +153,11 @@ def register_losses(correction: RolloutCorrectionConfig | None = None, *, sde_ty
         ConfigError: `correction` is not one of single steps in bypass mode.
         MissingExtraError: verl-omni is not installed.
     """
-    if correction is not None and (correction.mode != "bypass" or correction.bypass_scope != "step"):
+    if correction.mode != "off" and (correction.mode != "bypass" or correction.bypass_scope != "step"):
         raise ConfigError(
             f"register_losses(correction=...) has bypass_mode={correction.bypass_mode}, "
             f"bypass_scope={correction.bypass_scope!r}; verl-omni's losses see single steps, so give bypass_mode: true "
-            "with bypass_scope: step, or None in decoupled mode"
+            "with bypass_scope: step, or leave it out in decoupled mode"
         )
     try:
         from verl_omni.trainer.diffusion.diffusion_algos import (
@@ -178,7 +178,7 @@ def register_losses(correction: RolloutCorrectionConfig | None = None, *, sde_ty
             required_data_keys = ("old_log_probs", "advantages", *["old_prev_sample_mean"] * reads_means)
 
             def validate_inputs(self, *, data: Any, **inputs: Any) -> None:
-                if reads_means and correction is not None and "old_prev_sample_mean" not in data:
+                if reads_means and correction.mode == "bypass" and "old_prev_sample_mean" not in data:
                     raise ConfigError(
                         f"actor_rollout_ref.actor.diffusion_loss.loss_mode={name} needs old_prev_sample_mean, and no "
                         "rollout of verl-omni returns its step means; in bypass mode use flow_grpo or dance_grpo, or "
@@ -209,7 +209,7 @@ def step_loss(
     config: Any,
     model_output: Mapping[str, Tensor],
     data: Mapping[str, Tensor],
-    correction: RolloutCorrectionConfig | None = None,
+    correction: RolloutCorrectionConfig = OFF,
     sde_type: SdeType = "sde",
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss called `name` of one micro-batch at one step, from what verl-omni hands its losses.
@@ -271,9 +271,7 @@ def step_loss(
     return result.loss_sum / log_prob.numel(), metrics
 
 
-def _model_output_keys(
-    name: str, correction: RolloutCorrectionConfig | None, sde_type: SdeType
-) -> tuple[str, ...]:
+def _model_output_keys(name: str, correction: RolloutCorrectionConfig, sde_type: SdeType) -> tuple[str, ...]:
     """What the loss called `name` reads of the model's output."""
     keys = ["log_probs"]
     loss = losses.LOSSES[LOSSES[name]]
@@ -281,7 +279,7 @@ def _model_output_keys(
         keys += ["prev_sample_mean", "std_dev_t"]
         if loss.needs_step or sde_type == "sde":
             keys.append("sqrt_dt")
-    elif correction is not None and correction.log_ratio_scale in ("sqrt", "sum"):
+    elif correction.log_ratio_scale in ("sqrt", "sum"):
         keys.append("prev_sample_mean")  # for the number of latent elements
     return tuple(keys)
 

@@ -208,13 +208,13 @@ def resolve_loss(settings: LossSettings) -> Loss:
     return replace(loss, objective=partial(loss.objective, **options)) if options else loss
 
 
-def loss_of(settings: LossSettings, correction: RolloutCorrectionConfig | None) -> Loss:
+def loss_of(settings: LossSettings, correction: RolloutCorrectionConfig) -> Loss:
     """The loss of an update: the correction's `loss_type` where that is a loss itself, else `actor.loss_mode`.
 
     Raises:
         ConfigError: as `resolve_loss`.
     """
-    if correction is not None and correction.loss_type in LOSSES:
+    if correction.loss_type in LOSSES:
         return LOSSES[correction.loss_type]
     return resolve_loss(settings)
 

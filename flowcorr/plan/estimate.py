@@ -87,8 +87,7 @@ class _Measured:
 
     @property
     def bypass(self) -> bool:
-        correction = AutoMode.of(self.config).correction
-        return correction is not None and correction.mode == "bypass"
+        return AutoMode.of(self.config).correction.mode == "bypass"
 
     @property
     def own_engine(self) -> bool:

@@ -255,8 +255,6 @@ def recompute_log_probs(actor: DiffusionActor, batch: ActorBatch) -> None:
 def correct(actor: DiffusionActor, batch: ActorBatch) -> ActorBatch:
     """The batch after rollout correction in the configured mode."""
     correction, config = AutoMode.of(actor.config).correction, actor.config
-    if correction is None:
-        return batch
     if correction.mode == "bypass":
         return apply_bypass_mode_to_diffusion_batch(batch)
     corrected, _ = apply_rollout_correction_to_diffusion_batch(

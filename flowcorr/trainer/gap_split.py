@@ -41,10 +41,8 @@ from flowcorr.trainer.run import TrainingRun
 def splits_gap(config: Config, step: int) -> bool:
     """Whether a training step measures both parts: every `rollout.drift_every` steps, if the engine may be stale."""
     every = config.rollout.drift_every
-    measured = (
-        every > 0 and config.rollout.max_weight_age > 0 and config.algorithm.rollout_correction is not None
-    )
-    return measured and step % every == 0
+    measured = config.rollout.max_weight_age > 0 and config.algorithm.rollout_correction.mode != "off"
+    return measured and every > 0 and step % every == 0
 
 
 def measure_gap_split(run: TrainingRun, rollout: Rollout, old: Scores | None) -> Metrics:

@@ -244,8 +244,7 @@ class _Loop:
 
     def _warn_of_idle_bands(self, values: Mapping[str, float]) -> None:
         """Warn, once for each, of rejection bands that cannot act on a gap of the measured size."""
-        correction = self.config.algorithm.rollout_correction
-        idle = [] if correction is None else idle_modes(correction.criteria, values)
+        idle = idle_modes(self.config.algorithm.rollout_correction.criteria, values)
         for mode in set(idle) - self._warned:
             self._warned.add(mode)
             logger.warning(

@@ -16,14 +16,13 @@ from flowcorr.algorithm import (
 )
 from flowcorr.dumps import LoggedTerms
 from flowcorr.errors import BackendError
-from flowcorr.metrics import Metrics, Over, maximum, mean, total
+from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, Prompt, Rollout
-from flowcorr.rewards import RewardOutput, training_scores
-from flowcorr.trainer.collect import collect, noise_metrics, prefetch, score, whole_groups
-from flowcorr.trainer.gap_split import measure_gap_split, old_scores, splits_gap
-from flowcorr.trainer.image_statistics import image_metrics
+from flowcorr.rewards import training_scores
+from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
+from flowcorr.trainer.gap_split import old_scores
 from flowcorr.trainer.log_probs import TermRecorder
-from flowcorr.trainer.replay import measure_replay, replays
+from flowcorr.trainer.measurements import occasional_metrics, sample_metrics
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
@@ -49,9 +48,7 @@ class StepResult:
 
 def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> StepResult:
     """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> update."""
-    config, actor = run.config, run.actor
-    correction = run.mode.correction
-    bypass = correction is not None and correction.mode == "bypass"
+    config, actor, correction = run.config, run.actor, run.mode.correction
     watch = Stopwatch(on_phase, actor.device)
 
     prefetch(run, step)
@@ -60,19 +57,15 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     with distributed.fail_together("the rollout", has_collectives=sharded), watch("rollout"):
         samples = collect(run, drawn, distributed.local_indices(len(drawn)), step)
     rollout, old = samples.rollout, None
-    if not bypass:
+    if correction.mode != "bypass":
         with watch("old_log_prob"):  # while a reward that has a thread of its own is computed
             old = old_scores(run, rollout)
     with distributed.fail_together("the rewards"), watch("reward"):
         scored, failed = score(run, samples)
 
     kept = drop_failed_groups(rollout, failed[samples.fresh])
-    metrics = samples.metrics.merge(noise_metrics(rollout, config.sampling))
-    metrics = metrics.merge(image_metrics(samples.images, samples.group_ids))
-    metrics = metrics.merge(reward_metrics(scored, failed, samples.group_ids)).merge(
-        Metrics.from_stats({"rollout/num_elements": maximum(rollout.num_elements)})
-    )
-    rollout = rollout.only(kept)
+    metrics = [samples.metrics, sample_metrics(samples, scored, failed, config.sampling)]
+    rollout, old = rollout.only(kept), None if old is None else old.select(kept)
     succeeded = scored.map(lambda values: values[samples.fresh][kept.cpu().numpy()])
     rewards = training_scores(succeeded, config.reward.terms, rollout.group_ids)
     advantages = group_advantages(rewards, rollout.group_ids, std=config.algorithm.advantage_std)
@@ -81,42 +74,35 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     if old is None:
         batch = apply_bypass_mode_to_diffusion_batch(batch)
     else:
-        old = old.select(kept)
         batch = replace(batch, old_log_probs=old.log_probs, old_means=old.means)
-        if correction is not None:
-            with watch("correction"):
-                batch, corrected = apply_rollout_correction_to_diffusion_batch(
-                    batch,
-                    correction,
-                    actor_config=config.actor,
-                    num_steps=config.sampling.num_inference_steps,
-                )
-                metrics = metrics.merge(corrected)
-
-    if correction is not None and splits_gap(config, step):
-        with watch("drift"):
-            metrics = metrics.merge(measure_gap_split(run, rollout, old))
-
-    if replays(config, step):
-        replay = distributed.fail_together("the replay of a few images", has_collectives=sharded)
-        with watch("replay"), replay:
-            metrics = metrics.merge(measure_replay(run, samples, scored, step))
+    if correction.mode == "decoupled":
+        with watch("correction"):
+            batch, corrected = apply_rollout_correction_to_diffusion_batch(
+                batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
+            )
+        metrics.append(corrected)
+    metrics += occasional_metrics(run, samples, scored, rollout, old, step, watch)
 
     recorder = None
     if config.trainer.dump_log_probs:
+        bypass = correction.mode == "bypass"
         recorder = TermRecorder(batch, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
     with watch("update"):
-        metrics = metrics.merge(actor.update(batch, correction, training_step=step, record=recorder))
+        metrics.append(actor.update(batch, correction, training_step=step, record=recorder))
         actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())
         prefetch(run, step + 1)
 
-    metrics = metrics.merge(watch.metrics(num_images=len(drawn) * config.rollout.n)).across_ranks()
-    metrics = metrics.merge(run.mode.observe(metrics))
+    metrics.append(watch.metrics(num_images=len(drawn) * config.rollout.n))
+    merged = Metrics.merged(metrics).across_ranks()
     terms = recorder.terms() if recorder is not None and rollout.num_samples else None
     return StepResult(
-        metrics=metrics, images=samples.images, prompts=samples.prompts, scores=scored.scores, terms=terms
+        metrics=merged.merge(run.mode.observe(merged)),
+        images=samples.images,
+        prompts=samples.prompts,
+        scores=scored.scores,
+        terms=terms,
     )
 
 
@@ -130,31 +116,3 @@ def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> torch.Tensor:
     if not sum(distributed.gather(len(kept), "the rewards that succeeded")):
         raise BackendError("the reward failed on every group of this step, so nothing is left to train on")
     return kept
-
-
-def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Metrics:
-    """The `reward/*` metrics of a step, over the samples that were scored.
-
-    Args:
-        scored: what the reward returned, `[B]`.
-        failed: `[B]` bool, samples without a score.
-        groups: `[B]`, the samples' groups.
-    """
-    scores = torch.as_tensor(scored.scores[~failed])
-    good = Over(torch.ones_like(scores, dtype=torch.bool))
-    members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]
-    flat = sum(int(len(member) < 2 or np.ptp(member) == 0) for member in members)
-    metrics = Metrics.from_stats(
-        {
-            "reward/mean": good.mean(scores),
-            "reward/std": good.std(scores),
-            "reward/min": good.min(scores),
-            "reward/max": good.max(scores),
-            "reward/failed_samples": total(int(failed.sum())),
-            "reward/zero_std_group_fraction": mean(flat, len(members)),
-        }
-    )
-    for name, values in scored.extra.items():  # one by one: a rank may lack some of them
-        finite = values[np.isfinite(values)]
-        metrics = metrics.merge(Metrics.from_stats({f"reward/{name}": mean(finite.sum(), len(finite))}))
-    return metrics

@@ -12,7 +12,7 @@ from flowcorr.algorithm import (
     needs_rollout_means,
 )
 from flowcorr.config.schema import ActorConfig, AlgorithmConfig, Config
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 from tests.algorithm.batches import make_batch
 
@@ -66,8 +66,8 @@ def test_a_mode_that_is_left_open_is_an_error():
 @pytest.mark.parametrize(
     ("correction", "loss_mode", "old", "rollout"),
     [
-        (None, "flow_grpo", False, False),
-        (None, "grpo_guard", True, False),
+        (OFF, "flow_grpo", False, False),
+        (OFF, "grpo_guard", True, False),
         (RolloutCorrectionConfig(), "grpo_guard", True, False),
         (RolloutCorrectionConfig(rollout_rs="step_kl", rollout_rs_threshold=0.1), "flow_grpo", True, True),
         (RolloutCorrectionConfig(bypass_mode=True), "flow_grpo", False, False),

@@ -10,7 +10,7 @@ import torch
 from flowcorr.algorithm import AutoMode
 from flowcorr.algorithm.auto_mode import WINDOW
 from flowcorr.algorithm.noise_floor import clip_noise
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.metrics import Metrics
 
 CLIP = 1e-3
@@ -36,7 +36,7 @@ def modes(auto, steps):
 QUIET, LOUD, MIDDLE = step_of(0, 0.0), step_of(40, 1.5), step_of(40, 0.7)
 
 
-@pytest.mark.parametrize("configured", [None, RolloutCorrectionConfig(), RolloutCorrectionConfig.pg_is()])
+@pytest.mark.parametrize("configured", [OFF, RolloutCorrectionConfig(), RolloutCorrectionConfig.pg_is()])
 def test_a_mode_that_is_configured_stays(configured):
     auto = AutoMode(configured)
     assert auto.observe(LOUD).compute() == {}

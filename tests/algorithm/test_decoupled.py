@@ -9,7 +9,7 @@ import torch
 from flowcorr.algorithm import (
     apply_rollout_correction_to_diffusion_batch,
 )
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.errors import BatchError
 from tests.algorithm.batches import make_batch
 
@@ -88,3 +88,12 @@ def test_old_log_probs_of_another_shape_are_an_error():
         apply_rollout_correction_to_diffusion_batch(
             replace(batch, old_log_probs=batch.old_log_probs[:, :1]), RolloutCorrectionConfig()
         )
+
+
+def test_no_correction_leaves_the_batch_as_it_is():
+    batch = make_batch([[0.1, 0.2], [3.0, -3.0]])
+    corrected, metrics = apply_rollout_correction_to_diffusion_batch(batch, OFF)
+    assert corrected.rollout_is_weights is None
+    assert corrected.keep is None
+    assert torch.equal(corrected.advantages, batch.advantages)
+    assert metrics.compute() == {}

@@ -7,7 +7,7 @@ import torch
 from flowcorr import losses
 from flowcorr.algorithm import diffusion_loss
 from flowcorr.config.schema import ActorConfig
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.records import Terms
 from flowcorr.sde import step_kl
@@ -219,7 +219,7 @@ def test_a_loss_of_ones_own_by_import_path(tmp_path, monkeypatch, bypass):
     output = diffusion_loss(
         terms.per_term(),
         ActorConfig(loss_mode="my_losses:squared"),
-        config if bypass else None,
+        config if bypass else OFF,
     )
     squares = [0.02**2, 0.01**2, 0.01**2, 0.04**2, 0.03**2] + ([] if bypass else [0.3**2])
     assert output.loss_sum.item() == pytest.approx(sum(squares), rel=1e-4)

@@ -1,6 +1,7 @@
 import pytest
 
 from flowcorr.cli.gap import action, measurement, treatment
+from flowcorr.correction import OFF
 from flowcorr.correction import RolloutCorrectionConfig as Correction
 
 DISABLED = Correction.preset("disabled")
@@ -16,7 +17,7 @@ STEPS = [
 @pytest.mark.parametrize(
     ("correction", "text"),
     [
-        (None, "rollout gap not measured"),
+        (OFF, "rollout gap not measured"),
         (DISABLED, "rollout gap measured only"),
         (Correction(), "rollout gap measured only"),
         (BYPASS, "rollout gap bypass_ppo_clip"),
@@ -29,7 +30,7 @@ def test_measuring_and_not_measuring_have_unlike_names(correction, text):
     assert treatment(correction) == text
 
 
-@pytest.mark.parametrize("correction", [None, DISABLED, BYPASS])
+@pytest.mark.parametrize("correction", [OFF, DISABLED, BYPASS])
 def test_a_correction_that_does_nothing_has_no_action(correction):
     values = {"rollout_corr/rollout_rs_masked_fraction": 0.0, "rollout_corr/rollout_is_min": 0.9}
     assert action(correction, values) == ""
@@ -71,7 +72,7 @@ def test_in_bypass_mode_the_loss_says_what_it_rejected():
         (Correction(bypass_mode="auto"), STEPS, ["where a step was in bypass mode: CHECK"]),
         (Correction.preset("bypass_pg_is"), STEPS, ["before any update: CHECK"]),
         (DISABLED, [{"rollout_corr/logprob_abs_diff_mean": 0.0}], ["gap 0: engine and trainer give equal"]),
-        (None, STEPS, ["gap not measured", "preset=disabled measures it"]),
+        (OFF, STEPS, ["gap not measured", "preset=disabled measures it"]),
         (DISABLED, [{"reward/mean": 1.0}], ["gap not measured"]),
     ],
 )

@@ -15,6 +15,7 @@ from flowcorr.config import (
     to_mapping,
     to_yaml,
 )
+from flowcorr.correction import OFF
 from flowcorr.correction.config import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
@@ -62,7 +63,7 @@ def test_one_key_switches_the_mode():
     corrections = [config.algorithm.rollout_correction for config in modes]
     assert [correction.bypass_mode for correction in corrections] == [True, False, False]
     assert [correction.rollout_is for correction in corrections] == [None, "sequence", None]
-    assert load("tiny_ocr_lora", [f"{SECTION}=null"]).algorithm.rollout_correction is None
+    assert load("tiny_ocr_lora", [f"{SECTION}=null"]).algorithm.rollout_correction == OFF
     assert len({to_yaml(replace(config, algorithm=Config().algorithm)) for config in modes}) == 1
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import fields
 
 import pytest
 
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.config.build import build, to_mapping
+from flowcorr.config.schema import AlgorithmConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
 BYPASS = {"bypass_mode": True}
@@ -203,3 +206,18 @@ def test_values_are_normalised_and_survive_a_round_trip():
     listed = {**values, "rollout_is_threshold": [0.5, 2.0]}
     assert RolloutCorrectionConfig.from_mapping(listed) == config
     assert hash(config) == hash(RolloutCorrectionConfig.from_mapping(values))
+
+
+def test_off_is_a_mode_of_its_own_that_asks_for_nothing():
+    assert (OFF.mode, OFF.label, OFF.rollout_rs_denominator) == ("off", "not measured", "kept")
+    assert not OFF.applies_weights
+    assert not OFF.needs_means
+    assert OFF.criteria == ()
+    assert RolloutCorrectionConfig() != OFF
+    assert pickle.loads(pickle.dumps(OFF)) == OFF
+
+
+def test_off_is_null_in_yaml():
+    config = build(AlgorithmConfig, {"rollout_correction": None})
+    assert config.rollout_correction == OFF == AlgorithmConfig().rollout_correction
+    assert to_mapping(config)["rollout_correction"] is None

@@ -140,7 +140,7 @@ def test_arms_are_known_distinct_and_load(study):
         assert study.arms.Arm.parse(str(arm)) == arm
         assert set(arm.references[:1]) <= set(arms)
         settings = config.load(study.run.RECIPE, arm.overrides())
-        assert settings.algorithm.rollout_correction is not None
+        assert settings.algorithm.rollout_correction.mode != "off"
     confirmed = study.run.confirm()
     assert set(confirmed.arms) <= set(arms)
     corrected = [arm for arm in confirmed.arms if arm.correction != "uncorrected"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError, MissingExtraError
 from flowcorr.integrations.verl_omni import LOSSES, register_losses, step_loss
 
@@ -154,7 +154,7 @@ def test_bypass_keeps_the_weights_of_the_batch():
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
     "correction",
-    [None, RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=1.001)],
+    [OFF, RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=1.001)],
 )
 def test_every_micro_batch_has_the_same_metrics(name, correction):
     _, expected = step_loss(name, correction=correction, **step_inputs(rollout_is_weights=torch.ones(SIZE)))
@@ -322,7 +322,7 @@ def test_registered_losses_correct_in_bypass_mode(registry, name):
 
 @pytest.mark.parametrize("config", [RolloutCorrectionConfig.seq_is(), RolloutCorrectionConfig.bypass_pg_is()])
 def test_only_a_correction_of_single_steps_can_be_registered(config):
-    with pytest.raises(ConfigError, match=r"give bypass_mode: true.*scope: step, or None"):
+    with pytest.raises(ConfigError, match=r"give bypass_mode: true.*scope: step, or leave it out"):
         register_losses(config)
 
 

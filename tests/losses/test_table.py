@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flowcorr.config.schema import ActorConfig
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 from flowcorr.losses import LOSS_KEYS, LOSSES, Limit, Loss, loss_of, resolve_loss
 
@@ -71,7 +71,7 @@ def test_the_correction_may_bring_its_own_loss():
     actor = ActorConfig(loss_mode="grpo_guard")
     reinforce = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce")
     assert loss_of(actor, reinforce) is LOSSES["reinforce"]
-    for correction in (None, RolloutCorrectionConfig(), RolloutCorrectionConfig(bypass_mode=True)):
+    for correction in (OFF, RolloutCorrectionConfig(), RolloutCorrectionConfig(bypass_mode=True)):
         assert loss_of(actor, correction) is LOSSES["grpo_guard"]
 
 

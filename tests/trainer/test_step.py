@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from flowcorr.errors import BackendError
-from flowcorr.rewards import RewardOutput
 from flowcorr.trainer.setup import build_run
-from flowcorr.trainer.step import drop_failed_groups, reward_metrics, train_step
+from flowcorr.trainer.step import drop_failed_groups, train_step
 from tests.rollouts import make_rollout
 from tests.trainer.runs import small_config
 
@@ -28,23 +27,6 @@ def test_no_group_left_is_an_error():
         drop_failed_groups(
             make_rollout(6, group_ids=GROUPS), np.array([True, False, False, True, True, True])
         )
-
-
-def test_reward_metrics_are_of_the_scored_samples():
-    scored = RewardOutput(
-        scores=np.array([1.0, 3.0, np.nan, 2.0, 4.0, 4.0]),
-        extra={"exact_match": np.array([0.0, 1.0, np.nan, 1.0, 1.0, 1.0]), "none": np.full(6, np.nan)},
-    )
-    values = reward_metrics(scored, np.isnan(scored.scores), np.array([0, 0, 1, 1, 2, 2])).compute()
-    assert values == {
-        "reward/failed_samples": 1,
-        "reward/mean": pytest.approx(14 / 5),
-        "reward/std": pytest.approx(np.std([1, 3, 2, 4, 4], ddof=1)),
-        "reward/min": 1,
-        "reward/max": 4,
-        "reward/exact_match": pytest.approx(4 / 5),
-        "reward/zero_std_group_fraction": pytest.approx(2 / 3),
-    }
 
 
 def test_a_step_keeps_neither_copies_of_samples_nor_gradients(monkeypatch):

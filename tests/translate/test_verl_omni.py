@@ -19,7 +19,7 @@ def test_verl_omnis_values_and_defaults(omni):
     assert found.actor.kl_coef == 0
     assert found.rollout.engine["tensor_parallel_size"] == 2
     assert found.algorithm.advantage_std == "global"
-    assert found.algorithm.rollout_correction is None
+    assert found.algorithm.rollout_correction.mode == "off"
     assert not found.rollout.calculate_log_probs
     assert [term.name for term in found.reward.terms] == ["ocr"]
     assert (found.data.path, found.trainer.trackers) == ("data/train.txt", ("wandb",))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.config import Config
-from flowcorr.correction import PRESETS, RolloutCorrectionConfig
+from flowcorr.correction import OFF, PRESETS, RolloutCorrectionConfig
 from flowcorr.correction.bounds import SCALES
 from flowcorr.correction.config import ScaleName
 from flowcorr.correction.presets import NAMES
@@ -169,7 +169,7 @@ def replay_run(
             f"{how_to_allow(run.loss_mode)}"
         )
     if not run.of_flowcorr or MODES in run.left_out:  # what corrected it is not known, or cannot be replayed
-        config = replace(config, algorithm=replace(config.algorithm, rollout_correction=None))
+        config = replace(config, algorithm=replace(config.algorithm, rollout_correction=OFF))
     corrections = _corrections(config, presets, scales)
     tallies = [_Tally() for _ in corrections]
     num_samples, num_bypass = 0, 0
@@ -177,7 +177,7 @@ def replay_run(
         num_samples += sum(steps.sizes)
         num_bypass += steps.terms.bypass * len(steps.sizes)
         uncorrected = replay(
-            steps, config, RolloutCorrectionConfig.preset("bypass_ppo_clip") if steps.terms.bypass else None
+            steps, config, RolloutCorrectionConfig.preset("bypass_ppo_clip") if steps.terms.bypass else OFF
         )
         for correction, tally in zip(corrections, tallies, strict=True):
             resolved = _in_mode(correction, "bypass" if steps.terms.bypass else "decoupled")
@@ -282,7 +282,7 @@ def _corrections(
             other = [scale for scale in scales if scale != preset.log_ratio_scale and _is_scaled(preset)]
             found += [preset, *(replace(preset, log_ratio_scale=scale) for scale in other)]
         own = config.algorithm.rollout_correction
-        if own is not None and own not in found:
+        if own.mode != "off" and own not in found:
             changed = own.preset is None or own != RolloutCorrectionConfig.from_preset(own.preset)
             found.append(replace(own, preset=None) if changed else own)
     return found

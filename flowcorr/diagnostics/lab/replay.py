@@ -128,20 +128,19 @@ def _needs_size(correction: RolloutCorrectionConfig) -> bool:
     return robust or correction.log_ratio_scale in ("sqrt", "sum")
 
 
-def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConfig | None) -> Replayed:
+def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConfig) -> Replayed:
     """Correct the steps and differentiate their loss, without a KL to the reference."""
     num_steps = config.sampling.num_inference_steps
     logged = steps.terms.numbers()
     log_prob = logged.log_prob.clone().requires_grad_()
     terms, metrics = replace(logged, log_prob=log_prob), Metrics()
-    bypass = correction is not None and correction.mode == "bypass"
-    if bypass:
+    if correction.mode == "bypass":
         terms = replace(terms, old_log_prob=terms.rollout_log_prob, old_kl=terms.rollout_kl)
-    elif correction is not None:
+    else:
         terms, metrics = _decoupled(steps, terms, correction, num_steps)
     if not sees_windows(config.actor, correction):
         terms = terms.per_term()
-    if correction is not None and bypass:
+    if correction.mode == "bypass":
         terms, metrics = correct(terms, correction, actor_config=config.actor, num_steps=num_steps)
     loss = loss_of(config.actor, correction).objective(terms, config.actor)
     loss.loss_sum.backward()
@@ -149,7 +148,7 @@ def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConf
     shape = log_prob.shape
     keep = torch.ones(shape, dtype=torch.bool) if terms.keep is None else terms.keep.view(shape)
     finite = (terms.log_prob - terms.old_log_prob + terms.advantage).detach().isfinite().view(shape)
-    over_all = correction is not None and correction.rollout_rs_denominator == "all"
+    over_all = correction.rollout_rs_denominator == "all"
     counts = steps.sums(finite if over_all else finite & keep).clamp(min=1)
     return Replayed(
         coefficients=log_prob.grad.double() / counts[steps.owners].unsqueeze(1),

@@ -185,11 +185,10 @@ def _verdict(learned: Sequence[Learning], findings: Sequence[Finding]) -> str:
 
 
 def _summary_row(group: Group, key: Key, headlines: Sequence[str]) -> dict[str, Any]:
-    correction = group.config.algorithm.rollout_correction
     last = sorted({run.last_step for run in group.runs})
     return {
         "key": key,
-        "correction": "not measured" if correction is None else correction.label,
+        "correction": group.config.algorithm.rollout_correction.label,
         "steps": f"{last[0]}–{last[-1]}" if len(last) > 1 else f"{last[0]}",
         "changes": [_change(group, metric) for metric in headlines],
     }
@@ -262,7 +261,7 @@ def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
         yield Finding(level="note", runs=run.name, message=text)
     elif not broken and not run.diagnoses:
         text = "no rule was broken"
-        if run.config.algorithm.rollout_correction is None:
+        if run.config.algorithm.rollout_correction.mode == "off":
             text += "; without rollout_correction, the gap was not measured"
         yield Finding(level="healthy", runs=run.name, message=text)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr import config
-from flowcorr.correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
+from flowcorr.correction import OFF, RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.diagnostics.lab.replay import obstacle, replay, stack
 from flowcorr.losses import flow_dppo, flow_grpo, grpo_guard, reinforce
 
@@ -143,7 +143,7 @@ def test_no_correction_is_no_correction(samples, steps, seed, spoilt):
         terms.current_log_probs[0, 0] = math.nan
     settings_of_run = config.load("tiny_jpeg_lora")
     found = replay(stack([terms]), settings_of_run, RolloutCorrectionConfig.disabled())
-    expected = replay(stack([terms]), settings_of_run, None)
+    expected = replay(stack([terms]), settings_of_run, OFF)
     assert torch.equal(found.coefficients, expected.coefficients)
     assert found.coefficients.isfinite().all()
     assert found.loss_sum == expected.loss_sum

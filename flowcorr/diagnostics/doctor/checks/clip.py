@@ -19,7 +19,7 @@ def check_clip(exam: Exam) -> Finding:
     """Whether the clip range is wider than the noise floor, in modes where that matters."""
     config = exam.config
     correction = config.algorithm.rollout_correction
-    if correction is None or correction.mode == "decoupled":
+    if correction.mode in ("off", "decoupled"):
         return passed("ratios are relative to recomputed log-probs, so this gap is not in them")
     if loss_of(config.actor, correction).ratio_limit(config.actor) is None:
         return passed("the loss does not clip")

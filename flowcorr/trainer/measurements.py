@@ -1,0 +1,101 @@
+"""Everything that a training step measures beside its correction and its update."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from flowcorr import distributed
+from flowcorr.config.schema import SamplingConfig
+from flowcorr.metrics import Metrics, Over, maximum, mean, total
+from flowcorr.records import Rollout, Scores
+from flowcorr.rewards import RewardOutput
+from flowcorr.trainer.collect import Samples, noise_metrics
+from flowcorr.trainer.gap_split import measure_gap_split, splits_gap
+from flowcorr.trainer.image_statistics import image_metrics
+from flowcorr.trainer.replay import measure_replay, replays
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.timing import Stopwatch
+
+
+def sample_metrics(
+    samples: Samples, scored: RewardOutput, failed: np.ndarray, sampling: SamplingConfig
+) -> Metrics:
+    """The noise of the samples, their images and their rewards. All ranks have to call it together.
+
+    Args:
+        samples: of the training step.
+        scored: their scores, `[B]`.
+        failed: `[B]` bool, samples without a score.
+        sampling: how they were drawn.
+    """
+    num_elements = {"rollout/num_elements": maximum(samples.rollout.num_elements)}
+    return Metrics.merged(
+        [
+            noise_metrics(samples.rollout, sampling),
+            image_metrics(samples.images, samples.group_ids),
+            reward_metrics(scored, failed, samples.group_ids),
+            Metrics.from_stats(num_elements),
+        ]
+    )
+
+
+def occasional_metrics(
+    run: TrainingRun,
+    samples: Samples,
+    scored: RewardOutput,
+    rollout: Rollout,
+    old: Scores | None,
+    step: int,
+    watch: Stopwatch,
+) -> list[Metrics]:
+    """What is measured every few training steps: the two parts of the gap, and replays of whole images.
+
+    Args:
+        run: the training run.
+        samples: of training step `step`.
+        scored: their scores.
+        rollout: those samples that the actor learns from.
+        old: their scores under the old policy; None in bypass mode.
+        step: the training step.
+        watch: takes the time.
+
+    Raises:
+        BackendError: see `measure_gap_split` and `measure_replay`.
+    """
+    measured = []
+    if splits_gap(run.config, step):
+        with watch("drift"):
+            measured.append(measure_gap_split(run, rollout, old))
+    if replays(run.config, step):
+        sharded = run.actor.weights.sharded
+        replay = distributed.fail_together("the replay of a few images", has_collectives=sharded)
+        with watch("replay"), replay:
+            measured.append(measure_replay(run, samples, scored, step))
+    return measured
+
+
+def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Metrics:
+    """The `reward/*` metrics of a step, over the samples that were scored.
+
+    Args:
+        scored: what the reward returned, `[B]`.
+        failed: `[B]` bool, samples without a score.
+        groups: `[B]`, the samples' groups.
+    """
+    scores = torch.as_tensor(scored.scores[~failed])
+    good = Over(torch.ones_like(scores, dtype=torch.bool))
+    members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]
+    flat = sum(int(len(member) < 2 or np.ptp(member) == 0) for member in members)
+    stats = {
+        "reward/mean": good.mean(scores),
+        "reward/std": good.std(scores),
+        "reward/min": good.min(scores),
+        "reward/max": good.max(scores),
+        "reward/failed_samples": total(int(failed.sum())),
+        "reward/zero_std_group_fraction": mean(flat, len(members)),
+    }
+    for name, values in scored.extra.items():  # a rank may lack some of them
+        finite = values[np.isfinite(values)]
+        stats[f"reward/{name}"] = mean(finite.sum(), len(finite))
+    return Metrics.from_stats(stats)
