@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from flowcorr.plan.attention import SAYS, operator_of
 from flowcorr.plan.devices import Gpu, Utilisation
+from flowcorr.plan.engine import EngineSpeed
 
 MEMORY_TOLERANCE, FRAGMENTATION, TIME_TOLERANCE = 0.05, 0.08, 0.25
 MARGIN = 1 + MEMORY_TOLERANCE + FRAGMENTATION
@@ -26,6 +27,7 @@ class Phase:
         peak: peak bytes of that process on its GPU; None on the host.
         flops, moved: floating point operations, and bytes of memory traffic.
         seconds: the predicted time; None if it cannot be predicted.
+        fastest, slowest: the ends of its band.
     """
 
     name: str
@@ -34,6 +36,22 @@ class Phase:
     flops: float = 0.0
     moved: float = 0.0
     seconds: float | None = 0.0
+    fastest: float = 0.0
+    slowest: float = 0.0
+
+    @classmethod
+    def within_tolerance(cls, *, seconds: float | None, **fields: Any) -> Phase:
+        """A phase whose time lies within `TIME_TOLERANCE`."""
+        low, high = (1 - TIME_TOLERANCE) * (seconds or 0.0), (1 + TIME_TOLERANCE) * (seconds or 0.0)
+        return cls(seconds=seconds, fastest=low, slowest=high, **fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merging:
+    """Seconds of a step that an engine saves in sampling if it merges the adapter, and that its sync takes more."""
+
+    sampling: float
+    sync: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +121,9 @@ class Plan:
         micro_batch: samples in one forward pass of the update.
         mini_batch: samples of one optimizer step.
         bypass: whether the run is in bypass mode.
+        overlaps: whether the engine samples the next step while the trainer trains.
+        engine: the speed of the engine; None if it computes as the trainer does.
+        merging: what merging the adapter into the engine's weights would change; None if it does not apply.
         attention: the backend of diffusers that `model.attention` names, or None.
         ways_to_fit: overrides that save the trainer much memory, with the memory under each.
         ways_to_share: overrides that save memory on a shared GPU, with the peak under each.
@@ -119,19 +140,32 @@ class Plan:
     micro_batch: int
     mini_batch: int
     bypass: bool
+    overlaps: bool = False
+    engine: EngineSpeed | None = None
+    merging: Merging | None = None
     attention: str | None = None
     ways_to_fit: Mapping[str, Memory] = field(default_factory=dict)
     ways_to_share: Mapping[str, float] = field(default_factory=dict)
     other_ways: tuple[str, ...] = ()
 
     def seconds(self, *names: str) -> float:
-        """Predicted seconds in one step of the phases with these names, or of all phases without names."""
-        chosen = [
-            phase
-            for phase in self.phases
-            if (phase.name in names if names else phase.name not in BEFORE_TRAINING)
-        ]
-        return sum(phase.seconds or 0.0 for phase in chosen)
+        """Predicted seconds in one step of the phases with these names, or of the whole step without names."""
+        if names:
+            return sum(phase.seconds or 0.0 for phase in self.phases if phase.name in names)
+        return self._step(lambda phase: phase.seconds or 0.0)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """The fastest and the slowest step that is predicted."""
+        return self._step(lambda phase: phase.fastest), self._step(lambda phase: phase.slowest)
+
+    def _step(self, time: Callable[[Phase], float]) -> float:
+        """Seconds of a step whose phases take `time`; where sampling overlaps with training, of the longer side."""
+        times = {"trainer": 0.0, "engine": 0.0}
+        for phase in self.phases:
+            if phase.name not in BEFORE_TRAINING:
+                times["engine" if phase.where == "engine" else "trainer"] += time(phase)
+        return max(times.values()) if self.overlaps else sum(times.values())
 
     def fits(self, peak: float) -> bool:
         """Whether `peak` bytes fit the GPU with the margin."""
@@ -148,6 +182,16 @@ class Plan:
         room = self.gpu.memory / MARGIN - beside - memory.update_without_samples
         return max(0, min(int(room / memory.update_a_sample), self.mini_batch))
 
+    def largest_shared_micro_batch(self) -> int:
+        """The largest `actor.micro_batch_size` with which trainer and engine fit one GPU; 0 if none does."""
+        memory = self.memory
+        beside = 0.0 if memory.engine_sleeps else memory.engine
+        others = max(
+            peak for name, peak in memory.by_phase.items() if name not in (*_BEFORE_ENGINE, "update")
+        )
+        fits = self.fits(max(others, memory.idle + memory.engine - beside) + beside)
+        return self.largest_micro_batch(beside) if fits else 0
+
     @property
     def fitting(self) -> bool:
         """Whether the run fits as configured, if the engine has its own GPU."""
@@ -155,11 +199,36 @@ class Plan:
 
     def answers(self) -> tuple[str, ...]:
         """Sentences: whether it fits, which micro-batch fits, whether a GPU can be shared, what bypass mode saves."""
-        return (self._fit(), self._micro_batch(), *self._sharing(), self._attention(), self._bypass())
+        return (
+            self._fit(),
+            self._micro_batch(),
+            *self._sharing(),
+            self._attention(),
+            *self._engine(),
+            self._bypass(),
+        )
 
     def _attention(self) -> str:
         named, operator = self.attention or "null", operator_of(self.attention)
         return f"The trainer's attention (model.attention={named}): {SAYS[operator]}."
+
+    def _engine(self) -> tuple[str, ...]:
+        answers = []
+        if self.engine:
+            share = (
+                f"{self.engine.share:.0%} of the peak, {self.engine.slowest:.0%} to {self.engine.fastest:.0%}"
+            )
+            answers.append(f"The engine ({self.engine.name}) samples at {share}: {self.engine.why}.")
+        if self.overlaps:
+            answers.append("Sampling overlaps with training: a step takes as long as the longer of the two.")
+        if self.merging:
+            sampling, sync = self.merging.sampling, self.merging.sync
+            answers.append(
+                f"rollout.engine.weight_sync=merged would save {duration(sampling)} of sampling and add "
+                f"{duration(sync)} to the sync. It rounds weights and adapter together to the engine's dtype, in which "
+                "an early adapter may vanish; `flowcorr audit` measures that gap."
+            )
+        return tuple(answers)
 
     def to_mapping(self) -> dict[str, Any]:
         """The plan for JSON."""
@@ -172,6 +241,7 @@ class Plan:
             "shared_fits": self.fits(self.memory.shared) if self.memory.may_share else None,
             "largest_micro_batch": self.largest_micro_batch(),
             "step_seconds": self.seconds(),
+            "step_band": self.band,
             "answers": self.answers(),
         }
 
@@ -214,12 +284,7 @@ class Plan:
         if self.fits(memory.shared):
             return (f"Trainer and engine can share a GPU: together {gigabytes(memory.shared)}, {engine}.",)
         start = f"Trainer and engine cannot share a GPU: together {gigabytes(memory.shared)}, {engine}"
-        beside = 0.0 if memory.engine_sleeps else memory.engine
-        room = self.largest_micro_batch(beside)
-        others = max(
-            peak for name, peak in memory.by_phase.items() if name not in (*_BEFORE_ENGINE, "update")
-        )
-        if room and self.fits(max(others, memory.idle + memory.engine - beside) + beside):
+        if room := self.largest_shared_micro_batch():
             return (f"{start}; with actor.micro_batch_size={room} they can.",)
         another = "if the run sees another GPU, the engine takes that one"
         for overrides, peak in self.ways_to_share.items():

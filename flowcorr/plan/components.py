@@ -16,7 +16,7 @@ from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import Architecture, build_component, build_family, find_clip
 from flowcorr.plan.text_inputs import TextInputs
-from flowcorr.plan.training import Work
+from flowcorr.plan.training import NOTHING, Work
 from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.clip import DTYPES as CLIP_DTYPES
 from flowcorr.rewards.pickscore import PickScore
@@ -43,7 +43,6 @@ def measure_text_encoders(
     config: Config,
     architecture: Architecture,
     inputs: TextInputs,
-    device: FakeDevice,
     *,
     prompts: int,
     offloaded: bool,
@@ -54,14 +53,13 @@ def measure_text_encoders(
         config: the run's configuration.
         architecture: of the pipeline.
         inputs: the text inputs while prompts are encoded.
-        device: a new one.
         prompts: prompts in one batch.
         offloaded: whether the weights wait in host memory, as with `model.offload_text_encoders`.
     """
     dtype = DTYPES[config.model.dtype]
-    work = Work(peaks={}, flops=0, moved=0, busy=0, kernels=0)
+    work = NOTHING
     copied = 0.0
-    with device, torch.no_grad():
+    with FakeDevice() as device, torch.no_grad():
         encoders = {
             name: build_component(architecture, name, device, dtype)
             for name in inputs.tokens
@@ -77,7 +75,7 @@ def measure_text_encoders(
             copied += sum(copies)
     if offloaded:
         weights = 0
-        work = replace(work, busy=work.busy + 2 * copied / PAGEABLE_BANDWIDTH)  # to the GPU and back
+        work = replace(work, copying=2 * copied / PAGEABLE_BANDWIDTH)  # to the GPU and back
     return Component(weights=weights, work=work, batch=prompts)
 
 
@@ -106,11 +104,9 @@ def _copy_layers(encoder: nn.Module) -> list[int]:
     return sizes
 
 
-def measure_decoder(
-    config: Config, architecture: Architecture, device: FakeDevice, *, images: int
-) -> Component:
+def measure_decoder(config: Config, architecture: Architecture, *, images: int) -> Component:
     """The VAE, decoding at most `images` images at a time, as sampling does."""
-    with device:
+    with FakeDevice() as device:
         # Only the transformer's configuration is used, so one block of each kind is enough.
         shallow = architecture.with_depths(dict.fromkeys(architecture.depths, 1))
         dtype = DTYPES[config.rollout.dtype]
@@ -124,7 +120,7 @@ def measure_decoder(
     return Component(weights=weights, work=Work.of(section), batch=images)
 
 
-def measure_clip(term: RewardTerm, device: FakeDevice) -> Component | None:
+def measure_clip(term: RewardTerm) -> Component | None:
     """The CLIP model of a reward, on a batch of images; None if the reward has none on the GPU."""
     if term.name not in _ON_CLIP:
         return None
@@ -133,7 +129,7 @@ def measure_clip(term: RewardTerm, device: FakeDevice) -> Component | None:
     if options["device"] == "cpu":
         return None
     dtype, batch = CLIP_DTYPES[options["dtype"]], options["batch_size"]
-    with device, torch.no_grad():
+    with FakeDevice() as device, torch.no_grad():
         model: Any = build_component(find_clip(options["path"]), "model", device, dtype)
         weights = device.allocated
         size = model.config.vision_config.image_size

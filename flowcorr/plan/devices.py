@@ -19,6 +19,8 @@ class Gpu:
         bandwidth: bytes per second.
         bf16: dense FLOP per second in bfloat16 and float16.
         float32: FLOP per second in float32, without TF32.
+        link: bytes per second that it sends to the other GPUs of its machine while it receives as many.
+        headroom: how much more of `bf16` its products reach than those of an H100.
     """
 
     name: str
@@ -26,34 +28,72 @@ class Gpu:
     bandwidth: float
     bf16: float
     float32: float
+    link: float
+    headroom: float = 1.0
+
+    @property
+    def half(self) -> float:
+        """FLOP per second in bfloat16 and float16 of which products reach the shares of `Utilisation`."""
+        return self.bf16 * self.headroom
+
+    def link_among(self, ranks: int) -> float:
+        """Bytes per second that each of so many ranks sends to the others, all at once."""
+        return self.link if ranks <= GPUS_A_MACHINE else min(self.link, NETWORK)
 
 
-def _gpu(name: str, gigabytes: float, gigabytes_per_second: float, bf16: float, float32: float) -> Gpu:
+GPUS_A_MACHINE = 8
+NETWORK = 50e9
+"""Bytes per second of a GPU's share of the network between machines: 400 Gbit/s, as in DGX H100."""
+PCIE_4, PCIE_5 = 32.0, 64.0
+"""GB per second of 16 lanes, in one direction."""
+GEFORCE = 1.65
+"""GeForce boards sum products up in float32 at half their tensor cores' rate, and clock above their data sheet."""
+
+
+def _gpu(
+    name: str,
+    gigabytes: float,
+    gigabytes_per_second: float,
+    bf16: float,
+    float32: float,
+    link: float,
+    headroom: float = 1.0,
+) -> Gpu:
     return Gpu(
         name=name,
         memory=gigabytes * 1e9,
         bandwidth=gigabytes_per_second * 1e9,
         bf16=bf16 * 1e12,
         float32=float32 * 1e12,
+        link=link * 1e9,
+        headroom=headroom,
     )
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("rtx4090-24gb", 25.2, 1008, 165, 82.6),
-        _gpu("l40s-48gb", 47.6, 864, 362, 91.6),
-        _gpu("a100-40gb", 42.3, 1555, 312, 19.5),
-        _gpu("a100-80gb", 85.0, 2039, 312, 19.5),
-        _gpu("h100-80gb", 85.0, 3350, 989, 67),
-        _gpu("h200-141gb", 150.1, 4800, 989, 67),
-        _gpu("b200-180gb", 191.4, 7700, 2250, 75),
+        _gpu("rtx4090-24gb", 25.2, 1008, 165, 82.6, PCIE_4, GEFORCE),
+        _gpu("rtx5090-32gb", 33.7, 1792, 209.5, 104.8, PCIE_5, GEFORCE),
+        _gpu("l40s-48gb", 47.6, 864, 362, 91.6, PCIE_4),
+        _gpu("a100-40gb-pcie", 42.3, 1555, 312, 19.5, PCIE_4),
+        _gpu("a100-40gb-sxm", 42.3, 1555, 312, 19.5, 300),
+        _gpu("a100-80gb-pcie", 85.0, 1935, 312, 19.5, PCIE_4),
+        _gpu("a100-80gb-sxm", 85.0, 2039, 312, 19.5, 300),
+        _gpu("h20-96gb", 102.6, 4000, 148, 44, 450),
+        _gpu("h800-80gb", 85.0, 3350, 989, 67, 200),
+        _gpu("h100-80gb", 85.0, 3350, 989, 67, 450),
+        _gpu("h200-141gb", 150.1, 4800, 989, 67, 450),
+        _gpu("b200-180gb", 191.4, 7700, 2250, 75, 900),
     )
 }
-"""From NVIDIA's data sheets of SXM boards. Memory is as torch reports it, a little less than on the data sheet."""
+"""From NVIDIA's data sheets; of H and B, SXM boards. Memory is as torch reports it, a little less than on the data
+sheet. NVLink's data sheets add both directions up."""
 
-CUSTOM = "memory=48,bandwidth=864,bf16=362,float32=91.6"
+CUSTOM = "memory=48,bandwidth=864,bf16=362,float32=91.6,link=32"
 """An example of a GPU given by numbers: GB (1e9 bytes), GB/s and dense TFLOP/s."""
+OPTIONAL = ("float32", "link")
+"""Numbers that may be left out: a sixteenth of `bf16`, and PCIe 4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +105,7 @@ class Utilisation:
         attention, attention_backward: flash attention and its backward pass, of the same peak.
         masked_attention, masked_attention_backward: memory-efficient attention, used with masks and in float32.
         bandwidth: operations limited by memory, of its bandwidth.
+        link: collectives between ranks, of the link's bandwidth.
         launch: seconds that the host needs to launch one kernel.
     """
 
@@ -74,11 +115,22 @@ class Utilisation:
     masked_attention: float = 0.17
     masked_attention_backward: float = 0.12
     bandwidth: float = 0.78
+    link: float = 0.8
     launch: float = 5e-6
 
 
+def known_gpu(name: str, memory: float) -> Gpu | None:
+    """The GPU whose chip, memory and, where there are several, board are those of a device that torch names so."""
+    plain = name.lower().replace(" ", "")
+    found = [
+        gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in plain and abs(gpu.memory / memory - 1) < 0.1
+    ]
+    of_board = [gpu for gpu in found if gpu.name.split("-")[-1] in plain]
+    return next(iter(of_board or found), None)
+
+
 def find_gpu(text: str) -> Gpu:
-    """The GPU of this name, or one given by numbers as in `CUSTOM`; `float32` may be left out.
+    """The GPU of this name, or one given by numbers as in `CUSTOM`; those of `OPTIONAL` may be left out.
 
     Raises:
         ConfigError: `text` is neither a known name nor numbers.
@@ -95,11 +147,12 @@ def find_gpu(text: str) -> Gpu:
         values["bandwidth"],
         values["bf16"],
         values.get("float32", values["bf16"] / 16),
+        values.get("link", PCIE_4),
     )
 
 
 def _numbers(text: str) -> Mapping[str, float]:
-    names = [entry.name for entry in fields(Gpu) if entry.name != "name"]
+    names = [entry.name for entry in fields(Gpu) if entry.name not in ("name", "headroom")]
     values: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
@@ -107,11 +160,11 @@ def _numbers(text: str) -> Mapping[str, float]:
             values[name.strip()] = float(number)
         except ValueError:
             raise ConfigError(f"--gpu {text!r}: {part!r} is not a number; write --gpu {CUSTOM}") from None
-    missing = [name for name in names if name not in values and name != "float32"]
+    missing = [name for name in names if name not in (*values, *OPTIONAL)]
     odd = [name for name in values if name not in names]
     if missing or odd or not all(0 < value < math.inf for value in values.values()):
         raise ConfigError(
             f"--gpu {text!r} needs positive numbers for memory (GB), bandwidth (GB/s) and bf16 (dense TFLOP/s), and "
-            f"optionally float32; write --gpu {CUSTOM}"
+            f"optionally float32 and link (GB/s); write --gpu {CUSTOM}"
         )
     return values

@@ -26,8 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flowcorr.errors import BackendError
 from flowcorr.plan.attention import Operator, attention
 from flowcorr.plan.autocast import dropping_copies, in_low_precision
-from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_backend import DEVICE, available, lifting_on_cpu_only, register
+from flowcorr.plan.operations import Kind, Operation
 
 _ALLOCATION = 512  # bytes: torch's CUDA allocator rounds up to multiples of this
 _FREE = frozenset(  # operations that move no data
@@ -56,8 +56,7 @@ class Section:
         copies: bytes of copies of weights in another dtype, as autocast makes them, at each of these peaks.
         flops: floating point operations of matrix products, convolutions and attention.
         moved: bytes read and written by all operations.
-        busy: seconds of the device; each operation is limited by arithmetic or by bandwidth.
-        kernels: operations launched.
+        operations: how often each operation ran.
         host_reads: values that the host waited for, by kind and place in the source.
         uploads: copies from the host, by place. On CUDA the host also waits for a copy from memory that is not pinned.
         promotions: bytes written by operations on floating-point tensors of different dtypes, by kind and place.
@@ -69,8 +68,7 @@ class Section:
     copies: dict[str, int] = field(default_factory=dict)
     flops: float = 0.0
     moved: float = 0.0
-    busy: float = 0.0
-    kernels: int = 0
+    operations: Counter[Operation] = field(default_factory=Counter)
     host_reads: Counter[tuple[str, str]] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
     promotions: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -79,6 +77,11 @@ class Section:
     def peak(self) -> int:
         return max(self.peaks.values())
 
+    @property
+    def kernels(self) -> int:
+        """Operations launched."""
+        return self.operations.total()
+
 
 class FakeDevice:
     """A context in which `fakegpu` is available and counts operations.
@@ -86,16 +89,11 @@ class FakeDevice:
     The values of its tensors are unknown. Where the host reads one, it gets `True` for a bool and 1 for a number. A
     mask selects everything, its negation `~mask` selects nothing, and `unique` finds one value.
 
-    Args:
-        gpu: the GPU whose time `Section.busy` predicts.
-        utilisation: the shares of its peak speeds that are reached.
-
     Attributes:
         attention: what computes attention from now on.
     """
 
-    def __init__(self, gpu: Gpu, utilisation: Utilisation = Utilisation()) -> None:  # noqa: B008
-        self.gpu, self.utilisation = gpu, utilisation
+    def __init__(self) -> None:
         self.attention: Operator = "torch"
         self.allocated = self.copies = 0
         self._stage = ""
@@ -206,12 +204,11 @@ class FakeDevice:
         for section in self._sections:
             section.promotions[kind, place] += size
 
-    def _run(self, flops: float, moved: float, seconds: float) -> None:
+    def _run(self, operation: Operation) -> None:
         for section in self._sections:
-            section.flops += flops
-            section.moved += moved
-            section.busy += seconds
-            section.kernels += 1
+            section.flops += operation.flops
+            section.moved += operation.moved
+            section.operations[operation] += 1
 
 
 class _Counting(TorchDispatchMode):
@@ -293,16 +290,16 @@ class _Counting(TorchDispatchMode):
     def _count(
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, outputs: list[Tensor]
     ) -> None:
-        gpu, utilisation = self.device.gpu, self.device.utilisation
         moved = sum(map(_touched, [*inputs, *outputs]))
-        seconds = moved / (gpu.bandwidth * utilisation.bandwidth)
-        flops = 0.0
+        operation = Operation(kind="memory", half=False, flops=0.0, moved=moved)
         if func.overloadpacket in flop_registry:
-            flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
-            low = next(tensor for tensor in inputs if tensor.is_floating_point()).element_size() <= 2
-            reached = _reached(func.overloadpacket.__name__, utilisation)
-            seconds = max(seconds, flops / ((gpu.bf16 if low else gpu.float32) * reached))
-        self.device._run(flops, moved, seconds)
+            operation = Operation(
+                kind=_kind(func.overloadpacket.__name__),
+                half=next(tensor for tensor in inputs if tensor.is_floating_point()).element_size() <= 2,
+                flops=flop_registry[func.overloadpacket](*args, **kwargs, out_val=out),
+                moved=moved,
+            )
+        self.device._run(operation)
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Any]:
@@ -337,13 +334,12 @@ def _attention_of(device: FakeDevice) -> Iterator[None]:
         functional.scaled_dot_product_attention = of_torch
 
 
-def _reached(name: str, utilisation: Utilisation) -> float:
-    backward = "_backward" if "backward" in name else ""
+def _kind(name: str) -> Kind:
     if "flash" in name:
-        return getattr(utilisation, f"attention{backward}")
+        return "attention_backward" if "backward" in name else "attention"
     if "efficient" in name:
-        return getattr(utilisation, f"masked_attention{backward}")
-    return utilisation.matmul
+        return "masked_attention_backward" if "backward" in name else "masked_attention"
+    return "matmul"
 
 
 def _touched(tensor: Tensor) -> int:

@@ -9,8 +9,6 @@ from flowcorr.models import DTYPES
 from flowcorr.plan.training import Training, Work
 from flowcorr.rollout.base import actor_dtype, shards_weights
 
-LINK_BANDWIDTH = 25e9
-"""Bytes a second between two ranks, by PCIe; NVLink is faster."""
 FORWARD, BACKWARD = 3, 2
 """Parts that are gathered at once: one computes while the next one arrives. A forward pass also copies the next one."""
 
@@ -60,10 +58,14 @@ def sharded(training: Training, config: Config, ranks: int) -> Training:
 def _part(work: Work, share: float) -> Work:
     """`work` on a share of the data, with as many kernels."""
     peaks = {stage: peak * share for stage, peak in work.peaks.items()}
-    return replace(work, peaks=peaks, moved=work.moved * share, busy=work.busy * share)
+    operations = {
+        operation._replace(flops=operation.flops * share, moved=operation.moved * share): count
+        for operation, count in work.operations.items()
+    }
+    return replace(work, peaks=peaks, moved=work.moved * share, operations=operations)
 
 
 def _moving(work: Work, more: float, sent: float) -> Work:
-    """`work` with `more` bytes at its peaks, at least as long as sending `sent` bytes to the other ranks takes."""
+    """`work` with `more` bytes at its peaks, while each rank sends `sent` bytes to the others."""
     peaks = {stage: peak + more for stage, peak in work.peaks.items()}
-    return replace(work, peaks=peaks, busy=max(work.busy, sent / LINK_BANDWIDTH))
+    return replace(work, peaks=peaks, sent=sent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -24,8 +25,10 @@ from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES, ModelFamily, check_attention
 from flowcorr.models.base import repeated_blocks
 from flowcorr.plan.attention import operator_of
+from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.fake_device import FakeDevice, Section
+from flowcorr.plan.operations import Operation, Operations, busy_seconds
 from flowcorr.plan.pipelines import Architecture, build_family
 from flowcorr.plan.text_inputs import text_inputs
 from flowcorr.records import ActorBatch, Rollout, Window
@@ -46,16 +49,20 @@ class Work:
         copies: bytes of autocast's copies of weights at each of these peaks.
         flops: floating point operations of matrix products, convolutions and attention.
         moved: bytes read and written.
-        busy: seconds of the device, without launch overhead.
+        operations: how often each operation runs, on the rows of one forward pass.
         kernels: operations launched.
+        sent: bytes that each rank sends to the others meanwhile.
+        copying: seconds of copies to and from the host that the device waits for.
     """
 
     peaks: Mapping[str, float]
     flops: float
     moved: float
-    busy: float
+    operations: Operations
     kernels: float
     copies: Mapping[str, float] = field(default_factory=dict)
+    sent: float = 0.0
+    copying: float = 0.0
 
     @classmethod
     def of(cls, section: Section, before: float | None = None) -> Work:
@@ -65,7 +72,7 @@ class Work:
             peaks={stage: peak - before for stage, peak in section.peaks.items()},
             flops=section.flops,
             moved=section.moved,
-            busy=section.busy,
+            operations=section.operations,
             kernels=section.kernels,
             copies=section.copies,
         )
@@ -79,6 +86,17 @@ class Work:
         """Bytes of autocast's copies of weights at the highest peak."""
         return self.copies.get(max(self.peaks, key=lambda stage: self.peaks[stage], default=""), 0.0)
 
+    def seconds(self, gpu: Gpu, utilisation: Utilisation, link: float = math.inf) -> float:
+        """The time on a GPU.
+
+        Args:
+            gpu: the device.
+            utilisation: the shares of its peak speeds that are reached.
+            link: bytes a second to the other ranks, which all receive at the same time.
+        """
+        busy = busy_seconds(self.operations, gpu, utilisation)
+        return max(busy, self.kernels * utilisation.launch, self.sent / link) + self.copying
+
     def times(self, count: float) -> Work:
         """This work `count` times in turn; the peak stays the same."""
         return replace(_plus(self, self, count - 1), peaks=self.peaks, copies=self.copies)
@@ -86,6 +104,9 @@ class Work:
     def then(self, other: Work) -> Work:
         """This work, then `other`; the peak is the higher one."""
         return replace(_plus(self, other, 1), peaks={"": max(self.peak, other.peak)}, copies={})
+
+
+NOTHING = Work(peaks={}, flops=0, moved=0, operations={}, kernels=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +123,7 @@ class Training:
         moments: bytes of the optimizer's state.
         sample: bytes of one sample in the batch of an update.
         recompute: recomputing the old log-probs of one micro-batch.
+        unadapted: the same without the adapter, as an engine with merged weights computes.
         backward: forward and backward pass of one micro-batch; its peak includes gradients, not weights and moments.
         step: the optimizer's step; its peak includes the same.
         moments_8bit, step_8bit: `moments` and `step` with `actor.optimizer: adamw_8bit`. They are computed, not
@@ -117,6 +139,7 @@ class Training:
     moments: float
     sample: float
     recompute: Work
+    unadapted: Work
     backward: Work
     step: Work
     moments_8bit: float
@@ -131,32 +154,34 @@ class Training:
         return replace(self, moments=self.moments_8bit, step=self.step_8bit)
 
 
-Numbers = TypeVar("Numbers", Work, Training)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """Forward passes of one micro-batch, and the bytes of the weights, with the adapter."""
+
+    weights: float
+    work: Work
 
 
-def measure_training(
-    config: Config, architecture: Architecture, new_device: Callable[[], FakeDevice]
-) -> Training:
+Numbers = TypeVar("Numbers", Work, Training, Scoring)
+
+
+def measure_training(config: Config, architecture: Architecture) -> Training:
     """Measure the training of transformers with few blocks, and extrapolate it to the real depth.
 
     Args:
         config: the run's configuration, of one rank.
         architecture: the pipeline's configurations.
-        new_device: makes a fake device.
     """
-    return _extrapolated(measure_blocks, config, architecture, new_device)
+    return _extrapolated(measure_blocks, config, architecture)
 
 
-def measure_scoring(config: Config, architecture: Architecture, new_device: Callable[[], FakeDevice]) -> Work:
+def measure_scoring(config: Config, architecture: Architecture) -> Scoring:
     """Measure recomputing the old log-probs of one micro-batch; for the arguments see `measure_training`."""
-    return _extrapolated(_score_blocks, config, architecture, new_device)
+    return _extrapolated(_score_blocks, config, architecture)
 
 
 def _extrapolated(
-    measure: Callable[[Config, Architecture, FakeDevice], Numbers],
-    config: Config,
-    architecture: Architecture,
-    new_device: Callable[[], FakeDevice],
+    measure: Callable[[Config, Architecture], Numbers], config: Config, architecture: Architecture
 ) -> Numbers:
     """The numbers that `measure` gives for few blocks, extrapolated linearly to the real depth.
 
@@ -167,7 +192,7 @@ def _extrapolated(
     shallow = {kind: SHALLOW if depth > FEW else depth for kind, depth in full.items()}
 
     def at(depths: Mapping[str, int]) -> Numbers:
-        return measure(config, architecture.with_depths(depths), new_device())
+        return measure(config, architecture.with_depths(depths))
 
     result = base = at(shallow)
     for kind, depth in full.items():
@@ -178,27 +203,32 @@ def _extrapolated(
     return result
 
 
-def _score_blocks(config: Config, architecture: Architecture, device: FakeDevice) -> Work:
+def _score_blocks(config: Config, architecture: Architecture) -> Scoring:
     config = one_optimizer_step(config)
     assert config.actor.micro_batch_size is not None, "`one_optimizer_step` has set it"
-    with device:
+    with FakeDevice() as device:
         family, actor = load_actor(config, architecture, device)
         batch = actor_batch(config, architecture, family, config.actor.micro_batch_size)
         with device.section() as section:
             recompute_log_probs(actor, batch)
-    return Work.of(section)
+    tensors = [*family.transformer.parameters(), *family.transformer.buffers()]
+    return Scoring(weights=sum(tensor.nbytes for tensor in tensors), work=Work.of(section))
 
 
-def measure_blocks(config: Config, architecture: Architecture, device: FakeDevice) -> Training:
+def measure_blocks(config: Config, architecture: Architecture) -> Training:
     """Measure a transformer as it is, with all its blocks."""
     config = one_optimizer_step(config)
     micro_batch = config.actor.micro_batch_size
     assert micro_batch is not None, "`one_optimizer_step` has set it"
-    with device:
+    with FakeDevice() as device:
         family, actor = load_actor(config, architecture, device)
         batch = actor_batch(config, architecture, family, 2 * micro_batch)
         with device.section() as recompute:
             recompute_log_probs(actor, batch.select(slice(0, micro_batch)))
+        unadapted = recompute
+        if config.model.lora.rank:
+            with _without_adapter(family.transformer), device.section() as unadapted:
+                recompute_log_probs(actor, batch.select(slice(0, micro_batch)))
         before = device.allocated
         with _split_at_optimizer(device) as (backward, step):
             update(actor, batch)
@@ -217,10 +247,11 @@ def measure_blocks(config: Config, architecture: Architecture, device: FakeDevic
         moments=moments,
         sample=_bytes(batch) / batch.rollout.num_samples + prompt / config.rollout.n,
         recompute=Work.of(recompute),
+        unadapted=Work.of(unadapted),
         backward=Work.of(backward, before).times(1 / 2),
         step=Work.of(step, before + moments),
         moments_8bit=sum(map(_moments_8bit, trained)),
-        step_8bit=_step_8bit(trained, gradients, device),
+        step_8bit=_step_8bit(trained, gradients),
     )
 
 
@@ -339,6 +370,15 @@ def one_optimizer_step(config: Config) -> Config:
 
 
 @contextlib.contextmanager
+def _without_adapter(transformer: Any) -> Iterator[None]:
+    transformer.disable_adapters()
+    try:
+        yield
+    finally:
+        transformer.enable_adapters()
+
+
+@contextlib.contextmanager
 def _split_at_optimizer(device: FakeDevice) -> Iterator[tuple[Section, Section]]:
     """Two sections: up to `optimizer.step()`, and that step."""
     backward, stepping = Section(), Section()
@@ -365,11 +405,11 @@ def _moments_8bit(weight: torch.Tensor) -> float:
     return 2 * (4 * numbers if numbers < SMALLEST else numbers + 4 * math.ceil(numbers / BLOCK))
 
 
-def _step_8bit(trained: Sequence[torch.Tensor], gradients: float, device: FakeDevice) -> Work:
+def _step_8bit(trained: Sequence[torch.Tensor], gradients: float) -> Work:
     """A step with 8-bit moments: a kernel for each weight reads its gradient, and replaces weight and moments."""
-    moved = sum(3.0 * weight.nbytes + 2 * _moments_8bit(weight) for weight in trained)
-    busy = moved / (device.gpu.bandwidth * device.utilisation.bandwidth)
-    return Work(peaks={"": gradients}, flops=0, moved=moved, busy=busy, kernels=len(trained))
+    moved = [3.0 * weight.nbytes + 2 * _moments_8bit(weight) for weight in trained]
+    operations = Counter(Operation(kind="memory", half=False, flops=0.0, moved=size) for size in moved)
+    return Work(peaks={"": gradients}, flops=0, moved=sum(moved), operations=operations, kernels=len(trained))
 
 
 def _largest_part(transformer: Any) -> int:
@@ -393,6 +433,10 @@ def _plus(one: Numbers, other: Numbers, times: float) -> Numbers:
         left, right = getattr(one, entry.name), getattr(other, entry.name)
         if isinstance(left, Work):
             total[entry.name] = _plus(left, right, times)
+        elif entry.name == "operations":
+            total[entry.name] = {
+                key: left.get(key, 0.0) + times * right.get(key, 0.0) for key in {**left, **right}
+            }
         elif isinstance(left, Mapping):
             total[entry.name] = {key: left[key] + times * right[key] for key in left.keys() & right.keys()}
         else:

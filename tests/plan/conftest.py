@@ -5,15 +5,22 @@ from typing import Any
 
 import pytest
 
-from flowcorr.plan.devices import GPUS
+from flowcorr.config import load
 from flowcorr.plan.fake_device import FakeDevice
+from flowcorr.plan.traces import Traces, trace
 
 SIZE = {"height": 32, "width": 64}
 
 
 @pytest.fixture
 def new_device() -> Callable[[], FakeDevice]:
-    return lambda: FakeDevice(GPUS["h100-80gb"])
+    return FakeDevice
+
+
+@pytest.fixture(scope="session")
+def traces() -> Traces:
+    """Of `tiny_jpeg_lora`, which trains an adapter on 8 prompts of 12 images."""
+    return trace(load("tiny_jpeg_lora"))
 
 
 @pytest.fixture(scope="session")

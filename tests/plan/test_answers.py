@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from flowcorr.plan.answers import MARGIN, Memory, Phase, Plan, duration, gigabytes, summary
+from flowcorr.plan.answers import MARGIN, Memory, Merging, Phase, Plan, duration, gigabytes, summary
 from flowcorr.plan.devices import GPUS, Utilisation
+from flowcorr.plan.engine import ADAPTED
 
 GB = 1e9
 H100 = GPUS["h100-80gb"]
@@ -104,6 +105,28 @@ def test_bypass_mode_saves_the_recompute_pass():
     assert (plan.seconds(), plan.seconds("recompute", "update")) == (40.0, 20.0)
     assert plan.answers()[-1].endswith("would save the recompute pass: 5 s of a step of 40 s.")
     assert replace(plan, bypass=True).answers()[-1] == "Bypass mode has no recompute pass: a step of 40 s."
+
+
+def test_overlapping_sides_take_as_long_as_the_longer_one():
+    sampling = Phase.within_tolerance(name="sample", where="engine", peak=1 * GB, seconds=60.0)
+    training = Phase.within_tolerance(name="update", where="trainer", peak=1 * GB, seconds=40.0)
+    alternating = plan_of(phases=(sampling, training))
+    assert (alternating.seconds(), alternating.band) == (100.0, (75.0, 125.0))
+    overlapping = replace(alternating, overlaps=True)
+    assert (overlapping.seconds(), overlapping.band) == (60.0, (45.0, 75.0))
+    assert overlapping.seconds("update") == 40.0
+    assert "the longer of the two" in overlapping.answers()[-2]
+
+
+def test_the_engines_speed_and_what_merging_saves_are_said():
+    plan = plan_of(engine=10 * GB)
+    engine = replace(plan, engine=ADAPTED, merging=Merging(sampling=120.0, sync=3.0)).answers()
+    assert engine[-3].startswith(
+        "The engine (compiled, with adapters) samples at 41% of the peak, 24% to 48%:"
+    )
+    assert "would save 120 s of sampling and add 3 s to the sync" in engine[-2]
+    assert "an early adapter may vanish" in engine[-2]
+    assert not any("merged" in answer for answer in plan.answers())
 
 
 def test_a_plan_survives_json():

@@ -8,7 +8,9 @@ from torch.nn import functional
 
 from flowcorr.errors import ConfigError
 from flowcorr.plan.attention import operator_of
+from flowcorr.plan.devices import GPUS, Utilisation
 from flowcorr.plan.fake_backend import DEVICE
+from flowcorr.plan.operations import busy_seconds
 from flowcorr.plan.pipelines import find_architecture
 from flowcorr.plan.training import load_actor, one_optimizer_step
 
@@ -31,7 +33,9 @@ def masked(device, operator):
 
 def test_a_mask_costs_time_by_torchs_choice_and_none_by_a_kernel_for_masks(new_device):
     sections = {name: masked(new_device(), name) for name in ("torch", "efficient", "flash")}
-    assert sections["torch"].busy == sections["efficient"].busy > 1.5 * sections["flash"].busy
+    gpu, utilisation = GPUS["h100-80gb"], Utilisation()
+    seconds = {name: busy_seconds(section.operations, gpu, utilisation) for name, section in sections.items()}
+    assert seconds["torch"] == seconds["efficient"] > 1.5 * seconds["flash"]
 
 
 def test_matrix_products_store_the_scores(new_device):

@@ -11,6 +11,7 @@ from flowcorr.config.schema import LoraConfig
 from flowcorr.plan.devices import GPUS, Utilisation
 from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.fake_device import FakeDevice
+from flowcorr.plan.operations import busy_seconds
 from flowcorr.plan.pipelines import find_architecture
 from flowcorr.plan.training import (
     actor_batch,
@@ -100,12 +101,13 @@ def test_gradients_have_the_dtype_of_their_weights(new_device):
 
 def test_products_take_the_time_of_bfloat16():
     gpu = replace(GPUS["h100-80gb"], bandwidth=1e30)
-    with FakeDevice(gpu, Utilisation()) as device:
+    with FakeDevice() as device:
         layer, inputs = layer_of(), torch.ones(8, WIDTH, device=DEVICE)
         with device.section() as section, autocast():
             layer(inputs)
     assert section.flops == 2 * 8 * WIDTH**2
-    assert section.busy == pytest.approx(section.flops / (gpu.bf16 * Utilisation().matmul))
+    busy = busy_seconds(section.operations, gpu, Utilisation())
+    assert busy == pytest.approx(section.flops / (gpu.bf16 * Utilisation().matmul))
 
 
 def full_fine_tuning(make_config, **actor):
@@ -137,7 +139,6 @@ def test_an_update_computes_as_much_with_fewer_activations(make_config, new_devi
         measure_blocks(
             full_fine_tuning(make_config, autocast=on, gradient_checkpointing=checkpointing),
             architecture,
-            new_device(),
         )
         for on in (True, False)
     )
@@ -155,9 +156,9 @@ def test_few_blocks_tell_the_copies_of_all(make_config, new_device):
     """The copies add up over the depth, so with more blocks the peak moves from the backward to the forward pass."""
     config = full_fine_tuning(make_config, autocast=True, gradient_checkpointing=True)
     architecture = find_architecture("tiny_ocr").with_depths({"num_layers": 6})
-    extrapolated = measure_training(config, architecture, new_device)
-    whole = measure_blocks(config, architecture, new_device())
+    extrapolated = measure_training(config, architecture)
+    whole = measure_blocks(config, architecture)
     assert extrapolated.backward.peak == pytest.approx(whole.backward.peak, rel=1e-3)
     assert extrapolated.backward.copied == pytest.approx(whole.backward.copied, rel=1e-3)
-    scored = measure_scoring(config, architecture, new_device)
-    assert scored.peak == pytest.approx(whole.recompute.peak, rel=1e-3)
+    scored = measure_scoring(config, architecture)
+    assert scored.work.peak == pytest.approx(whole.recompute.peak, rel=1e-3)

@@ -50,10 +50,10 @@ def on_ranks(autocast):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_two_ranks_allocate_what_was_predicted(autocast, two_ranks, new_device):
+def test_two_ranks_allocate_what_was_predicted(autocast, two_ranks):
     actor = {**SECTIONS["actor"], "autocast": autocast}
     config = small_config(**{**SECTIONS, "actor": actor})
-    whole = measure_blocks(computed(config, RANKS), find_architecture("tiny_ocr"), new_device())
+    whole = measure_blocks(computed(config, RANKS), find_architecture("tiny_ocr"))
     predicted = sharded(whole, config, RANKS)
     got = two_ranks.call(on_ranks, autocast)[0]
     assert predicted.weights == pytest.approx(got["weights"], rel=0.05)

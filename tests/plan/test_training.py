@@ -7,6 +7,8 @@ import torch
 
 from flowcorr.config import load
 from flowcorr.config.schema import LoraConfig
+from flowcorr.plan.devices import GPUS, Utilisation
+from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import find_architecture
 from flowcorr.plan.training import measure_blocks, measure_training, one_optimizer_step
 from tests.plan.allocation import allocated
@@ -17,32 +19,32 @@ pytestmark = pytest.mark.fake_device
 SMALL = {"actor": {"micro_batch_size": 4, "mini_batches": 1}, "rollout": {"prompts_per_step": 2, "n": 4}}
 
 
-def check_extrapolation(config, architecture, new_device):
-    extrapolated = measure_training(config, architecture, new_device)
-    whole = measure_blocks(config, architecture, new_device())
+def check_extrapolation(config, architecture):
+    extrapolated = measure_training(config, architecture)
+    whole = measure_blocks(config, architecture)
     for name in ("transformer", "adapter", "gradients", "moments", "moments_8bit", "sample"):
         assert getattr(extrapolated, name) == pytest.approx(getattr(whole, name), rel=1e-6)
     for name in ("recompute", "backward", "step", "step_8bit"):
-        for quantity in ("peak", "flops", "moved", "busy", "kernels"):
-            expected = getattr(getattr(whole, name), quantity)
-            assert getattr(getattr(extrapolated, name), quantity) == pytest.approx(expected, rel=1e-3)
+        few, all_blocks = getattr(extrapolated, name), getattr(whole, name)
+        for quantity in ("peak", "flops", "moved", "kernels"):
+            assert getattr(few, quantity) == pytest.approx(getattr(all_blocks, quantity), rel=1e-3)
+        expected = all_blocks.seconds(GPUS["h100-80gb"], Utilisation())
+        assert few.seconds(GPUS["h100-80gb"], Utilisation()) == pytest.approx(expected, rel=1e-3)
 
 
-def test_few_blocks_extrapolate_to_all_of_them(make_config, new_device):
-    check_extrapolation(
-        make_config(**SMALL), find_architecture("tiny_ocr").with_depths({"num_layers": 6}), new_device
-    )
+def test_few_blocks_extrapolate_to_all_of_them(make_config):
+    check_extrapolation(make_config(**SMALL), find_architecture("tiny_ocr").with_depths({"num_layers": 6}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", ["sd35_medium_ocr_lora", "flux_dev_pickscore_lora", "z_image_pickscore_lora"]
 )
-def test_two_kinds_of_blocks_extrapolate_to_all_of_them(recipe, new_device):
+def test_two_kinds_of_blocks_extrapolate_to_all_of_them(recipe):
     config = load(recipe)
     architecture = find_architecture(config.model.path)
     architecture = architecture.with_depths(dict.fromkeys(architecture.depths, 5))
-    check_extrapolation(config, architecture, new_device)
+    check_extrapolation(config, architecture)
 
 
 WHOLE = {  # GB: weights with adapter, peaks of recompute and of the first update
@@ -54,10 +56,10 @@ WHOLE = {  # GB: weights with adapter, peaks of recompute and of the first updat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", WHOLE)
-def test_few_blocks_of_real_models_tell_what_whole_models_were_measured_to_need(recipe, new_device):
+def test_few_blocks_of_real_models_tell_what_whole_models_were_measured_to_need(recipe):
     """`measure_blocks` of all blocks: before the optimizer's state, and without older gradients."""
     config = load(recipe)
-    training = measure_training(config, find_architecture(config.model.path), new_device)
+    training = measure_training(config, find_architecture(config.model.path))
     vae = 0.254e9 if "qwen" in recipe else 0.168e9
     loaded = training.weights + vae + (training.gradients if config.actor.ema else 0)
     peaks = (loaded, loaded + training.recompute.peak, loaded + training.backward.peak - training.gradients)
@@ -67,14 +69,14 @@ def test_few_blocks_of_real_models_tell_what_whole_models_were_measured_to_need(
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_memory_is_what_torch_allocates_for_the_embedded_model(
-    make_config, make_run, new_device, tmp_path, checkpointing, autocast
+    make_config, make_run, tmp_path, checkpointing, autocast
 ):
     sections = {
         **SMALL,
         "actor": {**SMALL["actor"], "gradient_checkpointing": checkpointing, "autocast": autocast},
         "model": {"path": "tiny_ocr", "lora": no_adapter() if autocast else LoraConfig()},
     }
-    training = measure_blocks(make_config(**sections), find_architecture("tiny_ocr"), new_device())
+    training = measure_blocks(make_config(**sections), find_architecture("tiny_ocr"))
     run = make_run(**sections)
     batch = run.batch()
     one = batch.rollout.select(slice(0, 4))
@@ -91,28 +93,26 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     assert training.gradients == sum(parameter.nbytes for parameter in run.actor.weights.parameters.values())
 
 
-def test_a_micro_batch_of_another_size_needs_what_one_predicts_for_it(make_config, new_device):
+def test_a_micro_batch_of_another_size_needs_what_one_predicts_for_it(make_config):
     config, architecture = make_config(**SMALL), find_architecture("tiny_ocr")
-    four = measure_blocks(config, architecture, new_device())
-    eight = measure_blocks(
-        replace(config, actor=replace(config.actor, micro_batch_size=8)), architecture, new_device()
-    )
+    four = measure_blocks(config, architecture)
+    eight = measure_blocks(replace(config, actor=replace(config.actor, micro_batch_size=8)), architecture)
     predicted = four.gradients + 2 * (four.backward.peak - four.gradients)
     assert eight.backward.peak == pytest.approx(predicted, rel=0.03)
 
 
-def test_full_fine_tuning_holds_gradients_and_moments_of_all_weights(make_config, new_device):
+def test_full_fine_tuning_holds_gradients_and_moments_of_all_weights(make_config):
     config = make_config(**SMALL, model={"path": "tiny_ocr", "lora": no_adapter()})
-    training = measure_blocks(config, find_architecture("tiny_ocr"), new_device())
+    training = measure_blocks(config, find_architecture("tiny_ocr"))
     assert training.adapter == 0
     assert training.moments == pytest.approx(2 * training.gradients, rel=0.01)
     assert 0.95 < training.gradients / training.transformer <= 1  # buffers are not trained
 
 
-def test_moments_in_8_bits_take_what_bitsandbytes_allocates(make_config, make_run, new_device):
+def test_moments_in_8_bits_take_what_bitsandbytes_allocates(make_config, make_run):
     pytest.importorskip("bitsandbytes")
     model = {"path": "tiny_ocr", "max_sequence_length": 8, "lora": no_adapter()}
-    training = measure_blocks(make_config(**SMALL, model=model), find_architecture("tiny_ocr"), new_device())
+    training = measure_blocks(make_config(**SMALL, model=model), find_architecture("tiny_ocr"))
     sections = {**SMALL, "actor": {**SMALL["actor"], "optimizer": "adamw_8bit"}}
     run = make_run(**sections, model=model)
     run.actor.update(run.batch(), None, training_step=1)
@@ -139,8 +139,8 @@ def no_adapter():
     return LoraConfig(rank=0)
 
 
-def test_the_fake_device_leaves_the_real_cpu_alone(new_device):
-    with new_device():
+def test_the_fake_device_leaves_the_real_cpu_alone():
+    with FakeDevice():
         pass
     weight = torch.nn.Parameter(torch.ones(3))
     weight.square().sum().backward()

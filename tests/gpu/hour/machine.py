@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from flowcorr.devices import free_memory
-from flowcorr.plan.devices import GPUS, Utilisation
+from flowcorr.plan.devices import PCIE_4, Utilisation, known_gpu
 from tests.gpu.hour import meter
 from tests.gpu.hour.parts import Hour
 
@@ -39,14 +39,15 @@ def measure(hour: Hour) -> None:
     size = 256 if hour.tiny else 8192
     bf16 = _product(device, size, torch.bfloat16)
     float32 = _product(device, size // 2, torch.float32)
-    known = _data_sheet(name, memory)
+    known = known_gpu(name, memory)
     if known is None:
         sheet = {"bandwidth": bandwidth / assumed.bandwidth, "bf16": bf16 / assumed.matmul}
         sheet["float32"] = float32 / assumed.matmul
+        sheet["link"] = PCIE_4 * 1e9
     else:
-        sheet = {key: getattr(GPUS[known], key) for key in ("bandwidth", "bf16", "float32")}
-        hour.row("known to flowcorr plan as", known)
-    hour.fact("gpu", {"name": known or name, "memory": memory, **sheet})
+        sheet = {key: getattr(known, key) for key in ("bandwidth", "bf16", "float32", "link", "headroom")}
+        hour.row("known to flowcorr plan as", known.name)
+    hour.fact("gpu", {"name": name if known is None else known.name, "memory": memory, **sheet})
 
     hour.row(
         "bandwidth",
@@ -114,15 +115,6 @@ def _attention(device: torch.device, masked: bool, *, tokens: int) -> tuple[floa
     ahead = meter.seconds(device, forward)
     both = meter.seconds(device, lambda: forward().sum().backward())
     return work / ahead, 2.5 * work / max(both - ahead, 1e-9)
-
-
-def _data_sheet(name: str, memory: float) -> str | None:
-    """The device of `flowcorr plan` whose chip and memory are those of this one."""
-    plain = name.lower().replace(" ", "")
-    for known, gpu in GPUS.items():
-        if known.split("-")[0] in plain and abs(gpu.memory / memory - 1) < 0.1:
-            return known
-    return None
 
 
 def _versions() -> list[str]:

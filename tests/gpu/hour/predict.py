@@ -38,7 +38,7 @@ def measure(hour: Hour) -> None:
         architecture = find_architecture(config.model.path)
         for share in SHARES:
             depths = {kind: max(1, round(share * depth)) for kind, depth in architecture.depths.items()}
-            training = measure_training(config, architecture.with_depths(depths), lambda: FakeDevice(gpu))
+            training = measure_training(config, architecture.with_depths(depths))
             work = max(training.recompute.peak, training.backward.peak, training.step.peak)
             needed = training.weights + training.moments + work
             if MARGIN * needed <= gpu.memory:
@@ -61,11 +61,8 @@ def _encoding(config: Config, gpu: Gpu) -> dict[str, dict[str, float]]:
     inputs = encoded_text(config, architecture)
     found = {}
     for name, offloaded in (("here", False), ("offloaded", True)):
-        device = FakeDevice(gpu)
-        work = measure_text_encoders(
-            config, architecture, inputs, device, prompts=ENCODED, offloaded=offloaded
-        ).work
-        found[name] = {"peak": work.peak, "seconds": _seconds(work)}
+        work = measure_text_encoders(config, architecture, inputs, prompts=ENCODED, offloaded=offloaded).work
+        found[name] = {"peak": work.peak, "seconds": _seconds(work, gpu)}
     return found
 
 
@@ -73,7 +70,7 @@ def _numbers(config: Config, architecture: Architecture, training: Training, gpu
     micro_batch = config.actor.micro_batch_size
     assert micro_batch is not None
     shallow = architecture.with_depths({kind: min(depth, 2) for kind, depth in architecture.depths.items()})
-    with FakeDevice(gpu) as device:
+    with FakeDevice() as device:
         family, actor = load_actor(config, shallow, device)
         batch = actor_batch(config, shallow, family, 2 * micro_batch)
         with device.section() as recomputed:
@@ -82,22 +79,22 @@ def _numbers(config: Config, architecture: Architecture, training: Training, gpu
             update(actor, batch)
     # Decoding in the dtype that the VAE is loaded in here.
     decoding = replace(config, rollout=replace(config.rollout, dtype=config.model.dtype))
-    decoder = measure_decoder(decoding, architecture, FakeDevice(gpu), images=micro_batch)
+    decoder = measure_decoder(decoding, architecture, images=micro_batch)
     return {
         "micro_batch": micro_batch,
         "dtype": DTYPES[config.model.dtype].itemsize,
         "weights": training.weights,
         "moments": training.moments,
         "recompute_peak": training.recompute.peak,
-        "recompute_seconds": _seconds(training.recompute),
+        "recompute_seconds": _seconds(training.recompute, gpu),
         "update_peak": max(training.backward.peak, training.step.peak),
-        "update_seconds": 2 * _seconds(training.backward) + _seconds(training.step),
+        "update_seconds": 2 * _seconds(training.backward, gpu) + _seconds(training.step, gpu),
         "decode_peak": decoder.work.peak,
-        "decode_seconds": _seconds(decoder.work),
+        "decode_seconds": _seconds(decoder.work, gpu),
         "recompute_reads": recomputed.host_reads.total() + recomputed.uploads.total(),
         "update_reads": updated.host_reads.total() + updated.uploads.total(),
     }
 
 
-def _seconds(work: Work) -> float:
-    return max(work.busy, work.kernels * Utilisation().launch)
+def _seconds(work: Work, gpu: Gpu) -> float:
+    return work.seconds(gpu, Utilisation())

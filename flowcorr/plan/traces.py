@@ -1,0 +1,121 @@
+"""Traces a run's parts on the fake device. One trace serves every GPU and every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flowcorr.config.schema import Config
+from flowcorr.data import load_prompts
+from flowcorr.models import DTYPES
+from flowcorr.models.prompt_cache import MAX_BYTES, chunk_size
+from flowcorr.plan.components import Component, measure_clip, measure_decoder, measure_text_encoders
+from flowcorr.plan.pipelines import Architecture, family_class, find_architecture
+from flowcorr.plan.sharding import computed
+from flowcorr.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
+from flowcorr.plan.training import (
+    Scoring,
+    Training,
+    Work,
+    measure_scoring,
+    measure_training,
+    one_optimizer_step,
+)
+from flowcorr.rollout.vllm_omni.options import WITHOUT_QUANTIZATION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traces:
+    """What the parts of a run do, whatever computes them.
+
+    Attributes:
+        training: the transformer's training, of a whole copy of the weights.
+        micro_batch: samples of the traced micro-batch.
+        adapted_pass, plain_pass: forward passes in the engine's precision, on all SDE steps of one micro-batch, with
+            the adapter and without.
+        text: the text encoders.
+        offloaded_text: the text encoders under `model.offload_text_encoders`.
+        decoder: the VAE's decoder.
+        rewards: the rewards that are models on the GPU.
+        prompts: number of prompts of the whole data set, the negative prompt included.
+        quantizable: whether vllm-omni can quantize the transformer.
+        text_fits: whether all prompts are encoded before training; otherwise each step encodes its own.
+    """
+
+    training: Training
+    micro_batch: int
+    adapted_pass: Work
+    plain_pass: Work
+    text: Component
+    offloaded_text: Component
+    decoder: Component
+    rewards: Sequence[Component]
+    prompts: int
+    quantizable: bool
+    text_fits: bool
+
+
+def trace(config: Config, ranks: int = 1) -> Traces:
+    """Trace a run. Only configurations and prompts are loaded.
+
+    Args:
+        config: the run's configuration.
+        ranks: training ranks that share a step's prompts.
+
+    Raises:
+        ConfigError: the model's configurations, or the prompts, cannot be read.
+    """
+    architecture = find_architecture(config.model.path)
+    family = family_class(architecture, config.model)
+    data = load_prompts(config.data)
+    texts = {prompt.text for prompt in (*data.train, *data.heldout)}
+    encoded = encoder_inputs(architecture, family, config, texts)
+    chunk = chunk_size(config.model.max_sequence_length)
+    config = with_longest_prompt(config, family, texts)
+    inputs = text_inputs(architecture, family, config)
+    groups = -(-config.rollout.prompts_per_step // ranks)
+    config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
+    micro_batch = one_optimizer_step(config).actor.micro_batch_size
+    assert micro_batch is not None, "`one_optimizer_step` has set it"
+    terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement != "ray" else ()
+    trained = computed(config, ranks)
+    training = measure_training(trained, architecture)
+    text, offloaded_text = (
+        measure_text_encoders(
+            config, architecture, encoded, prompts=min(len(texts), chunk), offloaded=offloaded
+        )
+        for offloaded in (False, True)
+    )
+    adapted_pass, plain_pass = _engine_passes(trained, training, architecture)
+    return Traces(
+        training=training,
+        micro_batch=micro_batch,
+        adapted_pass=adapted_pass,
+        plain_pass=plain_pass,
+        text=text,
+        offloaded_text=offloaded_text,
+        decoder=measure_decoder(config, architecture, images=groups * config.rollout.n),
+        rewards=[reward for term in terms if (reward := measure_clip(term)) is not None],
+        prompts=len(texts) + inputs.negative,
+        quantizable=family.name not in WITHOUT_QUANTIZATION,
+        text_fits=len(texts) * inputs.nbytes(DTYPES[config.model.dtype]) <= MAX_BYTES,
+    )
+
+
+def engine_scoring(config: Config, architecture: Architecture) -> Scoring:
+    """A forward pass as an engine without adapters computes it: in `rollout.dtype`, without autocast."""
+    model = replace(config.model, dtype=config.rollout.dtype, lora=replace(config.model.lora, rank=0))
+    plain = replace(config, model=model, actor=replace(config.actor, autocast=False))
+    return measure_scoring(plain, architecture)
+
+
+def _engine_passes(config: Config, training: Training, architecture: Architecture) -> tuple[Work, Work]:
+    """Forward passes of the engine with and without the adapter: often as the recompute pass does."""
+    if config.model.dtype == config.rollout.dtype and not config.actor.autocast:
+        return training.recompute, training.unadapted
+    plain = engine_scoring(config, architecture).work
+    if not config.model.lora.rank:
+        return plain, plain
+    model = replace(config.model, dtype=config.rollout.dtype)
+    adapted = replace(config, model=model, actor=replace(config.actor, autocast=False))
+    return measure_scoring(adapted, architecture).work, plain
