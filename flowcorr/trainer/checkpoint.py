@@ -107,12 +107,12 @@ def load(folder: Path) -> TrainingState:
         FormatError: it has another format.
         CheckpointError: a file is missing, truncated or altered.
     """
-    for name in (_TENSORS, _FACTS, MANIFEST):
-        if not (folder / name).is_file():  # reading a pipe would wait for its writer
-            raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {name} is no file")
     try:
+        _check_file(folder, _FACTS)
         facts = json.loads((folder / _FACTS).read_text())
-        _check_format(folder, facts.pop("format", None))
+        _check_format(folder, facts.pop("format", None))  # first: another format may have other files
+        for name in (_TENSORS, MANIFEST):
+            _check_file(folder, name)
         digests = json.loads((folder / MANIFEST).read_text())
         for name, digest in {_TENSORS: None, _FACTS: None, **digests}.items():
             if _digest(folder / name) != digest:
@@ -183,6 +183,11 @@ def write_text(path: Path, text: str) -> None:
     _sync(partial)
     partial.replace(path)
     _sync(path.parent)
+
+
+def _check_file(folder: Path, name: str) -> None:
+    if not (folder / name).is_file():  # reading a pipe would wait for its writer
+        raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {name} is no file")
 
 
 def _check_format(folder: Path, found: object) -> None:

@@ -127,7 +127,7 @@ def test_each_term_is_recorded_where_it_stands(make_run, actor):
     assert found.current_log_probs.flatten().tolist() == [last[place] for place in range(len(last))]
     assert len(last) == batch.rollout.log_probs.numel()
     assert not torch.equal(found.current_log_probs, found.old_log_probs)
-    torch.testing.assert_close(found.current_log_probs, found.old_log_probs, rtol=0, atol=0.05)
+    torch.testing.assert_close(found.current_log_probs, found.old_log_probs, rtol=0, atol=0.2)
 
 
 def test_kls_are_those_of_the_steps(make_run):
@@ -153,7 +153,8 @@ def test_kls_are_those_of_the_steps(make_run):
 
 def test_without_means_there_are_no_kls(make_run):
     run = make_run()
-    rollout = replace(run.sample(), means=None, stds=None)
+    rollout = run.sample()
+    rollout = replace(rollout, window=replace(rollout.window, means=None, stds=None))
     batch = replace(run.batch(rollout), old_means=None)
     recorder = TermRecorder(
         batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=False

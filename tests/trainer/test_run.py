@@ -13,7 +13,7 @@ CORRECTION = "algorithm.rollout_correction"
 @pytest.mark.parametrize(
     ("override", "mode"),
     [
-        (f"{CORRECTION}=null", None),
+        (f"{CORRECTION}=null", "off"),
         (f"{CORRECTION}.preset=seq_is", "decoupled"),
         (f"{CORRECTION}.bypass_mode=auto", "bypass"),
     ],
@@ -21,7 +21,7 @@ CORRECTION = "algorithm.rollout_correction"
 def test_a_run_begins_in_its_mode(override, mode):
     run, _ = build_run(small_config(override))
     correction = run.mode.correction
-    assert (correction and correction.mode) == mode
+    assert correction.mode == mode
     run.close()
 
 
