@@ -50,6 +50,16 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def facts(device: torch.device) -> dict[str, str | int]:
+    """A device's name and memory in bytes, for the record of a run."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"device": properties.name, "memory": properties.total_memory}
+    import psutil
+
+    return {"device": device.type, "memory": psutil.virtual_memory().total}
+
+
 def empty_cache(device: torch.device) -> None:
     """Give what torch keeps of a GPU for itself back to other processes, such as an engine that shares it."""
     if device.type == "cuda":

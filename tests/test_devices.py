@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowcorr.devices import check_device_name, empty_cache, free_memory, keep_float32, named_device
+from flowcorr.devices import check_device_name, empty_cache, facts, free_memory, keep_float32, named_device
 from flowcorr.errors import ConfigError
 
 
@@ -39,3 +39,9 @@ def test_convolutions_stay_in_float32(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     keep_float32()
     assert not torch.backends.cudnn.allow_tf32
+
+
+def test_a_devices_facts_are_its_name_and_memory():
+    found = facts(torch.device("cpu"))
+    assert found["device"] == "cpu"
+    assert found["memory"] > 1e8

@@ -23,6 +23,7 @@ def show_report(report: DoctorReport, console: Console | None = None) -> None:
     columns = ("", "check", "number", "threshold", "what was found")
     show_table(console, columns, map(_finding, report.findings), words=2, prose=True)
     _show_noise_floor(console, report)
+    console.print(f"the rollout makes {report.images_per_second:.3g} images a second", markup=False)
     counts = ", ".join(f"{report.count(status)} {status}" for status in _STYLES if report.count(status))
     gap = _precision_gap(report)
     if report.exit_code == 0 and gap > 0:

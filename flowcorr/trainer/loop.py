@@ -9,11 +9,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from flowcorr import config as configs
-from flowcorr import distributed, dumps
+from flowcorr import devices, distributed, dumps
 from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
 from flowcorr.errors import BackendError, ConfigError
@@ -112,7 +113,9 @@ class _Loop:
         nothing = resume and not self.resumed
         self.notice = f"{out_dir} holds no run to resume; starting at step 0" if nothing else None
         if distributed.is_main():
-            says = {} if self.notice is None else {"says": self.notice}
+            says: dict[str, Any] = {"ranks": distributed.world_size(), **devices.facts(self.run.actor.device)}
+            if self.notice is not None:
+                says["says"] = self.notice
             events("resume" if self.resumed else "start", total_steps=config.trainer.total_steps, **says)
 
     def train(self, before_start: Callable[[TrainingRun], None] | None, signals: StopSignals) -> RunResult:

@@ -3,6 +3,8 @@ import json
 import pytest
 
 from flowcorr.cli import main
+from flowcorr.cli.plan import gpu_counts, show_measured
+from flowcorr.diagnostics.measured import MeasuredPhase, MeasuredRun
 
 # The fake device has to be registered before a process computes its first gradient.
 pytestmark = pytest.mark.fake_device
@@ -28,11 +30,65 @@ def test_plan_prints_json_and_nothing_else(capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [(["--gpu", "h100"], "did you mean"), (["--ranks", "0"], "at least 1")]
+    ("options", "message"),
+    [
+        (["--gpu", "h100"], "did you mean"),
+        (["--ranks", "0"], "at least 1"),
+        (["--gpus", "8..2"], "must be a number of GPUs, or two"),
+        (["--gpus", "many"], "must be a number of GPUs, or two"),
+        (["--gpus", "8", "--ranks", "2"], "leave one of the two out"),
+        (["--gpus", "8", "--cores", "0"], "at least 1"),
+    ],
 )
 def test_plan_refuses_what_it_cannot_use(capsys, options, message):
     assert main(["plan", "tiny_jpeg_lora", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_gpus_are_compared_with_the_lines_that_start_the_fastest_layout(capsys):
+    options = ["rollout.name=vllm_omni", "--gpus", "2", "--cores", "4"]
+    assert main(["plan", "tiny_ocr_lora", *options]) == 0
+    out = capsys.readouterr().out
+    for name in (
+        "all train and sample",
+        "train : sample, in turn (1 : 1)",
+        "train : sample, a step ahead (1 : 1)",
+    ):
+        assert name in out
+    assert "starts by:" in out
+    assert "reward.num_workers=8" in out
+
+
+@pytest.mark.slow
+def test_a_range_of_gpus_shows_how_a_step_shrinks(capsys):
+    assert main(["plan", "tiny_jpeg_lora", "--gpus", "1..4"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if " yes " in line] == ["1", "2", "4"]
+    assert "A step s" in out.splitlines()[-1]
+    assert main(["plan", "tiny_jpeg_lora", "--gpus", "1..2", "--json"]) == 0
+    assert {*json.loads(capsys.readouterr().out)} == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("8", [8]), ("1..64", [1, 2, 4, 8, 16, 32, 64]), ("3..8", [3, 6])]
+)
+def test_counts_of_gpus_double(text, counts):
+    assert gpu_counts(text) == counts
+
+
+def test_a_run_is_shown_beside_its_plan(capsys):
+    phase = MeasuredPhase(name="update", planned=20.0, measured=25.0, tflops=300.0, share=0.303)
+    step = MeasuredPhase(name="step", planned=30.0, measured=40.0, tflops=None, share=None)
+    run = MeasuredRun(
+        device="h100-80gb", peak=989e12, ranks=2, phases=(phase, step), planned_images=3.2, measured_images=2.4,
+        planned_memory=40e9, measured_memory=38e9,
+    )  # fmt: skip
+    show_measured(run, "runs/mine")
+    out = capsys.readouterr().out
+    assert "runs/mine on h100-80gb, 2 ranks" in out
+    assert [*out.splitlines()[3].split()] == ["update", "20", "s", "25", "s", "300", "30%"]
+    assert "images a second: 3.2 planned, 2.4 measured" in out
+    assert "peak memory in training: 40.0 GB planned, 38.0 GB measured" in out
 
 
 def test_help_teaches_how_to_read_a_plan(capsys):

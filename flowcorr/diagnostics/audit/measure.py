@@ -56,11 +56,18 @@ class Cost:
         rollout: sampling and decoding.
         recompute: scoring again with the actor, which bypass saves.
         update: learning from it.
+        images: images of the batch.
     """
 
     rollout: float
     recompute: float
     update: float
+    images: int
+
+    @property
+    def images_per_second(self) -> float:
+        """Of the rollout alone."""
+        return self.images / self.rollout
 
     @property
     def share(self) -> float:
@@ -213,7 +220,8 @@ def examine_batches(
     for _ in range(staleness, 2):  # of which the first may have warmed up
         seconds.timed("update", learn)
     phases = ("rollout", "recompute", "update")
-    cost = Cost(**{phase: seconds.fastest(phase) for phase in phases})
+    images = len(texts[-1]) * config.rollout.n
+    cost = Cost(images=images, **{phase: seconds.fastest(phase) for phase in phases})
     return report_of(config, whole, num_elements, precision=precision, stale=stale, cost=cost)
 
 

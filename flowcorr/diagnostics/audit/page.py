@@ -69,6 +69,7 @@ def facts(report: AuditReport) -> list[str]:
             f"recompute pass: {cost.recompute:.2g} s a step beside {cost.rollout:.2g} s of rollout and "
             f"{cost.update:.2g} s of update, {cost.share:.0%} of the three together (reward not counted)"
         )
+        lines.append(f"the rollout makes {cost.images_per_second:.3g} images a second")
     lines += report.notes
     if report.staleness and cost is not None:
         lines.append(

@@ -115,6 +115,7 @@ def _examine(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditi
         noise=noise_floor(exam),
         num_elements=exam.trials.base.rollout.num_elements,
         clip_ratio=actor.config.actor.clip_ratio,
+        images_per_second=exam.trials.images_per_second,
     )
 
 

@@ -65,12 +65,14 @@ class DoctorReport:
         noise: one entry a step index that was seen.
         num_elements: `D`.
         clip_ratio: the configured clip range, a number or one by step index.
+        images_per_second: of the rollout engine.
     """
 
     findings: Sequence[Finding]
     noise: Sequence[StepNoise]
     num_elements: int
     clip_ratio: float | Sequence[float]
+    images_per_second: float
 
     @property
     def exit_code(self) -> int:

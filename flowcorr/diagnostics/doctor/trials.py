@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -122,6 +123,7 @@ class Trials:
         conditioning: the actor's own, a row a sample.
         schedule: the actor's own.
         num_prompts: prompts in `base`.
+        images_per_second: of sampling `again`, when the engine had warmed up.
     """
 
     base: Trial
@@ -133,6 +135,7 @@ class Trials:
     conditioning: Conditioning
     schedule: Schedule
     num_prompts: int
+    images_per_second: float
 
 
 def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> Trials:
@@ -172,7 +175,10 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
 
     try:
         base = trial(current)
-        again, alone = draw(range(count)), draw([count - 1])
+        begin = time.perf_counter()
+        again = draw(range(count))
+        seconds = time.perf_counter() - begin
+        alone = draw([count - 1])
         without = _without_adapter(current)
         bare = base if without is current else trial(without)
         scale = _move_scale(actor, bare, without)
@@ -202,6 +208,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
             actor.config.sampling.num_inference_steps, tuple(base.rollout.window.latents.shape[2:])
         ),
         num_prompts=count,
+        images_per_second=again.num_samples / seconds,
     )
 
 

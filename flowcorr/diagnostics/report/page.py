@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flowcorr.diagnostics.health import examine_run, is_step
+from flowcorr.diagnostics.measured import measure_apart
 from flowcorr.diagnostics.pages import render, save_charts, write
 from flowcorr.diagnostics.report.charts import ChartSection, chart_sections, colours, marks
 from flowcorr.diagnostics.report.learning import Change, Learning, learning_of
@@ -130,6 +131,11 @@ def report_page(groups: Sequence[Group], sections: Sequence[ChartSection]) -> st
         summary_note=_summary_note(groups),
         findings=[*of_learning, *findings],
         sections=sections,
+        measured=[
+            {"name": group.runs[0].name, **run}
+            for group in groups
+            if (run := measure_apart(group.runs[0].folder)) is not None
+        ],
         pictures=[
             {"name": group.runs[0].name, "pictures": found}
             for group in groups

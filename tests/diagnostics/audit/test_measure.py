@@ -12,7 +12,8 @@ from flowcorr.errors import BackendError, ConfigError
 
 
 def test_cost_is_a_share_of_the_step():
-    assert Cost(rollout=3.0, recompute=1.0, update=4.0).share == 0.125
+    cost = Cost(rollout=3.0, recompute=1.0, update=4.0, images=24)
+    assert (cost.share, cost.images_per_second) == (0.125, 8.0)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_the_report_is_plain_json():
         Finding(check="a", status="PASS", message="m"),
         Finding(check="b", status="WARN", message="m", value=float("nan")),
     ]
-    report = DoctorReport(findings=findings, noise=[], num_elements=4, clip_ratio=0.1)
+    report = DoctorReport(findings=findings, noise=[], num_elements=4, clip_ratio=0.1, images_per_second=2.0)
     plain = json.loads(json.dumps(report.to_mapping(), allow_nan=False))
     assert plain["exit_code"] == 1
     assert plain["findings"][1]["value"] is None
