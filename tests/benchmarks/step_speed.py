@@ -51,6 +51,7 @@ from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
 )
+from flowcorr.correction import OFF
 from flowcorr.models import load_family
 from flowcorr.records import ActorBatch
 from flowcorr.trainer.run import TrainingRun
@@ -306,7 +307,7 @@ def check_numerics(overrides: Sequence[str]) -> None:
     )
     ours = gradients_of(actor.optimizer.adamw.inner, actor.weights.parameters)
     batch = ActorBatch(rollout=rollout, advantages=advantages(rollout.num_samples))
-    actor.update(apply_bypass_mode_to_diffusion_batch(batch), None, training_step=1)
+    actor.update(apply_bypass_mode_to_diffusion_batch(batch), OFF, training_step=1)
     order = torch.cat(
         [
             torch.isin(rollout.group_ids, part.rollout.group_ids).nonzero().squeeze(1)

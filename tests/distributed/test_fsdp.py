@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from flowcorr.config import ModelConfig
 from flowcorr.config.schema import LoraConfig
+from flowcorr.correction import OFF
 from flowcorr.models import load_family
 from flowcorr.models.base import repeated_blocks
 from tests.conftest import small_config, start_run
@@ -43,7 +44,7 @@ def on_ranks():
     }
     run = replace(run, conditioning=conditioning)
     rollout, log_probs, seen = scores(run)
-    run.actor.update(run.batch(rollout), None, training_step=1)
+    run.actor.update(run.batch(rollout), OFF, training_step=1)
     weights = run.actor.weights
     models = (weights.transformer, weights.reference)
     return {

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flowcorr.config.schema import LoraConfig
+from flowcorr.correction import OFF
 from flowcorr.plan.pipelines import find_architecture
 from flowcorr.plan.sharding import computed, sharded
 from flowcorr.plan.training import measure_blocks
@@ -33,14 +34,14 @@ def on_ranks(autocast):
     for name, rows in run.conditioning.items():
         run.conditioning[name] = rows.to(dtype) if rows.is_floating_point() else rows
     batch = run.batch()
-    run.actor.update(batch, None, training_step=1)  # makes the optimizer's state
+    run.actor.update(batch, OFF, training_step=1)  # makes the optimizer's state
     run.actor.optimizer.adamw.zero_grad()
     weights = run.actor.weights.parameters.values()
     state = run.actor.optimizer.adamw.state().values()
     with tempfile.TemporaryDirectory() as folder:
         one = batch.rollout.select(slice(0, 1))
         recompute = allocated(lambda: run.actor.log_probs(one), Path(folder))
-        update = allocated(lambda: run.actor.update(batch, None, training_step=2), Path(folder))
+        update = allocated(lambda: run.actor.update(batch, OFF, training_step=2), Path(folder))
     return {
         "weights": sum(weight.to_local().nbytes for weight in weights),
         "moments": sum(value.to_local().nbytes for value in state if value.dim()),

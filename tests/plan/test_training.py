@@ -7,6 +7,7 @@ import torch
 
 from flowcorr.config import load
 from flowcorr.config.schema import LoraConfig
+from flowcorr.correction import OFF
 from flowcorr.plan.devices import GPUS, Utilisation
 from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import find_architecture
@@ -80,10 +81,10 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     run = make_run(**sections)
     batch = run.batch()
     one = batch.rollout.select(slice(0, 4))
-    run.actor.update(batch, None, training_step=1)  # makes the optimizer's state
+    run.actor.update(batch, OFF, training_step=1)  # makes the optimizer's state
     run.actor.optimizer.adamw.zero_grad()
     recompute = allocated(lambda: run.actor.log_probs(one), tmp_path)
-    update = allocated(lambda: run.actor.update(batch, None, training_step=2), tmp_path)
+    update = allocated(lambda: run.actor.update(batch, OFF, training_step=2), tmp_path)
     assert training.recompute.peak == pytest.approx(recompute, rel=0.05)
     # A CPU's autocast leaves norms and powers in bfloat16, and CUDA's and the fake device's compute them in float32.
     predicted = max(training.backward.peak, training.step.peak)
@@ -115,7 +116,7 @@ def test_moments_in_8_bits_take_what_bitsandbytes_allocates(make_config, make_ru
     training = measure_blocks(make_config(**SMALL, model=model), find_architecture("tiny_ocr"))
     sections = {**SMALL, "actor": {**SMALL["actor"], "optimizer": "adamw_8bit"}}
     run = make_run(**sections, model=model)
-    run.actor.update(run.batch(), None, training_step=1)
+    run.actor.update(run.batch(), OFF, training_step=1)
     entries = run.actor.optimizer.adamw.inner.state.values()
     shared = {"qmap1", "qmap2"}  # one table of codes for all weights
     held = sum(

@@ -10,6 +10,7 @@ from torch import Tensor
 from flowcorr import config as configs
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
+from flowcorr.correction import OFF
 from flowcorr.models import Conditioning, load_family
 from flowcorr.records import ActorBatch, Rollout
 from flowcorr.rollout import InProcessEngine
@@ -34,7 +35,7 @@ class _Stack:
     def gradient(self, batch: ActorBatch) -> Tensor:
         """All gradients of an update, on the CPU."""
         with self.actor.weights.swapped(self.actor.weights.snapshot().tensors):
-            self.actor.update(batch, None, training_step=1)
+            self.actor.update(batch, OFF, training_step=1)
         gradients = [parameter.grad for parameter in self.actor.weights.parameters.values()]
         return torch.cat([grad.flatten().double().cpu() for grad in gradients if grad is not None])
 
