@@ -55,6 +55,12 @@ def mark_shared_memory() -> None:
     multiprocessing.current_process()._config["semprefix"] = mark  # type: ignore[attr-defined]
 
 
+def inherit_mark() -> None:
+    """In a child of a process that has a mark, `mark_shared_memory`; elsewhere do nothing."""
+    if multiprocessing.current_process()._config["semprefix"].startswith("/flowcorr-"):  # type: ignore[attr-defined]
+        mark_shared_memory()
+
+
 def clear_shared_memory(folder: Path = Path("/dev/shm")) -> None:
     """Remove shared memory and semaphores that carry the mark of a process that has died."""
     removed = 0

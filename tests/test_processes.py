@@ -92,6 +92,42 @@ def test_what_a_killed_process_left_is_cleared_and_nothing_else(caplog):
     assert not kept & shared()
 
 
+INHERITING = """
+import multiprocessing, os, sys
+from multiprocessing.shared_memory import SharedMemory
+from flowcorr.processes import inherit_mark, mark_shared_memory
+
+def name():
+    inherit_mark()
+    memory = SharedMemory(create=True, size=1)
+    memory.unlink()
+    print(os.getpid(), memory.name, flush=True)
+
+if __name__ == "__main__":
+    for mark in (lambda: None, mark_shared_memory):
+        mark()
+        child = multiprocessing.get_context("spawn").Process(target=name)
+        child.start()
+        child.join()
+"""
+
+
+def test_a_child_has_a_mark_of_its_own_where_its_parent_has_one(tmp_path):
+    """Others' vllm-omni engines load flowcorr's plugin too."""
+    (tmp_path / "inheriting.py").write_text(INHERITING)
+    done = subprocess.run(
+        [sys.executable, "inheriting.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (_, other), (pid, own) = (line.split() for line in done.stdout.splitlines())
+    assert not other.startswith("flowcorr")
+    assert own.split("-")[:1] + own.split("-")[2:3] == ["flowcorr", pid]
+
+
 def test_names_of_others_are_left_alone(tmp_path):
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     namespace = os.stat("/proc/self/ns/pid").st_ino

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowcorr.processes import mark_shared_memory
+from flowcorr.processes import inherit_mark
 
 PIPELINES = {
     "sd3": "FlowcorrSD3Pipeline",
@@ -18,6 +18,6 @@ def register() -> None:
     """Register the pipelines, and mark shared memory; vllm-omni calls this in each of its processes."""
     from vllm_omni.diffusion.registry import register_diffusion_model
 
-    mark_shared_memory()
+    inherit_mark()
     for name in PIPELINES.values():
         register_diffusion_model(name, f"{__package__}.pipelines", name)
