@@ -30,6 +30,14 @@ def test_global_std_and_none():
     assert group_advantages(rewards, groups, std="global").tolist() == pytest.approx(expected, rel=1e-6)
 
 
+def test_the_global_std_is_that_of_the_rewards_themselves():
+    """Groups of unlike means spread the rewards wider than the differences within the groups."""
+    rewards, groups = torch.tensor([1.0, 3.0, 10.0, 14.0]), torch.tensor([0, 0, 1, 1])
+    scale = rewards.double().std().item() + 1e-4
+    expected = [value / scale for value in (-1.0, 1.0, -2.0, 2.0)]
+    assert group_advantages(rewards, groups, std="global").tolist() == pytest.approx(expected, rel=1e-6)
+
+
 @settings(max_examples=50)
 @given(
     reward=st.floats(-1e6, 1e6, width=32),

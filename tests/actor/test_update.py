@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowcorr import distributed
 from flowcorr.actor.update import deal_groups, scheduled_lr
 from flowcorr.config.schema import ActorConfig, LoraConfig
 from tests.actor.updates import assert_same, updated
+from tests.conftest import small_config, start_run
 from tests.tolerances import GRADIENTS
 
 
@@ -116,10 +118,12 @@ def test_the_learning_rate_falls_to_a_share(schedule, rates):
     assert [scheduled_lr(actor, update, 6) for update in range(7)] == pytest.approx(rates)
 
 
-def test_the_learning_rate_ends_with_the_run(make_run):
-    run = make_run(actor={"lr": 1e-3, "lr_schedule": "linear"}, trainer={"total_steps": 2})
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_learning_rate_ends_with_the_run(make_run, epochs):
+    actor = {"lr": 1e-3, "lr_schedule": "linear", "epochs": epochs}
+    run = make_run(actor=actor, trainer={"total_steps": 2})
     batch = run.batch()
-    updates = run.actor.config.actor.mini_batches
+    updates = epochs * run.actor.config.actor.mini_batches
     rates = [run.update(batch, training_step=step).compute()["actor/lr"] for step in range(2)]
     steps = [[1e-3 * (1 - (step * updates + i) / (2 * updates)) for i in range(updates)] for step in range(2)]
     assert rates == pytest.approx([sum(rates) / updates for rates in steps])
@@ -148,3 +152,25 @@ def test_the_reference_is_the_untrained_model(make_run, rank, weighting):
     assert_same(got, other.gradient(), **GRADIENTS)
     assert metrics["actor/kl_loss"] == pytest.approx(kl.mean().item(), rel=1e-4)
     assert metrics["actor/kl_loss"] > 0
+
+
+def rejecting(batch):
+    """The batch without half of the first group, so that two ranks with a group each keep unlike numbers of terms."""
+    keep = torch.ones(8, 2, dtype=torch.bool)
+    keep[:2] = False
+    return replace(batch, keep=keep)
+
+
+def update_of_this_rank(rollout):
+    run = start_run(small_config(actor={"mini_batches": 1}))
+    batch = run.in_float64(rejecting(run.batch(rollout)))
+    mine = batch.rollout.group_ids % distributed.world_size() == distributed.rank()
+    run.update(batch.select(mine))
+    return run.gradient()
+
+
+def test_ranks_divide_by_the_terms_of_all(two_ranks):
+    rollout = start_run(small_config()).sample()
+    expected = update_of_this_rank(rollout)
+    for found in two_ranks.call(update_of_this_rank, rollout):
+        assert_same(found, expected, rtol=1e-5, atol=1e-9)

@@ -132,6 +132,16 @@ def test_rows_by_step_index():
         assert rows["rollout_corr/step_3/masked_fraction"] == 1.0
 
 
+def test_a_step_that_is_not_finite_is_masked_in_its_row():
+    delta = torch.tensor([[0.1, math.nan], [0.2, 0.1]], dtype=torch.float64)
+    values = correct(
+        delta, torch.zeros_like(delta), step_indices=torch.tensor([[0, 1], [0, 1]]), num_steps=2
+    ).metrics.compute()
+    assert values["rollout_corr/step_0/masked_fraction"] == 0.0
+    assert values["rollout_corr/step_1/masked_fraction"] == 0.5
+    assert values["rollout_corr/step_1/kl"] == pytest.approx(-0.1)
+
+
 def test_rows_merge_whichever_step_indices_the_parts_hold():
     delta = torch.tensor([[0.1, -0.3], [0.2, 0.4], [0.5, -0.7]], dtype=torch.float64)
     indices = torch.tensor([[0, 1], [1, 5], [0, 2]])
