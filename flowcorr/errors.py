@@ -65,6 +65,11 @@ def _restore(kind: type[Exception], message: str) -> Exception:
     return error
 
 
+def printable(text: str) -> str:
+    """A text whose control characters and broken bytes, as names of a stranger's files may hold them, are escaped."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:
     """Message for a value that is not among `choices`, with the nearest one."""
     names = list(choices)

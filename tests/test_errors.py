@@ -21,3 +21,7 @@ def test_errors_travel_from_workers_as_they_are(error):
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
+
+
+def test_control_characters_are_escaped():
+    assert errors.printable("a\x1b[31m\nb\udcff ä") == "a\\x1b[31m\\nb\\udcff ä"

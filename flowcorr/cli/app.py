@@ -13,7 +13,7 @@ from typing import TextIO
 import flowcorr
 from flowcorr.cli import commands
 from flowcorr.cli import plan as planning
-from flowcorr.errors import ConfigError, FlowcorrError
+from flowcorr.errors import ConfigError, FlowcorrError, printable
 
 EXIT_FAILED, EXIT_USAGE, EXIT_SIGNAL = 1, 2, 128
 
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return arguments.command(arguments)
         except FlowcorrError as error:
-            print(f"flowcorr: error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr)
+            print(f"flowcorr: error{f' on rank {rank}' if rank else ''}: {_shown(error)}", file=sys.stderr)
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
         except BrokenPipeError:
             # The reader of the pipe, such as `head`, has exited: print nothing more, not even at interpreter exit.
@@ -365,7 +365,11 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    print(f"flowcorr: warning: {message}", file=sys.stderr)
+    print(f"flowcorr: warning: {_shown(message)}", file=sys.stderr)
+
+
+def _shown(message: object) -> str:
+    return "\n".join(map(printable, str(message).split("\n")))
 
 
 def _show_no_warning(*_: object, **__: object) -> None:

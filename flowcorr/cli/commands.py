@@ -108,9 +108,10 @@ def audit(arguments: argparse.Namespace) -> int:
     from flowcorr.diagnostics.audit import page
     from flowcorr.diagnostics.audit.dumped import audit_folder
     from flowcorr.plan.check import check_this_gpu
+    from flowcorr.trainer.run_config import is_folder
 
     out_dir = _out_path(arguments.out) or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
-    if Path(arguments.recipe).is_dir():
+    if is_folder(Path(arguments.recipe)):
         if arguments.overrides:
             raise ConfigError(
                 f"{arguments.recipe} is a folder of dumped steps, so {arguments.overrides[0]} has no effect; leave it "

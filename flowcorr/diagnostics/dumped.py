@@ -84,6 +84,8 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
     found, notes = survey(files, None if run is None else run.config)
     if not found:
         raise ConfigError(f"{folder}: {notes[0]}")
+    for note in notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
     paths = {step: file.path for step, file in found.items()}
     if run is not None:
         return DumpedRun(
@@ -197,10 +199,12 @@ def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, 
 
     Raises:
         ConfigError: the files are of different runs.
-
-    Warns:
-        UserWarning: some files cannot be read.
     """
+    if config is not None and config.sampling.num_inference_steps > MAX_SCHEDULE:
+        raise ConfigError(
+            f"sampling.num_inference_steps={config.sampling.num_inference_steps} of {CONFIG_FILE} must be at most "
+            f"{MAX_SCHEDULE}"
+        )
     found: dict[int, DumpedFile] = {}
     problems = []
     for step, path in files.items():
@@ -211,10 +215,7 @@ def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, 
     _check_alike(list(found.values()))
     if not problems:
         return found, []
-    note = f"{len(problems)} of {len(files)} dumped steps cannot be read and are left out; the first: {problems[0]}"
-    if found:
-        warnings.warn(note, UserWarning, stacklevel=3)
-    return found, [note]
+    return found, [f"{len(problems)} of {len(files)} dumped steps cannot be read; the first: {problems[0]}"]
 
 
 def _examined(path: Path, config: Config | None) -> DumpedFile:

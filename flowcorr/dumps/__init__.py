@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -332,12 +333,12 @@ def _known(name: str, terms: DumpedTerms, loss: LoggedLoss) -> bool:
 
 def _found(run_dir: Path) -> list[tuple[int, Path]]:
     inner = run_dir / FOLDER
-    folder = inner if inner.is_dir() else run_dir
     try:
-        names = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step_*")]
+        folder = inner if inner.is_dir() else run_dir
+        names = [_STEP_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else [])]
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be read: {error.strerror or error}") from error
-    return sorted((int(match[1]), path) for match, path in names if match)
+        raise ConfigError(f"{run_dir} cannot be read: {error.strerror or error}") from error
+    return sorted((int(match[1]), folder / match[0]) for match in names if match)
 
 
 @contextlib.contextmanager
@@ -346,6 +347,9 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     try:
         if not path.is_file():  # reading a pipe would wait for its writer
             raise _damaged(path, "it is a folder, a pipe or a device, or a link to nothing")
+        if path.stat().st_size > checks.MAX_BYTES:
+            raise _damaged(path, f"it holds more than {checks.MAX_BYTES} bytes")
+        str(path).encode()  # safetensors reads no path that is not UTF-8
         path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -362,9 +366,11 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
             if problem:
                 raise _damaged(path, problem)
             yield file, metadata
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{path} cannot be read: its path is not UTF-8; rename it") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError) as error:
         raise _damaged(path, checks.shown(str(error))) from error
 
 

@@ -10,19 +10,20 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 MAX_SCHEDULE = 1000
 """Steps of the longest schedule that a file may be of, and so of the longest window."""
-MAX_TERMS, MAX_ELEMENTS = 2**24, 10**9
-"""The most terms of a file, and the largest `D`."""
+MAX_TERMS, MAX_ELEMENTS, MAX_BYTES = 2**24, 10**9, 2**32
+"""The most terms of a file, the largest `D`, and the largest file."""
 PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions")
 WHOLE = ("step_indices", "group_ids", "policy_versions")
 
 _REQUIRED = ("rollout_log_probs", "old_log_probs", "advantages")
+_LOG_PROBS = ("rollout_log_probs", "old_log_probs", "current_log_probs", "advantages", "rewards")
 _KLS = ("old_rollout_kl", "current_old_kl", "current_rollout_kl")
 _WHOLE_DTYPES, _REAL_DTYPES = ("I64", "I32"), ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _REQUIRED_METADATA = ("step", "mode", "loss_mode")
@@ -73,11 +74,13 @@ def problem_of_shape(shape: Sequence[int]) -> str:
 
 
 def problem_of_values(tensors: Mapping[str, Tensor]) -> str:
-    """Of the values that have a range. Log-probs, advantages and rewards have none, and need not be finite."""
-    for name, (low, high, may_be_nan) in _RANGES.items():
+    """Of the tensors' values."""
+    for name, (low, high, others) in _RANGES.items():
         values = tensors.get(name, torch.empty(0))
         good = (low <= values) & (values <= high)
-        odd = values[~(good | values.isnan() if may_be_nan else good)]
+        if others != "":
+            good |= values.isnan() if others == "nan" else ~values.isfinite()
+        odd = values[~good]
         if len(odd):
             return f"{name} holds {odd[0].item():g}; it must lie from {low:g} to {high:g}"
     return ""
@@ -137,11 +140,12 @@ _METADATA: dict[str, tuple[str, Callable[[str], bool]]] = {
     "clip_ratio": (f"a number above 0, or a list of 1 to {MAX_SCHEDULE} of them", _is_clip_ratio),
     "adv_clip_max": ("a number above 0", lambda text: _is_positive(_json(text))),
 }
-# By field: smallest and largest value, and whether it may be NaN besides, as of a term that was left out.
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "step_indices": (0, MAX_SCHEDULE - 1, False),
-    "sigmas": (0, _LARGEST, False),
-    "sigmas_next": (0, _LARGEST, False),
-    "stds": (1 / _LARGEST, _LARGEST, True),
-    **dict.fromkeys(_KLS, (0.0, math.inf, True)),
+# By field: smallest and largest value, and which others there may be, as of a term that was left out.
+_RANGES: dict[str, tuple[float, float, Literal["", "nan", "not finite"]]] = {
+    "step_indices": (0, MAX_SCHEDULE - 1, ""),
+    "sigmas": (0, _LARGEST, ""),
+    "sigmas_next": (0, _LARGEST, ""),
+    "stds": (1 / _LARGEST, _LARGEST, "nan"),
+    **dict.fromkeys(_KLS, (0, _LARGEST, "not finite")),
+    **dict.fromkeys(_LOG_PROBS, (-_LARGEST, _LARGEST, "not finite")),
 }

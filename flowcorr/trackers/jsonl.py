@@ -24,6 +24,7 @@ METRICS_FILE = "metrics.jsonl"
 IMAGES_FOLDER = "images"
 MAX_BYTES, MAX_NAMES = 2**30, 2000
 """The largest `metrics.jsonl`, and the most different metrics in it, that are read."""
+_MAX_LINE = 2**22
 _MAX_RECORDS = 8  # of a step; the trainer writes two at most
 _MAX_NAME, _LARGEST = 200, 1e300
 
@@ -143,7 +144,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} must be a file of at most {MAX_BYTES} bytes")
         with path.open("rb") as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), 1):
+                if len(line) == _MAX_LINE:
+                    raise ConfigError(f"{path}: line {number} holds {_MAX_LINE} bytes, which no record does")
+                if line.strip():
+                    yield number, line
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -199,7 +204,7 @@ def _record(line: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (UnicodeDecodeError, json.JSONDecodeError):
-        raise ValueError(f"{reprlib.repr(line)[1:]} is no JSON") from None
+        raise ValueError(f"{reprlib.repr(line.strip())[1:]} is no JSON") from None
     if not isinstance(record, dict):
         raise ValueError(f"{reprlib.repr(record)} is no record of metrics")
     step = record.get("step")

@@ -118,7 +118,15 @@ def load(folder: Path) -> TrainingState:
             if _digest(folder / name) != digest:
                 raise CheckpointError(f"checkpoint {folder} is damaged: {name} does not match {MANIFEST}")
         return TrainingState(step=facts.pop("step"), tensors=load_file(folder / _TENSORS), facts=facts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {error}") from error
 
 

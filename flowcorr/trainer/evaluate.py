@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,7 +130,10 @@ def evaluate_run(
     )
     reward = replace(config.reward, placement="local")
     run, data = build_run(replace(config, rollout=rollout, reward=reward))
-    restore_actor(run.actor, chosen, state)
+    try:
+        restore_actor(run.actor, chosen, state)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {chosen} is damaged: {type(error).__name__}: {error}") from error
     return chosen, evaluate(run, data.heldout)
 
 
@@ -167,7 +171,13 @@ def _choose(root: Path, which: str) -> tuple[Path, TrainingState]:
             )
         return folder, checkpoint.load(folder)
     folder, state = checkpoint.load_latest(root)
-    if which == "last" or state.facts["best"] is None:
-        return folder, state
-    best = checkpoint.folder_of(root, state.facts["best"][0])
-    return best, checkpoint.load(best)
+    match state.facts.get("best"):
+        case None:
+            return folder, state
+        case [int(step), _] if step >= 0:
+            best = folder if which == "last" else checkpoint.folder_of(root, step)
+            return best, state if best == folder else checkpoint.load(best)
+        case other:
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: best={reprlib.repr(other)} must be a step and its score, or null"
+            )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import yaml
 
 from flowcorr import config as configs
 from flowcorr.config.schema import Config
-from flowcorr.errors import ConfigError
+from flowcorr.errors import ConfigError, printable
 
 CONFIG_FILE = "config.yaml"
-_MAX_BYTES, _MAX_DEPTH = 2**18, 20
+_MAX_BYTES, _MAX_DEPTH, _MAX_MESSAGE = 2**16, 20, 2000
 _INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
 _OPENING = (
     yaml.BlockMappingStartToken,
@@ -88,7 +89,7 @@ def read_config(
         raise ConfigError(
             f"{folder} holds no run: {CONFIG_FILE} is missing; name a folder that flowcorr train wrote, its --out"
         )
-    with configs.errors_name(path, overrides), warnings.catch_warnings():
+    with configs.errors_name(path, overrides), _in_one_line(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # shown already when the run started
         _check_text(path)
         values = configs.read_mapping(path, overrides)
@@ -100,6 +101,16 @@ def read_config(
         whole["algorithm"]["rollout_correction"] |= left_out[MODES]
     names = {key: hidden[key.rpartition(".")[2]] for key, hidden in left_out.items()}
     return RunConfig(config=config, values=whole, left_out=names)
+
+
+@contextlib.contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Make the message of a `ConfigError` one short line, whatever the names and values in it."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)[:_MAX_MESSAGE]
+        raise ConfigError(printable(text) + "..." * (text != str(error))) from None
 
 
 def imported_by_eval(config: Config) -> dict[str, str]:
@@ -126,13 +137,29 @@ def is_own_name(name: str) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file lies there that may be looked for.
+    """Whether there is such a file.
 
     Raises:
         ConfigError: its folder may not be looked into.
     """
-    try:
+    with _readable(path):
         return path.is_file()
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder.
+
+    Raises:
+        ConfigError: the folder that it lies in may not be looked into.
+    """
+    with _readable(path):
+        return path.is_dir()
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 

@@ -148,3 +148,30 @@ def test_libraries_find_no_code_in_the_folder_that_is_read(dump, tmp_path):
     )
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_names_of_a_stranger_do_not_reach_the_terminal_raw(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", [])
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    (folder / "images").mkdir()
+    (folder / "images" / "eval_\x1b[31m.png").write_text("no image")
+    assert main(["report", str(folder)]) == 0
+    assert "eval_\\x1b[31m.png is not shown: it is no PNG" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "lab", "audit", "eval"])
+def test_what_may_not_be_looked_into_is_one_line(command, tmp_path, capsys, monkeypatch):
+    """Root may look into every folder, so the system's answer is made up."""
+    stat = os.stat
+
+    def denied(path, *args, **kwargs):
+        if "locked" in os.fspath(path) if isinstance(path, str | os.PathLike) else False:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", denied)
+    assert main([command, str(tmp_path / "locked")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "cannot be read: Permission denied" in err

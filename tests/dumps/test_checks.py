@@ -111,8 +111,10 @@ def test_a_file_of_no_format_version_is_another_programs(tmp_path):
         ({"sigmas": WINDOW + torch.nan}, "sigmas holds nan; it must lie from 0"),
         ({"sigmas": WINDOW - 1}, "sigmas holds -1"),
         ({"stds": WINDOW}, "stds holds 0"),
+        ({"old_log_probs": WINDOW + 2e30}, "old_log_probs holds 2e+30; it must lie from -1e+30 to 1e+30"),
+        ({"rewards": ROWS - 2e30}, "rewards holds -2e+30"),
         ({"stds": WINDOW + torch.inf}, "stds holds inf"),
-        ({"old_rollout_kl": WINDOW - 1e-3}, "old_rollout_kl holds -0.001; it must lie from 0 to inf"),
+        ({"old_rollout_kl": WINDOW - 1e-3}, "old_rollout_kl holds -0.001; it must lie from 0 to 1e+30"),
         (
             {"old_log_probs": WINDOW + torch.nan},
             "no term has a finite rollout_log_prob and a finite old_log_prob",
@@ -170,19 +172,25 @@ def test_sizes_that_a_header_claims_are_not_believed(tmp_path):
 
 
 def test_a_file_of_holes_is_not_read(tmp_path):
-    """A terabyte of zeros on the disk's paper, which a check of shapes alone sees."""
+    """Gigabytes and terabytes of zeros that the disk does not have."""
     path = tmp_path / "step_000001.safetensors"
-    window, rows = [2**28, 2], [2**28]
+    assert f"B T from 1 to {checks.MAX_TERMS}" in refusal(holes(path, 2**26))
+    assert f"it holds more than {checks.MAX_BYTES} bytes" in refusal(holes(path, 2**36))
+
+
+def holes(path, samples):
+    """A sparse file of so many samples."""
+    window, rows = [samples, 2], [samples]
     end, entries = 0, {}
     for name, shape in (("rollout_log_probs", window), ("old_log_probs", window), ("advantages", rows)):
-        size = 4 * 2**28 * len(shape)
+        size = 4 * samples * len(shape)
         entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
         end += size
     said = {"format_version": "1", "step": "1", "mode": "bypass", "loss_mode": "flow_grpo"}
     header = json.dumps({"__metadata__": said} | entries).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     os.truncate(path, 8 + len(header) + end)
-    assert f"B T from 1 to {checks.MAX_TERMS}" in refusal(path)
+    return path
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing", "circle of links", "device"])
@@ -200,6 +208,12 @@ def test_a_name_without_a_file(kind, tmp_path):
         case "device":
             path.symlink_to("/dev/zero")
     assert "is a folder, a pipe or a device, or a link to nothing" in refusal(path)
+
+
+def test_a_path_that_is_not_utf8_is_not_called_damaged(tmp_path):
+    folder = tmp_path / os.fsdecode(b"steps\xff")
+    with pytest.raises(ConfigError, match="cannot be read: its path is not UTF-8; rename it"):
+        dumps.load(write_step(tmp_path).rename((folder.mkdir() or folder) / "step_000001.safetensors"))
 
 
 def test_a_file_that_is_cut_is_damaged(tmp_path):

@@ -146,6 +146,9 @@ def test_a_file_that_is_none_or_too_much_is_refused(tmp_path):
     os.truncate(empty, MAX_BYTES + 1)
     with pytest.raises(ConfigError, match="must be a file of at most"):
         read_metrics(empty)
+    os.truncate(empty, 2**23)
+    with pytest.raises(ConfigError, match="line 1 holds 4194304 bytes, which no record does"):
+        read_metrics(empty)
     many.write_text(json.dumps({"step": 1} | {f"reward/{place}": place for place in range(MAX_NAMES)}))
     with pytest.raises(ConfigError, match="holds more than 2000 different metrics"):
         read_metrics(many)

@@ -1,12 +1,14 @@
 """Evaluations, in a run and of a finished one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from flowcorr import config, trainer
 from flowcorr.errors import CheckpointError, ConfigError
 from flowcorr.trackers.jsonl import read_metrics
+from flowcorr.trainer import checkpoint
 from tests.trainer.runs import records
 
 WORDS = {
@@ -114,3 +116,22 @@ def test_evaluate_run_refuses_what_does_not_fit(finished, tmp_path):
         trainer.evaluate_run(finished, which="latest")
     with pytest.raises(ConfigError, match="holds no run"):
         trainer.evaluate_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"best": "x"}, "best='x' must be a step and its score, or null"),
+        ({"best": [-1, 0.5]}, r"best=\[-1, 0.5\] must be"),
+        ({"best": ["../..", 0.5]}, "must be a step and its score"),
+        ({"best": None, "version": None}, "is damaged: KeyError: 'version'"),
+    ],
+)
+def test_a_checkpoint_of_a_stranger_is_one_line(facts, message, finished):
+    """Its digests are right, and its facts are not."""
+    state = checkpoint.load_latest(finished / "checkpoints")[1]
+    facts = {**state.facts, **facts}
+    facts = {name: value for name, value in facts.items() if value is not None or name == "best"}
+    checkpoint.save(finished / "checkpoints", replace(state, facts=facts), lambda folder: None)
+    with pytest.raises(CheckpointError, match=message):
+        trainer.evaluate_run(finished)

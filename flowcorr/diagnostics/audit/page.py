@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ SCALE_NOTE = (
     "expected: from the exact KLs, for many samples; chi-squared: mean square less 1, so it may be negative"
 )
 PRESET_HEADER = ("preset", "rejected terms", "rejected samples", "mean weight", "ESS")
+_MAX_NAMES = 20  # of steps below a chart
 _LEVELS: Mapping[Kind, str] = {
     "none": "healthy",
     "leave": "warning",
@@ -222,6 +224,7 @@ def _draw_gap(figure: Figure, report: AuditReport) -> None:
     names = [
         f"step {step.step_index}" + ("" if step.sigma is None else f"\nσ {step.sigma:.2f}") for step in steps
     ]
-    axes.set_xticks(places, names)
+    stride = math.ceil(len(names) / _MAX_NAMES)
+    axes.set_xticks(places[::stride], names[::stride])
     axes.set_xlim(-0.3, len(steps) - 1)
     label_lines(axes, [(values[-1], name, colour) for name, values, colour, _ in lines])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
@@ -80,7 +80,8 @@ _BINS = 64
 _MIN_SHARE = 0.005  # of a step's time that is worth a bar
 _MAX_MARK = 12  # characters beside a chart
 MAX_POINTS = 200  # of a curve, or columns of a heat map: a chart is 330 pixels wide
-_STEP_DRIFT = re.compile(r"rollout_corr/step_(\d+)/logprob_abs_diff")
+MAX_ROWS, MAX_CHARTS = 40, 100  # of steps in a chart, and of metrics in a section; a run has fewer
+_STEP_DRIFT = re.compile(r"rollout_corr/step_([0-9]{1,3})/logprob_abs_diff")
 # Four units in the last place of a float32 log-prob near 1: two stacks that score alike to rounding differ by less.
 _ROUNDING = 5e-7
 _HISTOGRAMS = "All dumped steps together. Each row is scaled to its largest bin."
@@ -209,7 +210,9 @@ def _curves(
     *,
     zoom: bool = False,
 ) -> ChartSection:
-    charts = [chart for metric in metrics if (chart := _curve(groups, *metric, zoom=zoom))]
+    charts = [chart for metric in metrics[:MAX_CHARTS] if (chart := _curve(groups, *metric, zoom=zoom))]
+    if len(metrics) > MAX_CHARTS:
+        text = f"{text} Of {len(metrics)} metrics, the first {MAX_CHARTS} are drawn.".strip()
     return ChartSection(title=title, text=text, charts=charts, has_curves=True)
 
 
@@ -277,12 +280,12 @@ def _healthy_text(curves: Sequence[Curve], healthy: tuple[float, float], serious
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeatMap:
-    """Mean drift by step index and training step, or means over `stride` of these."""
+    """Mean drift by step index and training step; `notes` say what was left out or averaged."""
 
     rows: Sequence[str]
     columns: Sequence[float]
     cells: Mapping[tuple[str, float], float]
-    stride: int
+    notes: str
 
 
 def _heat_maps(groups: Sequence[Group]) -> list[Chart]:
@@ -306,7 +309,7 @@ def _heat_maps(groups: Sequence[Group]) -> list[Chart]:
                 name=f"drift_by_timestep_{index}",
                 title=f"Drift by timestep, {groups[index].label}",
                 draw=draw,
-                caption="; ".join(filter(None, ["across: training step", unit, _stride_text(found.stride)])),
+                caption="; ".join(filter(None, ["across: training step", unit, found.notes])),
                 height=max(HEIGHT / 2, 60 + 24 * len(found.rows)),
             )
         )
@@ -316,7 +319,8 @@ def _heat_maps(groups: Sequence[Group]) -> list[Chart]:
 def _heat_map(group: Group) -> _HeatMap | None:
     names = {name for run in group.runs for record in run.records for name in record}
     found = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
-    means = {f"step {index}": dict(group.means(name)) for index, name in sorted(found.items())}
+    shown = _spread_out(sorted(found))
+    means = {f"step {index}": dict(group.means(found[index])) for index in shown}
     steps = sorted({step for values in means.values() for step in values})
     if not steps:
         return None
@@ -328,7 +332,8 @@ def _heat_map(group: Group) -> _HeatMap | None:
         for part in parts
         if (here := [values[step] for step in part if step in values])
     }
-    return _HeatMap(rows=list(means), columns=[part[-1] for part in parts], cells=cells, stride=stride)
+    notes = "; ".join(filter(None, [_stride_text(stride), _rows_text(shown, found)]))
+    return _HeatMap(rows=list(means), columns=[part[-1] for part in parts], cells=cells, notes=notes)
 
 
 # Histograms ----------------------------------------------------------------------------------------------------
@@ -391,7 +396,8 @@ def _still_text(spread: Spread) -> str:
 def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Chart:
     everything = torch.cat(list(spread.mismatch.values()))
     view = reach(everything)
-    rows = [(f"step {step}", shares(values, view, _BINS)) for step, values in spread.mismatch.items()]
+    shown = _spread_out(list(spread.mismatch))
+    rows = [(f"step {step}", shares(spread.mismatch[step], view, _BINS)) for step in shown]
     what = "current less rollout log-prob"
     if spread.num_bypass < spread.num_steps:
         also = f", of steps in bypass mode {what}" if spread.num_bypass else ""
@@ -399,10 +405,15 @@ def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Ch
     found = "0 everywhere: both stacks score alike, to the last bit"
     if everything.any():
         found = "mean ± std of step " + ", ".join(
-            f"{step}: {values.mean():.1e} ± {values.std(correction=0):.1e}"
-            for step, values in spread.mismatch.items()
+            f"{step}: {spread.mismatch[step].mean():.1e} ± {spread.mismatch[step].std(correction=0):.1e}"
+            for step in shown
         )
-    texts = [f"{what}, nats per latent element, by step of the schedule", found, _beyond(everything, view)]
+    texts = [
+        f"{what}, nats per latent element, by step of the schedule",
+        _rows_text(shown, spread.mismatch),
+        found,
+        _beyond(everything, view),
+    ]
     return Chart(
         name=f"mismatch_by_step_{index}",
         title=f"Rollout mismatch, {group.label}",
@@ -410,6 +421,17 @@ def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Ch
         caption="; ".join(filter(None, texts)),
         height=max(HEIGHT, 30 + 40 * len(rows)),
     )
+
+
+def _spread_out(steps: Sequence[int]) -> list[int]:
+    """All steps, or `MAX_ROWS` of them from the first to the last."""
+    if len(steps) <= MAX_ROWS:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (MAX_ROWS - 1))] for i in range(MAX_ROWS)]
+
+
+def _rows_text(shown: Sized, found: Sized) -> str:
+    return f"{len(shown)} of {len(found)} steps" if len(shown) < len(found) else ""
 
 
 def _beyond(values: Tensor, view: float) -> str:

@@ -5,6 +5,7 @@ On request its charts lie beside it as PNG files, for where a page cannot go.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -88,7 +89,7 @@ def write_report(
     Raises:
         ConfigError: a folder holds no run, or a file cannot be read or written.
     """
-    different = {folder.resolve(): folder for folder in folders}
+    different = {os.path.realpath(folder): folder for folder in folders}
     groups = group_by_seed([read_run(folder, allow_imports=allow_imports) for folder in different.values()])
     sections = chart_sections(groups)
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from flowcorr.diagnostics.health import is_step
 from flowcorr.diagnostics.image_drift import ImageDrift, largest_drift
@@ -44,7 +44,14 @@ def pictures(run: Run) -> list[Picture]:
         UserWarning: a file is no image, or lies outside the run's folder; it is left out.
     """
     found = []
-    for caption, path, full in _chosen(run):
+    try:
+        chosen = list(_chosen(run))
+    except OSError as error:
+        warnings.warn(
+            f"{run.folder / IMAGES_FOLDER} is not shown: {error.strerror}", UserWarning, stacklevel=2
+        )
+        return []
+    for caption, path, full in chosen:
         try:
             found.append(Picture(caption=caption, source=_source(path, run.folder), full=full))
         except _ODD as error:
@@ -96,8 +103,11 @@ def _source(path: Path, folder: Path) -> str:
     data, kind = path.read_bytes(), "png"
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:  # other formats may start programs
-            image.verify()
+        try:
+            with Image.open(io.BytesIO(data), formats=["PNG"]) as image:  # other formats may start programs
+                image.verify()
+        except UnidentifiedImageError:
+            raise ValueError("it is no PNG") from None
     side = 1200
     while len(data) > MAX_IMAGE_BYTES and side > 200:
         with Image.open(path, formats=["PNG"]) as image:

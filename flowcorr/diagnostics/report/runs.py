@@ -129,11 +129,13 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
     path = folder / METRICS_FILE
     records, odd = checked_metrics(path) if is_file(path) else ([], "")
     if not records:
-        raise ConfigError(odd or f"{path} holds no metrics yet; let the run finish a step first")
-    if odd:
-        warnings.warn(odd, UserWarning, stacklevel=2)
+        left = f"{odd}; no record is left" if odd else ""
+        raise ConfigError(left or f"{path} holds no metrics yet; let the run finish a step first")
     _check_num_elements(path, records)
     files, notes = survey(_spread_out(dumps.files(folder)), found.config)
+    notes = [*filter(None, [odd]), *notes]
+    for note in notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
     settings = {key: _text(value) for key, value in _flatten(redact(found.values)).items()}
     events = _events(folder)
     return Run(
@@ -143,9 +145,9 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
         records=records,
         ending=redact_text(_ending(events), secrets_of(found.values)),
         started=next((str(event.get("time", ""))[:10] for event in events), ""),
-        name=_readable(folder.resolve().name),
+        name=_readable(os.path.basename(os.path.realpath(folder))),
         dumped=[file.path for file in files.values()],
-        notes=[*filter(None, [odd]), *notes, *run_config.notes(found.left_out)],
+        notes=[*notes, *run_config.notes(found.left_out)],
     )
 
 
@@ -158,7 +160,7 @@ def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
         settings={key: _text(value) for key, value in known.items() if value != UNBOUNDED},
         records=dumped_records(dumped),
         ending="",
-        name=_readable(folder.resolve().name),
+        name=_readable(os.path.basename(os.path.realpath(folder))),
         dumped=list(_spread_out(dumped.files).values()),
         diagnoses=diagnose(step_terms(dumped)),
         notes=dumped.notes,
@@ -186,7 +188,7 @@ def _spread_out(files: Mapping[int, Path]) -> dict[int, Path]:
 def group_by_seed(runs: Sequence[Run]) -> list[Group]:
     """Groups of runs with equal configurations but for the seed, in the order of their first runs."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
-    for run, name in zip(runs, _names([run.folder.resolve() for run in runs]), strict=True):
+    for run, name in zip(runs, _names([Path(os.path.realpath(run.folder)) for run in runs]), strict=True):
         key = tuple((name, value) for name, value in run.settings.items() if name != _OF_A_SEED)
         groups.setdefault(key, []).append(replace(run, name=name))
     return [Group(label=_label(members), runs=members) for members in groups.values()]

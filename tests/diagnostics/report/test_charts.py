@@ -4,13 +4,15 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from diagnostics.html_pages import drawn
 from diagnostics.run_folders import dump, write_run
 from matplotlib.colors import to_hex
 
+import flowcorr
 from flowcorr.diagnostics.drawing import BLUE, INK
 from flowcorr.diagnostics.plots import SERIOUS, UNHEALTHY
-from flowcorr.diagnostics.report.charts import chart_sections, marks
+from flowcorr.diagnostics.report.charts import MAX_CHARTS, MAX_ROWS, chart_sections, marks
 from flowcorr.diagnostics.report.runs import group_by_seed, read_run
 
 CORRECTION = "algorithm.rollout_correction"
@@ -110,3 +112,29 @@ def test_time_is_a_bar_a_phase(tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rollout", "update", "other"]
     assert [text.get_text() for text in axes.texts] == ["2 s, 50%", "1 s, 25%", "1 s, 25%"]
     assert "4 s" in chart.caption
+
+
+def test_of_many_metrics_and_steps_some_are_drawn(tmp_path):
+    """A stranger's file may name thousands, each with a chart or a row that takes its time."""
+    folder = write_run(tmp_path / "a")
+    names = [f"reward/{place}" for place in range(MAX_CHARTS + 5)]
+    names += [f"rollout_corr/step_{place}/logprob_abs_diff" for place in range(900)]
+    names.append(f"rollout_corr/step_{'9' * 150}/logprob_abs_diff")
+    record = {"step": 1, **dict.fromkeys(names, 0.5)}
+    (folder / "metrics.jsonl").write_text(json.dumps(record), encoding="utf-8")
+    groups = group_by_seed([read_run(folder)])
+    learning, drift = (
+        section for section in chart_sections(groups) if section.title in ("Learning", "Drift by timestep")
+    )
+    assert len(learning.charts) == MAX_CHARTS
+    assert learning.text == f"Of {len(names) - 901} metrics, the first {MAX_CHARTS} are drawn."
+    assert f"{MAX_ROWS} of 900 steps" in drift.charts[0].caption
+
+
+def test_of_a_long_window_some_steps_are_drawn(tmp_path):
+    window = torch.zeros(2, 200)
+    flowcorr.dump(tmp_path, 1, rollout_log_probs=window, old_log_probs=window + 1e-3, advantages=[1.0, -1.0])
+    caption = charts_of(tmp_path)["mismatch_by_step_0"].caption
+    assert f"{MAX_ROWS} of 200 steps" in caption
+    assert "step 0: " in caption
+    assert "199: " in caption
