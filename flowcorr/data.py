@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def read_prompts(
     """All prompts of a `.txt` or `.jsonl` file, in its order; blank lines are skipped.
 
     Args:
-        path: the file.
+        path: the file; `~` is the home folder.
         key: what names it in the configuration, for messages.
         target_field, tag_field: fields of a `.jsonl` line.
 
@@ -98,7 +99,8 @@ def read_prompts(
     if path.suffix not in parsers:
         raise ConfigError(unknown_choice(f"{key}={str(path)!r}: file type", path.suffix, parsers))
     parse = parsers[path.suffix]
-    prompts = [parse(line, f"{path}:{number}") for number, line in _lines(path, key)]
+    file = Path(os.path.expanduser(path))
+    prompts = [parse(line, f"{path}:{number}") for number, line in _lines(file, key)]
     if not prompts:
         raise ConfigError(f"{key}={str(path)!r} holds no prompt; write one prompt per line")
     return prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def _load_warm_start(transformer: Any, path: str, alpha: float) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = Path(path)
+    file = Path(os.path.expanduser(path))
     if file.is_dir():
         file = next((file / name for name in _FILES if (file / name).is_file()), file)
     if not file.is_file():

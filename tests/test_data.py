@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -111,6 +112,12 @@ def test_malformed_line_is_named(tmp_path, line, message):
     path = write(tmp_path, f'{{"prompt": "good"}}\n{line}\n', "prompts.jsonl")
     with pytest.raises(ConfigError, match=message):
         load(path)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, "one\n")
+    assert [prompt.place for prompt in read_prompts(Path("~/prompts.txt"))] == ["~/prompts.txt:1"]
 
 
 def test_missing_file_is_named(tmp_path):

@@ -203,11 +203,12 @@ def test_the_file_says_rank_alpha_and_targets_in_a_fixed_order(family, tmp_path)
     assert metadata["transformer.target_modules"] == sorted(family.lora_targets)
 
 
-def test_warm_start_from_a_diffusers_adapter(family, tmp_path):
+def test_warm_start_from_a_diffusers_adapter(family, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     transformer = stir(adapt(family))
     folder = adapter_folder(tmp_path, transformer, family)
     expected = velocity(family, transformer)
-    for path in (folder, folder / "pytorch_lora_weights.safetensors"):
+    for path in (folder, folder / "pytorch_lora_weights.safetensors", f"~/{folder.relative_to(tmp_path)}"):
         other = tiny_ocr(max_sequence_length=8)
         started = adapt(other, warm_start=str(path), seed=9)
         assert torch.equal(velocity(other, started), expected)

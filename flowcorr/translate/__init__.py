@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from flowcorr.config import Config
+from flowcorr.config import Config, to_mapping, yaml_text
 from flowcorr.config.load import load_text
 from flowcorr.config.text_file import read_text
 from flowcorr.errors import ConfigError
-from flowcorr.translate import flow_grpo, verl_omni
-from flowcorr.translate.hydra import flat, read_override, read_yaml, resolved
+from flowcorr.plan.preflight import check_settings
+from flowcorr.translate import flow_factory, flow_grpo, verl_omni
+from flowcorr.translate.hydra import check_defaults, flat, read_override, resolved
 from flowcorr.translate.python_config import read_config, read_functions
 from flowcorr.translate.recipe import recipe_text
 from flowcorr.translate.shell import read_command
-from flowcorr.translate.table import translate_values
+from flowcorr.translate.table import Table, check_required, translate_values
+from flowcorr.translate.trainers import other_trainer
 from flowcorr.translate.unread import Unread
+from flowcorr.translate.verl_omni_defaults import ACTOR, OF_A_FILE, REWARD, REWARDS
 
 __all__ = ["translate"]
 
-_MODULE, _FUNCTIONS = "verl_omni.trainer.main_", "reward.reward_functions"
+_MODULE = "verl_omni.trainer.main_"
+_REWARDS = (f"{REWARD}.", f"{REWARDS}.")
+_SECTIONS = (REWARDS, f"{REWARD}.reward_kwargs", f"{ACTOR}.optim.override_optimizer_config")
 
 
 def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = None) -> str:
     """Translate a configuration of another trainer into the text of a recipe.
 
     Args:
-        source: a shell script or Hydra YAML of verl-omni, or `FILE.py:FUNCTION` of flow_grpo.
+        source: a shell script or Hydra YAML of verl-omni, a YAML of Flow-Factory, or `FILE.py:FUNCTION` of flow_grpo.
         overrides: more overrides, `dotted.key=value`.
         gpus: number of GPUs of a flow_grpo run, if its file does not define `gpu_number`.
 
@@ -41,15 +46,17 @@ def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = 
     path = Path(f"{name}.py" if function else name)
     if not os.path.isfile(path):
         raise ConfigError(
-            f"{path}: no such file; give a shell script, a Hydra YAML, or FILE.py:FUNCTION of flow_grpo"
+            f"{path}: no such file; give a shell script, a YAML file, or FILE.py:FUNCTION of flow_grpo"
         )
     try:
         if path.suffix == ".py":
             text = _of_flow_grpo(path, function, overrides, gpus)
-        elif gpus is None:
-            text = _of_verl_omni(path, overrides)
-        else:
+        elif gpus is not None:
             raise ConfigError(f"--gpus {gpus} belongs to a file of flow_grpo; leave it out")
+        elif path.suffix in (".yaml", ".yml"):
+            text = _of_yaml(path, overrides)
+        else:
+            text = _of_script(path, overrides)
         _check(text)
     except ConfigError as error:
         raise ConfigError(" ".join(f"{error} ({source} cannot be translated)".split())) from None
@@ -57,11 +64,11 @@ def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = 
 
 
 def _check(text: str) -> None:
-    """Refuse a recipe that does not load."""
+    """Refuse a recipe that does not load, or that no run would take."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            load_text(text)
+            check_settings(load_text(text))
     except ConfigError as error:
         raise ConfigError(f"the recipe that it becomes cannot be loaded: {error}") from None
 
@@ -74,43 +81,80 @@ def _of_flow_grpo(path: Path, function: str, overrides: Sequence[str], gpus: int
     given = dict(flat(config, keep=("reward_fn",)))
     given |= {key.removeprefix("config."): value for key, value in map(read_override, overrides)}
     given["gpus"] = names_there.get("gpu_number") if gpus is None else gpus
-    return recipe_text(translate_values(given, flow_grpo.TABLE), f"{path.name}:{function} (flow_grpo)")
+    script = flow_grpo.as_script(given, function)
+    translation = translate_values({**given, flow_grpo.SCRIPT: script}, flow_grpo.TABLE)
+    return recipe_text(translation, f"{path.name}:{function} (flow_grpo, as scripts/{script} runs it)")
 
 
-def _of_verl_omni(path: Path, overrides: Sequence[str]) -> str:
+def _of_yaml(path: Path, overrides: Sequence[str]) -> str:
+    config = yaml_text.parse_older(read_text(path))
+    if not isinstance(config, dict) or not config:
+        raise ConfigError("it is no configuration of a trainer: that holds sections of keys")
+    names = {str(name) for name in config}
+    if _is_recipe(config):
+        raise ConfigError("it is a flowcorr recipe already; flowcorr train takes it")
+    model, train = config.get("model"), config.get("train")
+    given_there = dict(map(read_override, overrides))
+    if isinstance(train, dict) and isinstance(model, dict) and "model_name_or_path" in model:
+        given = {**dict(flat(config, keep=("rewards", "eval_rewards"))), **given_there}
+        return _recipe(given, flow_factory.TABLE, path)
+    known = {key.partition(".")[0] for key in verl_omni.TABLE.defaults}
+    if not names & known:
+        raise ConfigError(
+            f"it holds no key of verl-omni or Flow-Factory (it has: {', '.join(sorted(names))})"
+        )
+    check_defaults(config)
+    given = {**dict(flat(config, keep=_SECTIONS)), **given_there}
+    check_required(given, OF_A_FILE, "verl-omni's diffusion trainer")
+    return _of_verl_omni(given, path)
+
+
+def _is_recipe(config: Mapping[str, Any]) -> bool:
+    """Whether all keys are those of a recipe."""
+    ours = to_mapping(Config())
+    return all(
+        name in ours and isinstance(section, dict) and section.keys() <= ours[name].keys()
+        for name, section in config.items()
+    )
+
+
+def _of_script(path: Path, overrides: Sequence[str]) -> str:
     text = read_text(path)
-    if path.suffix in (".yaml", ".yml"):
-        given = read_yaml(text, keep=(_FUNCTIONS,))
-        words: Sequence[str | Unread] = ()
-        not_read: Sequence[str] = ()
-    else:
-        command = read_command(text, _MODULE)
-        given, words, not_read = {"main": command.module}, command.words, command.not_read
-    given |= dict(map(read_override, (*words, *overrides)))
-    given = resolved(given)
-    if "main" not in given:
-        _check_sections({key.partition(".")[0] for key in given})
-    given = _gathered(given, _FUNCTIONS)
-    return recipe_text(translate_values(given, verl_omni.TABLE), f"{path.name} (verl-omni)", not_read)
+    if _MODULE not in text and (reason := other_trainer(text)):
+        raise ConfigError(reason)
+    command = read_command(text, _MODULE)
+    given = {"main": command.module} | dict(map(read_override, (*command.words, *overrides)))
+    return _of_verl_omni(given, path, command.not_read)
+
+
+def _of_verl_omni(given: Mapping[str, Any], path: Path, not_read: Sequence[str] = ()) -> str:
+    values = {
+        key: _file_name(value) if key.endswith(".path") else value for key, value in resolved(given).items()
+    }
+    for section in _SECTIONS:
+        values = _gathered(values, section)
+    return _recipe(values, verl_omni.TABLE, path, not_read)
+
+
+def _recipe(given: Mapping[str, Any], table: Table, path: Path, not_read: Sequence[str] = ()) -> str:
+    return recipe_text(translate_values(given, table), f"{path.name} ({table.name})", not_read)
+
+
+def _file_name(value: Any) -> Any:
+    """Of a file in a folder that is not known, what is known; its name is enough."""
+    found = re.fullmatch(r"\$\{?\w+\}?/([\w./-]+\.py)", str(value)) if isinstance(value, Unread) else None
+    return value if found is None else found[1]
 
 
 def _gathered(given: Mapping[str, Any], section: str) -> dict[str, Any]:
     """The values with all keys `SECTION.NAME.ENTRY` as one section of sections."""
     rest = {key: value for key, value in given.items() if not key.startswith(f"{section}.")}
     for key in [key for key in given if key not in rest]:
-        name, _, entry = key.removeprefix(f"{section}.").partition(".")
-        if not entry:
-            raise ConfigError(f"{key}={given[key]} must be a section of keys")
-        functions = rest.setdefault(section, {})
-        if isinstance(functions, dict) and isinstance(functions.setdefault(name, {}), dict):
-            functions[name][entry] = given[key]
+        *sections, name = key.removeprefix(f"{section}.").split(".")
+        place = rest.setdefault(section, {})
+        for part in sections:
+            place = place.setdefault(part, {}) if isinstance(place, dict) else None
+        if not isinstance(place, dict):
+            raise ConfigError(f"{key}={given[key]} lies in {section}, which must be a section of keys")
+        place[name] = given[key]
     return rest
-
-
-def _check_sections(names: set[str]) -> None:
-    """Refuse a YAML file that is not of verl-omni, by the names of its sections."""
-    known = {key.partition(".")[0] for key in (*verl_omni.TABLE.defaults, *verl_omni.TABLE.no_place)}
-    if names and names <= {section.name for section in fields(Config)}:
-        raise ConfigError("it is a flowcorr recipe already; flowcorr train takes it")
-    if not names & known:
-        raise ConfigError(f"it holds no key of verl-omni (it has: {', '.join(sorted(names)) or 'nothing'})")

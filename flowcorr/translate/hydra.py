@@ -15,26 +15,13 @@ _MAX_TEXT, _MAX_DEPTH, _MAX_WORK = 10_000, 20, 20_000
 _MISSING = "???"
 
 
-def read_yaml(text: str, keep: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of a Hydra YAML by their dotted keys.
-
-    Args:
-        text: the file.
-        keep: dotted keys of sections that stay mappings.
-
-    Raises:
-        ConfigError: it is no YAML of sections, or takes values from other files.
-    """
-    config = yaml_text.parse_older(text)
-    if not isinstance(config, dict):
-        raise ConfigError("it is not a Hydra YAML: that holds sections of keys")
-    defaults = config.pop("defaults", None) or []
-    if defaults != ["_self_"] and defaults:
+def check_defaults(config: Mapping[str, Any]) -> None:
+    """Refuse a YAML that takes values from other files, by its list `defaults`."""
+    if config.get("defaults") not in (None, [], ["_self_"]):
         raise ConfigError(
             "it takes values from other files by its list defaults, which are not read; translate the config.yaml that "
             "Hydra saves with a run, under .hydra"
         )
-    return dict(flat(config, keep))
 
 
 def flat(
@@ -45,7 +32,7 @@ def flat(
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value and name not in keep:
             yield from flat(value, keep, f"{name}.")
-        elif key != "_target_":
+        elif key not in ("_target_", "defaults"):
             yield name, value
 
 
@@ -56,7 +43,12 @@ def read_override(word: str | Unread) -> tuple[str, Any]:
         ConfigError: the word has another form, or its key is not known.
     """
     key, equals, value = str(word).partition("=")
-    if not equals or not re.fullmatch(r"\+{0,2}\w[\w.-]*", key):
+    if key.startswith("--config"):
+        raise ConfigError(
+            f"the argument {str(word)!r} chooses other defaults, which are not read; translate the config.yaml that "
+            "Hydra saves with a run, under .hydra"
+        )
+    if not equals or not re.fullmatch(r"\+{0,2}\w[\w./-]*", key):
         reason = f" ({word.reason})" if isinstance(word, Unread) else ""
         raise ConfigError(f"the argument {str(word)!r} is not read, only key=value{reason}; leave it out")
     if isinstance(word, Unread):

@@ -10,7 +10,7 @@ from typing import Any
 from flowcorr.config.load import without_interpolation
 from flowcorr.translate.table import Line, Translation
 
-_WIDTH, _MOST = 110, 12
+_WIDTH = 110
 _PLAIN = re.compile(r"[A-Za-z~/][\w./~-]*", re.ASCII)
 _WORDS = ("true", "false", "null", "yes", "no", "on", "off", "nan", "inf", "~")
 
@@ -28,13 +28,15 @@ def recipe_text(translation: Translation, origin: str, not_read: Sequence[str] =
         "# Each comment names the source of its line. Defaults that differ from flowcorr's are written out.",
         *_section(_tree(translation.lines), 0),
     ]
+    if translation.no_line:
+        parts += _comment("as here anyway, or without effect beside other keys:", translation.no_line)
     for reason, keys in translation.no_place.items():
         parts += _comment(f"no equivalent here ({reason}):", keys)
     if translation.unknown:
         parts += _comment("unknown to flowcorr translate:", translation.unknown)
     if not_read:
         parts += _comment("not read, and may change what is above:", not_read)
-    parts += _comment("differs in any case:", translation.differences)
+    parts += ["# differs in any case:", *(f"#   {difference}" for difference in translation.differences)]
     return "\n".join(parts) + "\n"
 
 
@@ -54,7 +56,7 @@ def _section(tree: Mapping[str, Any], depth: int) -> list[str]:
     for name, entry in tree.items():
         indent = "  " * depth
         if isinstance(entry, Line):
-            lines.append(f"{indent}{name}: {_value(entry.value)}  # {entry.comment}")
+            lines.append(f"{indent}{name}: {_value(entry.value)}  # {_one_line(entry.comment)}")
         else:
             lines += [f"{indent}{name}:", *_section(entry, depth + 1)]
     return lines
@@ -68,9 +70,7 @@ def _value(value: Any) -> str:
 
 
 def _comment(title: str, entries: Sequence[str]) -> list[str]:
-    lines = [f"# {title}", *(f"#   {_one_line(entry)[:_WIDTH]}" for entry in entries[:_MOST])]
-    more = len(entries) - _MOST
-    return [*lines, f"#   and {more} more"] if more > 0 else lines
+    return [f"# {title}", *(f"#   {_one_line(entry)[:_WIDTH]}" for entry in entries)]
 
 
 def _one_line(text: str) -> str:

@@ -21,6 +21,7 @@ from flowcorr.translate.unread import Unread
 Mode = Literal["runs", "may run", "does not run"]
 _MAX_CHARACTERS, _MAX_COMMANDS, _MAX_BLOCKS = 2_000_000, 20_000, 50
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
+_GOES = ("cd", "pushd", "popd")
 _READS = ("read", "mapfile", "readarray", "getopts", "let", "unset")
 _ENDS = {
     "for": "done",
@@ -49,7 +50,7 @@ class Command:
         module: the module that it runs.
         words: the words behind the module.
         line: its line in the script.
-        not_read: commands before it that may assign variables, such as `source`, with their lines.
+        not_read: commands before it that may assign variables or change the folder, such as `source`, with their lines.
     """
 
     module: str
@@ -119,7 +120,7 @@ class _Reader:
         self.unsure: list[int] = []
         self._module = module
         self._commands = Commands(text)
-        self._variables: Variables = {"HOME": "~"}
+        self._variables: Variables = {"HOME": "~", "PWD": "."}
         self._functions: dict[str, set[str]] = {}  # the variables that each function assigns
         self._blocks: list[_Block] = []
         self._not_read: list[str] = []
@@ -262,7 +263,9 @@ class _Reader:
         elif name in _DECLARES:
             for item in filter(is_assignment, items[1:]):
                 self._assign(item, mode, variables)
-        elif name in ("source", ".", "eval"):
+        elif name in ("source", ".", "eval", *_GOES):
+            if name in _GOES:
+                self._set("PWD", None, mode, line)
             self._not_read.append(f"line {line}: {' '.join(map(str, fields))}")
         elif mode == "runs" and name in ("true", "false", ":"):
             self._status = name != "false"

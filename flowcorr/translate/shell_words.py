@@ -177,7 +177,10 @@ class Scanner:
                 text = self._balanced(line)
                 return Arithmetic(source=text[3:-2], text=text) if text.endswith("))") else Opaque(text)
             if self.peek(2) == "$(":
-                return Opaque(self._balanced(line))
+                text = self._balanced(line)
+                if text[2:-1].strip() == "pwd":
+                    return Variable(name="PWD", sign="", other=Word((), line), quoted=quoted, text=text)
+                return Opaque(text)
             if self.peek(2) == "${":
                 return self._braced(line, begin, quoted)
             if self.peek(2) in ("$'", '$"'):

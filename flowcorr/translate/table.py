@@ -14,6 +14,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.translate.unread import unread_in
 
 Get = Callable[[str], Any]
+_SHOWN = 4
 _CORRECTION = {"algorithm.rollout_correction": to_mapping(RolloutCorrectionConfig())}
 
 
@@ -26,14 +27,14 @@ class Row:
         sources: the other trainer's keys from which it follows; none if that trainer always behaves so.
         value: computes its value from `get`, which returns the value of a key of the other trainer; None leaves the
             line out.
-        note: an addition to the comment.
+        note: an addition to the comment, or a function that makes it from `get`.
         always: write the line even if the value is flowcorr's default.
     """
 
     key: str
     value: Callable[[Get], Any]
     sources: tuple[str, ...] = ()
-    note: str = ""
+    note: str | Callable[[Get], str] = ""
     always: bool = False
 
 
@@ -43,8 +44,9 @@ class Table:
 
     Attributes:
         name: name of the trainer.
-        defaults: default values of the keys that rows read; a given value must be of the same type.
+        defaults: default values of the keys that are read; a given value must be of the same type.
         kinds: types of keys where the default does not tell it; `object` is any.
+        required: keys that every configuration of the trainer holds.
         rows: the keys that are translated.
         no_place: patterns of keys without an equivalent, with the reason; the first match counts.
         differences: differences in the maths that no configuration removes.
@@ -54,6 +56,7 @@ class Table:
     name: str
     defaults: Mapping[str, Any]
     kinds: Mapping[str, type]
+    required: Sequence[str]
     rows: Sequence[Row]
     no_place: Mapping[str, str]
     differences: Sequence[str]
@@ -70,16 +73,18 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """A recipe in parts.
+    """A recipe in parts; every given key is in one of them.
 
     Attributes:
         lines: the lines of the recipe, by dotted key.
+        no_line: given keys that are read, and are as they are here anyway, or without effect beside the others.
         no_place: given keys without an equivalent, by reason.
         unknown: given keys that are not in the table.
         differences: see `Table`.
     """
 
     lines: Mapping[str, Line]
+    no_line: Sequence[str]
     no_place: Mapping[str, Sequence[str]]
     unknown: Sequence[str]
     differences: Sequence[str] = field(default_factory=tuple)
@@ -89,11 +94,12 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
     """Translate the `given` keys with a table.
 
     Raises:
-        ConfigError: flowcorr cannot run the configuration, or a value that it needs is unread; the message says why.
+        ConfigError: it is no configuration of that trainer, flowcorr cannot run it, or a value that it needs is unread;
+            the message says why.
     """
 
     def get(key: str) -> Any:
-        default = table.defaults.get(key)
+        default = table.defaults[key]
         value = given.get(key, default)
         if unread := next(unread_in(value), None):
             raise ConfigError(f"{key} is not known: {unread.reason}")
@@ -101,6 +107,7 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
             return None
         return _typed(key, value, table.kinds.get(key, object if default is None else type(default)))
 
+    check_required(given, table.required, table.name)
     if reason := table.refuse(get):
         raise ConfigError(reason)
     ours = _flat({**to_mapping(Config()), **_CORRECTION})
@@ -110,19 +117,42 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
         there = [source for source in row.sources if source in given]
         if value is None or (value == ours.get(row.key) and not there and not row.always):
             continue
-        lines[row.key] = Line(value=value, comment=_comment(row, there, ours.get(row.key), table.name))
-    read = {source for row in table.rows for source in row.sources} | table.defaults.keys()
+        note = row.note if isinstance(row.note, str) else row.note(get)
+        lines[row.key] = Line(value=value, comment=_comment(row, there, ours.get(row.key), table.name, note))
+    in_lines = {source for row in table.rows if row.key in lines for source in row.sources}
+    no_line: list[str] = []
     no_place: dict[str, list[str]] = {}
     unknown: list[str] = []
     for key, value in given.items():
-        if key in read:
+        if key in in_lines:
             continue
-        found = next((text for pattern, text in table.no_place.items() if fnmatchcase(key, pattern)), None)
-        if found is None:
+        why = next((text for pattern, text in table.no_place.items() if fnmatchcase(key, pattern)), None)
+        if key in table.defaults:
+            no_line.append(f"{key}={value}")
+        elif why is None:
             unknown.append(f"{key}={value}")
         else:
-            no_place.setdefault(found, []).append(f"{key}={value}")
-    return Translation(lines=lines, no_place=no_place, unknown=unknown, differences=table.differences)
+            no_place.setdefault(why, []).append(f"{key}={value}")
+    return Translation(
+        lines=lines, no_line=no_line, no_place=no_place, unknown=unknown, differences=table.differences
+    )
+
+
+def check_required(given: Mapping[str, Any], required: Sequence[str], name: str) -> None:
+    """Refuse a configuration that lacks keys which every one of a trainer holds, so that it is of something else."""
+    if missing := [key for key in required if key not in given]:
+        shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        raise ConfigError(f"it is no configuration of {name}, which would hold {shown}")
+
+
+def decay_of_one(decay: float, updates: float) -> float:
+    """The decay of an average of every update that forgets as fast as one of `decay` every `updates` updates."""
+    return min(round(decay ** (1 / updates), 6), 0.999999)
+
+
+def same(source: str, key: str, note: str | Callable[[Get], str] = "") -> Row:
+    """A key of a recipe that has the value of a key of the other trainer."""
+    return Row(key=key, value=lambda get: get(source), sources=(source,), note=note)
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:
@@ -147,14 +177,14 @@ def _typed(key: str, value: Any, kind: type) -> Any:
     raise ConfigError(f"{key}={value!r} must be {KINDS[kind]}")
 
 
-def _comment(row: Row, there: Sequence[str], ours: Any, name: str) -> str:
+def _comment(row: Row, there: Sequence[str], ours: Any, name: str, note: str) -> str:
     if not row.sources:
         text = f"{name} always does this; default here: {_text(ours)}"
     elif there:
         text = ", ".join(there)
     else:
         text = f"{name}'s default of {row.sources[0]}; default here: {_text(ours)}"
-    return f"{text} ({row.note})" if row.note else text
+    return f"{text} ({note})" if note else text
 
 
 def _text(value: Any) -> str:

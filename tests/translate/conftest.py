@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.translate import translate
-from tests.translate.configs import GRPO, SCRIPT, loaded
+from tests.translate.configs import GRPO, SCRIPT, factory_yaml, loaded
 
 
 @pytest.fixture
@@ -21,6 +21,20 @@ def omni(tmp_path):
 
 @pytest.fixture
 def grpo(tmp_path):
+    """A file of flow_grpo; its configuration is `get`."""
     path = tmp_path / "grpo.py"
     path.write_text(GRPO, encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def factory(tmp_path):
+    """`factory(**changes)` is the recipe of a YAML of Flow-Factory with changes, and its text."""
+
+    def make(**changes):
+        path = tmp_path / "factory.yaml"
+        path.write_text(factory_yaml(**changes), encoding="utf-8")
+        text = translate(str(path))
+        return loaded(tmp_path, text), text
+
+    return make

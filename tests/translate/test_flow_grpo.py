@@ -4,7 +4,10 @@ import pytest
 
 from flowcorr.errors import ConfigError
 from flowcorr.translate import translate
-from tests.translate.configs import GRPO, loaded
+from flowcorr.translate.flow_grpo import as_script
+from tests.translate.configs import GRPO, loaded, value_at
+
+SD3, FLUX, QWEN = "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev", "Qwen/Qwen-Image"
 
 
 def test_flow_grpos_values(grpo, tmp_path):
@@ -17,6 +20,7 @@ def test_flow_grpos_values(grpo, tmp_path):
     assert found.algorithm.rollout_correction.mode == "bypass"
     assert (found.sampling.guidance_scale, found.trainer.seed) == (4.5, 42)
     assert (found.model.dtype, found.data.heldout_path) == ("float16", "dataset/ocr/test.txt")
+    assert (found.model.lora.rank, found.model.lora.alpha, len(found.model.lora.targets)) == (32, 64, 8)
     assert [(term.name, term.weight) for term in found.reward.terms] == [
         ("pickscore", 1),
         ("my_rewards:geneval", 0.5),
@@ -25,6 +29,9 @@ def test_flow_grpos_values(grpo, tmp_path):
     # A run that ends by itself would end before its first evaluation.
     assert found.trainer.total_steps > 100 * found.trainer.eval_every
     assert "total_steps: 100000  # flow_grpo always does this; default here: 30 (it trains until" in text
+    assert text.startswith(
+        "# Translated by flowcorr translate from grpo.py:get (flow_grpo, as scripts/train_sd3.py"
+    )
 
 
 def test_flow_grpo_needs_its_gpus(grpo, tmp_path):
@@ -34,11 +41,105 @@ def test_flow_grpo_needs_its_gpus(grpo, tmp_path):
     assert loaded(tmp_path, translate(f"{grpo}:get", gpus=2)).rollout.prompts_per_step == 8
 
 
-def test_flow_grpos_adam_in_8_bits_is_adamw_of_bitsandbytes_here_too(grpo, tmp_path):
-    assert loaded(tmp_path, translate(f"{grpo}:get")).actor.optimizer == "adamw"
-    grpo.write_text(
-        GRPO.replace("    return", "    config.train.use_8bit_adam = True\n    return"), encoding="utf-8"
+@pytest.mark.parametrize(
+    ("given", "function", "script"),
+    [
+        ({"pretrained.model": SD3}, "geneval_sd3", "train_sd3.py"),
+        ({"pretrained.model": SD3}, "geneval_sd3_fast", "train_sd3_fast.py"),
+        ({"pretrained.model": SD3, "sample.sde_type": "cps"}, "a", "train_sd3_fast.py"),
+        ({"pretrained.model": SD3, "rationorm": True}, "a", "train_sd3_GRPO_Guard.py"),
+        ({"pretrained.model": FLUX}, "a", "train_flux.py"),
+        ({"pretrained.model": FLUX}, "pickscore_flux_fast", "train_flux_fast.py"),
+        ({"pretrained.model": QWEN}, "a_fast", "train_qwenimage.py"),
+        ({}, "a", "train_sd3.py"),
+    ],
+)
+def test_the_script_that_reads_a_configuration(given, function, script):
+    assert as_script(given, function) == script
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["train.use_8bit_adam=True"], "actor.optimizer", "adamw_8bit"),
+        (["train.use_8bit_adam=False"], "actor.optimizer", "adamw"),
+        # The average moves at every eighth update, once for each of its 4 batches.
+        (["train.ema=True"], "actor.ema", 0.948683),
+        (["train.ema=True", "train.gradient_accumulation_steps=8"], "actor.ema", 0.9),
+        (["train.ema=False"], "actor.ema", None),
+        (["train.ema=True", f"pretrained.model={QWEN}"], "actor.ema", None),
+        (["reward_fn={jpeg_compressibility: 1.0}"], "reward.terms.0.weight", 1 / 500),
+        (["reward_fn={ocr: 1.0}"], "reward.terms.0.name", "ocr"),
+        (["reward_fn={ocr_server: 1.0}"], "reward.terms.0.name", "my_rewards:ocr_server"),
+        (["reward_fn={aesthetic: 1.0}"], "reward.terms.0.name", "aesthetic"),
+        (["rationorm=True"], "actor.loss_mode", "grpo_guard"),
+        (["sample.sde_type=cps"], "sampling.cps_unscaled", True),
+        (["sample.sde_type=sde", "sample.sde_window_size=2"], "sampling.sde_window_size", 2),
+        (["sample.sde_type=sde", "sample.sde_window_size=2"], "sampling.sde_window_range", (0, 5)),
+        (["sample.sde_window_size=2"], "sampling.sde_window_size", 9),  # its script draws no windows
+        (["train.timestep_fraction=0.5"], "sampling.sde_window_range", (0, 5)),
+        ([f"pretrained.model={FLUX}"], "model.lora.rank", 64),
+        ([f"pretrained.model={QWEN}"], "sampling.true_cfg_scale", 4.5),
+        ([f"pretrained.model={QWEN}"], "sampling.negative_prompt", " "),
+        ([f"pretrained.model={QWEN}"], "model.max_sequence_length", 512),
+        (["use_lora=False", "train.beta=0", "mixed_precision=bf16"], "model.lora.rank", 0),
+        (["use_lora=False", "train.beta=0", "mixed_precision=bf16"], "actor.autocast", True),
+        (["prompt_fn=geneval"], "data.path", "dataset/ocr/train_metadata.jsonl"),
+        (["dataset=''"], "data.path", "train.txt"),
+        (["mixed_precision=bf16"], "model.dtype", "bfloat16"),
+        (["sample.global_std=False"], "algorithm.advantage_std", "group"),
+    ],
+)
+def test_keys_that_depend_on_others(grpo, tmp_path, overrides, key, value):
+    found = loaded(tmp_path, translate(f"{grpo}:get", overrides))
+    if key.startswith("reward.terms.0."):
+        assert getattr(found.reward.terms[0], key.rpartition(".")[2]) == value
+    else:
+        assert value_at(found, key) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "pretrained.model=hub/DeepSeek-7b",
+            "^pretrained.model=hub/DeepSeek-7b names no model of the families",
+        ),
+        ("pretrained.model=black-forest-labs/FLUX.1-Kontext-dev", "names no model of the families"),
+        ("pretrained.model=black-forest-labs/FLUX.2-klein-4B", "names no model of the families"),
+        ("train.algorithm=dpo", "^train.algorithm=dpo has no equivalent here"),
+        ("prompt_fn=imagenet_animals", "^prompt_fn=imagenet_animals reads no prompts of images from a file"),
+        ("per_prompt_stat_tracking=False", "^per_prompt_stat_tracking=False compares images of all prompts"),
+        ("use_lora=False", "^use_lora=False with mixed_precision=fp16 has no equivalent here"),
+        ("train.cfg=False", "^train.cfg=False trains without the guidance that it samples with"),
+        ("sample.num_image_per_prompt=1", "^sample.num_image_per_prompt=1 gives an image no other"),
+        # 10.67 prompts are not 11.
+        ("sample.num_image_per_prompt=24", "^4 GPUs x sample.train_batch_size=8 images are no multiple of"),
+        (
+            "train.gradient_accumulation_steps=3",
+            "is no multiple of train.gradient_accumulation_steps=3, so that",
+        ),
+        ("train.gradient_accumulation_steps=0", "^train.gradient_accumulation_steps=0 must be at least 1"),
+        ("sample.num_batches_per_epoch=true", "^sample.num_batches_per_epoch=True must be a whole number"),
+        ("reward_fn={ocr: much}", "^reward_fn.ocr='much' must be a number"),
+    ],
+)
+def test_what_is_no_run_of_flowcorr_is_refused(grpo, override, message):
+    with pytest.raises(ConfigError, match=message):
+        translate(f"{grpo}:get", [override])
+
+
+def test_a_file_of_another_trainer_is_refused_by_the_keys_that_it_lacks(tmp_path):
+    path = tmp_path / "other.py"
+    lines = (
+        "import ml_collections",
+        "def get():",
+        "    config = ml_collections.ConfigDict()",
+        "    return config",
     )
-    text = translate(f"{grpo}:get")
-    assert loaded(tmp_path, text).actor.optimizer == "adamw_8bit"
-    assert "optimizer: adamw_8bit  # train.use_8bit_adam (AdamW of bitsandbytes in both)" in text
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(
+        ConfigError,
+        match=r"^it is no configuration of flow_grpo, which would hold pretrained\.model, seed, .*, \.\.\. \(",
+    ):
+        translate(f"{path}:get", gpus=8)

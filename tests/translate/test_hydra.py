@@ -3,28 +3,29 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.translate.hydra import flat, read_override, read_yaml, resolved
+from flowcorr.translate.hydra import check_defaults, flat, read_override, resolved
 from flowcorr.translate.unread import Unread
 
 
 def test_a_file_is_its_values_by_dotted_keys():
-    text = "a: {b: 1e-4, c: on, d: {}, _target_: x.y}\ne: {f: {g: 1}}\ndefaults: [_self_]"
-    assert read_yaml(text, keep=("e.f",)) == {"a.b": 1e-4, "a.c": True, "a.d": {}, "e.f": {"g": 1}}
+    config = {
+        "a": {"b": 1e-4, "c": True, "d": {}, "_target_": "x.y"},
+        "e": {"f": {"g": 1}},
+        "defaults": ["_self_"],
+    }
+    assert dict(flat(config, keep=("e.f",))) == {"a.b": 1e-4, "a.c": True, "a.d": {}, "e.f": {"g": 1}}
     assert dict(flat({"a": {"b": [1]}})) == {"a.b": [1]}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1]", "^it is not a Hydra YAML"),
-        ("", "^it is not a Hydra YAML"),
-        ("a: [", "^not valid YAML: "),
-        ("defaults: [actor@actor: dp]\na: 1", "^it takes values from other files by its list defaults"),
-    ],
-)
-def test_what_is_no_whole_file_is_refused(text, message):
-    with pytest.raises(ConfigError, match=message):
-        read_yaml(text)
+@pytest.mark.parametrize("defaults", [None, [], ["_self_"]])
+def test_a_file_that_is_whole(defaults):
+    check_defaults({"a": 1, "defaults": defaults})
+    check_defaults({"a": 1})
+
+
+def test_a_file_that_takes_values_from_others_is_refused():
+    with pytest.raises(ConfigError, match="^it takes values from other files by its list defaults"):
+        check_defaults({"defaults": [{"actor@actor": "dp"}], "a": 1})
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,7 @@ def test_what_is_no_whole_file_is_refused(text, message):
         ("a=", "a", None),
         ("a=b=c", "a", "b=c"),
         ("a=[", "a", "["),
+        ("a/b=c", "a/b", "c"),
     ],
 )
 def test_an_override_is_a_key_and_a_value(word, key, value):
@@ -43,13 +45,17 @@ def test_an_override_is_a_key_and_a_value(word, key, value):
 
 
 def test_an_override_that_is_none_is_refused():
-    for word in ("a", "--config-name=b", "$X=1", "~a=1", "a b=1"):
+    for word in ("a", "--multirun", "$X=1", "~a=1", "a b=1"):
         with pytest.raises(ConfigError, match="is not read, only key=value; leave it out$"):
             read_override(word)
     with pytest.raises(
         ConfigError, match=r"the argument '\$X' is not read, only key=value \(line 3: why\); leave it out$"
     ):
         read_override(Unread("$X", "line 3: why"))
+    with pytest.raises(
+        ConfigError, match="^the argument '--config-name=b' chooses other defaults, which are not read"
+    ):
+        read_override("--config-name=b")
     assert read_override(Unread("a=$X", "why")) == ("a", Unread("$X", "why"))
 
 

@@ -10,7 +10,7 @@ from flowcorr.translate.table import Line, Translation
 
 def text_of(values, **parts):
     lines = {key: Line(value=value, comment="there") for key, value in values.items()}
-    empty = {"no_place": {}, "unknown": [], "differences": ()}
+    empty = {"no_line": [], "no_place": {}, "unknown": [], "differences": ()}
     return recipe_text(Translation(lines=lines, **{**empty, **parts}), "run.sh (other)")
 
 
@@ -54,20 +54,28 @@ def test_comments_stay_comments():
 
 
 def test_what_is_not_read_is_listed():
-    translation = Translation(lines={}, no_place={}, unknown=(), differences=())
+    translation = Translation(lines={}, no_line=(), no_place={}, unknown=(), differences=())
     text = recipe_text(translation, "a\nb.sh", ["line 1: source env.sh"])
     assert text.startswith("# Translated by flowcorr translate from a b.sh.\n")
     assert "# not read, and may change what is above:\n#   line 1: source env.sh\n" in text
 
 
-def test_what_has_no_place_stands_in_comments():
-    text = text_of({}, no_place={"no such thing": ["x=1"]}, unknown=["y=2"], differences=["the std"])
+def test_every_key_stands_in_a_comment():
+    text = text_of(
+        {},
+        no_line=["z=0"],
+        no_place={"no such thing": ["x=1"]},
+        unknown=[f"key{index}=1" for index in range(40)],
+        differences=["the std, " * 20 + "at last"],
+    )
+    assert "# as here anyway, or without effect beside other keys:\n#   z=0\n" in text
     assert "# no equivalent here (no such thing):\n#   x=1\n" in text
-    assert "# unknown to flowcorr translate:\n#   y=2\n" in text
-    assert text.endswith("# differs in any case:\n#   the std\n")
+    assert "# unknown to flowcorr translate:\n#   key0=1\n" in text
+    assert "#   key39=1\n" in text
+    assert "# differs in any case:\n#   the std, " in text
+    assert text.endswith("at last\n")
 
 
-def test_long_lists_are_cut():
-    text = text_of({}, unknown=[f"key{index}=1" for index in range(20)])
-    assert "#   and 8 more\n" in text
-    assert "key12" not in text
+def test_a_long_value_is_cut():
+    text = text_of({}, unknown=["key=" + "x" * 1000])
+    assert len(text.splitlines()[-2]) < 120

@@ -3,22 +3,42 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.translate.rewards import named_function, reward_terms
+from flowcorr.translate import rewards
+from flowcorr.translate.rewards import Given, note, number, terms
 
 
-def test_words_in_a_name_choose_the_reward():
-    assert reward_terms({"score/pickscore.py:compute": 1.0, "score/hpsv3.py:compute": 0.5}) == [
-        {"name": "pickscore"},
-        {"name": "my_rewards:compute", "weight": 0.5},
+def test_a_reward_that_flowcorr_has_keeps_its_unit():
+    given = [
+        Given(name="pick", known=rewards.PICKSCORE),
+        Given(name="jpeg", known=rewards.JPEG, weight=0.5),
+        Given(name="text", known=rewards.OCR, weight=2.0),
+        Given(name="judge", known=rewards.JUDGED_OCR, options={"model": "a/b"}),
     ]
+    assert terms(given) == [
+        {"name": "pickscore"},
+        {"name": "jpeg_compressibility", "weight": 0.001},
+        {"name": "ocr", "weight": 2.0, "options": {"exact_weight": 0.0, "detect": True}},
+        {
+            "name": "vlm_judge",
+            "options": {"base_url": rewards.JUDGE_URL, "mode": "transcribe", "model": "a/b"},
+        },
+    ]
+    assert note(given).startswith("kB / 500 there, kB here; ocr divides the edit distance by the longer text")
+    assert f"serve the model of vlm_judge at {rewards.JUDGE_URL}" in note(given)
 
 
-def test_a_function_has_a_path_and_a_weight():
-    assert named_function(("a", {"path": "score/x.py", "weight": 2})) == ("score/x.py:a", 2)
-    assert named_function(("a", {})) == (":a", 1.0)
-    for function, message in (
-        (3, r"a=3 must be a section"),
-        ({"weight": "x"}, r"a\.weight='x' must be a number"),
-    ):
-        with pytest.raises(ConfigError, match=rf"^reward\.reward_functions\.{message}"):
-            named_function(("a", function))
+def test_another_reward_becomes_a_function_that_the_user_writes():
+    given = [
+        Given(name="ocr-server", known=None, options={"server_url": "http://a:1"}, without=["x.required"])
+    ]
+    assert terms(given, normalize="group") == [
+        {"name": "my_rewards:ocr_server", "options": {"server_url": "http://a:1"}, "normalize": "group"}
+    ]
+    assert note(given) == "write my_rewards:NAME yourself, see examples/custom_reward.py; without x.required"
+
+
+def test_a_weight_is_a_number():
+    assert number("a", 2) == 2.0
+    for value in ("x", True, None):
+        with pytest.raises(ConfigError, match=rf"^a={value!r} must be a number$"):
+            number("a", value)

@@ -139,6 +139,14 @@ def test_a_command_in_a_variable_or_behind_others():
     assert values(f"exec > >(tee log)\n{RUN}a=1\nexit 0\n{RUN}a=2") == ["a=1"]
 
 
+def test_the_current_folder_is_known_until_the_script_leaves_it():
+    command = read_command(f"A=$PWD/a B=$(pwd)\n{RUN} $A $B", MODULE)
+    assert command.words[-2:] == ["./a", "."]
+    command = read_command(f"cd /runs\nA=$PWD/a\n{RUN} $A", MODULE)
+    assert command.words[-1] == Unread("$PWD/a", "line 1: only a shell could tell the value of $PWD")
+    assert command.not_read == ("line 1: cd /runs",)
+
+
 def test_what_may_assign_variables_and_is_not_read_is_listed():
     assert read_command(f"source env.sh\n. $X/b.sh\n{RUN}", MODULE).not_read == (
         "line 1: source env.sh",

@@ -35,10 +35,11 @@ def words(text, **variables):
             ["7", "3", "-3", "6", "-3"],
         ),
         ("$", ["$"]),
+        ('"$(pwd)/a" $( pwd )', ["/here/a", "/here"]),
     ],
 )
 def test_what_a_word_becomes(text, expected):
-    variables = {"X": "1", "TWO": "a b", "EMPTY": "", "ARRAY[@]": ["p", "q r"]}
+    variables = {"X": "1", "TWO": "a b", "EMPTY": "", "ARRAY[@]": ["p", "q r"], "PWD": "/here"}
     assert words(text, **variables) == expected
 
 

@@ -3,15 +3,22 @@
 import pytest
 
 from flowcorr.errors import ConfigError
+from flowcorr.translate.flow_factory import TABLE as FLOW_FACTORY
 from flowcorr.translate.flow_grpo import TABLE as FLOW_GRPO
-from flowcorr.translate.table import Row, Table, translate_values
+from flowcorr.translate.table import Row, Table, check_required, decay_of_one, same, translate_values
 from flowcorr.translate.unread import Unread
 from flowcorr.translate.verl_omni import TABLE as VERL_OMNI
+from flowcorr.translate.verl_omni_defaults import OF_A_FILE
 
 
-@pytest.mark.parametrize("table", [VERL_OMNI, FLOW_GRPO])
+@pytest.mark.parametrize("table", [VERL_OMNI, FLOW_GRPO, FLOW_FACTORY])
 def test_each_row_has_the_defaults_that_it_reads(table):
     assert {source for row in table.rows for source in row.sources} <= table.defaults.keys()
+    assert {*table.kinds, *table.required} <= table.defaults.keys()
+
+
+def test_the_keys_of_a_file_are_those_of_the_table():
+    assert {*OF_A_FILE} <= VERL_OMNI.defaults.keys()
 
 
 def table(**changes):
@@ -24,6 +31,7 @@ def table(**changes):
         "name": "other",
         "defaults": {"optim.lr": 1e-3, "group": 16},
         "kinds": {},
+        "required": (),
         "rows": rows,
         "no_place": {"optim.*": "another optimizer"},
         "differences": ("the std",),
@@ -39,7 +47,38 @@ def test_a_line_says_where_its_value_is_from():
     assert lines["actor.lr"] == (1e-3, "other's default of optim.lr; default here: 0.0003")
     assert "actor.kl_coef" not in lines  # the default here
     assert found.no_place == {"another optimizer": ["optim.eps=1e-08"]}
-    assert found.unknown == ["unheard_of=1"]
+    assert (found.unknown, found.no_line) == (["unheard_of=1"], [])
+
+
+def test_a_key_that_makes_no_line_is_listed():
+    rows = (Row(key="rollout.n", sources=("group",), value=lambda get: None),)
+    assert translate_values({"group": 8}, table(rows=rows)).no_line == ["group=8"]
+    assert translate_values({}, table(rows=rows)).no_line == []
+
+
+def test_a_note_may_depend_on_the_values():
+    rows = (same("group", "rollout.n", lambda get: f"{get('group')} images"),)
+    assert translate_values({"group": 8}, table(rows=rows)).lines["rollout.n"].comment == "group (8 images)"
+
+
+def test_a_configuration_of_something_else_lacks_keys():
+    check_required({"a": 1}, ("a",), "other")
+    with pytest.raises(
+        ConfigError, match=r"^it is no configuration of other, which would hold b, c, d, e, \.\.\.$"
+    ):
+        check_required({"a": 1}, tuple("abcdef"), "other")
+    with pytest.raises(ConfigError, match="^it is no configuration of other, which would hold group$"):
+        translate_values({}, table(required=("group",)))
+
+
+@pytest.mark.parametrize(
+    ("decay", "updates", "found"), [(0.9, 8, 0.986916), (0.9, 2, 0.948683), (1 - 1e-9, 8, 0.999999)]
+)
+def test_the_decay_of_one_update(decay, updates, found):
+    """After all updates, as much of the old average is left."""
+    assert decay_of_one(decay, updates) == found
+    if found < 0.999:
+        assert decay_of_one(decay, updates) ** updates == pytest.approx(decay, rel=1e-5)
 
 
 def test_a_value_that_is_unread_is_refused_where_it_is_needed():

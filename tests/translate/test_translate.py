@@ -10,55 +10,152 @@ from flowcorr.translate import translate
 from tests.translate.configs import OMNI, SCRIPT, loaded
 
 
-def test_a_hydra_yaml_with_interpolation(tmp_path):
-    """As Hydra saves it, with what only its program could resolve left out."""
-    values = {
-        "defaults": ["_self_"],
-        "actor_rollout_ref": {
-            "model": {"path": "a/sd3", "algorithm": "grpo_guard", "external": "${missing.key}"},
-            "actor": {
-                "diffusion_loss": {"loss_mode": "${oc.select:actor_rollout_ref.model.algorithm,flow_grpo}"},
-                "ppo_mini_batch_size": 4,
-            },
-            "rollout": {"n": 1, "load_format": "???"},
-        },
-        "data": {"train_batch_size": 4},
-        "reward": {"reward_functions": {"ocr": {"path": "ocr.py", "weight": 2.0}}},
+def saved(**changes):
+    """A configuration of verl-omni as Hydra saves it, with what only its program could resolve left out."""
+    flat = {
+        "data.train_batch_size": 4,
+        "data.train_files": "data/train.parquet",
+        "data.val_files": "data/test.parquet",
+        "trainer.total_training_steps": 10,
+        "reward.custom_reward_function.path": "score/hps.py",
+        f"{OMNI}model.path": "a/sd3",
+        f"{OMNI}model.algorithm": "grpo_guard",
+        f"{OMNI}model.external": "${missing.key}",
+        f"{OMNI}model.lora_rank": 8,
+        f"{OMNI}model.lora_dtype": "fp32",
+        f"{OMNI}model.target_modules": ["to_q"],
+        f"{OMNI}actor.diffusion_loss.loss_mode": "${oc.select:actor_rollout_ref.model.algorithm,flow_grpo}",
+        f"{OMNI}actor.diffusion_loss.clip_ratio": 1e-4,
+        f"{OMNI}actor.optim.lr": 1e-4,
+        f"{OMNI}actor.ppo_mini_batch_size": 4,
+        f"{OMNI}rollout.name": "vllm_omni",
+        f"{OMNI}rollout.n": 1,
+        f"{OMNI}rollout.dtype": "bfloat16",
+        f"{OMNI}rollout.load_format": "???",
+        f"{OMNI}rollout.algo.noise_level": 0.7,
+        **{f"{OMNI}rollout.pipeline.{key}": 512 for key in ("height", "width")},
+        f"{OMNI}rollout.pipeline.num_inference_steps": 10,
         "unheard_of": 1,
+        **changes,
     }
+    tree = {"defaults": ["_self_"]}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return yaml.safe_dump(tree)
+
+
+def test_a_hydra_yaml_with_interpolation(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    path.write_text(saved(), encoding="utf-8")
     text = translate(str(path), [f"{OMNI}rollout.n=4"])
     found = loaded(tmp_path, text)
     assert (found.actor.loss_mode, found.rollout.n, found.actor.mini_batches) == ("grpo_guard", 4, 1)
-    assert found.reward.terms[0].weight == 2
+    assert found.reward.terms[0].name == "my_rewards:hps"
     assert "# unknown to flowcorr translate:\n#   unheard_of=1" in text
+
+
+LANGUAGE = {
+    "actor_rollout_ref": {"model": {"path": "deepseek-llm-7b-chat"}, "rollout": {"n": 5, "name": "vllm"}}
+}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hello: world", r"it holds no key of verl-omni \(it has: hello\)"),
-        ("", "^it is not a Hydra YAML"),
+        ("hello: world", r"it holds no key of verl-omni or Flow-Factory \(it has: hello\)"),
+        ("", "^it is no configuration of a trainer: that holds sections of keys"),
+        ("- 1", "^it is no configuration of a trainer"),
         (
             "a: &a [*a]",
             r"^not valid YAML: the alias \*a contains itself \(line 1, column 8\) \(.*some.yaml cannot be tr",
         ),
         (
-            "actor_rollout_ref: {rollout: {n: '${oc.env:N}'}}",
+            "data: {train_files: a.parquet}",
+            r"^it is no configuration of verl-omni's diffusion trainer, which would",
+        ),
+        (
+            yaml.safe_dump({"data": {"train_batch_size": 1024}, **LANGUAGE}),
+            r"^it is no configuration of verl-omni's diffusion trainer, which would hold "
+            r"actor_rollout_ref\.model\.lora_rank, .*, \.\.\. \(",
+        ),
+        (
+            saved(**{f"{OMNI}model.path": "deepseek-llm-7b-chat", f"{OMNI}rollout.n": 4}),
+            r"^actor_rollout_ref\.model\.path=deepseek-llm-7b-chat names no model of the families that flowcorr knows",
+        ),
+        (
+            saved(**{f"{OMNI}rollout.n": "${oc.env:N}"}),
             r"^actor_rollout_ref\.rollout\.n is not known: .*env:N",
         ),
+        (
+            saved(**{f"{OMNI}rollout.name": "???"}),
+            r"^actor_rollout_ref\.rollout\.name is not known: .* has no value",
+        ),
+        (saved(defaults=[{"actor": "dp"}]), "^it takes values from other files by its list defaults"),
         (
             "trainer: {seed: 1}\nmodel: {path: a/sd3}",
             "it is a flowcorr recipe already; flowcorr train takes it",
         ),
+        (
+            "model: {model_name_or_path: a/sd3}\ntrain: {group_size: 24}",
+            "^it is no configuration of Flow-Factory, which would hold model.model_type, train.trainer_type",
+        ),
     ],
 )
-def test_a_yaml_that_is_not_of_verl_omni(tmp_path, text, message):
+def test_a_yaml_of_something_else_is_never_filled_with_defaults(tmp_path, text, message):
     path = tmp_path / "some.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         translate(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "torchrun fastvideo/train_grpo_flux.py --mix_grpo",
+            "^line 1: it starts .* of MixGRPO, whose configuration",
+        ),
+        ("torchrun fastvideo/train_grpo_flux.py", "^line 1: it starts .* of DanceGRPO, whose configuration"),
+        ("bash other.sh data.seed=1", r"^none of its commands runs python -m verl_omni\.trainer\.main_"),
+        (
+            "python3 -m verl_omni.trainer.main_omni",
+            r"^verl_omni\.trainer\.main_omni trains no diffusion model",
+        ),
+        ("", r"^none of its commands runs python -m verl_omni\.trainer\.main_"),
+    ],
+)
+def test_a_script_of_another_trainer_is_refused_by_its_name(tmp_path, text, message):
+    path = tmp_path / "run.sh"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        translate(str(path))
+
+
+def test_the_home_folder_and_the_current_one(omni):
+    folders = (
+        "data.train_files=$HOME/a.parquet",
+        "data.val_files=$PWD/b.parquet",
+        f"{OMNI}model.path=~/Qwen-Image",
+    )
+    found, text = omni(*folders)
+    assert (found.data.path, found.data.heldout_path) == ("~/a.txt", "./b.txt")
+    assert found.model.path == "~/Qwen-Image"
+    assert "may change what is above" not in text
+
+
+def test_a_script_that_goes_elsewhere_says_so(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("cd $HOME/runs\n" + SCRIPT.format(""), encoding="utf-8")
+    assert "# not read, and may change what is above:\n#   line 1: cd ~/runs\n" in translate(str(script))
+    script.write_text("cd x\n" + SCRIPT.format("data.train_files=$PWD/a.parquet"), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"^data\.train_files is not known: line 1: only a shell could tell"
+    ):
+        translate(str(script))
 
 
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", "$HOME${oc.env:HOME}/x"])
@@ -79,16 +176,19 @@ def test_no_variable_of_the_environment_reaches_a_recipe(grpo, tmp_path, text):
     [
         (
             "data.seed=$((9**9**9))",
-            r"^data\.seed is not known: line 11: `\$\(\(9\*\*9\*\*9\)\)` is not arithmetic",
+            r"^data\.seed is not known: line 14: `\$\(\(9\*\*9\*\*9\)\)` is not arithmetic",
         ),
         (
             'data.seed="\\',
-            r"^line 11: a quote or a parenthesis is not closed \(.*run\.sh cannot be translated\)$",
+            r"^line 14: a quote or a parenthesis is not closed \(.*run\.sh cannot be translated\)$",
         ),
-        ("--config-name=other", "^the argument '--config-name=other' is not read, only key=value"),
+        (
+            "--config-name=other",
+            "^the argument '--config-name=other' chooses other defaults, which are not read",
+        ),
         (
             "$EXTRA",
-            r"^the argument '\$EXTRA' is not read, only key=value \(line 11: the script does not assign \$EXTRA",
+            r"^the argument '\$EXTRA' is not read, only key=value \(line 14: the script does not assign \$EXTRA",
         ),
     ],
 )
@@ -102,11 +202,11 @@ def test_a_script_that_cannot_be_read_is_refused_with_its_line(tmp_path, lines, 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("reward.reward_functions=3", r"^reward\.reward_functions=3 must be a section of keys"),
-        ("reward.reward_functions.a=3", r"^reward\.reward_functions\.a=3 must be a section of keys"),
-        ("data.train_files=[a,b]", r"^data\.train_files=\['a', 'b'\] must be one file"),
-        (f"{OMNI}actor.ppo_mini_batch_size=0", r"ppo_mini_batch_size=0 must be at least 1"),
-        (f"{OMNI}rollout.algo.sde_window_range=[1]", r"sde_window_range=\[1\] must be a list of 2 numbers"),
+        ("reward.custom_reward_function.reward_kwargs=3", r"reward_kwargs=3 must be a section"),
+        (
+            "reward.reward_functions=[1] +reward.reward_functions.a.path=b",
+            r"^reward\.reward_functions\.a\.path=b lies in reward\.reward_functions, which must be a section of keys",
+        ),
     ],
 )
 def test_values_that_no_run_can_have(tmp_path, override, message):
@@ -154,7 +254,7 @@ def test_every_shipped_recipe_is_a_recipe_already():
 def test_the_command(grpo, tmp_path, capsys):
     assert main(["translate", f"{grpo}:get"]) == 0
     assert capsys.readouterr().out.startswith(
-        "# Translated by flowcorr translate from grpo.py:get (flow_grpo)."
+        "# Translated by flowcorr translate from grpo.py:get (flow_grpo, as scripts/train_sd3.py runs it)."
     )
     for source, message in (
         (str(grpo), "choose one of its configurations, as"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
@@ -19,12 +18,13 @@ from flowcorr.diagnostics.plots import (
     Curve,
     draw_bars,
     draw_curves,
-    draw_heat_map,
     draw_histograms,
     limit_in_view,
 )
+from flowcorr.diagnostics.report.heat_maps import ROUNDING, heat_maps
 from flowcorr.diagnostics.report.runs import Group
 from flowcorr.diagnostics.report.terms import Spread, reach, read_spread, shares
+from flowcorr.diagnostics.report.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
 from flowcorr.trainer.timing import PHASES
 
 _DRIFT = (
@@ -79,11 +79,7 @@ _UPDATE = (
 _BINS = 64
 _MIN_SHARE = 0.005  # of a step's time that is worth a bar
 _MAX_MARK = 12  # characters beside a chart
-MAX_POINTS = 200  # of a curve, or columns of a heat map: a chart is 330 pixels wide
-MAX_ROWS, MAX_CHARTS = 40, 100  # of steps in a chart, and of metrics in a section; a run has fewer
-_STEP_DRIFT = re.compile(r"rollout_corr/step_([0-9]{1,3})/logprob_abs_diff")
-# Four units in the last place of a float32 log-prob near 1: two stacks that score alike to rounding differ by less.
-_ROUNDING = 5e-7
+MAX_CHARTS = 100  # of metrics in a section; a run has fewer
 _HISTOGRAMS = "All dumped steps together. Each row is scaled to its largest bin."
 _NO_TERMS = (
     "Train with trainer.dump_log_probs=true to see here how the ratios of the update lie in the clip range, and how "
@@ -116,8 +112,8 @@ def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
         ChartSection(
             title="Drift by timestep",
             text="Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch. "
-            f"All maps have one scale; grey: below {_ROUNDING:g}, the rounding of float32; white: not in the window.",
-            charts=_heat_maps(groups),
+            f"All maps have one scale; grey: below {ROUNDING:g}, the rounding of float32; white: not in the window.",
+            charts=heat_maps(groups),
         ),
         _curves(groups, "Outside the log-probs", _REPLAY, _REPLAY_TEXT),
         _curves(groups, "What the correction did", _CORRECTION, ""),
@@ -221,7 +217,7 @@ def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom:
     bands = {index: band for index, group in enumerate(groups) if (band := group.band(metric))}
     if not bands:
         return None
-    stride = _stride(max(map(len, bands.values())))
+    stride = steps_a_point(max(map(len, bands.values())))
     names, palette = marks(groups), colours(groups)
     curves = [
         Curve(mark=names[index], colour=palette[index], band=_pooled(band, stride))
@@ -236,19 +232,10 @@ def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom:
         name=metric.replace("/", "_"),
         title=title,
         draw=partial(draw_curves, curves=curves, healthy=healthy, serious=serious_limit(metric), zoom=zoom),
-        caption="; ".join(filter(None, [unit, limits, _stride_text(stride)])),
+        caption="; ".join(filter(None, [unit, limits, stride_text(stride)])),
         metric="" if title == metric else metric,
         shaded=limit_in_view(curves, healthy, zoom=zoom),
     )
-
-
-def _stride(count: int) -> int:
-    """How many training steps make a point."""
-    return math.ceil(count / MAX_POINTS)
-
-
-def _stride_text(stride: int) -> str:
-    return f"means over {stride} steps" if stride > 1 else ""
 
 
 def _pooled(band: Sequence[BandPoint], stride: int) -> list[BandPoint]:
@@ -276,64 +263,6 @@ def _healthy_text(curves: Sequence[Curve], healthy: tuple[float, float], serious
     else:
         return ""
     return text if limit_in_view(curves, healthy, zoom=zoom) else f"{text}, far from all values here"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HeatMap:
-    """Mean drift by step index and training step; `notes` say what was left out or averaged."""
-
-    rows: Sequence[str]
-    columns: Sequence[float]
-    cells: Mapping[tuple[str, float], float]
-    notes: str
-
-
-def _heat_maps(groups: Sequence[Group]) -> list[Chart]:
-    """A map for each group, all on the scale of the largest drift."""
-    maps = {index: found for index, group in enumerate(groups) if (found := _heat_map(group))}
-    largest = max((value for found in maps.values() for value in found.cells.values()), default=0.0)
-    charts = []
-    for index, found in maps.items():
-        unit = "nats per latent element, on a logarithmic scale"
-        if not max(found.cells.values()) > 0:
-            unit = "0 everywhere: both stacks score alike, to the last bit"
-        draw = partial(
-            draw_heat_map,
-            rows=found.rows,
-            columns=found.columns,
-            cells=found.cells,
-            scale=(_ROUNDING, largest),
-        )
-        charts.append(
-            Chart(
-                name=f"drift_by_timestep_{index}",
-                title=f"Drift by timestep, {groups[index].label}",
-                draw=draw,
-                caption="; ".join(filter(None, ["across: training step", unit, found.notes])),
-                height=max(HEIGHT / 2, 60 + 24 * len(found.rows)),
-            )
-        )
-    return charts
-
-
-def _heat_map(group: Group) -> _HeatMap | None:
-    names = {name for run in group.runs for record in run.records for name in record}
-    found = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
-    shown = _spread_out(sorted(found))
-    means = {f"step {index}": dict(group.means(found[index])) for index in shown}
-    steps = sorted({step for values in means.values() for step in values})
-    if not steps:
-        return None
-    stride = _stride(len(steps))
-    parts = [steps[begin : begin + stride] for begin in range(0, len(steps), stride)]
-    cells = {
-        (row, part[-1]): fmean(here)
-        for row, values in means.items()
-        for part in parts
-        if (here := [values[step] for step in part if step in values])
-    }
-    notes = "; ".join(filter(None, [_stride_text(stride), _rows_text(shown, found)]))
-    return _HeatMap(rows=list(means), columns=[part[-1] for part in parts], cells=cells, notes=notes)
 
 
 # Histograms ----------------------------------------------------------------------------------------------------
@@ -396,7 +325,7 @@ def _still_text(spread: Spread) -> str:
 def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Chart:
     everything = torch.cat(list(spread.mismatch.values()))
     view = reach(everything)
-    shown = _spread_out(list(spread.mismatch))
+    shown = spread_out(list(spread.mismatch))
     rows = [(f"step {step}", shares(spread.mismatch[step], view, _BINS)) for step in shown]
     what = "current less rollout log-prob"
     if spread.num_bypass < spread.num_steps:
@@ -410,7 +339,7 @@ def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Ch
         )
     texts = [
         f"{what}, nats per latent element, by step of the schedule",
-        _rows_text(shown, spread.mismatch),
+        rows_text(shown, spread.mismatch),
         found,
         _beyond(everything, view),
     ]
@@ -421,17 +350,6 @@ def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Ch
         caption="; ".join(filter(None, texts)),
         height=max(HEIGHT, 30 + 40 * len(rows)),
     )
-
-
-def _spread_out(steps: Sequence[int]) -> list[int]:
-    """All steps, or `MAX_ROWS` of them from the first to the last."""
-    if len(steps) <= MAX_ROWS:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (MAX_ROWS - 1))] for i in range(MAX_ROWS)]
-
-
-def _rows_text(shown: Sized, found: Sized) -> str:
-    return f"{len(shown)} of {len(found)} steps" if len(shown) < len(found) else ""
 
 
 def _beyond(values: Tensor, view: float) -> str:

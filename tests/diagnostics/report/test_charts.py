@@ -12,8 +12,9 @@ from matplotlib.colors import to_hex
 import flowcorr
 from flowcorr.diagnostics.drawing import BLUE, INK
 from flowcorr.diagnostics.plots import SERIOUS, UNHEALTHY
-from flowcorr.diagnostics.report.charts import MAX_CHARTS, MAX_ROWS, chart_sections, marks
+from flowcorr.diagnostics.report.charts import MAX_CHARTS, chart_sections, marks
 from flowcorr.diagnostics.report.runs import group_by_seed, read_run
+from flowcorr.diagnostics.report.thinning import MAX_ROWS
 
 CORRECTION = "algorithm.rollout_correction"
 

@@ -1,0 +1,429 @@
+"""What Flow-Factory's keys mean together, and which configurations flowcorr cannot run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.translate import rewards
+from flowcorr.translate.families import Family, family_named, family_of
+from flowcorr.translate.rewards import Given
+from flowcorr.translate.table import Get, decay_of_one
+
+DEFAULTS: dict[str, Any] = {
+    "num_processes": None,
+    "mixed_precision": "bf16",
+    "rewards": None,
+    "eval_rewards": None,
+    "data.dataset_dir": "data",
+    "data.sampler_type": "auto",
+    "model.model_name_or_path": "black-forest-labs/FLUX.1-dev",
+    "model.model_type": "flux1",
+    "model.finetune_type": "full",
+    "model.master_weight_dtype": "bfloat16",
+    "model.target_components": "transformer",
+    "model.target_modules": "all",
+    "model.lora_rank": 8,
+    "model.lora_alpha": None,
+    "model.resume_path": None,
+    "model.resume_type": None,
+    "model.attn_backend": None,
+    "train.trainer_type": "grpo",
+    "train.resolution": 512,
+    "train.height": None,
+    "train.width": None,
+    "train.max_epochs": None,
+    "train.per_device_batch_size": 1,
+    "train.gradient_step_per_epoch": 2,
+    "train.gradient_accumulation_steps": "auto",
+    "train.max_grad_norm": 1.0,
+    "train.num_inner_epochs": 1,
+    "train.group_size": 1,
+    "train.unique_sample_num_per_epoch": 8,
+    "train.num_inference_steps": 10,
+    "train.guidance_scale": 3.5,
+    "train.seed": 42,
+    "train.learning_rate": 1e-5,
+    "train.adam_weight_decay": 1e-4,
+    "train.adam_betas": [0.9, 0.999],
+    "train.adam_epsilon": 1e-8,
+    "train.enable_gradient_checkpointing": False,
+    "train.ema_decay": 0.995,
+    "train.ema_update_interval": 10,
+    "train.ema_decay_schedule": "power",
+    "train.global_std": True,
+    "train.advantage_aggregation": "gdpo",
+    "train.clip_range": 1e-4,
+    "train.adv_clip_range": 5.0,
+    "train.kl_beta": 0.0,
+    "scheduler.dynamics_type": "Flow-SDE",
+    "scheduler.noise_level": 0.7,
+    "scheduler.num_sde_steps": 1,
+    "scheduler.sde_steps": None,
+    "eval.resolution": 1024,
+    "eval.height": None,
+    "eval.width": None,
+    "eval.num_inference_steps": 30,
+    "eval.eval_freq": 10,
+    "log.save_freq": 10,
+    "log.logging_backend": None,
+}
+KINDS: dict[str, type] = {
+    "num_processes": int,
+    "rewards": object,  # a section, or a list of them
+    "eval_rewards": object,
+    "model.target_components": object,  # a name, or a list of names
+    "model.target_modules": object,
+    "model.lora_alpha": float,
+    "model.resume_path": str,
+    "model.resume_type": str,
+    "model.attn_backend": str,
+    "train.resolution": object,  # a number, or a list of one or two
+    "train.height": int,
+    "train.width": int,
+    "train.max_epochs": int,
+    "train.gradient_accumulation_steps": object,  # a number, or `auto`
+    "train.clip_range": object,  # a number, or a pair
+    "train.adv_clip_range": object,
+    "scheduler.num_sde_steps": object,  # a number, or null
+    "scheduler.sde_steps": list,
+    "eval.resolution": object,
+    "eval.height": int,
+    "eval.width": int,
+    "log.logging_backend": str,
+}
+REQUIRED = (
+    "model.model_name_or_path",
+    "model.model_type",
+    "train.trainer_type",
+    "data.dataset_dir",
+    "rewards",
+)
+SDE_TYPES = {"Flow-SDE": "sde", "Dance-SDE": "dance_sde", "CPS": "cps"}
+WHOLE_RUN = 100_000
+
+_MOST_STEPS = 1000
+_FAMILIES = {
+    "sd3-5": "sd3",
+    "flux1": "flux",
+    "flux2-klein": "flux2_klein",
+    "qwen-image": "qwen_image",
+    "z-image": "z_image",
+}
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+_JOINT = tuple(f"attn.{layer}" for layer in _ATTENTION)
+_LAYERS = {
+    "sd3": _JOINT,
+    "flux": (*_JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    "flux2_klein": (
+        *_JOINT,
+        *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
+        "attn.to_qkv_mlp_proj",
+    ),
+    "qwen_image": (*_JOINT, "img_mlp.net.0.proj", "txt_mlp.net.0.proj"),
+    "z_image": (
+        *(f"attention.{layer}" for layer in _ATTENTION[:4]),
+        *(f"feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
+    ),
+}
+"""The layers of `target_modules: default` that each transformer has."""
+_TOKENS = {"sd3": 256, "flux": 512, "flux2_klein": 512, "qwen_image": 1024, "z_image": 512}
+_DTYPES = {
+    "no": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+}
+_KNOWN = {"pickscore": rewards.PICKSCORE, "ocr": rewards.OCR}
+_OWN_ENTRIES = ("name", "reward_model", "weight")
+_OF_ITS_WORKERS = ("batch_size", "device", "dtype", "async_reward", "num_workers")
+_TRACKERS = ("tensorboard", "wandb")
+_ONLY = {
+    "train.advantage_aggregation": ("sum", "gdpo"),
+    "train.ema_decay_schedule": ("power", "constant"),
+    "model.finetune_type": ("lora", "full"),
+    "model.target_components": ("transformer", ["transformer"]),
+    "model.resume_type": (None, "lora"),
+    "scheduler.dynamics_type": tuple(SDE_TYPES),
+    "data.sampler_type": ("auto", "group_contiguous", "distributed_k_repeat"),
+}
+"""Values that have an equivalent."""
+
+
+def family(get: Get) -> Family:
+    """The model's family."""
+    return family_named(_FAMILIES[get("model.model_type").lower()])
+
+
+def adapted(get: Get) -> bool:
+    """Whether it trains an adapter."""
+    return bool(get("model.finetune_type") == "lora")
+
+
+def dtype(get: Get, key: str) -> str:
+    """A dtype by its name here; raises `ConfigError` for none."""
+    name = "no" if get(key) is None else str(get(key))
+    if name not in _DTYPES:
+        raise ConfigError(unknown_choice(key, name, _DTYPES))
+    return _DTYPES[name]
+
+
+def weights_dtype(get: Get) -> str:
+    """The dtype of the transformer's weights."""
+    return dtype(get, "mixed_precision" if adapted(get) else "model.master_weight_dtype")
+
+
+def computes_in_autocast(get: Get) -> bool:
+    """Whether weights of float32 are cast to bfloat16 to compute with."""
+    return weights_dtype(get) == "float32" and dtype(get, "mixed_precision") == "bfloat16"
+
+
+def targets(get: Get) -> list[str] | None:
+    """Names of the layers that get an adapter; None without one."""
+    given = get("model.target_modules")
+    if not adapted(get):
+        return None
+    if given == "default":
+        return list(_LAYERS[family(get).name])
+    return given if isinstance(given, list) else [given]
+
+
+def tokens(get: Get) -> int:
+    """Tokens of the long text encoder."""
+    return _TOKENS[family(get).name]
+
+
+def guidance(get: Get) -> float:
+    """The scale of guidance as it counts here."""
+    return get("train.guidance_scale") + family(get).guidance_offset
+
+
+def size(get: Get, section: str, side: int) -> int:
+    """Height (side 0) or width (1) in pixels."""
+    own = get(f"{section}.{('height', 'width')[side]}")
+    if own is not None:
+        return own
+    given = get(f"{section}.resolution")
+    sides = given if isinstance(given, list) else [given]
+    if not sides or not all(type(pixels) is int for pixels in sides):
+        raise ConfigError(f"{section}.resolution={given} must be a whole number, or a list of two")
+    return sides[min(side, len(sides) - 1)]
+
+
+def sde_steps(get: Get) -> list[int]:
+    """The steps that may be SDE steps: without a list, all but the last."""
+    given = get("scheduler.sde_steps")
+    if given is None:
+        return list(range(get("train.num_inference_steps") - 1))
+    if not all(type(step) is int for step in given):
+        raise ConfigError(f"scheduler.sde_steps={given} must be a list of whole numbers")
+    return sorted(given)
+
+
+def window_size(get: Get) -> int:
+    """SDE steps of a trajectory."""
+    number, steps = get("scheduler.num_sde_steps"), sde_steps(get)
+    return len(steps) if number is None else min(number, len(steps))
+
+
+def window_range(get: Get) -> list[int]:
+    """The half-open range of the steps that may be SDE steps."""
+    steps = sde_steps(get)
+    return [steps[0], steps[-1] + 1]
+
+
+def draws(get: Get) -> bool:
+    """Whether a window can take several places that are not consecutive."""
+    return 1 < window_size(get) < len(sde_steps(get))
+
+
+def prompts(get: Get) -> int:
+    """Prompts of an epoch, after it has made batches, ranks and updates come out even."""
+    ranks, batch, group = get("num_processes"), get("train.per_device_batch_size"), get("train.group_size")
+    wanted = get("train.unique_sample_num_per_epoch")
+    step = ranks * batch // math.gcd(group, ranks * batch)
+    if get("train.gradient_accumulation_steps") == "auto":
+        step *= get("train.gradient_step_per_epoch")
+    if _groups_stay_together(get):
+        step = math.lcm(step, ranks)
+    return -(-wanted // step) * step
+
+
+def _groups_stay_together(get: Get) -> bool:
+    """Whether all images of a prompt are made by one rank."""
+    sampler = get("data.sampler_type")
+    if sampler != "auto":
+        every = (*_entries("rewards", get("rewards")), *_entries("eval_rewards", get("eval_rewards") or []))
+        return bool(sampler == "group_contiguous" or any(entries.get("async_reward") for entries in every))
+    wanted, ranks = get("train.unique_sample_num_per_epoch"), get("num_processes")
+    tiled = wanted // ranks * get("train.group_size") % get("train.per_device_batch_size") == 0
+    return wanted % ranks == 0 or not tiled
+
+
+def batches(get: Get) -> int:
+    """Batches of a rank in an epoch."""
+    return (
+        prompts(get) * get("train.group_size") // (get("num_processes") * get("train.per_device_batch_size"))
+    )
+
+
+def updates(get: Get) -> int:
+    """Optimizer updates a pass: by default gradient_step_per_epoch, else by the backward passes of an update."""
+    accumulated = get("train.gradient_accumulation_steps")
+    if accumulated == "auto":
+        return get("train.gradient_step_per_epoch")
+    return batches(get) * window_size(get) // accumulated
+
+
+def ema(get: Get) -> float | None:
+    """The decay of one update; it averages every few epochs there."""
+    decay, interval = get("train.ema_decay"), get("train.ema_update_interval")
+    if decay == 0 or interval < 1:
+        return None
+    return decay_of_one(decay, interval * updates(get) * get("train.num_inner_epochs"))
+
+
+def bound(get: Get, key: str) -> float:
+    """A symmetric range by its bound; raises `ConfigError` for another."""
+    given = get(key)
+    low, high = given if isinstance(given, list | tuple) and len(given) == 2 else (given, given)
+    if not all(type(value) in (int, float) for value in (low, high)) or abs(low) != abs(high):
+        raise ConfigError(
+            f"{key}={given} has no equivalent here; flowcorr has symmetric ranges, such as 1e-4"
+        )
+    return float(abs(high))
+
+
+def _entries(key: str, given: Any) -> list[Mapping[str, Any]]:
+    listed = given if isinstance(given, list) else [given]
+    for entries in listed:
+        if not isinstance(entries, Mapping) or not isinstance(entries.get("reward_model"), str):
+            raise ConfigError(f"{key}={entries!r} must be a section with a reward_model")
+    return listed
+
+
+def reward_functions(get: Get) -> list[Given]:
+    """Its rewards; raises `ConfigError` if one is malformed, or there is none."""
+    listed = _entries("rewards", get("rewards"))
+    if not listed:
+        raise ConfigError("rewards=[] must name a reward_model")
+    return [_function(f"rewards[{number}]", entries) for number, entries in enumerate(listed)]
+
+
+def gold_functions(get: Get) -> list[Given]:
+    """The rewards of its evaluations that it does not train on."""
+    trained = [(reward.name, reward.options) for reward in reward_functions(get)]
+    listed = _entries("eval_rewards", get("eval_rewards") or [])
+    scored = [_function(f"eval_rewards[{number}]", entries) for number, entries in enumerate(listed)]
+    return [replace(reward, weight=1.0) for reward in scored if (reward.name, reward.options) not in trained]
+
+
+def _function(key: str, entries: Mapping[str, Any]) -> Given:
+    model = entries["reward_model"]
+    known = _KNOWN.get(model.lower())
+    options = {
+        name: value for name, value in entries.items() if name not in (*_OWN_ENTRIES, *_OF_ITS_WORKERS)
+    }
+    left = [name for name in entries if name in _OF_ITS_WORKERS or (known is not None and name in options)]
+    return Given(
+        name=model.rpartition(".")[2] if known is None else model,
+        known=known,
+        weight=rewards.number(f"{key}.weight", entries.get("weight", 1.0)),
+        options=options if known is None else {},
+        without=[f"{key}.{name}" for name in left],
+    )
+
+
+def prompts_file(get: Get, split: str) -> str:
+    """The file of a split: `.jsonl`, or `.txt` if there is none."""
+    stem = os.path.join(get("data.dataset_dir"), split)
+    return f"{stem}.{'jsonl' if os.path.isfile(os.path.expanduser(f'{stem}.jsonl')) else 'txt'}"
+
+
+def trackers(get: Get) -> list[str]:
+    """The trackers that flowcorr has too."""
+    return [name for name in _TRACKERS if name == get("log.logging_backend")]
+
+
+def refuse(get: Get) -> str:
+    """Why flowcorr cannot run a configuration, or an empty string."""
+    trainer, kind = get("train.trainer_type"), get("model.model_type").lower()
+    if trainer.lower() == "grpo-guard":
+        return "train.trainer_type=grpo-guard weighs no step by its length, as flowcorr's grpo_guard does"
+    if trainer.lower() != "grpo":
+        return f"train.trainer_type={trainer} has no equivalent here; flowcorr translates grpo"
+    if kind not in _FAMILIES:
+        return f"model.model_type={kind} belongs to no family that flowcorr knows: {', '.join(_FAMILIES)}"
+    path = get("model.model_name_or_path")
+    named = family_of(path)
+    if named is not None and named != family(get):
+        return f"model.model_name_or_path={path} is no model of model.model_type={kind}"
+    for key, values in _ONLY.items():
+        if get(key) not in values:
+            known = ", ".join(str(value) for value in values if value)
+            return f"{key}={get(key)} has no equivalent here; flowcorr translates {known}"
+    if get("train.kl_beta") > 0:
+        return (
+            f"train.kl_beta={get('train.kl_beta')} weighs the distance of velocities or latents, but flowcorr an exact "
+            "KL; set it to 0, and actor.kl_coef in the recipe"
+        )
+    return _refuse_weights(get) or _refuse_numbers(get)
+
+
+def _refuse_weights(get: Get) -> str:
+    if adapted(get):
+        if get("model.target_modules") == "all":
+            return "model.target_modules=all adapts every linear layer; name the layers in a list"
+        return ""
+    if get("model.resume_path") is not None:
+        return "model.resume_path is of a run that trains all weights; start from its model instead, as model.path"
+    if weights_dtype(get) != dtype(get, "mixed_precision") and not computes_in_autocast(get):
+        return (
+            f"model.master_weight_dtype={get('model.master_weight_dtype')} with mixed_precision="
+            f"{get('mixed_precision')} has no equivalent here; flowcorr casts float32 to bfloat16"
+        )
+    return ""
+
+
+def _refuse_numbers(get: Get) -> str:
+    if get("num_processes") is None:
+        return "num_processes is not set, which decides the prompts per step; give it"
+    whole = ("group_size", "per_device_batch_size", "unique_sample_num_per_epoch", "gradient_step_per_epoch")
+    for key in ("num_processes", *(f"train.{name}" for name in (*whole, "num_inner_epochs"))):
+        if get(key) < 1:
+            return f"{key}={get(key)} must be at least 1"
+    if not 2 <= get("train.num_inference_steps") <= _MOST_STEPS:
+        return f"train.num_inference_steps={get('train.num_inference_steps')} must be 2 to {_MOST_STEPS}"
+    if not 0 <= get("train.ema_decay") < 1:
+        return f"train.ema_decay={get('train.ema_decay')} must be in [0, 1)"
+    if get("train.group_size") < 2:
+        return f"train.group_size={get('train.group_size')} gives an image no other to be compared with; use 2 or more"
+    steps, number = sde_steps(get), get("scheduler.num_sde_steps")
+    if not steps or steps != list(range(steps[0], steps[-1] + 1)):
+        return f"scheduler.sde_steps={get('scheduler.sde_steps')} has gaps, but flowcorr draws from a range of steps"
+    if not (number is None or (type(number) is int and number >= 1)):
+        return f"scheduler.num_sde_steps={number!r} must be a whole number of at least 1, or null"
+    accumulated = get("train.gradient_accumulation_steps")
+    if accumulated != "auto" and (
+        type(accumulated) is not int
+        or accumulated < 1
+        or accumulated % window_size(get)
+        or batches(get) * window_size(get) % accumulated
+    ):
+        return (
+            f"train.gradient_accumulation_steps={accumulated} splits a batch's SDE steps or an epoch; use "
+            f"a multiple of {window_size(get)} that divides {batches(get) * window_size(get)}"
+        )
+    if updates(get) > prompts(get):
+        return (
+            f"{updates(get)} updates of an epoch have {prompts(get)} prompts, but flowcorr never splits a group; "
+            "use fewer updates"
+        )
+    return ""

@@ -1,0 +1,75 @@
+"""Model families by the names of checkpoints."""
+
+import diffusers
+import pytest
+import torch
+
+from flowcorr.models import FAMILIES
+from flowcorr.translate.families import family_named, family_of, not_known
+
+
+@pytest.mark.parametrize(
+    ("path", "family"),
+    [
+        ("stabilityai/stable-diffusion-3.5-medium", "sd3"),
+        ("~/models/sd3.5_medium", "sd3"),
+        ("Qwen/Qwen-Image", "qwen_image"),
+        ("~/models/tiny-random/Qwen-Image", "qwen_image"),
+        ("Qwen/Qwen-Image-2512", "qwen_image"),
+        ("/data/stable-diffusion-3-medium-diffusers/", "sd3"),
+        ("black-forest-labs/FLUX.1-dev", "flux"),
+        ("black-forest-labs/FLUX.2-klein-base-9B", "flux2_klein"),
+        ("Tongyi-MAI/Z-Image-Turbo", "z_image"),
+        ("hub/snapshots/0123abc", None),
+        ("deepseek-ai/deepseek-llm-7b-chat", None),
+        ("Qwen/Qwen3-Omni-30B-A3B-Instruct", None),
+        ("Qwen/Qwen-Image-Edit-2511", None),
+        ("black-forest-labs/FLUX.1-Kontext-dev", None),
+        ("black-forest-labs/FLUX.2-dev", None),
+        ("runwayml/stable-diffusion-v1-5", None),
+        ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", None),
+        ("ByteDance-Seed/BAGEL-7B-MoT", None),
+        ("", None),
+    ],
+)
+def test_the_family_that_a_name_tells(path, family):
+    found = family_of(path)
+    assert (found and found.name) == family
+
+
+def test_every_family_is_known():
+    assert {family_named(name).name for name in FAMILIES} == FAMILIES.keys()
+
+
+def test_a_name_that_tells_none_is_named_with_its_key():
+    assert not_known("model.path", "a/b").startswith(
+        "model.path=a/b names no model of the families that flowcorr knows: sd3"
+    )
+
+
+def test_the_linear_layers_of_a_family():
+    """The names match every linear layer of a transformer and nothing else, as peft compares them."""
+    with torch.device("meta"):
+        transformers = {
+            "sd3": diffusers.SD3Transformer2DModel(
+                num_layers=3,
+                num_attention_heads=2,
+                attention_head_dim=8,
+                joint_attention_dim=16,
+                caption_projection_dim=16,
+                pooled_projection_dim=16,
+                dual_attention_layers=(0,),
+            ),
+            "qwen_image": diffusers.QwenImageTransformer2DModel(
+                num_layers=2,
+                num_attention_heads=2,
+                attention_head_dim=16,
+                joint_attention_dim=16,
+                axes_dims_rope=(4, 6, 6),
+            ),
+        }
+    for name, transformer in transformers.items():
+        ends = family_named(name).linear
+        for layer, module in transformer.named_modules():
+            matches = any(layer == end or layer.endswith(f".{end}") for end in ends)
+            assert matches == isinstance(module, torch.nn.Linear), layer

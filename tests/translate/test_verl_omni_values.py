@@ -1,0 +1,131 @@
+"""What verl-omni's keys mean together."""
+
+import re
+
+import pytest
+
+from flowcorr.errors import ConfigError
+from flowcorr.translate.families import family_named
+from tests.translate.configs import OMNI
+
+OPTIM, PATH, FUNCTIONS = f"{OMNI}actor.optim", "reward.custom_reward_function", "reward.reward_functions"
+SEVERAL = "reward.reward_manager.name=MultiVisualRewardManager"
+
+
+def rewards(found):
+    return [(term.name, term.weight, dict(term.options)) for term in found.reward.terms]
+
+
+@pytest.mark.parametrize(
+    ("path", "term"),
+    [
+        ("verl_omni/utils/reward_score/jpeg_compressibility.py", ("jpeg_compressibility", 1 / 500, {})),
+        ("pkg://verl_omni.utils.reward_score.pickscore_reward", ("pickscore", 1, {})),
+        ("score/ocr_server.py", ("my_rewards:ocr_server", 1, {})),
+        ("score/hps.py", ("my_rewards:hps", 1, {})),
+        ("null", ("jpeg_compressibility", 1 / 500, {})),  # the only one that its data can choose
+    ],
+)
+def test_a_reward_by_its_file(omni, path, term):
+    found, _ = omni(f"{PATH}.path={path}", f"{PATH}.name=compute_score")
+    assert rewards(found) == [term]
+
+
+def test_several_rewards_keep_their_weights_options_and_address(omni):
+    found, text = omni(
+        SEVERAL,
+        f"+{FUNCTIONS}.jpeg.path=$ROOT/score/jpeg_compressibility.py",
+        f"+{FUNCTIONS}.jpeg.weight=0.5",
+        f"+{FUNCTIONS}.jpeg.required=true",
+        f"+{FUNCTIONS}.ocr.path=pkg://score.http_scorer_client",
+        f"+{FUNCTIONS}.ocr.server_url=http://localhost:19082",
+        f"+{FUNCTIONS}.judge.path=score/genrm_ocr.py",
+        f"+{FUNCTIONS}.judge.frames=2",
+    )
+    assert rewards(found)[:2] == [
+        ("jpeg_compressibility", 0.001, {}),
+        ("my_rewards:ocr", 1.0, {"server_url": "http://localhost:19082"}),
+    ]
+    assert rewards(found)[2][2]["model"] == "judges/vision"
+    assert "write my_rewards:NAME yourself" in text
+    assert "kB / 500 there, kB here" in text
+    assert "without reward.reward_functions.judge.frames" in text
+
+
+def test_arguments_of_the_one_reward_are_its_options(omni):
+    found, _ = omni(f"{PATH}.path=score/hps.py", f"+{PATH}.reward_kwargs.device=cpu")
+    assert rewards(found) == [("my_rewards:hps", 1, {"device": "cpu"})]
+
+
+def test_a_reward_of_latents_is_named(omni):
+    _, text = omni(f"{PATH}.path=score/latent.py", f"+{OMNI}rollout.pipeline.output_type=latent")
+    assert f"{OMNI}rollout.pipeline.output_type=latent scores latents there, images here" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((SEVERAL,), "^reward.reward_functions is empty, but reward.reward_manager.name=MultiVisual"),
+        (
+            (SEVERAL, f"+{FUNCTIONS}.a.weight=1"),
+            "^reward.reward_functions.a={'weight': 1} must be a section with",
+        ),
+        (
+            (SEVERAL, f"+{FUNCTIONS}.a.path=b.py", f"+{FUNCTIONS}.a.weight=x"),
+            r"^reward\.reward_functions\.a\.weight='x' must be a number",
+        ),
+        (
+            ("reward.reward_model.model_path=null",),
+            "^reward.reward_model.model_path is not set, but genrm_ocr.py",
+        ),
+        (
+            (f"{OMNI}model.target_modules=to_q",),
+            "model.target_modules=to_q is a pattern of whole names to peft",
+        ),
+        ((f"{OMNI}model.target_modules='to_q,to_k'",), "model.target_modules=to_q,to_k is a pattern"),
+        ((f"{OMNI}actor.fsdp_config.model_dtype=int8",), "model_dtype='int8' is unknown; choose from fp16"),
+        (
+            (f"{OMNI}rollout.algo.sde_window_range=[1]",),
+            r"sde_window_range=\[1\] must be a list of 2 numbers",
+        ),
+        (("data.train_files=[a,b]",), r"^data\.train_files=\['a', 'b'\] must be one file"),
+        (("data.val_files=null",), r"^data\.val_files is not set; give the file"),
+    ],
+)
+def test_values_that_cannot_be_told_are_refused(omni, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        omni(*overrides)
+
+
+def test_every_linear_layer_by_its_name(omni):
+    found, text = omni(f"{OMNI}model.target_modules=all-linear")
+    assert found.model.lora.targets == family_named("qwen_image").linear
+    assert re.search(
+        r"targets: .*  # actor_rollout_ref\.model\.target_modules \(every linear layer\)\n", text
+    )
+
+
+def test_an_adapter_has_the_dtype_of_the_weights_unless_it_is_set(omni):
+    with pytest.raises(UserWarning, match=r"model\.lora\.dtype=bfloat16 trains the adapter with 8"):
+        omni(f"{OMNI}model.lora_dtype=null")
+
+
+def test_a_warm_up_counts_training_steps(omni):
+    """Two updates a step here, of 16 prompts, in each of 3 passes."""
+    for override in (f"{OPTIM}.lr_warmup_steps=30", f"{OPTIM}.lr_warmup_steps_ratio=0.1"):
+        found, _ = omni(override, f"{OMNI}actor.ppo_epochs=3")
+        assert found.actor.warmup_steps == 30 * 2 * 3
+
+
+def test_veomni_has_a_dtype_of_its_own(omni):
+    found, text = omni(
+        "diffusion/model_engine=veomni_diffusion", f"{OMNI}actor.veomni_config.model_dtype=float32"
+    )
+    assert (found.model.dtype, found.actor.autocast) == ("float32", True)
+    assert "(of veomni_config)" in text
+
+
+def test_trackers_that_flowcorr_lacks_are_named(omni):
+    found, text = omni("trainer.logger=[console,wandb,swanlab]")
+    assert found.trainer.trackers == ("wandb",)
+    assert "(without swanlab)" in text
