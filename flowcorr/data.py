@@ -159,6 +159,10 @@ def _word_prompts(
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
+            raise ConfigError(
+                f"{key}={str(path)!r} is a folder, a pipe or a device; give a .txt or .jsonl file"
+            )
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(
@@ -184,6 +188,8 @@ def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> 
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place} is not JSON ({error.msg} at column {error.colno}); {expected}") from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, or deep nesting
+        raise ConfigError(f"{place} is JSON that cannot be read ({error}); {expected}") from error
     if not isinstance(entry, dict):
         raise ConfigError(f"{place} is a JSON {type(entry).__name__}; {expected}")
     text = _string(entry, "prompt", place, expected)

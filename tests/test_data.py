@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -237,3 +238,19 @@ def test_a_peek_is_what_will_be_dealt(position, skip, n):
 def test_empty_stream_is_refused():
     with pytest.raises(ConfigError, match="at least one prompt"):
         PromptStream((), seed=0)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_not_waited_for(make, tmp_path):
+    make(tmp_path / "prompts.txt")
+    with pytest.raises(
+        ConfigError, match=r"prompts.txt' is a folder, a pipe or a device; give a .txt or .jsonl file"
+    ):
+        read_prompts(tmp_path / "prompts.txt")
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 10**5])
+def test_json_that_python_cannot_read_is_named_with_its_line(value, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", "number": {value}}}\n')
+    with pytest.raises(ConfigError, match=r"prompts.jsonl:2 is (not JSON|JSON that cannot be read)"):
+        read_prompts(tmp_path / "prompts.jsonl")

@@ -132,7 +132,13 @@ def _of_another_trainer(
         notes.append("sigmas are not those of a schedule, so steps are counted within the window")
     steps = max(file.num_steps(levels) for file in found)
     if isinstance(actor.clip_ratio, tuple):
-        steps = max(steps, len(actor.clip_ratio))
+        given = len(actor.clip_ratio)
+        if steps > given:
+            raise ConfigError(
+                f"{first.path}: clip_ratio has {given} values, and the terms of {folder} are of {steps} steps; give "
+                "one value for each, or one number"
+            )
+        steps = given
     config = Config(
         actor=actor,
         sampling=SamplingConfig(
@@ -222,14 +228,15 @@ def _examined(path: Path, config: Config | None) -> DumpedFile:
     terms, loss = dumps.load(path), dumps.load_loss(path)
     window = terms.rollout_log_probs.shape[1]
     last = None if terms.step_indices is None else int(terms.step_indices.max())
+    highest = window - 1 if last is None else last
     clip = loss.clip_ratio if config is None else config.actor.clip_ratio
     limits = {"the schedule": MAX_SCHEDULE if config is None else config.sampling.num_inference_steps}
     if isinstance(clip, Sequence):
         limits["clip_ratio"] = len(clip)
     for name, steps in limits.items():
-        if (window - 1 if last is None else last) >= steps:
+        if highest >= steps:
             raise ConfigError(
-                f"{path}: step_indices reaches {window - 1 if last is None else last}, and {name} has {steps} steps"
+                f"{path}: step_indices reaches {highest}, and {name} has {steps} steps; it is of another run"
             )
     return DumpedFile(
         path=path,

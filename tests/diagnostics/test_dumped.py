@@ -166,6 +166,16 @@ def test_step_indices_stay_within_the_schedule(tmp_path):
         read_dumped(tmp_path / "foreign")
 
 
+def test_noise_levels_stay_within_the_clip_range(tmp_path):
+    """Two steps a sample, and three levels over all samples."""
+    sigmas = torch.tensor([[0.9, 0.8], [0.8, 0.7]] * (BATCH // 2))
+    write_step(
+        tmp_path, metadata={"clip_ratio": "[0.1, 0.1]"}, tensors={"step_indices": None, "sigmas": sigmas}
+    )
+    with pytest.raises(ConfigError, match="clip_ratio has 2 values, and the terms of .* are of 3 steps"):
+        read_dumped(tmp_path)
+
+
 def test_a_clip_range_of_a_schedule_tells_its_length(tmp_path):
     write_step(tmp_path, metadata={"clip_ratio": str([1e-3] * 28)})
     config = read_dumped(tmp_path).config
