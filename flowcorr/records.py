@@ -301,14 +301,18 @@ class Terms:
     keep: Tensor | None = None
     num_elements: int | None = None
 
-    def select(self, index: Tensor | slice) -> Terms:
-        """The samples at `index` along the batch axis."""
+    def select(self, index: Tensor | slice | tuple[slice, Tensor]) -> Terms:
+        """The samples at `index` along the batch axis, or at `(samples, steps)` of windows."""
         return _each(self, lambda column: column[index])
 
     @staticmethod
     def concatenate(parts: Sequence[Terms]) -> Terms:
         """The samples of all parts in order; every part must hold the same optional columns."""
         return _join(parts)
+
+    def to(self, device: torch.device | str) -> Terms:
+        """The same record on `device`."""
+        return _each(self, lambda column: column.to(device))
 
     def per_term(self) -> Terms:
         """`[b, T]` as `[b * T]`: every SDE step a sample of its own."""

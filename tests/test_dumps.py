@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import flowcorr
 from flowcorr import dumps
-from flowcorr.dumps import DumpedTerms, LoggedLoss, LoggedTerms
+from flowcorr.dumps import DumpedTerms, LoggedLoss
 from flowcorr.errors import BackendError, BatchError, ConfigError
 
 WINDOW = torch.tensor([[-0.5, -0.25], [0.125, 1.0]])
@@ -31,7 +31,7 @@ def terms(**changes):
     values = {name: WINDOW + place for place, name in enumerate(names)}
     values |= {"advantages": ROWS / 2, "rewards": ROWS / 4, "group_ids": ROWS, "policy_versions": ROWS}
     values |= {"step_indices": torch.tensor([[0, 1], [1, 2]]), "num_elements": 12, "bypass": False}
-    return LoggedTerms(**(values | changes))
+    return DumpedTerms(**(values | changes))
 
 
 def metadata_of(path):
@@ -122,7 +122,7 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path, given, message):
 
 def test_steps_can_be_joined():
     one, other = terms(), terms(rewards=torch.tensor([8.0, 9.0]))
-    whole = LoggedTerms.concatenate([one, other])
+    whole = DumpedTerms.concatenate([one, other])
     assert whole.rewards.tolist() == [0.75, 1.25, 8, 9]
     assert whole.sigmas.shape == (4, 2)
 

@@ -13,12 +13,12 @@ from flowcorr.losses import pool_log_ratio, resolve_loss
 QUANTILES = (0.5, 0.9, 0.99)  # that tables of a gap show
 
 
-def ratio_distance(delta: Tensor, step_kl: Tensor, stds: Tensor, actor: ActorConfig) -> Tensor:
+def ratio_distance(delta: Tensor, step_kl: Tensor | None, stds: Tensor, actor: ActorConfig) -> Tensor:
     """`[B, T]`, `|ratio - 1|` of the ratio that the loss would start with in bypass mode.
 
     Args:
         delta: `[B, T]`, log-probs of the training stack less those of the rollout.
-        step_kl: `[B, T]`, exact KL of the steps, nats a latent element.
+        step_kl: `[B, T]`, exact KL of the steps, nats a latent element; None for a loss that does not read it.
         stds: `[B, T]`, of the steps.
         actor: the loss.
     """

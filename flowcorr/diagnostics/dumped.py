@@ -16,11 +16,12 @@ from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.diagnostics.diagnosis import StepTerms, ages_of
-from flowcorr.dumps import DumpedTerms, LoggedLoss, LoggedTerms
+from flowcorr.dumps import DumpedTerms, LoggedLoss
 from flowcorr.dumps.checks import MAX_SCHEDULE
 from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.losses import LOSSES, flow_grpo, resolve_loss
+from flowcorr.losses import LOSSES, clip_by_term, flow_grpo, resolve_loss
 from flowcorr.metrics import Metrics, Over, maximum, mean
+from flowcorr.records import Terms
 from flowcorr.trainer import run_config
 from flowcorr.trainer.run_config import CONFIG_FILE, is_file, read_config
 from flowcorr.trainer.run_folder import resume_command
@@ -279,31 +280,32 @@ def noise_levels(paths: Sequence[Path]) -> Tensor | None:
     return highest if is_schedule else None
 
 
-def completed(terms: DumpedTerms, levels: Tensor | None = None) -> LoggedTerms:
-    """The terms with stand-ins for what was not dumped: current policy = old one, steps counted within the window.
+def completed(dumped: DumpedTerms, levels: Tensor | None = None) -> Terms:
+    """The terms of a dumped step; current policy = old one where no score of it was dumped.
 
-    Noise levels, times and rewards become NaN, stds 1; exact KLs and `num_elements` stay unknown.
+    Unknown noise levels and stds become NaN. Unknown step indices are counted within the window.
 
     Args:
-        terms: of a training step.
+        dumped: a training step.
         levels: `noise_levels`, by which steps are counted instead.
     """
-    shape = terms.old_log_probs.shape
-    unknown = torch.full(shape, torch.nan)
-    values: dict[str, Any] = {
-        "num_elements": terms.num_elements,
-        "bypass": terms.bypass,
-        "current_log_probs": terms.old_log_probs,
-        "rewards": unknown[:, 0],
-        "timesteps": unknown,
-        "sigmas": unknown,
-        "sigmas_next": unknown,
-        "stds": torch.ones(shape),
-        "step_indices": _places(terms, levels),
-        "group_ids": torch.arange(shape[0]),
-        "policy_versions": torch.zeros(shape[0], dtype=torch.int64),
-    }
-    return LoggedTerms(**(values | terms.tensors()))
+    old = dumped.old_log_probs
+    unknown = torch.full_like(old, torch.nan)
+    sigma = unknown if dumped.sigmas is None else dumped.sigmas
+    return Terms(
+        log_prob=old if dumped.current_log_probs is None else dumped.current_log_probs,
+        old_log_prob=old,
+        rollout_log_prob=dumped.rollout_log_probs,
+        advantage=dumped.advantages[:, None].expand_as(old),
+        std=unknown if dumped.stds is None else dumped.stds,
+        step=unknown if dumped.sigmas_next is None else sigma - dumped.sigmas_next,
+        step_index=_places(dumped, levels) if dumped.step_indices is None else dumped.step_indices,
+        sigma=sigma,
+        old_kl=dumped.current_old_kl,
+        rollout_kl=dumped.current_rollout_kl,
+        old_rollout_kl=dumped.old_rollout_kl,
+        num_elements=dumped.num_elements,
+    )
 
 
 def _places(terms: DumpedTerms, levels: Tensor | None) -> Tensor:
@@ -327,9 +329,9 @@ def step_terms(run: DumpedRun) -> list[StepTerms]:
         steps.append(
             StepTerms(
                 step=step,
-                log_probs=terms.current_log_probs if terms.bypass else terms.old_log_probs,
-                rollout_log_probs=terms.rollout_log_probs,
-                step_indices=terms.step_indices,
+                log_probs=terms.log_prob if dumped.bypass else terms.old_log_prob,
+                rollout_log_probs=terms.rollout_log_prob,
+                step_indices=terms.step_index,
                 ages=ages_of(dumped),
             )
         )
@@ -348,11 +350,13 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
 def _metrics(dumped: DumpedTerms, run: DumpedRun) -> dict[str, float]:
     config = run.config
     terms, actor = completed(dumped, run.levels), config.actor
-    correction = config.algorithm.rollout_correction
     # In bypass mode the current policy has learned from the batch already, so its ratios are no noise.
-    noise_of = None if terms.bypass or actor.clip_ratio == UNBOUNDED else actor
+    noise_of = None if dumped.bypass or actor.clip_ratio == UNBOUNDED else actor
     _, metrics = correct(
-        terms.numbers(), correction, actor_config=noise_of, num_steps=config.sampling.num_inference_steps
+        terms,
+        config.algorithm.rollout_correction,
+        actor_config=noise_of,
+        num_steps=config.sampling.num_inference_steps,
     )
     if terms.num_elements is not None:
         metrics = metrics.merge(Metrics.from_stats({"rollout/num_elements": maximum(terms.num_elements)}))
@@ -363,15 +367,12 @@ def _metrics(dumped: DumpedTerms, run: DumpedRun) -> dict[str, float]:
     return metrics.compute()
 
 
-def _of_update(terms: LoggedTerms, actor: ActorConfig) -> Metrics:
-    shape = terms.old_log_probs.shape
-    clip = actor.clip_ratio
-    by_term = torch.tensor(clip)[terms.step_indices] if isinstance(clip, tuple) else clip
+def _of_update(terms: Terms, actor: ActorConfig) -> Metrics:
     return flow_grpo(
-        terms.current_log_probs,
-        terms.old_log_probs,
-        terms.advantages[:, None].expand(shape),
-        clip_ratio=by_term,
+        terms.log_prob,
+        terms.old_log_prob,
+        terms.advantage,
+        clip_ratio=clip_by_term(actor.clip_ratio, terms.step_index),
         adv_clip_max=actor.adv_clip_max,
     ).metrics
 

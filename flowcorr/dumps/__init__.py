@@ -30,7 +30,6 @@ from torch import Tensor
 
 from flowcorr.dumps import checks
 from flowcorr.errors import BackendError, BatchError, ConfigError
-from flowcorr.records import Terms
 
 FOLDER = "log_probs"
 FORMAT_VERSION = "1"
@@ -53,7 +52,9 @@ Array = Tensor | np.ndarray | Sequence[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DumpedTerms:
-    """The terms of a training step, `[B, T]` unless another shape is given; unknown ones are None.
+    """What a file holds of a training step, `[B, T]` unless another shape is given; unknown columns are None.
+
+    `diagnostics.dumped.completed` makes of it the `Terms` that losses and corrections read.
 
     Log-probs and exact KLs are in nats per latent element. A log-prob that is not finite is a term that was left out.
 
@@ -106,38 +107,6 @@ class DumpedTerms:
         columns = [part.tensors() for part in parts]
         joined: dict[str, Any] = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
         return replace(parts[0], **joined)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoggedTerms(DumpedTerms):
-    """The terms of a training step of flowcorr, in which only exact KLs and `D` may be unknown."""
-
-    current_log_probs: Tensor
-    rewards: Tensor
-    timesteps: Tensor
-    sigmas: Tensor
-    sigmas_next: Tensor
-    stds: Tensor
-    step_indices: Tensor
-    group_ids: Tensor
-    policy_versions: Tensor
-
-    def numbers(self) -> Terms:
-        """What losses and corrections read."""
-        return Terms(
-            log_prob=self.current_log_probs,
-            old_log_prob=self.old_log_probs,
-            rollout_log_prob=self.rollout_log_probs,
-            advantage=self.advantages[:, None].expand_as(self.old_log_probs),
-            std=self.stds,
-            step=self.sigmas - self.sigmas_next,
-            step_index=self.step_indices,
-            sigma=self.sigmas,
-            old_kl=self.current_old_kl,
-            rollout_kl=self.current_rollout_kl,
-            old_rollout_kl=self.old_rollout_kl,
-            num_elements=self.num_elements,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.algorithm.terms import exact_kl
-from flowcorr.dumps import LoggedTerms
+from flowcorr.dumps import DumpedTerms
 from flowcorr.records import ActorBatch, Terms
 
 
@@ -36,7 +36,7 @@ class TermRecorder:
             if kl is not None:
                 self._put(name, part, kl)
 
-    def terms(self) -> LoggedTerms:
+    def terms(self) -> DumpedTerms:
         """All terms of the batch, on the CPU."""
         batch, rollout = self._batch, self._batch.rollout
         assert batch.old_log_probs is not None
@@ -45,7 +45,7 @@ class TermRecorder:
         if kl is not None:
             seen["old_rollout_kl"] = kl
         known: dict[str, Any] = dict(seen)
-        terms = LoggedTerms(
+        terms = DumpedTerms(
             rollout_log_probs=rollout.log_probs,
             old_log_probs=batch.old_log_probs,
             advantages=self._advantages,

@@ -278,11 +278,11 @@ class _Loop:
         for tracker in self.trackers:
             tracker.log({**values, **evaluated}, self.step)
 
-    def _dump(self, terms: dumps.LoggedTerms | None) -> None:
+    def _dump(self, terms: dumps.DumpedTerms | None) -> None:
         """Save the terms that the losses of a training step were computed from, of all ranks."""
         by_rank = distributed.gather_on_main(terms, "the log-probs of a step")
         if by_rank is not None:
-            all_terms = dumps.LoggedTerms.concatenate([terms for terms in by_rank if terms is not None])
+            all_terms = dumps.DumpedTerms.concatenate([terms for terms in by_rank if terms is not None])
             actor = self.config.actor
             loss = dumps.LoggedLoss(
                 loss_mode=actor.loss_mode, clip_ratio=actor.clip_ratio, adv_clip_max=actor.adv_clip_max

@@ -14,7 +14,7 @@ from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
 )
-from flowcorr.dumps import LoggedTerms
+from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, Prompt, Rollout
@@ -43,7 +43,7 @@ class StepResult:
     images: np.ndarray
     prompts: list[Prompt]
     scores: np.ndarray
-    terms: LoggedTerms | None = None
+    terms: DumpedTerms | None = None
 
 
 def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> StepResult:

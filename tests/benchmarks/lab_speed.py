@@ -18,7 +18,7 @@ import torch
 from flowcorr import dumps
 from flowcorr.config import load, to_yaml
 from flowcorr.diagnostics.lab import parse_scales, replay_run
-from flowcorr.dumps import LoggedLoss, LoggedTerms
+from flowcorr.dumps import DumpedTerms, LoggedLoss
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def write_run(run_dir: Path, steps: int, samples: int, window: int) -> None:
         rollout = torch.randn(samples, window, generator=draw)
         old = rollout + 3e-4 * torch.randn(samples, window, generator=draw)
         flat = torch.zeros(samples, window)
-        terms = LoggedTerms(
+        terms = DumpedTerms(
             rollout_log_probs=rollout,
             old_log_probs=old,
             current_log_probs=old + 1e-4 * torch.randn(samples, window, generator=draw),

@@ -10,7 +10,7 @@ from flowcorr import dumps
 from flowcorr.cli import main
 from flowcorr.config import load, to_yaml
 from flowcorr.correction import PRESETS
-from flowcorr.dumps import LoggedLoss, LoggedTerms
+from flowcorr.dumps import DumpedTerms, LoggedLoss
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run_dir(tmp_path):
     for step in (1, 2):
         rollout = torch.randn(16, 2, generator=draw)
         flat = torch.ones(16, 2)
-        terms = LoggedTerms(
+        terms = DumpedTerms(
             rollout_log_probs=rollout,
             old_log_probs=rollout,
             current_log_probs=rollout + 1e-3 * torch.randn(16, 2, generator=draw),

@@ -3,7 +3,7 @@
 import torch
 
 from flowcorr import config, dumps
-from flowcorr.dumps import LoggedLoss, LoggedTerms
+from flowcorr.dumps import DumpedTerms, LoggedLoss
 
 CORRECTION = "algorithm.rollout_correction"
 D = 64
@@ -20,7 +20,7 @@ def terms_of(samples=24, steps=2, *, seed=0, dtype=torch.float64, bypass=False, 
     old = rollout if bypass else rollout + noise(shift * 1e-3)
     flat = torch.ones(samples, steps, dtype=dtype)
     optional = ("old_rollout_kl", "current_old_kl", "current_rollout_kl") if kls else ()
-    return LoggedTerms(
+    return DumpedTerms(
         rollout_log_probs=rollout,
         old_log_probs=old,
         current_log_probs=old + noise(5e-4),

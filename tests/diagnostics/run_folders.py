@@ -8,7 +8,7 @@ from PIL import Image
 
 from flowcorr import dumps
 from flowcorr.config import load, to_yaml
-from flowcorr.dumps import LoggedLoss, LoggedTerms
+from flowcorr.dumps import DumpedTerms, LoggedLoss
 
 
 def write_run(folder: Path, *overrides, steps=4, scale=1.0, images=0, events=()) -> Path:
@@ -61,7 +61,7 @@ def dump(folder: Path, *, bypass=False, scale=1e-3, steps=2) -> None:
         update = scale * torch.randn(64, 2, generator=draw)
         update[:32] = 0
         flat = torch.ones(64, 2)
-        terms = LoggedTerms(
+        terms = DumpedTerms(
             rollout_log_probs=rollout,
             old_log_probs=old,
             current_log_probs=old + update,

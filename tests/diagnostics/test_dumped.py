@@ -75,7 +75,7 @@ def test_noise_levels_stand_for_step_indices(tmp_path):
     run = read_dumped(tmp_path)
     assert run.levels.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5], rel=1e-2)
     assert run.config.sampling.num_inference_steps == 4
-    found = [completed(dumps.load(path), run.levels).step_indices for path in run.files.values()]
+    found = [completed(dumps.load(path), run.levels).step_index for path in run.files.values()]
     assert torch.equal(found[0], found[1])
     assert found[0][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
     assert "rollout_corr/step_3/kl" in records(run)[0]

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from flowcorr import dumps
-from flowcorr.diagnostics.audit.gap import Gap
+from flowcorr.diagnostics.audit.gap import delta
 from flowcorr.diagnostics.audit.measure import AuditReport, report_of
 from flowcorr.diagnostics.diagnosis import diagnose, trained_columns
 from flowcorr.diagnostics.dumped import completed, read_dumped, step_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
+from flowcorr.records import Terms
 
 # Standard errors between the two estimates of a step's KL beyond which noise of one size does not explain them.
 _DISAGREEMENT = 6.0
@@ -44,15 +45,16 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditR
     trained, diagnoses = trained_columns(steps), diagnose(steps)
     if not trained.all():
         notes.append(f"{int((~trained).sum())} steps of the window have no log-prob in any sample: left out")
-    gap = Gap.concatenate([part.columns(trained) for part in parts])
-    gap = gap.select(gap.delta.isfinite().all(1))
-    if not len(gap.delta):
+    gap = Terms.concatenate([part.select((slice(None), trained)) for part in parts])
+    gap = gap.select(delta(gap).isfinite().all(1))
+    if not len(gap.old_log_prob):
         raise ConfigError(
             f"{folder} holds no sample whose log-probs are all finite: {diagnoses[0].evidence}; {diagnoses[0].remedy}"
         )
     if bypass:
         notes.append("in bypass mode the gap is of the current policy, so it holds what was learned")
-    if not gap.step_kl.isfinite().all():
+    assert gap.old_rollout_kl is not None, "`_gap` sets it"
+    if not gap.old_rollout_kl.isfinite().all():
         gap, told = estimated_kl(gap, num_elements)
         notes += told
     stale = any(diagnosis.cause == "stale" for diagnosis in diagnoses)
@@ -66,17 +68,18 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditR
     )
 
 
-def estimated_kl(gap: Gap, num_elements: int | None) -> tuple[Gap, list[str]]:
+def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]]:
     """The gap with each step's mean KL estimated from its log-ratios, and what is to be said about that.
 
     For a gap of one size, `delta` is normal with mean `-r^2 / 2` and variance `r^2 / D`, and the KL is `r^2 / 2`: both
     moments tell it, the variance more surely. The larger is taken.
     """
-    delta, kl = gap.delta, torch.empty_like(gap.delta)
+    log_ratio = delta(gap)
+    kl = torch.empty_like(log_ratio)
     notes = ["exact KLs were not dumped (old_rollout_kl): estimated from the spread of the log-ratios"]
-    for index in gap.step_indices.unique().tolist():
-        here = gap.step_indices == index
-        values = delta[here]
+    for index in gap.step_index.unique().tolist():
+        here = gap.step_index == index
+        values = log_ratio[here]
         of_mean = max(0.0, -float(values.mean()))
         of_spread = 0.0 if num_elements is None else num_elements * float(values.var(correction=0)) / 2
         kl[here] = max(of_mean, of_spread)
@@ -88,23 +91,18 @@ def estimated_kl(gap: Gap, num_elements: int | None) -> tuple[Gap, list[str]]:
                 f"step {index}: delta log p has mean {values.mean():.1e}, and noise of its spread would have "
                 f"{-of_spread:.1e}: not rounding alone; compare sigmas, timesteps and num_elements of both stacks"
             )
-    return replace(gap, step_kl=kl), notes
+    return replace(gap, old_rollout_kl=kl), notes
 
 
-def _gap(path: Path, dumped: DumpedTerms, levels: Tensor | None) -> Gap:
-    terms = completed(dumped, levels)
-    if terms.bypass and dumped.current_log_probs is None:
+def _gap(path: Path, dumped: DumpedTerms, levels: Tensor | None) -> Terms:
+    if dumped.bypass and dumped.current_log_probs is None:
         raise ConfigError(
             f"{path} holds the rollout's log-probs alone; dump the trainer's as well: old_log_probs where it "
             "recomputes them, or current_log_probs"
         )
-    known = terms.current_rollout_kl if terms.bypass else terms.old_rollout_kl
-    unknown: Tensor = torch.full_like(terms.old_log_probs, torch.nan)
-    return Gap(
-        log_probs=terms.current_log_probs if terms.bypass else terms.old_log_probs,
-        rollout_log_probs=terms.rollout_log_probs,
-        step_kl=(unknown if known is None else known).double(),
-        stds=terms.stds,
-        sigmas=terms.sigmas,
-        step_indices=terms.step_indices,
-    )
+    terms = completed(dumped, levels)
+    target, kl = terms.old_log_prob, terms.old_rollout_kl
+    if dumped.bypass:
+        target, kl = terms.log_prob, terms.rollout_kl
+    kl = torch.full_like(target, torch.nan) if kl is None else kl
+    return replace(terms, old_log_prob=target, old_kl=None, rollout_kl=None, old_rollout_kl=kl.double())

@@ -1,65 +1,37 @@
-"""What the actor makes of the rollout engine's samples."""
+"""What the actor makes of the rollout engine's samples.
+
+A gap is the `Terms` `[B, T]` of samples on the CPU. Its `old_log_prob` is the actor's, and its `old_rollout_kl`, in
+float64, the exact KL of the actor from the engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flowcorr.actor import DiffusionActor
-from flowcorr.diagnostics.doctor.trials import r_squared
+from flowcorr.algorithm.terms import batch_terms
 from flowcorr.errors import BackendError
-from flowcorr.records import Rollout, Scores
+from flowcorr.records import ActorBatch, Rollout, Scores, Terms
 from flowcorr.rollout import Weights
 from flowcorr.trainer.gap_split import behaviour_scores
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gap:
-    """What the actor makes of a rollout, `[B, T]` each.
-
-    Attributes:
-        log_probs: the actor's, nats per latent element.
-        rollout_log_probs: the engine's.
-        step_kl: exact KL of each step a latent element, float64.
-        stds: full standard deviations of the steps.
-        sigmas, step_indices: noise levels before the steps, and their places in the schedule.
-    """
-
-    log_probs: Tensor
-    rollout_log_probs: Tensor
-    step_kl: Tensor
-    stds: Tensor
-    sigmas: Tensor
-    step_indices: Tensor
-
-    @property
-    def delta(self) -> Tensor:
-        """Actor less rollout, float64."""
-        return self.log_probs.double() - self.rollout_log_probs.double()
-
-    def joint_nats(self, num_elements: int) -> float:
-        """Mean over samples of the exact KL of the window, by the chain rule."""
-        return num_elements * float(self.step_kl.sum(1).mean())
-
-    def select(self, samples: Tensor) -> Gap:
-        """The samples where the `[B]` bools are true."""
-        return Gap(**{entry.name: getattr(self, entry.name)[samples] for entry in fields(Gap)})
-
-    def columns(self, kept: Tensor) -> Gap:
-        """The steps of the window where the `[T]` bools are true."""
-        return Gap(**{entry.name: getattr(self, entry.name)[:, kept] for entry in fields(Gap)})
-
-    @staticmethod
-    def concatenate(parts: Sequence[Gap]) -> Gap:
-        """The samples of all parts."""
-        names = [entry.name for entry in fields(Gap)]
-        return Gap(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+def delta(gap: Terms) -> Tensor:
+    """Actor less rollout, float64."""
+    return gap.old_log_prob.double() - gap.rollout_log_prob.double()
 
 
-def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Gap:
+def joint_nats(gap: Terms, num_elements: int) -> float:
+    """Mean over samples of the exact KL of the window, by the chain rule."""
+    assert gap.old_rollout_kl is not None, "a gap has exact KLs"
+    return num_elements * float(gap.old_rollout_kl.sum(1).mean())
+
+
+def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Terms:
     """The actor's view of a rollout.
 
     Raises:
@@ -72,7 +44,7 @@ def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Gap:
     return _gap(actor.log_probs(rollout, with_means=True), rollout)
 
 
-def split_gap(actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights]) -> tuple[Gap, Gap]:
+def split_gap(actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights]) -> tuple[Terms, Terms]:
     """The parts of the gap that are the engine's and that are of older weights, see `trainer.gap_split`."""
     behaviour = behaviour_scores(actor, rollout, history, with_means=True)
     window = replace(rollout.window, means=behaviour.means)
@@ -80,19 +52,17 @@ def split_gap(actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights
     return _gap(behaviour, rollout), measure_gap(actor, as_scored)
 
 
-def _gap(scores: Scores, rollout: Rollout) -> Gap:
-    assert scores.means is not None
-    assert rollout.window.means is not None
-    assert rollout.window.stds is not None
+def _gap(scores: Scores, rollout: Rollout) -> Terms:
     if not (scores.log_probs.isfinite() & rollout.log_probs.isfinite()).all():
         raise BackendError(
             "log-probs of the rollout engine or the actor are not finite; flowcorr doctor names the cause"
         )
-    return Gap(
-        log_probs=scores.log_probs.cpu(),
-        rollout_log_probs=rollout.log_probs.cpu(),
-        step_kl=r_squared(rollout.window.means, scores.means, rollout.window.stds).double().cpu() / 2,
-        stds=rollout.window.stds.cpu(),
-        sigmas=rollout.window.sigmas.cpu(),
-        step_indices=rollout.window.step_indices.cpu(),
+    batch = ActorBatch(
+        rollout=rollout,
+        advantages=torch.zeros_like(rollout.log_probs[:, 0]),
+        old_log_probs=scores.log_probs,
+        old_means=scores.means,
     )
+    terms = batch_terms(batch).to("cpu")
+    assert terms.old_rollout_kl is not None, "both have step means"
+    return replace(terms, old_rollout_kl=terms.old_rollout_kl.double())

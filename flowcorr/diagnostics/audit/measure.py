@@ -20,7 +20,7 @@ from flowcorr.algorithm import AutoMode
 from flowcorr.config.schema import Config, RolloutConfig
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.diagnostics.audit.advice import Advice, Facts, advise
-from flowcorr.diagnostics.audit.gap import Gap, measure_gap, split_gap
+from flowcorr.diagnostics.audit.gap import delta, joint_nats, measure_gap, split_gap
 from flowcorr.diagnostics.audit.tables import (
     PresetOutcome,
     ScaleWorth,
@@ -37,7 +37,7 @@ from flowcorr.diagnostics.dumped import UNBOUNDED
 from flowcorr.errors import ConfigError
 from flowcorr.losses import clip_by_term, resolve_loss
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.records import ActorBatch, Rollout
+from flowcorr.records import ActorBatch, Rollout, Terms
 from flowcorr.rollout import RolloutEngine
 from flowcorr.trainer.setup import build_stacks, load_model
 
@@ -214,9 +214,9 @@ def examine_batches(
             of_engine, of_staleness = split_gap(actor, rollout, engine.history)
             engines.append(of_engine)
             stales.append(of_staleness)
-    whole = Gap.concatenate(gaps)
-    precision = Gap.concatenate(engines or gaps).joint_nats(num_elements)
-    stale = Gap.concatenate(stales).joint_nats(num_elements) if stales else 0.0
+    whole = Terms.concatenate(gaps)
+    precision = joint_nats(Terms.concatenate(engines or gaps), num_elements)
+    stale = joint_nats(Terms.concatenate(stales), num_elements) if stales else 0.0
     for _ in range(staleness, 2):  # of which the first may have warmed up
         seconds.timed("update", learn)
     phases = ("rollout", "recompute", "update")
@@ -244,14 +244,14 @@ class _Seconds:
         return min(self._seen[phase])
 
 
-def _learn_anything(actor: DiffusionActor, rollout: Rollout, gap: Gap, *, training_step: int) -> None:
+def _learn_anything(actor: DiffusionActor, rollout: Rollout, gap: Terms, *, training_step: int) -> None:
     """One training step on random advantages: it moves the weights about as far as one that learns."""
     draw = torch.Generator().manual_seed(training_step)
     advantages = torch.randn(rollout.num_samples, generator=draw).to(actor.device)
     batch = ActorBatch(
         rollout=replace(rollout, images=None),
         advantages=advantages,
-        old_log_probs=gap.log_probs.to(actor.device),
+        old_log_probs=gap.old_log_prob.to(actor.device),
         old_means=rollout.window.means,
     )
     actor.update(batch, AutoMode.of(actor.config).correction, training_step=training_step)
@@ -259,7 +259,7 @@ def _learn_anything(actor: DiffusionActor, rollout: Rollout, gap: Gap, *, traini
 
 def report_of(
     config: Config,
-    gap: Gap,
+    gap: Terms,
     num_elements: int | None,
     *,
     precision: float | None = None,
@@ -282,20 +282,20 @@ def report_of(
     loss = resolve_loss(config.actor)
     limit = loss.ratio_limit(config.actor)
     limit = None if limit == UNBOUNDED else limit
-    distance = ratio_distance(gap.delta, gap.step_kl, gap.stds, config.actor)
+    distance = ratio_distance(delta(gap), gap.old_rollout_kl, gap.std, config.actor)
     steps = gap_by_step(gap, distance, limit)
     needed = {step.step_index: step.clip_needed for step in steps}
     if config.actor.ratio_level != "step":  # the window has one ratio
         needed = dict.fromkeys(needed, max(needed.values()))
     report = AuditReport(
         advice=None,
-        num_samples=len(gap.delta),
-        num_steps=gap.delta.shape[1],
+        num_samples=len(gap.old_log_prob),
+        num_steps=gap.old_log_prob.shape[1],
         num_elements=num_elements,
         loss_mode=config.actor.loss_mode,
         clip_limit=limit,
         staleness=config.rollout.max_weight_age,
-        outside_clip=None if limit is None else fraction(distance > clip_by_term(limit, gap.step_indices)),
+        outside_clip=None if limit is None else fraction(distance > clip_by_term(limit, gap.step_index)),
         cost=cost,
         steps=steps,
         presets=preset_outcomes(gap, num_elements, config.sampling.num_inference_steps),
@@ -303,7 +303,7 @@ def report_of(
     )
     if num_elements is None:
         return report
-    joint = gap.joint_nats(num_elements)
+    joint = joint_nats(gap, num_elements)
     outlier_fraction, band = outliers(gap, num_elements)
     scales = worth_of_weights(gap, num_elements)
     facts = Facts(

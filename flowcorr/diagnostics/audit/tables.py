@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from flowcorr.correction import (
 from flowcorr.correction.bounds import SCALES, scale_factor
 from flowcorr.correction.robust import OUTLIER_Z, outlier_band
 from flowcorr.diagnostics.audit.advice import clip_needed, limit_at
-from flowcorr.diagnostics.audit.gap import Gap
+from flowcorr.diagnostics.audit.gap import delta
 from flowcorr.diagnostics.clip_noise import QUANTILES
 from flowcorr.records import Terms
 
@@ -91,7 +91,7 @@ class PresetOutcome:
         return self.rejected_terms > 0 or self.mean_weight is not None
 
 
-def gap_by_step(gap: Gap, distance: Tensor, limit: float | Sequence[float] | None) -> list[StepGap]:
+def gap_by_step(gap: Terms, distance: Tensor, limit: float | Sequence[float] | None) -> list[StepGap]:
     """The gap at each step of the schedule.
 
     Args:
@@ -99,19 +99,21 @@ def gap_by_step(gap: Gap, distance: Tensor, limit: float | Sequence[float] | Non
         distance: `[B, T]`, `|ratio - 1|` as the loss has it.
         limit: how far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none.
     """
-    delta, steps = gap.delta, []
-    for index in gap.step_indices.unique().tolist():
-        here = gap.step_indices == index
-        quantiles = torch.quantile(delta[here].abs(), delta.new_tensor(QUANTILES)).tolist()
+    log_ratio, kl, sigmas, steps = delta(gap), gap.old_rollout_kl, gap.sigma, []
+    assert kl is not None, "a gap has exact KLs"
+    assert sigmas is not None, "a gap has noise levels"
+    for index in gap.step_index.unique().tolist():
+        here = gap.step_index == index
+        quantiles = torch.quantile(log_ratio[here].abs(), log_ratio.new_tensor(QUANTILES)).tolist()
         limit_here = None if limit is None else limit_at(limit, index)
         steps.append(
             StepGap(
                 step_index=index,
-                sigma=sigma if math.isfinite(sigma := float(gap.sigmas[here][0])) else None,
+                sigma=sigma if math.isfinite(sigma := float(sigmas[here][0])) else None,
                 num_terms=int(here.sum()),
-                mean_delta=float(delta[here].mean()),
+                mean_delta=float(log_ratio[here].mean()),
                 abs_delta=tuple(quantiles),
-                exact_kl=float(gap.step_kl[here].mean()),
+                exact_kl=float(kl[here].mean()),
                 outside_clip=None if limit_here is None else fraction(distance[here] > limit_here),
                 clip_needed=clip_needed(distance[here]),
             )
@@ -119,7 +121,7 @@ def gap_by_step(gap: Gap, distance: Tensor, limit: float | Sequence[float] | Non
     return steps
 
 
-def worth_of_weights(gap: Gap, num_elements: int) -> list[ScaleWorth]:
+def worth_of_weights(gap: Terms, num_elements: int) -> list[ScaleWorth]:
     """Weights without a cap at every scale, by the definitions of ESS and chi-squared.
 
     With `R` the sum of `r^2` over the steps that a weight is of, its `delta` is normal with mean `-R / 2` and variance
@@ -128,9 +130,11 @@ def worth_of_weights(gap: Gap, num_elements: int) -> list[ScaleWorth]:
     `sum` it is `1 / mean(exp(R D))`, which a few large gaps make far smaller than their mean would.
     """
     worth = []
+    of_terms, kl = delta(gap), gap.old_rollout_kl
+    assert kl is not None, "a gap has exact KLs"
     levels = {
-        "token": (gap.delta.flatten(), 2 * gap.step_kl.flatten()),
-        "sequence": (gap.delta.sum(1), 2 * gap.step_kl.sum(1)),
+        "token": (of_terms.flatten(), 2 * kl.flatten()),
+        "sequence": (of_terms.sum(1), 2 * kl.sum(1)),
     }
     for scale in SCALES:
         factor = scale_factor(scale, num_elements)
@@ -155,26 +159,18 @@ def _log_mean_exp(values: Tensor) -> float:
     return float(values.logsumexp(0)) - math.log(len(values))
 
 
-def preset_outcomes(gap: Gap, num_elements: int | None, num_steps: int) -> list[PresetOutcome]:
+def preset_outcomes(gap: Terms, num_elements: int | None, num_steps: int) -> list[PresetOutcome]:
     """What each preset would reject, and what its weights would be."""
     outcomes = []
-    terms = Terms(
-        log_prob=gap.log_probs,
-        old_log_prob=gap.log_probs,
-        rollout_log_prob=gap.rollout_log_probs,
-        advantage=torch.zeros_like(gap.log_probs),
-        std=gap.stds,
-        step=torch.full_like(gap.stds, torch.nan),
-        step_index=gap.step_indices,
-        num_elements=num_elements,
-    )
+    # At an audit, the current policy is the old one.
+    terms = replace(gap, log_prob=gap.old_log_prob, old_rollout_kl=None, num_elements=num_elements)
     for name, preset in PRESETS.items():
         config = RolloutCorrectionConfig.from_preset(name)
         # In bypass, scope step, every term is a trajectory of its own.
         single_steps = config.mode == "bypass" and config.bypass_scope == "step"
         corrected, _ = correct(terms.per_term() if single_steps else terms, config, num_steps=num_steps)
         assert corrected.keep is not None
-        weights, kept = corrected.weight, corrected.keep.reshape(gap.log_probs.shape)
+        weights, kept = corrected.weight, corrected.keep.reshape(gap.old_log_prob.shape)
         outcomes.append(
             PresetOutcome(
                 name=name,
@@ -193,18 +189,19 @@ def _effective_share(weights: Tensor) -> float:
     return float(weights.mean()) ** 2 / squares if squares else 0.0
 
 
-def outliers(gap: Gap, num_elements: int) -> tuple[float, float]:
+def outliers(gap: Terms, num_elements: int) -> tuple[float, float]:
     """The share of terms that `step_z` rejects, and the largest `|ratio - 1|` that is no outlier at any step."""
     keep = compute_rollout_correction_and_rejection_mask(
-        gap.log_probs,
-        gap.rollout_log_probs,
+        gap.old_log_prob,
+        gap.rollout_log_prob,
         rollout_rs="step_z",
         rollout_rs_threshold=OUTLIER_Z,
-        step_indices=gap.step_indices,
+        step_indices=gap.step_index,
         num_elements=num_elements,
     ).keep
-    everywhere, num_steps = torch.ones_like(gap.delta), int(gap.step_indices.max()) + 1
-    low, high = outlier_band(gap.delta, everywhere, gap.step_indices, num_steps, floor=0.01 / num_elements)
+    log_ratio, num_steps = delta(gap), int(gap.step_index.max()) + 1
+    everywhere = torch.ones_like(log_ratio)
+    low, high = outlier_band(log_ratio, everywhere, gap.step_index, num_steps, floor=0.01 / num_elements)
     return fraction(~keep), math.expm1(max(-float(low), float(high)))
 
 

@@ -175,13 +175,13 @@ def replay_run(
     num_samples, num_bypass = 0, 0
     for steps in chunks(list(files.values())):
         num_samples += sum(steps.sizes)
-        num_bypass += steps.terms.bypass * len(steps.sizes)
+        num_bypass += steps.bypass * len(steps.sizes)
         uncorrected = replay(
-            steps, config, RolloutCorrectionConfig.preset("bypass_ppo_clip") if steps.terms.bypass else OFF
+            steps, config, RolloutCorrectionConfig.preset("bypass_ppo_clip") if steps.bypass else OFF
         )
         for correction, tally in zip(corrections, tallies, strict=True):
-            resolved = _in_mode(correction, "bypass" if steps.terms.bypass else "decoupled")
-            if reason := obstacle(steps.terms, config, resolved):
+            resolved = _in_mode(correction, "bypass" if steps.bypass else "decoupled")
+            if reason := obstacle(steps, config, resolved):
                 tally.skip(steps, reason)
             else:
                 tally.add(steps, replay(steps, config, resolved), uncorrected)
@@ -195,7 +195,7 @@ def replay_run(
         steps=list(files),
         num_bypass=num_bypass,
         num_samples=num_samples,
-        window=steps.terms.sigmas.shape[1],
+        window=steps.terms.log_prob.shape[1],
         num_elements=steps.terms.num_elements,
         replays=replays,
         reading=read(replays),

@@ -16,7 +16,7 @@ from flowcorr.config import Config
 from flowcorr.config.rules import check
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.diagnostics.dumped import UNBOUNDED, completed
-from flowcorr.dumps import DumpedTerms, LoggedTerms
+from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics
@@ -31,12 +31,16 @@ class LoggedSteps:
     """Some training steps in one mode.
 
     Attributes:
-        terms: of all of them, `S` samples in the order of the steps; no two steps share a group.
+        terms: of all of them, `S` samples in the order of the steps.
+        group_ids: `[S]`; no two steps share a group.
+        bypass: whether the steps were in bypass mode.
         sizes: samples of each step.
         owners: `[S]`, which of the steps a sample belongs to.
     """
 
-    terms: LoggedTerms
+    terms: Terms
+    group_ids: Tensor
+    bypass: bool
     sizes: tuple[int, ...]
     owners: Tensor
 
@@ -89,10 +93,15 @@ def stack(parts: Sequence[DumpedTerms]) -> LoggedSteps:
     """Steps of one mode, with the same optional tensors."""
     sizes = tuple(len(part.advantages) for part in parts)
     owners = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes))
-    terms = completed(DumpedTerms.concatenate(parts))
-    groups = terms.group_ids.unique(return_inverse=True)[1]  # ids of any size, counted from 0 on
+    joined = DumpedTerms.concatenate(parts)
+    groups = torch.arange(len(owners)) if joined.group_ids is None else joined.group_ids
+    groups = groups.unique(return_inverse=True)[1]  # ids of any size, counted from 0 on
     return LoggedSteps(
-        terms=replace(terms, group_ids=groups + len(groups) * owners), sizes=sizes, owners=owners
+        terms=completed(joined),
+        group_ids=groups + len(groups) * owners,
+        bypass=joined.bypass,
+        sizes=sizes,
+        owners=owners,
     )
 
 
@@ -100,9 +109,9 @@ def _kind(terms: DumpedTerms) -> tuple[bool, int | None, frozenset[str]]:
     return terms.bypass, terms.num_elements, frozenset(terms.tensors())
 
 
-def obstacle(terms: LoggedTerms, config: Config, correction: RolloutCorrectionConfig) -> str:
-    """Why these terms cannot be replayed under a correction; empty if they can."""
-    if terms.bypass and correction.mode == "decoupled":
+def obstacle(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConfig) -> str:
+    """Why these steps cannot be replayed under a correction; empty if they can."""
+    if steps.bypass and correction.mode == "decoupled":
         return "in bypass mode, old log-probs are the rollout's; dump a run with bypass_mode=false"
     corrected = replace(config, algorithm=replace(config.algorithm, rollout_correction=correction))
     try:
@@ -112,11 +121,11 @@ def obstacle(terms: LoggedTerms, config: Config, correction: RolloutCorrectionCo
     except ConfigError as error:
         return str(error)
     clips = correction.mode == "bypass" and correction.loss_type == "ppo_clip"
-    if config.actor.clip_ratio == UNBOUNDED and clips and not terms.bypass:
+    if config.actor.clip_ratio == UNBOUNDED and clips and not steps.bypass:
         return "it clips the ratio to the rollout policy, and clip_ratio was not dumped"
-    if terms.num_elements is None and _needs_size(correction):
+    if steps.terms.num_elements is None and _needs_size(correction):
         return "it needs num_elements, which was not dumped"
-    of_correction, of_loss = _kls(terms, correction)
+    of_correction, of_loss = _kls(steps.terms, correction)
     reads_kl = loss_of(config.actor, correction).needs_kl
     if (correction.needs_means and of_correction is None) or (reads_kl and of_loss is None):
         return "it needs exact KLs between policies whose step means the run did not compute"
@@ -131,9 +140,8 @@ def _needs_size(correction: RolloutCorrectionConfig) -> bool:
 def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConfig) -> Replayed:
     """Correct the steps and differentiate their loss, without a KL to the reference."""
     num_steps = config.sampling.num_inference_steps
-    logged = steps.terms.numbers()
-    log_prob = logged.log_prob.clone().requires_grad_()
-    terms, metrics = replace(logged, log_prob=log_prob), Metrics()
+    log_prob = steps.terms.log_prob.clone().requires_grad_()
+    terms, metrics = replace(steps.terms, log_prob=log_prob), Metrics()
     if correction.mode == "bypass":
         terms = replace(terms, old_log_prob=terms.rollout_log_prob, old_kl=terms.rollout_kl)
     else:
@@ -167,14 +175,14 @@ def _decoupled(
         criterion.needs_batch for criterion in correction.criteria
     )
     parts = [
-        correct(terms.select(rows), correction, group_ids=steps.terms.group_ids[rows], num_steps=num_steps)
+        correct(terms.select(rows), correction, group_ids=steps.group_ids[rows], num_steps=num_steps)
         for rows in (steps.rows() if whole else [slice(None)])
     ]
     return Terms.concatenate([part for part, _ in parts]), Metrics.merged(metrics for _, metrics in parts)
 
 
-def _kls(terms: LoggedTerms, correction: RolloutCorrectionConfig) -> tuple[Tensor | None, Tensor | None]:
+def _kls(terms: Terms, correction: RolloutCorrectionConfig) -> tuple[Tensor | None, Tensor | None]:
     """The exact KLs `[S, T]` that the correction and the loss look at, where they are known."""
     if correction.mode == "bypass":
-        return terms.current_rollout_kl, terms.current_rollout_kl
-    return terms.old_rollout_kl, terms.current_old_kl
+        return terms.rollout_kl, terms.rollout_kl
+    return terms.old_rollout_kl, terms.old_kl

@@ -13,8 +13,8 @@ from flowcorr import dumps
 from flowcorr.config.schema import ActorConfig
 from flowcorr.diagnostics.dumped import UNBOUNDED, completed, noise_levels
 from flowcorr.diagnostics.report.runs import Group
-from flowcorr.dumps import LoggedTerms
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
+from flowcorr.records import Terms
 
 _SHOWN = 0.998  # of the values
 
@@ -49,19 +49,19 @@ def read_spread(group: Group) -> Spread | None:
     """
     paths = [path for run in group.runs for path in run.dumped]
     levels = noise_levels(paths)
-    steps = [completed(dumps.load(path), levels) for path in paths]
+    loaded = [dumps.load(path) for path in paths]
+    steps = [completed(dumped, levels) for dumped in loaded]
     if not steps:
         return None
     loss = loss_of(group.config.actor, group.config.algorithm.rollout_correction)
     mismatch: dict[int, list[Tensor]] = {}
-    for terms in steps:
-        target = terms.current_log_probs if terms.bypass else terms.old_log_probs
-        delta = target - terms.rollout_log_probs
-        for index in terms.step_indices.unique().tolist():
-            mismatch.setdefault(index, []).append(delta[terms.step_indices == index])
+    for dumped, terms in zip(loaded, steps, strict=True):
+        delta = (terms.log_prob if dumped.bypass else terms.old_log_prob) - terms.rollout_log_prob
+        for index in terms.step_index.unique().tolist():
+            mismatch.setdefault(index, []).append(delta[terms.step_index == index])
     return Spread(
         num_steps=len(steps),
-        num_bypass=sum(terms.bypass for terms in steps),
+        num_bypass=sum(dumped.bypass for dumped in loaded),
         ratios=_finite([_ratios(terms, group.config.actor, loss) for terms in steps]),
         limits=_limits(group.config.actor, loss),
         in_ranges=isinstance(loss.ratio_limit(group.config.actor), Sequence),
@@ -84,13 +84,12 @@ def reach(values: Tensor, limits: tuple[float, float] | None = None) -> float:
     return 1.1 * max([most, *near]) or 1e-6
 
 
-def _ratios(terms: LoggedTerms, actor: ActorConfig, loss: Loss) -> Tensor:
-    delta = terms.current_log_probs - terms.old_log_probs
-    log_ratio = loss.log_ratio(delta, terms.current_old_kl, terms.stds)
+def _ratios(terms: Terms, actor: ActorConfig, loss: Loss) -> Tensor:
+    log_ratio = loss.log_ratio(terms.log_prob - terms.old_log_prob, terms.old_kl, terms.std)
     log_ratio = pool_log_ratio(log_ratio, log_ratio.isfinite(), actor.ratio_level)
     limit = loss.ratio_limit(actor)
     if isinstance(limit, Sequence):
-        return log_ratio.expm1() / clip_by_term(limit, terms.step_indices)
+        return log_ratio.expm1() / clip_by_term(limit, terms.step_index)
     return log_ratio
 
 

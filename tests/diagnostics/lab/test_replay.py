@@ -162,5 +162,5 @@ def test_no_correction_is_no_correction(samples, steps, seed, spoilt):
 )
 def test_why_terms_cannot_be_replayed(overrides, terms, preset, reason):
     settings_of_run = config.load("tiny_jpeg_lora", overrides)
-    found = obstacle(terms_of(**terms), settings_of_run, RolloutCorrectionConfig.from_preset(preset))
+    found = obstacle(stack([terms_of(**terms)]), settings_of_run, RolloutCorrectionConfig.from_preset(preset))
     assert (reason in found) if reason else (found == "")
