@@ -139,10 +139,12 @@ examples:
 _TRANSLATE = """\
 Translate the configuration of another trainer into a recipe and print it. Comments name the source of each line, the
 defaults that differ, the keys without an equivalent in flowcorr, and differences in the maths. The source is read, not
-executed. An error says why a configuration cannot be read, or why flowcorr cannot run it.
+executed, and neither is your environment. An error says why a configuration cannot be read, or why flowcorr cannot run
+it. Overrides are in the other trainer's keys.
 
-  verl-omni   a shell script that runs verl_omni.trainer.main_diffusion, or a Hydra YAML, and more overrides
-  flow_grpo   FILE.py:NAME, a function of a Python file that returns a configuration
+  verl-omni      a shell script that runs verl_omni.trainer.main_diffusion, or the YAML that Hydra saved with a run
+  flow_grpo      FILE.py:NAME, a function of a Python file that returns a configuration
+  Flow-Factory   a YAML file
 
 examples:
   flowcorr translate run_qwen_image_ocr_lora.sh > my_recipe.yaml && flowcorr config my_recipe.yaml
@@ -295,7 +297,7 @@ def build_parser() -> argparse.ArgumentParser:
     translating = _add(
         subparsers,
         "translate",
-        "translate a configuration of verl-omni or flow_grpo into a recipe",
+        "translate a configuration of verl-omni, flow_grpo or Flow-Factory into a recipe",
         _TRANSLATE,
         commands.translate,
     )
