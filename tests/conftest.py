@@ -46,6 +46,14 @@ settings.register_profile("flowcorr", deadline=None, derandomize=True)
 settings.load_profile("flowcorr")
 
 
+def pytest_configure():
+    """Undo what a launcher such as nohup ignores: tests send these signals, and started processes inherit them."""
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
 # Files whose tests share what takes long to start: a Ray cluster and two ranks, finished runs, a vllm-omni engine.
 SHARED = {
     "processes": (
