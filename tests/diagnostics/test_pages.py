@@ -18,6 +18,7 @@ VALUES = {
     "level": "note",
     "verdict": "no gap",
     "reasons": ["a & b"],
+    "words": [],
     "suggestions": [],
     "facts": [],
     "charts": [],

@@ -18,6 +18,6 @@ install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" ${whe
 # What verl-omni pins, and what it and verl import.
 install torch==2.13.0 "diffusers>=0.40" transformers==5.14.1 tensordict==0.10.0 TransferQueue==0.1.8 "pyarrow<25" \
     hydra-core codetiming torchdata datasets pandas dill cachetools aiohttp orjson fastapi uvicorn opentelemetry-api \
-    "ray>=2.60,<3" pytest hypothesis
+    "ray>=2.60,<3" pytest pytest-timeout hypothesis
 install --no-deps "${VERL:-git+https://github.com/verl-project/verl@$(cat "$omni/.github/verl_pin.txt")}"
 install --editable "$root"

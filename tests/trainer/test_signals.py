@@ -166,23 +166,30 @@ def test_with_nohup_a_closed_terminal_is_no_signal():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def end_a_fork(number):
+    """End a child of a run by a signal; the run itself has to see none."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    reports = Reports()
+    with StopSignals() as signals:
+        signals.report_to(reports)
+        child = os.fork()
+        if child == 0:
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            finally:
+                os._exit(128 + signal.SIGINT)
+        _, status = os.waitpid(child, 0)
+        time.sleep(0.02)
+        assert (signals.received, reports) == (None, [])
+    expected = 128 + signal.SIGINT if number == signal.SIGINT else -number
+    assert os.waitstatus_to_exitcode(status) == expected
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_forked_process_has_signals_of_its_own(run, number):
+def test_a_forked_process_has_signals_of_its_own(number):
     """As the workers of a reward that uses `multiprocessing`, which ends them by SIGTERM."""
-    signals, reports, _ = run
-    child = os.fork()
-    if child == 0:
-        try:
-            os.kill(os.getpid(), number)
-            time.sleep(60)
-        except KeyboardInterrupt:
-            os._exit(128 + signal.SIGINT)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) in (-number, 128 + signal.SIGINT)
-    time.sleep(0.02)
-    assert (signals.received, reports) == (None, [])
+    assert exit_code(end_a_fork, number, timeout=60) == 0
 
 
 def test_without_a_signal_nothing_changes():
