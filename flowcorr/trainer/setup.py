@@ -11,11 +11,11 @@ import torch
 
 from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
-from flowcorr.config.rules import check_guidance
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily, load_family
+from flowcorr.models.base import check_guidance
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.rewards import Reward, ThreadReward, build_reward, check_prompts, known_scores
 from flowcorr.rewards.combine import ON_CLIP
@@ -46,12 +46,17 @@ def load_model(config: Config) -> ModelFamily:
     Raises:
         ConfigError: the device, the pipeline or its family cannot be used.
         BackendError: the device has no memory left.
+
+    Warns:
+        UserWarning: guidance is set by a key that the family does not read.
     """
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     device = distributed.local_device(config.trainer.device)
     with out_of_memory.explained(config, lambda: out_of_memory.LOADING):
-        return load_family(config.model, device, transformer_on_host=shards_weights(config))
+        family = load_family(config.model, device, transformer_on_host=shards_weights(config))
+    check_guidance(config.sampling, type(family))
+    return family
 
 
 def build_stacks(
@@ -108,7 +113,6 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             if isinstance(reward, RayReward | ThreadReward):
                 on_failure.callback(reward.close)
             family = load_model(config)
-            check_guidance(config, family.name, family.guidance_key)
         texts = [prompt.text for prompt in (*prompts.train, *prompts.heldout)]
         stacks = build_stacks(config, family, texts, on_event=on_event)
         on_failure.pop_all()

@@ -139,8 +139,10 @@ class VllmOmniEngine:
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         lora = self.config.model.lora
-        config = adapter.peft_config(tensors, self.family.name, rank=lora.rank, alpha=lora.alpha)
-        named: dict[str, Tensor] | None = adapter.peft_tensors(tensors, self.family.name)
+        assert self.family.vllm_omni is not None, "an engine of a family without a pipeline is refused"
+        suffix = self.family.vllm_omni.layer_suffix
+        config = adapter.peft_config(tensors, suffix, rank=lora.rank, alpha=lora.alpha)
+        named: dict[str, Tensor] | None = adapter.peft_tensors(tensors, suffix)
         self._adapter_id += 1
         folder = None
         if self.weight_sync == "lora_path":
