@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
+from flowcorr.config.engines import resolve_engine
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.errors import ConfigError
 from flowcorr.losses import LOSS_KEYS, loss_of, resolve_loss
@@ -129,7 +130,7 @@ def _check_fsdp(config: Config) -> None:
             f"actor.fsdp=True shards the trained weights, and an adapter of model.lora.rank={config.model.lora.rank} "
             "is too small to gain by it; leave actor.fsdp out, or set model.lora.rank=0 to train all weights"
         )
-    if config.rollout.name != "in_process" or config.rollout.placement != "local":
+    if not resolve_engine(config.rollout.name).shares_weights or config.rollout.placement != "local":
         raise ConfigError(
             f"actor.fsdp=True shards the weights, but rollout.name={config.rollout.name!r} with "
             f"placement={config.rollout.placement!r} needs whole ones; set name: in_process and placement: local, or "
@@ -146,6 +147,11 @@ def _check_cache(config: Config) -> None:
     cache = config.rollout.cache
     if cache == "none":
         return
+    if not resolve_engine(config.rollout.name).caches_steps:
+        raise ConfigError(
+            f"rollout.cache={cache!r} cannot be used with rollout.name={config.rollout.name!r}, whose caches cannot "
+            "leave chosen steps exact; set rollout.cache: none, or rollout.name: in_process"
+        )
     for key in ("fsdp", "compile"):
         if getattr(config.actor, key):
             raise ConfigError(
@@ -236,8 +242,8 @@ def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
         if placement != "ray":
             for key in ("num_workers", "worker_resources"):
                 yield f"{section}.{key}", f"{section}.placement={placement} has no workers"
-    if config.rollout.name == "in_process":
-        yield "rollout.engine", "rollout.name=in_process has no options"
+    if not resolve_engine(config.rollout.name).takes_options:
+        yield "rollout.engine", f"rollout.name={config.rollout.name} has no options"
     if config.rollout.cache == "none":
         yield "rollout.cache_threshold", "rollout.cache=none leaves nothing out"
     if config.rollout.placement == "local":

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flowcorr.config import load
+from flowcorr.config import load, resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.plan.answers import Plan, duration
 from flowcorr.plan.devices import GPUS_A_MACHINE, Gpu
@@ -183,15 +183,15 @@ def layouts(config: Config, gpus: int) -> list[Layout]:
 
 
 def _layouts(config: Config, gpus: int) -> Iterator[Layout]:
-    own_engine = config.rollout.name == "vllm_omni"
+    engine = resolve_engine(config.rollout.name)
     local = ("rollout.placement=local", "rollout.max_staleness=0")
     both = "all train and sample"
     if config.actor.fsdp:
         yield Layout(name=f"{both}, sharded weights", ranks=gpus, sharded=True, overrides=local)
         return
-    if not own_engine or not config.rollout.engine.get("enable_sleep_mode"):
+    if not engine.sleeps or not config.rollout.engine.get("enable_sleep_mode"):
         yield Layout(name=both, ranks=gpus, overrides=local)
-    if own_engine:
+    if engine.sleeps:
         asleep = "rollout.engine.enable_sleep_mode=true"
         yield Layout(name=f"{both}, the engine asleep in between", ranks=gpus, overrides=(*local, asleep))
     if not config.model.lora.rank and gpus > 1:

@@ -10,7 +10,7 @@ from flowcorr.models.base import check_guidance, check_size
 from flowcorr.plan.pipelines import Architecture, family_class, local_architecture
 from flowcorr.rewards import check_prompts as check_prompts_of
 from flowcorr.rewards import check_terms
-from flowcorr.trackers import check_trackers
+from flowcorr.trackers import resolve_tracker
 
 _PATCH = 2  # latents a side of a patch, for all families but sd3, whose transformer names it
 
@@ -27,7 +27,8 @@ def check_settings(config: Config) -> None:
     Warns:
         UserWarning: guidance is set by a key that the model's family does not read.
     """
-    check_trackers(config.trainer.trackers)
+    for name in config.trainer.trackers:
+        resolve_tracker(name)
     check_device_name("trainer.device", config.trainer.device)
     check_terms(config.reward.terms, config.reward.gold)
     if ":" in config.model.family:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flowcorr.config import resolve_engine
 from flowcorr.plan.answers import Memory, Merging, Phase
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.engine import COMPILED, EngineSpeed, engine_peak, engine_speed, wraps_adapters
@@ -106,7 +107,7 @@ def merging(rank: Rank, gpu: Gpu, utilisation: Utilisation) -> Merging | None:
     config = rank.config
     speed = engine_speed(config)
     quantized = config.rollout.engine.get("quantization") or config.rollout.engine.get("quantization_config")
-    if config.rollout.name != "vllm_omni" or not wraps_adapters(config) or quantized:
+    if not resolve_engine(config.rollout.name).compiles or not wraps_adapters(config) or quantized:
         return None
     share = rank.sampled_share
     adapted, merged = rank.sampling.times(share), rank.merged_sampling.times(share)

@@ -11,6 +11,7 @@ import torch
 
 from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
 from flowcorr.errors import ConfigError, unknown_choice
@@ -80,7 +81,7 @@ def build_stacks(
         actor = DiffusionActor(family, config)
     with distributed.fail_together("starting the rollout engine"):
         probe = None
-        if config.rollout.name == "vllm_omni":
+        if resolve_engine(config.rollout.name).takes_probe:
             with out_of_memory.explained(config, lambda: out_of_memory.PROBING):
                 probe = ComputedProbe(family, config, actor.weights.snapshot().tensors)
         with out_of_memory.explained(config, lambda: out_of_memory.ENCODING):
@@ -133,7 +134,7 @@ def _check_worker_gpus(config: Config) -> None:
     """Check that Ray workers get the GPU that they compute on; without `num_gpus` they see none.
 
     Raises:
-        ConfigError: vllm-omni's workers would find no GPU, and fail after minutes.
+        ConfigError: an engine with GPUs of its own would find none, and fail after minutes.
 
     Warns:
         UserWarning: a reward's model would run on a CPU thread.
@@ -143,11 +144,11 @@ def _check_worker_gpus(config: Config) -> None:
     rollout, reward = config.rollout, config.reward
     if (
         rollout.placement == "ray"
-        and rollout.name == "vllm_omni"
+        and resolve_engine(rollout.name).own_processes
         and not rollout.worker_resources.get("num_gpus")
     ):
         raise ConfigError(
-            f"rollout.worker_resources={dict(rollout.worker_resources)} gives vllm-omni's workers no GPU; set "
+            f"rollout.worker_resources={dict(rollout.worker_resources)} gives workers of {rollout.name} no GPU; set "
             f"rollout.worker_resources={{num_gpus: {num_gpus(rollout.engine)}}}"
         )
     if reward.placement == "ray" and not reward.worker_resources.get("num_gpus"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowcorr import distributed
 from flowcorr.config.schema import Config
@@ -314,3 +314,11 @@ def _rollout(
         group_ids=torch.tensor([job.group for job in jobs]),
         policy_versions=torch.tensor([trajectory["policy_version"] for trajectory in trajectories]),
     ).validate()
+
+
+def build(
+    config: Config, family: ModelFamily, *, merge: Merge, base: nn.Module, probe: probe.ActorProbe | None
+) -> VllmOmniEngine:
+    """The engine `vllm_omni`, see `build_backend`; it loads a transformer of its own in place of `base`."""
+    assert probe is not None, "vllm-omni's engine has to move as the actor does"
+    return VllmOmniEngine(family, config, actor_probe=probe, merge=merge)
