@@ -19,7 +19,7 @@ from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.base import check_guidance
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.rewards import Reward, ThreadReward, build_reward, check_prompts, known_scores
-from flowcorr.rewards.combine import ON_CLIP
+from flowcorr.rewards.combine import states
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
 from flowcorr.rollout.build import build_backend, check_installed
@@ -153,7 +153,7 @@ def _check_worker_gpus(config: Config) -> None:
         )
     if reward.placement == "ray" and not reward.worker_resources.get("num_gpus"):
         for term in (*reward.terms, *reward.gold):
-            if term.name in ON_CLIP and term.options.get("device") != "cpu":
+            if states(term, "computes_on_gpu") and term.options.get("device") != "cpu":
                 warnings.warn(
                     f"reward.worker_resources={dict(reward.worker_resources)} leaves {term.name} on a CPU; set "
                     "reward.worker_resources={num_gpus: 0.25}, or reward.placement=thread to use the trainer's GPU",
