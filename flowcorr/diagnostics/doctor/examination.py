@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from flowcorr.actor import DiffusionActor
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.data import load_prompts
 from flowcorr.diagnostics.doctor import precision
@@ -89,7 +90,8 @@ def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | 
     )
     texts = _first_prompts(config, num_prompts)
     family, exact = load_model(config), precision.float32_config(config)
-    changes_itself = config.rollout.name == "in_process" and config.rollout.placement == "local"
+    shares = resolve_engine(config.rollout.name).shares_weights
+    changes_itself = shares and config.rollout.placement == "local"
     if exact == config or changes_itself:
         return _examine_built(config, family, texts, partial(examine, float32=float32))
     if float32 is False:
