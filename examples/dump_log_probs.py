@@ -34,16 +34,17 @@ def dump_verl_omni(folder, step, data, config):
     )
 
 
-def dump_flow_grpo(folder, epoch, samples, current, accelerator, config):
-    """flow_grpo: at the end of each inner epoch of the training loop.
+def dump_flow_grpo(folder, epoch, samples, current, fresh, accelerator, config):
+    """flow_grpo: at the end of the first inner epoch of the training loop.
 
-    Before the loop over `samples_batched`: `current = torch.full_like(samples["log_probs"], torch.nan)`; in it, after
-    `compute_log_prob`: `current.unflatten(0, (len(samples_batched), -1))[i, :, j] = log_prob.detach()`.
+    Before the loop over `samples_batched`: `current = torch.full_like(samples["log_probs"], torch.nan)`,
+    `fresh = torch.zeros_like(current)` and `first = global_step`. In it, after `compute_log_prob`, what was scored, and
+    whether that was before the epoch's first update: `current.unflatten(0, (len(samples_batched), -1))[i, :, j] =
+    log_prob.detach()` and `fresh.unflatten(0, (len(samples_batched), -1))[i, :, j] = global_step == first`.
     """
     mine = {name: samples[name].cpu() for name in ("log_probs", "advantages", "timesteps")}
-    parts = gather_object(
-        [mine | {"current": current.cpu()}]
-    )  # processes may have left out different samples
+    mine |= {"current": current.cpu(), "fresh": fresh.cpu()}
+    parts = gather_object([mine])  # processes may have left out different samples
     gathered = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if accelerator.is_main_process:
         flowcorr.dump(
@@ -51,6 +52,7 @@ def dump_flow_grpo(folder, epoch, samples, current, accelerator, config):
             epoch,
             rollout_log_probs=gathered["log_probs"],  # they are its old ones: bypass mode
             current_log_probs=gathered["current"],
+            before_update=gathered["fresh"],
             advantages=gathered["advantages"],
             sigmas=gathered["timesteps"] / 1000,
             num_elements=samples["latents"][0, 0].numel(),

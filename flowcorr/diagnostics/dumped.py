@@ -317,22 +317,39 @@ def _places(terms: DumpedTerms, levels: Tensor | None) -> Tensor:
     return len(levels) - 1 - torch.bucketize(terms.sigmas, (rising[1:] + rising[:-1]) / 2)
 
 
-def step_terms(run: DumpedRun) -> list[StepTerms]:
-    """The log-probs of all dumped steps, as `diagnose` reads them.
+def gap_terms(dumped: DumpedTerms, levels: Tensor | None = None) -> Terms:
+    """`completed`, with `keep` where some terms tell nothing about the gap; None where all do.
 
-    In bypass mode the trainer's are those of the current policy, where they were dumped.
+    Left out are steps of the window that nobody trained, which have no log-prob in any sample, and, in bypass mode,
+    terms that were scored after the step's first update (`before_update`): they hold what was learned.
     """
+    terms = completed(dumped, levels)
+    known = (trained_log_probs(dumped, terms) - terms.rollout_log_prob).isfinite()
+    keep = known.any(0).expand_as(known) | ~known.any()
+    if dumped.bypass and dumped.before_update is not None:
+        keep = keep & dumped.before_update.bool()
+    return terms if keep.all() else replace(terms, keep=keep)
+
+
+def trained_log_probs(dumped: DumpedTerms, terms: Terms) -> Tensor:
+    """`[B, T]`, the trainer's log-probs in the gap: of the old policy, in bypass mode of the current one."""
+    return terms.log_prob if dumped.bypass else terms.old_log_prob
+
+
+def step_terms(run: DumpedRun) -> list[StepTerms]:
+    """The log-probs of all dumped steps, as `diagnose` reads them."""
     steps = []
     for step, path in run.files.items():
         dumped = dumps.load(path)
-        terms = completed(dumped, run.levels)
+        terms = gap_terms(dumped, run.levels)
         steps.append(
             StepTerms(
                 step=step,
-                log_probs=terms.log_prob if dumped.bypass else terms.old_log_prob,
+                log_probs=trained_log_probs(dumped, terms),
                 rollout_log_probs=terms.rollout_log_prob,
                 step_indices=terms.step_index,
                 ages=ages_of(dumped),
+                keep=terms.keep,
             )
         )
     return steps
@@ -353,7 +370,7 @@ def _metrics(dumped: DumpedTerms, run: DumpedRun) -> dict[str, float]:
     # In bypass mode the current policy has learned from the batch already, so its ratios are no noise.
     noise_of = None if dumped.bypass or actor.clip_ratio == UNBOUNDED else actor
     _, metrics = correct(
-        terms,
+        gap_terms(dumped, run.levels),
         config.algorithm.rollout_correction,
         actor_config=noise_of,
         num_steps=config.sampling.num_inference_steps,

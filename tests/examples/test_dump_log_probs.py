@@ -84,15 +84,20 @@ def test_samples_of_flow_grpo(snippets, accelerator, tmp_path):
         "timesteps": torch.tensor([1000.0, 900.0]).repeat(B, 1),
         "latents": torch.zeros(B, T, *LATENT),
     }
-    collected = torch.full_like(rollout, torch.nan)
+    current[B // 2 :] += 0.1  # learned: two of four mini-batches follow the first update
+    collected, fresh = torch.full_like(rollout, torch.nan), torch.zeros_like(rollout)
+    first = global_step = 5
     for i, batch in enumerate(current.unflatten(0, (4, -1))):  # as the docstring says
         for j in range(T):
             collected.unflatten(0, (4, -1))[i, :, j] = batch[:, j]
+            fresh.unflatten(0, (4, -1))[i, :, j] = global_step == first
+        global_step += i % 2
     config = SimpleNamespace(train=SimpleNamespace(clip_range=1e-4))
-    snippets.dump_flow_grpo(tmp_path, 3, samples, collected, accelerator, config)
+    snippets.dump_flow_grpo(tmp_path, 3, samples, collected, fresh, accelerator, config)
     found = check(tmp_path)
     assert found.bypass
     assert torch.equal(found.current_log_probs, current)
+    assert found.before_update.sum(1).tolist() == [T] * 8 + [0] * 8
 
 
 def test_a_loop_with_accelerate(snippets, accelerator, tmp_path):
