@@ -45,6 +45,11 @@ class Diagnosis:
     remedy: str
     sure: bool = True
 
+    @property
+    def level(self) -> Literal["serious", "warning"]:
+        """Its severity."""
+        return "warning" if self.cause == "stale" else "serious"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepTerms:

@@ -178,22 +178,52 @@ def dump(
         BatchError: a shape does not fit, or a value is not allowed.
         BackendError: the folder cannot be written to.
     """
+    terms, loss = described(
+        step,
+        rollout_log_probs=rollout_log_probs,
+        advantages=advantages,
+        old_log_probs=old_log_probs,
+        current_log_probs=current_log_probs,
+        before_update=before_update,
+        rewards=rewards,
+        group_ids=group_ids,
+        step_indices=step_indices,
+        sigmas=sigmas,
+        stds=stds,
+        old_rollout_kl=old_rollout_kl,
+        policy_versions=policy_versions,
+        version=version,
+        num_elements=num_elements,
+        clip_ratio=clip_ratio,
+        loss_mode=loss_mode,
+        adv_clip_max=adv_clip_max,
+    )
+    return save(Path(folder), step, terms, loss)
+
+
+def described(
+    step: int,
+    *,
+    rollout_log_probs: Array,
+    old_log_probs: Array | None = None,
+    group_ids: Array | None = None,
+    version: int | None = None,
+    num_elements: int | None = None,
+    clip_ratio: float | Sequence[float] | None = None,
+    loss_mode: str = "flow_grpo",
+    adv_clip_max: float | None = None,
+    **others: Array | None,
+) -> tuple[DumpedTerms, LoggedLoss]:
+    """The terms and the loss of a step, checked, from what `dump` takes; `others` are its other arrays.
+
+    Raises:
+        BatchError: a shape does not fit, or a value is not allowed.
+    """
     rollout = _numbers("rollout_log_probs", rollout_log_probs)
     if problem := checks.problem_of_shape(rollout.shape):
         raise BatchError(problem)
-    given = {
-        "advantages": advantages,
-        "old_log_probs": old_log_probs,
-        "current_log_probs": current_log_probs,
-        "before_update": before_update,
-        "rewards": rewards,
-        "group_ids": None if group_ids is None else np.unique(_plain(group_ids), return_inverse=True)[1],
-        "step_indices": step_indices,
-        "sigmas": sigmas,
-        "stds": stds,
-        "old_rollout_kl": old_rollout_kl,
-        "policy_versions": policy_versions,
-    }
+    groups = None if group_ids is None else np.unique(_plain(group_ids), return_inverse=True)[1]
+    given = {"old_log_probs": old_log_probs, "group_ids": groups, **others}
     known: dict[str, Any] = {
         name: _fitted(name, _numbers(name, value), rollout.shape)
         for name, value in given.items()
@@ -210,7 +240,7 @@ def dump(
     problem = checks.problem_of_metadata(_metadata(step, terms, loss))
     if problem := problem or checks.problem_of_values(terms.tensors()):
         raise BatchError(problem)
-    return save(Path(folder), step, terms, loss)
+    return terms, loss
 
 
 def save(folder: Path, step: int, terms: DumpedTerms, loss: LoggedLoss) -> Path:

@@ -51,10 +51,11 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditR
         found = [f"{one.evidence}; {one.remedy}" for one in diagnoses if one.cause == "non_finite"]
         found.append("none was scored before the first update in all of its steps (before_update)")
         raise ConfigError(f"{folder} holds no sample whose log-probs are all finite: {found[0]}")
-    late = sum(int((one.before_update == 0).sum()) for one in terms.values() if one.before_update is not None)
+    marks = [one.before_update[:, trained] for one in terms.values() if one.before_update is not None]
+    late = sum(int((mark == 0).sum()) for mark in marks)
     if bypass and late:
         notes.append(f"{late} terms were scored after the first update of their step, so they are left out")
-    if bypass and all(one.before_update is None for one in terms.values()):
+    if bypass and not marks:
         notes.append(
             "in bypass mode the gap is of the current policy, so it holds what was learned; dump before_update"
         )
