@@ -15,7 +15,7 @@ from flowcorr.algorithm.apply import correct, sees_windows
 from flowcorr.config import Config
 from flowcorr.config.rules import check
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.diagnostics.dumped import UNBOUNDED, completed
+from flowcorr.diagnostics.dumped import UNBOUNDED, gap_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.losses import loss_of
@@ -97,7 +97,7 @@ def stack(parts: Sequence[DumpedTerms]) -> LoggedSteps:
     groups = torch.arange(len(owners)) if joined.group_ids is None else joined.group_ids
     groups = groups.unique(return_inverse=True)[1]  # ids of any size, counted from 0 on
     return LoggedSteps(
-        terms=completed(joined),
+        terms=gap_terms(joined),
         group_ids=groups + len(groups) * owners,
         bypass=joined.bypass,
         sizes=sizes,
@@ -156,6 +156,8 @@ def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConf
     shape = log_prob.shape
     keep = torch.ones(shape, dtype=torch.bool) if terms.keep is None else terms.keep.view(shape)
     finite = (terms.log_prob - terms.old_log_prob + terms.advantage).detach().isfinite().view(shape)
+    if steps.terms.keep is not None:
+        finite = finite & steps.terms.keep
     over_all = correction.rollout_rs_denominator == "all"
     counts = steps.sums(finite if over_all else finite & keep).clamp(min=1)
     return Replayed(
