@@ -12,7 +12,6 @@ from torch import Tensor
 from flowcorr.correction import describe
 from flowcorr.correction.bounds import Criterion, parse_criteria, parse_veto, parse_weights, scale_factor
 from flowcorr.correction.earlier import Units, judged_by
-from flowcorr.correction.legacy_names import legacy_band, under_legacy_names
 from flowcorr.correction.ratios import LogRatios, log_ratios, one_sample
 from flowcorr.correction.rejection import measured_bounds
 from flowcorr.correction.robust import Noise, robust_z
@@ -60,7 +59,6 @@ def compute_rollout_correction_and_rejection_mask(
     noise: Mapping[str, Noise] | None = None,
     slack: Tensor | None = None,
     clip_ratio: float | Tensor | None = None,
-    log_legacy_names: bool = False,
     group: Group = None,
 ) -> Correction:
     """Weigh and reject terms by the drift from the rollout policy to a target policy, and describe the drift.
@@ -93,7 +91,6 @@ def compute_rollout_correction_and_rejection_mask(
             this batch's; needs `step_indices`. A mode or a step that it lacks rejects nothing.
         slack: `[B, T]`, by how much log-ratios may lie beyond such bounds, nats per latent element; None for 0.
         clip_ratio: the loss's clip range, one number or one a term, for `clip_noise_fraction`.
-        log_legacy_names: add the `mismatch/*` names.
         group: ranks that share the batch; one of several may have no samples.
 
     Raises:
@@ -168,10 +165,6 @@ def compute_rollout_correction_and_rejection_mask(
         stats |= describe.by_step(ratios, keep, weights, step_indices, num_steps)
 
     metrics = {f"rollout_corr/{name}": stat for name, stat in stats.items()}
-    if log_legacy_names:
-        if weights is not None:
-            stats |= describe.outside_band(ratios, raw, legacy_band(cap, criteria))
-        metrics |= under_legacy_names(stats)
     if weights is not None and rollout_is_batch_normalize:
         mean_weight = stats["rollout_is_mean" if rollout_is == "token" else "rollout_is_seq_mean"]
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean_weight
