@@ -229,6 +229,16 @@ STEPS = _rows(
         ),
     },
 )
+WORKERS = _rows(
+    "rollout_corr/worker_<i>/",
+    {
+        "logprob_abs_diff": (
+            "Mean absolute difference of log-probs of what rollout worker `<i>` sampled.",
+            NATS,
+        ),
+        "k3_kl": ("`rollout_corr/k3_kl` of what rollout worker `<i>` sampled.", NATS),
+    },
+)
 UPDATE = _rows(
     "actor/",
     {
@@ -353,6 +363,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Importance weights": WEIGHTS,
     "Rejection": REJECTION,
     "By step": STEPS,
+    "By rollout worker": WORKERS,
     "Update": UPDATE,
     "Run": RUN,
 }
