@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowcorr import distributed, sde
+from flowcorr import distributed
 from flowcorr.algorithm import needs_rollout_means
-from flowcorr.config.schema import SamplingConfig
 from flowcorr.errors import BackendError, BatchError
-from flowcorr.metrics import Metrics, Stat, maximum, mean, total
+from flowcorr.metrics import Metrics, maximum, mean, total
 from flowcorr.records import Prompt, Rollout
 from flowcorr.rewards import Reward, RewardOutput, score_batch, scored_ahead
 from flowcorr.trainer.run import PendingStep, TrainingRun
@@ -137,31 +136,6 @@ def whole_groups(group_ids: Tensor, failed: np.ndarray) -> Tensor:
     """Indices `[B']` of the samples of groups without a sample that `failed` `[B]`."""
     dropped = group_ids[torch.as_tensor(failed, device=group_ids.device)].unique()
     return (~torch.isin(group_ids, dropped)).nonzero().squeeze(1)
-
-
-def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
-    """`rollout/noise_*`: whether the noise `(x' - mean) / s` of the SDE steps is standard normal and independent.
-
-    The std follows from the log-probs. The mean, and the number of terms that share their noise (1 if all are
-    independent), need the step means. All ranks have to call it together.
-    """
-    window = rollout.window
-    if window.stds is None:
-        return Metrics()
-    variance = sde.noise_variance(rollout.log_probs, window.stds, cps_unscaled=sampling.cps_unscaled)
-    terms = rollout.log_probs.numel()
-    # The std around 0, where the mean should be.
-    squares, elements = variance.double().sum() * rollout.num_elements, terms * rollout.num_elements
-    stats = {"rollout/noise_std": Stat("std", (elements, 0.0, squares))}
-    if window.means is not None:
-        step = sde.Transition(window.means, window.stds, window.step_sizes)
-        noise = sde.added_noise(window.next_latents, step).flatten(2).flatten(0, 1)
-        together = noise.sum(0, dtype=torch.float64)  # a copy of it all would be twice as large
-        stats["rollout/noise_mean"] = mean(together.sum(), elements)
-        together = distributed.add_up(together, "the noise of the SDE steps")
-        # Each rank has the sum of all, and the metrics of all ranks are added.
-        stats["rollout/noise_shared_by"] = mean(together.square().mean() / distributed.world_size(), terms)
-    return Metrics.from_stats(stats)
 
 
 def score(run: TrainingRun, samples: Samples) -> tuple[RewardOutput, np.ndarray]:

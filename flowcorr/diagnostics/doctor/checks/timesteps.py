@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flowcorr.diagnostics.doctor.checks.trajectory import places
-from flowcorr.diagnostics.doctor.exam import NO_GAP, Exam
+from flowcorr.diagnostics.doctor.exam import Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, passed, warned
 from flowcorr.diagnostics.doctor.trials import score_means
+from flowcorr.rollout.precision import NO_GAP
 
 REPLAY = "the actor uses Rollout.timesteps; a training loop of your own must do the same"
 FEED = (
