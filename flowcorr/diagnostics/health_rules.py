@@ -157,6 +157,15 @@ RULES: tuple[Rule, ...] = (
         "precision overflows (model.dtype, rollout.dtype)",
     ),
     Rule(
+        name="windows",
+        metric="rollout/other_windows",
+        what="share of samples with other SDE steps than their seeds give",
+        high=0.0,
+        advice="the engine draws windows of its own, and fewer of the schedule's steps may be trained than the recipe "
+        "asks for: pass sampling.sde_window_size, sde_window_range, sde_window_layout and window_per with every "
+        "request, or take the steps that flowcorr.sde.draw_windows gives",
+    ),
+    Rule(
         name="noise_std",
         metric="rollout/noise_std",
         what="std of the steps' noise (x' - mean) / s",

@@ -26,6 +26,7 @@ CASES = {
     "clip_noise": ("rollout_corr/clip_noise_fraction", [0.1], [0.2]),
     "skipped": ("actor/skipped_updates", [0.0], [1.0]),
     "nonfinite": ("actor/nonfinite_fraction", [0.0], [0.01, 0.5]),
+    "windows": ("rollout/other_windows", [0.0], [0.25]),
     "noise_std": ("rollout/noise_std", [0.998, 1.0, 1.002], [0.99, 1.01]),
     "noise_mean": ("rollout/noise_mean", [-0.003, 0.003], [-0.005, 0.005]),
     "noise_tails": ("rollout/noise_tails", [-0.01, 0.01], [-0.05, 0.05]),

@@ -17,7 +17,7 @@ from flowcorr.trainer.collect import collect, score
 from flowcorr.trainer.replay import measure_replay, replays
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
-from tests.diagnostics.doctor.faults import feeding, returning, separate
+from tests.diagnostics.doctor.faults import another_sampling, feeding, returning, separate
 from tests.shallow import SHALLOW
 
 TEXTS = ["cat", "dog"]
@@ -223,6 +223,27 @@ def test_noise_that_nobody_seeded_is_told_from_faults(make_training):
     run = make_training()
     run.engine.seed += 1
     assert named(run) == ["replay_window"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [({}, 0.0), ({"sde_window_layout": "consecutive"}, 1.0), ({"window_per": "sample"}, 0.5)],
+)
+def test_windows_are_those_that_the_seeds_give(layout, share, make_training):
+    run = make_training(SCATTERED)
+    another_sampling(**layout)(run.engine)
+    values = collect(run, PROMPTS, range(2), SCATTERED_STEP).metrics.compute()
+    assert values["rollout/other_windows"] >= share
+    assert judged(run, values) == (["windows"] if share else [])
+
+
+def test_a_version_that_was_never_sent_stops_the_first_step(make_training):
+    run = make_training()
+    returning(policy_versions=lambda rollout: rollout.policy_versions + 1)(run.engine)
+    with pytest.raises(
+        BackendError, match=r"version 2 sampled, and the newest are of version 1: Rollout.policy_versions"
+    ):
+        collect(run, PROMPTS, range(2), STEP)
 
 
 def test_an_engine_without_final_latents_is_an_error(make_training):

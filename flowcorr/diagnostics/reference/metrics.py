@@ -109,8 +109,8 @@ DRIFT = _rows(
             "`replay/window`",
         ),
         "replay/window": (
-            "Replay: relative error of the velocity in the SDE window, its noise included; healthy up to three times what "
-            "the precision of both stacks explains.",
+            "Replay: relative error of the velocity in the SDE window, its noise included; healthy up to three times "
+            "what the precision of both stacks explains.",
             "share",
         ),
         "replay/decode": (
@@ -292,6 +292,11 @@ RUN = (
             "staleness_mean": ("Mean age of the weights that sampled.", "training steps"),
             "staleness_max": ("Largest age of the weights that sampled.", "training steps"),
             "dropped_stale_samples": ("Samples dropped because their weights were too old.", "samples"),
+            "other_windows": (
+                "Share of samples whose SDE steps are not those that their seeds give; such an engine ignores "
+                "`sde_window_layout`, `sde_window_range` or `window_per`, or seeds by other numbers.",
+                "share",
+            ),
             "noise_std": (
                 "Standard deviation of the step noise `(x' - mean) / s`, as the rollout's log-probs imply it; 1 if "
                 "they belong to the drawn noise. A batch shows an error of `6 / sqrt(2 B T D)`.",
