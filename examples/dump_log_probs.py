@@ -1,6 +1,7 @@
-"""Dump the log-probs of another trainer for flowcorr's diagnosis; training stays as it is.
+"""Dump the log-probs of another trainer and watch them; training stays as it is.
 
-Copy the function of your trainer, call it where its docstring says, and read the folder:
+Copy `dump_and_watch` and the function of your trainer, and call it where its docstring says. It returns
+`rollout_corr/*` for the trainer's own logger, and prints each finding once. Then read the folder:
 
     flowcorr audit my_dump        # how large is the gap, and what to do about it
     flowcorr lab my_dump          # what would each preset have done
@@ -13,14 +14,23 @@ from accelerate.utils import gather_object
 import flowcorr
 
 
+def dump_and_watch(folder, step, **terms):
+    """Write a training step, and return its metrics."""
+    flowcorr.dump(folder, step, **terms)
+    metrics, findings = flowcorr.watch(step, **terms)
+    for finding in findings:
+        print(finding)
+    return metrics
+
+
 def dump_verl_omni(folder, step, data, config):
     """verl-omni: first in `_update_actor(self, data)`, with `self.global_steps` and `self.config`.
 
     It needs `actor_rollout_ref.rollout.calculate_log_probs=true`, and one run with `bypass_mode=false`: in bypass mode
-    the trainer never sees the actor's own log-probs.
+    the trainer never sees the actor's own log-probs. Add the metrics to `actor_output` before `_update_actor` returns.
     """
     batch = data.batch
-    flowcorr.dump(
+    return dump_and_watch(
         folder,
         step,
         rollout_log_probs=batch["rollout_log_probs"],
@@ -34,43 +44,91 @@ def dump_verl_omni(folder, step, data, config):
     )
 
 
-def dump_flow_grpo(folder, epoch, samples, current, accelerator, config):
-    """flow_grpo: at the end of each inner epoch of the training loop.
+def dump_flow_grpo(folder, epoch, samples, current, fresh, accelerator, config):
+    """flow_grpo: at the end of the first inner epoch of the training loop; log the metrics with `wandb.log`.
 
-    Before the loop over `samples_batched`: `current = torch.full_like(samples["log_probs"], torch.nan)`; in it, after
-    `compute_log_prob`: `current.unflatten(0, (len(samples_batched), -1))[i, :, j] = log_prob.detach()`.
+    Before the loop over `samples_batched`: `current = torch.full_like(samples["log_probs"], torch.nan)`,
+    `fresh = torch.zeros_like(current)` and `first = global_step`. In it, after `compute_log_prob`, what was scored, and
+    whether that was before the epoch's first update: `current.unflatten(0, (len(samples_batched), -1))[i, :, j] =
+    log_prob.detach()` and `fresh.unflatten(0, (len(samples_batched), -1))[i, :, j] = global_step == first`.
     """
-    mine = {name: samples[name].cpu() for name in ("log_probs", "advantages", "timesteps")}
-    parts = gather_object(
-        [mine | {"current": current.cpu()}]
-    )  # processes may have left out different samples
-    gathered = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    if accelerator.is_main_process:
-        flowcorr.dump(
-            folder,
-            epoch,
-            rollout_log_probs=gathered["log_probs"],  # they are its old ones: bypass mode
-            current_log_probs=gathered["current"],
-            advantages=gathered["advantages"],
-            sigmas=gathered["timesteps"] / 1000,
-            num_elements=samples["latents"][0, 0].numel(),
-            clip_ratio=config.train.clip_range,
-        )
+    mine = {name: samples[name] for name in ("log_probs", "advantages", "timesteps")}
+    gathered = _gather(mine | {"current": current, "fresh": fresh})
+    if not accelerator.is_main_process:
+        return {}
+    return dump_and_watch(
+        folder,
+        epoch,
+        rollout_log_probs=gathered["log_probs"],  # they are its old ones: bypass mode
+        current_log_probs=gathered["current"],
+        before_update=gathered["fresh"],
+        advantages=gathered["advantages"],
+        sigmas=gathered["timesteps"] / 1000,
+        num_elements=samples["latents"][0, 0].numel(),
+        clip_ratio=config.train.clip_range,
+    )
+
+
+def dump_flow_factory(folder, epoch, samples, current, fresh, trainer):
+    """Flow-Factory: at the end of the first inner epoch of `optimize`; log the metrics with `self.log_data`.
+
+    `samples` are its `shuffled_samples`, `trainer` is `self`. Before the loop over batches: `current =
+    torch.full((len(samples), self.num_train_timesteps), torch.nan)`, `fresh = torch.zeros_like(current)` and
+    `first = self.step`. In it, after `self.adapter.forward`: `current[start : start + len(batch_samples), idx] =
+    output.log_prob.detach().cpu()` and `fresh[start : start + len(batch_samples), idx] = self.step == first`.
+    """
+    steps = trainer.adapter.scheduler.train_timesteps
+    count, (low, high) = len(samples), trainer.training_args.clip_range
+    gathered = _gather(
+        {
+            "rollout": torch.stack(
+                [sample.log_probs[sample.log_prob_index_map[steps]] for sample in samples]
+            ),
+            "current": current,
+            "fresh": fresh,
+            "advantages": torch.stack([sample.extra_kwargs["advantage"] for sample in samples]),
+            "sigmas": torch.stack([sample.timesteps[steps] for sample in samples]) / 1000,
+            "groups": torch.tensor([sample.unique_id for sample in samples]),
+            "indices": steps.expand(count, -1),
+        }
+    )
+    if not trainer.accelerator.is_main_process:
+        return {}
+    return dump_and_watch(
+        folder,
+        epoch,
+        rollout_log_probs=gathered["rollout"],  # they are its old ones: bypass mode
+        current_log_probs=gathered["current"],
+        before_update=gathered["fresh"],
+        advantages=gathered["advantages"],
+        group_ids=gathered["groups"],
+        step_indices=gathered["indices"],
+        sigmas=gathered["sigmas"],
+        num_elements=samples[0].all_latents[0].numel(),
+        clip_ratio=max(-low, high),
+    )
 
 
 def dump_accelerate(folder, step, samples, accelerator, clip_ratio):
-    """A loop with accelerate, such as accelerate_script.py: before the first update of a step."""
+    """A loop with accelerate, such as accelerate_script.py: before the first update; log with `accelerator.log`."""
     names = ("log_probs", "old_log_probs", "advantages", "rewards", "groups")
     gathered = {name: accelerator.gather(samples[name]) for name in names}
-    if accelerator.is_main_process:
-        flowcorr.dump(
-            folder,
-            step,
-            rollout_log_probs=gathered["log_probs"],
-            old_log_probs=gathered["old_log_probs"],
-            advantages=gathered["advantages"],
-            rewards=gathered["rewards"],
-            group_ids=gathered["groups"],
-            num_elements=samples["latents"][0, 0].numel(),
-            clip_ratio=clip_ratio,
-        )
+    if not accelerator.is_main_process:
+        return {}
+    return dump_and_watch(
+        folder,
+        step,
+        rollout_log_probs=gathered["log_probs"],
+        old_log_probs=gathered["old_log_probs"],
+        advantages=gathered["advantages"],
+        rewards=gathered["rewards"],
+        group_ids=gathered["groups"],
+        num_elements=samples["latents"][0, 0].numel(),
+        clip_ratio=clip_ratio,
+    )
+
+
+def _gather(mine):
+    """The tensors of all processes, which may have different numbers of samples."""
+    parts = gather_object([{name: values.cpu() for name, values in mine.items()}])
+    return {name: torch.cat([part[name] for part in parts]) for name in mine}

@@ -23,6 +23,7 @@ class AuraFlow(ModelFamily):
     name = "aura_flow"
     pipeline_class = "AuraFlowPipeline"
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    default_text_tokens = 256
 
     def latent_shape(self, height, width):
         factor, config = self.pipeline.vae_scale_factor, self.transformer.config
@@ -44,7 +45,7 @@ class AuraFlow(ModelFamily):
             list(prompts),
             [guidance.negative_prompt] * len(prompts),
             do_classifier_free_guidance=is_guided,
-            max_sequence_length=self.max_sequence_length or 256,
+            max_sequence_length=self.text_tokens,
         )
         # One row a prompt, whatever else is in the batch: these tensors are cached and put together anew. Prompts of
         # different lengths are padded to one length beside a mask, as in flowcorr/models/z_image.py.

@@ -33,6 +33,8 @@ _NAMES = {
     "group_advantages": "flowcorr.advantages",
     "load": "flowcorr.config",
     "train": "flowcorr.trainer",
+    "Watch": "flowcorr.diagnostics.watch",
+    "watch": "flowcorr.diagnostics.watch",
 }
 
 __all__ = ["__version__", *_SUBPACKAGES, *_NAMES]  # noqa: PLE0604

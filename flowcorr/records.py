@@ -335,6 +335,7 @@ class LossOutput:
         count_kept: 0-d, terms that entered the sum.
         metrics: `actor/*`, what describes the update.
         correction_metrics: `rollout_corr/*` of the correction inside the loss; empty outside bypass mode.
+        judged: the terms before the correction inside the loss, without gradients, if it measures its bands.
     """
 
     loss_sum: Tensor
@@ -342,6 +343,7 @@ class LossOutput:
     count_kept: Tensor
     metrics: Metrics
     correction_metrics: Metrics = field(default_factory=Metrics)
+    judged: Terms | None = None
 
     def mean(self, denominator: Literal["kept", "all"] = "kept") -> Tensor:
         """The mean loss over kept terms, or over all; 0 where there is none."""

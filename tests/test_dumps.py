@@ -153,3 +153,12 @@ def test_what_cannot_be_read_is_named(tmp_path):
     save_file(whole, path, good)
     with pytest.raises(ConfigError, match="advantages"):
         dumps.load(path)
+
+
+def test_terms_scored_before_the_first_update_are_marked(tmp_path):
+    marks = torch.tensor([[True, False], [True, True]])
+    given = {"rollout_log_probs": WINDOW, "current_log_probs": WINDOW, "advantages": [1.0, -1.0]}
+    path = flowcorr.dump(tmp_path, 0, **given, before_update=marks)
+    assert dumps.load(path).before_update.tolist() == [[1, 0], [1, 1]]
+    with pytest.raises(BatchError, match="before_update holds 2; it must lie from 0 to 1"):
+        flowcorr.dump(tmp_path, 0, **given, before_update=[[2, 0], [1, 1]])

@@ -65,8 +65,33 @@ CASES["decoupled flow_grpo auto bands"] = (
         rollout_rs="token_k1,step_z,seq_mean_k2", rollout_rs_threshold=[BAND, "auto", "auto"]
     ),
 )
+# What earlier training steps measured, for the cases with bands in bypass mode: centre and spread of each step.
+KNOWN = {
+    "token_k1": (0.0, 6e-3),
+    "step_z": (0.0, 6e-3),
+    "seq_mean_k1": (0.0, 4e-3),
+    "seq_max_k2": (0.08, 5e-3),
+}
+CASES["bypass flow_grpo step auto bands"] = (
+    "flow_grpo",
+    RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1,step_z", rollout_rs_threshold="auto"),
+)
+CASES["bypass flow_grpo trajectory auto bands"] = (
+    "flow_grpo",
+    RolloutCorrectionConfig(
+        bypass_mode=True,
+        bypass_scope="trajectory",
+        rollout_rs="seq_mean_k1,seq_max_k2",
+        rollout_rs_threshold="auto",
+    ),
+)
 OF_ALL_SAMPLES = {"actor/loss", "actor/lr", "actor/grad_norm", "actor/updates", "actor/skipped_updates"}
-SOME_CASES = ("bypass grpo_guard step kept", "bypass reinforce trajectory all", "decoupled flow_grpo all")
+SOME_CASES = (
+    "bypass flow_grpo step auto bands",
+    "bypass grpo_guard step kept",
+    "bypass reinforce trajectory all",
+    "decoupled flow_grpo all",
+)
 
 
 def configure(case, **actor):
@@ -125,14 +150,30 @@ def one_update(case, batch, **actor):
     run.stir()
     run.actor.weights.transformer.double()
     correction = config.algorithm.rollout_correction
+    bands = run.actor.optimizer.bands
     if correction.bypass_mode:
+        if correction.needs_batch:
+            bands.restore(known_bands(config.sampling.num_inference_steps))
         metrics = run.update(apply_bypass_mode_to_diffusion_batch(batch), training_step=1)
     else:
         batch, corrected = apply_rollout_correction_to_diffusion_batch(
             batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
         )
         metrics = corrected.merge(run.update(batch, training_step=1))
-    return run.gradient(), metrics.across_ranks().compute()
+    measured = {
+        f"{name} {step}": value
+        for name, column in bands.state().items()
+        for step, value in enumerate(column.tolist())
+    }
+    return run.gradient(), metrics.across_ranks().compute() | measured
+
+
+def known_bands(num_steps):
+    return {
+        f"{mode}/{name}": torch.full((num_steps,), value, dtype=torch.float64)
+        for mode, noise in KNOWN.items()
+        for name, value in zip(("centre", "spread", "count"), (*noise, 3.0), strict=True)
+    }
 
 
 def assert_same_update(got, expected):

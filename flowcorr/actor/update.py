@@ -20,6 +20,7 @@ from flowcorr.actor.scoring import Observe, Scorer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
 from flowcorr.algorithm.apply import sees_windows
+from flowcorr.algorithm.bands import MOST_REJECTED, MeasuredBands
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
@@ -50,6 +51,7 @@ class PolicyOptimizer:
         # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
         self._measures_folding = actor.fold_steps and weights.device.type == "cuda" and not weights.sharded
         self.loss_scale = LossScale(scales=config.model.dtype == "float16")
+        self.bands = MeasuredBands(config, weights.device)
 
     def update(
         self,
@@ -84,11 +86,14 @@ class PolicyOptimizer:
             self._measures_folding = False
         metrics = Metrics()
         untouched = True  # whether the weights are still those that the batch came with
+        judged: list[Terms] = []
         for epoch in range(self.config.actor.epochs):
             for mini_batch in self.mini_batches(batch, training_step, epoch):
                 observes = observe if untouched else None
                 outputs = self._accumulate(mini_batch, correction, filler_sample, record, observes)
-                stepped, stats = self._step(outputs)
+                if untouched:
+                    judged += [output.judged for output in outputs if output.judged is not None]
+                stepped, stats = self._step(outputs, correction)
                 is_zero = mini_batch.advantages == 0
                 zeros = {"actor/zero_advantage_fraction": mean(is_zero.sum(), is_zero.numel())}
                 measured = Metrics.merged(output.correction_metrics for output in outputs)
@@ -103,7 +108,7 @@ class PolicyOptimizer:
                     ]
                 )
                 untouched = untouched and not stepped
-        return metrics
+        return metrics.merge(self.bands.observe(correction, judged, batch.rollout.num_elements))
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""
@@ -209,6 +214,7 @@ class PolicyOptimizer:
                     self.config.actor,
                     correction,
                     num_steps=self.config.sampling.num_inference_steps,
+                    noise=self.bands.noise,
                 )
                 if self.weights.sharded or output.loss_sum.requires_grad:
                     (self.loss_scale.value * output.loss_sum).backward()
@@ -221,8 +227,12 @@ class PolicyOptimizer:
             return [batch]
         return [batch.step(t) for t in range(self.config.sampling.sde_window_size)]
 
-    def _step(self, outputs: Sequence[LossOutput]) -> tuple[bool, Metrics]:
+    def _step(
+        self, outputs: Sequence[LossOutput], correction: RolloutCorrectionConfig
+    ) -> tuple[bool, Metrics]:
         """Divide the accumulated gradient once by the count of all ranks, clip it, and step.
+
+        No step is taken if the gradient is not finite, or no term is left, or measured bands rejected most of them.
 
         Returns:
             Whether a step was taken, and its metrics.
@@ -231,41 +241,56 @@ class PolicyOptimizer:
         zero = torch.zeros((), device=self.weights.device)
         loss_sum = sum((output.loss_sum.detach() for output in outputs), zero)
         kept = sum((output.count_kept for output in outputs), zero).float()
-        counted = kept
-        if self.config.algorithm.rollout_correction.rollout_rs_denominator == "all":
-            counted = sum((output.count_all for output in outputs), zero).float()
-        all_kept = self._divide_gradients(kept, counted)
+        finite_terms = sum((output.count_all for output in outputs), zero).float()
+        over_all = self.config.algorithm.rollout_correction.rollout_rs_denominator == "all"
+        counted = finite_terms if over_all else kept
+        counts = self._divide_gradients(counted, [kept, finite_terms])
         norm = torch.nn.utils.clip_grad_norm_(self.weights.parameters.values(), actor.grad_clip)
         # The one read by the host of an optimizer step.
-        grad_norm, num_kept = torch.stack([fsdp.full_tensor(norm).double(), all_kept.double()]).tolist()
+        values = torch.stack([fsdp.full_tensor(norm).double(), *(count.double() for count in counts)])
+        grad_norm, num_kept, num_finite = values.tolist()
         finite = math.isfinite(grad_norm)
         self.loss_scale.observe(finite=finite)
-        stepped = num_kept > 0 and finite
+        measures = correction.mode == "bypass" and correction.needs_batch
+        most_rejected = measures and num_finite - num_kept > MOST_REJECTED * num_finite
+        stepped = num_kept > 0 and finite and not most_rejected
         last = self.config.trainer.total_steps * actor.epochs * actor.mini_batches
         learning_rate = scheduled_lr(actor, self.weights.version, last)
         if stepped:
             self.adamw.step(learning_rate)
             self.weights.version += 1
             self.weights.update_average()
+        elif most_rejected:
+            logger.warning(
+                "%.2g %% of the terms lie outside the bands that earlier training steps measured: the rollout or the "
+                "trainer has changed; this update is skipped",
+                100 * (num_finite - num_kept) / num_finite,
+            )
         elif num_kept:
             logger.warning("the gradient is not finite; this update is skipped")
         else:
             logger.warning("every term was rejected, or its group dropped; this update is skipped")
-        counts = distributed.is_main()  # an update of all ranks is counted once
+        is_main = distributed.is_main()  # an update of all ranks is counted once
         stats = {
             "actor/loss": mean(loss_sum, counted),
             "actor/lr": mean(learning_rate, 1),
             "actor/grad_norm": mean(grad_norm if finite else 0.0, int(finite)),
-            "actor/updates": total(int(stepped and counts)),
-            "actor/skipped_updates": total(int(not stepped and counts)),
+            "actor/updates": total(int(stepped and is_main)),
+            "actor/skipped_updates": total(int(not stepped and is_main)),
         }
+        if measures:
+            stats["actor/mostly_rejected_updates"] = total(int(most_rejected and is_main))
         return stepped, Metrics.from_stats(stats)
 
-    def _divide_gradients(self, kept: Tensor, counted: Tensor) -> Tensor:
+    def _divide_gradients(self, counted: Tensor, counts: Sequence[Tensor]) -> list[Tensor]:
         """Turn each rank's gradient of its scaled loss sum into that of the whole mini-batch's mean.
 
+        Args:
+            counted: 0-d, the terms of this rank that the mean is taken over.
+            counts: other numbers of this rank, 0-d.
+
         Returns:
-            The kept terms of all ranks.
+            `counts`, added up over all ranks.
         """
         for parameter in self.weights.parameters.values():
             if parameter.grad is None:
@@ -276,12 +301,12 @@ class PolicyOptimizer:
             if parameter.grad is not None
         ]
         if self.weights.sharded:
-            kept, counted = sum_over_ranks([], [kept, counted])
+            counted, *totals = sum_over_ranks([], [counted, *counts])
             torch._foreach_mul_(gradients, distributed.world_size())  # FSDP has averaged them over the ranks
         else:
-            kept, counted = sum_over_ranks(gradients, [kept, counted])
+            counted, *totals = sum_over_ranks(gradients, [counted, *counts])
         torch._foreach_div_(gradients, self.loss_scale.value * counted.clamp(min=1))
-        return kept
+        return totals
 
 
 def _counted(batch: ActorBatch, samples: Tensor) -> LossOutput:

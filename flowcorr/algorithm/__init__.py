@@ -2,12 +2,14 @@
 
 from flowcorr.algorithm.apply import needs_old_means, needs_rollout_means
 from flowcorr.algorithm.auto_mode import AutoMode
+from flowcorr.algorithm.bands import MeasuredBands
 from flowcorr.algorithm.bypass import apply_bypass_mode_to_diffusion_batch
 from flowcorr.algorithm.decoupled import apply_rollout_correction_to_diffusion_batch
 from flowcorr.algorithm.diffusion_loss import diffusion_loss
 
 __all__ = [
     "AutoMode",
+    "MeasuredBands",
     "apply_bypass_mode_to_diffusion_batch",
     "apply_rollout_correction_to_diffusion_batch",
     "diffusion_loss",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from flowcorr.advantages import drop_small_groups, recentre, rejection_stats
@@ -11,6 +14,7 @@ from flowcorr.algorithm.noise_floor import clip_noise
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.correction.bounds import SECTION
+from flowcorr.correction.robust import Noise
 from flowcorr.errors import ConfigError
 from flowcorr.losses import clip_by_term, loss_of, resolve_loss
 from flowcorr.metrics import Metrics
@@ -24,6 +28,7 @@ def correct(
     group_ids: Tensor | None = None,
     actor_config: ActorConfig | None = None,
     num_steps: int | None = None,
+    noise: Mapping[str, Noise] | None = None,
 ) -> tuple[Terms, Metrics]:
     """Weigh and reject terms as `config` says, by old (decoupled) or current (bypass) against rollout log-probs.
 
@@ -33,6 +38,8 @@ def correct(
         group_ids: `[B]`, the groups of the samples, which `rejection_groups` reads.
         actor_config: the loss, against whose clip range noise is measured.
         num_steps: steps of the schedule, for the metrics by step; None reads it off the batch.
+        noise: in bypass mode, what earlier training steps measured, see `MeasuredBands.noise`; without it, `auto`
+            thresholds and z-scores reject nothing.
 
     Returns:
         The terms with `keep`, with `weight` where weights multiply the loss, and with `rejection_groups` other
@@ -51,8 +58,11 @@ def correct(
         )
     shape, windows = terms.log_prob.shape, terms.windows()
     target, kl = windows.old_log_prob, windows.old_rollout_kl
+    judged_by: dict[str, Any] = {}
     if config.mode == "bypass":
         target, kl = windows.log_prob.detach(), windows.rollout_kl
+        slack = None if actor_config is None else slack_of(windows, actor_config, config)
+        judged_by = {"noise": noise or {}, "slack": slack}
     correction = compute_rollout_correction_and_rejection_mask(
         target,
         windows.rollout_log_prob,
@@ -61,6 +71,7 @@ def correct(
         step_indices=windows.step_index,
         num_elements=windows.num_elements,
         num_steps=num_steps,
+        **judged_by,
         **config.options,
     )
     metrics, weight, keep = correction.metrics, terms.weight, correction.keep
@@ -77,6 +88,22 @@ def correct(
     advantages = recentre(terms.advantage[:, 0], group_ids, keep)[:, None].expand_as(keep)
     metrics = metrics.merge(rejection_stats(keep, group_ids))
     return replace(terms, advantage=advantages, weight=weight, keep=keep), metrics
+
+
+def slack_of(terms: Terms, actor_config: ActorConfig, config: RolloutCorrectionConfig) -> Tensor:
+    """By how much learning may move each log-ratio `[B, T]`: the loss's clip range, nats per latent element.
+
+    A loss without one, and one with a cap, which holds one side only, adds nothing.
+    """
+    loss = loss_of(actor_config, config)
+    limit = loss.ratio_limit(actor_config)
+    nothing = torch.zeros_like(terms.rollout_log_prob, dtype=torch.float64)
+    if loss.limit is None or limit is None or loss.limit.is_cap:
+        return nothing
+    in_ratio = torch.as_tensor(clip_by_term(limit, terms.step_index), dtype=torch.float64).to(nothing.device)
+    nats = loss.log_ratio(torch.ones_like(nothing), nothing, terms.std.double())  # of one nat of log-ratio
+    slack = in_ratio.log1p() / nats
+    return slack.where(slack.isfinite(), 0.0)  # the std of a step may not be known
 
 
 def _noise(terms: Terms, target: Tensor, kl: Tensor | None, actor_config: ActorConfig) -> Metrics:

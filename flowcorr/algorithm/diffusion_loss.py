@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import OFF, RolloutCorrectionConfig
+from flowcorr.correction.robust import Noise
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics, mean
 from flowcorr.records import LossOutput, Terms
@@ -21,6 +23,7 @@ def diffusion_loss(
     correction_config: RolloutCorrectionConfig = OFF,
     *,
     num_steps: int | None = None,
+    noise: Mapping[str, Noise] | None = None,
 ) -> LossOutput:
     """Policy loss of single steps `[b]`, or of whole windows `[b, T]`, as a sum.
 
@@ -33,6 +36,7 @@ def diffusion_loss(
         actor_config: the loss.
         correction_config: the correction.
         num_steps: steps of the schedule, for the metrics by step; None reads it off the batch.
+        noise: of earlier training steps, for `auto` thresholds in bypass mode, see `MeasuredBands.noise`.
 
     Returns:
         The loss sum over kept terms, its counts, metrics of the update and, in bypass, those of the correction.
@@ -40,13 +44,17 @@ def diffusion_loss(
     Raises:
         BatchError: shapes differ, or a KL is missing.
     """
-    measured = Metrics()
+    measured, judged = Metrics(), None
     if correction_config.mode == "bypass":
-        terms, measured = correct(terms, correction_config, actor_config=actor_config, num_steps=num_steps)
+        if correction_config.needs_batch:
+            judged = replace(terms, log_prob=terms.log_prob.detach(), old_kl=None, reference_kl=None)
+        terms, measured = correct(
+            terms, correction_config, actor_config=actor_config, num_steps=num_steps, noise=noise
+        )
     output = loss_of(actor_config, correction_config).objective(terms, actor_config)
     if actor_config.kl_coef and terms.reference_kl is not None:
         output = _with_reference_kl(output, terms, terms.reference_kl, actor_config)
-    return replace(output, correction_metrics=measured)
+    return replace(output, correction_metrics=measured, judged=judged)
 
 
 def _with_reference_kl(output: LossOutput, terms: Terms, kl: Tensor, actor_config: ActorConfig) -> LossOutput:

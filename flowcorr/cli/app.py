@@ -344,8 +344,8 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="import this package.module:name, a loss or rejection mode of the run's own; without it, reading a run "
-        "runs no code of it",
+        help="import this package.module:name, a loss, rejection mode or engine of the run's own; without it, reading "
+        "a run runs no code of it",
     )
 
 

@@ -9,6 +9,7 @@ from flowcorr.correction.bounds import idle_modes
 
 _GAP = "rollout_corr/logprob_abs_diff_mean"
 _OUTSIDE = "rollout_corr/clip_noise_fraction"
+_UNMEASURED = "rollout_corr/rollout_rs_unmeasured_fraction"
 _IDLE_WEIGHTS = 1e-4  # weights nearer to 1 than this print as 1
 
 Values = Mapping[str, float]
@@ -22,6 +23,8 @@ def treatment(correction: RolloutCorrectionConfig) -> str:
 def action(correction: RolloutCorrectionConfig, values: Values) -> str:
     """What a correction did in a training step: `rejected 3.1 %`, `weights 0.98 to 1.02`, `idle` where it cannot act.
 
+    Bands that earlier training steps measure say `measuring` until there are enough of them.
+
     Args:
         correction: the run's.
         values: the metrics of the training step.
@@ -32,7 +35,9 @@ def action(correction: RolloutCorrectionConfig, values: Values) -> str:
     if correction.rejects:
         idle = len(idle_modes(correction.criteria, values)) == len(correction.criteria)
         rejected = _applied(values, "rollout_rs_masked_fraction")
-        if rejected is not None:
+        if values.get(_UNMEASURED) == 1 and not rejected:
+            parts.append("rejection measuring")
+        elif rejected is not None:
             parts.append("rejection idle" if idle and not rejected else f"rejected {percent(rejected)}")
     low, high = _applied(values, "rollout_is_min"), _applied(values, "rollout_is_max")
     if correction.applies_weights and low is not None and high is not None:

@@ -1,5 +1,6 @@
 """The configuration of a run: `load` a recipe, get a frozen `Config`."""
 
+from flowcorr.config.engines import ENGINES, Engine, resolve_engine
 from flowcorr.config.load import (
     errors_name,
     find_recipe,
@@ -24,10 +25,12 @@ from flowcorr.config.schema import (
 from flowcorr.config.task import DataConfig, RewardConfig, RewardTerm
 
 __all__ = [
+    "ENGINES",
     "ActorConfig",
     "AlgorithmConfig",
     "Config",
     "DataConfig",
+    "Engine",
     "LoraConfig",
     "ModelConfig",
     "RewardConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "read_mapping",
     "recipe_names",
     "redact_override",
+    "resolve_engine",
     "to_mapping",
     "to_yaml",
 ]

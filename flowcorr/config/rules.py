@@ -6,18 +6,11 @@ import warnings
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
+from flowcorr.config.engines import resolve_engine
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.errors import ConfigError
 from flowcorr.losses import LOSS_KEYS, loss_of, resolve_loss
 
-# The key of `sampling` that turns guidance on, by family.
-GUIDANCE = {
-    "sd3": "guidance_scale",
-    "flux": "guidance_scale",
-    "flux2_klein": "guidance_scale",
-    "qwen_image": "true_cfg_scale",
-    "z_image": "guidance_scale",
-}
 _CORRECTION = "algorithm.rollout_correction"
 _SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
 
@@ -41,21 +34,6 @@ def check(config: Config) -> None:
     _check_unscaled(config)
     _warn_of_rough_weights(config)
     _warn(config, _unused(config))
-
-
-def check_guidance(config: Config, family: str, reads: str) -> None:
-    """Check the guidance of a model that is known only once it is loaded.
-
-    Args:
-        config: the run's.
-        family: the name of the model's family.
-        reads: the key of `sampling` that it reads, `guidance_scale` or `true_cfg_scale`.
-
-    Warns:
-        UserWarning: the other one is set, and has no effect.
-    """
-    if known_family(config) not in GUIDANCE:
-        _warn(config, _unused_guidance(family, reads))
 
 
 def _warn(config: Config, unused: Iterable[tuple[str, str]]) -> None:
@@ -152,7 +130,7 @@ def _check_fsdp(config: Config) -> None:
             f"actor.fsdp=True shards the trained weights, and an adapter of model.lora.rank={config.model.lora.rank} "
             "is too small to gain by it; leave actor.fsdp out, or set model.lora.rank=0 to train all weights"
         )
-    if config.rollout.name != "in_process" or config.rollout.placement != "local":
+    if not resolve_engine(config.rollout.name).shares_weights or config.rollout.placement != "local":
         raise ConfigError(
             f"actor.fsdp=True shards the weights, but rollout.name={config.rollout.name!r} with "
             f"placement={config.rollout.placement!r} needs whole ones; set name: in_process and placement: local, or "
@@ -169,6 +147,11 @@ def _check_cache(config: Config) -> None:
     cache = config.rollout.cache
     if cache == "none":
         return
+    if not resolve_engine(config.rollout.name).caches_steps:
+        raise ConfigError(
+            f"rollout.cache={cache!r} cannot be used with rollout.name={config.rollout.name!r}, whose caches cannot "
+            "leave chosen steps exact; set rollout.cache: none, or rollout.name: in_process"
+        )
     for key in ("fsdp", "compile"):
         if getattr(config.actor, key):
             raise ConfigError(
@@ -243,24 +226,12 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _unused_by_model(config: Config) -> Iterator[tuple[str, str]]:
-    model, family = config.model, known_family(config)
-    if family in GUIDANCE:
-        yield from _unused_guidance(family, GUIDANCE[family])
+    model = config.model
     if config.trainer.device == "cpu":
         yield "model.offload_text_encoders", "trainer.device=cpu has no other memory"
     if model.lora.rank == 0:
         for key in ("alpha", "targets", "dtype", "init"):
             yield f"model.lora.{key}", "model.lora.rank=0 trains all weights, without an adapter"
-
-
-def known_family(config: Config) -> str:
-    """The name of the model's family as far as it is known before the model is loaded; else `auto`."""
-    return "sd3" if config.model.path == "tiny_ocr" else config.model.family
-
-
-def _unused_guidance(family: str, reads: str) -> Iterator[tuple[str, str]]:
-    for key in set(GUIDANCE.values()) - {reads}:
-        yield f"sampling.{key}", f"a model of the family {family} reads sampling.{reads}"
 
 
 def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
@@ -271,8 +242,8 @@ def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
         if placement != "ray":
             for key in ("num_workers", "worker_resources"):
                 yield f"{section}.{key}", f"{section}.placement={placement} has no workers"
-    if config.rollout.name == "in_process":
-        yield "rollout.engine", "rollout.name=in_process has no options"
+    if not resolve_engine(config.rollout.name).takes_options:
+        yield "rollout.engine", f"rollout.name={config.rollout.name} has no options"
     if config.rollout.cache == "none":
         yield "rollout.cache_threshold", "rollout.cache=none leaves nothing out"
     if config.rollout.placement == "local":

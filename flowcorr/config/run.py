@@ -27,15 +27,15 @@ class TrainerConfig:
             again: one that `RequeueExit` of Slurm lists, or that the job's script looks for; null is 128 + the signal.
         best_metric: the `eval/` metric by which the best checkpoint is chosen (higher is better).
         image_every: training steps between saved sample images; 0 is off.
-        trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`.
+        trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`, or `package.module:name` of your own.
         device: `auto` takes CUDA if there is any.
         num_threads: CPU threads of torch; null leaves torch's own choice.
         collective_timeout: seconds that a rank waits for the others before it gives up.
         doctor: let `flowcorr train` examine both stacks at its start, as `flowcorr doctor` does, write the findings to
             `doctor.json`, and stop if a check fails. `auto` does so where the engine has processes or a model of its
-            own (`rollout.name` other than `in_process`, or `rollout.placement: ray`), which takes a minute or more; an
-            engine in process samples with the trainer's own code and weights, rounded or older ones too, and needs
-            none. With `rollout.cache`, `auto` leaves it out.
+            own (any `rollout.name` but `in_process`, or `rollout.placement: ray`), which takes a minute or more;
+            `in_process` samples with the trainer's own code and weights, be they rounded or older ones, and needs no
+            exam. With `rollout.cache`, `auto` leaves it out.
         dump_log_probs: write the log-probs of every training step to `log_probs/`, which `flowcorr lab` replays and
             `flowcorr report` draws; some 50 bytes a term.
     """

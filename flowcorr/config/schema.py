@@ -173,7 +173,8 @@ class RolloutConfig:
     """`rollout`: the engine that samples.
 
     Attributes:
-        name: `in_process` samples with diffusers in the trainer's process; `vllm_omni` with that engine.
+        name: `in_process` samples with diffusers in the trainer's process; `vllm_omni` with that engine;
+            `package.module:name` with an engine of your own.
         engine: options of the engine; `in_process` has none. `weight_sync` says how vllm-omni gets new weights:
             `lora_tensors` in memory (default), `lora_path` through files, or `merged`, all weights (default and
             only choice for `model.lora.rank: 0`). The rest passes through to it, such as `tensor_parallel_size`,
@@ -207,7 +208,7 @@ class RolloutConfig:
         calculate_log_probs: let the engine score its own steps; bypass and correction need it.
     """
 
-    name: Literal["in_process", "vllm_omni"] = "in_process"
+    name: str = "in_process"
     engine: Mapping[str, Any] = field(default_factory=dict)
     placement: Placement = "local"
     num_workers: int = 1
@@ -249,11 +250,6 @@ class RolloutConfig:
                 "(56 hexadecimal digits, as ray.nodes() lists it)"
             )
         above("rollout.cache_threshold", self.cache_threshold, 0)
-        if self.cache != "none" and self.name != "in_process":
-            raise ConfigError(
-                f"rollout.cache={self.cache!r} cannot be used with rollout.name={self.name!r}, whose caches cannot "
-                "leave chosen steps exact; set rollout.cache: none, or rollout.name: in_process"
-            )
         at_least("rollout.max_staleness", self.max_staleness, 0)
         if self.max_staleness and self.placement != "ray":
             raise ConfigError(

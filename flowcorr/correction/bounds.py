@@ -32,7 +32,7 @@ class Criterion:
         mode: the divergence.
         lower: for a band of ratios, `-log` of the largest ratio; else `-inf`.
         upper: for a band of ratios, `-log` of the smallest ratio; else the largest value.
-        auto: whether the bounds are measured on each batch; infinite until then.
+        auto: whether the bounds are measured; infinite until then.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Criterion:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether it looks at the whole batch."""
+        """Whether it measures its bounds or the noise that it compares with, for which it has to see a batch."""
         return self.auto or self.mode.needs == "z"
 
 
@@ -125,8 +125,7 @@ def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple
         rollout_rs: modes chained by commas, or None.
         threshold: one threshold for all modes, or as many as there are modes, in their order: chained by
             commas in text (`"0.5_2,0.01"`) or as a list whose entries are text or lists. Two bare numbers
-            in a list are a band. `auto` is a band that is measured on each batch; for `step_z`, which measures
-            by itself, 6.
+            in a list are a band. `auto` is a band that is measured; for `step_z`, which measures by itself, 6.
 
     Raises:
         ConfigError: a mode is unknown, its threshold is missing, or is not of its kind.
@@ -171,9 +170,9 @@ def _entries(threshold: Threshold) -> list[object]:
     return [threshold]
 
 
-_UPPER = "one upper bound, or auto (decoupled mode only), or inf, which only measures"
+_UPPER = "one upper bound, or auto, or inf, which only measures"
 _WANTED = {
-    "ratio": "a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, or auto (decoupled mode only)",
+    "ratio": "a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, or auto",
     "square": _UPPER,
     "exponential": _UPPER,
     "z": "one upper bound in robust standard deviations, such as 6, or auto",

@@ -72,8 +72,8 @@ class RolloutCorrectionConfig:
         rollout_is_batch_normalize: divide the weights by their mean over the global batch.
         rollout_rs: rejection mode, or several chained by commas, all of which must hold; None rejects none.
         rollout_rs_threshold: a threshold for all modes, or one for each, in order: a band of ratios or a
-            number `u` for `[1/u, u]` for k1 modes, an upper bound for the others; `auto` measures it on each
-            batch, as `flowcorr audit` does, and needs decoupled mode.
+            number `u` for `[1/u, u]` for k1 modes, an upper bound for the others; `auto` measures it, in decoupled mode
+            on each batch and in bypass mode at each step of the schedule on earlier training steps.
         rollout_token_veto_threshold: a step with a ratio below it rejects its sample.
         bypass_scope: whether the loss in bypass mode sees single steps or whole trajectories.
         log_ratio_scale: factor on the mean-pooled log-ratios of weights, bands and veto: `mean` (1),
@@ -204,6 +204,11 @@ class RolloutCorrectionConfig:
         """Whether the rollout must return its step means, for an exact KL."""
         return any(criterion.mode.needs == "step_kl" for criterion in self.criteria)
 
+    @property
+    def needs_batch(self) -> bool:
+        """Whether a rejection mode measures its bounds, or the noise that it compares with."""
+        return any(criterion.needs_batch for criterion in self.criteria)
+
 
 class _Off(RolloutCorrectionConfig):
     """No correction: nothing is computed, and nothing is logged."""
@@ -288,17 +293,6 @@ def _check_combinations(config: RolloutCorrectionConfig) -> None:
             f"{SECTION}.rejection_groups={config.rejection_groups!r} needs the whole batch, which bypass mode never "
             f"sees at once; set it to none, or bypass_mode to false"
         )
-    for criterion in config.criteria:
-        if criterion.mode.needs == "z":
-            raise ConfigError(
-                f"{SECTION}.rollout_rs={criterion.name!r} needs the whole batch, which bypass mode never sees at once; "
-                f"choose another mode, or set bypass_mode: false"
-            )
-        if criterion.auto:
-            raise ConfigError(
-                f"{SECTION}.rollout_rs_threshold='auto' for {criterion.name} needs the whole batch, which bypass mode "
-                f"never sees at once; write a number, as `flowcorr audit` measures it, or set bypass_mode: false"
-            )
     if config.bypass_scope == "step" and config.applies_weights and config.rollout_is != "token":
         raise ConfigError(
             f"{SECTION}.bypass_scope='step' gives the loss single steps, but rollout_is="

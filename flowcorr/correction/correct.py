@@ -11,10 +11,11 @@ from torch import Tensor
 
 from flowcorr.correction import describe
 from flowcorr.correction.bounds import Criterion, parse_criteria, parse_veto, parse_weights, scale_factor
+from flowcorr.correction.earlier import Units, judged_by
 from flowcorr.correction.legacy_names import legacy_band, under_legacy_names
 from flowcorr.correction.ratios import LogRatios, log_ratios, one_sample
 from flowcorr.correction.rejection import measured_bounds
-from flowcorr.correction.robust import robust_z
+from flowcorr.correction.robust import Noise, robust_z
 from flowcorr.correction.weights import band_of, batch_mean, capped, raw_weights
 from flowcorr.distributed import Group, gather, gather_rows, world_size
 from flowcorr.errors import BatchError
@@ -56,6 +57,8 @@ def compute_rollout_correction_and_rejection_mask(
     step_indices: Tensor | None = None,
     num_elements: int | None = None,
     num_steps: int | None = None,
+    noise: Mapping[str, Noise] | None = None,
+    slack: Tensor | None = None,
     clip_ratio: float | Tensor | None = None,
     log_legacy_names: bool = False,
     group: Group = None,
@@ -86,6 +89,9 @@ def compute_rollout_correction_and_rejection_mask(
         step_indices: `[B, T]`, places in the schedule; adds a row of metrics for each.
         num_elements: `D`, latent elements of a sample.
         num_steps: length of the schedule; without it, `step_indices` cost a host read.
+        noise: by mode, the noise of earlier training steps, from which `auto` bounds and z-scores are taken in place of
+            this batch's; needs `step_indices`. A mode or a step that it lacks rejects nothing.
+        slack: `[B, T]`, by how much log-ratios may lie beyond such bounds, nats per latent element; None for 0.
         clip_ratio: the loss's clip range, one number or one a term, for `clip_noise_fraction`.
         log_legacy_names: add the `mismatch/*` names.
         group: ranks that share the batch; one of several may have no samples.
@@ -100,6 +106,7 @@ def compute_rollout_correction_and_rejection_mask(
         "step_kl": step_kl,
         "step_indices": step_indices,
         "clip_ratio": clip_ratio,
+        "slack": slack,
     }
     _check_shapes(target_log_prob, tensors, may_be_empty=world_size(group) > 1)
     cap = parse_weights(rollout_is, rollout_is_threshold)
@@ -134,7 +141,13 @@ def compute_rollout_correction_and_rejection_mask(
     weighs_samples = rollout_is in ("sequence", "geometric") and rollout_is_apply
     if weighs_samples or any(criterion.mode.level == "sample" for criterion in criteria):
         keep = keep & ~(ratios.on & ~ratios.valid).any(1, keepdim=True)
-    if any(criterion.needs_batch for criterion in criteria):
+    if noise is not None:
+        if step_indices is None:
+            raise BatchError("noise is that of the steps of a schedule; give step_indices as well")
+        slack = torch.zeros_like(ratios.delta) if slack is None else slack
+        units = Units(step_indices=step_indices, num_steps=num_steps, scale=scale, num_elements=num_elements)
+        ratios, criteria = _judged(ratios, criteria, noise, slack, units)
+    elif any(criterion.needs_batch for criterion in criteria):
         floor = ratios.resolution().clamp(min=0.01 / num_elements if num_elements else 0.0)
         ratios, criteria = _measured(ratios, criteria, floor, scale, step_indices, num_steps, group)
     for criterion in criteria:
@@ -174,6 +187,22 @@ def _check_shapes(target: Tensor, tensors: Mapping[str, object], *, may_be_empty
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor):
             check_shape(name, tensor, shape)
+
+
+def _judged(
+    ratios: LogRatios,
+    criteria: Sequence[Criterion],
+    noise: Mapping[str, Noise],
+    slack: Tensor,
+    units: Units,
+) -> tuple[LogRatios, tuple[Criterion, ...]]:
+    """Z-scores and `auto` bounds by the noise of earlier training steps."""
+    bounded = []
+    for criterion in criteria:
+        if criterion.needs_batch:
+            ratios, criterion = judged_by(noise.get(criterion.name), criterion, ratios, slack, units)
+        bounded.append(criterion)
+    return ratios, tuple(bounded)
 
 
 def _measured(

@@ -7,6 +7,8 @@ Fractions of a rejection mode run over valid terms and their samples. `rollout_r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -123,28 +125,34 @@ def outside_band(ratios: LogRatios, raw: Tensor, band: Band) -> Stats:
 def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor, rejected: Tensor) -> Stats:
     """Metrics of one mode's values, `[B, T]` of steps or `[B]` of samples, and of its `rejected` terms `[B, T]`.
 
-    Names with `seq_` are over samples, by the mean over their steps if the mode judges steps.
+    Names with `seq_` are over samples, by the mean over their steps if the mode judges steps, which is held against the
+    widest bounds of its steps.
     """
     terms, samples, low, high = ratios.terms, ratios.samples, criterion.lower, criterion.upper
     of_ratio = criterion.mode.bounds == "ratio"  # a band of `exp(-value)`
 
-    def described(over: Over, value: Tensor) -> Stats:
+    def described(over: Over, value: Tensor, low: Bound, high: Bound) -> Stats:
         beyond = outside(over, -value, -high, -low) if of_ratio else outside(over, value, low, high)
         return spread(over, value) | beyond
 
     of_steps = criterion.mode.level == "step"
     seq_value = ratios.mean(value) if of_steps else value
-    of_samples = described(samples, seq_value)
-    stats = described(terms, value) if of_steps else dict(of_samples)
+    of_samples = described(samples, seq_value, _widest(low, torch.amin), _widest(high, torch.amax))
+    stats = described(terms, value, low, high) if of_steps else dict(of_samples)
     stats |= {f"seq_{name}": stat for name, stat in of_samples.items()}
     stats["seq_max_deviation"] = samples.max(seq_value.abs())
     stats["masked_fraction"] = terms.share(rejected)
     stats["seq_masked_fraction"] = samples.share(rejected.any(1))
-    if criterion.auto:
+    if criterion.auto and torch.as_tensor(high).dim() == 0:
         stats["threshold_high"] = maximum(torch.as_tensor(-low).exp() if of_ratio else high)
         if of_ratio:
             stats["threshold_low"] = minimum(torch.as_tensor(-high).exp())
     return {f"rollout_rs_{criterion.name}_{name}": stat for name, stat in stats.items()}
+
+
+def _widest(bound: Bound, of: Callable[[Tensor, int], Tensor]) -> Bound:
+    """The bound of each sample, where those of its steps differ."""
+    return of(bound, 1) if isinstance(bound, Tensor) and bound.dim() == 2 else bound
 
 
 def of_veto(ratios: LogRatios, catastrophic: Tensor) -> Stats:

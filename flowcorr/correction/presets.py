@@ -22,6 +22,7 @@ ICEPOP: Keys = {"rollout_is": "token", "rollout_is_threshold": (0.5, 5.0)}
 SEQ_RS: Keys = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": (0.5, 2.0)}
 GEO_RS: Keys = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": (0.999, 1.001)}
 K3_RS: Keys = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+AUTO_RS: Keys = {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto"}
 VETO: Keys = {"rollout_token_veto_threshold": 1e-4}
 BYPASS: Keys = {"bypass_mode": True}
 REINFORCE: Keys = {"bypass_mode": True, "loss_type": "reinforce"}
@@ -124,6 +125,10 @@ PRESETS: dict[str, Preset] = {
     "bypass_ppo_clip_k3_rs": Preset(
         keys=BYPASS | K3_RS,
         summary="bypass_ppo_clip, and steps with a k3 divergence above 0.01 are rejected",
+    ),
+    "bypass_ppo_clip_auto_rs": Preset(
+        keys=BYPASS | AUTO_RS,
+        summary="bypass_ppo_clip, and steps outside the band that earlier training steps measured are rejected",
     ),
     "bypass_pg_is": Preset(
         keys=REINFORCE | TRAJECTORY | SEQUENCE,

@@ -103,12 +103,26 @@ def measured_bounds(
     """
     if mode.level == "sample":
         valid, rows = valid.any(1), rows[:, 0]
+    normal, floor = near_normal(mode, value), near_normal(mode, floor)
+    low, high = outlier_band(normal, valid, rows, num_rows, floor=floor, group=group)
     if mode.bounds == "ratio":
-        return outlier_band(value, valid, rows, num_rows, floor=floor, group=group)
+        return low, high
+    return -math.inf, from_near_normal(mode, high)
+
+
+def near_normal(mode: Mode, value: Tensor) -> Tensor:
+    """A mode's values on the scale on which those of noise are nearly normal, see `measured_bounds`."""
+    if mode.bounds == "ratio":
+        return value
     if mode.bounds == "exponential":
-        value, floor = value.log1p(), floor.log1p()
-    cube_root = value.clamp(min=0.0).pow(1 / 3)
-    _, high = outlier_band(cube_root, valid, rows, num_rows, floor=floor.pow(1 / 3), group=group)
-    # The largest value may be the bound, and the cube of its cube root may be an ulp smaller.
-    upper = high.clamp(min=0.0).pow(3) * (1 + 1e-12)
-    return -math.inf, upper.expm1() if mode.bounds == "exponential" else upper
+        value = value.log1p()
+    return value.clamp(min=0.0).pow(1 / 3)
+
+
+def from_near_normal(mode: Mode, normal: Tensor) -> Tensor:
+    """The inverse of `near_normal`, never below the value that it came from."""
+    if mode.bounds == "ratio":
+        return normal
+    # A value may be the bound itself, and the cube of its cube root an ulp smaller.
+    value = normal.clamp(min=0.0).pow(3) * (1 + 1e-12)
+    return value.expm1() if mode.bounds == "exponential" else value

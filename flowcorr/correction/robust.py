@@ -23,6 +23,36 @@ OUTLIER_Z = 6.0
 MIN_TERMS = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Noise:
+    """The noise of the steps of a schedule, NaN at steps where it is not known.
+
+    Attributes:
+        centre: `[S]` float64, the middle of a step's values.
+        spread: `[S]` float64, their robust standard deviation, and the size of rounding on top of it.
+    """
+
+    centre: Tensor
+    spread: Tensor
+
+    @classmethod
+    def unknown(cls, like: Tensor) -> Noise:
+        """Of steps `[S]` that nothing is known of, on the device of `like`."""
+        nothing = torch.full_like(like, math.nan, dtype=torch.float64)
+        return cls(centre=nothing, spread=nothing)
+
+    def z(self, values: Tensor, rows: Tensor, *, slack: float | Tensor = 0.0) -> Tensor:
+        """Distance of values from the centre of their step, beyond a slack, in spreads; 0 where that is not known.
+
+        Args:
+            values: float64 of any shape.
+            rows: like `values`, int64, the step of each.
+            slack: a number, or like `values`, in their unit.
+        """
+        beyond = ((values - self.centre[rows]).abs() - slack).clamp(min=0.0)
+        return (beyond / self.spread[rows]).nan_to_num(0.0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
     """One row's terms over all ranks; `median` and `deviation` are NaN where there are none.
@@ -67,6 +97,23 @@ def robust_z(
         judged = (valid > 0) & (rows == index) & (row.count >= MIN_TERMS)
         z = torch.where(judged, (values - row.median).abs() / (row.deviation + floor), z)
     return z
+
+
+def noise_of_rows(
+    values: Tensor,
+    valid: Tensor,
+    rows: Tensor,
+    num_rows: int,
+    *,
+    floor: float | Tensor,
+    group: Group = None,
+) -> Noise:
+    """Centre and spread of each row, unknown where it has fewer than 8 terms; arguments as in `outlier_band`."""
+    found = list(_rows(values, valid, rows, num_rows, group))
+    known = torch.stack([row.count >= MIN_TERMS for row in found])
+    centre = torch.stack([row.median for row in found])
+    spread = torch.stack([row.deviation for row in found]) + floor
+    return Noise(centre=centre.where(known, math.nan), spread=spread.where(known, math.nan))
 
 
 def outlier_band(

@@ -45,6 +45,11 @@ class Diagnosis:
     remedy: str
     sure: bool = True
 
+    @property
+    def level(self) -> Literal["serious", "warning"]:
+        """Its severity."""
+        return "warning" if self.cause == "stale" else "serious"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepTerms:
@@ -56,6 +61,7 @@ class StepTerms:
         rollout_log_probs: of the policy that sampled.
         step_indices: places in the schedule.
         ages: `[B]`, versions that the weights which sampled were behind; None where that is not known.
+        keep: `[B, T]` bool, the terms that are judged; None for all.
     """
 
     step: int
@@ -63,16 +69,29 @@ class StepTerms:
     rollout_log_probs: Tensor
     step_indices: Tensor
     ages: Tensor | None = None
+    keep: Tensor | None = None
 
     @property
     def delta(self) -> Tensor:
-        """Trainer less rollout, float64."""
-        return self.log_probs.double() - self.rollout_log_probs.double()
+        """Trainer less rollout, float64; NaN for a term that is left out."""
+        delta = self.log_probs.double() - self.rollout_log_probs.double()
+        return delta if self.keep is None else torch.where(self.keep, delta, torch.nan)
 
     def columns(self, kept: Tensor) -> StepTerms:
         """The steps of the window where the `[T]` bools are true."""
-        names = ("log_probs", "rollout_log_probs", "step_indices")
+        names = (
+            "log_probs",
+            "rollout_log_probs",
+            "step_indices",
+            *(("keep",) if self.keep is not None else ()),
+        )
         return replace(self, **{name: getattr(self, name)[:, kept] for name in names})
+
+    @property
+    def broken(self) -> Tensor:
+        """`[B, T]` bool: terms that are judged and have no finite log-prob."""
+        broken = ~self.delta.isfinite()
+        return broken if self.keep is None else broken & self.keep
 
 
 def ages_of(terms: DumpedTerms) -> Tensor | None:
@@ -103,7 +122,7 @@ def diagnose(steps: Sequence[StepTerms]) -> list[Diagnosis]:
 
 
 def _non_finite(steps: Sequence[StepTerms]) -> Diagnosis | None:
-    bad = [(one, ~one.delta.isfinite()) for one in steps]
+    bad = [(one, one.broken) for one in steps]
     hit = [(one, where) for one, where in bad if where.any()]
     if not hit:
         return None
@@ -115,7 +134,7 @@ def _non_finite(steps: Sequence[StepTerms]) -> Diagnosis | None:
     sides = [
         name
         for name, side in (("the engine's", "rollout_log_probs"), ("the trainer's", "log_probs"))
-        if any(not getattr(one, side).isfinite().all() for one, _ in hit)
+        if any(not getattr(one, side)[where].isfinite().all() for one, where in hit)
     ]
     return Diagnosis(
         cause="non_finite",

@@ -119,15 +119,7 @@ def _of_another_trainer(
     notes += run_config.notes(left_out)
     if resolve_loss(actor).needs_kl:
         notes.append(f"loss {loss.loss_mode} reads step means, which no dump holds: judged as flow_grpo")
-        actor = ActorConfig()
-    clip = UNBOUNDED if loss.clip_ratio is None else loss.clip_ratio
-    actor = replace(
-        actor,
-        clip_ratio=clip if isinstance(clip, float | int) else tuple(clip),
-        adv_clip_max=loss.adv_clip_max or actor.adv_clip_max,
-    )
-    samples, window = terms.rollout_log_probs.shape
-    groups = samples if terms.group_ids is None else len(terms.group_ids.unique())
+    actor = _as_dumped(actor, loss)
     levels = noise_levels(list(paths.values()))
     if levels is None and terms.step_indices is None and terms.sigmas is not None:
         notes.append("sigmas are not those of a schedule, so steps are counted within the window")
@@ -140,23 +132,50 @@ def _of_another_trainer(
                 "one value for each, or one number"
             )
         steps = given
-    config = Config(
-        actor=actor,
-        sampling=SamplingConfig(
-            num_inference_steps=steps, sde_window_range=(0, steps), sde_window_size=window
-        ),
-        rollout=RolloutConfig(prompts_per_step=max(2, groups), n=max(2, samples // groups)),
-        algorithm=AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=terms.bypass)),
-    )
     return DumpedRun(
         folder=folder,
-        config=config,
+        config=_config_of(terms, actor, steps),
         loss_mode=loss.loss_mode,
         files=paths,
         of_flowcorr=False,
         left_out=left_out,
         notes=tuple(notes),
         levels=levels,
+    )
+
+
+def config_of(terms: DumpedTerms, loss: LoggedLoss) -> Config:
+    """The configuration of another trainer's run, as far as one step tells it; the rest are defaults.
+
+    A loss of the run's own is not imported: it is judged as flow_grpo, as are losses that read step means.
+    """
+    known = ActorConfig(loss_mode=loss.loss_mode) if loss.loss_mode in LOSSES else ActorConfig()
+    last = terms.rollout_log_probs.shape[1] - 1 if terms.step_indices is None else terms.step_indices.max()
+    return _config_of(terms, _as_dumped(known, loss), int(last) + 1)
+
+
+def _as_dumped(actor: ActorConfig, loss: LoggedLoss) -> ActorConfig:
+    """`actor` with the dumped clip ranges; the default loss where it reads step means, which no dump holds."""
+    if resolve_loss(actor).needs_kl:
+        actor = ActorConfig()
+    clip = UNBOUNDED if loss.clip_ratio is None else loss.clip_ratio
+    return replace(
+        actor,
+        clip_ratio=clip if isinstance(clip, float | int) else tuple(clip),
+        adv_clip_max=loss.adv_clip_max or actor.adv_clip_max,
+    )
+
+
+def _config_of(terms: DumpedTerms, actor: ActorConfig, num_steps: int) -> Config:
+    samples, window = terms.rollout_log_probs.shape
+    groups = samples if terms.group_ids is None else len(terms.group_ids.unique())
+    return Config(
+        actor=actor,
+        sampling=SamplingConfig(
+            num_inference_steps=num_steps, sde_window_range=(0, num_steps), sde_window_size=window
+        ),
+        rollout=RolloutConfig(prompts_per_step=max(2, groups), n=max(2, samples // groups)),
+        algorithm=AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=terms.bypass)),
     )
 
 
@@ -317,25 +336,41 @@ def _places(terms: DumpedTerms, levels: Tensor | None) -> Tensor:
     return len(levels) - 1 - torch.bucketize(terms.sigmas, (rising[1:] + rising[:-1]) / 2)
 
 
-def step_terms(run: DumpedRun) -> list[StepTerms]:
-    """The log-probs of all dumped steps, as `diagnose` reads them.
+def gap_terms(dumped: DumpedTerms, levels: Tensor | None = None) -> Terms:
+    """`completed`, with `keep` where some terms tell nothing about the gap; None where all do.
 
-    In bypass mode the trainer's are those of the current policy, where they were dumped.
+    Left out are steps of the window that nobody trained, which have no log-prob in any sample, and, in bypass mode,
+    terms that were scored after the step's first update (`before_update`): they hold what was learned.
     """
-    steps = []
-    for step, path in run.files.items():
-        dumped = dumps.load(path)
-        terms = completed(dumped, run.levels)
-        steps.append(
-            StepTerms(
-                step=step,
-                log_probs=terms.log_prob if dumped.bypass else terms.old_log_prob,
-                rollout_log_probs=terms.rollout_log_prob,
-                step_indices=terms.step_index,
-                ages=ages_of(dumped),
-            )
-        )
-    return steps
+    terms = completed(dumped, levels)
+    known = (trained_log_probs(dumped, terms) - terms.rollout_log_prob).isfinite()
+    keep = known.any(0).expand_as(known) | ~known.any()
+    if dumped.bypass and dumped.before_update is not None:
+        keep = keep & dumped.before_update.bool()
+    return terms if keep.all() else replace(terms, keep=keep)
+
+
+def trained_log_probs(dumped: DumpedTerms, terms: Terms) -> Tensor:
+    """`[B, T]`, the trainer's log-probs in the gap: of the old policy, in bypass mode of the current one."""
+    return terms.log_prob if dumped.bypass else terms.old_log_prob
+
+
+def step_terms(run: DumpedRun) -> list[StepTerms]:
+    """The log-probs of all dumped steps, as `diagnose` reads them."""
+    return [terms_of_step(step, dumps.load(path), run.levels) for step, path in run.files.items()]
+
+
+def terms_of_step(step: int, dumped: DumpedTerms, levels: Tensor | None = None) -> StepTerms:
+    """The log-probs of one step, as `diagnose` reads them."""
+    terms = gap_terms(dumped, levels)
+    return StepTerms(
+        step=step,
+        log_probs=trained_log_probs(dumped, terms),
+        rollout_log_probs=terms.rollout_log_prob,
+        step_indices=terms.step_index,
+        ages=ages_of(dumped),
+        keep=terms.keep,
+    )
 
 
 def records(run: DumpedRun) -> list[dict[str, Any]]:
@@ -344,18 +379,21 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a file is damaged.
     """
-    return [{"step": step, **_metrics(dumps.load(path), run)} for step, path in run.files.items()]
+    return [
+        {"step": step, **step_metrics(dumps.load(path), run.config, run.levels)}
+        for step, path in run.files.items()
+    ]
 
 
-def _metrics(dumped: DumpedTerms, run: DumpedRun) -> dict[str, float]:
-    config = run.config
-    terms, actor = completed(dumped, run.levels), config.actor
-    # In bypass mode the current policy has learned from the batch already, so its ratios are no noise.
-    noise_of = None if dumped.bypass or actor.clip_ratio == UNBOUNDED else actor
+def step_metrics(dumped: DumpedTerms, config: Config, levels: Tensor | None = None) -> dict[str, float]:
+    """What training would have logged of one step, see `records`."""
+    terms, actor = completed(dumped, levels), config.actor
+    # In bypass mode a current policy that may have learned from the batch already shows no noise.
+    noisy = not dumped.bypass or dumped.before_update is not None
     _, metrics = correct(
-        terms,
+        gap_terms(dumped, levels),
         config.algorithm.rollout_correction,
-        actor_config=noise_of,
+        actor_config=actor if noisy and actor.clip_ratio != UNBOUNDED else None,
         num_steps=config.sampling.num_inference_steps,
     )
     if terms.num_elements is not None:

@@ -148,6 +148,14 @@ RULES: tuple[Rule, ...] = (
         "nothing), its groups were dropped, or its gradient was not finite (lower actor.lr)",
     ),
     Rule(
+        name="mostly_rejected",
+        metric="actor/mostly_rejected_updates",
+        what="number of updates of which most terms lie outside the bands of earlier training steps",
+        high=0.0,
+        advice=f"the rollout or the trainer changed at once, and was not learned from: {_DOCTOR}. Where the change was "
+        "meant, start a new run from the last checkpoint's weights; the bands follow a tenth of their width a step",
+    ),
+    Rule(
         name="nonfinite",
         metric="actor/nonfinite_fraction",
         what="share of terms whose log-prob is not finite",

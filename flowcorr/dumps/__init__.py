@@ -35,6 +35,7 @@ FOLDER = "log_probs"
 FORMAT_VERSION = "1"
 GIVES = {
     "current_log_probs": "ratios after the first update (lab), and curves of the update (report)",
+    "before_update": "the gap without what was learned from the batch, in bypass mode (audit, lab, report)",
     "clip_ratio": "clipped terms (lab), and noise beside the clip range (audit, report)",
     "num_elements": "scales sqrt and sum and step_z (lab), and joint nats with advice on weights (audit)",
     "step_indices": "the gap by step of the schedule; else steps are counted by noise level, or within the window",
@@ -65,6 +66,8 @@ class DumpedTerms:
         current_log_probs: of the current policy, as the loss used them last; NaN if not finite. With one epoch they are
             scored with the term's mini-batch. In decoupled mode those of the first mini-batch therefore equal the old
             ones, if the old policy has the current weights (`actor.old_policy`).
+        before_update: 1 where the term of `current_log_probs` was scored before the step's first update, so that it
+            holds nothing that was learned from the batch; else 0.
         rewards: `[B]`, the values that `reward/mean` averages.
         timesteps, sigmas, sigmas_next, step_indices: as in `Rollout`.
         stds: full standard deviations of the steps.
@@ -81,6 +84,7 @@ class DumpedTerms:
     old_log_probs: Tensor
     advantages: Tensor
     current_log_probs: Tensor | None = None
+    before_update: Tensor | None = None
     rewards: Tensor | None = None
     timesteps: Tensor | None = None
     sigmas: Tensor | None = None
@@ -126,6 +130,7 @@ def dump(
     advantages: Array,
     old_log_probs: Array | None = None,
     current_log_probs: Array | None = None,
+    before_update: Array | None = None,
     rewards: Array | None = None,
     group_ids: Array | None = None,
     step_indices: Array | None = None,
@@ -151,6 +156,8 @@ def dump(
         old_log_probs: `[B, T]` of the old policy, recomputed by the trainer; None if the trainer took the rollout's
             for them (bypass mode), as flow_grpo does.
         current_log_probs: `[B, T]`, as the loss used them.
+        before_update: `[B, T]` true or false, or 1 or 0: which of `current_log_probs` were scored before the step's
+            first update. In bypass mode, the gap is judged by these terms alone.
         rewards: `[B]`, or `[B, T]` with one value a sample.
         group_ids: `[B]` numbers or names; samples of one prompt share one.
         step_indices: `[B, T]` or `[T]`, places of the steps in the schedule.
@@ -171,21 +178,52 @@ def dump(
         BatchError: a shape does not fit, or a value is not allowed.
         BackendError: the folder cannot be written to.
     """
+    terms, loss = described(
+        step,
+        rollout_log_probs=rollout_log_probs,
+        advantages=advantages,
+        old_log_probs=old_log_probs,
+        current_log_probs=current_log_probs,
+        before_update=before_update,
+        rewards=rewards,
+        group_ids=group_ids,
+        step_indices=step_indices,
+        sigmas=sigmas,
+        stds=stds,
+        old_rollout_kl=old_rollout_kl,
+        policy_versions=policy_versions,
+        version=version,
+        num_elements=num_elements,
+        clip_ratio=clip_ratio,
+        loss_mode=loss_mode,
+        adv_clip_max=adv_clip_max,
+    )
+    return save(Path(folder), step, terms, loss)
+
+
+def described(
+    step: int,
+    *,
+    rollout_log_probs: Array,
+    old_log_probs: Array | None = None,
+    group_ids: Array | None = None,
+    version: int | None = None,
+    num_elements: int | None = None,
+    clip_ratio: float | Sequence[float] | None = None,
+    loss_mode: str = "flow_grpo",
+    adv_clip_max: float | None = None,
+    **others: Array | None,
+) -> tuple[DumpedTerms, LoggedLoss]:
+    """The terms and the loss of a step, checked, from what `dump` takes; `others` are its other arrays.
+
+    Raises:
+        BatchError: a shape does not fit, or a value is not allowed.
+    """
     rollout = _numbers("rollout_log_probs", rollout_log_probs)
     if problem := checks.problem_of_shape(rollout.shape):
         raise BatchError(problem)
-    given = {
-        "advantages": advantages,
-        "old_log_probs": old_log_probs,
-        "current_log_probs": current_log_probs,
-        "rewards": rewards,
-        "group_ids": None if group_ids is None else np.unique(_plain(group_ids), return_inverse=True)[1],
-        "step_indices": step_indices,
-        "sigmas": sigmas,
-        "stds": stds,
-        "old_rollout_kl": old_rollout_kl,
-        "policy_versions": policy_versions,
-    }
+    groups = None if group_ids is None else np.unique(_plain(group_ids), return_inverse=True)[1]
+    given = {"old_log_probs": old_log_probs, "group_ids": groups, **others}
     known: dict[str, Any] = {
         name: _fitted(name, _numbers(name, value), rollout.shape)
         for name, value in given.items()
@@ -202,7 +240,7 @@ def dump(
     problem = checks.problem_of_metadata(_metadata(step, terms, loss))
     if problem := problem or checks.problem_of_values(terms.tensors()):
         raise BatchError(problem)
-    return save(Path(folder), step, terms, loss)
+    return terms, loss
 
 
 def save(folder: Path, step: int, terms: DumpedTerms, loss: LoggedLoss) -> Path:
@@ -293,6 +331,8 @@ def missing(terms: DumpedTerms, loss: LoggedLoss) -> list[str]:
     """A line for each field of `GIVES` that is not there: what it would give."""
     known = {*terms.tensors()}
     known |= {name for name in ("num_elements", "clip_ratio") if _known(name, terms, loss)}
+    if not terms.bypass or terms.current_log_probs is None:
+        known.add("before_update")  # it would say nothing
     return [f"not dumped: {name}, which gives {gives}" for name, gives in GIVES.items() if name not in known]
 
 

@@ -20,7 +20,7 @@ MAX_SCHEDULE = 1000
 MAX_TERMS, MAX_ELEMENTS, MAX_BYTES = 2**24, 10**9, 2**32
 """The most terms of a file, the largest `D`, and the largest file."""
 PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions")
-WHOLE = ("step_indices", "group_ids", "policy_versions")
+WHOLE = ("step_indices", "group_ids", "policy_versions", "before_update")
 
 _REQUIRED = ("rollout_log_probs", "old_log_probs", "advantages")
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "current_log_probs", "advantages", "rewards")
@@ -143,6 +143,7 @@ _METADATA: dict[str, tuple[str, Callable[[str], bool]]] = {
 # By field: smallest and largest value, and which others there may be, as of a term that was left out.
 _RANGES: dict[str, tuple[float, float, Literal["", "nan", "not finite"]]] = {
     "step_indices": (0, MAX_SCHEDULE - 1, ""),
+    "before_update": (0, 1, ""),
     "sigmas": (0, _LARGEST, ""),
     "sigmas_next": (0, _LARGEST, ""),
     "stds": (1 / _LARGEST, _LARGEST, "nan"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,13 @@ from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
 
 Conditioning = dict[str, Tensor]
+GUIDANCE_KEYS = ("guidance_scale", "true_cfg_scale")
+"""Keys of `sampling` that turn guidance on; a family reads one of them."""
+JOINT_LAYERS = (
+    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    *("net.0.proj", "net.2", "linear_1", "linear_2", "norm_out.linear", "proj_out"),
+)
+"""Ends of the names of linear layers that transformers with joint attention have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +58,35 @@ class Schedule:
     timesteps: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextShapes:
+    """Sizes of one prompt's text.
+
+    Attributes:
+        tokens: number of tokens that each text encoder reads, by the component's name.
+        conditioning: shape of each conditioning tensor without the negative prompt's; a name that ends in `mask` is
+            bool.
+    """
+
+    tokens: Mapping[str, int]
+    conditioning: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InVllmOmni:
+    """How vllm-omni computes a family.
+
+    Attributes:
+        pipeline: its class in `flowcorr.rollout.vllm_omni.pipelines`, registered there under the same name.
+        layer_suffix: where names of layers differ, their end in diffusers and their end in vllm-omni.
+        quantizes: whether its transformer takes a quantization.
+    """
+
+    pipeline: str
+    layer_suffix: tuple[str, str] = ("", "")
+    quantizes: bool = True
+
+
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     """The transformer's blocks, which are alike: they are compiled, sharded and checkpointed one by one."""
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
@@ -59,23 +96,63 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
 class ModelFamily(ABC):
     """A pipeline of one model family, with the few operations that sampling and training share.
 
+    All facts about a family are attributes of its class; of those with a default, a family states its own.
+
     Attributes:
-        pipeline: the diffusers pipeline; `transformer` is what is trained, the rest is frozen.
+        pipeline: the diffusers pipeline; `transformer` is trained, all other components are frozen.
         dtype: dtype that the trained transformer computes with.
-        guidance_key: the key of `sampling` that turns guidance on.
         text_offloaded: whether the text encoders wait in main memory, see `offload_text_encoders`.
+        name: the value of `model.family`.
+        pipeline_class: the pipeline's class in diffusers.
+        lora_targets: ends of the names of the layers that get an adapter.
+        guidance_key: the key of `sampling` that turns guidance on, one of `GUIDANCE_KEYS`.
+        guidance_offset: the scale of guidance here, minus the same scale as the pipeline counts it.
+        encodes_negative: whether guidance needs the encoded negative prompt.
+        default_text_tokens: tokens of the long text encoder, where `model.max_sequence_length` is null.
+        template_tokens: tokens that the pipeline adds to each prompt and keeps, for a family whose conditioning is cut
+            to the longest prompt; else None.
+        encodes_to_longest: whether its encoder reads prompts padded to the longest one, and not to the limit.
+        blocks_can_be_cached: whether diffusers can hook the transformer's blocks for `rollout.cache`.
+        vllm_omni: how that engine computes the family; None where it cannot.
+        checkpoint_pattern: a regular expression that finds the family in a checkpoint's name in lower case.
+        linear_layers: ends of the names of all linear layers of the transformer, and of nothing else; empty if not
+            known.
     """
 
     name: ClassVar[str]
     pipeline_class: ClassVar[str]
     lora_targets: ClassVar[tuple[str, ...]]
     guidance_key: ClassVar[str] = "guidance_scale"
+    guidance_offset: ClassVar[float] = 0.0
+    encodes_negative: ClassVar[bool] = True
+    default_text_tokens: ClassVar[int] = 512
+    template_tokens: ClassVar[int | None] = None
+    encodes_to_longest: ClassVar[bool] = False
+    blocks_can_be_cached: ClassVar[bool] = True
+    vllm_omni: ClassVar[InVllmOmni | None] = None
+    checkpoint_pattern: ClassVar[str | None] = None
+    linear_layers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, pipeline: Any, *, dtype: torch.dtype, max_sequence_length: int | None = None) -> None:
         self.pipeline = pipeline
         self.dtype = dtype
-        self.max_sequence_length = max_sequence_length
+        self.text_tokens = self.count_text_tokens(max_sequence_length)
         self.text_offloaded = False
+
+    @classmethod
+    def count_text_tokens(cls, max_sequence_length: int | None) -> int:
+        """Tokens of the long text encoder under this `model.max_sequence_length`."""
+        return cls.default_text_tokens if max_sequence_length is None else max_sequence_length
+
+    @classmethod
+    def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes | None:
+        """Sizes of one prompt's text, for `flowcorr plan`; None if they are not known without the model.
+
+        Args:
+            configs: the configuration of each component of the pipeline, by its name.
+            length: tokens of the long text encoder.
+        """
+        return None
 
     @property
     def transformer(self) -> Any:
@@ -270,6 +347,23 @@ def guided(velocity: Tensor, scale: float) -> Tensor:
     """
     negative, positive = velocity.chunk(2)
     return negative + scale * (positive - negative)
+
+
+def check_guidance(sampling: SamplingConfig, family: type[ModelFamily]) -> None:
+    """Check that guidance is set by the key that the family reads.
+
+    Warns:
+        UserWarning: another key is set, and has no effect. Python shows it once.
+    """
+    for key in GUIDANCE_KEYS:
+        value = getattr(sampling, key)
+        if key != family.guidance_key and value != getattr(SamplingConfig(), key):
+            warnings.warn(
+                f"sampling.{key}={value} has no effect: a model of the family {family.name} reads "
+                f"sampling.{family.guidance_key}",
+                UserWarning,
+                stacklevel=1,  # from one place, or Python would show it again
+            )
 
 
 def check_size(

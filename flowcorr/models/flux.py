@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr.models.base import Conditioning, Guidance, PackedFamily, decode_scaled, positions
-
-DEFAULT_MAX_SEQUENCE_LENGTH = 512
+from flowcorr.models.base import (
+    Conditioning,
+    Guidance,
+    InVllmOmni,
+    PackedFamily,
+    TextShapes,
+    decode_scaled,
+    positions,
+)
 
 
 class Flux(PackedFamily):
@@ -33,6 +39,21 @@ class Flux(PackedFamily):
         "ff_context.net.0.proj",
         "ff_context.net.2",
     )
+    encodes_negative = False
+    vllm_omni = InVllmOmni(pipeline="FlowcorrFluxPipeline")
+    checkpoint_pattern = r"flux[.\-_]?1|flux-?(dev|schnell)|(^|[^a-z])flux$"
+
+    @classmethod
+    def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:
+        transformer = configs["transformer"]
+        clip = configs["text_encoder"].get("max_position_embeddings", 77)
+        return TextShapes(
+            tokens={"text_encoder": clip, "text_encoder_2": length},
+            conditioning={
+                "prompt_embeds": (length, transformer["joint_attention_dim"]),
+                "pooled_prompt_embeds": (transformer["pooled_projection_dim"],),
+            },
+        )
 
     @property
     def distills_guidance(self) -> bool:
@@ -47,11 +68,10 @@ class Flux(PackedFamily):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
-        length = self.max_sequence_length
         embeds, pooled, _ = self.pipeline.encode_prompt(
             prompt=list(prompts),
             prompt_2=None,
-            max_sequence_length=DEFAULT_MAX_SEQUENCE_LENGTH if length is None else length,
+            max_sequence_length=self.text_tokens,
         )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 

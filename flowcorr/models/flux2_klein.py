@@ -12,16 +12,16 @@ from flowcorr.errors import ConfigError
 from flowcorr.models.base import (
     Conditioning,
     Guidance,
+    InVllmOmni,
     PackedFamily,
     Schedule,
+    TextShapes,
     guided,
     linear_schedule,
     positions,
     to_images,
     with_negative,
 )
-
-DEFAULT_MAX_SEQUENCE_LENGTH = 512
 
 
 class Flux2Klein(PackedFamily):
@@ -47,6 +47,14 @@ class Flux2Klein(PackedFamily):
         "ff_context.linear_in",
         "ff_context.linear_out",
     )
+    blocks_can_be_cached = False  # diffusers 0.42.1 has registered them, but cannot hook them
+    vllm_omni = InVllmOmni(pipeline="FlowcorrFlux2KleinPipeline")
+    checkpoint_pattern = r"flux[.\-_]?2.*klein"
+
+    @classmethod
+    def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:
+        width = configs["transformer"]["joint_attention_dim"]
+        return TextShapes(tokens={"text_encoder": length}, conditioning={"prompt_embeds": (length, width)})
 
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
@@ -62,7 +70,7 @@ class Flux2Klein(PackedFamily):
         Raises:
             ConfigError: guidance is on, and the model was distilled to do without.
         """
-        length = DEFAULT_MAX_SEQUENCE_LENGTH if self.max_sequence_length is None else self.max_sequence_length
+        length = self.text_tokens
         embeds, _ = self.pipeline.encode_prompt(list(prompts), max_sequence_length=length)
         conditioning = {"prompt_embeds": embeds}
         if guidance.guidance_scale > 1:

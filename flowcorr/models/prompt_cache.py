@@ -40,7 +40,7 @@ class PromptCache:
         self._negative: Conditioning = {}
         self._num_tokens: dict[str, int] = {}  # of each text with a mask, negative or not
         unique = list(dict.fromkeys(texts))
-        chunk = chunk_size(family.max_sequence_length)
+        chunk = chunk_size(family.text_tokens)
         self._add(unique[:chunk], guidance)
         size = sum(map(_nbytes, self._rows.values())) / len(self._rows) * len(unique)
         self._fits = size <= max_bytes
@@ -110,9 +110,9 @@ class PromptCache:
             size -= _nbytes(self._rows.pop(next(iter(self._rows))))
 
 
-def chunk_size(max_sequence_length: int | None) -> int:
-    """How many prompts with so many tokens each are encoded at a time; None: with at most 512."""
-    return max(1, min(CHUNK, CHUNK_TOKENS // max(max_sequence_length or 512, 1)))
+def chunk_size(text_tokens: int) -> int:
+    """How many prompts with so many tokens each are encoded at a time."""
+    return max(1, min(CHUNK, CHUNK_TOKENS // max(text_tokens, 1)))
 
 
 def _with_masks(names: Iterable[str]) -> dict[str, str]:

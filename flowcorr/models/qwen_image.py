@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowcorr.models.base import (
+    JOINT_LAYERS,
     Conditioning,
     Guidance,
+    InVllmOmni,
     PackedFamily,
     Schedule,
+    TextShapes,
     guided,
     to_images,
     with_negative,
@@ -23,7 +26,7 @@ from flowcorr.models.base import (
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_SEQUENCE_LENGTH = 512
+_DROPPED_TEMPLATE = 34  # tokens that the pipeline puts before a prompt, and drops after encoding
 
 
 class QwenImage(PackedFamily):
@@ -50,6 +53,19 @@ class QwenImage(PackedFamily):
         "txt_mlp.net.0.proj",
         "txt_mlp.net.2",
     )
+    template_tokens = 5
+    encodes_to_longest = True
+    vllm_omni = InVllmOmni(pipeline="FlowcorrQwenImagePipeline", layer_suffix=(".to_out.0", ".to_out"))
+    checkpoint_pattern = r"qwen-?image"
+    linear_layers = (*JOINT_LAYERS, "img_mod.1", "txt_mod.1", "img_in", "txt_in")
+
+    @classmethod
+    def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:
+        width = configs["transformer"]["joint_attention_dim"]
+        return TextShapes(
+            tokens={"text_encoder": _DROPPED_TEMPLATE + length},
+            conditioning={"prompt_embeds": (length, width), "prompt_embeds_mask": (length,)},
+        )
 
     def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
         # Unlike other packed families, this transformer multiplies in float32.
@@ -70,7 +86,7 @@ class QwenImage(PackedFamily):
     @torch.no_grad()
     def _encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
         """Embeddings `[B, max_sequence_length, width]` and the mask `[B, max_sequence_length]` of their tokens."""
-        length = DEFAULT_MAX_SEQUENCE_LENGTH if self.max_sequence_length is None else self.max_sequence_length
+        length = self.text_tokens
         embeds, mask = self.pipeline.encode_prompt(prompts, max_sequence_length=length + 1)
         if mask is None:  # the pipeline's word for a batch without padding
             mask = embeds.new_ones(embeds.shape[:2])

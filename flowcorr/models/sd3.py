@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from flowcorr.models.base import (
+    JOINT_LAYERS,
     Conditioning,
     Guidance,
+    InVllmOmni,
     ModelFamily,
     Schedule,
+    TextShapes,
     check_size,
     decode_scaled,
     guided,
     with_negative,
 )
-
-DEFAULT_MAX_SEQUENCE_LENGTH = 256
 
 
 class SD3(ModelFamily):
@@ -37,6 +38,22 @@ class SD3(ModelFamily):
         "attn.add_v_proj",
         "attn.to_add_out",
     )
+    default_text_tokens = 256
+    vllm_omni = InVllmOmni(pipeline="FlowcorrSD3Pipeline", quantizes=False)  # of vllm-omni 0.30
+    checkpoint_pattern = r"stable-diffusion-3|(^|[^a-z])sd-?3"
+    linear_layers = (*JOINT_LAYERS, "norm1.linear", "norm1_context.linear", "context_embedder")
+
+    @classmethod
+    def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:
+        transformer = configs["transformer"]
+        clip = configs["text_encoder"].get("max_position_embeddings", 77)
+        return TextShapes(
+            tokens={"text_encoder": clip, "text_encoder_2": clip, "text_encoder_3": length},
+            conditioning={
+                "prompt_embeds": (clip + length, transformer["joint_attention_dim"]),
+                "pooled_prompt_embeds": (transformer["pooled_projection_dim"],),
+            },
+        )
 
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
         config = self.transformer.config
@@ -70,14 +87,13 @@ class SD3(ModelFamily):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
-        length = self.max_sequence_length
         embeds, negative, pooled, negative_pooled = self.pipeline.encode_prompt(
             prompt=list(prompts),
             prompt_2=None,
             prompt_3=None,
             negative_prompt=guidance.negative_prompt,
             do_classifier_free_guidance=guidance.guidance_scale > 1,
-            max_sequence_length=DEFAULT_MAX_SEQUENCE_LENGTH if length is None else length,
+            max_sequence_length=self.text_tokens,
         )
         conditioning = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
         if guidance.guidance_scale > 1:

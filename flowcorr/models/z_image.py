@@ -12,8 +12,10 @@ from torch.nn.utils.rnn import pad_sequence
 from flowcorr.models.base import (
     Conditioning,
     Guidance,
+    InVllmOmni,
     ModelFamily,
     Schedule,
+    TextShapes,
     check_size,
     decode_scaled,
     guided,
@@ -21,7 +23,6 @@ from flowcorr.models.base import (
     with_negative,
 )
 
-DEFAULT_MAX_SEQUENCE_LENGTH = 512
 NATIVE_SIZE = 1024
 PATCH = 2
 
@@ -47,6 +48,19 @@ class ZImage(ModelFamily):
         "feed_forward.w2",
         "feed_forward.w3",
     )
+    guidance_offset = 1.0
+    template_tokens = 8
+    blocks_can_be_cached = False  # diffusers 0.42.1 has registered them, but cannot hook them
+    vllm_omni = InVllmOmni(pipeline="FlowcorrZImagePipeline")
+    checkpoint_pattern = r"z-?image"
+
+    @classmethod
+    def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:
+        width = configs["transformer"]["cap_feat_dim"]
+        return TextShapes(
+            tokens={"text_encoder": length},
+            conditioning={"prompt_embeds": (length, width), "prompt_embeds_mask": (length,)},
+        )
 
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
         factor = self.pipeline.vae_scale_factor
@@ -73,7 +87,7 @@ class ZImage(ModelFamily):
     @torch.no_grad()
     def _encode(self, prompts: list[str]) -> Conditioning:
         """Embeddings `[B, max_sequence_length, width]`, and the mask `[B, max_sequence_length]` of their tokens."""
-        length = DEFAULT_MAX_SEQUENCE_LENGTH if self.max_sequence_length is None else self.max_sequence_length
+        length = self.text_tokens
         captions, _ = self.pipeline.encode_prompt(
             prompts, do_classifier_free_guidance=False, max_sequence_length=length
         )

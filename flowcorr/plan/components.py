@@ -17,9 +17,8 @@ from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import Architecture, build_component, build_family, find_clip
 from flowcorr.plan.text_inputs import TextInputs
 from flowcorr.plan.training import NOTHING, Work
-from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.clip import DTYPES as CLIP_DTYPES
-from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rewards.combine import REWARDS, states
 from flowcorr.rollout.sampler import decode, decoded_together
 
 PAGEABLE_BANDWIDTH = 4e9
@@ -122,9 +121,10 @@ def measure_decoder(config: Config, architecture: Architecture, *, images: int) 
 
 def measure_clip(term: RewardTerm) -> Component | None:
     """The CLIP model of a reward, on a batch of images; None if the reward has none on the GPU."""
-    if term.name not in _ON_CLIP:
+    if not states(term, "computes_on_gpu"):
         return None
-    defaults = {entry.name: entry.default for entry in fields(_ON_CLIP[term.name])}
+    reward: Any = REWARDS[term.name]
+    defaults = {entry.name: entry.default for entry in fields(reward)}
     options: dict[str, Any] = {**defaults, **term.options}
     if options["device"] == "cpu":
         return None
@@ -137,6 +137,3 @@ def measure_clip(term: RewardTerm) -> Component | None:
         with device.section() as section:
             model.get_image_features(pixel_values=pixels)
     return Component(weights=weights, work=Work.of(section), batch=batch)
-
-
-_ON_CLIP: dict[str, Any] = {"pickscore": PickScore, "aesthetic": Aesthetic}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.plan.devices import Gpu
 
@@ -59,7 +60,7 @@ ADAPTED = EngineSpeed(
 def engine_speed(config: Config) -> EngineSpeed | None:
     """The speed of the run's rollout engine; None where it computes eagerly, as the trainer does."""
     rollout = config.rollout
-    if rollout.name != "vllm_omni" or rollout.engine.get("enforce_eager"):
+    if not resolve_engine(rollout.name).compiles or rollout.engine.get("enforce_eager"):
         return None
     return ADAPTED if wraps_adapters(config) else COMPILED
 

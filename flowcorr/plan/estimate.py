@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES
 from flowcorr.plan.answers import Memory, Plan
@@ -94,7 +95,7 @@ def other_ways(config: Config, ranks: int) -> tuple[str, ...]:
         return ("a smaller model.lora.rank",)
     if shards_weights(config, ranks):
         ways = ["more ranks"]
-    elif config.rollout.name == "in_process" and config.rollout.placement == "local":
+    elif resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local":
         ways = ["actor.fsdp=true on several ranks"]
     else:
         ways = ["actor.fsdp=true on several ranks (with rollout.name=in_process rollout.placement=local)"]

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flowcorr.config import load
+from flowcorr.config import load, resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.plan.answers import Plan, duration
 from flowcorr.plan.devices import GPUS_A_MACHINE, Gpu
 from flowcorr.plan.estimate import plan_of
 from flowcorr.plan.traces import Traces, trace
-from flowcorr.rewards.combine import ON_CLIP
+from flowcorr.rewards.combine import states
 
 CORES_A_GPU = 8
 """CPU cores beside each GPU, where nothing else is said."""
@@ -183,15 +183,15 @@ def layouts(config: Config, gpus: int) -> list[Layout]:
 
 
 def _layouts(config: Config, gpus: int) -> Iterator[Layout]:
-    own_engine = config.rollout.name == "vllm_omni"
+    engine = resolve_engine(config.rollout.name)
     local = ("rollout.placement=local", "rollout.max_staleness=0")
     both = "all train and sample"
     if config.actor.fsdp:
         yield Layout(name=f"{both}, sharded weights", ranks=gpus, sharded=True, overrides=local)
         return
-    if not own_engine or not config.rollout.engine.get("enable_sleep_mode"):
+    if not engine.sleeps or not config.rollout.engine.get("enable_sleep_mode"):
         yield Layout(name=both, ranks=gpus, overrides=local)
-    if own_engine:
+    if engine.sleeps:
         asleep = "rollout.engine.enable_sleep_mode=true"
         yield Layout(name=f"{both}, the engine asleep in between", ranks=gpus, overrides=(*local, asleep))
     if not config.model.lora.rank and gpus > 1:
@@ -241,8 +241,9 @@ def _order(made: PlannedLayout) -> tuple[bool, float]:
 
 def _reward_overrides(config: Config, cores: int) -> tuple[str, ...]:
     """OCR runs in Ray workers on all cores, unless a reward on the GPU stands beside it."""
-    names = {term.name for term in (*config.reward.terms, *config.reward.step_gold)}
-    if "ocr" not in names or names & set(ON_CLIP):
+    scored = (*config.reward.terms, *config.reward.step_gold)
+    on_gpu = any(states(term, "computes_on_gpu") for term in scored)
+    if on_gpu or "ocr" not in {term.name for term in scored}:
         return ()
     return ("reward.placement=ray", f"reward.num_workers={cores}")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from flowcorr.config.schema import Config
 from flowcorr.data import load_prompts
 from flowcorr.devices import check_device_name
-from flowcorr.models import FAMILIES, resolve_family
-from flowcorr.models.base import check_size
+from flowcorr.models import resolve_family
+from flowcorr.models.base import check_guidance, check_size
 from flowcorr.plan.pipelines import Architecture, family_class, local_architecture
 from flowcorr.rewards import check_prompts as check_prompts_of
 from flowcorr.rewards import check_terms
-from flowcorr.trackers import check_trackers
+from flowcorr.trackers import resolve_tracker
 
 _PATCH = 2  # latents a side of a patch, for all families but sd3, whose transformer names it
 
@@ -23,16 +23,22 @@ def check_settings(config: Config) -> None:
 
     Raises:
         ConfigError: one of them cannot be used.
+
+    Warns:
+        UserWarning: guidance is set by a key that the model's family does not read.
     """
-    check_trackers(config.trainer.trackers)
+    for name in config.trainer.trackers:
+        resolve_tracker(name)
     check_device_name("trainer.device", config.trainer.device)
     check_terms(config.reward.terms, config.reward.gold)
     if ":" in config.model.family:
         return
-    if config.model.family != "auto":
-        resolve_family(config.model.family)
     architecture = local_architecture(config.model.path)
-    if architecture is not None and family_class(architecture, config.model) in FAMILIES.values():
+    if config.model.family != "auto":
+        check_guidance(config.sampling, resolve_family(config.model.family))
+    elif architecture is not None:
+        check_guidance(config.sampling, family_class(architecture, config.model))
+    if architecture is not None:
         _check_sizes(config, architecture)
 
 

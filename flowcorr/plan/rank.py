@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from flowcorr.algorithm import AutoMode
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES
 from flowcorr.plan.components import Component
@@ -97,7 +98,8 @@ class Rank:
     @property
     def own_engine(self) -> bool:
         """Whether the rollout engine runs in its own process."""
-        return self.config.rollout.name == "vllm_omni" or self.config.rollout.placement == "ray"
+        rollout = self.config.rollout
+        return resolve_engine(rollout.name).own_processes or rollout.placement == "ray"
 
     @property
     def collected(self) -> float:

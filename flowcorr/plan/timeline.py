@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flowcorr.config import resolve_engine
 from flowcorr.plan.answers import Memory, Merging, Phase
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.engine import COMPILED, EngineSpeed, engine_peak, engine_speed, wraps_adapters
 from flowcorr.plan.rank import Rank
 from flowcorr.plan.training import NOTHING, Work
-from flowcorr.rewards.combine import ON_CLIP
+from flowcorr.rewards.combine import states
 from flowcorr.rollout.base import shards_weights
 
 HOST_BANDWIDTH = 25e9
 """Bytes per second between a GPU and the host, over PCIe."""
 OCR_SECONDS = 0.55
 """CPU seconds per image of OCR with text detection."""
-OVERLAPPING = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "http", "vlm_judge")
-"""Rewards that `reward.placement: auto` computes in a thread, beside sampling."""
 
 
 def phases(rank: Rank, memory: Memory, gpu: Gpu, utilisation: Utilisation) -> list[Phase]:
@@ -106,7 +105,7 @@ def merging(rank: Rank, gpu: Gpu, utilisation: Utilisation) -> Merging | None:
     config = rank.config
     speed = engine_speed(config)
     quantized = config.rollout.engine.get("quantization") or config.rollout.engine.get("quantization_config")
-    if config.rollout.name != "vllm_omni" or not wraps_adapters(config) or quantized:
+    if not resolve_engine(config.rollout.name).compiles or not wraps_adapters(config) or quantized:
         return None
     share = rank.sampled_share
     adapted, merged = rank.sampling.times(share), rank.merged_sampling.times(share)
@@ -123,14 +122,14 @@ def _host_rewards(rank: Rank, *, beside: float) -> list[Phase]:
     """Phases of the rewards on the host; `beside` are the seconds of other work that they overlap with."""
     config = rank.config.reward
     scored = (*config.terms, *config.step_gold)
-    overlaps = all(term.name in OVERLAPPING for term in scored)
+    overlaps = all(states(term, "overlaps") for term in scored)
     follows = config.placement == "ray" == rank.config.rollout.placement
     if not (follows or config.placement == "thread" or (config.placement == "auto" and overlaps)):
         beside = 0.0
     share = rank.ranks / config.num_workers if config.placement == "ray" else 1
     found = []
     for term in scored:
-        if term.name in ON_CLIP:
+        if states(term, "computes_on_gpu"):
             continue
         known = term.name == "ocr" and bool(term.options.get("detect"))
         seconds = max(0.0, rank.images * OCR_SECONDS * share - beside) if known else None

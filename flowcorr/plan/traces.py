@@ -21,7 +21,6 @@ from flowcorr.plan.training import (
     measure_training,
     one_optimizer_step,
 )
-from flowcorr.rollout.vllm_omni.options import WITHOUT_QUANTIZATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     data = load_prompts(config.data)
     texts = {prompt.text for prompt in (*data.train, *data.heldout)}
     encoded = encoder_inputs(architecture, family, config, texts)
-    chunk = chunk_size(config.model.max_sequence_length)
+    chunk = chunk_size(family.count_text_tokens(config.model.max_sequence_length))
     config = with_longest_prompt(config, family, texts)
     inputs = text_inputs(architecture, family, config)
     groups = -(-config.rollout.prompts_per_step // ranks)
@@ -97,7 +96,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
         decoder=measure_decoder(config, architecture, images=groups * config.rollout.n),
         rewards=[reward for term in terms if (reward := measure_clip(term)) is not None],
         prompts=len(texts) + inputs.negative,
-        quantizable=family.name not in WITHOUT_QUANTIZATION,
+        quantizable=family.vllm_omni is None or family.vllm_omni.quantizes,
         text_fits=len(texts) * inputs.nbytes(DTYPES[config.model.dtype]) <= MAX_BYTES,
     )
 

@@ -59,6 +59,7 @@ class Aesthetic:
 
     name = "aesthetic"
     extras = ()
+    computes_on_gpu = True
 
     def __post_init__(self) -> None:
         check_clip_options(self.name, self.dtype, self.batch_size)

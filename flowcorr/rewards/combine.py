@@ -41,9 +41,6 @@ REWARDS: Mapping[str, Callable[..., Reward]] = {
     "http": HttpReward,
 }
 
-ON_CLIP = ("pickscore", "aesthetic")
-"""Rewards that compute a CLIP model, on a GPU if their process sees one."""
-
 GOLD = "gold/"
 BUILT_IN_METRICS = frozenset(
     {
@@ -301,6 +298,14 @@ def check_terms(terms: Sequence[Term], gold: Sequence[Term] = ()) -> None:
         for term in listed:
             if ":" not in term.name:
                 _check_options(term, _known_reward(term))
+
+
+def states(term: Term, fact: str) -> bool:
+    """Whether the class of a term's reward states a fact of `Reward`, such as `overlaps`.
+
+    A reward of the user's own is not imported, and is taken to state none.
+    """
+    return bool(getattr(REWARDS.get(term.name), fact, False))
 
 
 def check_prompts(reward: RewardConfig, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:

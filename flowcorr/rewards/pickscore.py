@@ -40,6 +40,7 @@ class PickScore:
 
     name = "pickscore"
     extras = ("logit",)
+    computes_on_gpu = True
 
     def __post_init__(self) -> None:
         check_clip_options(self.name, self.dtype, self.batch_size)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from flowcorr import distributed
+from flowcorr.config.engines import resolve_engine
 from flowcorr.config.schema import Config, Dtype
 from flowcorr.records import Rollout
 
@@ -97,14 +98,16 @@ def actor_dtype(config: Config, ranks: int | None = None) -> Dtype:
 def needs_base(config: Config, ranks: int | None = None) -> bool:
     """Whether an engine in process keeps the untrained transformer, as it cannot share the one that is trained."""
     rollout, dtype = config.rollout, actor_dtype(config, ranks)
+    engine = resolve_engine(rollout.name)
     differs = rollout.max_weight_age > 0 or rollout.emulate != "none" or rollout.dtype != dtype
-    return rollout.name == "in_process" and differs
+    return not engine.own_processes and (differs or not engine.shares_weights)
 
 
 def shares_weights(config: Config, ranks: int | None = None) -> bool:
     """Whether the engine samples with the trained transformer itself."""
     rollout = config.rollout
-    return rollout.name == "in_process" and rollout.placement == "local" and not needs_base(config, ranks)
+    local = rollout.placement == "local" and resolve_engine(rollout.name).shares_weights
+    return local and not needs_base(config, ranks)
 
 
 def attention_name(transformer: Any) -> str:

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 from torch import nn
 
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.errors import MissingExtraError
+from flowcorr.imports import import_target
 from flowcorr.models import ModelFamily
 from flowcorr.rollout.base import Merge, RolloutEngine
-from flowcorr.rollout.in_process import InProcessEngine
-from flowcorr.rollout.vllm_omni import VllmOmniEngine
 from flowcorr.rollout.vllm_omni.probe import ActorProbe
 
 
@@ -19,11 +19,12 @@ def check_installed(config: Config) -> None:
     """Check that the packages that the configuration asks for are installed, before a model is loaded.
 
     Raises:
-        MissingExtraError: vllm-omni, Ray or bitsandbytes is asked for, and missing.
+        MissingExtraError: the engine's package, Ray or bitsandbytes is asked for, and missing.
     """
     rollout = config.rollout
-    if rollout.name == "vllm_omni" and rollout.placement == "local" and find_spec("vllm_omni") is None:
-        raise MissingExtraError("rollout.name=vllm_omni", "vllm-omni", "vllm-omni")
+    extra = resolve_engine(rollout.name).extra
+    if extra is not None and rollout.placement == "local" and find_spec(extra.replace("-", "_")) is None:
+        raise MissingExtraError(f"rollout.name={rollout.name}", extra, extra)
     for section, placement in (("rollout", rollout.placement), ("reward", config.reward.placement)):
         if placement == "ray" and find_spec("ray") is None:
             raise MissingExtraError(f"{section}.placement=ray", "ray", "ray")
@@ -39,18 +40,20 @@ def build_backend(
     base: nn.Module,
     probe: ActorProbe | None,
 ) -> RolloutEngine:
-    """The engine that `rollout.name` asks for, in this process.
+    """The engine that `rollout.name` asks for, built by the function that its row names, with these arguments.
 
     Args:
         config: the run's configuration.
         family: the pipeline, whose transformer has the adapter; it needs no text encoders.
         merge: see `Merge`.
         base: the transformer before an adapter was added.
-        probe: the actor's velocities, which vllm-omni needs.
+        probe: the actor's velocities, for an engine whose row `takes_probe`; else None.
+
+    Raises:
+        ConfigError: the function cannot be imported, or the engine cannot work with `config`.
     """
-    if config.rollout.name == "vllm_omni":
-        assert probe is not None, "vllm-omni's engine has to move as the actor does"
-        return VllmOmniEngine(family, config, actor_probe=probe, merge=merge)
-    return InProcessEngine(
-        family, config.rollout, config.sampling, seed=config.trainer.seed, merge=merge, base=base
+    build = import_target(
+        "rollout.name", resolve_engine(config.rollout.name).build, "a function that builds an engine"
     )
+    engine: RolloutEngine = build(config, family, merge=merge, base=base, probe=probe)
+    return engine

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowcorr import sde
-from flowcorr.config.schema import RolloutConfig, SamplingConfig
+from flowcorr.config.schema import Config, RolloutConfig, SamplingConfig
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, ModelFamily, SamplingPlan
 from flowcorr.records import Rollout
@@ -218,6 +218,15 @@ class InProcessEngine:
             group_ids=torch.tensor(groups, device=device),
             policy_versions=torch.full((len(groups),), self.version, device=device),
         )
+
+
+def build(
+    config: Config, family: ModelFamily, *, merge: Merge, base: nn.Module, probe: object
+) -> InProcessEngine:
+    """The engine `in_process`, see `build_backend`; the actor's own transformer needs no probe."""
+    return InProcessEngine(
+        family, config.rollout, config.sampling, seed=config.trainer.seed, merge=merge, base=base
+    )
 
 
 def _device(transformer: nn.Module) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flowcorr.config.engines import ENGINES
 from flowcorr.config.schema import Config
 
 NO_GAP = (
@@ -68,7 +69,10 @@ def usual_gap(config: Config, *, distilled: bool) -> float:
     if quantized(config):
         names.add("fp8" if rollout.emulate == "none" else rollout.emulate)
     roundings = [ROUNDINGS[name] for name in names]
-    if rollout.name != "in_process":
+    engine = ENGINES.get(
+        rollout.name
+    )  # nothing of the run's own is imported here: reports read other people's runs
+    if engine is None or not engine.shares_weights:
         roundings.append(OTHER_PROCESS)
     scale = 1.0 if distilled else max(config.sampling.guidance_scale, config.sampling.true_cfg_scale)
     largest = MARGIN * max(rounding.at(scale) for rounding in roundings)

@@ -22,8 +22,6 @@ from flowcorr.models import ModelFamily
 from flowcorr.models.base import repeated_blocks
 from flowcorr.rollout.sampler import BeforeStep
 
-NOT_CACHED = ("flux2_klein", "z_image")
-"""Model families whose blocks diffusers 0.42.1 has registered, but cannot hook."""
 _TEXT_HOOK = "flowcorr_text"
 
 
@@ -49,7 +47,7 @@ def first_block_cache(transformer: nn.Module, threshold: float) -> Iterator[None
     """Put diffusers' first-block cache on the blocks of `transformer`, and take it off again with its state.
 
     Args:
-        transformer: of diffusers, of a family that is not in `NOT_CACHED`.
+        transformer: of diffusers, whose blocks can be cached.
         threshold: see `rollout.cache_threshold`.
     """
     blocks: Any = _Blocks(transformer)
@@ -68,7 +66,7 @@ def first_block_cache(transformer: nn.Module, threshold: float) -> Iterator[None
 def check_cached(family: ModelFamily) -> None:
     """Raise `ConfigError` if diffusers cannot cache the transformer of a model family."""
     error = None
-    if family.name not in NOT_CACHED:
+    if family.blocks_can_be_cached:
         try:
             with first_block_cache(family.transformer, threshold=1.0):
                 return

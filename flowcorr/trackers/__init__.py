@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.imports import import_target
 from flowcorr.trackers.base import Tracker
 from flowcorr.trackers.jsonl import IMAGES_FOLDER, METRICS_FILE, JsonlTracker, checked_metrics, read_metrics
 from flowcorr.trackers.tensorboard import TensorBoardTracker
@@ -25,24 +26,36 @@ __all__ = [
     "Tracker",
     "WandbTracker",
     "build_trackers",
-    "check_trackers",
     "checked_metrics",
     "read_metrics",
+    "resolve_tracker",
 ]
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise `ConfigError` if a name of `trainer.trackers` is unknown."""
-    for name in names:
-        if name not in TRACKERS:
-            raise ConfigError(unknown_choice("trainer.trackers", name, TRACKERS))
+def resolve_tracker(name: str) -> Callable[[], Tracker]:
+    """The class or function that builds a tracker: an entry of `TRACKERS`, or of your own at `package.module:name`.
+
+    Raises:
+        ConfigError: the name is unknown, or nothing that can be called stands there.
+    """
+    if name in TRACKERS:
+        return TRACKERS[name]
+    if ":" not in name:
+        message = unknown_choice("trainer.trackers", name, TRACKERS)
+        raise ConfigError(f"{message}; a tracker of your own is given as 'package.module:name'")
+    build: Callable[[], Tracker] = import_target("trainer.trackers", name, "a class of trackers")
+    if not callable(build):
+        raise ConfigError(
+            f"trainer.trackers={name!r} is of type {type(build).__name__}; name a class with the methods of "
+            "flowcorr.trackers.Tracker"
+        )
+    return build
 
 
 def build_trackers(names: Sequence[str]) -> list[Tracker]:
     """The trackers of a run: `jsonl` first, whether it is named or not, then the others in their order.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: a name is unknown, or nothing that builds a tracker stands there.
     """
-    check_trackers(names)
-    return [TRACKERS[name]() for name in dict.fromkeys(["jsonl", *names])]
+    return [resolve_tracker(name)() for name in dict.fromkeys(["jsonl", *names])]

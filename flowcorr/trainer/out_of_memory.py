@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 
@@ -47,7 +48,7 @@ def _remedy(config: Config, phase: str) -> str:
             return f"set actor.micro_batch_size={size // 2} instead of {size}"
         if not actor.gradient_checkpointing:
             return "set actor.gradient_checkpointing=true"
-    if phase in _SAMPLING and rollout.name == "in_process":
+    if phase in _SAMPLING and not resolve_engine(rollout.name).own_processes:
         size = rollout.batch_size or rollout.prompts_per_step * rollout.n
         if size > 1:
             return f"set rollout.batch_size={size // 2} instead of {size}"

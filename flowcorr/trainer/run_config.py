@@ -27,8 +27,9 @@ _OPENING = (
 )
 _CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 _OWN_NAME = re.compile(r"[\w.]{1,100}:[\w.]{1,100}")
-LOSS, MODES = "actor.loss_mode", "algorithm.rollout_correction.rollout_rs"
+LOSS, MODES, ENGINE = "actor.loss_mode", "algorithm.rollout_correction.rollout_rs", "rollout.name"
 _LOSS_KEYS = ("loss_mode", "loss_options")
+_ENGINE_KEYS = ("name", "engine")
 _MODE_KEYS = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
 
 
@@ -38,10 +39,11 @@ class RunConfig:
 
     Attributes:
         config: the configuration. Where the run names a loss of its own that was not to be imported, the default loss
-            stands in, which clips the ratio as a function of one's own is taken to; for rejection modes, no rejection.
+            stands in, which clips the ratio as a function of one's own is taken to; for rejection modes, no rejection;
+            for an engine, `in_process`.
         values: all keys and their values as the run has them, also those that another value stands in for.
-        left_out: the names of code that were not imported, by key: `actor.loss_mode` and
-            `algorithm.rollout_correction.rollout_rs`.
+        left_out: the names of code that were not imported, by key: `actor.loss_mode`,
+            `algorithm.rollout_correction.rollout_rs` and `rollout.name`.
     """
 
     config: Config
@@ -59,6 +61,7 @@ def notes(left_out: Mapping[str, str]) -> list[str]:
     stand_ins = {
         LOSS: "the ratio is taken to be clipped to actor.clip_ratio",
         MODES: "this run's own rejection is left out",
+        ENGINE: "the run is read as one of rollout.name=in_process",
     }
     return [
         f"{key}={name} is not imported: {stand_ins[key]}; {how_to_allow(name)}"
@@ -79,7 +82,8 @@ def read_config(
     Args:
         folder: the run's folder.
         overrides: `dotted.key=value` strings, see `config.load`.
-        allow_imports: names of losses and rejection modes of one's own, `package.module:name`, that may be imported.
+        allow_imports: names of losses, rejection modes and engines of one's own, `package.module:name`, that may be
+            imported.
 
     Raises:
         ConfigError: there is none, or it cannot be used; or a name of `allow_imports` cannot be imported.
@@ -97,6 +101,7 @@ def read_config(
         config = configs.load_mapping(values)
     whole = configs.to_mapping(config)
     whole["actor"] |= left_out.get(LOSS, {})
+    whole["rollout"] |= left_out.get(ENGINE, {})
     if MODES in left_out:
         whole["algorithm"]["rollout_correction"] |= left_out[MODES]
     names = {key: hidden[key.rpartition(".")[2]] for key, hidden in left_out.items()}
@@ -169,10 +174,13 @@ def _without_own_code(
 ) -> tuple[Mapping[str, Any], dict[str, dict[str, Any]]]:
     """Values that name no code to import but what is allowed; and by key what was taken out."""
     left_out: dict[str, dict[str, Any]] = {}
-    actor, algorithm = values.get("actor"), values.get("algorithm")
+    actor, algorithm, rollout = (values.get(section) for section in ("actor", "algorithm", "rollout"))
     if isinstance(actor, Mapping) and _is_refused(actor.get("loss_mode"), allowed):
         left_out[LOSS] = {key: actor[key] for key in _LOSS_KEYS if key in actor}
         values = {**values, "actor": _without(_LOSS_KEYS, actor)}
+    if isinstance(rollout, Mapping) and _is_refused(rollout.get("name"), allowed):
+        left_out[ENGINE] = {key: rollout[key] for key in _ENGINE_KEYS if key in rollout}
+        values = {**values, "rollout": _without(_ENGINE_KEYS, rollout)}
     if isinstance(algorithm, Mapping):
         section = algorithm.get("rollout_correction")
         # In an older dialect, the keys of the correction stand beside its section.

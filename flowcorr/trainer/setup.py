@@ -11,14 +11,15 @@ import torch
 
 from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
-from flowcorr.config.rules import check_guidance
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily, load_family
+from flowcorr.models.base import check_guidance
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.rewards import Reward, ThreadReward, build_reward, check_prompts, known_scores
-from flowcorr.rewards.combine import ON_CLIP
+from flowcorr.rewards.combine import states
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
 from flowcorr.rollout.build import build_backend, check_installed
@@ -46,12 +47,17 @@ def load_model(config: Config) -> ModelFamily:
     Raises:
         ConfigError: the device, the pipeline or its family cannot be used.
         BackendError: the device has no memory left.
+
+    Warns:
+        UserWarning: guidance is set by a key that the family does not read.
     """
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     device = distributed.local_device(config.trainer.device)
     with out_of_memory.explained(config, lambda: out_of_memory.LOADING):
-        return load_family(config.model, device, transformer_on_host=shards_weights(config))
+        family = load_family(config.model, device, transformer_on_host=shards_weights(config))
+    check_guidance(config.sampling, type(family))
+    return family
 
 
 def build_stacks(
@@ -75,7 +81,7 @@ def build_stacks(
         actor = DiffusionActor(family, config)
     with distributed.fail_together("starting the rollout engine"):
         probe = None
-        if config.rollout.name == "vllm_omni":
+        if resolve_engine(config.rollout.name).takes_probe:
             with out_of_memory.explained(config, lambda: out_of_memory.PROBING):
                 probe = ComputedProbe(family, config, actor.weights.snapshot().tensors)
         with out_of_memory.explained(config, lambda: out_of_memory.ENCODING):
@@ -108,7 +114,6 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             if isinstance(reward, RayReward | ThreadReward):
                 on_failure.callback(reward.close)
             family = load_model(config)
-            check_guidance(config, family.name, family.guidance_key)
         texts = [prompt.text for prompt in (*prompts.train, *prompts.heldout)]
         stacks = build_stacks(config, family, texts, on_event=on_event)
         on_failure.pop_all()
@@ -129,7 +134,7 @@ def _check_worker_gpus(config: Config) -> None:
     """Check that Ray workers get the GPU that they compute on; without `num_gpus` they see none.
 
     Raises:
-        ConfigError: vllm-omni's workers would find no GPU, and fail after minutes.
+        ConfigError: an engine with GPUs of its own would find none, and fail after minutes.
 
     Warns:
         UserWarning: a reward's model would run on a CPU thread.
@@ -139,16 +144,16 @@ def _check_worker_gpus(config: Config) -> None:
     rollout, reward = config.rollout, config.reward
     if (
         rollout.placement == "ray"
-        and rollout.name == "vllm_omni"
+        and resolve_engine(rollout.name).own_processes
         and not rollout.worker_resources.get("num_gpus")
     ):
         raise ConfigError(
-            f"rollout.worker_resources={dict(rollout.worker_resources)} gives vllm-omni's workers no GPU; set "
+            f"rollout.worker_resources={dict(rollout.worker_resources)} gives workers of {rollout.name} no GPU; set "
             f"rollout.worker_resources={{num_gpus: {num_gpus(rollout.engine)}}}"
         )
     if reward.placement == "ray" and not reward.worker_resources.get("num_gpus"):
         for term in (*reward.terms, *reward.gold):
-            if term.name in ON_CLIP and term.options.get("device") != "cpu":
+            if states(term, "computes_on_gpu") and term.options.get("device") != "cpu":
                 warnings.warn(
                     f"reward.worker_resources={dict(reward.worker_resources)} leaves {term.name} on a CPU; set "
                     "reward.worker_resources={num_gpus: 0.25}, or reward.placement=thread to use the trainer's GPU",

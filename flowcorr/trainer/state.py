@@ -42,6 +42,7 @@ def capture(
         "ema": actor.weights.average or {},
         "loss_scale": actor.optimizer.loss_scale.state(),
         "auto_mode": run.mode.state(),
+        "bands": actor.optimizer.bands.state(),
         "rng": {"cpu": torch.get_rng_state()},
     }
     groups |= {f"history_{place}": weights.tensors for place, weights in enumerate(history[:-1])}
@@ -90,6 +91,7 @@ def restore_actor(actor: DiffusionActor, folder: Path, state: TrainingState) -> 
         raise CheckpointError(f"checkpoint {folder} does not fit this run: {error}") from error
     actor.optimizer.adamw.load_state(state.group("optimizer"))
     actor.optimizer.loss_scale.load_state(state.group("loss_scale"))
+    actor.optimizer.bands.restore(state.group("bands"))
     if actor.weights.average is not None:
         actor.weights.average = actor.weights.like_parameters(state.group("ema"))
     actor.weights.version = state.facts["version"]

@@ -39,7 +39,7 @@ _ALL_PROMPTS = 100_000
 def _guidance(key: str) -> Row:
     return Row(
         key=f"sampling.{key}",
-        value=lambda get: guidance(get) if family(get).guidance == key else None,
+        value=lambda get: guidance(get) if family(get).guidance_key == key else None,
         sources=("train.guidance_scale",),
         note=lambda get: "one more than its pipeline counts" if family(get).guidance_offset else "",
     )

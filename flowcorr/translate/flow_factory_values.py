@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.models import FAMILIES, ModelFamily
 from flowcorr.translate import rewards
-from flowcorr.translate.families import Family, family_named, family_of
+from flowcorr.translate.families import family_of
 from flowcorr.translate.rewards import Given
 from flowcorr.translate.table import Get, decay_of_one
 
@@ -107,31 +108,46 @@ SDE_TYPES = {"Flow-SDE": "sde", "Dance-SDE": "dance_sde", "CPS": "cps"}
 WHOLE_RUN = 100_000
 
 _MOST_STEPS = 1000
-_FAMILIES = {
-    "sd3-5": "sd3",
-    "flux1": "flux",
-    "flux2-klein": "flux2_klein",
-    "qwen-image": "qwen_image",
-    "z-image": "z_image",
-}
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-_JOINT = tuple(f"attn.{layer}" for layer in _ATTENTION)
-_LAYERS = {
-    "sd3": _JOINT,
-    "flux": (*_JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-    "flux2_klein": (
-        *_JOINT,
-        *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
-        "attn.to_qkv_mlp_proj",
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """A value of `model.model_type`.
+
+    Attributes:
+        family: the name of its family here.
+        attention, others: those layers of `target_modules: default` that its transformer has.
+        tokens: of its long text encoder.
+    """
+
+    family: str
+    attention: tuple[str, ...] = tuple(f"attn.{layer}" for layer in _ATTENTION)
+    others: tuple[str, ...] = ()
+    tokens: int = 512
+
+
+_MODELS = {
+    "sd3-5": _Model(family="sd3", tokens=256),
+    "flux1": _Model(
+        family="flux", others=("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
     ),
-    "qwen_image": (*_JOINT, "img_mlp.net.0.proj", "txt_mlp.net.0.proj"),
-    "z_image": (
-        *(f"attention.{layer}" for layer in _ATTENTION[:4]),
-        *(f"feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
+    "flux2-klein": _Model(
+        family="flux2_klein",
+        others=(
+            *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
+            "attn.to_qkv_mlp_proj",
+        ),
+    ),
+    "qwen-image": _Model(
+        family="qwen_image", others=("img_mlp.net.0.proj", "txt_mlp.net.0.proj"), tokens=1024
+    ),
+    "z-image": _Model(
+        family="z_image",
+        attention=tuple(f"attention.{layer}" for layer in _ATTENTION[:4]),
+        others=("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
     ),
 }
-"""The layers of `target_modules: default` that each transformer has."""
-_TOKENS = {"sd3": 256, "flux": 512, "flux2_klein": 512, "qwen_image": 1024, "z_image": 512}
 _DTYPES = {
     "no": "float32",
     "fp16": "float16",
@@ -157,9 +173,13 @@ _ONLY = {
 """Values that have an equivalent."""
 
 
-def family(get: Get) -> Family:
+def family(get: Get) -> type[ModelFamily]:
     """The model's family."""
-    return family_named(_FAMILIES[get("model.model_type").lower()])
+    return FAMILIES[_model(get).family]
+
+
+def _model(get: Get) -> _Model:
+    return _MODELS[get("model.model_type").lower()]
 
 
 def adapted(get: Get) -> bool:
@@ -191,13 +211,13 @@ def targets(get: Get) -> list[str] | None:
     if not adapted(get):
         return None
     if given == "default":
-        return list(_LAYERS[family(get).name])
+        return [*_model(get).attention, *_model(get).others]
     return given if isinstance(given, list) else [given]
 
 
 def tokens(get: Get) -> int:
     """Tokens of the long text encoder."""
-    return _TOKENS[family(get).name]
+    return _model(get).tokens
 
 
 def guidance(get: Get) -> float:
@@ -359,8 +379,8 @@ def refuse(get: Get) -> str:
         return "train.trainer_type=grpo-guard weighs no step by its length, as flowcorr's grpo_guard does"
     if trainer.lower() != "grpo":
         return f"train.trainer_type={trainer} has no equivalent here; flowcorr translates grpo"
-    if kind not in _FAMILIES:
-        return f"model.model_type={kind} belongs to no family that flowcorr knows: {', '.join(_FAMILIES)}"
+    if kind not in _MODELS:
+        return f"model.model_type={kind} belongs to no family that flowcorr knows: {', '.join(_MODELS)}"
     path = get("model.model_name_or_path")
     named = family_of(path)
     if named is not None and named != family(get):

@@ -10,8 +10,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flowcorr.models import ModelFamily
 from flowcorr.translate import rewards
-from flowcorr.translate.families import Family, family_of, not_known
+from flowcorr.translate.families import family_of, not_known
 from flowcorr.translate.rewards import Given
 from flowcorr.translate.table import Get, Row, Table, decay_of_one, same
 
@@ -98,7 +99,7 @@ def as_script(given: Mapping[str, Any], function: str) -> str:
     return f"train_{'flux' if family is not None and family.name == 'flux' else 'sd3'}{fast}.py"
 
 
-def _family(get: Get) -> Family:
+def _family(get: Get) -> type[ModelFamily]:
     family = family_of(get("pretrained.model"))
     assert family is not None, "a configuration of another family has been refused"
     return family
@@ -281,12 +282,16 @@ ROWS = (
     ),
     Row(
         key="sampling.guidance_scale",
-        value=lambda get: get("sample.guidance_scale") if _family(get).guidance == "guidance_scale" else None,
+        value=lambda get: (
+            get("sample.guidance_scale") if _family(get).guidance_key == "guidance_scale" else None
+        ),
         sources=("sample.guidance_scale",),
     ),
     Row(
         key="sampling.true_cfg_scale",
-        value=lambda get: get("sample.guidance_scale") if _family(get).guidance == "true_cfg_scale" else None,
+        value=lambda get: (
+            get("sample.guidance_scale") if _family(get).guidance_key == "true_cfg_scale" else None
+        ),
         sources=("sample.guidance_scale",),
     ),
     Row(

@@ -66,7 +66,7 @@ def _correction(key: str, *, belongs_to: str = "") -> Row:
 def _guidance(key: str) -> Row:
     return Row(
         key=f"sampling.{key}",
-        value=lambda get: guidance(get) if family(get).guidance == key else None,
+        value=lambda get: guidance(get) if family(get).guidance_key == key else None,
         sources=(f"{PIPELINE}.{key}",),
     )
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.models import ModelFamily
 from flowcorr.translate import rewards
-from flowcorr.translate.families import Family, family_of
+from flowcorr.translate.families import family_of
 from flowcorr.translate.rewards import Given
 from flowcorr.translate.table import Get
 from flowcorr.translate.verl_omni_defaults import (
@@ -43,7 +44,7 @@ _OWN_ENTRIES = ("path", "name", "weight", "required")
 _TRACKERS = ("tensorboard", "wandb")
 
 
-def family(get: Get) -> Family:
+def family(get: Get) -> type[ModelFamily]:
     """The model's family; a configuration without one has been refused."""
     found = family_of(get(f"{MODEL}.path"))
     assert found is not None, "a configuration of another family has been refused"
@@ -111,7 +112,7 @@ def targets(get: Get) -> list[str] | None:
     key = f"{MODEL}.target_modules"
     given = get(key)
     if given == "all-linear":
-        return list(family(get).linear)
+        return list(family(get).linear_layers)
     if not isinstance(given, list):
         raise ConfigError(
             f"{key}={given} is a pattern of whole names to peft; give a list, such as ['to_q','to_k']"
@@ -148,7 +149,7 @@ def window_size(get: Get) -> int:
 
 def guidance(get: Get) -> float:
     """The scale of guidance that its pipeline of the family reads."""
-    key = family(get).guidance
+    key = family(get).guidance_key
     return get(f"{PIPELINE}.{key}") or 1.0
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowcorr import distributed
 from flowcorr.actor.weights import TrainedWeights
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, BatchError, ConfigError, MissingExtraError
 from flowcorr.models import load_family
@@ -281,7 +282,7 @@ class RolloutWorker:
     def __init__(self, config: Config, probe: ShippedProbe | None) -> None:
         import ray
 
-        on_gpu = config.rollout.name == "in_process" and ray.get_gpu_ids()
+        on_gpu = not resolve_engine(config.rollout.name).own_processes and ray.get_gpu_ids()
         family = load_family(config.model, "cuda" if on_gpu else "cpu", text_encoders=False)
         base = copy.deepcopy(family.transformer) if needs_base(config) else family.transformer
         # A worker does not train: it needs neither averaged weights nor the KL loss's copy of the untrained ones.

@@ -1,7 +1,6 @@
 import pytest
 
 from flowcorr.config import load_mapping
-from flowcorr.config.rules import check_guidance
 from flowcorr.errors import ConfigError
 
 BYPASS = {"algorithm": {"rollout_correction": {"preset": "bypass_ppo_clip"}}}
@@ -107,9 +106,6 @@ def test_sound_combinations_are_silent(values):
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"sampling": {"true_cfg_scale": 4.0}}, "sampling.true_cfg_scale=4.0"),
-        ({"model": {**QWEN, "family": "flux"}, "sampling": {"true_cfg_scale": 4.0}}, "sampling.true_cfg_scale=4.0"),
-        ({"model": QWEN, "sampling": {"guidance_scale": 4.0}}, "sampling.guidance_scale=4.0"),
         ({"sampling": {"negative_prompt": "blurred"}}, "sampling.negative_prompt=blurred"),
         ({"sampling": {"cps_unscaled": True}}, "sampling.cps_unscaled=True"),
         (
@@ -167,25 +163,6 @@ def test_keys_without_effect_warn(values, key):
 
 def test_a_local_reward_has_a_timeout():
     assert load_mapping({"reward": {"timeout": 60}}).reward.timeout == 60
-
-
-@pytest.mark.parametrize(
-    ("reads", "unread"), [("guidance_scale", "true_cfg_scale"), ("true_cfg_scale", "guidance_scale")]
-)
-def test_guidance_that_a_loaded_model_does_not_read_warns(reads, unread):
-    values = {"model": {"path": "some/pipeline"}, "sampling": {"guidance_scale": 3.0, "true_cfg_scale": 4.0}}
-    config = load_mapping(values)
-    with pytest.warns(
-        UserWarning, match=f"^sampling.{unread}=.* has no effect: .* own reads sampling.{reads}$"
-    ) as seen:
-        check_guidance(config, "own", reads)
-    assert len(seen) == 1
-
-
-def test_guidance_that_was_checked_before_is_not_told_twice():
-    with pytest.warns(UserWarning, match="true_cfg_scale"):
-        config = load_mapping({"sampling": {"true_cfg_scale": 4.0}})
-    check_guidance(config, "sd3", "guidance_scale")
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,6 @@ def test_an_unknown_key_shows_the_nearest():
         ({"bypass_mode": 1}, r"bypass_mode=1 must be true, false or auto"),
         ({"rejection_groups": "recenter"}, r"rejection_groups='recenter'.*did you mean recentre"),
         (BYPASS | {"rejection_groups": "recentre"}, r"rejection_groups='recentre' needs the whole batch"),
-        (BYPASS | K1_AUTO, r"rollout_rs_threshold='auto' for token_k1 needs .*`flowcorr audit` measures it"),
-        (AUTO | K1_AUTO, r"rollout_rs_threshold='auto' for token_k1 needs the whole batch"),
-        (AUTO | {"rollout_rs": "step_z", "rollout_rs_threshold": 6}, r"rollout_rs='step_z' needs the whole"),
         (AUTO | TOKEN | {"rollout_is_batch_normalize": True}, r"rollout_is_batch_normalize=True needs"),
         (AUTO | {"rejection_groups": "drop_small"}, r"rejection_groups='drop_small' needs the whole batch"),
         (AUTO | {"loss_type": "reinforce"}, r"loss_type='reinforce' needs bypass_mode: true"),
@@ -96,10 +93,6 @@ def test_an_unknown_key_shows_the_nearest():
         (
             {"bypass_mode": True, "rollout_is": "token", "rollout_is_batch_normalize": True},
             r"rollout_is_batch_normalize=True needs the whole batch",
-        ),
-        (
-            {"bypass_mode": True, "rollout_rs": "token_k1,step_z", "rollout_rs_threshold": "2,6"},
-            r"rollout_rs='step_z' needs the whole batch",
         ),
         (REINFORCE | SEQUENCE, r"bypass_scope='step' gives the loss single steps"),
         (REINFORCE | {"rollout_is": "geometric"}, r"bypass_scope=.*set bypass_scope: trajectory"),
@@ -134,6 +127,16 @@ def test_weights_in_bypass_ppo_clip_are_for_diagnostics():
     assert not config.applies_weights
     assert RolloutCorrectionConfig.pg_is().applies_weights
     assert not RolloutCorrectionConfig(rollout_is="token", rollout_is_apply=False).applies_weights
+
+
+@pytest.mark.parametrize("mode", [BYPASS, AUTO, {}])
+def test_thresholds_may_be_measured_in_every_mode(mode):
+    config = RolloutCorrectionConfig(
+        **mode, rollout_rs="token_k1,step_z,token_k2", rollout_rs_threshold="auto,6,0.1"
+    )
+    assert config.needs_batch
+    assert [criterion.auto for criterion in config.criteria] == [True, False, False]
+    assert not RolloutCorrectionConfig(**mode, rollout_rs="token_k1", rollout_rs_threshold=2.0).needs_batch
 
 
 def test_auto_is_one_mode_or_the_other():

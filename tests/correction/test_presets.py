@@ -59,6 +59,7 @@ EXPECTED = {
     ("bypass_ppo_clip", "ppo_is_bypass"): BYPASS,
     ("bypass_ppo_clip_geo_rs",): BYPASS | GEO_RS,
     ("bypass_ppo_clip_k3_rs",): BYPASS | K3_RS,
+    ("bypass_ppo_clip_auto_rs",): BYPASS | {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto"},
     ("bypass_pg_is", "pg_is", "pure_is"): REINFORCE | TRAJECTORY | SEQUENCE,
     ("bypass_pg_token_icepop",): REINFORCE | ICEPOP,
     ("bypass_pg_geo_rs",): REINFORCE | TRAJECTORY | GEO_RS,

@@ -1,5 +1,7 @@
 """Folders of steps that another trainer dumped, with little and with much in them."""
 
+import math
+
 import pytest
 import torch
 from diagnostics.dumped_runs import terms_of, write_run
@@ -7,7 +9,15 @@ from diagnostics.foreign_dumps import D, draw_steps
 
 import flowcorr
 from flowcorr import dumps
-from flowcorr.diagnostics.dumped import UNBOUNDED, completed, read_dumped, records
+from flowcorr.diagnostics.diagnosis import diagnose
+from flowcorr.diagnostics.dumped import (
+    UNBOUNDED,
+    completed,
+    gap_terms,
+    read_dumped,
+    records,
+    step_terms,
+)
 from flowcorr.errors import ConfigError
 from tests.odd_files import BATCH, write_step
 
@@ -221,3 +231,43 @@ def test_many_groups_take_no_time(tmp_path):
     )  # fmt: skip
     (record,) = records(read_dumped(tmp_path))
     assert record["reward/zero_std_group_fraction"] == pytest.approx(1 / 3, abs=1e-3)
+
+
+LEARNED = torch.tensor([0.0, 0.1])[torch.arange(32) % 2, None]
+"""By sample; every second one was scored after the first update."""
+FRESH = (LEARNED == 0).expand(32, 2)
+
+
+def test_what_was_learned_is_no_gap(tmp_path):
+    """A bypass run: half of the terms have learned, and are in the update's curves alone."""
+    draw = torch.Generator().manual_seed(0)
+    rollout = torch.randn(32, 2, generator=draw, dtype=torch.float64)
+    current = rollout + 1e-6 * torch.randn(32, 2, generator=draw, dtype=torch.float64) + LEARNED
+    draw_steps(
+        tmp_path,
+        without=("old_log_probs",),
+        rollout_log_probs=rollout,
+        current_log_probs=current,
+        before_update=FRESH,
+    )
+    run = read_dumped(tmp_path)
+    assert run.notes == ()
+    first = records(run)[0]
+    assert first["rollout_corr/logprob_abs_diff_max"] < 1e-5
+    assert first["rollout_corr/nonfinite_fraction"] == 0
+    assert first["actor/ratio_mean"] == pytest.approx(1 + math.expm1(0.1) / 2, rel=1e-3)
+    assert diagnose(step_terms(run)) == []
+    terms = gap_terms(dumps.load(run.files[1]))
+    assert torch.equal(terms.keep, FRESH)
+
+
+def test_a_file_without_the_mark_is_judged_whole(tmp_path):
+    draw_steps(tmp_path, without=("old_log_probs",))
+    run = read_dumped(tmp_path)
+    assert [note.split(",")[0] for note in run.notes] == ["not dumped: before_update"]
+    assert gap_terms(dumps.load(run.files[1])).keep is None
+
+
+def test_a_step_that_nobody_trained_is_left_out_of_the_gap(tmp_path):
+    draw_steps(tmp_path, old_log_probs=torch.tensor([[0.1, math.nan]]).expand(32, 2))
+    assert gap_terms(dumps.load(dumps.files(tmp_path)[1])).keep.all(0).tolist() == [True, False]

@@ -42,11 +42,13 @@ def log_probs(*, size=1e-4):
     return rollout, rollout + size * torch.randn(B, T, generator=draw)
 
 
-def check(folder):
-    """All three tools read it."""
+def check(folder, metrics):
+    """All three tools read it, and the metrics that were returned are the report's."""
+    (record,) = read_run(folder).records
+    assert metrics == {name: value for name, value in record.items() if name.startswith("rollout_corr/")}
     assert audit_folder(folder).num_elements == 1024
     assert replay_run(folder).num_samples == B
-    assert read_run(folder).records[0]["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(1e-4, rel=0.5)
+    assert metrics["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(1e-4, rel=0.5)
     return dumps.load(dumps.files(folder)[3])
 
 
@@ -69,8 +71,7 @@ def test_a_data_proto_of_verl(snippets, tmp_path):
     loss = SimpleNamespace(clip_ratio=1e-4)
     actor = SimpleNamespace(diffusion_loss=loss)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor))
-    snippets.dump_verl_omni(tmp_path, 3, data, config)
-    found = check(tmp_path)
+    found = check(tmp_path, snippets.dump_verl_omni(tmp_path, 3, data, config))
     assert not found.bypass
     assert found.group_ids.tolist() == [sample // 4 for sample in range(B)]
     assert found.sigmas[0].tolist() == pytest.approx([0.9, 0.8])
@@ -84,15 +85,48 @@ def test_samples_of_flow_grpo(snippets, accelerator, tmp_path):
         "timesteps": torch.tensor([1000.0, 900.0]).repeat(B, 1),
         "latents": torch.zeros(B, T, *LATENT),
     }
-    collected = torch.full_like(rollout, torch.nan)
+    current[B // 2 :] += 0.1  # learned: two of four mini-batches follow the first update
+    collected, fresh = torch.full_like(rollout, torch.nan), torch.zeros_like(rollout)
+    first = global_step = 5
     for i, batch in enumerate(current.unflatten(0, (4, -1))):  # as the docstring says
         for j in range(T):
             collected.unflatten(0, (4, -1))[i, :, j] = batch[:, j]
+            fresh.unflatten(0, (4, -1))[i, :, j] = global_step == first
+        global_step += i % 2
     config = SimpleNamespace(train=SimpleNamespace(clip_range=1e-4))
-    snippets.dump_flow_grpo(tmp_path, 3, samples, collected, accelerator, config)
-    found = check(tmp_path)
+    metrics = snippets.dump_flow_grpo(tmp_path, 3, samples, collected, fresh, accelerator, config)
+    found = check(tmp_path, metrics)
     assert found.bypass
     assert torch.equal(found.current_log_probs, current)
+    assert found.before_update.sum(1).tolist() == [T] * 8 + [0] * 8
+
+
+def test_samples_of_flow_factory(snippets, accelerator, tmp_path):
+    """Its shapes: one record a sample, which stores the steps that it trains, by maps of their indices."""
+    rollout, current = log_probs()
+    steps = torch.tensor([1, 3])
+    samples = [
+        SimpleNamespace(
+            log_probs=rollout[sample],
+            log_prob_index_map=torch.tensor([-1, 0, -1, 1]),
+            all_latents=torch.zeros(T + 2, *LATENT),
+            timesteps=torch.tensor([1000.0, 900.0, 700.0, 400.0]),
+            unique_id=10**15 + sample // 4,
+            extra_kwargs={"advantage": torch.tensor(float(sample))},
+        )
+        for sample in range(B)
+    ]
+    trainer = SimpleNamespace(
+        accelerator=accelerator,
+        adapter=SimpleNamespace(scheduler=SimpleNamespace(train_timesteps=steps)),
+        training_args=SimpleNamespace(clip_range=(-1e-4, 1e-4)),
+    )
+    fresh = torch.ones_like(current)
+    metrics = snippets.dump_flow_factory(tmp_path, 3, samples, current, fresh, trainer)
+    found = check(tmp_path, metrics)
+    assert torch.equal(found.rollout_log_probs, rollout)
+    assert found.group_ids.tolist() == [sample // 4 for sample in range(B)]
+    assert (found.step_indices[0].tolist(), found.sigmas[0].tolist()) == ([1, 3], pytest.approx([0.9, 0.4]))
 
 
 def test_a_loop_with_accelerate(snippets, accelerator, tmp_path):
@@ -105,5 +139,5 @@ def test_a_loop_with_accelerate(snippets, accelerator, tmp_path):
         "groups": torch.arange(B) // 4,
         "latents": torch.zeros(B, T, *LATENT),
     }
-    snippets.dump_accelerate(tmp_path, 3, samples, accelerator, clip_ratio=1e-3)
-    assert check(tmp_path).rewards.tolist() == samples["rewards"].tolist()
+    metrics = snippets.dump_accelerate(tmp_path, 3, samples, accelerator, clip_ratio=1e-3)
+    assert check(tmp_path, metrics).rewards.tolist() == samples["rewards"].tolist()

@@ -11,6 +11,7 @@ import torch
 from flowcorr.config.schema import ActorConfig
 from flowcorr.errors import ConfigError
 from flowcorr.records import Terms
+from flowcorr.trackers import METRICS_FILE, read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -66,6 +67,36 @@ def test_custom_loss_trains(tmp_path, monkeypatch, capsys):
     ):
         example.main(str(tmp_path / "other"), 1, "actor.loss_options=null", "actor.loss_options={over: 1}")
     sys.modules.pop("custom_loss", None)
+
+
+def test_new_engine_trains_and_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    small = (
+        "rollout.prompts_per_step=2",
+        "rollout.n=2",
+        "sampling.num_inference_steps=4",
+        "data.num_heldout=4",
+        "data.num_train=8",
+        "rollout.replay_every=1",
+    )
+    example = load("new_engine")
+    gaps = {}
+    for dtype in ("bfloat16", "float16"):
+        options = f"rollout.engine={{computes_in: {dtype}}}"
+        result = example.main(str(tmp_path / dtype), 1, *small, options)
+        assert result.status == "finished"
+        measured = [
+            step.get("rollout_corr/logprob_abs_diff_mean")
+            for step in read_metrics(tmp_path / dtype / METRICS_FILE)
+        ]
+        gaps[dtype] = max(filter(None, measured))
+    assert 0 < gaps["float16"] < gaps["bfloat16"] < 1e-2
+    assert "held-out exact match after 1 steps" in capsys.readouterr().out
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.staleness=2 .* cannot be used with rollout\.name=new_engine"
+    ):
+        example.main(str(tmp_path / "stale"), 1, *small, "rollout.staleness=2")
+    sys.modules.pop("new_engine", None)
 
 
 def test_custom_loss_is_what_it_says():

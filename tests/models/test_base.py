@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from flowcorr.config.schema import SamplingConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import (
     PackedFamily,
+    check_guidance,
     check_size,
     guided,
     linear_schedule,
@@ -15,6 +17,23 @@ from flowcorr.models.base import (
     to_images,
     with_negative,
 )
+from flowcorr.models.qwen_image import QwenImage
+from flowcorr.models.sd3 import SD3
+
+
+@pytest.mark.parametrize(
+    ("family", "reads", "unread"),
+    [(SD3, "guidance_scale", "true_cfg_scale"), (QwenImage, "true_cfg_scale", "guidance_scale")],
+)
+def test_guidance_that_a_family_does_not_read_warns(family, reads, unread):
+    sampling = SamplingConfig(guidance_scale=3.0, true_cfg_scale=4.0)
+    message = (
+        f"^sampling.{unread}=.* has no effect: a model of the family {family.name} reads sampling.{reads}$"
+    )
+    with pytest.warns(UserWarning, match=message) as seen:
+        check_guidance(sampling, family)
+    assert len(seen) == 1
+    check_guidance(SamplingConfig(**{reads: 4.0}), family)
 
 
 def test_guidance_is_two_velocities_of_one_batch():

@@ -15,9 +15,8 @@ from tiny_pipelines import (
 )
 
 from flowcorr.config import ModelConfig
-from flowcorr.config.rules import GUIDANCE
 from flowcorr.errors import ConfigError
-from flowcorr.models import EMBEDDED, FAMILIES, Guidance, load_family, resolve_path
+from flowcorr.models import EMBEDDED, Guidance, load_family, resolve_path
 from flowcorr.plan.pipelines import find_architecture
 
 
@@ -145,10 +144,6 @@ def test_an_incomplete_pipeline_is_an_error(tmp_path):
     shutil.rmtree(folder / "transformer")
     with pytest.raises(ConfigError, match="cannot be loaded as a sd3 pipeline"):
         load_family(ModelConfig(path=str(folder)))
-
-
-def test_configurations_know_which_guidance_a_family_reads():
-    assert {name: family.guidance_key for name, family in FAMILIES.items()} == GUIDANCE
 
 
 def test_without_text_encoders_nothing_of_them_is_loaded():

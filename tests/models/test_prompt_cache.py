@@ -30,8 +30,8 @@ def test_rows_equal_a_direct_encoding(family, guidance):
 def test_prompts_that_are_encoded_one_by_one_have_the_same_rows(family, monkeypatch):
     texts = ["cat", "dog", "bird"]
     direct = family.encode(texts, GUIDED)
-    monkeypatch.setattr(prompt_cache, "CHUNK_TOKENS", family.max_sequence_length)
-    assert prompt_cache.chunk_size(family.max_sequence_length) == 1
+    monkeypatch.setattr(prompt_cache, "CHUNK_TOKENS", family.text_tokens)
+    assert prompt_cache.chunk_size(family.text_tokens) == 1
     for name, rows in PromptCache(family, GUIDED, texts)(texts).items():
         torch.testing.assert_close(rows, direct[name], **MEANS)
 

@@ -63,6 +63,20 @@ def test_what_only_another_machine_knows_is_not_asked_for():
     check_settings(load("tiny_jpeg_lora", ["model.family=mine:Family", "sampling.height=17"]))
 
 
+@pytest.mark.parametrize(
+    ("model", "unread"),
+    [
+        (["model.path=nobody/nothing", "model.family=flux"], "true_cfg_scale"),
+        (["model.path=nobody/nothing", "model.family=qwen_image"], "guidance_scale"),
+        (["model.path=tiny_ocr"], "true_cfg_scale"),
+    ],
+)
+def test_guidance_that_a_known_family_does_not_read_warns(model, unread):
+    config = load("tiny_jpeg_lora", [*model, f"sampling.{unread}=4"])
+    with pytest.warns(UserWarning, match=rf"^sampling\.{unread}=4\.0 has no effect"):
+        check_settings(config)
+
+
 @pytest.mark.parametrize("index", ["[]", "{}", "{", '{"vae": []}'])
 def test_a_folder_that_is_no_pipeline_is_named(tmp_path, index):
     folder = tmp_path / "model"

@@ -65,6 +65,6 @@ def test_a_family_of_ones_own_is_named_as_unknown():
 
     with pytest.raises(
         ConfigError,
-        match=r"only those of sd3, flux, flux2_klein, qwen_image, z_image",
+        match=r"only those of sd3, qwen_image, flux, flux2_klein, z_image; Other.text_shapes can state them",
     ):
         text_inputs(find_architecture("tiny_ocr"), Other, Config())

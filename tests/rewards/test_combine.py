@@ -22,7 +22,7 @@ from flowcorr.rewards import (
     score_batch,
     training_scores,
 )
-from flowcorr.rewards.combine import reported_when_slow
+from flowcorr.rewards.combine import REWARDS, reported_when_slow, states
 
 IMAGES = np.array([0, 100, 200], dtype=np.uint8)[:, None, None, None] * np.ones((3, 8, 8, 3), dtype=np.uint8)
 PROMPTS = [Prompt(text=text) for text in ("a", "bb", "ccc")]
@@ -365,6 +365,13 @@ def test_names_of_scores_are_known_before_a_reward_is_built():
 @pytest.mark.parametrize("name", ["http", "my_rewards:mine"])
 def test_names_that_a_server_or_the_user_chooses_are_unknown(name):
     assert known_scores([term("ocr"), term(name)]) is None
+
+
+def test_a_reward_states_where_it_computes():
+    stated = {name: states(term(name), "computes_on_gpu") for name in REWARDS}
+    assert {name for name, on_gpu in stated.items() if on_gpu} == {"pickscore", "aesthetic"}
+    assert not any(states(term(name), "overlaps") for name in ("pickscore", "aesthetic", "my_rewards:mine"))
+    assert all(states(term(name), "overlaps") for name, on_gpu in stated.items() if not on_gpu)
 
 
 def sum_of(*columns):

@@ -5,6 +5,7 @@ import torch
 
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import repeated_blocks
+from flowcorr.models.z_image import ZImage
 from flowcorr.rollout import sample_ode
 from flowcorr.rollout.step_cache import check_cached
 from tests.tolerances import LOG_PROBS
@@ -100,7 +101,7 @@ def test_no_hook_is_left_after_sampling(make_cached, fails):
 def test_families_that_diffusers_cannot_hook_are_refused(make_run):
     family = make_run().family
     check_cached(family)
-    family.name = "z_image"
+    family.name, family.blocks_can_be_cached = ZImage.name, ZImage.blocks_can_be_cached
     with pytest.raises(ConfigError, match=r"rollout\.cache='first_block' cannot cache .* z_image"):
         check_cached(family)
 

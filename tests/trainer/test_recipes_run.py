@@ -124,7 +124,7 @@ def test_recipe_runs_in_process(recipe, small, tiny_pickscore, tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of vLLM's own
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_runs_with_its_engine(recipe, small, tmp_path, monkeypatch):
-    from flowcorr.rollout.vllm_omni import VllmOmniEngine
+    from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
 
     sample, rollouts = VllmOmniEngine.sample, []
 

@@ -7,7 +7,7 @@ import pytest
 from flowcorr import config
 from flowcorr.config import yaml_text
 from flowcorr.errors import ConfigError
-from flowcorr.trainer.run_config import LOSS, MODES, imported_by_eval, notes, read_config
+from flowcorr.trainer.run_config import ENGINE, LOSS, MODES, imported_by_eval, notes, read_config
 
 CORRECTION = "algorithm.rollout_correction"
 LOADED = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n"
@@ -24,9 +24,11 @@ def module(tmp_path, monkeypatch):
     """A module of a stranger's on Python's path; its `ran` says whether it was imported."""
     path = tmp_path / "a_strangers_code.py"
     path.write_text(
-        f"{LOADED}from flowcorr.correction.bounds import RS_MODES\n"
+        f"{LOADED}from flowcorr.config import ENGINES\n"
+        "from flowcorr.correction.bounds import RS_MODES\n"
         "def loss(terms, actor_config): ...\n"
         "mode = RS_MODES['token_k2']\n"
+        "engine = ENGINES['vllm_omni']\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return path
@@ -63,10 +65,11 @@ def test_what_flowcorr_wrote_is_read(tmp_path):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*belong:FutureWarning")
-def test_losses_and_modes_are_not_imported(algorithm, module, tmp_path):
+def test_losses_modes_and_engines_are_not_imported(algorithm, module, tmp_path):
     actor = {"loss_mode": "a_strangers_code:loss", "loss_options": {"beta": 2}}
     reward = {"terms": [{"name": "a_strangers_code:reward"}]}
-    write(tmp_path, {"actor": actor, "algorithm": algorithm, "reward": reward})
+    rollout = {"name": "a_strangers_code:engine", "engine": {"speed": 3}}
+    write(tmp_path, {"actor": actor, "algorithm": algorithm, "reward": reward, "rollout": rollout})
     found = read_config(tmp_path)
     assert not ran(module)
     assert found.loss_mode == "a_strangers_code:loss"
@@ -74,9 +77,11 @@ def test_losses_and_modes_are_not_imported(algorithm, module, tmp_path):
     assert found.config.algorithm.rollout_correction.rollout_rs is None
     assert found.values["actor"]["loss_options"] == {"beta": 2}
     assert "a_strangers_code:mode" in found.values["algorithm"]["rollout_correction"]["rollout_rs"]
-    assert found.left_out.keys() == {LOSS, MODES}
+    assert (found.config.rollout.name, found.config.rollout.engine) == ("in_process", {})
+    assert (found.values["rollout"]["name"], found.values["rollout"]["engine"]) == tuple(rollout.values())
+    assert found.left_out.keys() == {LOSS, MODES, ENGINE}
     assert [note.rpartition("; ")[2] for note in notes(found.left_out)] == [
-        f"to import it, add --allow-import a_strangers_code:{name}" for name in ("loss", "mode")
+        f"to import it, add --allow-import a_strangers_code:{name}" for name in ("loss", "engine", "mode")
     ]
     assert imported_by_eval(found.config) == {"reward.terms[0].name": "a_strangers_code:reward"}
 
@@ -91,6 +96,9 @@ def test_what_is_allowed_is_imported(module, tmp_path):
     assert found.left_out == {LOSS: "a_strangers_code:loss"}
     found = read_config(tmp_path, allow_imports=["a_strangers_code:mode", "a_strangers_code:loss"])
     assert (found.config.actor.loss_mode, found.left_out) == ("a_strangers_code:loss", {})
+    write(tmp_path, {"rollout": {"name": "a_strangers_code:engine"}})
+    found = read_config(tmp_path, allow_imports=["a_strangers_code:engine"])
+    assert (found.config.rollout.name, found.left_out) == ("a_strangers_code:engine", {})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flowcorr.models import FAMILIES
-from flowcorr.translate.families import family_named, family_of, not_known
+from flowcorr.translate.families import family_of, not_known
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,6 @@ def test_the_family_that_a_name_tells(path, family):
     assert (found and found.name) == family
 
 
-def test_every_family_is_known():
-    assert {family_named(name).name for name in FAMILIES} == FAMILIES.keys()
-
-
 def test_a_name_that_tells_none_is_named_with_its_key():
     assert not_known("model.path", "a/b").startswith(
         "model.path=a/b names no model of the families that flowcorr knows: sd3"
@@ -69,7 +65,7 @@ def test_the_linear_layers_of_a_family():
             ),
         }
     for name, transformer in transformers.items():
-        ends = family_named(name).linear
+        ends = FAMILIES[name].linear_layers
         for layer, module in transformer.named_modules():
             matches = any(layer == end or layer.endswith(f".{end}") for end in ends)
             assert matches == isinstance(module, torch.nn.Linear), layer

@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.translate.flow_factory_values import _LAYERS, _ONLY, DEFAULTS, batches, prompts, updates
+from flowcorr.translate.flow_factory_values import _MODELS, _ONLY, DEFAULTS, batches, prompts, updates
 from tests.translate.configs import FACTORY
 
 ZERO = {"num_processes": 8, "rewards": FACTORY["rewards"]}
@@ -69,7 +69,7 @@ def test_updates_by_backward_passes():
 def test_guidance_of_a_family(factory, path, kind, key, value):
     found, _ = factory(model__model_name_or_path=path, model__model_type=kind)
     assert getattr(found.sampling, key) == value
-    assert found.model.lora.targets == _LAYERS[found.model.family]
+    assert found.model.lora.targets == (*_MODELS[kind.lower()].attention, *_MODELS[kind.lower()].others)
 
 
 @pytest.mark.parametrize(("given", "targets"), [("to_q", ("to_q",)), (["to_q", "to_k"], ("to_q", "to_k"))])

@@ -17,6 +17,7 @@ from typing import Literal
 from torch import Tensor, quantile
 
 from flowcorr.config import yaml_text
+from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.robust import OUTLIER_Z
 from flowcorr.diagnostics.clip_noise import clip_text
 from flowcorr.losses import Limit
@@ -282,7 +283,9 @@ def _about_rejection(facts: Facts, bypass: bool) -> str:
         return (
             f"Rejection: none; there are no outliers. A token_k1 band that this noise stays inside is {band}."
         )
-    how = "a band around the noise" if bypass else "step_z, which follows the noise"
+    how = f"token_k1 with auto, a band around the noise (here {_band(facts.outlier_band)})"
+    if not bypass:
+        how = "step_z, which follows the noise,"
     return f"Rejection: {share}; {how} removes them. To find their cause, run flowcorr doctor."
 
 
@@ -302,7 +305,7 @@ def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
     if not facts.has_outliers:
         return keys
     if bypass:
-        return keys | {"rollout_rs": "token_k1", "rollout_rs_threshold": _band(facts.outlier_band)}
+        return keys | {"rollout_rs": "token_k1", "rollout_rs_threshold": AUTO}
     return keys | {"rollout_rs": "step_z", "rollout_rs_threshold": f"{OUTLIER_Z}"}
 
 

@@ -14,7 +14,7 @@ from flowcorr import dumps
 from flowcorr.diagnostics.audit.gap import delta
 from flowcorr.diagnostics.audit.measure import AuditReport, report_of
 from flowcorr.diagnostics.diagnosis import diagnose, trained_columns
-from flowcorr.diagnostics.dumped import completed, read_dumped, step_terms
+from flowcorr.diagnostics.dumped import gap_terms, read_dumped, step_terms, trained_log_probs
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.records import Terms
@@ -48,11 +48,17 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditR
     gap = Terms.concatenate([part.select((slice(None), trained)) for part in parts])
     gap = gap.select(delta(gap).isfinite().all(1))
     if not len(gap.old_log_prob):
-        raise ConfigError(
-            f"{folder} holds no sample whose log-probs are all finite: {diagnoses[0].evidence}; {diagnoses[0].remedy}"
+        found = [f"{one.evidence}; {one.remedy}" for one in diagnoses if one.cause == "non_finite"]
+        found.append("none was scored before the first update in all of its steps (before_update)")
+        raise ConfigError(f"{folder} holds no sample whose log-probs are all finite: {found[0]}")
+    marks = [one.before_update[:, trained] for one in terms.values() if one.before_update is not None]
+    late = sum(int((mark == 0).sum()) for mark in marks)
+    if bypass and late:
+        notes.append(f"{late} terms were scored after the first update of their step, so they are left out")
+    if bypass and not marks:
+        notes.append(
+            "in bypass mode the gap is of the current policy, so it holds what was learned; dump before_update"
         )
-    if bypass:
-        notes.append("in bypass mode the gap is of the current policy, so it holds what was learned")
     assert gap.old_rollout_kl is not None, "`_gap` sets it"
     if not gap.old_rollout_kl.isfinite().all():
         gap, told = estimated_kl(gap, num_elements)
@@ -100,9 +106,12 @@ def _gap(path: Path, dumped: DumpedTerms, levels: Tensor | None) -> Terms:
             f"{path} holds the rollout's log-probs alone; dump the trainer's as well: old_log_probs where it "
             "recomputes them, or current_log_probs"
         )
-    terms = completed(dumped, levels)
-    target, kl = terms.old_log_prob, terms.old_rollout_kl
-    if dumped.bypass:
-        target, kl = terms.log_prob, terms.rollout_kl
+    terms = gap_terms(dumped, levels)
+    target = trained_log_probs(dumped, terms)
+    kl = terms.rollout_kl if dumped.bypass else terms.old_rollout_kl
     kl = torch.full_like(target, torch.nan) if kl is None else kl
-    return replace(terms, old_log_prob=target, old_kl=None, rollout_kl=None, old_rollout_kl=kl.double())
+    if terms.keep is not None:
+        target = torch.where(terms.keep, target, torch.nan)
+    return replace(
+        terms, old_log_prob=target, old_kl=None, rollout_kl=None, old_rollout_kl=kl.double(), keep=None
+    )

@@ -17,6 +17,7 @@ import torch
 
 from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
+from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.data import load_prompts
 from flowcorr.diagnostics.doctor import precision
@@ -135,7 +136,7 @@ def _shortened(config: Config) -> Config:
 
 def _changes_precision(config: Config) -> bool:
     """Whether the run's engine computes in float32 when it is asked to."""
-    return config.rollout.name == "in_process" and config.rollout.placement == "local"
+    return resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local"
 
 
 def _examine(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> DoctorReport:

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from flowcorr.algorithm import MeasuredBands
 from flowcorr.config import Config
 from flowcorr.correction import OFF, PRESETS, RolloutCorrectionConfig
 from flowcorr.correction.bounds import SCALES
@@ -172,6 +173,7 @@ def replay_run(
         config = replace(config, algorithm=replace(config.algorithm, rollout_correction=OFF))
     corrections = _corrections(config, presets, scales)
     tallies = [_Tally() for _ in corrections]
+    bands = [MeasuredBands(config) for _ in corrections]
     num_samples, num_bypass = 0, 0
     for steps in chunks(list(files.values())):
         num_samples += sum(steps.sizes)
@@ -179,12 +181,12 @@ def replay_run(
         uncorrected = replay(
             steps, config, RolloutCorrectionConfig.preset("bypass_ppo_clip") if steps.bypass else OFF
         )
-        for correction, tally in zip(corrections, tallies, strict=True):
+        for correction, tally, measured in zip(corrections, tallies, bands, strict=True):
             resolved = _in_mode(correction, "bypass" if steps.bypass else "decoupled")
             if reason := obstacle(steps, config, resolved):
                 tally.skip(steps, reason)
             else:
-                tally.add(steps, replay(steps, config, resolved), uncorrected)
+                tally.add(steps, replay(steps, config, resolved, measured), uncorrected)
     replays = [_finished(config, *found) for found in zip(corrections, tallies, strict=True)]
     if all(found.outcome is None for found in replays):
         raise ConfigError(f"no preset that was asked for can be replayed on {run_dir}: {replays[0].reason}")
@@ -332,11 +334,13 @@ class _Tally:
         self.products.append(torch.stack([steps.sums(one * other) for one, other in pairs], dim=1))
         self._add_factors((ours / theirs)[theirs != 0].float())
         self.metrics = self.metrics.merge(replayed.metrics).on_host()
+        judged = torch.ones_like(replayed.keep) if steps.terms.keep is None else steps.terms.keep
+        rejected = judged & ~replayed.keep
         sums = {
-            "terms": ours.numel(),
-            "samples": len(ours),
-            "rejected_terms": int((~replayed.keep).sum()),
-            "rejected_samples": int((~replayed.keep.all(1)).sum()),
+            "terms": int(judged.sum()),
+            "samples": int(judged.any(1).sum()),
+            "rejected_terms": int(rejected.sum()),
+            "rejected_samples": int(rejected.any(1).sum()),
             "changed_terms": int((ours.sign() != theirs.sign()).sum()),
             "appeared_terms": int(((theirs == 0) & (ours != 0)).sum()),
             "loss": replayed.loss_sum,

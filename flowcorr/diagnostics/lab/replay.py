@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from flowcorr import dumps
+from flowcorr.algorithm import MeasuredBands
 from flowcorr.algorithm.apply import correct, sees_windows
 from flowcorr.config import Config
 from flowcorr.config.rules import check
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.diagnostics.dumped import UNBOUNDED, completed
+from flowcorr.diagnostics.dumped import UNBOUNDED, gap_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.losses import loss_of
@@ -97,7 +98,7 @@ def stack(parts: Sequence[DumpedTerms]) -> LoggedSteps:
     groups = torch.arange(len(owners)) if joined.group_ids is None else joined.group_ids
     groups = groups.unique(return_inverse=True)[1]  # ids of any size, counted from 0 on
     return LoggedSteps(
-        terms=completed(joined),
+        terms=gap_terms(joined),
         group_ids=groups + len(groups) * owners,
         bypass=joined.bypass,
         sizes=sizes,
@@ -137,8 +138,20 @@ def _needs_size(correction: RolloutCorrectionConfig) -> bool:
     return robust or correction.log_ratio_scale in ("sqrt", "sum")
 
 
-def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConfig) -> Replayed:
-    """Correct the steps and differentiate their loss, without a KL to the reference."""
+def replay(
+    steps: LoggedSteps,
+    config: Config,
+    correction: RolloutCorrectionConfig,
+    bands: MeasuredBands | None = None,
+) -> Replayed:
+    """Correct the steps and differentiate their loss, without a KL to the reference.
+
+    Args:
+        steps: of a run.
+        config: the run's.
+        correction: what is tried.
+        bands: of the steps before, for `auto` thresholds in bypass mode; they learn from these steps. None for none.
+    """
     num_steps = config.sampling.num_inference_steps
     log_prob = steps.terms.log_prob.clone().requires_grad_()
     terms, metrics = replace(steps.terms, log_prob=log_prob), Metrics()
@@ -146,16 +159,18 @@ def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConf
         terms = replace(terms, old_log_prob=terms.rollout_log_prob, old_kl=terms.rollout_kl)
     else:
         terms, metrics = _decoupled(steps, terms, correction, num_steps)
-    if not sees_windows(config.actor, correction):
-        terms = terms.per_term()
     if correction.mode == "bypass":
-        terms, metrics = correct(terms, correction, actor_config=config.actor, num_steps=num_steps)
+        terms, metrics = _bypass(steps, terms, config, correction, bands or MeasuredBands(config))
+    elif not sees_windows(config.actor, correction):
+        terms = terms.per_term()
     loss = loss_of(config.actor, correction).objective(terms, config.actor)
     loss.loss_sum.backward()
     assert log_prob.grad is not None
     shape = log_prob.shape
     keep = torch.ones(shape, dtype=torch.bool) if terms.keep is None else terms.keep.view(shape)
     finite = (terms.log_prob - terms.old_log_prob + terms.advantage).detach().isfinite().view(shape)
+    if steps.terms.keep is not None:
+        finite = finite & steps.terms.keep
     over_all = correction.rollout_rs_denominator == "all"
     counts = steps.sums(finite if over_all else finite & keep).clamp(min=1)
     return Replayed(
@@ -165,6 +180,35 @@ def replay(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConf
         loss_sum=float(loss.loss_sum.detach()),
         count=float(loss.count_all if over_all else loss.count_kept),
     )
+
+
+def _bypass(
+    steps: LoggedSteps,
+    terms: Terms,
+    config: Config,
+    correction: RolloutCorrectionConfig,
+    bands: MeasuredBands,
+) -> tuple[Terms, Metrics]:
+    """Correct the steps as the loss does: all at once, or in turn where each is judged by those before."""
+    parts, metrics = [], []
+    for rows in steps.rows() if correction.needs_batch else [slice(None)]:
+        part = terms.select(rows)
+        if not sees_windows(config.actor, correction):
+            part = part.per_term()
+        corrected, measured = correct(
+            part,
+            correction,
+            actor_config=config.actor,
+            num_steps=config.sampling.num_inference_steps,
+            noise=bands.noise,
+        )
+        if correction.needs_batch:
+            assert terms.num_elements is not None, "see obstacle"
+            judged = replace(part, log_prob=part.log_prob.detach())
+            measured = measured.merge(bands.observe(correction, [judged], terms.num_elements))
+        parts.append(corrected)
+        metrics.append(measured)
+    return Terms.concatenate(parts), Metrics.merged(metrics)
 
 
 def _decoupled(

@@ -196,12 +196,16 @@ REJECTION = _rows(
         "rollout_rs_<mode>_masked_fraction": ("Share of terms that this mode rejects.", "share"),
         "rollout_rs_<mode>_seq_masked_fraction": ("Share of samples in which this mode rejects.", "share"),
         "rollout_rs_<mode>_threshold_low": (
-            "Lower bound of an `auto` threshold, as measured.",
+            "Lower bound of an `auto` threshold, as measured on the batch.",
             "of the mode",
         ),
         "rollout_rs_<mode>_threshold_high": (
-            "Upper bound of an `auto` threshold, as measured.",
+            "Upper bound of an `auto` threshold, as measured on the batch.",
             "of the mode",
+        ),
+        "rollout_rs_unmeasured_fraction": (
+            "Bypass mode: share of terms at steps whose `auto` band too few training steps have measured yet.",
+            "share",
         ),
         "dropped_group_fraction": ("Share of prompt groups that rejection dropped.", "share"),
         "partial_group_fraction": ("Share of prompt groups that rejection left incomplete.", "share"),
@@ -218,6 +222,15 @@ STEPS = _rows(
             "",
         ),
         "masked_fraction": ("Share of terms rejected at step index `<i>`.", "share"),
+        "rollout_rs_<mode>_threshold_low": (
+            "Bypass mode: lower end of the `auto` band of step index `<i>`, as earlier training steps measured it; the "
+            "clip range is added to it.",
+            "of the mode; of k1 modes, a ratio",
+        ),
+        "rollout_rs_<mode>_threshold_high": (
+            "Likewise its upper end.",
+            "of the mode; of k1 modes, a ratio",
+        ),
     },
 )
 UPDATE = _rows(
@@ -235,7 +248,14 @@ UPDATE = _rows(
         "grad_norm": ("Norm of the gradient before clipping.", ""),
         "lr": ("Learning rate.", ""),
         "updates": ("Optimizer updates taken in the training step.", "updates"),
-        "skipped_updates": ("Updates skipped: everything rejected, or the gradient not finite.", "updates"),
+        "skipped_updates": (
+            "Updates skipped: all or most terms rejected, or the gradient not finite.",
+            "updates",
+        ),
+        "mostly_rejected_updates": (
+            "Bypass mode: updates skipped because more than half of their terms lie outside `auto` bands.",
+            "updates",
+        ),
         "nonfinite_fraction": ("Share of scored terms that were not finite and were dropped.", "share"),
         "zero_advantage_fraction": (
             "Share of samples whose advantage is 0. Decoupled mode without `actor.kl_coef` counts them in the loss and "

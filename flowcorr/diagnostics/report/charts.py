@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
 
@@ -21,6 +21,7 @@ from flowcorr.diagnostics.plots import (
     draw_histograms,
     limit_in_view,
 )
+from flowcorr.diagnostics.report.bands import band_charts
 from flowcorr.diagnostics.report.heat_maps import ROUNDING, heat_maps
 from flowcorr.diagnostics.report.runs import Group
 from flowcorr.diagnostics.report.terms import Spread, reach, read_spread, shares
@@ -116,7 +117,7 @@ def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
             charts=heat_maps(groups),
         ),
         _curves(groups, "Outside the log-probs", _REPLAY, _REPLAY_TEXT),
-        _curves(groups, "What the correction did", _CORRECTION, ""),
+        _did(groups),
         _curves(groups, "The update", _UPDATE, ""),
     ]
     timing = ChartSection(
@@ -196,6 +197,12 @@ def _drift_text(groups: Sequence[Group]) -> str:
         if known
         else f"{text}."
     )
+
+
+def _did(groups: Sequence[Group]) -> ChartSection:
+    """What the correction did, and the bands that it measured."""
+    section = _curves(groups, "What the correction did", _CORRECTION, "")
+    return replace(section, charts=[*section.charts, *band_charts(groups)])
 
 
 def _curves(

@@ -245,7 +245,7 @@ def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
         yield Finding(level="note", runs=run.name, message=note)
     for diagnosis in run.diagnoses:
         yield Finding(
-            level="warning" if diagnosis.cause == "stale" else "serious",
+            level=diagnosis.level,
             runs=run.name,
             message=diagnosis.verdict,
             where=diagnosis.evidence,

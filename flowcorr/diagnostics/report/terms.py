@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowcorr import dumps
 from flowcorr.config.schema import ActorConfig
-from flowcorr.diagnostics.dumped import UNBOUNDED, completed, noise_levels
+from flowcorr.diagnostics.dumped import UNBOUNDED, completed, gap_terms, noise_levels, trained_log_probs
 from flowcorr.diagnostics.report.runs import Group
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
 from flowcorr.records import Terms
@@ -55,8 +55,9 @@ def read_spread(group: Group) -> Spread | None:
         return None
     loss = loss_of(group.config.actor, group.config.algorithm.rollout_correction)
     mismatch: dict[int, list[Tensor]] = {}
-    for dumped, terms in zip(loaded, steps, strict=True):
-        delta = (terms.log_prob if dumped.bypass else terms.old_log_prob) - terms.rollout_log_prob
+    for dumped in loaded:
+        terms = gap_terms(dumped, levels)
+        delta = trained_log_probs(dumped, terms) - terms.rollout_log_prob
         for index in terms.step_index.unique().tolist():
             mismatch.setdefault(index, []).append(delta[terms.step_index == index])
     return Spread(

@@ -3,7 +3,3 @@
 `engine` and `client` run in the trainer. `pipelines` and `worker` run in vllm-omni's worker processes. `request`
 defines the messages between them.
 """
-
-from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
-
-__all__ = ["VllmOmniEngine"]

@@ -12,21 +12,27 @@ from torch import Tensor
 
 BUCKET_BYTES = 2**29  # bytes of weights in one call, so that no message holds a whole large transformer
 
-RENAMED = {"qwen_image": (".to_out.0", ".to_out")}
-"""Layer names that differ, by model family: the suffix in diffusers and the suffix in vllm-omni."""
 
+def peft_tensors(tensors: Mapping[str, Tensor], layer_suffix: tuple[str, str]) -> dict[str, Tensor]:
+    """An adapter's parameters on the CPU, named as in peft's files and after the engine's layers.
 
-def peft_tensors(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """An adapter's parameters on the CPU, named as in peft's files and after the engine's layers."""
+    Args:
+        tensors: the parameters.
+        layer_suffix: see `InVllmOmni`.
+    """
     return {
-        f"base_model.model.{_layer(name, family)}.{_side(name)}.weight": tensor.detach().cpu().contiguous()
+        f"base_model.model.{_layer(name, layer_suffix)}.{_side(name)}.weight": tensor.detach()
+        .cpu()
+        .contiguous()
         for name, tensor in tensors.items()
     }
 
 
-def peft_config(tensors: Mapping[str, Tensor], family: str, *, rank: int, alpha: float) -> dict[str, Any]:
+def peft_config(
+    tensors: Mapping[str, Tensor], layer_suffix: tuple[str, str], *, rank: int, alpha: float
+) -> dict[str, Any]:
     """The configuration that peft stores with an adapter; its targets are the layers of `tensors`."""
-    targets = sorted({_layer(name, family) for name in tensors})
+    targets = sorted({_layer(name, layer_suffix) for name in tensors})
     return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
 
 
@@ -56,14 +62,10 @@ def buckets(
         yield bucket
 
 
-def _layer(name: str, family: str) -> str:
+def _layer(name: str, layer_suffix: tuple[str, str]) -> str:
     layer = name.partition(".lora_")[0]
-    in_diffusers, in_engine = RENAMED.get(family, ("", ""))
-    return (
-        layer.removesuffix(in_diffusers) + in_engine
-        if in_diffusers and layer.endswith(in_diffusers)
-        else layer
-    )
+    in_diffusers, in_engine = layer_suffix
+    return layer.removesuffix(in_diffusers) + in_engine if layer.endswith(in_diffusers) else layer
 
 
 def _side(name: str) -> str:

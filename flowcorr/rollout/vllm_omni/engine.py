@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowcorr import distributed
 from flowcorr.config.schema import Config
@@ -139,8 +139,10 @@ class VllmOmniEngine:
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         lora = self.config.model.lora
-        config = adapter.peft_config(tensors, self.family.name, rank=lora.rank, alpha=lora.alpha)
-        named: dict[str, Tensor] | None = adapter.peft_tensors(tensors, self.family.name)
+        assert self.family.vllm_omni is not None, "an engine of a family without a pipeline is refused"
+        suffix = self.family.vllm_omni.layer_suffix
+        config = adapter.peft_config(tensors, suffix, rank=lora.rank, alpha=lora.alpha)
+        named: dict[str, Tensor] | None = adapter.peft_tensors(tensors, suffix)
         self._adapter_id += 1
         folder = None
         if self.weight_sync == "lora_path":
@@ -312,3 +314,11 @@ def _rollout(
         group_ids=torch.tensor([job.group for job in jobs]),
         policy_versions=torch.tensor([trajectory["policy_version"] for trajectory in trajectories]),
     ).validate()
+
+
+def build(
+    config: Config, family: ModelFamily, *, merge: Merge, base: nn.Module, probe: probe.ActorProbe | None
+) -> VllmOmniEngine:
+    """The engine `vllm_omni`, see `build_backend`; it loads a transformer of its own in place of `base`."""
+    assert probe is not None, "vllm-omni's engine has to move as the actor does"
+    return VllmOmniEngine(family, config, actor_probe=probe, merge=merge)

@@ -11,9 +11,8 @@ from typing import Any, Literal, cast, get_args
 from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.models import ModelFamily
+from flowcorr.models import FAMILIES, ModelFamily
 from flowcorr.rollout.vllm_omni.client import import_vllm_omni
-from flowcorr.rollout.vllm_omni.plugin import PIPELINES
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +29,6 @@ SET_BY_FLOWCORR = {
     "cache_backend": "it would leave parts of stochastic steps out, whose log-probs then belong to no policy",
 }
 """Arguments that flowcorr sets, with the reason or the key to use instead."""
-
-WITHOUT_QUANTIZATION = ("sd3",)  # its transformer in vllm-omni 0.30 takes no quantization
 
 SEVERAL_GPUS = (
     *("num_gpus", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
@@ -81,10 +78,11 @@ def engine_options(
         ConfigError: an option is unknown, is set by flowcorr, or contradicts another section.
         MissingExtraError: vllm-omni is not installed.
     """
-    if family.name not in PIPELINES:
+    if family.vllm_omni is None:
+        known = ", ".join(name for name, other in FAMILIES.items() if other.vllm_omni is not None)
         raise ConfigError(
-            f"rollout.name=vllm_omni has no pipeline for the model family {family.name}, only for "
-            f"{', '.join(PIPELINES)}; use rollout.name=in_process"
+            f"rollout.name=vllm_omni has no pipeline for the model family {family.name}, only for {known}; use "
+            "rollout.name=in_process"
         )
     asked = dict(config.rollout.engine)
     weight_sync = _weight_sync(config, asked.pop("weight_sync", None))
@@ -97,7 +95,7 @@ def engine_options(
                 unknown_choice("rollout.engine", key, ["weight_sync", *sorted(installed.options)])
             )
     _check_gpus(asked)
-    if family.name in WITHOUT_QUANTIZATION and _quantization(config):
+    if not family.vllm_omni.quantizes and _quantization(config):
         raise ConfigError(
             f"rollout.engine.quantization={_quantization(config)!r} would have no effect: vllm-omni does not quantize "
             f"{family.name}"
@@ -114,7 +112,7 @@ def engine_options(
         "request_batch_max_wait_ms": BATCH_WAIT_MS,
         "distributed_executor_backend": installed.backend,
         **asked,
-        "model_class_name": PIPELINES[family.name],
+        "model_class_name": family.vllm_omni.pipeline,
         "worker_extension_cls": "flowcorr.rollout.vllm_omni.worker.RolloutWorker",
         "dtype": rollout.dtype,
     }

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
+from flowcorr.models import FAMILIES
 from flowcorr.processes import inherit_mark
-
-PIPELINES = {
-    "sd3": "FlowcorrSD3Pipeline",
-    "qwen_image": "FlowcorrQwenImagePipeline",
-    "flux": "FlowcorrFluxPipeline",
-    "flux2_klein": "FlowcorrFlux2KleinPipeline",
-    "z_image": "FlowcorrZImagePipeline",
-}
-"""Model family -> its class in `pipelines`, registered in vllm-omni under the same name."""
 
 
 def register() -> None:
@@ -19,5 +11,7 @@ def register() -> None:
     from vllm_omni.diffusion.registry import register_diffusion_model
 
     inherit_mark()
-    for name in PIPELINES.values():
-        register_diffusion_model(name, f"{__package__}.pipelines", name)
+    for family in FAMILIES.values():
+        if family.vllm_omni is not None:
+            name = family.vllm_omni.pipeline
+            register_diffusion_model(name, f"{__package__}.pipelines", name)

@@ -146,7 +146,7 @@ def test_outliers_are_rejected_as_the_mode_can():
     few = replace(FACTS, outliers=0.01)
     bypass = correction_of(advise(few))
     assert (bypass.bypass_mode, bypass.rollout_rs) == (True, "token_k1")
-    assert bypass.rollout_rs_threshold == (0.996, 1.004)
+    assert bypass.rollout_rs_threshold == "auto"
     decoupled = correction_of(advise(replace(few, clip_by_step=WIDE)))
     assert (decoupled.rollout_rs, decoupled.rollout_rs_threshold) == ("step_z", 6.0)
     both = correction_of(advise(replace(few, stale_nats=0.05)))

@@ -143,5 +143,23 @@ def test_a_dump_of_the_rollout_alone_is_refused(tmp_path):
 
 def test_in_bypass_the_current_policy_is_audited(tmp_path):
     report = audit_folder(draw_steps(tmp_path, without=("old_log_probs",)))
-    assert "in bypass mode the gap is of the current policy, so it holds what was learned" in report.notes
+    assert any("so it holds what was learned; dump before_update" in note for note in report.notes)
     assert report.joint_nats == pytest.approx(2 * D * 0.02**2 / 2, rel=0.3)
+
+
+def test_in_bypass_terms_scored_before_the_first_update_are_audited(tmp_path):
+    learned = torch.tensor([0.0, 0.5])[torch.arange(32) % 2, None].double()
+    draw = torch.Generator().manual_seed(0)
+    rollout = torch.randn(32, 2, generator=draw, dtype=torch.float64)
+    given = {"rollout_log_probs": rollout, "current_log_probs": rollout + learned}
+    draw_steps(tmp_path, without=("old_log_probs",), before_update=learned.expand(32, 2) == 0, **given)
+    report = audit_folder(tmp_path)
+    assert (report.num_samples, report.diagnoses, report.joint_nats) == (48, (), 0)
+    assert "96 terms were scored after the first update of their step, so they are left out" in report.notes
+
+
+def test_a_run_without_terms_before_an_update_is_refused(tmp_path):
+    late = torch.tensor([[1, 0], [0, 1]]).repeat(16, 1)
+    draw_steps(tmp_path, without=("old_log_probs",), before_update=late)
+    with pytest.raises(ConfigError, match="none was scored before the first update in all of its steps"):
+        audit_folder(tmp_path)

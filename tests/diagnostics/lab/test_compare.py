@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from diagnostics.dumped_runs import CORRECTION, D, terms_of, write_run
 from diagnostics.foreign_dumps import draw_steps
 
@@ -361,3 +362,23 @@ def test_without_fields_what_they_give_is_named(tmp_path):
     assert found["decoupled_token_is, sum"].reason == "it needs num_elements, which was not dumped"
     assert "clip_ratio was not dumped" in found["bypass_ppo_clip"].reason
     assert len(report.notes) == 5
+
+
+def test_terms_that_tell_nothing_are_not_rejected(tmp_path):
+    """A bypass run of a trainer whose last step is never trained, and whose second half is scored after an update."""
+    draw = torch.Generator().manual_seed(0)
+    rollout = torch.randn(32, 2, generator=draw, dtype=torch.float64)
+    late = (torch.arange(32) >= 16)[:, None].expand(32, 2)
+    current = torch.where(late, rollout + 0.1, rollout)
+    current[:, 1] = torch.nan
+    draw_steps(
+        tmp_path,
+        without=("old_log_probs",),
+        rollout_log_probs=rollout,
+        current_log_probs=current,
+        before_update=~late,
+    )
+    found = by_label(replay_run(tmp_path, presets=["bypass_ppo_clip_geo_rs", "bypass_pg_is"]))
+    for replayed in found.values():
+        assert (replayed.outcome.rejected_terms, replayed.outcome.rejected_samples) == (0, 0)
+    assert found["bypass_pg_is"].outcome.mean_weight == 1

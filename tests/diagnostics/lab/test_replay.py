@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr import config
+from flowcorr.algorithm import MeasuredBands
 from flowcorr.correction import OFF, RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.diagnostics.lab.replay import obstacle, replay, stack
 from flowcorr.losses import flow_dppo, flow_grpo, grpo_guard, reinforce
@@ -164,3 +165,21 @@ def test_why_terms_cannot_be_replayed(overrides, terms, preset, reason):
     settings_of_run = config.load("tiny_jpeg_lora", overrides)
     found = obstacle(stack([terms_of(**terms)]), settings_of_run, RolloutCorrectionConfig.from_preset(preset))
     assert (reason in found) if reason else (found == "")
+
+
+def test_bands_in_bypass_mode_are_those_of_the_steps_before():
+    """A quarter of the samples is at fault in every step; the first steps only measure."""
+    correction = RolloutCorrectionConfig.bypass_ppo_clip_auto_rs()
+    settings_of_run = config.load("tiny_jpeg_lora")
+    draw = torch.Generator().manual_seed(0)
+    steps, faulty = [], torch.arange(64) % 4 == 0
+    for _ in range(5):
+        terms = terms_of(64, 2)
+        gap = 1e-4 * torch.randn(64, 2, generator=draw) + 0.1 * faulty[:, None]
+        steps.append(replace(terms, rollout_log_probs=terms.current_log_probs - gap))
+    expected = [torch.ones(64, 2, dtype=torch.bool)] * 3 + [~faulty[:, None].expand(-1, 2)] * 2
+    found = replay(stack(steps), settings_of_run, correction)
+    assert torch.equal(found.keep, torch.cat(expected))
+    bands = MeasuredBands(settings_of_run)
+    for step, keep in zip(steps, expected, strict=True):
+        assert torch.equal(replay(stack([step]), settings_of_run, correction, bands).keep, keep)

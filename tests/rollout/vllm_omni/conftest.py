@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flowcorr.models import ModelFamily
     from flowcorr.records import Rollout
     from flowcorr.rollout import InProcessEngine
-    from flowcorr.rollout.vllm_omni import VllmOmniEngine
+    from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
     from flowcorr.rollout.vllm_omni.patience import Patience
 
 PROMPTS = ("cat", "dog")
@@ -107,7 +107,7 @@ def running(config: Config, patience: Patience | None = None) -> Iterator[Stack]
     """The engine that `config` asks for, synchronised with a new actor."""
     from flowcorr.actor import DiffusionActor
     from flowcorr.models import load_family
-    from flowcorr.rollout.vllm_omni import VllmOmniEngine
+    from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
     from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 
     family = load_family(config.model)

@@ -2,6 +2,7 @@
 
 import torch
 
+from flowcorr.models.qwen_image import QwenImage
 from flowcorr.rollout.vllm_omni import adapter
 
 
@@ -10,14 +11,13 @@ def test_adapters_get_the_names_of_peft_and_of_the_engine():
         "blocks.0.attn.to_out.0.lora_A.default.weight": torch.zeros(2, 3),
         "blocks.0.attn.to_out.0.lora_B.default.weight": torch.zeros(3, 2),
     }
-    assert list(adapter.peft_tensors(tensors, "sd3")) == [
+    assert list(adapter.peft_tensors(tensors, ("", ""))) == [
         "base_model.model.blocks.0.attn.to_out.0.lora_A.weight",
         "base_model.model.blocks.0.attn.to_out.0.lora_B.weight",
     ]
-    assert "base_model.model.blocks.0.attn.to_out.lora_A.weight" in adapter.peft_tensors(
-        tensors, "qwen_image"
-    )
-    config = adapter.peft_config(tensors, "qwen_image", rank=2, alpha=4.0)
+    suffix = QwenImage.vllm_omni.layer_suffix
+    assert "base_model.model.blocks.0.attn.to_out.lora_A.weight" in adapter.peft_tensors(tensors, suffix)
+    config = adapter.peft_config(tensors, suffix, rank=2, alpha=4.0)
     assert config["target_modules"] == ["blocks.0.attn.to_out"]
     assert (config["r"], config["lora_alpha"]) == (2, 4.0)
 

@@ -151,8 +151,8 @@ def test_a_planted_fault_is_named_and_no_other(guided, plant, named, monkeypatch
 
 
 def test_an_adapter_that_does_not_arrive_ends_in_an_error(guided, monkeypatch):
-    old = adapter.peft_tensors(guided.actor.weights.snapshot().tensors, "sd3")
-    monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, family: old)
+    old = adapter.peft_tensors(guided.actor.weights.snapshot().tensors, ("", ""))
+    monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, layer_suffix: old)
     with pytest.raises(BackendError, match="did not take effect"):
         check(guided)
 

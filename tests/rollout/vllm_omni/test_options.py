@@ -6,6 +6,8 @@ import pytest
 
 from flowcorr.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig
 from flowcorr.errors import ConfigError
+from flowcorr.models.flux import Flux
+from flowcorr.models.sd3 import SD3
 from flowcorr.rollout.vllm_omni import options
 
 
@@ -18,6 +20,7 @@ def config(engine, *, rank=4, **rollout):
 
 class Family:
     name = "flux"
+    vllm_omni = Flux.vllm_omni
 
 
 INSTALLED = options.Installed(
@@ -69,8 +72,11 @@ def test_an_executor_of_ones_own_is_taken_and_a_lossy_one_warned_of(caplog):
 
 def test_families_without_a_pipeline_or_quantization():
     other, sd3 = Family(), Family()
-    other.name, sd3.name = "aura_flow", "sd3"
-    with pytest.raises(ConfigError, match="no pipeline for the model family aura_flow"):
+    other.name, other.vllm_omni = "aura_flow", None
+    sd3.name, sd3.vllm_omni = "sd3", SD3.vllm_omni
+    with pytest.raises(
+        ConfigError, match="no pipeline for the model family aura_flow, only for sd3, qwen_image"
+    ):
         options.engine_options(config({}), other, INSTALLED)
     with pytest.raises(ConfigError, match="does not quantize sd3"):
         options.engine_options(config({"quantization": "fp8"}), sd3, INSTALLED)

@@ -38,9 +38,10 @@ def test_weights_that_the_engine_does_not_know_are_an_error(stack, monkeypatch):
     stack.stir()
     real = adapter.peft_tensors
 
-    def misnamed(tensors, family):
+    def misnamed(tensors, layer_suffix):
         return {
-            name.replace("attn.to_q", "attention.query"): row for name, row in real(tensors, family).items()
+            name.replace("attn.to_q", "attention.query"): row
+            for name, row in real(tensors, layer_suffix).items()
         }
 
     monkeypatch.setattr(adapter, "peft_tensors", misnamed)
@@ -49,8 +50,8 @@ def test_weights_that_the_engine_does_not_know_are_an_error(stack, monkeypatch):
 
 
 def test_a_sync_that_changes_nothing_is_an_error(stack, monkeypatch):
-    old = adapter.peft_tensors(stack.actor.weights.snapshot().tensors, "sd3")
+    old = adapter.peft_tensors(stack.actor.weights.snapshot().tensors, ("", ""))
     stack.stir()
-    monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, family: old)
+    monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, layer_suffix: old)
     with pytest.raises(BackendError, match="did not take effect"):
         stack.sync()

@@ -1,0 +1,203 @@
+"""`auto` thresholds in bypass mode: bands that earlier training steps measured.
+
+In bypass mode the correction stands inside the loss and sees a micro-batch, not the batch, so a band cannot be that of
+its own batch. It is that of the training steps before: centre and spread of a mode's values at each step of the
+schedule, by medians over all ranks, of the terms that are scored before the first optimizer step, while the current
+policy still is the old one. They do not depend on micro-batches, ranks or workers, and checkpoints keep them.
+
+The first `WARM_UP` training steps measure only. From then on a band follows what is measured, slowly: in a training
+step neither its centre nor its half-width changes by more than a tenth of that width. So a fault that comes at once is
+rejected for many steps and not learned, while a gap that grows with the adapter is followed. A median does not move
+while fewer than half of the terms are at fault; an update of which more than half would be rejected is not taken.
+
+Within a training step the policy leaves that of the rollout by what it learns, too, which is the clip's to bound. So
+the correction adds the loss's clip range to the band (`apply.slack_of`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowcorr.algorithm.apply import sees_windows, slack_of
+from flowcorr.config.schema import Config
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction.bounds import Criterion, scale_factor
+from flowcorr.correction.earlier import Units, measured_noise, measured_slack
+from flowcorr.correction.ratios import LogRatios, log_ratios
+from flowcorr.correction.rejection import from_near_normal
+from flowcorr.correction.robust import OUTLIER_Z, Noise
+from flowcorr.metrics import Metrics, Stat, maximum
+from flowcorr.records import Terms
+
+WARM_UP = 3  # training steps that only measure
+GAIN = 0.25  # share of what a training step measured that the noise moves towards it
+MOST_MOVED = 0.1  # of a band's half-width, in a training step
+MOST_REJECTED = 0.5  # of the terms of an update; beyond, their median is the fault's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _History:
+    """What training steps measured of a mode.
+
+    Attributes:
+        noise: at each step of the schedule, over the training steps so far; 0 where there was none.
+        count: `[S]` float64, training steps that measured it.
+    """
+
+    noise: Noise
+    count: Tensor
+
+    @classmethod
+    def empty(cls, num_steps: int, device: torch.device) -> _History:
+        nothing = torch.zeros(num_steps, dtype=torch.float64, device=device)
+        return cls(noise=Noise(centre=nothing, spread=nothing), count=nothing)
+
+    @property
+    def in_force(self) -> Noise:
+        """The noise at the steps of the schedule that enough training steps measured."""
+        known = self.count >= WARM_UP
+        return Noise(
+            centre=self.noise.centre.where(known, math.nan), spread=self.noise.spread.where(known, math.nan)
+        )
+
+    def moved(self, found: Noise, slack: Tensor) -> _History:
+        """With the noise of one more training step.
+
+        Args:
+            found: that noise.
+            slack: `[S]`, what the clip range adds to the half-width of the band, on the scale of the noise.
+        """
+        centre, spread = self.noise.centre, self.noise.spread
+        most = MOST_MOVED * (OUTLIER_Z * spread + slack)
+        begun = self.count >= WARM_UP
+
+        def towards(old: Tensor, new: Tensor, most: Tensor) -> Tensor:
+            change = new - old
+            following = (GAIN * change).clamp(-most, most)
+            meaning = change / (self.count + 1)  # the mean of the first training steps
+            return torch.where(self.count == 0, new, old + torch.where(begun, following, meaning))
+
+        seen = found.centre.isfinite()
+        moved = Noise(
+            centre=torch.where(seen, towards(centre, found.centre, most), centre),
+            spread=torch.where(seen, towards(spread, found.spread, most / OUTLIER_Z), spread),
+        )
+        return _History(noise=moved, count=self.count + seen)
+
+
+class MeasuredBands:
+    """The bands of `auto` thresholds, and the noise behind z-scores, in bypass mode.
+
+    Args:
+        config: the run's configuration.
+        device: of the terms.
+    """
+
+    def __init__(self, config: Config, device: torch.device | str = "cpu") -> None:
+        self._config, self._device = config, torch.device(device)
+        self._num_steps = config.sampling.num_inference_steps
+        self._history: dict[str, _History] = {}
+
+    @property
+    def noise(self) -> Mapping[str, Noise]:
+        """By mode, the noise by which the terms of the next training step are judged; for `correct`."""
+        return {name: history.in_force for name, history in self._history.items()}
+
+    def observe(
+        self, correction: RolloutCorrectionConfig, judged: Sequence[Terms], num_elements: int
+    ) -> Metrics:
+        """Add what a training step measured. All ranks have to call it together.
+
+        Args:
+            correction: the one in force; nothing is measured unless it is in bypass mode.
+            judged: the terms that were scored before the first optimizer step, as the loss saw them; a rank may have
+                none.
+            num_elements: `D`.
+
+        Returns:
+            The bands that this training step was judged by, without the clip range, by step of the schedule as
+            `rollout_corr/step_{}/rollout_rs_<mode>_threshold_low` and `_high`; and
+            `rollout_corr/rollout_rs_unmeasured_fraction`, the share of terms that no band judged yet.
+        """
+        criteria = [criterion for criterion in correction.criteria if criterion.needs_batch]
+        if correction.mode != "bypass" or not criteria:
+            return Metrics()
+        ratios, steps, added = self._columns(correction, judged, num_elements)
+        metrics = Metrics()
+        for criterion in criteria:
+            history = self._history.get(criterion.name) or _History.empty(self._num_steps, self._device)
+            metrics = metrics.merge(_described(criterion, history, ratios, steps))
+            units = Units(
+                step_indices=steps,
+                num_steps=self._num_steps,
+                scale=scale_factor(correction.log_ratio_scale, num_elements),
+                num_elements=num_elements,
+            )
+            slack = measured_slack(criterion, ratios, added, units)
+            self._history[criterion.name] = history.moved(measured_noise(criterion, ratios, units), slack)
+        return metrics
+
+    def state(self) -> dict[str, Tensor]:
+        """The state for a checkpoint; empty before the first measurement."""
+        columns = {}
+        for name, history in self._history.items():
+            columns[f"{name}/centre"] = history.noise.centre
+            columns[f"{name}/spread"] = history.noise.spread
+            columns[f"{name}/count"] = history.count
+        return columns
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Load the result of `state`."""
+        columns = {name: column.to(self._device) for name, column in state.items()}
+        self._history = {
+            name: _History(
+                noise=Noise(centre=columns[f"{name}/centre"], spread=columns[f"{name}/spread"]),
+                count=columns[f"{name}/count"],
+            )
+            for name in {name.rpartition("/")[0] for name in columns}
+        }
+
+    def _columns(
+        self, correction: RolloutCorrectionConfig, judged: Sequence[Terms], num_elements: int
+    ) -> tuple[LogRatios, Tensor, Tensor]:
+        """Log-ratios `[n, T]` of the terms, their steps of the schedule, and their slack."""
+        actor = self._config.actor
+        if not judged:
+            width = self._config.sampling.sde_window_size if sees_windows(actor, correction) else 1
+            nothing = torch.zeros(0, width, dtype=torch.float64, device=self._device)
+            return log_ratios(nothing, nothing, step_kl=nothing), nothing.long(), nothing
+        terms = Terms.concatenate([part.windows() for part in judged])
+        ratios = log_ratios(
+            terms.log_prob,
+            terms.rollout_log_prob,
+            terms.keep,
+            terms.rollout_kl,
+            scale=scale_factor(correction.log_ratio_scale, num_elements),
+        )
+        return ratios, terms.step_index, slack_of(terms, actor, correction)
+
+
+def _described(criterion: Criterion, history: _History, ratios: LogRatios, steps: Tensor) -> Metrics:
+    noise, mode = history.in_force, criterion.mode
+    unmeasured = ratios.valid & noise.centre.isnan()[steps]
+    metrics = {"rollout_corr/rollout_rs_unmeasured_fraction": ratios.terms.share(unmeasured)}
+    if mode.bounds != "z":
+        prefix = f"rollout_corr/step_{{}}/rollout_rs_{criterion.name}_threshold_"
+        reach = OUTLIER_Z * noise.spread
+        low, high = noise.centre - reach, noise.centre + reach
+        if mode.bounds == "ratio":
+            metrics[prefix + "low"] = _known(torch.exp(-high))
+            metrics[prefix + "high"] = _known(torch.exp(-low))
+        else:
+            metrics[prefix + "high"] = _known(from_near_normal(mode, high))
+    return Metrics.from_stats(metrics)
+
+
+def _known(values: Tensor) -> Stat:
+    """Values `[S]` that all ranks have in common, left out where they are NaN."""
+    return maximum(values.nan_to_num(-math.inf))
