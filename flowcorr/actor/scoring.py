@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,9 @@ from flowcorr.errors import BatchError
 from flowcorr.models import Guidance, ModelFamily
 from flowcorr.models.base import repeated_blocks
 from flowcorr.records import Rollout, Scores
+
+Observe = Callable[[Rollout, Scores], None]
+"""Called with each part of a batch as it is scored, and its scores with their means."""
 
 
 class Scorer:
@@ -93,6 +96,7 @@ class Scorer:
         with_means: bool = False,
         guidance: Guidance | None = None,
         filler_sample: Rollout | None = None,
+        observe: Observe | None = None,
     ) -> Scores:
         """Recompute the log-probs of a whole batch, in micro-batches and without gradients.
 
@@ -102,6 +106,7 @@ class Scorer:
             guidance: None for that of the run.
             filler_sample: any sample, which a rank with fewer micro-batches than others scores to keep in step with
                 them; needed for sharded weights where a rank's batch may be empty. None takes the batch's first.
+            observe: see `Observe`.
         """
         micro_batches = self.micro_batches(rollout.num_samples)
         filler_sample = rollout.select(slice(1)) if filler_sample is None else filler_sample
@@ -110,7 +115,10 @@ class Scorer:
         none = rollout.log_probs[:0]
         parts = [Scores(log_probs=none, means=means, stds=none)]
         for rows in micro_batches:
-            scores = self.score(rollout.select(rows), guidance=guidance)
+            part = rollout.select(rows)
+            scores = self.score(part, guidance=guidance)
+            if observe is not None:
+                observe(part, scores)
             parts.append(scores if with_means else replace(scores, means=None))
         for _ in range(num_fillers):
             self.score(filler_sample)

@@ -16,11 +16,12 @@ from flowcorr import distributed, sde
 from flowcorr.actor.adamw import OPTIMIZERS
 from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.loss_scale import LossScale
-from flowcorr.actor.scoring import Scorer
+from flowcorr.actor.scoring import Observe, Scorer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
 from flowcorr.algorithm.apply import sees_windows
 from flowcorr.algorithm.bands import MOST_REJECTED, MeasuredBands
+from flowcorr.algorithm.by_worker import by_worker
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
@@ -60,6 +61,7 @@ class PolicyOptimizer:
         *,
         training_step: int,
         record: Record | None = None,
+        observe: Observe | None = None,
     ) -> Metrics:
         """Take `epochs * mini_batches` optimizer steps on a batch whose `old_log_probs` are known.
 
@@ -68,6 +70,7 @@ class PolicyOptimizer:
             correction: the rollout correction in force; in bypass mode it acts inside the loss.
             training_step: seeds the order of the mini-batches.
             record: called with each part of the batch, which then has `places`, and the terms of its loss.
+            observe: called with the parts that are scored before the first optimizer step; see `Observe`.
 
         Returns:
             `actor/*` metrics over the whole update. In bypass mode also `rollout_corr/*`: under `actor/` over the
@@ -87,7 +90,8 @@ class PolicyOptimizer:
         judged: list[Terms] = []
         for epoch in range(self.config.actor.epochs):
             for mini_batch in self.mini_batches(batch, training_step, epoch):
-                outputs = self._accumulate(mini_batch, correction, filler_sample, record)
+                observes = observe if untouched else None
+                outputs = self._accumulate(mini_batch, correction, filler_sample, record, observes)
                 if untouched:
                     judged += [output.judged for output in outputs if output.judged is not None]
                 stepped, stats = self._step(outputs, correction)
@@ -105,7 +109,8 @@ class PolicyOptimizer:
                     ]
                 )
                 untouched = untouched and not stepped
-        return metrics.merge(self.bands.observe(correction, judged, batch.rollout.num_elements))
+        bands = self.bands.observe(correction, judged, batch.rollout.num_elements)
+        return Metrics.merged([metrics, by_worker(judged, self.config.rollout.num_workers), bands])
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""
@@ -123,6 +128,7 @@ class PolicyOptimizer:
         correction: RolloutCorrectionConfig,
         filler_sample: Rollout,
         record: Record | None,
+        observe: Observe | None,
     ) -> list[LossOutput]:
         """Accumulate the gradient of a mini-batch's loss sum; a rank without samples adds zeros.
 
@@ -142,14 +148,18 @@ class PolicyOptimizer:
         dropped = torch.zeros_like(batch.advantages, dtype=torch.bool)
         while True:
             self.adamw.zero_grad()
-            outputs, finite = self._losses(batch, learned, dropped, correction, record, whole_windows)
+            outputs, finite = self._losses(
+                batch, learned, dropped, correction, record, observe, whole_windows
+            )
             if is_read:
                 with torch.no_grad():
-                    more, also = self._losses(batch, rest, dropped, correction, record, whole_windows)
+                    more, also = self._losses(
+                        batch, rest, dropped, correction, record, observe, whole_windows
+                    )
                 outputs, finite = outputs + more, finite & also
             if one_unit or (finite | dropped).all():
                 break
-            dropped = dropped | ~finite
+            dropped, observe = dropped | ~finite, None
         if not is_read:
             outputs.append(_counted(batch, rest))
         for _ in range(num_fillers):
@@ -173,6 +183,7 @@ class PolicyOptimizer:
         dropped: Tensor,
         correction: RolloutCorrectionConfig,
         record: Record | None,
+        observe: Observe | None,
         whole_windows: bool,
     ) -> tuple[list[LossOutput], Tensor]:
         """The loss of each micro-batch of the batch's `samples` `[b]`; its gradient is added to the others.
@@ -181,7 +192,7 @@ class PolicyOptimizer:
             batch: the mini-batch.
             samples: places in the batch.
             dropped: `[B]` bool, samples that are left out, because a forward pass of them is not finite.
-            correction, record: as in `update`.
+            correction, record, observe: as in `update`.
             whole_windows: whether the loss takes whole windows.
 
         Returns:
@@ -195,6 +206,8 @@ class PolicyOptimizer:
                 reference_means = self.scorer.reference_means(part.rollout)
                 scores = self.scorer.score_finite(part.rollout, dropped[places])
                 finite[places] &= scores.log_probs.detach().isfinite().all(1)
+                if observe is not None:
+                    observe(part.rollout, scores)
                 terms = batch_terms(part, scores, reference_means)
                 if record is not None:
                     record(part, terms)

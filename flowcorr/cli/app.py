@@ -56,7 +56,8 @@ Check whether the rollout engine and the training stack of a recipe agree, and i
 weights, LoRA, schedule, timesteps, latents, guidance, prompts, windows, noise, log-probs, images. A few prompts
 are sampled and scored under weights that are changed by known amounts; nothing is trained or written.
 The report ends with the noise floor: how far the log-probs differ at each step before any update.
-With trainer.doctor=true, flowcorr train runs these checks first and stops if one fails.
+flowcorr train runs these checks first, and stops if one fails, where the engine has processes or a model of its
+own (trainer.doctor: auto); with trainer.doctor=true for every engine.
 
 examples:
   flowcorr doctor tiny_ocr_lora

@@ -41,7 +41,7 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr import distributed
     from flowcorr.cli.doctor import show_report
     from flowcorr.cli.progress import TerminalObserver
-    from flowcorr.diagnostics import examine_before_start
+    from flowcorr.diagnostics import examine_before_start, examines_before_start
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer import train as run
 
@@ -50,7 +50,11 @@ def train(arguments: argparse.Namespace) -> int:
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
     shows = distributed.is_main()
-    doctor = examine_before_start(show_report if shows else lambda _: None) if config.trainer.doctor else None
+    doctor = None
+    if examines_before_start(config):
+        if shows:
+            print("examining the rollout engine first (trainer.doctor=false leaves it out)", flush=True)
+        doctor = examine_before_start(config, out_dir, show_report if shows else lambda _: None)
     recipe = None if arguments.overrides else arguments.recipe
     try:
         with TerminalObserver(recipe=recipe) if shows else contextlib.nullcontext() as observer:

@@ -113,8 +113,12 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def _convert_union(key: str, value: Any, hint: Any) -> Any:
-    """Of a number and a list, the one that the value looks like."""
+    """Of a number and a list, the one that the value looks like; a word beside `true` and `false` is taken as it is."""
     choices = _choices(hint)
+    words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
+    if words and len(choices) > 1:
+        first = next(choice for choice in choices if get_origin(choice) is not Literal)
+        return value if value in words else _convert_scalar(key, value, first, f", or {', '.join(words)}")
     lists = [choice for choice in choices if get_origin(choice) is tuple]
     others = [choice for choice in choices if choice not in lists]
     if not lists or not others:

@@ -136,7 +136,7 @@ def _check_fsdp(config: Config) -> None:
             f"placement={config.rollout.placement!r} needs whole ones; set name: in_process and placement: local, or "
             "fsdp: false"
         )
-    if config.trainer.doctor:
+    if config.trainer.doctor is True:
         raise ConfigError(
             "trainer.doctor=True examines whole weights, but under actor.fsdp=True each rank holds a shard; run "
             "`flowcorr doctor` with actor.fsdp=false first"
@@ -158,7 +158,7 @@ def _check_cache(config: Config) -> None:
                 f"rollout.cache={cache!r} hooks blocks of the transformer, which actor.{key}=true replaces; set "
                 f"rollout.cache: none, or actor.{key}: false"
             )
-    if config.trainer.doctor:
+    if config.trainer.doctor is True:
         raise ConfigError(
             "trainer.doctor=True compares a prompt alone with the same prompt in a batch, but "
             f"rollout.cache={cache!r} decides for the whole batch which blocks to skip; run `flowcorr doctor` first, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from flowcorr.config.checks import MOST_PIXELS, MOST_STEPS, above, at_least, at_most, within
 from flowcorr.errors import ConfigError
@@ -30,7 +31,11 @@ class TrainerConfig:
         device: `auto` takes CUDA if there is any.
         num_threads: CPU threads of torch; null leaves torch's own choice.
         collective_timeout: seconds that a rank waits for the others before it gives up.
-        doctor: let `flowcorr train` examine both stacks first, as `flowcorr doctor` does, and stop if a check fails.
+        doctor: let `flowcorr train` examine both stacks at its start, as `flowcorr doctor` does, write the findings to
+            `doctor.json`, and stop if a check fails. `auto` does so where the engine has processes or a model of its
+            own (any `rollout.name` but `in_process`, or `rollout.placement: ray`), which takes a minute or more;
+            `in_process` samples with the trainer's own code and weights, be they rounded or older ones, and needs no
+            exam. With `rollout.cache`, `auto` leaves it out.
         dump_log_probs: write the log-probs of every training step to `log_probs/`, which `flowcorr lab` replays and
             `flowcorr report` draws; some 50 bytes a term.
     """
@@ -50,7 +55,7 @@ class TrainerConfig:
     device: str = "auto"
     num_threads: int | None = None
     collective_timeout: float = 1800.0
-    doctor: bool = False
+    doctor: bool | Literal["auto"] = "auto"
     dump_log_probs: bool = False
 
     def __post_init__(self) -> None:

@@ -7,6 +7,15 @@ from flowcorr.diagnostics.doctor import (
     diagnose,
     examine,
     examine_before_start,
+    examines_before_start,
 )
 
-__all__ = ["DoctorReport", "Finding", "StepNoise", "diagnose", "examine", "examine_before_start"]
+__all__ = [
+    "DoctorReport",
+    "Finding",
+    "StepNoise",
+    "diagnose",
+    "examine",
+    "examine_before_start",
+    "examines_before_start",
+]

@@ -165,33 +165,51 @@ RULES: tuple[Rule, ...] = (
         "precision overflows (model.dtype, rollout.dtype)",
     ),
     Rule(
+        name="windows",
+        metric="rollout/other_windows",
+        what="share of samples with other SDE steps than their seeds give",
+        high=0.0,
+        advice="the engine draws windows of its own, and fewer of the schedule's steps may be trained than the recipe "
+        "asks for: pass sampling.sde_window_size, sde_window_range, sde_window_layout and window_per with every "
+        "request, or take the steps that flowcorr.sde.draw_windows gives",
+    ),
+    Rule(
         name="noise_std",
         metric="rollout/noise_std",
         what="std of the steps' noise (x' - mean) / s",
-        patience=2,
-        advice=f"the engine's log-probs do not belong to the noise that it adds: {_DOCTOR}",
+        advice="the engine adds noise of another size than sampling.noise_level asks for, or its log-probs do not "
+        f"belong to the noise that it adds: {_DOCTOR}",
     ),
     Rule(
         name="noise_mean",
         metric="rollout/noise_mean",
         what="mean of the steps' noise (x' - mean) / s",
-        patience=2,
-        advice=f"the engine's latents do not belong to its step means: {_DOCTOR}",
+        advice="the engine's latents moved after the step, or its noise is not centred, or its step means differ from "
+        f"the actor's by one sign everywhere: {_DOCTOR}",
+    ),
+    Rule(
+        name="noise_tails",
+        metric="rollout/noise_tails",
+        what="fourth Hermite moment of the steps' noise (x' - mean) / s",
+        advice="the noise is not normal: below 0 it lacks tails (uniform noise gives -1.2, or latents are clamped), "
+        "above 0 it has too long ones; draw standard normal noise, and leave the latents of a step as they are",
     ),
     Rule(
         name="noise_shared",
         metric="rollout/noise_shared_by",
         what="number of steps that share their noise",
-        advice="samples of one prompt, or steps of one sample, explore in the same direction: seed the engine's noise "
-        "by (seed, training step, group, member) and step index; `flowcorr doctor` names the draws that are equal",
+        advice="samples of two ranks or workers, samples of one prompt, or steps of one sample explore in the same "
+        "direction: seed the engine's noise by (seed, training step, group, member) and step index; `flowcorr doctor` "
+        "names the draws that are equal",
     ),
     Rule(
         name="replay_window",
         metric="rollout_corr/replay/window",
         what="relative error of the velocity in the SDE window of replayed images",
-        high=0.5,
-        advice=f"{_DOCTOR}: this gap is in the ratio too, and hides faults outside the window. If the engine does not "
-        "seed its noise by (seed, training step, group, member) and step index, images cannot be replayed at all",
+        advice=f"{_DOCTOR}: rounding does not explain this gap, and the steps outside the window are judged only after "
+        "it is mended. Where rollout_corr/logprob_abs_diff_mean is as large as ever, the noise is at fault and not the "
+        "velocity: the engine has to add s times the standard normal noise that (seed, training step, group, member) "
+        "and step index give, and to leave the latents as they are",
     ),
     Rule(
         name="replay_before",

@@ -21,7 +21,7 @@ from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.flux import Flux
 from flowcorr.models.flux2_klein import Flux2Klein
 from flowcorr.models.qwen_image import QwenImage
-from flowcorr.models.sampling_plan import SamplingPlan
+from flowcorr.models.sampling_plan import SamplingPlan, windows_of
 from flowcorr.models.sd3 import SD3
 from flowcorr.models.z_image import ZImage
 
@@ -50,6 +50,7 @@ __all__ = [
     "quiet_loaders",
     "resolve_family",
     "resolve_path",
+    "windows_of",
 ]
 
 

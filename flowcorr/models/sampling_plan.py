@@ -50,16 +50,22 @@ class SamplingPlan:
     def windows(
         self, groups: Sequence[int], members: Sequence[int], *, seed: int, training_step: int
     ) -> Tensor:
-        """The SDE steps `[B, T]` of the samples, see `sde.draw_windows`."""
-        sampling = self.sampling
-        return sde.draw_windows(
-            groups,
-            members,
-            seed=seed,
-            training_step=training_step,
-            size=sampling.sde_window_size,
-            window_range=sampling.sde_window_range,
-            num_inference_steps=sampling.num_inference_steps,
-            per=sampling.window_per,
-            layout=sampling.sde_window_layout,
-        )
+        """The SDE steps `[B, T]` of the samples, see `windows_of`."""
+        return windows_of(self.sampling, groups, members, seed=seed, training_step=training_step)
+
+
+def windows_of(
+    sampling: SamplingConfig, groups: Sequence[int], members: Sequence[int], *, seed: int, training_step: int
+) -> Tensor:
+    """The SDE steps `[B, T]` that the seeds give to the samples of a run, see `sde.draw_windows`."""
+    return sde.draw_windows(
+        groups,
+        members,
+        seed=seed,
+        training_step=training_step,
+        size=sampling.sde_window_size,
+        window_range=sampling.sde_window_range,
+        num_inference_steps=sampling.num_inference_steps,
+        per=sampling.window_per,
+        layout=sampling.sde_window_layout,
+    )

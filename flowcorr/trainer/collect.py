@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowcorr import distributed, sde
+from flowcorr import distributed
 from flowcorr.algorithm import needs_rollout_means
-from flowcorr.config.schema import SamplingConfig
 from flowcorr.errors import BackendError, BatchError
-from flowcorr.metrics import Metrics, Stat, maximum, mean, total
+from flowcorr.metrics import Metrics, maximum, mean, total
+from flowcorr.models import windows_of
 from flowcorr.records import Prompt, Rollout
 from flowcorr.rewards import Reward, RewardOutput, score_batch, scored_ahead
 from flowcorr.trainer.run import PendingStep, TrainingRun
@@ -82,7 +82,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     """Sample this rank's `groups` of the prompts `drawn` for training step `step`, or wait for the workers that do.
 
     Raises:
-        BackendError: every sample comes from weights that are too old.
+        BackendError: every sample comes from weights that are too old, or from a version that was never sent.
         BatchError: latents are not finite.
     """
     pending = run.in_flight.pop(step, None)
@@ -104,6 +104,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
         on_images(rollout.decoded)
     rollout = rollout.to(run.actor.device)
     check_latents(rollout, prompts)
+    metrics = metrics.merge(_window_metrics(run, rollout, groups, step))
     stale, age_metrics = _find_stale(run, rollout)
     fresh = whole_groups(rollout.group_ids, stale)
     return Samples(
@@ -133,35 +134,22 @@ def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
         )
 
 
+def _window_metrics(run: TrainingRun, rollout: Rollout, groups: range, step: int) -> Metrics:
+    """`rollout/other_windows`: the share of samples whose SDE steps are not those that their seeds give."""
+    config = run.config
+    count = config.rollout.n
+    owners = [group for group in groups for _ in range(count)]
+    members = list(range(count)) * len(groups)
+    asked = windows_of(config.sampling, owners, members, seed=config.trainer.seed, training_step=step)
+    found = rollout.window.step_indices.cpu()
+    others = len(asked) if found.shape != asked.shape else int((found != asked).any(1).sum())
+    return Metrics.from_stats({"rollout/other_windows": mean(others, len(asked))})
+
+
 def whole_groups(group_ids: Tensor, failed: np.ndarray) -> Tensor:
     """Indices `[B']` of the samples of groups without a sample that `failed` `[B]`."""
     dropped = group_ids[torch.as_tensor(failed, device=group_ids.device)].unique()
     return (~torch.isin(group_ids, dropped)).nonzero().squeeze(1)
-
-
-def noise_metrics(rollout: Rollout, sampling: SamplingConfig) -> Metrics:
-    """`rollout/noise_*`: whether the noise `(x' - mean) / s` of the SDE steps is standard normal and independent.
-
-    The std follows from the log-probs. The mean, and the number of terms that share their noise (1 if all are
-    independent), need the step means. All ranks have to call it together.
-    """
-    window = rollout.window
-    if window.stds is None:
-        return Metrics()
-    variance = sde.noise_variance(rollout.log_probs, window.stds, cps_unscaled=sampling.cps_unscaled)
-    terms = rollout.log_probs.numel()
-    # The std around 0, where the mean should be.
-    squares, elements = variance.double().sum() * rollout.num_elements, terms * rollout.num_elements
-    stats = {"rollout/noise_std": Stat("std", (elements, 0.0, squares))}
-    if window.means is not None:
-        step = sde.Transition(window.means, window.stds, window.step_sizes)
-        noise = sde.added_noise(window.next_latents, step).flatten(2).flatten(0, 1)
-        together = noise.sum(0, dtype=torch.float64)  # a copy of it all would be twice as large
-        stats["rollout/noise_mean"] = mean(together.sum(), elements)
-        together = distributed.add_up(together, "the noise of the SDE steps")
-        # Each rank has the sum of all, and the metrics of all ranks are added.
-        stats["rollout/noise_shared_by"] = mean(together.square().mean() / distributed.world_size(), terms)
-    return Metrics.from_stats(stats)
 
 
 def score(run: TrainingRun, samples: Samples) -> tuple[RewardOutput, np.ndarray]:
@@ -179,9 +167,20 @@ def score(run: TrainingRun, samples: Samples) -> tuple[RewardOutput, np.ndarray]
 
 
 def _weight_ages(run: TrainingRun, rollout: Rollout) -> np.ndarray:
-    """The age `[B]` of the weights that sampled: the number of syncs since then that brought a newer version."""
+    """The age `[B]` of the weights that sampled: the number of syncs since then that brought a newer version.
+
+    Raises:
+        BackendError: the engine names a version that it was never sent.
+    """
     synced = np.array([weights.version for weights in run.engine.history])
-    return (synced > rollout.policy_versions.cpu().numpy()[:, None]).sum(1)
+    versions = rollout.policy_versions.cpu().numpy()
+    newest = run.actor.weights.version
+    if versions.max(initial=0) > newest:
+        raise BackendError(
+            f"the rollout engine says that weights of version {versions.max()} sampled, and the newest are of version "
+            f"{newest}: Rollout.policy_versions has to be the Weights.version of the sync whose weights sampled"
+        )
+    return (synced > versions[:, None]).sum(1)
 
 
 def _find_stale(run: TrainingRun, rollout: Rollout) -> tuple[np.ndarray, Metrics]:

@@ -27,6 +27,7 @@ import torch
 
 from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
+from flowcorr.actor.scoring import Observe
 from flowcorr.algorithm import needs_old_means
 from flowcorr.algorithm.terms import exact_kl
 from flowcorr.config.schema import Config
@@ -81,20 +82,31 @@ def measure_gap_split(run: TrainingRun, rollout: Rollout, old: Scores | None) ->
     return engine.merge(staleness)
 
 
-def old_scores(run: TrainingRun, rollout: Rollout) -> Scores:
+def old_scores(run: TrainingRun, rollout: Rollout, observe: Observe | None = None) -> Scores:
     """The scores of the old policy, which `actor.old_policy` names.
+
+    Args:
+        run: the training run.
+        rollout: the samples.
+        observe: see `Observe`.
 
     Raises:
         BackendError: the engine does not keep the weights that sampled.
     """
     config, with_means = run.config, needs_old_means(run.config)
     if config.actor.old_policy == "behaviour" and config.rollout.max_weight_age:
-        return behaviour_scores(run.actor, rollout, run.engine.history, with_means=with_means)
-    return run.actor.log_probs(rollout, with_means=with_means)
+        history = run.engine.history
+        return behaviour_scores(run.actor, rollout, history, with_means=with_means, observe=observe)
+    return run.actor.log_probs(rollout, with_means=with_means, observe=observe)
 
 
 def behaviour_scores(
-    actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights], *, with_means: bool
+    actor: DiffusionActor,
+    rollout: Rollout,
+    history: Sequence[Weights],
+    *,
+    with_means: bool,
+    observe: Observe | None = None,
 ) -> Scores:
     """Score each sample in the training stack under the weights that sampled it.
 
@@ -103,6 +115,7 @@ def behaviour_scores(
         rollout: the samples, of one or several versions.
         history: the versions that the engine keeps.
         with_means: also return the step means.
+        observe: see `Observe`.
 
     Raises:
         BackendError: `history` lacks a version.
@@ -115,7 +128,10 @@ def behaviour_scores(
         with behaviour_weights(actor, history, version):
             scores.append(
                 actor.log_probs(
-                    rollout.select(rows), with_means=with_means, filler_sample=rollout.select(slice(1))
+                    rollout.select(rows),
+                    with_means=with_means,
+                    filler_sample=rollout.select(slice(1)),
+                    observe=observe,
                 )
             )
         places.append(rows)
@@ -137,9 +153,10 @@ def behaviour_weights(actor: DiffusionActor, history: Sequence[Weights], version
     kept = {weights.version: weights.tensors for weights in history}
     if version not in kept:
         raise BackendError(
-            f"the rollout engine sampled with weights of version {version} but keeps only {sorted(kept)}, so samples "
-            "cannot be scored under them; set rollout.drift_every: 0, rollout.replay_every: 0 and "
-            "actor.old_policy: current"
+            f"the rollout engine says that weights of version {version} sampled, and keeps only {sorted(kept)}: "
+            "Rollout.policy_versions has to be the Weights.version of the sync whose weights sampled, and the engine's "
+            "history has to keep these weights until the next sync. An engine that cannot keep them needs "
+            "rollout.drift_every: 0, rollout.replay_every: 0 and actor.old_policy: current"
         )
     with (
         contextlib.nullcontext() if version == actor.weights.version else actor.weights.swapped(kept[version])

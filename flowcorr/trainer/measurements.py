@@ -6,11 +6,10 @@ import numpy as np
 import torch
 
 from flowcorr import distributed
-from flowcorr.config.schema import SamplingConfig
 from flowcorr.metrics import Metrics, Over, maximum, mean, total
 from flowcorr.records import Rollout, Scores
 from flowcorr.rewards import RewardOutput
-from flowcorr.trainer.collect import Samples, noise_metrics
+from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import measure_gap_split, splits_gap
 from flowcorr.trainer.image_statistics import image_metrics
 from flowcorr.trainer.replay import measure_replay, replays
@@ -18,21 +17,17 @@ from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
 
-def sample_metrics(
-    samples: Samples, scored: RewardOutput, failed: np.ndarray, sampling: SamplingConfig
-) -> Metrics:
-    """The noise of the samples, their images and their rewards. All ranks have to call it together.
+def sample_metrics(samples: Samples, scored: RewardOutput, failed: np.ndarray) -> Metrics:
+    """The images and rewards of the samples.
 
     Args:
         samples: of the training step.
         scored: their scores, `[B]`.
         failed: `[B]` bool, samples without a score.
-        sampling: how they were drawn.
     """
     num_elements = {"rollout/num_elements": maximum(samples.rollout.num_elements)}
     return Metrics.merged(
         [
-            noise_metrics(samples.rollout, sampling),
             image_metrics(samples.images, samples.group_ids),
             reward_metrics(scored, failed, samples.group_ids),
             Metrics.from_stats(num_elements),

@@ -19,7 +19,8 @@ A window of one step has no leg between its steps, and that of a consecutive win
 SDE steps of a leg (`sampling.sde_noise_range`) repeat the rollout's noise, which its seeds give.
 
 Rounding moves every step a little, in the window and outside. So the unit of `before`, `between` and `after` is the gap
-inside the window, which the ratio sees: about 1 whatever the precision, the guidance and the model.
+inside the window, which the ratio sees: about 1 whatever the precision, the guidance and the model. A gap inside the
+window that no precision explains is no unit: the largest one that the precision explains takes its place.
 `rollout.cache` changes these legs on purpose, so they are not logged with it.
 """
 
@@ -42,12 +43,11 @@ from flowcorr.models import DTYPES, SamplingPlan, Schedule
 from flowcorr.records import Prompt, Rollout
 from flowcorr.rewards import RewardOutput, score_batch
 from flowcorr.rollout import decode
+from flowcorr.rollout.precision import NO_GAP, usual_gap
 from flowcorr.rollout.sampler import Velocity, step_outside
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import behaviour_weights
 from flowcorr.trainer.run import TrainingRun
-
-ROUNDING = 1e-5  # relative error of a velocity that float32 explains in any case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,8 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
             # One by one: whatever their windows, all ranks make equally many forward passes, as sharded weights need.
             for place in (chosen.policy_versions == version).nonzero().flatten().tolist():
                 gaps.append(_replay(run, chosen.select(slice(place, place + 1)), members[place], step))
-    units = sum(max(gap.window, ROUNDING) for gap in gaps)
+    healthy = usual_gap(run.config, distilled=run.actor.family.distills_guidance)
+    units = sum(min(max(gap.window, NO_GAP), healthy) for gap in gaps)
     stats = {
         "rollout_corr/replay/window": mean(sum(gap.window for gap in gaps), len(gaps)),
         "rollout_corr/replay/decode": maximum(max(gap.decode for gap in gaps)),

@@ -14,6 +14,8 @@ from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
 )
+from flowcorr.algorithm.by_worker import by_worker
+from flowcorr.algorithm.terms import batch_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
@@ -23,6 +25,7 @@ from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
 from flowcorr.trainer.gap_split import old_scores
 from flowcorr.trainer.log_probs import TermRecorder
 from flowcorr.trainer.measurements import occasional_metrics, sample_metrics
+from flowcorr.trainer.noise import NoiseMeter
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
@@ -57,14 +60,15 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     with distributed.fail_together("the rollout", has_collectives=sharded), watch("rollout"):
         samples = collect(run, drawn, distributed.local_indices(len(drawn)), step)
     rollout, old = samples.rollout, None
+    noise = NoiseMeter(rollout, config.sampling)
     if correction.mode != "bypass":
         with watch("old_log_prob"):  # while a reward that has a thread of its own is computed
-            old = old_scores(run, rollout)
+            old = old_scores(run, rollout, noise.add)
     with distributed.fail_together("the rewards"), watch("reward"):
         scored, failed = score(run, samples)
 
     kept = drop_failed_groups(rollout, failed[samples.fresh])
-    metrics = [samples.metrics, sample_metrics(samples, scored, failed, config.sampling)]
+    metrics = [samples.metrics, sample_metrics(samples, scored, failed)]
     rollout, old = rollout.only(kept), None if old is None else old.select(kept)
     succeeded = scored.map(lambda values: values[samples.fresh][kept.cpu().numpy()])
     rewards = training_scores(succeeded, config.reward.terms, rollout.group_ids)
@@ -77,6 +81,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         batch = replace(batch, old_log_probs=old.log_probs, old_means=old.means)
     if correction.mode == "decoupled":
         with watch("correction"):
+            metrics.append(by_worker([batch_terms(batch)], config.rollout.num_workers))
             batch, corrected = apply_rollout_correction_to_diffusion_batch(
                 batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
             )
@@ -88,7 +93,9 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         bypass = correction.mode == "bypass"
         recorder = TermRecorder(batch, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
     with watch("update"):
-        metrics.append(actor.update(batch, correction, training_step=step, record=recorder))
+        observe = noise.add if old is None else None
+        metrics.append(actor.update(batch, correction, training_step=step, record=recorder, observe=observe))
+        metrics.append(noise.metrics())
         actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())

@@ -99,6 +99,7 @@ def test_training_stops_where_the_doctor_fails(tmp_path, capsys, half_bound):
     captured = capsys.readouterr()
     assert "FAIL  lora" in captured.out
     assert "the rollout engine and the actor disagree on lora" in captured.err
+    assert json.loads((tmp_path / "run" / "doctor.json").read_text())["exit_code"] == 2
     assert "eval at step 0" not in captured.out
 
 

@@ -54,3 +54,10 @@ def test_a_mapping_of_a_config_builds_it_again():
 def test_what_does_not_fit_names_its_dotted_key(section, values, message):
     with pytest.raises(ConfigError, match=message):
         build(section, values, "term")
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("auto", "auto")])
+def test_a_key_may_take_a_word_beside_true_and_false(recipe, text, value):
+    assert load(recipe(f"trainer: {{doctor: {text}}}")).trainer.doctor == value
+    with pytest.raises(ConfigError, match=r"trainer\.doctor='maybe' must be true or false, or auto"):
+        load(recipe("trainer: {doctor: maybe}"))

@@ -14,6 +14,7 @@ from flowcorr.diagnostics.health import (
     healthy_range,
     units_of,
 )
+from flowcorr.rollout.precision import MARGIN, ROUNDINGS
 
 SECTION = "algorithm.rollout_correction"
 CAPPED = Units(cap=2.0, bypass=True, num_terms=2048, num_elements=1024)
@@ -66,7 +67,9 @@ def test_drift_is_not_judged_in_units_that_are_not_known():
 
 
 def test_units_without_correction_and_without_one_cap():
-    assert units_of(load("tiny_ocr_lora", [f"{SECTION}=null"]), 512) == Units(num_terms=192, num_elements=512)
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}=null"]), 512) == Units(
+        num_terms=192, num_elements=512, usual_gap=MARGIN * ROUNDINGS["fp8"].plain
+    )
     assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"]), 512).cap is None
     assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=bypass_ppo_clip"]), 512).bypass
 

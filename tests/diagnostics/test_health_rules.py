@@ -8,7 +8,8 @@ from flowcorr.diagnostics.health import (
     examine_step,
 )
 
-CAPPED = Units(cap=2.0, bypass=True, num_terms=2048, num_elements=1024)
+CAPPED = Units(cap=2.0, bypass=True, num_terms=2048, num_elements=1024, usual_gap=0.5)
+EQUAL = {"rollout_corr/logprob_abs_diff_mean": 0.0}  # both stacks have the same step means
 
 
 CASES = {
@@ -25,8 +26,10 @@ CASES = {
     "clip_noise": ("rollout_corr/clip_noise_fraction", [0.1], [0.2]),
     "skipped": ("actor/skipped_updates", [0.0], [1.0]),
     "nonfinite": ("actor/nonfinite_fraction", [0.0], [0.01, 0.5]),
+    "windows": ("rollout/other_windows", [0.0], [0.25]),
     "noise_std": ("rollout/noise_std", [0.998, 1.0, 1.002], [0.99, 1.01]),
     "noise_mean": ("rollout/noise_mean", [-0.003, 0.003], [-0.005, 0.005]),
+    "noise_tails": ("rollout/noise_tails", [-0.01, 0.01], [-0.05, 0.05]),
     "noise_shared": ("rollout/noise_shared_by", [0.9, 1.1], [2.0, 8.0]),
     "replay_window": ("rollout_corr/replay/window", [0.0, 0.5], [0.6]),
     "replay_before": ("rollout_corr/replay/before", [0.0, 4.0], [4.1]),
@@ -49,14 +52,14 @@ def test_every_rule_has_a_case():
 @pytest.mark.parametrize("rule", CASES)
 def test_a_rule_fires_outside_its_range_only(rule):
     metric, healthy, broken = CASES[rule]
-    assert [rules({metric: value}) for value in healthy] == [[]] * len(healthy)
-    assert [rules({metric: value}) for value in broken] == [[rule]] * len(broken)
+    assert [rules({**EQUAL, metric: value}) for value in healthy] == [[]] * len(healthy)
+    assert [rules({**EQUAL, metric: value}) for value in broken] == [[rule]] * len(broken)
 
 
 @pytest.mark.parametrize("rule", CASES)
 def test_a_finding_tells_number_limit_and_advice(rule):
     metric, _, broken = CASES[rule]
-    (finding,) = examine_step({metric: broken[-1]}, CAPPED)
+    (finding,) = examine_step({**EQUAL, metric: broken[-1]}, CAPPED)
     assert f"{finding.value:.3g}" in finding.message
     assert f"{finding.threshold:.3g}" in finding.message
     assert len(finding.advice) > 40

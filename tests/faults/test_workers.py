@@ -135,7 +135,7 @@ def test_where_workers_die_again_and_again_the_run_ends_and_later_goes_on(
 def test_a_lost_node_is_lost_with_its_worker_alone(bench, tmp_path, events):
     """Two nodes on this machine; a process of its own, as it joins another cluster than these tests do."""
     program = Path(__file__).with_name("lose_a_node.py")
-    overrides = [*bench.SMALL, "rollout.placement=ray", "rollout.num_workers=2"]
+    overrides = [*bench.SMALL, "rollout.placement=ray", "rollout.num_workers=2", "trainer.doctor=false"]
     command = [sys.executable, str(program), str(tmp_path), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -100,7 +100,7 @@ def test_samples_of_several_versions_are_scored_each_by_its_own(history):
 
 def test_a_version_that_is_not_kept_is_named(history):
     run, rollouts, _, versions = history
-    with pytest.raises(BackendError, match=r"version 1 but keeps only \[0, 2\]"):
+    with pytest.raises(BackendError, match=r"version 1 sampled, and keeps only \[0, 2\]"):
         behaviour_scores(run.actor, rollouts[1], [versions[0], versions[2]], with_means=False)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
-from flowcorr.diagnostics.health import Units, examine_step
+from flowcorr.diagnostics.health import examine_step, units_of
 from flowcorr.errors import BackendError
 from flowcorr.models import Schedule
 from flowcorr.records import Prompt
@@ -17,7 +17,7 @@ from flowcorr.trainer.collect import collect, score
 from flowcorr.trainer.replay import measure_replay, replays
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
-from tests.diagnostics.doctor.faults import separate
+from tests.diagnostics.doctor.faults import another_sampling, feeding, returning, separate
 from tests.shallow import SHALLOW
 
 TEXTS = ["cat", "dog"]
@@ -60,8 +60,12 @@ def replayed(run, step=STEP):
     return measure_replay(run, samples, scored, step).compute()
 
 
-def named(metrics):
-    return [finding.rule for finding in examine_step(metrics, Units())]
+def named(run, step=STEP):
+    return judged(run, replayed(run, step))
+
+
+def judged(run, metrics):
+    return [finding.rule for finding in examine_step(metrics, units_of(run.config, None))]
 
 
 # Faults ------------------------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ def test_a_fault_is_named_by_its_leg_and_by_no_other(fault, make_training):
     plant, leg = FAULTS[fault]
     run = make_training()
     plant(run)
-    assert named(replayed(run)) == [f"replay_{leg}"]
+    assert named(run) == [f"replay_{leg}"]
 
 
 @pytest.mark.parametrize("fault", [fault for fault, (_, leg) in FAULTS.items() if "schedule" not in fault])
@@ -143,14 +147,14 @@ def test_rounding_does_not_hide_it(fault, make_training):
     plant, leg = FAULTS[fault]
     run = make_training(path="tiny_ocr", dtype="bfloat16", emulate="fp8")
     plant(run)
-    assert named(replayed(run)) == [f"replay_{leg}"]
+    assert named(run) == [f"replay_{leg}"]
 
 
 @pytest.mark.parametrize("noise_range", [None, (0, 8)])
 def test_a_fault_between_the_steps_of_a_window_is_named(make_training, noise_range):
     run = make_training({**SCATTERED, "sde_noise_range": noise_range})
     conditioned(lambda step: step == 3)(run)
-    assert named(replayed(run, SCATTERED_STEP)) == ["replay_between"]
+    assert named(run, SCATTERED_STEP) == ["replay_between"]
 
 
 @pytest.mark.parametrize(
@@ -159,10 +163,11 @@ def test_a_fault_between_the_steps_of_a_window_is_named(make_training, noise_ran
 )
 @pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}, {"emulate": "int8"}])
 def test_nothing_is_named_where_only_rounding_differs(rollout, sampling, step, make_training):
-    values = replayed(make_training(sampling, **rollout), step)
+    run = make_training(sampling, **rollout)
+    values = replayed(run, step)
     assert (values["rollout_corr/replay/between"] == 0) == (not sampling)
     assert sorted(values) == sorted(f"rollout_corr/replay/{leg}" for leg in (*LEGS, "window"))
-    assert named(values) == []
+    assert judged(run, values) == []
     assert values["rollout_corr/replay/reward"] == 0
     if rollout:
         assert 1e-3 < values["rollout_corr/replay/window"] < 0.1
@@ -170,15 +175,75 @@ def test_nothing_is_named_where_only_rounding_differs(rollout, sampling, step, m
 
 
 def test_legs_that_a_cache_changes_are_left_out(make_training):
-    values = replayed(make_training(cache="first_block", cache_threshold=1e9))
+    run = make_training(cache="first_block", cache_threshold=1e9)
+    values = replayed(run)
     assert sorted(values) == [f"rollout_corr/replay/{leg}" for leg in ("decode", "reward", "window")]
-    assert named(values) == []
+    assert judged(run, values) == []
+
+
+def truncated(run):
+    """The model gets timesteps that are half a unit of 1000 too small, as truncation to integers makes them."""
+    feeding(lambda timesteps: timesteps - 0.5)(run.engine)
+
+
+def clamped(run):
+    returning(next_latents=lambda rollout: rollout.window.next_latents.clamp(-2.5, 2.5))(run.engine)
+
+
+def larger_noise(run):
+    def change(rollout):
+        window = rollout.window
+        return window.next_latents + 0.01 * (window.next_latents - window.means)
+
+    sample = run.engine.sample
+    run.engine.sample = lambda *args, **kwargs: sample(*args, **{**kwargs, "with_means": True})
+    returning(next_latents=change)(run.engine)
+
+
+@pytest.mark.parametrize("fault", [truncated, clamped, larger_noise])
+def test_a_small_fault_of_the_window_is_named_and_no_other_leg(fault, make_training):
+    run = make_training()
+    fault(run)
+    values = replayed(run)
+    assert 1e-4 < values["rollout_corr/replay/window"] < 0.3
+    assert judged(run, values) == ["replay_window"]
+
+
+def test_a_broken_window_is_no_unit_of_the_other_legs(make_training):
+    """Else prompts that are swapped at all steps but one would be an error of 1 outside the window."""
+    run = make_training()
+    conditioned(lambda step: True)(run)
+    values = replayed(run)
+    assert values["rollout_corr/replay/window"] > 0.1
+    assert values["rollout_corr/replay/after"] > 1e3
+    assert judged(run, values) == ["replay_window"]
 
 
 def test_noise_that_nobody_seeded_is_told_from_faults(make_training):
     run = make_training()
     run.engine.seed += 1
-    assert named(replayed(run)) == ["replay_window"]
+    assert named(run) == ["replay_window"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [({}, 0.0), ({"sde_window_layout": "consecutive"}, 1.0), ({"window_per": "sample"}, 0.5)],
+)
+def test_windows_are_those_that_the_seeds_give(layout, share, make_training):
+    run = make_training(SCATTERED)
+    another_sampling(**layout)(run.engine)
+    values = collect(run, PROMPTS, range(2), SCATTERED_STEP).metrics.compute()
+    assert values["rollout/other_windows"] >= share
+    assert judged(run, values) == (["windows"] if share else [])
+
+
+def test_a_version_that_was_never_sent_stops_the_first_step(make_training):
+    run = make_training()
+    returning(policy_versions=lambda rollout: rollout.policy_versions + 1)(run.engine)
+    with pytest.raises(
+        BackendError, match=r"version 2 sampled, and the newest are of version 1: Rollout.policy_versions"
+    ):
+        collect(run, PROMPTS, range(2), STEP)
 
 
 def test_an_engine_without_final_latents_is_an_error(make_training):

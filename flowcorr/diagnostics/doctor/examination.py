@@ -7,10 +7,15 @@ explanation of a gap (`checks`); what is left is the noise floor.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import torch
+
+from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
 from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
@@ -31,6 +36,7 @@ NUM_PROMPTS = 3
 MAX_IMAGES = 4  # a prompt: enough for quantiles, and little to sample
 TURNED_OFF = "it was turned off"
 NO_MEMORY = "memory does not allow it"
+REPORT_FILE = "doctor.json"  # in the folder of a run
 
 
 def examine(
@@ -85,28 +91,52 @@ def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | 
     Raises:
         ConfigError: there are too few prompts, or something in `config` cannot work.
     """
-    config = replace(
-        config, rollout=replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES), cache="none")
-    )
+    config = _shortened(config)
     texts = _first_prompts(config, num_prompts)
-    family, exact = load_model(config), precision.float32_config(config)
-    shares = resolve_engine(config.rollout.name).shares_weights
-    changes_itself = shares and config.rollout.placement == "local"
-    if exact == config or changes_itself:
-        return _examine_built(config, family, texts, partial(examine, float32=float32))
-    if float32 is False:
-        first: DoctorReport | str = TURNED_OFF
-    elif float32 is None and not precision.fits(family, copies=2):
-        first = NO_MEMORY
-    else:
-        try:
-            first = _examine_built(exact, load_model(exact), texts, _examine)
-        except BackendError as error:
-            if float32:
-                raise
-            first = f"an engine in float32 does not work here ({error})"
-        precision.release(next(family.transformer.parameters()).device)
+    if precision.float32_config(config) == config or _changes_precision(config):
+        return _examine_built(config, load_model(config), texts, partial(examine, float32=float32))
+    first = _first_in_float32(config, texts, float32=float32)
+    family = load_model(config)
     return _after(first, config, family, lambda: _examine_built(config, family, texts, _examine))
+
+
+def _first_in_float32(config: Config, texts: list[str], *, float32: bool | None) -> DoctorReport | str:
+    """The report on stacks that are started in float32 and closed again, or the reason why there is none."""
+    exact = precision.float32_config(config)
+    if float32 is False:
+        return TURNED_OFF
+    device, fits = _room(config)
+    if float32 is None and not fits:
+        return NO_MEMORY
+    try:
+        return _examine_built(exact, load_model(exact), texts, _examine)
+    except BackendError as error:
+        if float32:
+            raise
+        return f"an engine in float32 does not work here ({error})"
+    finally:
+        precision.release(device)
+
+
+def _room(config: Config) -> tuple[torch.device, bool]:
+    """The device, and whether two copies of the model in float32 fit beside one of the run's."""
+    family = load_model(config)
+    device = next(family.transformer.parameters()).device
+    fits = precision.fits(family, copies=2)
+    del family
+    precision.release(device)
+    return device, fits
+
+
+def _shortened(config: Config) -> Config:
+    """The run with fewer images a prompt, and without a cache between steps."""
+    rollout = replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES), cache="none")
+    return replace(config, rollout=rollout)
+
+
+def _changes_precision(config: Config) -> bool:
+    """Whether the run's engine computes in float32 when it is asked to."""
+    return resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local"
 
 
 def _examine(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> DoctorReport:
@@ -157,22 +187,52 @@ def _examine_built(
         stacks.engine.close()
 
 
-def examine_before_start(show: Callable[[DoctorReport], None]) -> Callable[[TrainingRun], None]:
+def examines_before_start(config: Config) -> bool:
+    """Whether `trainer.doctor` asks for an exam: `auto` where the engine has processes or a model of its own."""
+    if config.trainer.doctor == "auto":
+        return not _changes_precision(config) and config.rollout.cache == "none"
+    return config.trainer.doctor
+
+
+def examine_before_start(
+    config: Config, out_dir: Path, show: Callable[[DoctorReport], None]
+) -> Callable[[TrainingRun], None]:
     """A hook for the trainer that examines a run's stacks, shows the report and stops a run that would fail.
 
-    The hook raises `BackendError` where a check failed.
+    An engine that cannot change its precision is started in float32, examined and closed before this returns. The hook
+    writes the report to `doctor.json` in the run's folder, and raises `BackendError` where a check failed. All ranks
+    have to call both together.
+
+    Args:
+        config: the run's configuration.
+        out_dir: the run's folder.
+        show: gets the report.
     """
+    lower = precision.float32_config(config) != config
+    first: DoctorReport | str | None = None
+    if lower and not _changes_precision(config):
+        shortened = _shortened(config)
+        first = _first_in_float32(shortened, _first_prompts(shortened, NUM_PROMPTS), float32=None)
 
     def examine_run(run: TrainingRun) -> None:
         position = run.prompts.position
         texts = list(dict.fromkeys(prompt.text for prompt in run.prompts.next(NUM_PROMPTS)))
         run.prompts.position = position
-        report = examine(run.actor, run.engine, run.cache(texts))
+        conditioning = run.cache(texts)
+        if first is None:
+            report = examine(run.actor, run.engine, conditioning)
+        else:
+            report = _after(
+                first, config, run.actor.family, lambda: _examine(run.actor, run.engine, conditioning)
+            )
+        if distributed.is_main():
+            text = json.dumps(report.to_mapping(), indent=2, allow_nan=False)
+            (out_dir / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
         show(report)
         if report.failed():
             raise BackendError(
-                f"the rollout engine and the actor disagree on {', '.join(report.failed())}, see the report above; "
-                "repair it, or train anyway with trainer.doctor=false"
+                f"the rollout engine and the actor disagree on {', '.join(report.failed())}, see the report above and "
+                f"{out_dir / REPORT_FILE}; repair it, or train anyway with trainer.doctor=false"
             )
 
     return examine_run

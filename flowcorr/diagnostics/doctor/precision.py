@@ -15,9 +15,10 @@ from torch import nn
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.devices import empty_cache, free_memory
-from flowcorr.diagnostics.doctor.exam import largest_gap, usual_gap
+from flowcorr.diagnostics.doctor.exam import largest_gap
 from flowcorr.diagnostics.doctor.findings import DoctorReport, Finding, skipped
 from flowcorr.models import Conditioning, ModelFamily
+from flowcorr.rollout.precision import usual_gap
 
 MEMORY = 0.8  # share of the free memory that float32 may take
 # Of vllm-omni; without an explicit attention backend it takes one that computes in float32.

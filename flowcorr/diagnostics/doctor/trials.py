@@ -14,7 +14,7 @@ from flowcorr import sde
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, BatchError
-from flowcorr.models import Conditioning, Guidance, Schedule
+from flowcorr.models import Conditioning, Guidance, Schedule, windows_of
 from flowcorr.records import Rollout
 from flowcorr.rollout import RolloutEngine, Weights
 from flowcorr.sde.transition import mean_over_elements
@@ -119,6 +119,8 @@ class Trials:
         bare: without the adapter (B = 0); `base` where its B is 0 anyway, and where all weights are trained.
         moved: under weights that were moved from those of `bare`, sent right after other such ones, and with the
             noise of a later training step.
+        moved_step: the training step that gives the noise of `moved`.
+        moved_version: the version of the weights that the engine was told to use for `moved`.
         moved_under: `moved.rollout` scored under the older weights `bare`, `current` and `previous`.
         conditioning: the actor's own, a row a sample.
         schedule: the actor's own.
@@ -131,6 +133,8 @@ class Trials:
     alone: Rollout
     bare: Trial
     moved: Trial
+    moved_step: int
+    moved_version: int
     moved_under: Mapping[str, Tensor]
     conditioning: Conditioning
     schedule: Schedule
@@ -184,7 +188,8 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         scale = _move_scale(actor, bare, without)
         previous, newest = (_moved(without, seed, scale, version=current.version + seed) for seed in (1, 2))
         tell(previous)
-        moved = trial(newest, _later_step(actor.config, count))
+        later_step = _later_step(actor.config, count)
+        moved = trial(newest, later_step)
         moved_under = {}
         for name, weights in (("bare", without), ("current", current), ("previous", previous)):
             actor.weights.load(weights.tensors)
@@ -202,6 +207,8 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         alone=alone,
         bare=bare,
         moved=moved,
+        moved_step=later_step,
+        moved_version=newest.version,
         moved_under=moved_under,
         conditioning={name: rows.repeat_interleave(members, 0) for name, rows in conditioning.items()},
         schedule=actor.family.schedule(
@@ -249,29 +256,23 @@ def velocity_gap(means: Tensor, others: Tensor, still: Tensor) -> float:
     return float((difference / whole.clamp(min=1e-30)).mean().sqrt())
 
 
+def asked_windows(config: Config, num_prompts: int, training_step: int) -> Tensor:
+    """The SDE steps `[B, T]` that the seeds give to the images of the first `num_prompts` groups."""
+    groups = [group for group in range(num_prompts) for _ in range(config.rollout.n)]
+    members = list(range(config.rollout.n)) * num_prompts
+    seeds = {"seed": config.trainer.seed, "training_step": training_step}
+    return windows_of(config.sampling, groups, members, **seeds)
+
+
 def _later_step(config: Config, num_prompts: int) -> int:
     """A training step with a window that shares a step of the schedule with that of the same sample before.
 
     The noise of two training steps may be one by step of the schedule, which windows that share none do not show.
     """
-    sampling, count = config.sampling, config.rollout.n
-
-    def windows(training_step: int) -> Tensor:
-        return sde.draw_windows(
-            [group for group in range(num_prompts) for _ in range(count)],
-            [member for _ in range(num_prompts) for member in range(count)],
-            seed=config.trainer.seed,
-            training_step=training_step,
-            size=sampling.sde_window_size,
-            window_range=sampling.sde_window_range,
-            num_inference_steps=sampling.num_inference_steps,
-            per=sampling.window_per,
-            layout=sampling.sde_window_layout,
-        )
-
-    first = windows(TRAINING_STEP)[:, None]
+    first = asked_windows(config, num_prompts, TRAINING_STEP)[:, None]
     later = range(TRAINING_STEP + 1, _LATEST_STEP)
-    shared = (step for step in later if bool((windows(step)[:, :, None] == first).any()))
+    windows = ((step, asked_windows(config, num_prompts, step)) for step in later)
+    shared = (step for step, window in windows if bool((window[:, :, None] == first).any()))
     return next(shared, _LATEST_STEP)
 
 

@@ -108,7 +108,11 @@ DRIFT = _rows(
             "Replay: error of the steps from the SDE window to the final latents, as a multiple of `replay/window`.",
             "`replay/window`",
         ),
-        "replay/window": ("Replay: relative error of the velocity in the SDE window.", "share"),
+        "replay/window": (
+            "Replay: relative error of the velocity in the SDE window, its noise included; healthy up to three times "
+            "what the precision of both stacks explains.",
+            "share",
+        ),
         "replay/decode": (
             "Replay: largest mean difference of an image from the training stack's decoding of its final latents.",
             "grey levels of 255",
@@ -229,6 +233,16 @@ STEPS = _rows(
         ),
     },
 )
+WORKERS = _rows(
+    "rollout_corr/worker_<i>/",
+    {
+        "logprob_abs_diff": (
+            "Mean absolute difference of log-probs of what rollout worker `<i>` sampled.",
+            NATS,
+        ),
+        "k3_kl": ("`rollout_corr/k3_kl` of what rollout worker `<i>` sampled.", NATS),
+    },
+)
 UPDATE = _rows(
     "actor/",
     {
@@ -308,16 +322,29 @@ RUN = (
             "staleness_mean": ("Mean age of the weights that sampled.", "training steps"),
             "staleness_max": ("Largest age of the weights that sampled.", "training steps"),
             "dropped_stale_samples": ("Samples dropped because their weights were too old.", "samples"),
+            "other_windows": (
+                "Share of samples whose SDE steps are not those that their seeds give; such an engine ignores "
+                "`sde_window_layout`, `sde_window_range` or `window_per`, or seeds by other numbers.",
+                "share",
+            ),
             "noise_std": (
-                "Standard deviation of the step noise `(x' - mean) / s`; 1 if log-probs belong to the drawn noise.",
+                "Standard deviation of the step noise `(x' - mean) / s`, as the rollout's log-probs imply it; 1 if "
+                "they belong to the drawn noise. A batch shows an error of `6 / sqrt(2 B T D)`.",
                 "",
             ),
             "noise_mean": (
-                "Mean of the step noise, if the rollout returns step means; 0 if latents belong to the means.",
+                "Mean of the step noise around the actor's means; 0 if latents belong to the means. A batch shows "
+                "`6 / sqrt(B T D)`, and the gap of both policies' means in stds.",
+                "",
+            ),
+            "noise_tails": (
+                "Mean of `e^4 - 6 e^2 + 3` over that noise `e`: 0 if it is normal, -1.2 if it is uniform. A batch "
+                "shows `6 sqrt(24 / (B T D))`.",
                 "",
             ),
             "noise_shared_by": (
-                "Terms that share their step noise, if the rollout returns step means; 1 if all are independent.",
+                "Terms that share their step noise; 1 if all are independent, 2 if two ranks draw the same. A batch "
+                "shows `8 sqrt(2 / D)`, and `B T` times the squared gap of both policies' means in stds.",
                 "terms",
             ),
         },
@@ -353,6 +380,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Importance weights": WEIGHTS,
     "Rejection": REJECTION,
     "By step": STEPS,
+    "By rollout worker": WORKERS,
     "Update": UPDATE,
     "Run": RUN,
 }

@@ -340,10 +340,10 @@ def unscaled(rollout):
 
 
 def coarse(tensors, merge):
-    """Weights off by half a thousandth, as by TF32."""
+    """Weights off by a hundred-thousandth, a few times what kernels of float32 differ by."""
     draw = torch.Generator().manual_seed(5)
     return {
-        name: value * (1 + 5e-4 * torch.randn(value.shape, generator=draw))
+        name: value * (1 + 1e-5 * torch.randn(value.shape, generator=draw))
         for name, value in merge(tensors).items()
     }
 

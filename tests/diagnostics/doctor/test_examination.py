@@ -1,14 +1,19 @@
 """Healthy engines pass, whatever their configuration; and the exam leaves no trace."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from diagnostics.doctor.faults import GUIDED, check, finding_of, separate, statuses
 
-from flowcorr.diagnostics import diagnose, examine
+from flowcorr import sde
+from flowcorr.data import PromptStream
+from flowcorr.diagnostics import diagnose, examine, examine_before_start, examines_before_start
 from flowcorr.diagnostics.doctor import examination
 from flowcorr.errors import BackendError
+from flowcorr.records import Prompt
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,80 @@ def test_such_an_engine_is_started_in_float32_first(fixed_precision):
     assert started == ["float32", "bfloat16"]
     assert finding_of(report, "float32").status == "PASS"
     assert report.failed() == []
+
+
+class Shown(list):
+    """The reports that a hook shows, and the run folder that it writes to."""
+
+    def __init__(self, folder, run):
+        super().__init__()
+        self.folder, self.run = folder, run
+
+    def start(self, config):
+        examine_before_start(config, self.folder, self.append)(self.run)
+
+    @property
+    def written(self):
+        return json.loads((self.folder / "doctor.json").read_text())
+
+
+@pytest.fixture
+def before_start(small_run, tmp_path):
+    """A run in bfloat16 that is about to start."""
+    run = small_run(rollout={"dtype": "bfloat16"})
+    prompts = PromptStream([Prompt(text=text) for text in ("cat", "dog", "cat")], seed=0)
+    rows = {"cat": 0, "dog": 1}
+    connected = SimpleNamespace(
+        actor=run.actor,
+        engine=run.engine,
+        prompts=prompts,
+        cache=lambda texts: {
+            name: tensor[[rows[text] for text in texts]] for name, tensor in run.conditioning.items()
+        },
+    )
+    return Shown(tmp_path, connected)
+
+
+def test_before_a_run_it_is_started_in_float32_and_the_report_is_kept(fixed_precision, before_start):
+    config, started = fixed_precision
+    before_start.start(config)
+    assert started == ["float32"]
+    (report,) = before_start
+    assert finding_of(report, "float32").status == "PASS"
+    assert before_start.written == json.loads(json.dumps(report.to_mapping()))
+    assert before_start.run.prompts.position == 0
+
+
+def test_a_failure_in_float32_stops_the_run_with_its_findings_on_disk(
+    fixed_precision, before_start, monkeypatch
+):
+    config, _ = fixed_precision
+    monkeypatch.setattr(sde, "step_noise", lambda shape, groups, *_, **__: torch.zeros(len(groups), *shape))
+    with pytest.raises(
+        BackendError, match=r"disagree on noise, see the report above and .*doctor\.json; repair"
+    ):
+        before_start.start(config)
+    assert before_start.written["exit_code"] == 2
+    failed = [finding for finding in before_start.written["findings"] if finding["status"] == "FAIL"]
+    assert [finding["check"] for finding in failed] == ["noise"]
+    assert failed[0]["message"].startswith("in float32: ")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "doctor", "examined"),
+    [
+        ({}, "auto", False),
+        ({"emulate": "fp8", "staleness": 1, "dtype": "bfloat16"}, "auto", False),
+        ({"placement": "ray"}, "auto", True),
+        ({"name": "vllm_omni"}, "auto", True),
+        ({"placement": "ray", "cache": "first_block"}, "auto", False),
+        ({}, True, True),
+        ({"name": "vllm_omni"}, False, False),
+    ],
+)
+def test_engines_with_processes_or_a_model_of_their_own_are_examined(make_config, rollout, doctor, examined):
+    config = make_config(rollout=rollout, trainer={"doctor": doctor})
+    assert examines_before_start(config) == examined
 
 
 def test_float32_can_be_turned_off(fixed_precision):

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flowcorr.diagnostics.doctor.exam import EXPLAINED, FACTOR_ERRORS, NO_GAP, Exam
+from flowcorr.diagnostics.doctor.exam import EXPLAINED, FACTOR_ERRORS, Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, passed
 from flowcorr.diagnostics.doctor.trials import Fit, score_means
+from flowcorr.rollout.precision import NO_GAP
 from flowcorr.sde.transition import over_elements
 
 # Like EXPLAINED, for guidance that is off: this explains about 0.45 of an fp8 engine's gap on a random model with weak

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowcorr.diagnostics.doctor.exam import NO_GAP, Exam
+from flowcorr.diagnostics.doctor.exam import Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged
 from flowcorr.diagnostics.doctor.trials import Fit, Trial, score_means
 from flowcorr.models import Conditioning
+from flowcorr.rollout.precision import NO_GAP
 
 EMBEDDING_TOLERANCE = 2e-2  # relative: rounding to bfloat16 costs at most 4e-3, another word 0.9
 SHORT_LENGTHS = 8  # every length up to this one is tried, then powers of two, CLIP's 77 and all but one token

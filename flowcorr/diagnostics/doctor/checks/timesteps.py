@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from flowcorr.diagnostics.doctor.checks.trajectory import places
-from flowcorr.diagnostics.doctor.exam import NO_GAP, Exam
+from flowcorr.diagnostics.doctor.exam import Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, passed, warned
 from flowcorr.diagnostics.doctor.trials import score_means
+from flowcorr.rollout.precision import NO_GAP
 
 REPLAY = "the actor uses Rollout.timesteps; a training loop of your own must do the same"
 FEED = (
     "feed the model its own scheduler's timesteps, in float32, and return exactly these as Rollout.timesteps"
 )
+SAME_SHARE = 1e-3  # of the gap: two explanations that differ by less cannot be told apart
 Change = Callable[[Tensor], Tensor]
 ROUNDINGS: Mapping[str, Change] = {
     "rounded to bfloat16": lambda timesteps: timesteps.to(torch.bfloat16).float(),
@@ -41,19 +43,19 @@ def check_timesteps(exam: Exam) -> Finding:
     gap = float((fed - expected).abs().max())
     if not gap:
         return _unreturned(exam, expected) or passed("the model gets the schedule's timesteps")
-    for name, change in {**ROUNDINGS, **MISTAKES}.items():
-        if not torch.equal(fed, change(expected)):
-            continue
-        message = f"the engine's timesteps are {name}, and differ by up to {gap:.3g}"
-        if name in ROUNDINGS:
-            return warned(message, REPLAY, value=gap, threshold=0.0)
+    names = [name for name, change in {**ROUNDINGS, **MISTAKES}.items() if torch.equal(fed, change(expected))]
+    if names:
+        message = f"the engine's timesteps are {' or '.join(names)}, and differ by up to {gap:.3g}"
+        roundings = ROUNDINGS.keys() & names
+        if len(roundings) == len(names) or (roundings and exam.config.rollout.dtype != "float32"):
+            return _unreturned(exam, fed) or warned(message, REPLAY, value=gap, threshold=0.0)
         return failed(message, FEED, value=gap, threshold=0.0)
     message = f"timesteps differ from the schedule's by up to {gap:.3g}, more than rounding explains"
     return failed(message, FEED, value=gap, threshold=0.0)
 
 
 def _unreturned(exam: Exam, expected: Tensor) -> Finding | None:
-    """A finding if the engine's steps fit other timesteps better than the returned ones."""
+    """A finding if the engine's steps fit changed ones of the `expected` timesteps better than the returned ones."""
     trial = exam.trials.base
     if trial.velocity_gap() <= NO_GAP:
         return None
@@ -68,7 +70,9 @@ def _unreturned(exam: Exam, expected: Tensor) -> Finding | None:
             found.append((fit.share, name, evidence))
     if not found:
         return None
-    _, name, evidence = max(found, key=lambda entry: entry[0])
-    message = f"the steps fit timesteps {name}, {evidence.text}; it returns different ones"
-    report = warned if name in ROUNDINGS and exam.config.rollout.dtype == "bfloat16" else failed
+    best, _, evidence = max(found, key=lambda entry: entry[0])
+    names = [name for share, name, _ in found if share > best - SAME_SHARE]
+    message = f"the steps fit timesteps {' or '.join(names)}, {evidence.text}; it returns different ones"
+    warns = ROUNDINGS.keys() & names and exam.config.rollout.dtype == "bfloat16"
+    report = warned if warns else failed
     return report(message, FEED, value=evidence.value, threshold=evidence.threshold)

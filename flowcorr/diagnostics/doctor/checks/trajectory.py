@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flowcorr.diagnostics.doctor.exam import Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, passed
+from flowcorr.diagnostics.doctor.trials import TRAINING_STEP, asked_windows
 
 SIGMA_TOLERANCE = 1e-5  # float32 tables agree within 6e-8; bfloat16 sigmas differ by 1e-3
 STD_TOLERANCE = 1e-4  # float32 stds agree within 1e-7; a noise level of 0.8 instead of 0.7 gives 0.14
@@ -80,6 +81,19 @@ def check_window(exam: Exam) -> Finding:
     of_prompts = found.unflatten(0, (exam.trials.num_prompts, -1))
     if sampling.window_per == "group" and bool((of_prompts != of_prompts[:, :1]).any()):
         return failed("the images of one prompt have different windows", remedy=remedy)
+    trials = exam.trials
+    for window, training_step in (
+        (found, TRAINING_STEP),
+        (trials.moved.rollout.window.step_indices, trials.moved_step),
+    ):
+        asked = asked_windows(exam.config, trials.num_prompts, training_step).to(window.device)
+        others = (window != asked).any(1).nonzero().flatten().tolist()
+        if others:
+            return failed(
+                f"{len(others)} of {len(asked)} samples have other SDE windows than their seeds give: sample "
+                f"{others[0]} has the steps {window[others[0]].tolist()} instead of {asked[others[0]].tolist()}",
+                remedy=f"{remedy}, or take the steps that flowcorr.sde.draw_windows gives",
+            )
     return passed(f"windows are {size} {kind} steps within [{low}, {high})")
 
 

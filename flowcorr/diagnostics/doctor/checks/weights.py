@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from flowcorr.diagnostics.doctor.exam import EXPLAINED, Exam, largest_gap
-from flowcorr.diagnostics.doctor.findings import Finding, judged, passed, skipped
+from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, passed, skipped
 from flowcorr.diagnostics.doctor.trials import velocity_gap
 from flowcorr.rollout.base import attention_name
 
@@ -41,7 +41,16 @@ def check_sync(exam: Exam) -> Finding:
         "check the answer of every sync, and that no request keeps an old version; set an intended lag as "
         "rollout.staleness",
     )
-    return finding if lora or finding.status == "FAIL" else _arrival(exam, "trained weights")
+    if finding.status == "FAIL":
+        return finding
+    told, said = exam.trials.moved_version, trial.rollout.policy_versions.unique().tolist()
+    if said != [told]:
+        return failed(
+            f"the engine samples with the newest weights, version {told}, and says that it is version "
+            f"{', '.join(map(str, said))}",
+            "Rollout.policy_versions has to be the Weights.version of the sync whose weights sampled",
+        )
+    return finding if lora else _arrival(exam, "trained weights")
 
 
 def check_weights(exam: Exam) -> Finding:

@@ -147,7 +147,7 @@ def test_noise_by_place_in_the_batch(small_run):
 def test_kernels_without_a_fixed_order_warn(small_run):
     run = small_run()
     engine = separate(run)
-    jitter(1e-4)(engine)
+    jitter(1e-6)(engine)
     report = check(run, engine)
     assert statuses(report, "WARN") == ["determinism"]
     assert report.exit_code == 1

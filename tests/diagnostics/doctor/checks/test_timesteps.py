@@ -45,12 +45,23 @@ def test_other_timesteps(small_run, fault):
     [(another_schedule(with_timesteps(rounded)), {}), (rounded_by_the_model, {"dtype": "bfloat16"})],
 )
 def test_rounding_that_is_to_be_replayed_warns(small_run, plant, rollout):
-    run = small_run(rollout=rollout)
+    run = small_run(rollout=rollout, **FRACTIONS)
     engine = separate(run)
     plant(engine)
     report = check(run, engine, float32=False)
     assert report.failed() == []
     assert statuses(report, "WARN") == ["timesteps"]
+
+
+def test_ways_that_these_steps_cannot_tell_apart_are_all_named(small_run):
+    """Timesteps 1000 and 800.2 become 1000 and 800 either way."""
+    run = small_run(sampling={"num_inference_steps": 6, "sde_window_range": (0, 2)})
+    engine = separate(run)
+    expected = torch.tensor(engine.plan.schedule.timesteps)[:2]
+    assert torch.equal(torch.trunc(expected), rounded(expected))
+    another_schedule(with_timesteps(torch.trunc))(engine)
+    assert_named(check(run, engine), "timesteps", "rounded to bfloat16 or ")
+    assert "truncated to integers" in finding_of(check(run, engine), "timesteps").message
 
 
 @pytest.mark.slow

@@ -65,6 +65,18 @@ SAMPLED = {
         {"sampling": {"num_inference_steps": 8, "sde_window_range": (0, 7)}},
         "are not 2 consecutive steps within [0, 7)",
     ),
+    "consecutive windows where scattered ones are asked for": (
+        "window",
+        another_sampling(sde_window_layout="consecutive"),
+        {
+            "sampling": {
+                "num_inference_steps": 8,
+                "sde_window_range": (0, 7),
+                "sde_window_layout": "scattered",
+            }
+        },
+        "other SDE windows than their seeds give",
+    ),
     "another noise level": ("transition", another_sampling(noise_level=0.8), {}, ""),
     "another sde type": ("transition", another_sampling(sde_type="dance_sde"), {}, ""),
 }

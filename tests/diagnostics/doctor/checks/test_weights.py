@@ -14,6 +14,7 @@ from diagnostics.doctor.faults import (
     merging,
     one_block_missing,
     one_sync_behind,
+    returning,
     scale_up,
     separate,
     statuses,
@@ -69,6 +70,14 @@ def test_other_weights(small_run, fault):
     engine = separate(run)
     plant(engine)
     assert_named(check(run, engine, float32=False), name, message)
+
+
+def test_a_version_that_was_never_sent_is_named(small_run):
+    run = small_run()
+    engine = separate(run)
+    returning(policy_versions=lambda rollout: rollout.policy_versions + 1)(engine)
+    told = run.actor.weights.version + 2
+    assert_named(check(run, engine), "sync", f"version {told}, and says that it is version {told + 1}")
 
 
 def test_a_coarse_engine_warns(small_run):

@@ -1,0 +1,79 @@
+"""How far rounding moves a velocity: one table, by which replays, health rules and the doctor tell it from a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flowcorr.config.engines import ENGINES
+from flowcorr.config.schema import Config
+
+NO_GAP = (
+    1e-5  # of the velocity: nothing to explain; two stacks in float32 agree to 6e-7, under guidance to 3e-6
+)
+LARGEST_GAP = 0.6  # no precision explains more; matrices moved at random by half of their size give 0.64
+MARGIN = 3.0  # between the largest clean gap and the gap that is too large
+_MEASURED_SCALE = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """The largest clean gap of two stacks: root mean square difference of their velocities, as a share of them.
+
+    Attributes:
+        plain: without guidance.
+        guided: with a guidance scale of 4. The gap grows linearly between, and more slowly beyond (at scale 8 to 0.8 to
+            0.9 of the line).
+    """
+
+    plain: float
+    guided: float
+
+    def at(self, scale: float) -> float:
+        """The gap at a guidance scale; one of 1 or less is off."""
+        return self.plain + (self.guided - self.plain) * max(0.0, scale - 1) / (_MEASURED_SCALE - 1)
+
+
+# The largest `rollout_corr/replay/window` of clean runs of the embedded model, whose adapter had been moved at random:
+# 32 x 64 pixels, 8 steps, 4 prompts with 2 images each, seeds 1001 to 1003 with sde, 1001 also with dance_sde and cps.
+# Tests use other seeds, prompts and sizes. float16 rounds 8 times finer than bfloat16.
+ROUNDINGS: Mapping[str, Rounding] = {
+    "float32": Rounding(plain=6.0e-7, guided=2.1e-6),
+    "float16": Rounding(plain=1.4e-3, guided=4.8e-3),
+    "bfloat16": Rounding(plain=0.0114, guided=0.038),
+    "int8": Rounding(plain=0.0101, guided=0.0186),
+    "fp8": Rounding(plain=0.0454, guided=0.0793),
+    "int4": Rounding(plain=0.158, guided=0.301),
+}
+# An engine outside this process may have other kernels and settings: TF32 in its convolutions gives up to 1e-3, so a
+# third of that passes.
+OTHER_PROCESS = Rounding(plain=1.7e-4, guided=1.7e-4)
+
+
+def quantized(config: Config) -> bool:
+    """Whether the engine's weights are rounded to fewer bits, an error that averaging does not reduce."""
+    rollout = config.rollout
+    asked = rollout.engine.get("quantization") or rollout.engine.get("quantization_config")
+    return rollout.emulate != "none" or bool(asked)
+
+
+def usual_gap(config: Config, *, distilled: bool) -> float:
+    """The largest velocity gap that the precision of both sides accounts for.
+
+    Args:
+        config: the run's.
+        distilled: whether guidance is an input of the transformer, which amplifies nothing.
+    """
+    rollout = config.rollout
+    names = {rollout.dtype, config.model.dtype, "bfloat16" if config.actor.autocast else "float32"}
+    if quantized(config):
+        names.add("fp8" if rollout.emulate == "none" else rollout.emulate)
+    roundings = [ROUNDINGS[name] for name in names]
+    engine = ENGINES.get(
+        rollout.name
+    )  # nothing of the run's own is imported here: reports read other people's runs
+    if engine is None or not engine.shares_weights:
+        roundings.append(OTHER_PROCESS)
+    scale = 1.0 if distilled else max(config.sampling.guidance_scale, config.sampling.true_cfg_scale)
+    largest = MARGIN * max(rounding.at(scale) for rounding in roundings)
+    return min(max(largest, NO_GAP), LARGEST_GAP)
