@@ -39,7 +39,8 @@ _RECIPES = """\
 recipes for the embedded model:
   tiny_ocr_lora  tiny_ocr_lora_bypass  tiny_ocr_lora_grpo_guard  tiny_jpeg_lora
 for real models, sampled by vllm-omni on GPUs; the header of each names its source and the memory it needs:
-  sd35_medium_ocr_lora  qwen_image_ocr_lora_rollout_corr  qwen_image_ocr_lora_decoupled
+  sd35_medium_ocr_lora  sd35_medium_ocr_lora_bypass
+  qwen_image_ocr_lora_rollout_corr  qwen_image_ocr_lora_decoupled
   qwen_image_ocr_grpo_guard_lora  flux_dev_pickscore_lora  flux2_klein_pickscore_lora
   z_image_pickscore_lora
 """

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import scale_factor
-from flowcorr.diagnostics import image_drift
+from flowcorr.diagnostics import image_drift, replicas
 from flowcorr.diagnostics.clip_noise import clip_key
 from flowcorr.diagnostics.health_rules import RULES, Rule
+from flowcorr.diagnostics.replicas import ReplicaMonitor
 from flowcorr.rollout.precision import usual_gap
 
 NUM_ELEMENTS = "rollout/num_elements"
@@ -173,14 +175,19 @@ def examine_step(
     return [finding for finding in findings if finding is not None]
 
 
-def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[HealthFinding]:
+def examine_run(
+    records: Sequence[Mapping[str, Any]], units: Units, places: Mapping[int, str] = MappingProxyType({})
+) -> list[HealthFinding]:
     """The broken rules of a run, each once at its worst step, the most serious first."""
-    monitor = HealthMonitor(units)
+    monitor = HealthMonitor(units, places=places)
+    workers: list[HealthFinding] = []
     broken: dict[str, list[HealthFinding]] = {}
     lasting: set[str] = set()
     start = next(filter(is_step, records), None)
     for record in records:
-        lasting.update(finding.rule for finding in monitor.update(record))
+        new = monitor.update(record)
+        lasting.update(finding.rule for finding in new)
+        workers += [replace(one, step=record.get("step")) for one in new if one.rule == replicas.RULE.name]
         for finding in examine_step(record, units, start=start):
             broken.setdefault(finding.rule, []).append(replace(finding, step=record.get("step")))
     findings = [
@@ -188,6 +195,7 @@ def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[Heal
         for rule, hits in broken.items()
         if rule in lasting
     ]
+    findings += workers
     return sorted(findings, key=lambda finding: _rank(finding.level))
 
 
@@ -197,10 +205,17 @@ class HealthMonitor:
     Args:
         units: the run's units.
         start: the metrics of the run's first step, for a resumed run.
+        places: by rollout worker, where it runs, in words.
     """
 
-    def __init__(self, units: Units, start: Mapping[str, Any] | None = None) -> None:
-        self._units, self._start = units, start
+    def __init__(
+        self,
+        units: Units,
+        start: Mapping[str, Any] | None = None,
+        places: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._units, self._start, self._places = units, start, places
+        self._replicas = ReplicaMonitor()
         self._streaks: dict[str, int] = {}
         self._reported: dict[str, int] = {}
 
@@ -220,7 +235,30 @@ class HealthMonitor:
             if _rank(finding.level) < self._reported.get(finding.rule, len(LEVELS))
         ]
         self._reported.update({finding.rule: _rank(finding.level) for finding in new})
-        return new
+        return new + self._odd_workers(metrics)
+
+    def _odd_workers(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
+        """The rollout workers that are found to be at fault, each once."""
+        findings = []
+        for odd in self._replicas.update(metrics):
+            if odd.metric in self._reported:
+                continue
+            self._reported[odd.metric] = _rank("warning")
+            place = self._places.get(odd.worker)
+            where = f" ({place})" if place else ""
+            findings.append(
+                HealthFinding(
+                    rule=replicas.RULE.name,
+                    level="warning",
+                    metric=odd.metric,
+                    value=odd.factor,
+                    threshold=odd.limit,
+                    message=f"the gap of rollout worker {odd.worker}{where} is {odd.factor:.3g} times that of the "
+                    f"others, above {odd.limit:.3g}",
+                    advice=replicas.RULE.advice,
+                )
+            )
+        return findings
 
 
 def rule_of(metric: str) -> Rule | None:

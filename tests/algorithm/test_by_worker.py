@@ -24,6 +24,9 @@ def test_each_worker_has_the_gap_of_its_samples():
     assert whole["rollout_corr/worker_0/logprob_abs_diff"] == pytest.approx(0.1, rel=1e-5)
     assert whole["rollout_corr/worker_2/logprob_abs_diff"] == pytest.approx(0.15, rel=1e-5)
     assert not {name for name in whole if "worker_1" in name or "worker_3" in name}
+    # All are steps 0 and 1, whose mean gaps are .15 and .1.
+    assert whole["rollout_corr/worker_0/relative_gap"] == pytest.approx(0.4 / 0.5, rel=1e-5)
+    assert whole["rollout_corr/worker_2/relative_gap"] == pytest.approx(0.6 / 0.5, rel=1e-5)
     assert whole["rollout_corr/worker_2/k3_kl"] == pytest.approx((0.049859 + 0.040818) / 4, rel=1e-4)
     steps = terms.per_term()
     parts = by_worker([steps.select(slice(3)), steps.select(slice(3, None))], 4).compute()

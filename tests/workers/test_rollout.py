@@ -78,7 +78,9 @@ def assert_same(one, other):
     """Rollouts of the same samples; of what a model computed only nearly: a worker has memory of its own."""
     theirs = columns(other)
     for name, ours in columns(one).items():
-        if name == "conditioning":
+        if name == "worker_ids":
+            assert ours.shape == one.group_ids.shape
+        elif name == "conditioning":
             assert ours.keys() == theirs[name].keys()
             assert all(torch.equal(value, theirs[name][key]) for key, value in ours.items())
         elif name in COMPUTED:

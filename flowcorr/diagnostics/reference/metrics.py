@@ -241,6 +241,7 @@ WORKERS = _rows(
             NATS,
         ),
         "k3_kl": ("`rollout_corr/k3_kl` of what rollout worker `<i>` sampled.", NATS),
+        "relative_gap": ("Its gap beside the mean of all workers' at the same steps of the schedule.", ""),
     },
 )
 UPDATE = _rows(
