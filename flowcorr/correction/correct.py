@@ -58,7 +58,6 @@ def compute_rollout_correction_and_rejection_mask(
     num_steps: int | None = None,
     noise: Mapping[str, Noise] | None = None,
     slack: Tensor | None = None,
-    clip_ratio: float | Tensor | None = None,
     group: Group = None,
 ) -> Correction:
     """Weigh and reject terms by the drift from the rollout policy to a target policy, and describe the drift.
@@ -90,7 +89,6 @@ def compute_rollout_correction_and_rejection_mask(
         noise: by mode, the noise of earlier training steps, from which `auto` bounds and z-scores are taken in place of
             this batch's; needs `step_indices`. A mode or a step that it lacks rejects nothing.
         slack: `[B, T]`, by how much log-ratios may lie beyond such bounds, nats per latent element; None for 0.
-        clip_ratio: the loss's clip range, one number or one a term, for `clip_noise_fraction`.
         group: ranks that share the batch; one of several may have no samples.
 
     Raises:
@@ -102,7 +100,6 @@ def compute_rollout_correction_and_rejection_mask(
         "mask": mask,
         "step_kl": step_kl,
         "step_indices": step_indices,
-        "clip_ratio": clip_ratio,
         "slack": slack,
     }
     _check_shapes(target_log_prob, tensors, may_be_empty=world_size(group) > 1)
@@ -123,8 +120,6 @@ def compute_rollout_correction_and_rejection_mask(
     stats = describe.of_drift(ratios)
     if step_kl is not None and num_elements is not None:
         stats |= describe.of_bookkeeping(ratios, num_elements)
-    if clip_ratio is not None:
-        stats |= describe.of_clip(ratios, clip_ratio)
 
     # Importance weights
     weights = None

@@ -47,6 +47,7 @@ from torch import Tensor
 
 from flowcorr import losses
 from flowcorr.algorithm import diffusion_loss
+from flowcorr.algorithm.noise_floor import clip_noise
 from flowcorr.algorithm.terms import exact_kl
 from flowcorr.config.older_verl import from_older, older_metrics
 from flowcorr.config.schema import ActorConfig
@@ -128,7 +129,6 @@ def correct_batch(
         step_indices=_step_indices(tensors, schedule),
         num_elements=num_elements,
         num_steps=None if schedule is None else len(schedule),
-        clip_ratio=clip_ratio,
         **config.options,
     )
     keep = correction.keep
@@ -137,6 +137,11 @@ def correct_batch(
         weights = weights * (keep.numel() / keep.sum().clamp(min=1))
     corrected = _with(batch, tensors, rollout_is_weights=weights.to(old_log_probs.dtype))
     metrics = correction.metrics
+    if clip_ratio is not None:
+        mask, log_ratio = tensors.get("response_mask"), old_log_probs - rollout_log_probs
+        metrics = metrics.merge(
+            clip_noise(log_ratio, None if mask is None else mask.bool(), "step", clip_ratio)
+        )
     if config.log_legacy_names:
         log_probs = (old_log_probs, rollout_log_probs, tensors.get("response_mask"))
         metrics = metrics.merge(older_metrics(metrics, *log_probs, config, num_elements))
