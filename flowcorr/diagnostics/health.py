@@ -11,12 +11,15 @@ from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import scale_factor
 from flowcorr.diagnostics import image_drift
 from flowcorr.diagnostics.clip_noise import clip_key
-from flowcorr.diagnostics.health_rules import RULES, Rule
+from flowcorr.diagnostics.health_rules import JUMP_ADVICE, RULES, Rule
+from flowcorr.diagnostics.jumps import Jump, JumpDetector
 from flowcorr.rollout.precision import usual_gap
 
 NUM_ELEMENTS = "rollout/num_elements"
 """The metric that is `D`."""
 Level = Literal["serious", "warning", "note"]
+JUMP = "jump"
+"""The name of the rule that each measure of the gap stays within its spread of earlier steps."""
 LEVELS: tuple[Level, ...] = ("serious", "warning", "note")
 _UNBOUNDED = (-math.inf, math.inf)
 
@@ -180,7 +183,10 @@ def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[Heal
     lasting: set[str] = set()
     start = next(filter(is_step, records), None)
     for record in records:
-        lasting.update(finding.rule for finding in monitor.update(record))
+        for finding in monitor.update(record):
+            lasting.add(finding.rule)
+            if finding.rule == JUMP:
+                broken.setdefault(JUMP, []).append(replace(finding, step=record.get("step")))
         for finding in examine_step(record, units, start=start):
             broken.setdefault(finding.rule, []).append(replace(finding, step=record.get("step")))
     findings = [
@@ -192,15 +198,19 @@ def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[Heal
 
 
 class HealthMonitor:
-    """Follows a run and reports each broken rule once, and again if it becomes serious.
+    """Follows a run and reports each broken rule once, and again if it becomes serious; a jump each time.
 
     Args:
         units: the run's units.
-        start: the metrics of the run's first step, for a resumed run.
+        earlier: the records of a resumed run.
     """
 
-    def __init__(self, units: Units, start: Mapping[str, Any] | None = None) -> None:
-        self._units, self._start = units, start
+    def __init__(self, units: Units, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
+        steps = list(filter(is_step, earlier))
+        self._units, self._start = units, steps[0] if steps else None
+        self._jumps = JumpDetector()
+        for metrics in steps:
+            self._jumps.update(metrics)
         self._streaks: dict[str, int] = {}
         self._reported: dict[str, int] = {}
 
@@ -220,7 +230,8 @@ class HealthMonitor:
             if _rank(finding.level) < self._reported.get(finding.rule, len(LEVELS))
         ]
         self._reported.update({finding.rule: _rank(finding.level) for finding in new})
-        return new
+        jump = self._jumps.update(metrics)
+        return new if jump is None else [*new, _jumped(jump)]
 
 
 def rule_of(metric: str) -> Rule | None:
@@ -265,6 +276,19 @@ def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> HealthFind
         message=f"{rule.what} is {value:.3g}, {'below' if value < low else 'above'} {threshold:.3g}"
         f"{_unit(rule, units)}{_noise(rule, metrics, units)}",
         advice=_advice(rule, units),
+    )
+
+
+def _jumped(jump: Jump) -> HealthFinding:
+    return HealthFinding(
+        rule=JUMP,
+        level="warning",
+        metric=jump.metric,
+        value=jump.value,
+        threshold=jump.limit,
+        message=f"the gap of both stacks jumped to {jump.value:.3g}, from {jump.usual:.3g} in the {jump.num_earlier} "
+        f"steps before, whose spread ends at {jump.limit:.3g}",
+        advice=JUMP_ADVICE,
     )
 
 
