@@ -298,7 +298,7 @@ def report_of(
         outside_clip=None if limit is None else fraction(distance > clip_by_term(limit, gap.step_index)),
         cost=cost,
         steps=steps,
-        presets=preset_outcomes(gap, num_elements, config.sampling.num_inference_steps),
+        presets=preset_outcomes(gap, num_elements, config),
         notes=notes,
     )
     if num_elements is None:

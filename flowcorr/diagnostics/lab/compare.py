@@ -334,13 +334,8 @@ class _Tally:
         self.products.append(torch.stack([steps.sums(one * other) for one, other in pairs], dim=1))
         self._add_factors((ours / theirs)[theirs != 0].float())
         self.metrics = self.metrics.merge(replayed.metrics).on_host()
-        judged = torch.ones_like(replayed.keep) if steps.terms.keep is None else steps.terms.keep
-        rejected = judged & ~replayed.keep
         sums = {
-            "terms": int(judged.sum()),
-            "samples": int(judged.any(1).sum()),
-            "rejected_terms": int(rejected.sum()),
-            "rejected_samples": int(rejected.any(1).sum()),
+            **replayed.corrected.counts(),
             "changed_terms": int((ours.sign() != theirs.sign()).sum()),
             "appeared_terms": int(((theirs == 0) & (ours != 0)).sum()),
             "loss": replayed.loss_sum,

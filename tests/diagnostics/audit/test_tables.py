@@ -7,6 +7,7 @@ import pytest
 import torch
 from diagnostics.gaps import D, normal_gap
 
+from flowcorr.config import Config
 from flowcorr.correction.presets import NAMES
 from flowcorr.diagnostics.audit.gap import delta, joint_nats
 from flowcorr.diagnostics.audit.tables import outliers, preset_outcomes, worth_of_weights
@@ -57,7 +58,7 @@ def test_weights_that_overflow_have_no_chi2():
 
 
 def test_every_preset_has_an_outcome():
-    outcomes = preset_outcomes(normal_gap(0.03), D, 10)
+    outcomes = preset_outcomes(normal_gap(0.03), D, Config())
     names = [name for outcome in outcomes for name in (outcome.name, *outcome.aliases)]
     assert sorted(names) == sorted(NAMES)
     found = {outcome.name: outcome for outcome in outcomes}
