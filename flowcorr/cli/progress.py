@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -130,19 +130,19 @@ class TerminalObserver:
             assert self._config is not None, "a run starts before its first step"
             units = units_of(self._config, logged_num_elements(metrics))
             assert self._out_dir is not None
-            self._health = HealthMonitor(units, start=self._first_step(), places=places_of(self._out_dir))
+            places = places_of(self._out_dir)
+            self._health = HealthMonitor(units, earlier=self._earlier(), places=places)
         for finding in self._health.update(metrics):
             if finding.level != "note":
                 self._say(f"{finding.level}: {finding.message} ({finding.metric}); {finding.advice}")
 
-    def _first_step(self) -> Mapping[str, float] | None:
-        """The metrics of the first training step of a run that was resumed."""
-        from flowcorr.diagnostics.health import is_step
+    def _earlier(self) -> Sequence[Mapping[str, float]]:
+        """The records of a run that was resumed."""
         from flowcorr.trackers import METRICS_FILE, read_metrics
 
         assert self._out_dir is not None, "a run starts before its first step"
         path = self._out_dir / METRICS_FILE
-        return next(filter(is_step, read_metrics(path)), None) if path.is_file() else None
+        return read_metrics(path) if path.is_file() else []
 
     @property
     def _correction(self) -> RolloutCorrectionConfig:

@@ -12,13 +12,16 @@ from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import scale_factor
 from flowcorr.diagnostics import image_drift, replicas
 from flowcorr.diagnostics.clip_noise import clip_key
-from flowcorr.diagnostics.health_rules import RULES, Rule
-from flowcorr.diagnostics.replicas import ReplicaMonitor
+from flowcorr.diagnostics.health_rules import JUMP_ADVICE, RULES, Rule
+from flowcorr.diagnostics.jumps import Jump, JumpDetector
+from flowcorr.diagnostics.replicas import OddWorker, ReplicaMonitor
 from flowcorr.rollout.precision import usual_gap
 
 NUM_ELEMENTS = "rollout/num_elements"
 """The metric that is `D`."""
 Level = Literal["serious", "warning", "note"]
+JUMP = "jump"
+"""The name of the rule that each measure of the gap stays within its spread of earlier steps."""
 LEVELS: tuple[Level, ...] = ("serious", "warning", "note")
 _UNBOUNDED = (-math.inf, math.inf)
 
@@ -185,9 +188,12 @@ def examine_run(
     lasting: set[str] = set()
     start = next(filter(is_step, records), None)
     for record in records:
-        new = monitor.update(record)
-        lasting.update(finding.rule for finding in new)
-        workers += [replace(one, step=record.get("step")) for one in new if one.rule == replicas.RULE.name]
+        for finding in monitor.update(record):
+            lasting.add(finding.rule)
+            if finding.rule == JUMP:
+                broken.setdefault(JUMP, []).append(replace(finding, step=record.get("step")))
+            elif finding.rule == replicas.RULE.name:
+                workers.append(replace(finding, step=record.get("step")))
         for finding in examine_step(record, units, start=start):
             broken.setdefault(finding.rule, []).append(replace(finding, step=record.get("step")))
     findings = [
@@ -200,22 +206,26 @@ def examine_run(
 
 
 class HealthMonitor:
-    """Follows a run and reports each broken rule once, and again if it becomes serious.
+    """Follows a run and reports each broken rule once, and again if it becomes serious; a jump each time.
 
     Args:
         units: the run's units.
-        start: the metrics of the run's first step, for a resumed run.
+        earlier: the records of a resumed run.
         places: by rollout worker, where it runs, in words.
     """
 
     def __init__(
         self,
         units: Units,
-        start: Mapping[str, Any] | None = None,
+        earlier: Sequence[Mapping[str, Any]] = (),
         places: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self._units, self._start, self._places = units, start, places
-        self._replicas = ReplicaMonitor()
+        steps = list(filter(is_step, earlier))
+        self._units, self._start, self._places = units, steps[0] if steps else None, places
+        self._jumps, self._replicas = JumpDetector(), ReplicaMonitor()
+        for metrics in steps:
+            self._jumps.update(metrics)
+            self._replicas.update(metrics)
         self._streaks: dict[str, int] = {}
         self._reported: dict[str, int] = {}
 
@@ -235,30 +245,23 @@ class HealthMonitor:
             if _rank(finding.level) < self._reported.get(finding.rule, len(LEVELS))
         ]
         self._reported.update({finding.rule: _rank(finding.level) for finding in new})
-        return new + self._odd_workers(metrics)
+        jump = self._jumps.update(metrics)
+        odd = [one for one in self._replicas.update(metrics) if one.metric not in self._reported]
+        self._reported.update({one.metric: _rank("warning") for one in odd})
+        return [*new, *([] if jump is None else [_jumped(jump)]), *(self._odd(one) for one in odd)]
 
-    def _odd_workers(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
-        """The rollout workers that are found to be at fault, each once."""
-        findings = []
-        for odd in self._replicas.update(metrics):
-            if odd.metric in self._reported:
-                continue
-            self._reported[odd.metric] = _rank("warning")
-            place = self._places.get(odd.worker)
-            where = f" ({place})" if place else ""
-            findings.append(
-                HealthFinding(
-                    rule=replicas.RULE.name,
-                    level="warning",
-                    metric=odd.metric,
-                    value=odd.factor,
-                    threshold=odd.limit,
-                    message=f"the gap of rollout worker {odd.worker}{where} is {odd.factor:.3g} times that of the "
-                    f"others, above {odd.limit:.3g}",
-                    advice=replicas.RULE.advice,
-                )
-            )
-        return findings
+    def _odd(self, odd: OddWorker) -> HealthFinding:
+        place = self._places.get(odd.worker)
+        return HealthFinding(
+            rule=replicas.RULE.name,
+            level="warning",
+            metric=odd.metric,
+            value=odd.factor,
+            threshold=odd.limit,
+            message=f"the gap of rollout worker {odd.worker}{f' ({place})' if place else ''} is {odd.factor:.3g} times "
+            f"that of the others, above {odd.limit:.3g}",
+            advice=replicas.RULE.advice,
+        )
 
 
 def rule_of(metric: str) -> Rule | None:
@@ -303,6 +306,19 @@ def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> HealthFind
         message=f"{rule.what} is {value:.3g}, {'below' if value < low else 'above'} {threshold:.3g}"
         f"{_unit(rule, units)}{_noise(rule, metrics, units)}",
         advice=_advice(rule, units),
+    )
+
+
+def _jumped(jump: Jump) -> HealthFinding:
+    return HealthFinding(
+        rule=JUMP,
+        level="warning",
+        metric=jump.metric,
+        value=jump.value,
+        threshold=jump.limit,
+        message=f"the gap of both stacks jumped to {jump.value:.3g}, from {jump.usual:.3g} in the {jump.num_earlier} "
+        f"steps before, whose spread ends at {jump.limit:.3g}",
+        advice=JUMP_ADVICE,
     )
 
 

@@ -17,6 +17,12 @@ _OUTSIDE_WINDOW = 4.0
 _PERSISTENT = 3  # consecutive steps; a single one may be chance
 
 
+JUMP_ADVICE = (
+    "rounding does not jump: a part of the engine broke in this step, or its weights did not arrive; look at its log "
+    f"there, and {_DOCTOR} on the newest checkpoint"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """A healthy range of one metric.

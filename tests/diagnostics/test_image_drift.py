@@ -56,7 +56,7 @@ def test_a_monitor_tells_it_once_after_three_steps_also_in_a_resumed_run():
     monitor = HealthMonitor(Units())
     told = [index for index, metrics in enumerate(run) if monitor.update(metrics)]
     assert told == [5]  # beyond the limit at steps 3, 4 and 5
-    resumed = HealthMonitor(Units(), start=run[0])
+    resumed = HealthMonitor(Units(), earlier=run[:1])
     assert [index for index, metrics in enumerate(run[4:], start=4) if resumed.update(metrics)] == [6]
     (finding,) = examine_run(run, Units())
     assert (finding.rule, finding.step, finding.num_steps) == ("reward_hacking", 7, 5)
