@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from flowcorr.correction.robust import MAD_TO_STD, OUTLIER_Z
-from flowcorr.diagnostics.health_rules import Rule
+from flowcorr.diagnostics.reference.metric import Rule
 from flowcorr.trainer.events import EVENTS_FILE, read_events
 
 WINDOW = 8  # training steps that are looked at together
@@ -31,7 +31,7 @@ _ROUNDING = 1e-9  # of a gap that is 0
 
 RULE = Rule(
     name="worker",
-    metric="worker_<i>/relative_gap",
+    metric="rollout_corr/worker_<i>/relative_gap",
     what="a rollout worker's gap beside that of the others",
     high=LEAST_FACTOR,
     advice="the fault is this worker's own: compare its weights, its adapter and its versions of packages with another "
