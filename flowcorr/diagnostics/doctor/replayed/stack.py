@@ -150,11 +150,11 @@ class Stack:
         scale = getattr(guidance, self.family.guidance_key)
         key = (text, scale, guidance.negative_prompt, length)
         if key not in self._encoded:
-            before, self.family.max_sequence_length = self.family.max_sequence_length, length
+            before, self.family.text_tokens = self.family.text_tokens, self.family.count_text_tokens(length)
             try:
                 self._encoded[key] = self.family.encode([text], guidance)
             finally:
-                self.family.max_sequence_length = before
+                self.family.text_tokens = before
         return self._encoded[key]
 
     @contextmanager
