@@ -72,7 +72,7 @@ class DumpedTerms:
         rewards: `[B]`, the values that `reward/mean` averages.
         timesteps, sigmas, sigmas_next, step_indices: as in `Rollout`.
         stds: full standard deviations of the steps.
-        group_ids, policy_versions: `[B]`, as in `Rollout`.
+        group_ids, policy_versions, worker_ids: `[B]`, as in `Rollout`.
         old_rollout_kl: exact KL of the old policy from the rollout policy.
         current_old_kl: exact KL of the current policy from the old policy.
         current_rollout_kl: exact KL of the current policy from the rollout policy.
@@ -94,6 +94,7 @@ class DumpedTerms:
     step_indices: Tensor | None = None
     group_ids: Tensor | None = None
     policy_versions: Tensor | None = None
+    worker_ids: Tensor | None = None
     old_rollout_kl: Tensor | None = None
     current_old_kl: Tensor | None = None
     current_rollout_kl: Tensor | None = None

@@ -19,8 +19,8 @@ MAX_SCHEDULE = 1000
 """Steps of the longest schedule that a file may be of, and so of the longest window."""
 MAX_TERMS, MAX_ELEMENTS, MAX_BYTES = 2**24, 10**9, 2**32
 """The most terms of a file, the largest `D`, and the largest file."""
-PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions")
-WHOLE = ("step_indices", "group_ids", "policy_versions", "before_update")
+PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions", "worker_ids")
+WHOLE = ("step_indices", "group_ids", "policy_versions", "worker_ids", "before_update")
 
 _REQUIRED = ("rollout_log_probs", "old_log_probs", "advantages")
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "current_log_probs", "advantages", "rewards")

@@ -190,6 +190,11 @@ def test_weights_that_diverged_are_an_error_and_no_workers_fault(pool, run, even
     assert events == []
 
 
+def test_samples_say_which_worker_made_them(pool, run):
+    pool.restore([run.actor.weights.snapshot()])
+    assert set(sample(pool, run).worker_ids.tolist()) <= {0, 1}
+
+
 def test_samples_of_other_weights_are_an_error(run):
     rollout = sample(run.engine, run)
     shard: Future[Answer] = Future()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowcorr.algorithm import MeasuredBands
+from flowcorr.algorithm.bands import WARM_UP
 from flowcorr.config import Config
 from flowcorr.correction import (
     PRESETS,
@@ -167,7 +169,7 @@ def preset_outcomes(gap: Terms, num_elements: int | None, config: Config) -> lis
     terms = replace(gap, log_prob=gap.old_log_prob, old_rollout_kl=None, num_elements=num_elements)
     for name, preset in PRESETS.items():
         correction = RolloutCorrectionConfig.from_preset(name)
-        after = corrected(terms, config, correction)
+        after = corrected(terms, config, correction, bands=_bands(terms, config, correction))
         counts, metrics = after.counts(), after.metrics.compute() if correction.applies_weights else {}
         outcomes.append(
             PresetOutcome(
@@ -180,6 +182,16 @@ def preset_outcomes(gap: Terms, num_elements: int | None, config: Config) -> lis
             )
         )
     return outcomes
+
+
+def _bands(terms: Terms, config: Config, correction: RolloutCorrectionConfig) -> MeasuredBands | None:
+    """The bands by which a correction in bypass mode judges these terms, after training steps like them."""
+    if correction.mode != "bypass" or not correction.needs_batch or terms.num_elements is None:
+        return None
+    bands = MeasuredBands(config)
+    for _ in range(WARM_UP):
+        corrected(terms, config, correction, bands=bands)
+    return bands
 
 
 def outliers(gap: Terms, num_elements: int) -> tuple[float, float]:

@@ -82,3 +82,14 @@ def test_outliers_stand_out_of_the_noise():
     share, spared = outliers(gap, D)
     assert share == pytest.approx(40 / delta(gap).numel())
     assert spared == pytest.approx(band, rel=0.05)
+
+
+def test_measured_bands_are_those_after_training_steps_like_this_one():
+    def share_of(gap):
+        outcomes = {outcome.name: outcome for outcome in preset_outcomes(gap, D, Config())}
+        return outcomes["bypass_ppo_clip_auto_rs"].rejected_terms
+
+    gap = normal_gap(0.03)
+    assert share_of(gap) == 0
+    gap.old_log_prob[:400, 0] = 0.1
+    assert share_of(gap) == pytest.approx(400 / delta(gap).numel())
