@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from flowcorr.diagnostics.doctor.replayed.legs import Legs
 from flowcorr.diagnostics.doctor.replayed.stack import Stack
 from flowcorr.diagnostics.doctor.replayed.verdicts import Verdict
 from flowcorr.dumps.replay import ReplaySamples
-from flowcorr.models import ModelFamily, Schedule
+from flowcorr.models import ModelFamily
+from flowcorr.models.base import linear_schedule
 
 _SAME = 2e-6  # of sigmas: float32 tables made in another order of operations
 _FITTED = 1e-3  # relative spread of a shift over the steps
@@ -25,6 +26,8 @@ _SPACINGS = {
     "use_exponential_sigmas": "exponential sigmas",
     "use_beta_sigmas": "beta sigmas",
 }
+Spacing = Literal["pipeline", "equal steps"]
+_TABLES: tuple[Spacing, ...] = ("pipeline", "equal steps")
 _ERRORS = 6.0  # standard errors of noise
 _SHARED = 0.5  # correlation above which two draws are one
 
@@ -39,6 +42,14 @@ def examine_schedule(stack: Stack, step: int) -> Verdict:
     own = torch.tensor(stack.own.sigmas, dtype=torch.float64)
     sigmas = captured.double()
     gap = float((sigmas - own).abs().max())
+    if gap > _SAME and _matches(stack, sigmas, "equal steps"):
+        return Verdict(
+            part="schedule",
+            status="PASS",
+            step=step,
+            message="equal steps from 1 to 1 / N, with the model's own shift; its pipeline ends them lower",
+            evidence=f"sigmas differ from the pipeline's by {gap:.2g}",
+        )
     shown = f"sigmas differ by {gap:.2g} at most: captured {_row(sigmas)}, the model's own {_row(own)}"
     if gap <= _SAME:
         return Verdict(
@@ -68,14 +79,11 @@ def _named(stack: Stack, sigmas: Tensor, own: Tensor) -> tuple[str, str]:
             return "rounded_sigmas", f"sigmas were rounded to {str(dtype).removeprefix('torch.')}"
     for changes, cause, message in _schedulers(stack.family):
         with _scheduler_with(stack.family, changes):
-            other = _schedule(stack, len(sigmas) - 1)
-        if other is not None and float((torch.tensor(other.sigmas).double() - sigmas).abs().max()) <= _SAME:
-            return cause, message
-    inner = (own > 0) & (own < 1) & (sigmas > 0) & (sigmas < 1)
-    if int(inner.sum()) > 1:
-        factors = (sigmas * (1 - own) / (own * (1 - sigmas)))[inner]
-        factor = float(factors.mean())
-        if float((factors - factor).abs().max()) <= _FITTED * factor:
+            if any(_matches(stack, sigmas, spacing) for spacing in _TABLES):
+                return cause, message
+    for spacing in _TABLES:
+        table = _table(stack, len(sigmas) - 1, spacing)
+        if table is not None and (factor := _shift_of(sigmas, table)) is not None:
             return "wrong_shift", f"the schedule is shifted by {factor:.4g} times the model's own shift"
     return "other_schedule", "the schedule is another than the model's own"
 
@@ -102,11 +110,34 @@ def _schedulers(family: ModelFamily) -> Iterator[tuple[dict[str, Any], str, str]
             )
 
 
-def _schedule(stack: Stack, count: int) -> Schedule | None:
+def _matches(stack: Stack, sigmas: Tensor, spacing: Spacing) -> bool:
+    table = _table(stack, len(sigmas) - 1, spacing)
+    return table is not None and float((table - sigmas).abs().max()) <= _SAME
+
+
+def _table(stack: Stack, count: int, spacing: Spacing) -> Tensor | None:
+    """Sigmas of the family's scheduler: as its pipeline asks for them, or in equal steps; None if it has none such."""
+    scheduler = stack.family.pipeline.scheduler
     try:
-        return stack.family.schedule(count, stack.latent_shape)
+        if spacing == "pipeline":
+            schedule = stack.family.schedule(count, stack.latent_shape)
+        elif scheduler.config.get("use_dynamic_shifting"):
+            return None  # families with such a scheduler take equal steps anyway
+        else:
+            schedule = linear_schedule(scheduler, count, 1)
     except (ValueError, ImportError):  # a spacing that the scheduler cannot make, or that needs scipy
         return None
+    return torch.tensor(schedule.sigmas, dtype=torch.float64)
+
+
+def _shift_of(sigmas: Tensor, table: Tensor) -> float | None:
+    """By how much `sigmas` is shifted from `table`; None where no shift leads from one to the other."""
+    inner = (table > 0) & (table < 1) & (sigmas > 0) & (sigmas < 1)
+    if int(inner.sum()) < 2:
+        return None
+    factors = (sigmas * (1 - table) / (table * (1 - sigmas)))[inner]
+    factor = float(factors.mean())
+    return factor if float((factors - factor).abs().max()) <= _FITTED * factor else None
 
 
 @contextmanager

@@ -11,6 +11,13 @@ def test_the_models_own(stack_of):
     assert examine_schedule(stack_of(), 0).status == "PASS"
 
 
+def test_equal_steps_are_another_habit_and_no_fault(stack_of):
+    found = examine_schedule(stack_of(sigmas=[1.0, 0.8, 0.6, 0.4, 0.2, 0.0]), 0)
+    assert (found.status, found.message.split(",")[0]) == ("PASS", "equal steps from 1 to 1 / N")
+    shifted = [3 * sigma / (1 + 2 * sigma) for sigma in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)]
+    assert examine_schedule(stack_of(sigmas=shifted), 0).cause == "wrong_shift"
+
+
 @pytest.mark.parametrize("shift", [2.2, 0.4])
 def test_a_shift_is_measured(shift, stack_of, captured):
     own = captured["sigmas"].double()
