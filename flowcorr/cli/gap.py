@@ -21,7 +21,7 @@ def treatment(correction: RolloutCorrectionConfig) -> str:
 
 
 def action(correction: RolloutCorrectionConfig, values: Values) -> str:
-    """The effect of a correction in a training step: `rejected 3.1 %`, `weights 0.98 to 1.02`, `idle` where it cannot act.
+    """The effect of a correction in a step: `rejected 3.1 %`, `weights 0.98 to 1.02`, `idle` where it cannot act.
 
     Bands that earlier training steps measure say `measuring` until there are enough of them.
 

@@ -374,7 +374,7 @@ def terms_of_step(step: int, dumped: DumpedTerms, levels: Tensor | None = None) 
 
 
 def records(run: DumpedRun) -> list[dict[str, Any]]:
-    """The metrics that training would have logged of each step, as far as the dump tells: drift, ratios of the update, rewards.
+    """The metrics that training would have logged of each step, as far as the dump tells: drift, update, rewards.
 
     Raises:
         ConfigError: a file is damaged.

@@ -1,4 +1,4 @@
-"""The effect that each preset would have had on a run's own steps. Their dumped log-probs are replayed, without a model.
+"""The effect of each preset on a run's own steps. Their dumped log-probs are replayed, without a model.
 
 A policy gradient is a sum over terms of coefficients, `d loss / d log_prob`, times what the model makes of each
 log-prob; a correction changes nothing but the coefficients. Where a preset's are those of no correction, up to a
