@@ -1,4 +1,4 @@
-"""What each command does. torch and all that follows it is imported here only when a command runs."""
+"""The commands, a function each. torch and all that follows it is imported only when one runs."""
 
 from __future__ import annotations
 
