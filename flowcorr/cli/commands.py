@@ -89,13 +89,23 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Examine a recipe's two stacks; the exit code is that of the worst finding."""
-    from flowcorr.cli.doctor import show_report
+    """Examine two stacks, or known faults in one of them; the exit code is that of the worst finding."""
+    from flowcorr.cli.doctor import show_drill, show_report
     from flowcorr.diagnostics import diagnose
     from flowcorr.plan.check import check_this_gpu
 
     config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
+    if arguments.drill:
+        return show_drill(config, num_prompts=arguments.prompts, float32=arguments.float32)
+    if arguments.plant is not None:
+        from flowcorr.diagnostics.doctor.drill import planted_report
+
+        report = planted_report(
+            config, arguments.plant, num_prompts=arguments.prompts, float32=arguments.float32
+        )
+        show_report(report)
+        return report.exit_code
     report = diagnose(config, num_prompts=arguments.prompts, float32=arguments.float32)
     if arguments.json:
         print(json.dumps(report.to_mapping(), indent=2, allow_nan=False))
