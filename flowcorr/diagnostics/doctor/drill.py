@@ -114,7 +114,7 @@ class Bench:
             engine=self._engine(plant),
             cache=self._cache,
             prompts=PromptStream(tuple(self._prompts), seed=config.trainer.seed),
-            reward=_places,
+            reward=_equal_scores,
         )
         samples = collect(run, self._prompts, range(len(self._prompts)), TRAINING_STEP)
         scored, _ = score(run, samples)
@@ -214,9 +214,9 @@ def _named_by(bench: Bench, plant: Plant, usual: set[str]) -> str:
     return f"training: {broken[0]}" if broken else ""
 
 
-def _places(images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
-    """A reward that takes no time: a replay of it agrees."""
-    return RewardOutput(scores=np.arange(len(prompts), dtype=np.float64))
+def _equal_scores(images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+    """A reward that takes no time."""
+    return RewardOutput(scores=np.zeros(len(prompts)))
 
 
 def _warnings(report: DoctorReport) -> list[str]:

@@ -186,14 +186,19 @@ def blank(size: float) -> Plant:
 
 
 def noisy_embeddings(size: float) -> Plant:
-    """Embeddings moved at random by `size` of their spread."""
+    """Embeddings moved at random by `size` of their spread, those of all prompts alike."""
 
     def change(engine: InProcessEngine, conditioning: Mapping[str, Tensor]) -> Conditioning:
         draw = torch.Generator().manual_seed(6)
-        return {
-            name: plants.perturbed(rows, size, draw) if rows.is_floating_point() else rows
-            for name, rows in conditioning.items()
-        }
+        moved = {}
+        for name, rows in conditioning.items():
+            same_for_all = torch.randn(rows[:1].shape, generator=draw).to(rows.device)
+            moved[name] = (
+                (rows + size * rows.float().std(correction=0) * same_for_all).to(rows.dtype)
+                if rows.is_floating_point()
+                else rows
+            )
+        return moved
 
     return plants.conditioned(change, told=False)
 

@@ -272,15 +272,15 @@ FAULTS: Sequence[Fault] = (
         applies=_guided,
     ),
     _whole(
-        "prompts_swapped_after",
-        "the prompts of other samples after the windows",
-        plants.at_steps(mistakes.steps_after_windows, plants.swapped),
+        "prompts_blank_after",
+        "prompts are blank after the windows",
+        plants.at_steps(mistakes.steps_after_windows, plants.blanked),
         applies=_has_tail,
     ),
     _whole(
-        "prompts_swapped_first",
-        "the prompts of other samples in the first step",
-        plants.at_steps(lambda engine: range(1), plants.swapped),
+        "prompts_blank_first",
+        "prompts are blank in the first step",
+        plants.at_steps(lambda engine: range(1), plants.blanked),
     ),
     _sized(
         "guidance_larger",

@@ -218,13 +218,13 @@ def deaf_after_the_first_sync(engine: InProcessEngine) -> None:
 
 def forgets_the_seed(engine: InProcessEngine) -> None:
     """Each call draws other noise."""
-    sample = engine.sample
+    calls: list[int] = []
 
-    def elsewhere(*arguments: Any, **keywords: Any) -> Rollout:
-        engine.seed += 1
-        return sample(*arguments, **keywords)
+    def elsewhere(ids: dict[str, Any]) -> dict[str, Any]:
+        calls.append(len(calls))
+        return {**ids, "seed": ids["seed"] + len(calls)}
 
-    engine.sample = elsewhere  # type: ignore[method-assign]
+    seeded(elsewhere)(engine)
 
 
 def seeds_by_place(engine: InProcessEngine) -> None:
@@ -296,7 +296,7 @@ def unguided(
     return plain
 
 
-def swapped(
+def blanked(
     velocity: Any,
     transformer: Any,
     latents: Tensor,
@@ -304,9 +304,12 @@ def swapped(
     conditioning: Conditioning,
     *rest: Any,
 ) -> Tensor:
-    """The velocity under the prompts of other samples of the batch."""
-    others = {name: rows.flip(0) for name, rows in conditioning.items()}
-    found: Tensor = velocity(transformer, latents, timesteps, others, *rest)
+    """The velocity under prompts of zeros."""
+    zeros = {
+        name: torch.zeros_like(rows) if rows.is_floating_point() else rows
+        for name, rows in conditioning.items()
+    }
+    found: Tensor = velocity(transformer, latents, timesteps, zeros, *rest)
     return found
 
 

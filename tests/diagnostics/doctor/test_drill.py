@@ -41,6 +41,10 @@ def test_another_engine_is_replaced_by_one_in_process_of_its_precision(bench):
         ("sync_ignored", "sync"),
         ("version_plus_one", "sync"),
         ("images_bgr", "images"),
+        ("prompts_blank_first", "training: replay_before"),
+        ("prompts_blank_after", "images"),
+        ("unseeded", "determinism"),
+        ("embeddings_noisy", "weights"),
         ("initial_noise", "training: replay_before"),
     ],
 )

@@ -10,6 +10,7 @@ from flowcorr.diagnostics.doctor.exam import EXPLAINED, Exam, largest_gap
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, passed, skipped
 from flowcorr.diagnostics.doctor.trials import velocity_gap
 from flowcorr.rollout.base import attention_name
+from flowcorr.rollout.precision import MARGIN
 
 # Missing share of a change of weights: up to 0.02 with all layers bound (0.08 for a random FLUX in bfloat16), 0.55 with
 # half of them.
@@ -43,11 +44,10 @@ def check_sync(exam: Exam) -> Finding:
     )
     if finding.status == "FAIL":
         return finding
-    told, said = exam.trials.moved_version, trial.rollout.policy_versions.unique().tolist()
-    if said != [told]:
+    told, said = exam.trials.moved_version, int(trial.rollout.policy_versions.max())
+    if said > told:
         return failed(
-            f"the engine samples with the newest weights, version {told}, and says that it is version "
-            f"{', '.join(map(str, said))}",
+            f"the newest weights are version {told}, and the engine says that version {said} sampled",
             "Rollout.policy_versions has to be the Weights.version of the sync whose weights sampled",
         )
     return finding if lora else _arrival(exam, "trained weights")
@@ -89,8 +89,10 @@ def _arrival(exam: Exam, what: str) -> Finding:
     move = trial.means - without
     gap, precision = trial.velocity_gap(), exam.trials.bare.velocity_gap()
     size = velocity_gap(trial.means, without, trial.still)
-    # Without the gap from precision, which is there without the change too and varies by about 10 % between trials.
-    missing = math.sqrt(max(gap**2 - 1.5 * precision**2, 0.0)) / max(size, 1e-12)
+    # Without the gap from precision, which is there without the change too and varies by about 10 % between trials. But
+    # coarse weights round a merged adapter otherwise than the base alone, by up to 1.3 times the largest clean gap.
+    rounding = max(1.5 * precision**2, 2 * (exam.usual_gap / MARGIN) ** 2)
+    missing = math.sqrt(max(gap**2 - rounding, 0.0)) / max(size, 1e-12)
     share = 1 - trial.fit(without).factor
     message = f"{100 * share:.0f} % of the {what}'s effect on the actor's steps is found in the engine's"
     names = "compare the engine's layer names with the names that are sent"

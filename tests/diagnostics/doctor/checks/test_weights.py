@@ -34,6 +34,7 @@ FAULTS = {
     "one sync behind": ("sync", one_sync_behind, {}, "of one sync ago"),
     "deaf after the first sync": ("sync", deaf_after_the_first_sync, {}, "from before several syncs"),
     "another checkpoint": ("weights", merging(another_checkpoint), {}, ""),
+    "another checkpoint under guidance": ("weights", merging(another_checkpoint), {"sampling": GUIDED}, ""),
     "a block's feed-forward lost": ("weights", merging(one_block_missing), {"model": WHOLE}, ""),
     "an attention head lost": ("weights", merging(head_missing), {"sampling": GUIDED}, ""),
     "a checkpoint quantised unasked": (
@@ -79,7 +80,9 @@ def test_a_version_that_was_never_sent_is_named(small_run):
     engine = separate(run)
     returning(policy_versions=lambda rollout: rollout.policy_versions + 1)(engine)
     told = run.actor.weights.version + 2
-    assert_named(check(run, engine), "sync", f"version {told}, and says that it is version {told + 1}")
+    assert_named(
+        check(run, engine), "sync", f"are version {told}, and the engine says that version {told + 1} sampled"
+    )
 
 
 def test_a_coarse_engine_warns(small_run):
