@@ -239,7 +239,7 @@ class ActorBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
-    """What the actor makes of the steps `[B, T]` of a batch.
+    """The actor's scores of the steps `[B, T]` of a batch.
 
     Attributes:
         log_probs: nats per latent element.

@@ -1,4 +1,4 @@
-"""What each command does. torch and all that follows it is imported here only when a command runs."""
+"""The commands, a function each. torch and all that follows it is imported only when one runs."""
 
 from __future__ import annotations
 
@@ -89,13 +89,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Examine a recipe's two stacks, or replay a dump's samples; the exit code is that of the worst finding."""
-    from flowcorr.cli.doctor import show_report
+    """Examine two stacks, a known fault in one, or a dump's samples; the exit code is that of the worst finding."""
+    from flowcorr.cli.doctor import show_drill, show_report
     from flowcorr.diagnostics import diagnose
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
     if is_folder(Path(arguments.recipe)):
+        if arguments.drill or arguments.plant is not None:
+            raise ConfigError(
+                f"--drill and --plant put faults into the stacks of a recipe; {arguments.recipe} is a folder"
+            )
         return _replay(arguments)
     if arguments.model is not None:
         raise ConfigError(
@@ -104,7 +108,15 @@ def doctor(arguments: argparse.Namespace) -> int:
         )
     config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
-    report = diagnose(config, num_prompts=arguments.prompts, float32=arguments.float32)
+    if arguments.drill:
+        return show_drill(config, num_prompts=arguments.prompts, float32=arguments.float32)
+    options = {"num_prompts": arguments.prompts, "float32": arguments.float32}
+    if arguments.plant is None:
+        report = diagnose(config, **options)
+    else:
+        from flowcorr.diagnostics.doctor.drill import planted_report
+
+        report = planted_report(config, arguments.plant, **options)
     if arguments.json:
         print(json.dumps(report.to_mapping(), indent=2, allow_nan=False))
     else:

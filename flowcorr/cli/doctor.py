@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.text import Text
 
 from flowcorr.cli.printer import Cell, console_of, show_table
 from flowcorr.diagnostics.clip_noise import QUANTILES, clip_text
 from flowcorr.diagnostics.doctor.findings import DoctorReport, Finding, Status
+
+if TYPE_CHECKING:
+    from flowcorr.config import Config
+    from flowcorr.diagnostics.doctor.drill import Drilled
 
 STYLES: dict[Status, str] = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIP": "dim"}
 _VERDICTS = {
@@ -34,6 +40,28 @@ def show_report(report: DoctorReport, console: Console | None = None) -> None:
     else:
         verdict = f"{_VERDICTS[report.exit_code]}: {counts}"
     console.print(verdict, markup=False)
+
+
+def show_drill(config: Config, *, num_prompts: int, float32: bool | None) -> int:
+    """Plant each known fault in turn, and print which check names it; the exit code is 0."""
+    from flowcorr.diagnostics.doctor.drill import Bench, drill
+
+    console = console_of(None)
+    rows = []
+    for drilled in drill(Bench(config, num_prompts=num_prompts, float32=float32)):
+        console.print(f"{drilled.fault.name}: {drilled.named_by or 'not named'}", markup=False)
+        rows.append(_drilled(drilled))
+    columns = ("fault", "size", "named by", "smallest named", "not named", "stands for")
+    show_table(console, columns, rows, words=2, prose=True)
+    seen = sum(bool(row[2]) for row in rows)
+    console.print(f"{seen} of {len(rows)} planted faults are named", markup=False)
+    return 0
+
+
+def _drilled(drilled: Drilled) -> tuple[Cell, ...]:
+    fault = drilled.fault
+    named = (_number(fault.size), drilled.named_by, _number(drilled.smallest), _number(drilled.unseen))
+    return fault.name, *named, fault.stands_for
 
 
 def _precision_gap(report: DoctorReport) -> float:

@@ -1,4 +1,4 @@
-"""What a preset would do: a correction of measured terms, as training makes it, for audit and lab."""
+"""The effect of a preset on measured terms, corrected as in training, for audit and lab."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def step_loss(
 
 
 def _model_output_keys(name: str, correction: RolloutCorrectionConfig, sde_type: SdeType) -> tuple[str, ...]:
-    """What the loss called `name` reads of the model's output."""
+    """The tensors of the model's output that the loss called `name` reads."""
     keys = ["log_probs"]
     loss = losses.LOSSES[LOSSES[name]]
     if loss.needs_kl:

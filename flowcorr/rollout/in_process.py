@@ -27,7 +27,7 @@ class InProcessEngine:
     """Samples in this process.
 
     It shares the actor's transformer where both have the same precision and the engine is neither emulated
-    nor stale; else it keeps a copy that `sync` fills with merged, rounded, possibly older weights.
+    nor stale and `shares`; else it keeps a copy that `sync` fills with merged, rounded, possibly older weights.
 
     Args:
         family: the pipeline.
@@ -36,6 +36,7 @@ class InProcessEngine:
         seed: the run's seed.
         merge: see `Merge`.
         base: the transformer before an adapter was added, the copy's architecture.
+        shares: False keeps a copy in any case, so that the engine can be changed while the actor is not.
     """
 
     def __init__(
@@ -47,13 +48,15 @@ class InProcessEngine:
         seed: int,
         merge: Merge,
         base: nn.Module,
+        shares: bool = True,
     ) -> None:
         self.family = family
         self.config = rollout
         self.seed = seed
         self.dtype = DTYPES[rollout.dtype]
         self.plan = SamplingPlan.of(family, sampling, self.dtype)
-        self.shared = self.dtype == family.dtype and rollout.emulate == "none" and rollout.max_weight_age == 0
+        alike = self.dtype == family.dtype and rollout.emulate == "none" and rollout.max_weight_age == 0
+        self.shared = shares and alike
         self.merge = merge
         self._copy = None if self.shared else _frozen_copy(base, _device(family.transformer), self.dtype)
         self._history: deque[Weights] = deque(maxlen=rollout.staleness + 1)
@@ -133,6 +136,19 @@ class InProcessEngine:
             self.config, self.dtype, self._copy = config, dtype, stored
             self._reload()
 
+    def step_noise(
+        self, groups: Sequence[int], members: Sequence[int], *, seed: int, training_step: int, step_index: int
+    ) -> Tensor:
+        """The noise `[B, *L]` of one step of the schedule, see `sde.step_noise`."""
+        return sde.step_noise(
+            self.plan.latent_shape,
+            groups,
+            members,
+            seed=seed,
+            training_step=training_step,
+            step_index=step_index,
+        )
+
     def describe(self) -> dict[str, str]:
         """The dtype of its weights and activations."""
         return {
@@ -161,7 +177,7 @@ class InProcessEngine:
             assert not stored, "the merged weights are those of a whole transformer"
 
     def _step_cache(self) -> AbstractContextManager[BeforeStep | None]:
-        """What `rollout.cache` does between the windows of one batch."""
+        """The cache of `rollout.cache`, between the windows of one batch."""
         if self.config.cache == "none":
             return contextlib.nullcontext()
         from flowcorr.rollout.step_cache import around_windows, first_block_cache
@@ -196,7 +212,7 @@ class InProcessEngine:
 
         def noise(step_index: int, rows: Sequence[int]) -> Tensor:
             owners, places = [groups[row] for row in rows], [members[row] for row in rows]
-            return sde.step_noise(plan.latent_shape, owners, places, **key, step_index=step_index).to(device)
+            return self.step_noise(owners, places, **key, step_index=step_index).to(device)
 
         with self._step_cache() as before_step:
             window, log_probs, final = sample_sde_window(

@@ -39,7 +39,7 @@ def ignore_event(kind: str, /, **fields: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """What a task returned.
+    """The result of a task.
 
     Attributes:
         values: the values.

@@ -24,7 +24,7 @@ Localize = Callable[[Any], Any]
 
 
 class Pool(Protocol):
-    """What `WorkerPool` offers, on any rank."""
+    """The methods of `WorkerPool` that every rank has."""
 
     def submit(
         self,

@@ -8,6 +8,7 @@ import torch
 
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
+from flowcorr.diagnostics.doctor.plants import feeding, returning, sampling_with
 from flowcorr.diagnostics.health import examine_step, units_of
 from flowcorr.errors import BackendError
 from flowcorr.models import Schedule
@@ -17,7 +18,7 @@ from flowcorr.trainer.collect import collect, score
 from flowcorr.trainer.replay import measure_replay, replays
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
-from tests.diagnostics.doctor.faults import another_sampling, feeding, returning, separate
+from tests.diagnostics.doctor.faults import separate
 from tests.shallow import SHALLOW
 
 TEXTS = ["cat", "dog"]
@@ -231,7 +232,7 @@ def test_noise_that_nobody_seeded_is_told_from_faults(make_training):
 )
 def test_windows_are_those_that_the_seeds_give(layout, share, make_training):
     run = make_training(SCATTERED)
-    another_sampling(**layout)(run.engine)
+    sampling_with(**layout)(run.engine)
     values = collect(run, PROMPTS, range(2), SCATTERED_STEP).metrics.compute()
     assert values["rollout/other_windows"] >= share
     assert judged(run, values) == (["windows"] if share else [])

@@ -127,7 +127,7 @@ class AuditReport:
 
     @property
     def verdict(self) -> str:
-        """What is wrong, or what to do about the gap, in a line."""
+        """The fault, or the advice on the gap, in a line."""
         if self.diagnoses:
             return self.diagnoses[0].verdict
         return NO_ADVICE if self.advice is None else self.advice.verdict

@@ -53,7 +53,7 @@ class StepGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleWorth:
-    """What importance weights without a cap would be worth.
+    """The worth of importance weights without a cap.
 
     Attributes:
         scale: of the log-ratios, `mean`, `sqrt` or `sum`.

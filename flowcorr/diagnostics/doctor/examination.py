@@ -92,7 +92,7 @@ def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | 
         ConfigError: there are too few prompts, or something in `config` cannot work.
     """
     config = _shortened(config)
-    texts = _first_prompts(config, num_prompts)
+    texts = first_prompts(config, num_prompts)
     if precision.float32_config(config) == config or _changes_precision(config):
         return _examine_built(config, load_model(config), texts, partial(examine, float32=float32))
     first = _first_in_float32(config, texts, float32=float32)
@@ -212,7 +212,7 @@ def examine_before_start(
     first: DoctorReport | str | None = None
     if lower and not _changes_precision(config):
         shortened = _shortened(config)
-        first = _first_in_float32(shortened, _first_prompts(shortened, NUM_PROMPTS), float32=None)
+        first = _first_in_float32(shortened, first_prompts(shortened, NUM_PROMPTS), float32=None)
 
     def examine_run(run: TrainingRun) -> None:
         position = run.prompts.position
@@ -238,7 +238,12 @@ def examine_before_start(
     return examine_run
 
 
-def _first_prompts(config: Config, count: int) -> list[str]:
+def first_prompts(config: Config, count: int) -> list[str]:
+    """The first `count` different training prompts.
+
+    Raises:
+        ConfigError: there are fewer than two.
+    """
     data = load_prompts(config.data)
     texts = list(dict.fromkeys(prompt.text for prompt in data.train))[: max(count, 0)]
     if len(texts) < 2:

@@ -105,7 +105,7 @@ def colours(groups: Sequence[Group]) -> list[str]:
 
 
 def marks(groups: Sequence[Group]) -> list[str]:
-    """What stands at the end of each group's lines: nothing for one group, its name if all are short, or a letter."""
+    """The text at the end of each group's lines: none for one group, its name if all are short, or a letter."""
     names = [group.label for group in groups]
     if len(names) == 1:
         return [""]
@@ -177,7 +177,7 @@ def _drift_text(groups: Sequence[Group]) -> str:
 
 
 def _did(groups: Sequence[Group]) -> ChartSection:
-    """What the correction did, and the bands that it measured."""
+    """Charts of the correction, and of the bands that it measured."""
     section = _curves(groups, "What the correction did", _rows_of("correction"), "")
     return replace(section, charts=[*section.charts, *band_charts(groups)])
 

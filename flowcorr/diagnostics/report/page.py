@@ -50,7 +50,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What is to be said about some runs.
+    """The report on some runs.
 
     Attributes:
         level: `healthy`, `note`, `warning` or `serious`.

@@ -6,12 +6,8 @@ from diagnostics.doctor.faults import (
     assert_named,
     check,
     coarse,
-    feeding,
     finding_of,
-    head_missing,
-    merging,
     no_vae_scaling,
-    rescaled_guidance,
     separate,
     statuses,
     vae_scaling_off,
@@ -19,6 +15,8 @@ from diagnostics.doctor.faults import (
 
 from flowcorr.diagnostics import examine
 from flowcorr.diagnostics.doctor import precision
+from flowcorr.diagnostics.doctor.mistakes import head_missing
+from flowcorr.diagnostics.doctor.plants import feeding, merging, rescaled_guidance
 from flowcorr.errors import BackendError
 from flowcorr.rollout import InProcessEngine
 

@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diagnostics.doctor.faults import returning
 
 from flowcorr import sde
 from flowcorr.diagnostics import examine
+from flowcorr.diagnostics.doctor.plants import returning
 from flowcorr.diagnostics.doctor.trials import MOVE, run_trials, velocity_gap
 from flowcorr.errors import BackendError, BatchError
 

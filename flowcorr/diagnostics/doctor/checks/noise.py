@@ -11,6 +11,7 @@ from flowcorr import sde
 from flowcorr.diagnostics.doctor.exam import Exam, rms
 from flowcorr.diagnostics.doctor.findings import Finding, judged
 from flowcorr.diagnostics.doctor.trials import Trial
+from flowcorr.diagnostics.health import skew
 from flowcorr.records import Rollout
 
 FALSE_ALARMS = 1e-6  # probability that `check_noise` fails by chance
@@ -21,32 +22,37 @@ SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance), .002 in bfloat16
 def check_noise(exam: Exam) -> Finding:
     """Whether whitened step noise `(x' - mean) / s` is standard normal, and independent between any two steps.
 
-    Its mean, its variance and each correlation give a `z` with `P(|z| > c) <= exp(-c^2 / 2)`. The limit holds for
-    all of them together.
+    Its mean, its variance, its fourth Hermite moment and each correlation give a `z` with
+    `P(|z| > c) <= exp(-c^2 / 2)`. The limit holds for all of them together.
     """
     trials = exam.trials
     noise = torch.cat([_step_noise(trials.base), _step_noise(trials.moved)])
     count = noise.numel()
     mean, variance = float(noise.double().mean()), float(noise.double().square().mean())
     correlation, pair = largest_correlation(noise)
-    tests = len(noise) * (len(noise) - 1) // 2 + 2
+    tails = float((noise.double() ** 4 - 6 * noise.double().square() + 3).mean())
+    tests = len(noise) * (len(noise) - 1) // 2 + 3
     limit = math.sqrt(2 * math.log(tests / FALSE_ALARMS))
     # Wilson and Hilferty: the cube root of a chi-squared variable is nearly normal.
     spread = 2 / (9 * count)
     of_variance = abs(variance ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    # Long tails are skewed to the right, see `health`.
+    of_tails = abs(tails) * math.sqrt(count / 24) / (skew(count) if tails > 0 else 1)
     # For independent directions, P(|correlation| > c) <= (1 - c^2)^((D - 1) / 2).
     of_pair = math.sqrt(-(noise.shape[1] - 1) * math.log(max(1 - correlation**2, 1e-300)))
     faults = {
         f"has std {math.sqrt(variance):.4g} instead of 1": of_variance,
         f"has mean {mean:.3g} instead of 0": abs(mean) * math.sqrt(count),
+        f"is not normal: its fourth moment is off by {tails:.2g}": of_tails,
         f"is correlated by {correlation:.2f} over {_difference(trials.base, *pair)}": of_pair,
     }
     fault, z = max(faults.items(), key=lambda item: item[1])
-    seen = 100 * limit / math.sqrt(2 * count)
+    seen, seen_tails = 100 * limit / math.sqrt(2 * count), limit * math.sqrt(24 / count)
     return judged(
         z,
         limit,
-        f"step noise is standard normal and independent (an error of {seen:.1g} % in the std would be found)",
+        f"step noise is standard normal and independent (an error of {seen:.1g} % in the std would be found, and a "
+        f"fourth moment off by {seen_tails:.1g}: that of uniform noise is off by 1.2)",
         f"step noise {fault}, {z:.3g} standard deviations off",
         "add s times standard normal noise to the step's mean, seeded by (seed, training step, group, member) and step "
         "index; sampling.same_initial_noise concerns the initial noise only",
@@ -78,7 +84,7 @@ def check_batch_shape(exam: Exam) -> Finding:
         limit,
         "a prompt gives the same latents alone and in a batch",
         f"a prompt sampled alone differs by {gap:.2g} (rms) from the same prompt in a batch",
-        "seed each sample's noise by its ids, not by its place in the batch"
+        "seed each sample's noise by its ids, not by its place in the batch, and give each sample its own prompt"
         if gap > max(NOISE_GAP, limit)
         else "kernels depend on the batch's shape; harmless as long as the noise floor below is small",
         fails_above=max(NOISE_GAP, limit),

@@ -8,11 +8,11 @@ from diagnostics.doctor.faults import (
     assert_named,
     check,
     finding_of,
-    rescaled_guidance,
     separate,
 )
 
 from flowcorr.diagnostics import examine
+from flowcorr.diagnostics.doctor.plants import rescaled_guidance
 
 FAULTS = {
     "none": (another_guidance(guidance_scale=1.0), {}, "guidance_scale=1 instead of 4"),

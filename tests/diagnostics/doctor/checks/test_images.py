@@ -1,17 +1,11 @@
 import pytest
-from diagnostics.doctor.faults import (
-    another_vae,
-    assert_named,
-    check,
-    exchanged_images,
-    no_vae_scaling,
-    returning,
-    separate,
-    vae_scaling_off,
-)
+from diagnostics.doctor.faults import assert_named, check, no_vae_scaling, separate, vae_scaling_off
+
+from flowcorr.diagnostics.doctor.mistakes import exchanged
+from flowcorr.diagnostics.doctor.plants import another_vae, returning
 
 FAULTS = {
-    "another VAE": another_vae,
+    "another VAE": another_vae(0.5),
     "no scaling": no_vae_scaling,
     "scaling a quarter too large": vae_scaling_off(1.25),
     "scaling a quarter too small": vae_scaling_off(0.75),
@@ -27,7 +21,7 @@ def test_another_decoder(small_run, fault):
 
 
 def test_exchanged_images(recorded):
-    returning(images=exchanged_images)(recorded.engine)
+    returning(images=exchanged)(recorded.engine)
     assert_named(check(recorded, recorded.engine), "images", "sample 0 has the image of sample 1")
 
 

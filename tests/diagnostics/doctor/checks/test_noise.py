@@ -3,20 +3,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diagnostics.doctor.faults import (
-    assert_named,
-    check,
-    forgets_the_seed,
-    jitter,
-    seeds_by_place,
-    separate,
-    statuses,
-)
+from diagnostics.doctor.faults import assert_named, check, jitter, separate, statuses
 
 from flowcorr import sde
 from flowcorr.diagnostics.doctor.checks import noise as checks
 from flowcorr.diagnostics.doctor.checks.noise import check_noise
 from flowcorr.diagnostics.doctor.exam import Exam
+from flowcorr.diagnostics.doctor.plants import forgets_the_seed, seeds_by_place, uniform
 from flowcorr.diagnostics.doctor.trials import run_trials
 
 TRUE = sde.step_noise
@@ -59,6 +52,7 @@ FAULTS = {
     "none at all": (scaled(0.0), {}, "has std 0 instead of 1"),
     "a tenth too large": (scaled(1.1), {}, "has std 1.0"),
     "off its mean": (shifted(0.1), {}, "has mean"),
+    "uniform": (lambda *args, **kwargs: uniform(TRUE(*args, **kwargs)), {}, "is not normal"),
 }
 
 

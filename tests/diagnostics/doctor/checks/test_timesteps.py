@@ -2,30 +2,28 @@ import pytest
 import torch
 from diagnostics.doctor.faults import (
     WHOLE,
-    another_schedule,
     assert_named,
     check,
-    feeding,
     finding_of,
-    rounded,
     rounded_by_the_model,
     separate,
     statuses,
-    with_timesteps,
 )
+
+from flowcorr.diagnostics.doctor.plants import feeding, rounded, scheduled, with_timesteps
 
 FRACTIONS = {"sampling": {"num_inference_steps": 7, "sde_window_range": (1, 3)}}  # timesteps 833.5 and 667
 FAULTS = {
     "divided by 1000": (
-        another_schedule(with_timesteps(lambda timesteps: timesteps / 1000)),
+        scheduled(with_timesteps(lambda timesteps: timesteps / 1000)),
         "divided by 1000",
     ),
     "divided by 1000 unnoticed": (feeding(lambda timesteps: timesteps / 1000), "divided by 1000"),
-    "truncated": (another_schedule(with_timesteps(torch.trunc)), "truncated to integers"),
+    "truncated": (scheduled(with_timesteps(torch.trunc)), "truncated to integers"),
     "truncated unnoticed": (feeding(torch.trunc), "truncated to integers"),
     "rounded unnoticed": (feeding(rounded), "rounded to bfloat16"),
     "of another table": (
-        another_schedule(with_timesteps(lambda timesteps: timesteps + 3)),
+        scheduled(with_timesteps(lambda timesteps: timesteps + 3)),
         "more than rounding explains",
     ),
 }
@@ -42,7 +40,7 @@ def test_other_timesteps(small_run, fault):
 
 @pytest.mark.parametrize(
     ("plant", "rollout"),
-    [(another_schedule(with_timesteps(rounded)), {}), (rounded_by_the_model, {"dtype": "bfloat16"})],
+    [(scheduled(with_timesteps(rounded)), {}), (rounded_by_the_model, {"dtype": "bfloat16"})],
 )
 def test_rounding_that_is_to_be_replayed_warns(small_run, plant, rollout):
     run = small_run(rollout=rollout, **FRACTIONS)
@@ -59,7 +57,7 @@ def test_ways_that_these_steps_cannot_tell_apart_are_all_named(small_run):
     engine = separate(run)
     expected = torch.tensor(engine.plan.schedule.timesteps)[:2]
     assert torch.equal(torch.trunc(expected), rounded(expected))
-    another_schedule(with_timesteps(torch.trunc))(engine)
+    scheduled(with_timesteps(torch.trunc))(engine)
     assert_named(check(run, engine), "timesteps", "rounded to bfloat16 or ")
     assert "truncated to integers" in finding_of(check(run, engine), "timesteps").message
 

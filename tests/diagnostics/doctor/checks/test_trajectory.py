@@ -2,18 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diagnostics.doctor.faults import (
-    another_sampling,
-    another_schedule,
-    assert_named,
-    check,
-    returning,
-    rounded,
-    rounded_after_scoring,
-    separate,
-    shifted,
-    spoiled,
-)
+from diagnostics.doctor.faults import assert_named, check, rounded_after_scoring, separate, shifted
+
+from flowcorr.diagnostics.doctor.mistakes import spoiled
+from flowcorr.diagnostics.doctor.plants import returning, rounded, sampling_with, scheduled
 
 RETURNED = {
     "values that are not finite": ("finite", {"latents": spoiled}, ""),
@@ -34,16 +26,16 @@ RETURNED = {
     ),
 }
 SAMPLED = {
-    "another shift": ("schedule", another_schedule(shifted), {}, ""),
+    "another shift": ("schedule", scheduled(shifted), {}, ""),
     "one step fewer": (
         "schedule",
-        another_schedule(lambda engine: engine.family.schedule(2, engine.plan.latent_shape)),
+        scheduled(lambda engine: engine.family.schedule(2, engine.plan.latent_shape)),
         {},
         "",
     ),
     "sigmas rounded to bfloat16": (
         "schedule",
-        another_schedule(
+        scheduled(
             lambda engine: replace(
                 engine.plan.schedule,
                 sigmas=tuple(rounded(torch.tensor(engine.plan.schedule.sigmas)).tolist()),
@@ -52,22 +44,22 @@ SAMPLED = {
         {},
         "rounded to bfloat16",
     ),
-    "the window one step later": ("window", another_sampling(sde_window_range=(1, 3)), {}, ""),
+    "the window one step later": ("window", sampling_with(sde_window_range=(1, 3)), {}, ""),
     "a window for each image": (
         "window",
-        another_sampling(window_per="sample"),
+        sampling_with(window_per="sample"),
         {"rollout": {"n": 6}, "sampling": {"sde_window_size": 1}},
         "",
     ),
     "scattered windows": (
         "window",
-        another_sampling(sde_window_layout="scattered"),
+        sampling_with(sde_window_layout="scattered"),
         {"sampling": {"num_inference_steps": 8, "sde_window_range": (0, 7)}},
         "are not 2 consecutive steps within [0, 7)",
     ),
     "consecutive windows where scattered ones are asked for": (
         "window",
-        another_sampling(sde_window_layout="consecutive"),
+        sampling_with(sde_window_layout="consecutive"),
         {
             "sampling": {
                 "num_inference_steps": 8,
@@ -77,8 +69,8 @@ SAMPLED = {
         },
         "other SDE windows than their seeds give",
     ),
-    "another noise level": ("transition", another_sampling(noise_level=0.8), {}, ""),
-    "another sde type": ("transition", another_sampling(sde_type="dance_sde"), {}, ""),
+    "another noise level": ("transition", sampling_with(noise_level=0.8), {}, ""),
+    "another sde type": ("transition", sampling_with(sde_type="dance_sde"), {}, ""),
 }
 
 

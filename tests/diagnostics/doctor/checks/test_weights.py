@@ -8,19 +8,21 @@ from diagnostics.doctor.faults import (
     assert_named,
     check,
     coarse,
-    deaf_after_the_first_sync,
     finding_of,
-    head_missing,
-    merging,
     one_block_missing,
-    one_sync_behind,
-    returning,
-    scale_up,
     separate,
     statuses,
-    without_layers,
 )
 
+from flowcorr.diagnostics.doctor.mistakes import head_missing
+from flowcorr.diagnostics.doctor.plants import (
+    deaf_after_the_first_sync,
+    merging,
+    one_sync_behind,
+    returning,
+    scaled_up,
+    without_adapters,
+)
 from flowcorr.rollout import InProcessEngine
 
 
@@ -42,21 +44,21 @@ FAULTS = {
     ),
     "an adapter on misnamed layers": (
         "lora",
-        merging(without_layers(lambda name: False)),
+        merging(without_adapters(lambda name: False)),
         {},
         "binds to no layer",
     ),
     "an adapter on half of the layers": (
         "lora",
-        merging(without_layers(half_of_the_layers)),
+        merging(without_adapters(half_of_the_layers)),
         {"model": WHOLE},
         "layers are left out",
     ),
-    "an adapter without alpha over rank": ("lora", merging(scale_up(0.5)), {}, "its scale differs"),
-    "an adapter applied twice": ("lora", merging(scale_up(2.0)), {}, "its scale differs"),
+    "an adapter without alpha over rank": ("lora", merging(scaled_up(0.5)), {}, "its scale differs"),
+    "an adapter applied twice": ("lora", merging(scaled_up(2.0)), {}, "its scale differs"),
     "half an adapter, int4": (
         "lora",
-        merging(without_layers(half_of_the_layers)),
+        merging(without_adapters(half_of_the_layers)),
         {"model": WHOLE, "rollout": {"emulate": "int4"}},
         "",
     ),

@@ -1,0 +1,223 @@
+"""Plants known faults in one's own stack, and says which check names each, and down to which size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.config.schema import Config
+from flowcorr.correction.describe import drift_metrics
+from flowcorr.data import PromptStream
+from flowcorr.diagnostics.doctor.examination import examine, first_prompts
+from flowcorr.diagnostics.doctor.findings import DoctorReport
+from flowcorr.diagnostics.doctor.planted import FAULTS, Fault, parse_fault
+from flowcorr.diagnostics.doctor.plants import Plant, own_engine
+from flowcorr.diagnostics.health import examine_step, units_of
+from flowcorr.errors import BackendError, BatchError
+from flowcorr.metrics import Metrics
+from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.records import Prompt
+from flowcorr.rewards import RewardOutput
+from flowcorr.rollout import InProcessEngine
+from flowcorr.rollout.precision import quantized
+from flowcorr.trainer.collect import collect, score
+from flowcorr.trainer.noise import NoiseMeter
+from flowcorr.trainer.replay import measure_replay
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.setup import load_model
+
+MAX_IMAGES = 2  # a prompt
+SMALLER = 4.0  # factor between two sizes of a fault
+NUM_SIZES = 4
+TRAINING_STEP = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drilled:
+    """What the checks say of one planted fault.
+
+    Attributes:
+        fault: the fault.
+        named_by: the check of the doctor that fails, the one that warns, or the rule that speaks at the first training
+            step; empty if nothing does.
+        smallest: the smallest size that was tried and named; None for a fault without a size, or one that is not named.
+        unseen: the largest smaller size that was tried and not named; None if all were named.
+    """
+
+    fault: Fault
+    named_by: str
+    smallest: float | None = None
+    unseen: float | None = None
+
+
+class Bench:
+    """An actor beside which engines with planted faults are examined.
+
+    The engine is one in process with weights of its own, in the precision of the run's; that of another engine is taken
+    over as well as one in process can have it.
+
+    Args:
+        config: the run's configuration.
+        num_prompts: how many prompts, at least 2.
+        float32: see `examine`.
+
+    Raises:
+        ConfigError: there are too few prompts, or something in `config` cannot work.
+    """
+
+    def __init__(self, config: Config, *, num_prompts: int, float32: bool | None) -> None:
+        rollout = config.rollout
+        emulate = "fp8" if quantized(config) and rollout.emulate == "none" else rollout.emulate
+        self.config = replace(
+            config,
+            rollout=replace(
+                rollout,
+                name="in_process",
+                placement="local",
+                emulate=emulate,
+                engine={},
+                cache="none",
+                n=min(rollout.n, MAX_IMAGES),
+                prompts_per_step=num_prompts,
+            ),
+        )
+        texts = first_prompts(config, num_prompts)
+        self._float32 = float32
+        self._prompts = [Prompt(text=text) for text in texts]
+        self.actor = DiffusionActor(load_model(self.config), self.config)
+        self._cache = PromptCache(self.actor.family, self.actor.guidance, texts)
+
+    def report(self, plant: Plant | None = None) -> DoctorReport:
+        """The doctor's report on an engine with a fault, or on a clean one.
+
+        Raises:
+            BackendError: the engine fails.
+            BatchError: likewise.
+        """
+        texts = [prompt.text for prompt in self._prompts]
+        return examine(self.actor, self._engine(plant), self._cache(texts), float32=self._float32)
+
+    def rules(self, plant: Plant | None = None) -> list[str]:
+        """The rules that speak at the first training step, without waiting for more steps.
+
+        Raises:
+            BackendError: the step would stop the run.
+            BatchError: likewise.
+        """
+        config, actor = self.config, self.actor
+        run = TrainingRun(
+            config=config,
+            actor=actor,
+            engine=self._engine(plant),
+            cache=self._cache,
+            prompts=PromptStream(tuple(self._prompts), seed=config.trainer.seed),
+            reward=_places,
+        )
+        samples = collect(run, self._prompts, range(len(self._prompts)), TRAINING_STEP)
+        scored, _ = score(run, samples)
+        rollout = samples.rollout
+        noise = NoiseMeter(rollout, config.sampling)
+        old = actor.log_probs(rollout, observe=noise.add)
+        metrics = Metrics.merged(
+            [
+                samples.metrics,
+                drift_metrics(
+                    old.log_probs,
+                    rollout.log_probs,
+                    mask=(old.log_probs + rollout.log_probs).isfinite(),
+                    step_kl=None,
+                    prefix="rollout_corr/",
+                ),
+                noise.metrics(),
+                measure_replay(run, samples, scored, TRAINING_STEP),
+            ]
+        )
+        units = units_of(config, rollout.num_elements)
+        found = examine_step(metrics.compute(), units)
+        return [finding.rule for finding in found if finding.level != "note"]
+
+    def _engine(self, plant: Plant | None) -> InProcessEngine:
+        engine = own_engine(self.actor, self.config)
+        if plant is not None:
+            plant(engine)
+        engine.sync(self.actor.weights.snapshot())
+        return engine
+
+
+def planted_report(config: Config, text: str, *, num_prompts: int, float32: bool | None) -> DoctorReport:
+    """The doctor's report on an engine with one fault of `FAULTS`.
+
+    Args:
+        config: the run's configuration.
+        text: its name, or `name=size`.
+        num_prompts, float32: see `Bench`.
+
+    Raises:
+        ConfigError: there is no such fault, or the run cannot have it.
+    """
+    fault, size = parse_fault(text, config)
+    return Bench(config, num_prompts=num_prompts, float32=float32).report(fault.plant(size))
+
+
+def drill(bench: Bench, faults: Sequence[Fault] = FAULTS) -> Iterator[Drilled]:
+    """Plant each fault that the run can have in turn, at its own size and then at smaller ones while it is named.
+
+    Raises:
+        BackendError: the doctor fails without any fault.
+    """
+    clean = bench.report()
+    if clean.failed():
+        raise BackendError(
+            f"without a planted fault the doctor fails on {', '.join(clean.failed())}; repair that first, as flowcorr "
+            "doctor says"
+        )
+    usual = {*_warnings(clean), *bench.rules()}
+    for fault in faults:
+        if fault.applies(bench.config):
+            yield _drilled(bench, fault, usual)
+
+
+def _drilled(bench: Bench, fault: Fault, usual: set[str]) -> Drilled:
+    named_by = _named_by(bench, fault.plant(fault.size or 0.0), usual)
+    if fault.size is None or not named_by:
+        return Drilled(fault=fault, named_by=named_by, unseen=None if named_by else fault.size)
+    smallest = fault.size
+    for exponent in range(1, NUM_SIZES):
+        size = fault.size / SMALLER**exponent
+        if not _named_by(bench, fault.plant(size), usual):
+            return Drilled(fault=fault, named_by=named_by, smallest=smallest, unseen=size)
+        smallest = size
+    return Drilled(fault=fault, named_by=named_by, smallest=smallest)
+
+
+def _named_by(bench: Bench, plant: Plant, usual: set[str]) -> str:
+    """The first that names the fault: a check that fails, then one that warns, then a rule of the training step.
+
+    Args:
+        bench: examines it.
+        plant: plants it.
+        usual: checks that warn and rules that speak without a fault.
+    """
+    try:
+        report = bench.report(plant)
+        if report.failed():
+            return report.failed()[0]
+        warned = [check for check in _warnings(report) if check not in usual]
+        if warned:
+            return f"{warned[0]} (warns)"
+        broken = [rule for rule in bench.rules(plant) if rule not in usual]
+    except (BackendError, BatchError) as error:
+        return f"stops: {error}"
+    return f"training: {broken[0]}" if broken else ""
+
+
+def _places(images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+    """A reward that takes no time: a replay of it agrees."""
+    return RewardOutput(scores=np.arange(len(prompts), dtype=np.float64))
+
+
+def _warnings(report: DoctorReport) -> list[str]:
+    return [finding.check for finding in report.findings if finding.status == "WARN"]

@@ -1,0 +1,79 @@
+"""Faults of the table in a stack: what names each, and the smallest size that is named."""
+
+import pytest
+
+from flowcorr.diagnostics.doctor.drill import Bench, drill, planted_report
+from flowcorr.diagnostics.doctor.planted import FAULTS
+from flowcorr.errors import BackendError
+from tests.conftest import small_config
+
+SAMPLING = {
+    "height": 32,
+    "width": 64,
+    "num_inference_steps": 5,
+    "sde_window_range": (1, 3),
+    "sde_window_size": 1,
+}
+ROW = {fault.name: fault for fault in FAULTS}
+
+
+def config(**sections):
+    data = {"num_train": 4}
+    return small_config(**{"sampling": SAMPLING, "data": data, **sections})
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Bench(config(rollout={"name": "vllm_omni", "n": 8}), num_prompts=2, float32=None)
+
+
+def test_another_engine_is_replaced_by_one_in_process_of_its_precision(bench):
+    rollout = bench.config.rollout
+    assert (rollout.name, rollout.placement, rollout.n, rollout.emulate) == ("in_process", "local", 2, "none")
+    coarse = config(rollout={"name": "vllm_omni", "engine": {"quantization": "fp8"}})
+    assert Bench(coarse, num_prompts=2, float32=None).config.rollout.emulate == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("noise_uniform", "noise"),
+        ("sync_ignored", "sync"),
+        ("version_plus_one", "sync"),
+        ("images_bgr", "images"),
+        ("initial_noise", "training: replay_before"),
+    ],
+)
+def test_a_fault_is_named_by_the_part_that_has_it(bench, name, check):
+    (drilled,) = drill(bench, [ROW[name]])
+    assert drilled.named_by == check
+    assert (drilled.fault, drilled.unseen) == (ROW[name], None)
+
+
+def test_smaller_faults_are_tried_until_one_is_not_named(bench):
+    (drilled,) = drill(bench, [ROW["images_brighter"]])
+    assert drilled.named_by == "images"
+    assert drilled.smallest / drilled.unseen == pytest.approx(4)
+    assert drilled.smallest < ROW["images_brighter"].size
+
+
+def test_a_fault_that_a_run_cannot_have_is_left_out(bench):
+    assert list(drill(bench, [ROW["guidance_off"]])) == []
+
+
+def test_a_stack_that_is_broken_already_is_not_drilled(bench, monkeypatch):
+    true = bench._engine
+    monkeypatch.setattr(bench, "_engine", lambda plant: true(ROW["log_probs_summed"].plant(0.0)))
+    with pytest.raises(BackendError, match=r"without a planted fault the doctor fails on log_probs"):
+        next(drill(bench))
+
+
+def test_one_planted_fault_gives_a_report():
+    report = planted_report(config(), "noise_large=0.3", num_prompts=2, float32=None)
+    assert report.failed() == ["noise"]
+
+
+@pytest.mark.slow
+def test_every_fault_that_a_run_can_have_is_named(bench):
+    unnamed = [drilled.fault.name for drilled in drill(bench) if not drilled.named_by]
+    assert unnamed == []
