@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowcorr.diagnostics.doctor.replayed.legs import LegName, Legs
 from flowcorr.diagnostics.doctor.replayed.stack import Inputs, Stack
-from flowcorr.diagnostics.doctor.replayed.verdicts import Confidence, Part, Verdict
+from flowcorr.diagnostics.doctor.replayed.verdicts import Part, Verdict
 
 _MAX_PROMPTS = 12
 _LENGTHS = (77, 128, 256, 512)
@@ -175,51 +175,50 @@ def _explained(
     by_sample = [one for one in tried if not one.hypothesis.whole and one not in full]
     partly = [one for one in by_sample if bool(found[one][failing].any())]
     causes = {one.hypothesis.cause for one in full}
-    numbers = ", ".join(f"{value:.2g}" for value in captured.tolist())
-    evidence = f"the replay differs by {numbers} limits ({', '.join(bad)})"
     named = full[0] if len(causes) == 1 else partly[0] if not full and len(partly) == 1 else None
-    where = "; ".join(dict.fromkeys(one.hypothesis.message for one in full))
-    verdicts = [
+    agree = [
         Verdict(
             part=leg,
-            status="PASS" if leg not in bad else "WARN" if named is None else "FAIL",
+            status="PASS",
             step=step,
-            message="the replay agrees"
-            if leg not in bad
-            else f"see {named.hypothesis.part}"
-            if named is not None
-            else f"the replay differs, and several causes explain it: {where}"
-            if full
-            else "the replay differs, and none of the known causes explains it",
-            cause=named.hypothesis.cause if named is not None and leg in bad else "",
-            confidence=_confidence(named, full) if named is not None and leg in bad else "",
-            evidence=evidence if leg in bad else "",
+            message="the replay agrees",
             samples=tuple(scores[leg].tolist()),
-            remedy="" if leg not in bad or named is not None else _more(stack),
         )
         for leg in scores
+        if leg not in bad
     ]
+    evidence = f"the replay differs by {_row(captured)} limits ({', '.join(bad)})"
     if named is None:
-        return verdicts
-    best = ", ".join(f"{value:.2g}" for value in named.score.tolist())
-    verdicts.append(
-        Verdict(
-            part=named.hypothesis.part,
-            status="FAIL",
+        differs = "the replay differs, and none of the known causes explains it"
+        if full:
+            messages = dict.fromkeys(one.hypothesis.message for one in full)
+            differs = f"the replay differs, and several causes explain it: {'; '.join(messages)}"
+        unclear = Verdict(
+            part="log_probs",
+            status="WARN",
             step=step,
-            cause=named.hypothesis.cause,
-            confidence=_confidence(named, full),
-            message=named.hypothesis.message,
-            evidence=f"{evidence}; with this undone by {best}",
-            samples=tuple(captured.tolist()),
-            remedy=named.hypothesis.remedy,
+            message=differs,
+            evidence=evidence,
+            remedy=_more(stack),
         )
+        return agree + [replace(unclear, part=leg, samples=tuple(scores[leg].tolist())) for leg in bad]
+    cause = Verdict(
+        part=named.hypothesis.part,
+        status="FAIL",
+        step=step,
+        cause=named.hypothesis.cause,
+        confidence="certain" if full else "likely",
+        message=named.hypothesis.message,
+        evidence=f"{evidence}; with this undone by {_row(named.score)}",
+        samples=tuple(captured.tolist()),
+        remedy=named.hypothesis.remedy,
     )
-    return verdicts
+    seen = replace(cause, message=f"see {cause.part}", evidence=evidence, remedy="")
+    return [*agree, *(replace(seen, part=leg, samples=tuple(scores[leg].tolist())) for leg in bad), cause]
 
 
-def _confidence(named: _Tried, full: Sequence[_Tried]) -> Confidence:
-    return "certain" if named in full else "likely"
+def _row(scores: Tensor) -> str:
+    return ", ".join(f"{value:.2g}" for value in scores.tolist())
 
 
 def _holds(one: _Tried, failing: Tensor) -> bool:

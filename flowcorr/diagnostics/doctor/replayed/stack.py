@@ -16,7 +16,6 @@ from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import ConfigError
 from flowcorr.lora import ADAPTER, adapter_state, add_adapter
 from flowcorr.models import Conditioning, Guidance, ModelFamily, Schedule
-from flowcorr.models.base import check_size
 
 _PREFIXES = ("base_model.model.", "transformer.")
 # Relative error of a velocity: of two float32 stacks, of one whose weights and activations are rounded.
@@ -68,11 +67,8 @@ class Stack:
         images = samples.images
         assert isinstance(images, Tensor)
         height, width = images.shape[1:3]
-        check_size(height, width, 1)
         self.latent_shape = family.latent_shape(height, width)
-        noise = self.tensor("initial_noise")
-        if noise is None:
-            raise ConfigError("the captured samples have no initial noise")
+        self.tensor("initial_noise")  # refuses samples of another model
         sigmas, timesteps = (samples.tensors().get(name) for name in ("sigmas", "timesteps"))
         count = len(sigmas) - 1 if sigmas is not None else 0 if timesteps is None else len(timesteps)
         self.own: Schedule | None = family.schedule(count, self.latent_shape) if count else None
@@ -86,9 +82,9 @@ class Stack:
             timesteps=own.timesteps if timesteps is None else tuple(timesteps.tolist()),
             sigmas=own.sigmas if sigmas is None else tuple(sigmas.tolist()),
         )
-        half = VELOCITY_ERROR["bfloat16"] if samples.dtype is None else VELOCITY_ERROR[samples.dtype]
+        of_engine = VELOCITY_ERROR[samples.dtype or "bfloat16"]
         of_stack = VELOCITY_ERROR[str(family.dtype).removeprefix("torch.")]
-        self.velocity_error = max(half, of_stack)
+        self.velocity_error = max(of_engine, of_stack)
         if samples.adapter:
             load_adapter(family, samples)
         self._encoded: dict[tuple[str, float, str, int | None], Conditioning] = {}
