@@ -90,7 +90,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Examine two stacks, a known fault in one, or a dump's samples; the exit code is that of the worst finding."""
-    from flowcorr.cli.doctor import show_drill, show_report
+    from flowcorr.cli.doctor import show_drill, show_planted, show_report
     from flowcorr.diagnostics import diagnose
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
@@ -121,6 +121,8 @@ def doctor(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_mapping(), indent=2, allow_nan=False))
     else:
         show_report(report)
+        if arguments.plant is not None:
+            show_planted(arguments.plant, config, report)
     return report.exit_code
 
 

@@ -42,6 +42,18 @@ def show_report(report: DoctorReport, console: Console | None = None) -> None:
     console.print(verdict, markup=False)
 
 
+def show_planted(text: str, config: Config, report: DoctorReport) -> None:
+    """Say which fault was planted, and which checks name it."""
+    from flowcorr.diagnostics.doctor.planted import parse_fault
+
+    fault, _ = parse_fault(text, config)
+    warned = [finding.check for finding in report.findings if finding.status == "WARN"]
+    named = [f"{check} fails" for check in report.failed()] + [f"{check} warns" for check in warned]
+    console_of(None).print(
+        f"planted: {text}, {fault.stands_for}; {', '.join(named) or 'no check sees it'}", markup=False
+    )
+
+
 def show_drill(config: Config, *, num_prompts: int, float32: bool | None) -> int:
     """Plant each known fault in turn, and print which check names it; the exit code is 0."""
     from flowcorr.diagnostics.doctor.drill import Bench, drill

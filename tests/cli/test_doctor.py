@@ -111,3 +111,16 @@ def train(out, *arguments):
 def losses(folder):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["actor/loss"] for record in records if "actor/loss" in record]
+
+
+def test_a_planted_fault_is_shown_with_the_checks_that_name_it(capsys):
+    assert doctor("--plant", "noise_large=0.5") == 2
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("planted: noise_large=0.5, ")
+    assert "noise fails" in last
+
+
+@pytest.mark.parametrize("option", [["--drill"], ["--plant", "noise_large"]])
+def test_faults_are_planted_in_stacks_and_not_in_a_dump(option, tmp_path, capsys):
+    assert main(["doctor", str(tmp_path), *option]) == 2
+    assert "--drill and --plant put faults into the stacks of a recipe" in capsys.readouterr().err
