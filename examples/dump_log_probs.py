@@ -6,17 +6,19 @@ Copy `dump_and_watch` and the function of your trainer, and call it where its do
     flowcorr audit my_dump        # how large is the gap, and what to do about it
     flowcorr lab my_dump          # what would each preset have done
     flowcorr report my_dump       # curves and findings
+    flowcorr doctor my_dump --model PATH      # replays captured samples, and names the part that is wrong
 """
 
 import torch
 from accelerate.utils import gather_object
+from peft import get_peft_model_state_dict
 
 import flowcorr
 
 
-def dump_and_watch(folder, step, **terms):
-    """Write a training step, and return its metrics."""
-    flowcorr.dump(folder, step, **terms)
+def dump_and_watch(folder, step, *, replay=None, **terms):
+    """Write a training step, with its captured samples if there are any, and return its metrics."""
+    flowcorr.dump(folder, step, **terms, replay=replay)
     metrics, findings = flowcorr.watch(step, **terms)
     for finding in findings:
         print(finding)
@@ -44,7 +46,34 @@ def dump_verl_omni(folder, step, data, config):
     )
 
 
-def dump_flow_grpo(folder, epoch, samples, current, fresh, accelerator, config):
+def capture_flow_grpo(prompts, images, latents, log_probs, rewards, transformer, pipeline, config):
+    """flow_grpo: four samples for `flowcorr doctor`, right before `samples.append` of the epoch's first batch.
+
+    `if i == 0: replay = capture_flow_grpo(prompts, images, latents, log_probs, rewards, transformer, pipeline, config)`
+    """
+    adapted = getattr(transformer, "module", transformer)  # under DistributedDataParallel
+    return flowcorr.ReplaySamples(
+        prompts=prompts,
+        negative_prompt="",
+        guidance_scale=config.sample.guidance_scale,
+        max_sequence_length=128,
+        initial_noise=latents[:, 0],
+        latents=latents[:, :-1],  # all of its steps are SDE steps
+        next_latents=latents[:, 1:],
+        final_latents=latents[:, -1],
+        log_probs=log_probs,
+        images=images,
+        rewards=rewards.result()[0]["avg"],
+        sigmas=pipeline.scheduler.sigmas,
+        timesteps=pipeline.scheduler.timesteps,
+        noise_level=config.sample.noise_level,
+        adapter=get_peft_model_state_dict(adapted),
+        adapter_alpha=adapted.peft_config["default"].lora_alpha,
+        dtype={"no": "float32", "fp16": "float16", "bf16": "bfloat16"}[config.mixed_precision],
+    )
+
+
+def dump_flow_grpo(folder, epoch, samples, current, fresh, accelerator, config, replay=None):
     """flow_grpo: at the end of the first inner epoch of the training loop; log the metrics with `wandb.log`.
 
     Before the loop over `samples_batched`: `current = torch.full_like(samples["log_probs"], torch.nan)`,
@@ -66,6 +95,7 @@ def dump_flow_grpo(folder, epoch, samples, current, fresh, accelerator, config):
         sigmas=gathered["timesteps"] / 1000,
         num_elements=samples["latents"][0, 0].numel(),
         clip_ratio=config.train.clip_range,
+        replay=replay,
     )
 
 

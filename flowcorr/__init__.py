@@ -25,6 +25,8 @@ _SUBPACKAGES = (
 _NAMES = {
     "Config": "flowcorr.config",
     "RolloutCorrectionConfig": "flowcorr.correction",
+    "ReplaySamples": "flowcorr.dumps",
+    "Watch": "flowcorr.diagnostics.watch",
     "apply_bypass_mode_to_diffusion_batch": "flowcorr.algorithm",
     "apply_rollout_correction_to_diffusion_batch": "flowcorr.algorithm",
     "compute_rollout_correction_and_rejection_mask": "flowcorr.correction",
@@ -33,7 +35,6 @@ _NAMES = {
     "group_advantages": "flowcorr.advantages",
     "load": "flowcorr.config",
     "train": "flowcorr.trainer",
-    "Watch": "flowcorr.diagnostics.watch",
     "watch": "flowcorr.diagnostics.watch",
 }
 

@@ -95,7 +95,7 @@ def drop_small_groups(keep: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def rejection_stats(keep: Tensor, group_ids: Tensor) -> Metrics:
-    """What rejection left of the groups.
+    """The groups as rejection left them.
 
     `rollout_corr/dropped_group_fraction` are those of which no term is kept, `rollout_corr/partial_group_fraction`
     those of which some are, and that `recentre` shifts.

@@ -168,6 +168,11 @@ class Metrics:
         """The same metrics under `prefix + name`."""
         return Metrics((prefix + name, stat) for name, stat in self._stats)
 
+    def renamed(self, rename: Callable[[str], str | None]) -> Metrics:
+        """The same metrics under other names, without those for which `rename` returns None."""
+        names = ((rename(name), stat) for name, stat in self._stats)
+        return Metrics((name, stat) for name, stat in names if name is not None)
+
     def on_host(self) -> Metrics:
         """The same metrics, copied to the host at once and merged there to one stat a name."""
         return Metrics((name, _stat(kind, rows)) for name, (kind, rows) in self._by_name().items())

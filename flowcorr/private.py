@@ -1,4 +1,4 @@
-"""What only the owner of a run may see: secrets in configurations and messages, and the files that may hold one."""
+"""Secrets in configurations and messages, and files that may hold one: only the owner of a run may see them."""
 
 from __future__ import annotations
 

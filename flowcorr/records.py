@@ -79,6 +79,7 @@ class Rollout:
         log_probs: `[B, T]` float32, nats per latent element under the rollout policy.
         group_ids: `[B]` int64; samples of one prompt share one.
         policy_versions: `[B]` int64, optimizer steps behind the weights that sampled.
+        worker_ids: `[B]` int64, the Ray worker that sampled, or None where there is one engine.
         conditioning: `[G, ...]` tensors that the model family feeds to its transformer, one row a prompt.
         conditioning_rows: `[B]` int64, the row of each sample; None only where there is no conditioning.
         images: `[B, H, W, 3]` uint8, or None where nothing was decoded.
@@ -89,6 +90,7 @@ class Rollout:
     log_probs: Tensor
     group_ids: Tensor
     policy_versions: Tensor
+    worker_ids: Tensor | None = None
     conditioning: Mapping[str, Tensor] = field(default_factory=dict)
     conditioning_rows: Tensor | None = None
     images: Tensor | None = None
@@ -134,6 +136,8 @@ class Rollout:
             check_shape(f"Window.{name}", column, (samples, steps, *shape))
         for name in ("group_ids", "policy_versions"):
             check_shape(f"Rollout.{name}", getattr(self, name), (samples,))
+        if self.worker_ids is not None:
+            check_shape("Rollout.worker_ids", self.worker_ids, (samples,))
         if self.final_latents is not None:
             check_shape("Rollout.final_latents", self.final_latents, (samples, *self.latent_shape))
         if self.conditioning:
@@ -235,7 +239,7 @@ class ActorBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
-    """What the actor makes of the steps `[B, T]` of a batch.
+    """The actor's scores of the steps `[B, T]` of a batch.
 
     Attributes:
         log_probs: nats per latent element.
@@ -276,6 +280,7 @@ class Terms:
         step: `sigma - sigma_next`.
         step_index: int64, the step's place in the schedule.
         sigma: noise level before the step, or None.
+        worker: int64, the Ray worker that sampled, or None where there is one engine.
         old_kl, reference_kl: exact KL of the current policy from the old and the reference policy, differentiable; NaN
             where a mean is not finite, and None where it is not known.
         rollout_kl: likewise from the rollout policy, without a gradient.
@@ -293,6 +298,7 @@ class Terms:
     step: Tensor
     step_index: Tensor
     sigma: Tensor | None = None
+    worker: Tensor | None = None
     old_kl: Tensor | None = None
     rollout_kl: Tensor | None = None
     reference_kl: Tensor | None = None
@@ -335,7 +341,7 @@ class LossOutput:
         count_kept: 0-d, terms that entered the sum.
         metrics: `actor/*`, what describes the update.
         correction_metrics: `rollout_corr/*` of the correction inside the loss; empty outside bypass mode.
-        judged: the terms before the correction inside the loss, without gradients, if it measures its bands.
+        judged: in bypass mode the terms before the correction inside the loss, without gradients.
     """
 
     loss_sum: Tensor

@@ -8,6 +8,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Ray gives way to other processes, on a machine that has others for minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # Some virtual machines announce AMX and then forbid it: bfloat16 would end in an illegal instruction.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 

@@ -7,6 +7,10 @@ import flowcorr
 PACKAGE, TESTS = Path(flowcorr.__file__).parent, Path(__file__).parent
 WITHOUT_A_FILE = {
     "__main__.py": "one line, which every test that starts `python -m flowcorr` runs",
+    **{
+        f"diagnostics/reference/of_{rows}.py": "rows of metrics, which `test_metric.py` and `test_metrics.py` read"
+        for rows in ("gap", "correction", "run")
+    },
     "translate/verl_omni_defaults.py": "a table of constants, which `translate/test_table.py` holds against its rows",
 }
 """Modules whose behaviour is tested elsewhere, with the reason."""

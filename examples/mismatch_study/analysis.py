@@ -9,6 +9,7 @@ from pathlib import Path
 from arms import SCREEN, UNCORRECTED, Arm
 
 ALPHA = 0.05
+MARGIN = 0.02  # of held-out exact match, below which a difference is not worth a name
 SHARED_PHASES = ("rollout", "reward", "correction", "update")
 Rows = Sequence[Mapping[str, str]]
 
@@ -197,12 +198,12 @@ def table(screen: Study, confirmation: Study) -> str:
     return "\n".join([*parts, *_screened(screen)]) + "\n"
 
 
-def _confirmed(study: Study) -> list[str]:
+def _confirmed(study: Study, title: str = "Confirmed") -> list[str]:
     steps, time = study.equal_steps(), study.equal_time()
     seeds = sorted({len(comparison.differences) for comparison in steps})
     return [
         "",
-        "## Confirmed",
+        f"## {title}",
         "",
         f"Paired differences of held-out exact match, over {' or '.join(map(str, seeds))} seeds, with 95 % t "
         "intervals; p of paired t tests, and by Holm over the table.",
@@ -302,12 +303,41 @@ def draw(study: Study, path: Path) -> None:
     pyplot.close(figure)
 
 
-def analyse(screen_rows: Rows, confirmation_rows: Rows, folder: Path) -> str:
-    """Write `table.md` and a picture of each phase into `folder` and return the table."""
-    screen, confirmation = Study(screen_rows), Study(confirmation_rows)
-    text = table(screen, confirmation)
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    for name, study in (("screen", screen), ("confirm", confirmation)):
-        if study.runs:
-            draw(study, folder / f"{name}.png")
-    return text
+def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
+    """Write `table.md`, `bypass.md`, and a picture of each phase into `folder`, and return the tables.
+
+    Args:
+        rows: by phase.
+        folder: of the results.
+    """
+    studies = {name: Study(of_phase) for name, of_phase in rows.items()}
+    texts = {"table.md": table(studies["screen"], studies["confirm"])}
+    if studies["bypass"].runs:
+        texts["bypass.md"] = "\n".join(_confirmed(studies["bypass"], "Rejection in bypass mode")) + "\n"
+    if studies["equivalence"].runs:
+        both = Study([*rows["confirm"], *rows["equivalence"]])
+        texts["equivalence.md"] = equivalence(both) + "\n"
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for name in ("screen", "confirm", "bypass"):
+        if studies[name].runs:
+            draw(studies[name], folder / f"{name}.png")
+    return "\n".join(texts.values())
+
+
+def equivalence(study: Study) -> str:
+    """Whether int4 rollouts differ from float32 ones by less than `MARGIN`, where log-probs are recomputed.
+
+    Two one-sided t tests at 5 %: the 90 % interval of the mean difference lies within the margin. Source: Schuirmann,
+    "A comparison of the two one-sided tests procedure", J. Pharmacokinet. Biopharm. 15 (1987).
+    """
+    (found,) = [one for one in study.equal_steps() if str(one.arm) == "int4/two/uncorrected"]
+    count = len(found.differences)
+    error = statistics.stdev(found.differences) / math.sqrt(count)
+    half_width = t_quantile(2 * ALPHA, count - 1) * error
+    within = abs(found.mean) + half_width < MARGIN
+    verdict = "equivalent" if within else "not shown to be equivalent"
+    return (
+        f"{found.label}, {count} seeds: {found.mean:+.4f}, 90 % interval ± {half_width:.4f}; within the margin of "
+        f"{MARGIN}: {verdict}."
+    )

@@ -1,13 +1,14 @@
 """What is compared: a rollout, a window and a correction make an arm; the table of screened arms says why each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
 CORRUPTED_SHARE = 0.1
 
-# Corrupted: a tenth of the samples were drawn for another prompt, see `hooks.WrongPrompts`.
+# Corrupted: a tenth of the samples were drawn for another prompt, see `hooks.WrongPrompts`. Quarter: one of four
+# workers has a fault, see `hooks.OneOfFour`.
 _EXACT = "rollout.emulate=none"  # the recipe's own engine is an fp8 one
 ROLLOUTS = {
     "fp32": (_EXACT,),
@@ -17,6 +18,8 @@ ROLLOUTS = {
     "stale": (_EXACT, "rollout.staleness=4"),
     "fp32+corrupted": (_EXACT,),
     "int4+corrupted": ("rollout.emulate=int4",),
+    "quarter_adapter": (_EXACT,),
+    "quarter_sigma": (_EXACT,),
 }
 # `all`: every step but the last, whose std is 7e-4. Smaller micro-batches halve its time and change no gradient.
 WINDOWS = {
@@ -28,10 +31,15 @@ WINDOWS = {
     ),
 }
 UNCORRECTED, CONTROL = "uncorrected", "step_mean"
+AUTO_BAND, RANDOM = "bypass_auto", "bypass_random"
 # The section `algorithm.rollout_correction`, and keys elsewhere.
 CORRECTIONS = {
     UNCORRECTED: ("preset: disabled",),
     "bypass": ("preset: bypass_ppo_clip",),
+    AUTO_BAND: ("preset: bypass_ppo_clip_auto_rs",),
+    RANDOM: (
+        "preset: bypass_ppo_clip",
+    ),  # and hooks.RandomRejection, as much of it as in the run with the band
     "bypass_rs": ("preset: bypass_ppo_clip_geo_rs",),
     "auto": ("bypass_mode: auto",),
     "is_mean": ("preset: decoupled_token_is",),
@@ -125,6 +133,8 @@ class Arm:
         if self == plain:
             return [Arm("fp32", self.window, UNCORRECTED)] if self.rollout != "fp32" else []
         control = Arm(self.rollout, self.window, CONTROL)
+        if self.correction == AUTO_BAND:
+            return [replace(self, correction=other) for other in ("bypass", RANDOM)]
         return [plain, control] if self.correction == "is_sum" else [plain]
 
     def overrides(self) -> list[str]:

@@ -1,9 +1,10 @@
-"""The two things that no recipe says: samples of a wrong prompt, and the control for importance weights.
+"""What no recipe says: samples of a wrong prompt, a faulty worker among four, and controls for weights and rejection.
 
-Both wrap a part of the training step and are put in its place; nothing of flowcorr is patched.
+Each wraps a part of the training step and is put in its place; nothing of flowcorr is patched.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.actor import DiffusionActor
+from flowcorr.actor.weights import TrainedWeights
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, Rollout
-from flowcorr.rollout import OnImages, RolloutEngine, Weights, ignore_images
+from flowcorr.rollout import InProcessEngine, OnImages, RolloutEngine, Weights, ignore_images
 
 
 class WrongPrompts:
@@ -70,6 +72,73 @@ class WrongPrompts:
         self.engine.close()
 
 
+class OneOfFour:
+    """An engine of four workers, the last of which has a fault; a worker samples every fourth group.
+
+    Args:
+        engine: in process, sharing the actor's transformer.
+        weights: the actor's.
+        fault: `quarter_adapter`: the faulty worker samples with half the adapter. `quarter_sigma`: it takes one sigma,
+            that of step 1, 3 % too low, and returns the right one.
+    """
+
+    def __init__(self, engine: InProcessEngine, weights: TrainedWeights, fault: str) -> None:
+        self.engine, self.weights, self.fault = engine, weights, fault
+
+    @property
+    def history(self) -> Sequence[Weights]:
+        return self.engine.history
+
+    def restore(self, history: Sequence[Weights]) -> None:
+        self.engine.restore(history)
+
+    def sync(self, weights: Weights) -> None:
+        self.engine.sync(weights)
+
+    def sample(
+        self,
+        conditioning: Mapping[str, Tensor],
+        groups: Sequence[int],
+        *,
+        training_step: int,
+        with_means: bool,
+        on_images: OnImages = ignore_images,
+    ) -> Rollout:
+        """See `RolloutEngine.sample`; twice the work, which no measurement of time may count."""
+        settings = {"training_step": training_step, "with_means": with_means}
+        right = self.engine.sample(conditioning, groups, **settings)
+        with self._faulty():
+            wrong = self.engine.sample(conditioning, groups, **settings)
+        window = replace(wrong.window, **{name: getattr(right.window, name) for name in _SCHEDULE})
+        rollout = mixed(right, replace(wrong, window=window), right.group_ids % 4 == 3)
+        on_images(rollout.decoded)
+        return rollout
+
+    @contextmanager
+    def _faulty(self) -> Iterator[None]:
+        plan, adapters = self.engine.plan, []
+        if self.fault == "quarter_sigma":
+            sigmas = list(plan.schedule.sigmas)
+            sigmas[1] *= 0.97
+            self.engine.plan = replace(plan, schedule=replace(plan.schedule, sigmas=tuple(sigmas)))
+        else:
+            adapters = [value for name, value in self.weights.parameters.items() if "lora_B" in name]
+        try:
+            with torch.no_grad():
+                torch._foreach_mul_(adapters, 0.5) if adapters else None
+            yield
+        finally:
+            self.engine.plan = plan
+            with torch.no_grad():
+                torch._foreach_mul_(adapters, 2.0) if adapters else None
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+_SCHEDULE = ("timesteps", "sigmas", "sigmas_next")
+
+
 def mixed(right: Rollout, wrong: Rollout, is_wrong: Tensor) -> Rollout:
     """`right` with the samples that `is_wrong` `[B]` marks taken from `wrong`, but for their conditioning."""
     rows = torch.arange(right.num_samples) + right.num_samples * is_wrong
@@ -78,6 +147,31 @@ def mixed(right: Rollout, wrong: Rollout, is_wrong: Tensor) -> Rollout:
         conditioning=right.conditioning,
         conditioning_rows=right.conditioning_rows,
     )
+
+
+class RandomRejection:
+    """An actor that leaves out a share of the terms, drawn at random: the control for rejection.
+
+    Args:
+        actor: learns from the others.
+        share: of the terms.
+        seed: which ones.
+    """
+
+    def __init__(self, actor: DiffusionActor, *, share: float, seed: int) -> None:
+        self._actor, self._share, self._seed = actor, share, seed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._actor, name)
+
+    def update(
+        self, batch: ActorBatch, correction: RolloutCorrectionConfig, *, training_step: int, **settings: Any
+    ) -> Metrics:
+        """See `DiffusionActor.update`."""
+        draw = sde.generator(self._seed, training_step, 0, 0, stream="random rejection")
+        keep = torch.rand(batch.rollout.log_probs.shape, generator=draw) >= self._share
+        batch = replace(batch, keep=keep)
+        return self._actor.update(batch, correction, training_step=training_step, **settings)
 
 
 class StepMeanWeights:

@@ -3,9 +3,11 @@
     python examples/mismatch_study/run.py all --jobs 2 --out runs/study
 
 `screen` trains the arms of `arms.py` on two seeds; `confirm` those of `arms.yaml`, chosen from the screen before any of
-them ran, on eight other seeds; `analyse` writes `table.md` and a picture of each. A run is one arm with one seed. Its
-rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an interrupted study
-goes on where it was. Three to four CPU-hours; `results/` holds ours. Needs `pip install -e '.[ocr]'`.
+them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejection in bypass mode; `equivalence` adds
+seeds to the first two arms of `confirm`, to tell whether int4 does harm that is worth a name. `analyse` writes a table
+and a picture of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs
+that have rows are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to
+four CPU-hours, `bypass` three, `equivalence` two; `results/` holds ours. Needs `pip install -e '.[ocr]'`.
 """
 
 import argparse
@@ -21,8 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from analysis import analyse
-from arms import CONTROL, CORRUPTED_SHARE, Arm, chosen, screened
-from hooks import StepMeanWeights, WrongPrompts
+from arms import AUTO_BAND, CONTROL, CORRUPTED_SHARE, RANDOM, UNCORRECTED, Arm, chosen, screened
+from hooks import OneOfFour, RandomRejection, StepMeanWeights, WrongPrompts
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -49,6 +51,7 @@ COLUMNS = (
     *("arm", "seed", "step", "exact_match", "reward", *METRICS),
     *("wall_seconds", "cpu_seconds", "cpu_total", *(f"cpu_{phase}" for phase in PHASES)),
 )
+PHASE_NAMES = ("screen", "confirm", "bypass", "equivalence")
 Row = dict[str, object]
 
 
@@ -75,11 +78,12 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm with one seed."""
+    """One arm with one seed; `rejected` is the share of terms that a control has to reject at random."""
 
     phase: Phase
     arm: Arm
     seed: int
+    rejected: float = 0.0
 
 
 def screen() -> Phase:
@@ -94,6 +98,17 @@ def confirm() -> Phase:
         words=512,
         steps={"two": 12, "all": 8},
     )
+
+
+def bypass() -> Phase:
+    """Longer runs, as the first three steps of a band only measure."""
+    arms = tuple(chosen(HERE / "arms_bypass.yaml"))
+    return Phase(name="bypass", arms=arms, seeds=tuple(range(10, 18)), words=512, steps={"two": 18})
+
+
+def equivalence() -> Phase:
+    arms = tuple(Arm(rollout, "two", UNCORRECTED) for rollout in ("fp32", "int4"))
+    return Phase(name="equivalence", arms=arms, seeds=tuple(range(18, 38)), words=512, steps={"two": 12})
 
 
 class PhaseClock:
@@ -119,8 +134,14 @@ def train(run: Run) -> list[Row]:
         training = replace(
             training, engine=WrongPrompts(training.engine, share=CORRUPTED_SHARE, seed=run.seed)
         )
+    if run.arm.rollout.startswith("quarter_"):
+        faulty = OneOfFour(training.engine, training.actor.weights, run.arm.rollout)
+        training = replace(training, engine=faulty)
     if run.arm.correction == CONTROL:
         training = replace(training, actor=StepMeanWeights(training.actor))
+    if run.arm.correction == RANDOM:
+        actor = RandomRejection(training.actor, share=run.rejected, seed=run.seed)
+        training = replace(training, actor=actor)
     training.engine.sync(training.actor.weights.snapshot())
 
     rows: list[Row] = []
@@ -157,15 +178,33 @@ def train(run: Run) -> list[Row]:
 
 def do(phase: Phase, out: Path, jobs: int) -> None:
     """Do the runs of a phase that `out` does not hold yet, seed by seed, so that a part of it is paired too."""
+    controls = tuple(arm for arm in phase.arms if arm.correction == RANDOM)
+    if 0 < len(controls) < len(phase.arms):  # which need the others' results
+        others = tuple(arm for arm in phase.arms if arm not in controls)
+        do(replace(phase, arms=others), out, jobs)
+        phase = replace(phase, arms=controls)
     path = out / f"{phase.name}.csv"
-    done = {(row["arm"], int(row["seed"])) for row in read(path)}
+    rows = read(path)
+    done = {(row["arm"], int(row["seed"])) for row in rows}
     todo = [
-        Run(phase, arm, seed) for seed in phase.seeds for arm in phase.arms if (str(arm), seed) not in done
+        Run(phase, arm, seed, rejected_share(rows, arm, seed))
+        for seed in phase.seeds
+        for arm in phase.arms
+        if (str(arm), seed) not in done
     ]
     with _mapper(jobs) as mapper, _progress(phase.name, len(todo)) as report:
         for rows in mapper(train, todo):
             append(path, rows)
             report(rows[-1])
+
+
+def rejected_share(rows: Sequence[Mapping[str, str]], arm: Arm, seed: int) -> float:
+    """The share of terms that a control has to reject: that of the run with the band and the same seed."""
+    if arm.correction != RANDOM:
+        return 0.0
+    with_band = str(replace(arm, correction=AUTO_BAND))
+    shares = [float(row["rejected"]) for row in rows if (row["arm"], int(row["seed"])) == (with_band, seed)]
+    return sum(shares) / len(shares)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -236,7 +275,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("phase", choices=("screen", "confirm", "analyse", "all"), nargs="?", default="all")
+    parser.add_argument("phase", choices=(*PHASE_NAMES, "analyse", "all"), nargs="?", default="all")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one thread")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
@@ -246,5 +285,10 @@ if __name__ == "__main__":
         do(screen(), arguments.out, arguments.jobs)
     if arguments.phase in ("confirm", "all"):
         do(confirm(), arguments.out, arguments.jobs)
+    if arguments.phase in ("bypass", "all"):
+        do(bypass(), arguments.out, arguments.jobs)
+    if arguments.phase in ("equivalence", "all"):
+        do(equivalence(), arguments.out, arguments.jobs)
     if arguments.phase in ("analyse", "all"):
-        print(analyse(read(arguments.out / "screen.csv"), read(arguments.out / "confirm.csv"), arguments.out))
+        rows = {name: read(arguments.out / f"{name}.csv") for name in PHASE_NAMES}
+        print(analyse(rows, arguments.out))

@@ -21,6 +21,7 @@ from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
 from flowcorr.algorithm.apply import sees_windows
 from flowcorr.algorithm.bands import MOST_REJECTED, MeasuredBands
+from flowcorr.algorithm.by_worker import by_worker
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
@@ -108,7 +109,8 @@ class PolicyOptimizer:
                     ]
                 )
                 untouched = untouched and not stepped
-        return metrics.merge(self.bands.observe(correction, judged, batch.rollout.num_elements))
+        bands = self.bands.observe(correction, judged, batch.rollout.num_elements)
+        return Metrics.merged([metrics, by_worker(judged, self.config.rollout.num_workers), bands])
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""

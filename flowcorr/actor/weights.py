@@ -82,7 +82,7 @@ class TrainedWeights:
         return Weights(version=self.version, tensors=tensors)
 
     def for_engine(self) -> Weights:
-        """What an engine's `sync` gets: a copy, or the version alone where the engine shares the weights."""
+        """The weights for an engine's `sync`: a copy, or the version alone where the engine shares them."""
         return Weights(version=self.version, tensors={}) if self._shared else self.snapshot()
 
     @torch.no_grad()

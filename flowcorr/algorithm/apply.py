@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowcorr.advantages import drop_small_groups, recentre, rejection_stats
 from flowcorr.algorithm.noise_floor import clip_noise
+from flowcorr.config.older_verl import older_metrics
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.correction.bounds import SECTION
@@ -75,6 +76,9 @@ def correct(
         **config.options,
     )
     metrics, weight, keep = correction.metrics, terms.weight, correction.keep
+    if config.log_legacy_names:
+        log_probs = (target, windows.rollout_log_prob, windows.keep)
+        metrics = metrics.merge(older_metrics(metrics, *log_probs, config, windows.num_elements))
     if actor_config is not None:
         metrics = metrics.merge(_noise(windows, target, kl, actor_config))
     if correction.weights is not None:

@@ -46,8 +46,7 @@ def diffusion_loss(
     """
     measured, judged = Metrics(), None
     if correction_config.mode == "bypass":
-        if correction_config.needs_batch:
-            judged = replace(terms, log_prob=terms.log_prob.detach(), old_kl=None, reference_kl=None)
+        judged = replace(terms, log_prob=terms.log_prob.detach(), old_kl=None, reference_kl=None)
         terms, measured = correct(
             terms, correction_config, actor_config=actor_config, num_steps=num_steps, noise=noise
         )

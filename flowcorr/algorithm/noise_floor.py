@@ -35,11 +35,11 @@ def clip_noise(log_ratio: Tensor, mask: Tensor | None, level: RatioLevel, limit:
             noise moves ratios to both sides, so both are counted.
     """
     valid = torch.isfinite(log_ratio) if mask is None else mask & torch.isfinite(log_ratio)
-    log_ratio = pool_log_ratio(torch.where(valid, log_ratio, 0.0).double(), valid, level)
+    distance = ratio_distance(log_ratio, valid, level)
     if level != "step":
-        log_ratio, valid = log_ratio.sum(1) / valid.sum(1).clamp(min=1), valid.any(1)
+        distance, valid = distance.amax(1), valid.any(1)  # the window's one ratio stands at every valid step
         limit = limit[:, 0] if isinstance(limit, Tensor) else limit
-    distance = bounded(log_ratio).expm1().abs() / limit
+    distance = distance / limit
     bins = torch.bucketize(distance, _edges(distance.device), right=True)
     # Sums of ones are exact in any order.
     counts = distance.new_zeros(len(EDGES) + 1).index_add(0, bins.flatten(), valid.double().flatten())
@@ -49,6 +49,18 @@ def clip_noise(log_ratio: Tensor, mask: Tensor | None, level: RatioLevel, limit:
             _COUNTS: Stat("counts", (counts,)),
         }
     )
+
+
+def ratio_distance(log_ratio: Tensor, valid: Tensor, level: RatioLevel) -> Tensor:
+    """`|ratio - 1|` `[B, T]` float64, 0 where a term is not valid; of a window's ratio at each of its valid steps.
+
+    Args:
+        log_ratio: `[B, T]`, of steps, as the loss exponentiates it.
+        valid: `[B, T]` bool, terms that take part.
+        level: the level of the loss's ratio.
+    """
+    pooled = pool_log_ratio(torch.where(valid, log_ratio, 0.0).double(), valid, level)
+    return bounded(pooled).expm1().abs()
 
 
 def noise_counts(metrics: Metrics) -> Tensor:

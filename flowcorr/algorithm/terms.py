@@ -32,6 +32,7 @@ def batch_terms(
         step=window.step_sizes,
         step_index=window.step_indices,
         sigma=window.sigmas,
+        worker=None if rollout.worker_ids is None else rollout.worker_ids[:, None].expand_as(old_log_probs),
         weight=batch.rollout_is_weights,
         keep=batch.keep,
         num_elements=rollout.num_elements,

@@ -39,7 +39,8 @@ _RECIPES = """\
 recipes for the embedded model:
   tiny_ocr_lora  tiny_ocr_lora_bypass  tiny_ocr_lora_grpo_guard  tiny_jpeg_lora
 for real models, sampled by vllm-omni on GPUs; the header of each names its source and the memory it needs:
-  sd35_medium_ocr_lora  qwen_image_ocr_lora_rollout_corr  qwen_image_ocr_lora_decoupled
+  sd35_medium_ocr_lora  sd35_medium_ocr_lora_bypass
+  qwen_image_ocr_lora_rollout_corr  qwen_image_ocr_lora_decoupled
   qwen_image_ocr_grpo_guard_lora  flux_dev_pickscore_lora  flux2_klein_pickscore_lora
   z_image_pickscore_lora
 """
@@ -70,9 +71,13 @@ examples:
   flowcorr doctor tiny_ocr_lora --plant noise_large=0.02    # what would it say of noise that is 2 % too large?
   flowcorr doctor tiny_ocr_lora --drill                     # which faults would be named, and down to which size?
   flowcorr doctor tiny_ocr_lora --json | jq '.findings[] | select(.status != "PASS")'
+  flowcorr doctor my_dump --model stabilityai/stable-diffusion-3.5-medium
 
-exit codes: 0 all checks passed; 1 a check warned, or the engine could not be examined; 2 a check failed, or bad
-configuration
+RECIPE may also be a folder that another trainer wrote with flowcorr.dump, with captured samples. They are replayed with
+the training stack, which tells the part that differs and why, or that it cannot tell and what to capture too.
+
+exit codes: 0 all checks passed; 1 a check warned, the cause cannot be told, or the engine could not be examined; 2 a
+check failed, a cause is named, or bad configuration
 """
 _AUDIT = """\
 Measure the gap between the log-probs of a recipe's rollout engine and training stack, and recommend a correction:
@@ -247,8 +252,13 @@ def build_parser() -> argparse.ArgumentParser:
         _DOCTOR,
         commands.doctor,
     )
-    _add_recipe(doctor)
+    _add_recipe(doctor, "a YAML file, the name of a shipped recipe, or a folder of dumped steps")
     doctor.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
+    doctor.add_argument(
+        "--model",
+        metavar="PATH|RECIPE",
+        help="of a dump: the pipeline that replays its samples, or a recipe with it",
+    )
     doctor.add_argument("--prompts", type=int, default=3, metavar="N", help="prompts to sample (default: 3)")
     drills = doctor.add_mutually_exclusive_group()
     drills.add_argument(

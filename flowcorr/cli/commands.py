@@ -1,4 +1,4 @@
-"""What each command does. torch and all that follows it is imported here only when a command runs."""
+"""The commands, a function each. torch and all that follows it is imported only when one runs."""
 
 from __future__ import annotations
 
@@ -89,28 +89,68 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Examine two stacks, or known faults in one of them; the exit code is that of the worst finding."""
+    """Examine two stacks, a known fault in one, or a dump's samples; the exit code is that of the worst finding."""
     from flowcorr.cli.doctor import show_drill, show_report
     from flowcorr.diagnostics import diagnose
     from flowcorr.plan.check import check_this_gpu
+    from flowcorr.trainer.run_config import is_folder
 
+    if is_folder(Path(arguments.recipe)):
+        if arguments.drill or arguments.plant is not None:
+            raise ConfigError(
+                f"--drill and --plant put faults into the stacks of a recipe; {arguments.recipe} is a folder"
+            )
+        return _replay(arguments)
+    if arguments.model is not None:
+        raise ConfigError(
+            f"--model {arguments.model} has no effect on a recipe, which names its model; leave it out, or give a "
+            "folder of dumped steps"
+        )
     config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     if arguments.drill:
         return show_drill(config, num_prompts=arguments.prompts, float32=arguments.float32)
-    if arguments.plant is not None:
+    options = {"num_prompts": arguments.prompts, "float32": arguments.float32}
+    if arguments.plant is None:
+        report = diagnose(config, **options)
+    else:
         from flowcorr.diagnostics.doctor.drill import planted_report
 
-        report = planted_report(
-            config, arguments.plant, num_prompts=arguments.prompts, float32=arguments.float32
-        )
-        show_report(report)
-        return report.exit_code
-    report = diagnose(config, num_prompts=arguments.prompts, float32=arguments.float32)
+        report = planted_report(config, arguments.plant, **options)
     if arguments.json:
         print(json.dumps(report.to_mapping(), indent=2, allow_nan=False))
     else:
         show_report(report)
+    return report.exit_code
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    """Replay the captured samples of a dump."""
+    from flowcorr import distributed
+    from flowcorr.cli.replayed import show_replay
+    from flowcorr.config import Config, load
+    from flowcorr.config.load import recipe_names
+    from flowcorr.diagnostics.doctor.replayed.examine import examine_dump
+
+    model = arguments.model
+    if model is None:
+        raise ConfigError(
+            f"{arguments.recipe} is a folder of dumped steps; give --model, the pipeline or recipe that replays them"
+        )
+    of_recipe = Path(model).suffix in (".yaml", ".yml") or model in recipe_names()
+    if arguments.overrides and not of_recipe:
+        raise ConfigError(
+            f"{arguments.overrides[0]} has no effect on a pipeline; give --model a recipe, or leave it out"
+        )
+    if of_recipe:
+        find_own_code()
+    chosen: str | Config = load(model, arguments.overrides) if of_recipe else model
+    device = chosen.trainer.device if isinstance(chosen, Config) else "auto"
+    report = examine_dump(Path(arguments.recipe), chosen, device=distributed.local_device(device))
+    if arguments.json:
+        print(json.dumps(report.to_mapping(), indent=2))
+    else:
+        show_replay(report)
     return report.exit_code
 
 

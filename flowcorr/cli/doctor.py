@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flowcorr.config import Config
     from flowcorr.diagnostics.doctor.drill import Drilled
 
-_STYLES: dict[Status, str] = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIP": "dim"}
+STYLES: dict[Status, str] = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIP": "dim"}
 _VERDICTS = {
     0: "rollout engine and actor agree",
     1: "rollout engine and actor agree, with remarks",
@@ -30,7 +30,7 @@ def show_report(report: DoctorReport, console: Console | None = None) -> None:
     show_table(console, columns, map(_finding, report.findings), words=2, prose=True)
     _show_noise_floor(console, report)
     console.print(f"the rollout makes {report.images_per_second:.3g} images a second", markup=False)
-    counts = ", ".join(f"{report.count(status)} {status}" for status in _STYLES if report.count(status))
+    counts = ", ".join(f"{report.count(status)} {status}" for status in STYLES if report.count(status))
     gap = _precision_gap(report)
     if report.exit_code == 0 and gap > 0:
         verdict = (
@@ -71,7 +71,7 @@ def _precision_gap(report: DoctorReport) -> float:
 
 
 def _finding(finding: Finding) -> tuple[Cell, ...]:
-    status = Text(finding.status, _STYLES[finding.status])
+    status = Text(finding.status, STYLES[finding.status])
     return status, finding.check, _number(finding.value), _number(finding.threshold), _message(finding)
 
 

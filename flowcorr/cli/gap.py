@@ -21,7 +21,7 @@ def treatment(correction: RolloutCorrectionConfig) -> str:
 
 
 def action(correction: RolloutCorrectionConfig, values: Values) -> str:
-    """What a correction did in a training step: `rejected 3.1 %`, `weights 0.98 to 1.02`, `idle` where it cannot act.
+    """The effect of a correction in a step: `rejected 3.1 %`, `weights 0.98 to 1.02`, `idle` where it cannot act.
 
     Bands that earlier training steps measure say `measuring` until there are enough of them.
 
@@ -47,7 +47,7 @@ def action(correction: RolloutCorrectionConfig, values: Values) -> str:
 
 
 def measurement(correction: RolloutCorrectionConfig, steps: Sequence[Values], audit: str) -> str:
-    """What a run measured, in a sentence, with the next command.
+    """The measurements of a run in a sentence, with the next command.
 
     Args:
         correction: the run's.

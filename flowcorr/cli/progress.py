@@ -124,11 +124,14 @@ class TerminalObserver:
 
     def _say_what_is_unhealthy(self, metrics: Mapping[str, float]) -> None:
         from flowcorr.diagnostics.health import HealthMonitor, logged_num_elements, units_of
+        from flowcorr.diagnostics.replicas import places_of
 
         if self._health is None:
             assert self._config is not None, "a run starts before its first step"
             units = units_of(self._config, logged_num_elements(metrics))
-            self._health = HealthMonitor(units, earlier=self._earlier())
+            assert self._out_dir is not None
+            places = places_of(self._out_dir)
+            self._health = HealthMonitor(units, earlier=self._earlier(), places=places)
         for finding in self._health.update(metrics):
             if finding.level != "note":
                 self._say(f"{finding.level}: {finding.message} ({finding.metric}); {finding.advice}")

@@ -22,7 +22,7 @@ KINDS = {
     list: "a list",
     dict: "a section of keys",
 }
-"""What values of a type are, for messages."""
+"""The kinds of values in words, for messages."""
 _LISTS: dict[Any, str] = {
     tuple[int, int]: "a list of 2 whole numbers, such as [0, 4]",
     tuple[float, float]: "a list of 2 numbers, such as [0.9, 0.99]",

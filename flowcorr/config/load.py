@@ -16,11 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 import flowcorr
 from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
+from flowcorr.config.older_verl import translate_algorithm
 from flowcorr.config.rules import check
 from flowcorr.config.schema import Config
 from flowcorr.config.text_file import read_text
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.correction.legacy import translate_legacy
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.private import REDACTED, names_secret, redact
 
@@ -245,7 +245,7 @@ def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     if not isinstance(algorithm.get("rollout_correction"), Mapping | None):
         return values  # `build` says what is wrong
-    return {**values, "algorithm": translate_legacy(algorithm)}
+    return {**values, "algorithm": translate_algorithm(algorithm)}
 
 
 def _texts(value: Any) -> Iterator[str]:

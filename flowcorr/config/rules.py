@@ -242,13 +242,15 @@ def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
         if placement != "ray":
             for key in ("num_workers", "worker_resources"):
                 yield f"{section}.{key}", f"{section}.placement={placement} has no workers"
-    if not resolve_engine(config.rollout.name).takes_options:
+    engine = resolve_engine(config.rollout.name)
+    if not engine.takes_options:
         yield "rollout.engine", f"rollout.name={config.rollout.name} has no options"
     if config.rollout.cache == "none":
         yield "rollout.cache_threshold", "rollout.cache=none leaves nothing out"
     if config.rollout.placement == "local":
-        for key in ("timeout", "scheduling"):
-            yield f"rollout.{key}", "rollout.placement=local has no workers"
+        yield "rollout.scheduling", "rollout.placement=local has no workers"
+        if not engine.own_processes:
+            yield "rollout.timeout", "rollout.placement=local has no workers"
     if "ray" not in placements.values():
         yield "rollout.ray_address", "neither rollout.placement nor reward.placement is ray"
 

@@ -186,6 +186,7 @@ class RolloutConfig:
         ray_address: the Ray cluster to join; null takes `RAY_ADDRESS`, and without that starts a local cluster.
         scheduling: where Ray puts the workers: `default`, `spread` over nodes, or the id of one node.
         timeout: seconds that a worker may take for its share of the prompts; it then counts as hung, and is replaced.
+            An engine with processes of its own may be silent as long; the run then ends with an error.
         max_staleness: sampling overlaps with training and runs this many training steps ahead, with weights that are as
             many steps old; 0 alternates. It needs `placement: ray`.
         dtype: dtype of the engine's weights and arithmetic.

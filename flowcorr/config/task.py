@@ -1,4 +1,4 @@
-"""What is learned: the prompts and the rewards."""
+"""The task of a run: its prompts and rewards."""
 
 from __future__ import annotations
 

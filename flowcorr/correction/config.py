@@ -139,13 +139,6 @@ class RolloutCorrectionConfig:
         preset = values.pop("preset", None)
         return cls(**values) if preset is None else cls.from_preset(preset, **values)
 
-    @classmethod
-    def from_legacy(cls, mapping: Mapping[str, Any]) -> Self:
-        """A config from the keys of an older dialect; see `flowcorr.correction.legacy.translate_legacy`."""
-        from flowcorr.correction.legacy import translate_section
-
-        return cls.from_mapping(translate_section(mapping))
-
     @property
     def mode(self) -> CorrectionMode:
         """The mode that `bypass_mode` names."""
@@ -195,7 +188,6 @@ class RolloutCorrectionConfig:
             "rollout_rs_threshold",
             "rollout_token_veto_threshold",
             "log_ratio_scale",
-            "log_legacy_names",
         )
         return {key: getattr(self, key) for key in keys} | {"rollout_is_apply": self.applies_weights}
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from flowcorr.correction import describe
 from flowcorr.correction.bounds import Criterion, parse_criteria, parse_veto, parse_weights, scale_factor
 from flowcorr.correction.earlier import Units, judged_by
-from flowcorr.correction.legacy_names import legacy_band, under_legacy_names
 from flowcorr.correction.ratios import LogRatios, log_ratios, one_sample
 from flowcorr.correction.rejection import measured_bounds
 from flowcorr.correction.robust import Noise, robust_z
@@ -59,8 +58,6 @@ def compute_rollout_correction_and_rejection_mask(
     num_steps: int | None = None,
     noise: Mapping[str, Noise] | None = None,
     slack: Tensor | None = None,
-    clip_ratio: float | Tensor | None = None,
-    log_legacy_names: bool = False,
     group: Group = None,
 ) -> Correction:
     """Weigh and reject terms by the drift from the rollout policy to a target policy, and describe the drift.
@@ -92,8 +89,6 @@ def compute_rollout_correction_and_rejection_mask(
         noise: by mode, the noise of earlier training steps, from which `auto` bounds and z-scores are taken in place of
             this batch's; needs `step_indices`. A mode or a step that it lacks rejects nothing.
         slack: `[B, T]`, by how much log-ratios may lie beyond such bounds, nats per latent element; None for 0.
-        clip_ratio: the loss's clip range, one number or one a term, for `clip_noise_fraction`.
-        log_legacy_names: add the `mismatch/*` names.
         group: ranks that share the batch; one of several may have no samples.
 
     Raises:
@@ -105,7 +100,6 @@ def compute_rollout_correction_and_rejection_mask(
         "mask": mask,
         "step_kl": step_kl,
         "step_indices": step_indices,
-        "clip_ratio": clip_ratio,
         "slack": slack,
     }
     _check_shapes(target_log_prob, tensors, may_be_empty=world_size(group) > 1)
@@ -126,8 +120,6 @@ def compute_rollout_correction_and_rejection_mask(
     stats = describe.of_drift(ratios)
     if step_kl is not None and num_elements is not None:
         stats |= describe.of_bookkeeping(ratios, num_elements)
-    if clip_ratio is not None:
-        stats |= describe.of_clip(ratios, clip_ratio)
 
     # Importance weights
     weights = None
@@ -168,10 +160,6 @@ def compute_rollout_correction_and_rejection_mask(
         stats |= describe.by_step(ratios, keep, weights, step_indices, num_steps)
 
     metrics = {f"rollout_corr/{name}": stat for name, stat in stats.items()}
-    if log_legacy_names:
-        if weights is not None:
-            stats |= describe.outside_band(ratios, raw, legacy_band(cap, criteria))
-        metrics |= under_legacy_names(stats)
     if weights is not None and rollout_is_batch_normalize:
         mean_weight = stats["rollout_is_mean" if rollout_is == "token" else "rollout_is_seq_mean"]
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean_weight

@@ -80,12 +80,6 @@ def of_bookkeeping(ratios: LogRatios, num_elements: int) -> Stats:
     return {"bookkeeping_z_max": ratios.terms.max(((ratios.delta + ratios.step_kl) / noise).abs())}
 
 
-def of_clip(ratios: LogRatios, clip_ratio: float | Tensor) -> Stats:
-    """The share of terms whose ratio `exp(delta)` lies outside `[1 - clip, 1 + clip]`."""
-    outside = bounded(ratios.delta).expm1().abs() > clip_ratio
-    return {"clip_noise_fraction": ratios.terms.share(outside)}
-
-
 def spread(over: Over, values: Tensor, prefix: str = "") -> Stats:
     """Mean, standard deviation, largest and smallest value."""
     return {

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flowcorr.algorithm import noise_floor
 from flowcorr.config.schema import ActorConfig
-from flowcorr.losses import pool_log_ratio, resolve_loss
+from flowcorr.losses import resolve_loss
 
 QUANTILES = (0.5, 0.9, 0.99)  # that tables of a gap show
 
@@ -23,8 +24,7 @@ def ratio_distance(delta: Tensor, step_kl: Tensor | None, stds: Tensor, actor: A
         actor: the loss.
     """
     log_ratio = resolve_loss(actor).log_ratio(delta, step_kl, stds)
-    everything = torch.ones_like(delta, dtype=torch.bool)
-    return pool_log_ratio(log_ratio, everything, actor.ratio_level).expm1().abs()
+    return noise_floor.ratio_distance(log_ratio, torch.ones_like(delta, dtype=torch.bool), actor.ratio_level)
 
 
 def clip_key(actor: ActorConfig) -> str:

@@ -1,4 +1,4 @@
-"""What is wrong with the log-probs of dumped steps, before anyone asks which correction they need.
+"""Faults of the log-probs of dumped steps, which come before any question of a correction.
 
 `flowcorr audit` and `flowcorr report` show the same findings. Each cause has a trace that rounding and learning lack,
 and says how sure that is; a cause without a trace here is left to `flowcorr doctor`.

@@ -374,7 +374,7 @@ def terms_of_step(step: int, dumped: DumpedTerms, levels: Tensor | None = None) 
 
 
 def records(run: DumpedRun) -> list[dict[str, Any]]:
-    """What training would have logged of each step, as far as the dump tells: drift, ratios of the update, rewards.
+    """The metrics that training would have logged of each step, as far as the dump tells: drift, update, rewards.
 
     Raises:
         ConfigError: a file is damaged.
@@ -386,7 +386,7 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
 
 
 def step_metrics(dumped: DumpedTerms, config: Config, levels: Tensor | None = None) -> dict[str, float]:
-    """What training would have logged of one step, see `records`."""
+    """The metrics that training would have logged of one step, see `records`."""
     terms, actor = completed(dumped, levels), config.actor
     # In bypass mode a current policy that may have learned from the batch already shows no noise.
     noisy = not dumped.bypass or dumped.before_update is not None

@@ -1,18 +1,21 @@
-"""Applies the rules of `health_rules` to a step, to a finished run, or to a run during training."""
+"""Applies the rules of metrics to a step, to a finished run, or to a run during training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import scale_factor
-from flowcorr.diagnostics import image_drift
+from flowcorr.diagnostics import image_drift, replicas
 from flowcorr.diagnostics.clip_noise import clip_key
-from flowcorr.diagnostics.health_rules import JUMP_ADVICE, RULES, Rule
 from flowcorr.diagnostics.jumps import Jump, JumpDetector
+from flowcorr.diagnostics.reference.metric import DOCTOR, Metric, Rule
+from flowcorr.diagnostics.reference.metrics import METRICS, RULES
+from flowcorr.diagnostics.replicas import OddWorker, ReplicaMonitor
 from flowcorr.rollout.precision import usual_gap
 
 NUM_ELEMENTS = "rollout/num_elements"
@@ -86,14 +89,11 @@ _TAILS_OF_GAP = 30.0  # mean fourth power of a gap's elements beside `r^4`: 3 if
 _LIKE_WINDOW = ("replay_before", "replay_between", "replay_after")
 _OF_WEIGHTS = ("mean_weight", "weight_std", "effective_sample_size", "cap")
 _BY_NAME = {rule.name: rule for rule in (*RULES, image_drift.RULE)}
-# Ranges that the report draws but no rule judges, because `kl` and `log_ppl_diff` show the same. They are not linear in
-# log-ratios, so they hold at scale `mean` only.
-_DRAWN = {
-    "k3_kl": (-math.inf, 0.1),
-    "ppl_ratio": (math.exp(-1), math.e),
-    "chi2_token": (-math.inf, 1.0),
-    "chi2_seq": (-math.inf, 1.0),
-}
+_ROWS = {metric.name: metric for metric in METRICS}
+_JUMP_ADVICE = (
+    "rounding does not jump: a part of the engine broke in this step, or its weights did not arrive; look at its log "
+    f"there, and {DOCTOR} on the newest checkpoint"
+)
 
 
 def units_of(config: Config, num_elements: int | None) -> Units:
@@ -142,9 +142,11 @@ def healthy_range(metric: str, units: Units) -> tuple[float, float]:
         metric: its full name.
         units: the run's units.
     """
-    rule = rule_of(metric)
-    if rule is None:
-        return _DRAWN.get(_short(metric), _UNBOUNDED) if units.factor == 1.0 else _UNBOUNDED
+    row = _row_of(metric)
+    if row is None or row.rule is None:
+        drawn = None if row is None or units.factor != 1.0 else row.drawn_range
+        return _UNBOUNDED if drawn is None else drawn
+    rule = row.rule
     low, high = _limits(rule, units)
     if not rule.drift:
         return low, high
@@ -176,9 +178,12 @@ def examine_step(
     return [finding for finding in findings if finding is not None]
 
 
-def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[HealthFinding]:
+def examine_run(
+    records: Sequence[Mapping[str, Any]], units: Units, places: Mapping[int, str] = MappingProxyType({})
+) -> list[HealthFinding]:
     """The broken rules of a run, each once at its worst step, the most serious first."""
-    monitor = HealthMonitor(units)
+    monitor = HealthMonitor(units, places=places)
+    workers: list[HealthFinding] = []
     broken: dict[str, list[HealthFinding]] = {}
     lasting: set[str] = set()
     start = next(filter(is_step, records), None)
@@ -187,6 +192,8 @@ def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[Heal
             lasting.add(finding.rule)
             if finding.rule == JUMP:
                 broken.setdefault(JUMP, []).append(replace(finding, step=record.get("step")))
+            elif finding.rule == replicas.RULE.name:
+                workers.append(replace(finding, step=record.get("step")))
         for finding in examine_step(record, units, start=start):
             broken.setdefault(finding.rule, []).append(replace(finding, step=record.get("step")))
     findings = [
@@ -194,6 +201,7 @@ def examine_run(records: Sequence[Mapping[str, Any]], units: Units) -> list[Heal
         for rule, hits in broken.items()
         if rule in lasting
     ]
+    findings += workers
     return sorted(findings, key=lambda finding: _rank(finding.level))
 
 
@@ -203,14 +211,21 @@ class HealthMonitor:
     Args:
         units: the run's units.
         earlier: the records of a resumed run.
+        places: by rollout worker, where it runs, in words.
     """
 
-    def __init__(self, units: Units, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        units: Units,
+        earlier: Sequence[Mapping[str, Any]] = (),
+        places: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         steps = list(filter(is_step, earlier))
-        self._units, self._start = units, steps[0] if steps else None
-        self._jumps = JumpDetector()
+        self._units, self._start, self._places = units, steps[0] if steps else None, places
+        self._jumps, self._replicas = JumpDetector(), ReplicaMonitor()
         for metrics in steps:
             self._jumps.update(metrics)
+            self._replicas.update(metrics)
         self._streaks: dict[str, int] = {}
         self._reported: dict[str, int] = {}
 
@@ -231,16 +246,33 @@ class HealthMonitor:
         ]
         self._reported.update({finding.rule: _rank(finding.level) for finding in new})
         jump = self._jumps.update(metrics)
-        return new if jump is None else [*new, _jumped(jump)]
+        odd = [one for one in self._replicas.update(metrics) if one.metric not in self._reported]
+        self._reported.update({one.metric: _rank("warning") for one in odd})
+        return [*new, *([] if jump is None else [_jumped(jump)]), *(self._odd(one) for one in odd)]
+
+    def _odd(self, odd: OddWorker) -> HealthFinding:
+        place = self._places.get(odd.worker)
+        return HealthFinding(
+            rule=replicas.RULE.name,
+            level="warning",
+            metric=odd.metric,
+            value=odd.factor,
+            threshold=odd.limit,
+            message=f"the gap of rollout worker {odd.worker}{f' ({place})' if place else ''} is {odd.factor:.3g} times "
+            f"that of the others, above {odd.limit:.3g}",
+            advice=replicas.RULE.advice,
+        )
 
 
 def rule_of(metric: str) -> Rule | None:
     """The rule that judges a metric, if any."""
-    return next((rule for rule in RULES if rule.metric in (metric, _short(metric))), None)
+    row = _row_of(metric)
+    return None if row is None else row.rule
 
 
-def _short(metric: str) -> str:
-    return metric.removeprefix("actor/").removeprefix("rollout_corr/")
+def _row_of(metric: str) -> Metric | None:
+    """The row of a metric; a metric of the whole update has that of the same metric before it."""
+    return _ROWS.get(metric) or _ROWS.get(metric.removeprefix("actor/"))
 
 
 def _rank(level: Level) -> int:
@@ -288,7 +320,7 @@ def _jumped(jump: Jump) -> HealthFinding:
         threshold=jump.limit,
         message=f"the gap of both stacks jumped to {jump.value:.3g}, from {jump.usual:.3g} in the {jump.num_earlier} "
         f"steps before, whose spread ends at {jump.limit:.3g}",
-        advice=JUMP_ADVICE,
+        advice=_JUMP_ADVICE,
     )
 
 
@@ -312,10 +344,8 @@ def _examine_images(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> Hea
 
 
 def _logged_name(rule: Rule, metrics: Mapping[str, Any]) -> str:
-    if "/" in rule.metric:
-        return rule.metric
-    applied = f"actor/rollout_corr/{rule.metric}"
-    return applied if rule.applied and applied in metrics else f"rollout_corr/{rule.metric}"
+    applied = f"actor/{rule.metric}"
+    return applied if rule.applied and applied in metrics else rule.metric
 
 
 def _limits(rule: Rule, units: Units, mean_gap: float = 0.0) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowcorr.diagnostics.health_rules import Rule
+from flowcorr.diagnostics.reference.metric import Rule
 
 PREFIX = "reward/image/"
 _SHARES = ("dark", "saturated")

@@ -1,4 +1,4 @@
-"""What a run measured beside what `flowcorr plan` predicts for it: time and memory of each phase, and its arithmetic.
+"""Measurements of a run beside the predictions of `flowcorr plan`: time and memory of each phase, and its arithmetic.
 
 A run only logs its times. Its arithmetic is counted afterwards on the fake device, in a process of its own, since torch
 cannot unregister that device.

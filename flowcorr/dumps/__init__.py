@@ -3,6 +3,8 @@
 `dump` writes such a file from tensors or arrays; `trainer.dump_log_probs` writes the same format. `flowcorr lab`,
 `report` and `audit` read a folder of them. `GIVES` says what they use each optional field for.
 
+`ReplaySamples` are a few samples of a step, for a replay by `flowcorr doctor`: see `flowcorr.dumps.replay`.
+
 A file holds the tensors of `DumpedTerms` under their names. Its metadata is text: `format_version`, `step`, `mode`
 (`decoupled`: old log-probs were recomputed; `bypass`: they are the rollout's) and `loss_mode`; where known also
 `num_elements`, `version`, `adv_clip_max` and, as JSON, `clip_ratio`. Later versions may add fields, and keep these.
@@ -24,15 +26,14 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from flowcorr.dumps import checks
-from flowcorr.errors import BackendError, BatchError, ConfigError
+from flowcorr.dumps.files import damaged, opened, write
+from flowcorr.dumps.replay import ReplaySamples, save_replay
+from flowcorr.errors import BatchError, ConfigError
 
 FOLDER = "log_probs"
-FORMAT_VERSION = "1"
 GIVES = {
     "current_log_probs": "ratios after the first update (lab), and curves of the update (report)",
     "before_update": "the gap without what was learned from the batch, in bypass mode (audit, lab, report)",
@@ -45,7 +46,7 @@ GIVES = {
     "policy_versions": "together with version, the age of the weights that sampled (audit, report)",
 }
 """Optional fields of `dump`, and what each gives."""
-_STEP, _PARTIAL = "step_{:06d}.safetensors", ".partial_"
+_STEP = "step_{:06d}.safetensors"
 _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
 
 Array = Tensor | np.ndarray | Sequence[Any]
@@ -71,7 +72,7 @@ class DumpedTerms:
         rewards: `[B]`, the values that `reward/mean` averages.
         timesteps, sigmas, sigmas_next, step_indices: as in `Rollout`.
         stds: full standard deviations of the steps.
-        group_ids, policy_versions: `[B]`, as in `Rollout`.
+        group_ids, policy_versions, worker_ids: `[B]`, as in `Rollout`.
         old_rollout_kl: exact KL of the old policy from the rollout policy.
         current_old_kl: exact KL of the current policy from the old policy.
         current_rollout_kl: exact KL of the current policy from the rollout policy.
@@ -93,6 +94,7 @@ class DumpedTerms:
     step_indices: Tensor | None = None
     group_ids: Tensor | None = None
     policy_versions: Tensor | None = None
+    worker_ids: Tensor | None = None
     old_rollout_kl: Tensor | None = None
     current_old_kl: Tensor | None = None
     current_rollout_kl: Tensor | None = None
@@ -143,6 +145,7 @@ def dump(
     clip_ratio: float | Sequence[float] | None = None,
     loss_mode: str = "flow_grpo",
     adv_clip_max: float | None = None,
+    replay: ReplaySamples | None = None,
 ) -> Path:
     """Write the log-probs of a training step of any trainer, for `flowcorr lab`, `report` and `audit`.
 
@@ -170,9 +173,10 @@ def dump(
         clip_ratio: PPO clip range of the loss.
         loss_mode: flowcorr's name of the loss.
         adv_clip_max: what the loss clamps advantages to.
+        replay: a few samples for `flowcorr doctor`, taken in the sampling loop.
 
     Returns:
-        The file.
+        The file of the log-probs.
 
     Raises:
         BatchError: a shape does not fit, or a value is not allowed.
@@ -198,7 +202,10 @@ def dump(
         loss_mode=loss_mode,
         adv_clip_max=adv_clip_max,
     )
-    return save(Path(folder), step, terms, loss)
+    path = save(Path(folder), step, terms, loss)
+    if replay is not None:
+        save_replay(path.parent, step, replay)
+    return path
 
 
 def described(
@@ -249,21 +256,8 @@ def save(folder: Path, step: int, terms: DumpedTerms, loss: LoggedLoss) -> Path:
     Raises:
         BackendError: the folder cannot be written to.
     """
-    path = folder / _STEP.format(step)
-    partial = path.with_name(f"{_PARTIAL}{path.name}")
-    metadata = _metadata(step, terms, loss)
-    # safetensors needs tensors that share no memory; in bypass mode, old log-probs are the rollout's.
-    layout = torch.contiguous_format
-    tensors = {name: value.clone(memory_format=layout) for name, value in terms.tensors().items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata)
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise BackendError(
-            f"{path} cannot be written ({error}); free space, or train without the dump (trainer.dump_log_probs=false)"
-        ) from error
-    return path
+    otherwise = "train without the dump (trainer.dump_log_probs=false)"
+    return write(folder / _STEP.format(step), terms.tensors(), _metadata(step, terms, loss), otherwise)
 
 
 def load(path: Path) -> DumpedTerms:
@@ -278,7 +272,7 @@ def load(path: Path) -> DumpedTerms:
         slices = {name: file.get_slice(name) for name in sorted(known & set(file.keys()))}
         header = {name: (found.get_shape(), found.get_dtype()) for name, found in slices.items()}
         if problem := checks.problem_of_header(header):
-            raise _damaged(path, problem)
+            raise damaged(path, problem)
         tensors = {name: _numbers(name, file.get_tensor(name)) for name in header}
     bypass = metadata["mode"] == "bypass"
     values: dict[str, Any] = {**tensors}
@@ -289,7 +283,7 @@ def load(path: Path) -> DumpedTerms:
         terms.rollout_log_probs, terms.old_log_probs, bypass=bypass
     )
     if problem:
-        raise _damaged(path, problem)
+        raise damaged(path, problem)
     return terms
 
 
@@ -353,38 +347,14 @@ def _found(run_dir: Path) -> list[tuple[int, Path]]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     """The file of a step and its metadata, checked."""
-    try:
-        if not path.is_file():  # reading a pipe would wait for its writer
-            raise _damaged(path, "it is a folder, a pipe or a device, or a link to nothing")
-        if path.stat().st_size > checks.MAX_BYTES:
-            raise _damaged(path, f"it holds more than {checks.MAX_BYTES} bytes")
-        str(path).encode()  # safetensors reads no path that is not UTF-8
-        path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            version = metadata.get("format_version", "")
-            if version != FORMAT_VERSION:
-                raise ConfigError(
-                    f"{path} has format_version={checks.shown(version)}, and this flowcorr reads {FORMAT_VERSION!r}; "
-                    "use the flowcorr that wrote it, if one did"
-                )
-            problem = checks.problem_of_metadata(metadata)
-            named = _STEP_NAME.fullmatch(path.name)
-            if not problem and named and int(named[1]) != int(metadata["step"]):
-                problem = f"step={metadata['step']!r} is not the step of its name"
-            if problem:
-                raise _damaged(path, problem)
-            yield file, metadata
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{path} cannot be read: its path is not UTF-8; rename it") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, RuntimeError) as error:
-        raise _damaged(path, checks.shown(str(error))) from error
-
-
-def _damaged(path: Path, problem: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged: {problem}; delete it, or write it again with flowcorr.dump")
+    with opened(path) as (file, metadata):
+        problem = checks.problem_of_metadata(metadata)
+        named = _STEP_NAME.fullmatch(path.name)
+        if not problem and named and int(named[1]) != int(metadata["step"]):
+            problem = f"step={metadata['step']!r} is not the step of its name"
+        if problem:
+            raise damaged(path, problem)
+        yield file, metadata
 
 
 # What is written -----------------------------------------------------------------------------------------------
@@ -392,7 +362,6 @@ def _damaged(path: Path, problem: str) -> ConfigError:
 
 def _metadata(step: int, terms: DumpedTerms, loss: LoggedLoss) -> dict[str, str]:
     metadata = {
-        "format_version": FORMAT_VERSION,
         "step": str(step),
         "mode": "bypass" if terms.bypass else "decoupled",
         "loss_mode": loss.loss_mode,

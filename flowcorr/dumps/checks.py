@@ -19,13 +19,13 @@ MAX_SCHEDULE = 1000
 """Steps of the longest schedule that a file may be of, and so of the longest window."""
 MAX_TERMS, MAX_ELEMENTS, MAX_BYTES = 2**24, 10**9, 2**32
 """The most terms of a file, the largest `D`, and the largest file."""
-PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions")
-WHOLE = ("step_indices", "group_ids", "policy_versions", "before_update")
+PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions", "worker_ids")
+WHOLE = ("step_indices", "group_ids", "policy_versions", "worker_ids", "before_update")
 
 _REQUIRED = ("rollout_log_probs", "old_log_probs", "advantages")
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "current_log_probs", "advantages", "rewards")
 _KLS = ("old_rollout_kl", "current_old_kl", "current_rollout_kl")
-_WHOLE_DTYPES, _REAL_DTYPES = ("I64", "I32"), ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+_WHOLE_DTYPES, REAL_DTYPES = ("I64", "I32"), ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _REQUIRED_METADATA = ("step", "mode", "loss_mode")
 _MODES = ("decoupled", "bypass")
 _MAX_TEXT, _MAX_JSON, _LARGEST = 200, 2**16, 1e30
@@ -57,7 +57,7 @@ def problem_of_header(header: Mapping[str, tuple[Sequence[int], str]]) -> str:
         expected = shape[:1] if name in PER_SAMPLE else shape
         if list(own_shape) != list(expected):
             return f"{name} has shape {list(own_shape)}; it must be {list(expected)}"
-        dtypes = _WHOLE_DTYPES if name in WHOLE else _REAL_DTYPES
+        dtypes = _WHOLE_DTYPES if name in WHOLE else REAL_DTYPES
         if dtype not in dtypes:
             return f"{name} has dtype {dtype}; it must be {' or '.join(dtypes)}"
     return ""

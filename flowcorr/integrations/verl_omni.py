@@ -47,7 +47,9 @@ from torch import Tensor
 
 from flowcorr import losses
 from flowcorr.algorithm import diffusion_loss
+from flowcorr.algorithm.noise_floor import clip_noise
 from flowcorr.algorithm.terms import exact_kl
+from flowcorr.config.older_verl import from_older, older_metrics
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import OFF, RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.errors import BatchError, ConfigError, MissingExtraError
@@ -118,15 +120,15 @@ def correct_batch(
         return _with(batch, tensors, old_log_probs=rollout_log_probs), {}
     old_log_probs = _tensor(tensors, "old_log_probs")
     latents = tensors.get("all_latents")
+    num_elements = None if latents is None else latents[0, 0].numel()
     correction = compute_rollout_correction_and_rejection_mask(
         old_log_probs,
         rollout_log_probs,
         tensors.get("response_mask"),
         step_kl=_step_kl(tensors),
         step_indices=_step_indices(tensors, schedule),
-        num_elements=None if latents is None else latents[0, 0].numel(),
+        num_elements=num_elements,
         num_steps=None if schedule is None else len(schedule),
-        clip_ratio=clip_ratio,
         **config.options,
     )
     keep = correction.keep
@@ -134,7 +136,16 @@ def correct_batch(
     if config.rollout_rs_denominator == "kept":
         weights = weights * (keep.numel() / keep.sum().clamp(min=1))
     corrected = _with(batch, tensors, rollout_is_weights=weights.to(old_log_probs.dtype))
-    return corrected, correction.metrics.compute()
+    metrics = correction.metrics
+    if clip_ratio is not None:
+        mask, log_ratio = tensors.get("response_mask"), old_log_probs - rollout_log_probs
+        metrics = metrics.merge(
+            clip_noise(log_ratio, None if mask is None else mask.bool(), "step", clip_ratio)
+        )
+    if config.log_legacy_names:
+        log_probs = (old_log_probs, rollout_log_probs, tensors.get("response_mask"))
+        metrics = metrics.merge(older_metrics(metrics, *log_probs, config, num_elements))
+    return corrected, metrics.compute()
 
 
 def register_losses(correction: RolloutCorrectionConfig = OFF, *, sde_type: SdeType = "sde") -> None:
@@ -272,7 +283,7 @@ def step_loss(
 
 
 def _model_output_keys(name: str, correction: RolloutCorrectionConfig, sde_type: SdeType) -> tuple[str, ...]:
-    """What the loss called `name` reads of the model's output."""
+    """The tensors of the model's output that the loss called `name` reads."""
     keys = ["log_probs"]
     loss = losses.LOSSES[LOSSES[name]]
     if loss.needs_kl:
@@ -308,7 +319,7 @@ def _unmoved(terms: Terms) -> Terms:
 
 def _as_config(config: RolloutCorrectionConfig | Mapping[str, Any]) -> RolloutCorrectionConfig:
     if isinstance(config, Mapping):
-        config = RolloutCorrectionConfig.from_legacy({k: v for k, v in config.items() if k != "_target_"})
+        config = from_older({k: v for k, v in config.items() if k != "_target_"})
     if config.mode == "auto" or config.rejection_groups != "none":
         raise ConfigError(
             f"bypass_mode={config.bypass_mode} with rejection_groups={config.rejection_groups!r} needs flowcorr's own "

@@ -21,7 +21,7 @@ RATIO_LEVELS = ("step", "trajectory_mean", "trajectory_sum")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MaskedTerms:
-    """What a loss computes from, `[b]` or `[b, T]`, harmless where a term takes no part.
+    """The numbers that a loss computes from, `[b]` or `[b, T]`, harmless where a term takes no part.
 
     Attributes:
         log_ratio: `log_prob - old_log_prob`, differentiable; 0 where `keep` is false.

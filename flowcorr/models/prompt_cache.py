@@ -122,7 +122,7 @@ def _with_masks(names: Iterable[str]) -> dict[str, str]:
 
 
 def _text(name: str) -> str:
-    """What a tensor, its mask and the negative prompt's tensors have in common."""
+    """The name that a tensor, its mask and the negative prompt's tensors have in common."""
     return name.removeprefix("negative_").removesuffix("_mask")
 
 

@@ -18,7 +18,7 @@ HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpeed:
-    """What an engine reaches in denoising, as a band.
+    """The speed that an engine reaches in denoising, as a band.
 
     Attributes:
         name: the kind of engine.

@@ -53,7 +53,7 @@ def check_prompts(config: Config) -> None:
 
 
 def size_limits(architecture: Architecture) -> tuple[int, int | None]:
-    """What heights and widths in pixels must be multiples of, and the largest, if there is one."""
+    """The number that heights and widths in pixels must be multiples of, and the largest, if there is one."""
     vae, transformer = architecture.configs["vae"], architecture.configs["transformer"]
     halvings = (
         len(vae["block_out_channels"]) - 1 if "block_out_channels" in vae else len(vae["temperal_downsample"])

@@ -79,7 +79,7 @@ class Rank:
 
     @property
     def sampled_share(self) -> float:
-        """What one engine samples, over the images of one rank. Ray's workers serve all ranks by whole groups."""
+        """Images that one engine samples, over those of one rank. Ray's workers serve all ranks by whole groups."""
         rollout = self.config.rollout
         if rollout.placement != "ray":
             return 1.0

@@ -1,4 +1,4 @@
-"""What sharded weights (`actor.fsdp`) need of each rank, from what a whole copy of them needs."""
+"""Memory and time of sharded weights (`actor.fsdp`) on each rank, from those of a whole copy."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _synced(rank: Rank) -> float:
 
 
 def merging(rank: Rank, gpu: Gpu, utilisation: Utilisation) -> Merging | None:
-    """What `weight_sync=merged` would change; None for an engine that cannot merge, or already does."""
+    """The effect of `weight_sync=merged`; None for an engine that cannot merge, or already does."""
     config = rank.config
     speed = engine_speed(config)
     quantized = config.rollout.engine.get("quantization") or config.rollout.engine.get("quantization_config")

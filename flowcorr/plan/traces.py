@@ -25,7 +25,7 @@ from flowcorr.plan.training import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traces:
-    """What the parts of a run do, whatever computes them.
+    """The work of the parts of a run, whatever computes them.
 
     Attributes:
         training: the transformer's training, of a whole copy of the weights.

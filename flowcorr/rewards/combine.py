@@ -76,7 +76,7 @@ class Term(Protocol):
 
     @property
     def normalize(self) -> AdvantageStd:
-        """What `training_scores` divides the term by."""
+        """The kind of std that `training_scores` divides the term by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class WeightedSum:
 
 
 def training_scores(output: RewardOutput, terms: Sequence[Term], group_ids: Tensor) -> Tensor:
-    """What advantages are taken of: `sum_k weight_k * reward_k`, each term normalised as it asks.
+    """The scores that advantages are taken of: `sum_k weight_k * reward_k`, each term normalised as it asks.
 
     `normalize: group` makes a term `(reward - mean of its group) / (std of its group)` before it is weighted and
     summed, so that its weight says how much it counts whatever its unit and spread: with

@@ -141,7 +141,7 @@ class VlmJudge:
     def _read(
         self, answers: list[str | RequestRefusedError], parse: Callable[[str], Value]
     ) -> tuple[list[Value | None], dict[int, str]]:
-        """What each answer holds, None where it cannot be read, and why."""
+        """The value in each answer, None where it cannot be read, and the reasons."""
         values: list[Value | None] = []
         errors: dict[int, str] = {}
         for index, answer in enumerate(answers):

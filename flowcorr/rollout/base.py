@@ -1,4 +1,4 @@
-"""What every rollout engine does: take weights, sample groups of images, hand back trajectories."""
+"""The interface of rollout engines: they take weights, sample groups of images and return trajectories."""
 
 from __future__ import annotations
 
@@ -111,6 +111,6 @@ def shares_weights(config: Config, ranks: int | None = None) -> bool:
 
 
 def attention_name(transformer: Any) -> str:
-    """What computes attention in a transformer of diffusers."""
+    """The classes that compute attention in a transformer of diffusers."""
     processors = getattr(transformer, "attn_processors", {}).values()
     return ", ".join(sorted({type(processor).__name__ for processor in processors})) or "its own"

@@ -177,7 +177,7 @@ class InProcessEngine:
             assert not stored, "the merged weights are those of a whole transformer"
 
     def _step_cache(self) -> AbstractContextManager[BeforeStep | None]:
-        """What `rollout.cache` does between the windows of one batch."""
+        """The cache of `rollout.cache`, between the windows of one batch."""
         if self.config.cache == "none":
             return contextlib.nullcontext()
         from flowcorr.rollout.step_cache import around_windows, first_block_cache

@@ -25,8 +25,8 @@ class EventLog:
     """Appends `{"time": ..., "step": n, "kind": ..., ...}` to `events.jsonl`; a context manager.
 
     Times are UTC; `step` is the number of training steps done. Kinds are `start`, `resume`, `checkpoint`, `signal`,
-    `given_up` (a step that failed after a signal), `end`, `failure`; `worker_lost`, `worker_restarted`,
-    `shard_retried`, `node_lost` of Ray's workers; `reward_failed` and `stale_dropped` of samples.
+    `given_up` (a step that failed after a signal), `end`, `failure`; `workers` (where they run), `worker_lost`,
+    `worker_restarted`, `shard_retried`, `node_lost` of Ray's workers; `reward_failed` and `stale_dropped` of samples.
 
     Each record is appended as one whole line in one write. A resumed run keeps all earlier records, also those of steps
     that it repeats, and removes only a line that a crash left incomplete. A record that cannot be written, for example

@@ -56,6 +56,7 @@ class TermRecorder:
             step_indices=rollout.window.step_indices,
             group_ids=rollout.group_ids,
             policy_versions=rollout.policy_versions,
+            worker_ids=rollout.worker_ids,
             num_elements=rollout.num_elements,
             bypass=self._bypass,
             **known,

@@ -30,6 +30,7 @@ from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.signals import REPEAT, StopSignals
 from flowcorr.trainer.step import StepResult, train_step
+from flowcorr.workers.rollout import RayRollout
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ class _Loop:
             if self.notice is not None:
                 says["says"] = self.notice
             events("resume" if self.resumed else "start", total_steps=config.trainer.total_steps, **says)
+            if isinstance(self.run.engine, RayRollout):
+                events("workers", places=self.run.engine.places)
 
     def train(self, before_start: Callable[[TrainingRun], None] | None, signals: StopSignals) -> RunResult:
         total_steps = self.config.trainer.total_steps

@@ -44,7 +44,7 @@ def occasional_metrics(
     step: int,
     watch: Stopwatch,
 ) -> list[Metrics]:
-    """What is measured every few training steps: the two parts of the gap, and replays of whole images.
+    """Measurements of every few training steps: the two parts of the gap, and replays of whole images.
 
     Args:
         run: the training run.

@@ -70,7 +70,7 @@ def notes(left_out: Mapping[str, str]) -> list[str]:
 
 
 def how_to_allow(chain: str) -> str:
-    """What lets the code that a chain of names holds be imported, in words."""
+    """The options that allow the code of a chain of names to be imported, in words."""
     return f"to import it, add {' '.join(f'--allow-import {name}' for name in own_names(chain))}"
 
 

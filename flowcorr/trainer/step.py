@@ -14,6 +14,8 @@ from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
 )
+from flowcorr.algorithm.by_worker import by_worker
+from flowcorr.algorithm.terms import batch_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
@@ -79,6 +81,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         batch = replace(batch, old_log_probs=old.log_probs, old_means=old.means)
     if correction.mode == "decoupled":
         with watch("correction"):
+            metrics.append(by_worker([batch_terms(batch)], config.rollout.num_workers))
             batch, corrected = apply_rollout_correction_to_diffusion_batch(
                 batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
             )

@@ -1,4 +1,4 @@
-"""What Flow-Factory's keys mean together, and which configurations flowcorr cannot run."""
+"""Values that several of Flow-Factory's keys give together, and configurations that flowcorr cannot run."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ _BASE: dict[str, Any] = {
     "train.beta": 0.0,
     "train.ema": False,
 }
-"""What `config/base.py` of every revision holds, with its values."""
+"""The keys in `config/base.py` of every revision, with their values."""
 DEFAULTS: dict[str, Any] = _BASE | {
     "gpus": None,
     SCRIPT: "train_sd3.py",

@@ -97,7 +97,7 @@ class _Resolver:
         return text.replace("\\${", "${")
 
     def reference(self, key: str, expression: str, depth: int) -> Any:
-        """What `${expression}` at `key` stands for; None if that cannot be told."""
+        """The value that `${expression}` at `key` stands for; None if it cannot be told."""
         select = expression.startswith("oc.select:")
         name, _, default = expression.removeprefix("oc.select:").partition(",")
         name = name.strip()

@@ -295,7 +295,7 @@ class _Reader:
         return self.unread(node, "is a call that cannot be read; write its value")
 
     def loaded(self, node: ast.Call, path: Path, function: str) -> Any:
-        """What a function of a loaded file returns."""
+        """The result of a function of a loaded file."""
         if not path.is_file():
             return self.unread(node, f"is in {path.name}, which is not beside this file")
         file = _File(path)

@@ -82,7 +82,7 @@ def terms(given: Sequence[Given], *, normalize: str = "none") -> list[dict[str, 
 
 
 def note(given: Sequence[Given]) -> str:
-    """What the user has to know about the terms."""
+    """A note to the user about the terms."""
     notes = [reward.known.note for reward in given if reward.known is not None]
     if any(reward.known is None for reward in given):
         notes.append("write my_rewards:NAME yourself, see examples/custom_reward.py")

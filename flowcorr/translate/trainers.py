@@ -19,7 +19,7 @@ _MIX = re.compile(r"mix_?grpo|multi_reward_mix|training_strategy", re.IGNORECASE
 
 
 def other_trainer(text: str) -> str:
-    """What a script starts instead of verl-omni, with its line and what to translate; empty if that cannot be told."""
+    """The trainer that a script starts instead of verl-omni, with its line and the file to translate; else empty."""
     for number, line in enumerate(text.splitlines(), 1):
         command = line.partition("#")[0]
         for name, pattern in _NEEDLES:

@@ -1,4 +1,4 @@
-"""What verl-omni's keys mean together."""
+"""Values that several of verl-omni's keys give together."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def _judge(get: Get) -> str:
 
 
 def rewards_note(get: Get) -> str:
-    """What the user has to know about the reward functions."""
+    """A note to the user about the reward functions."""
     scored = get(f"{PIPELINE}.output_type")
     latent = "" if scored is None else f"; {PIPELINE}.output_type={scored} scores latents there, images here"
     return rewards.note(reward_functions(get)) + latent

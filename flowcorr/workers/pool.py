@@ -39,10 +39,17 @@ def ignore_event(kind: str, /, **fields: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """The values that a task returned, and references to them in Ray's object store for other workers."""
+    """The result of a task.
+
+    Attributes:
+        values: the values.
+        references: to them in Ray's object store, for other workers.
+        worker: the number of the worker that did it.
+    """
 
     values: Sequence[Any]
     references: Sequence[Any]
+    worker: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,6 +73,7 @@ class _Task:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Worker:
     name: str
+    number: int
     actor: Any = None
     starting: Any = None
     place: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +139,9 @@ class WorkerPool:
         self._changed = threading.Condition()  # of `_tasks` and `_closed`
         self._closed: BackendError | None = None  # the reason why the pool takes no more tasks
         self._threads: list[threading.Thread] = []
-        self._workers = [_Worker(name=f"{section} worker {place}") for place in range(num_workers)]
+        self._workers = [
+            _Worker(name=f"{section} worker {number}", number=number) for number in range(num_workers)
+        ]
         self._cluster = Cluster(address, feature=f"{section}.placement=ray", on_lost=self._lose_node)
         try:
             self._options = _actor_options(section, num_workers, resources, scheduling)
@@ -273,7 +283,8 @@ class WorkerPool:
             call = worker.actor.call.options(num_returns=task.num_returns)
             references = call.remote(task.method, *task.arguments)
             references = references if task.num_returns > 1 else [references]
-            return Answer(values=ray.get(references, timeout=self._timeout), references=references)
+            values = ray.get(references, timeout=self._timeout)
+            return Answer(values=values, references=references, worker=worker.number)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, self._own_errors) and not isinstance(cause, RayError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ class FlowcorrWorker:
         sys.path += [folder for folder in path if folder not in sys.path]
 
     def start(self, build: Callable[[], Any], num_threads: int | None) -> dict[str, Any]:
-        """Make the object; returns node and process."""
+        """Make the object; returns node, host, process and GPUs."""
         import ray
 
         if num_threads is not None:
@@ -29,7 +30,12 @@ class FlowcorrWorker:
         # The object's own child processes have to end on SIGTERM.
         with signal_mask(signal.SIG_UNBLOCK, {signal.SIGTERM}):
             self._object = build()
-        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "gpus": ray.get_gpu_ids(),
+        }
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object."""

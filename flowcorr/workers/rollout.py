@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flowcorr import distributed
@@ -257,14 +258,16 @@ class PendingRollout:
         """
         parts = []
         for shard in self.shards:
-            rollout, images = shard.result().values
+            answer = shard.result()
+            rollout, images = answer.values
             if not (rollout.policy_versions == self.version).all():
                 found = rollout.policy_versions.unique().tolist()
                 raise BackendError(
                     f"groups {rollout.group_ids.unique().tolist()} were sampled with weights of version {found} "
                     f"instead of {self.version}: the rollout engine did not load the weights that it was given"
                 )
-            parts.append(replace(rollout, images=images))
+            workers = torch.full_like(rollout.group_ids, answer.worker)
+            parts.append(replace(rollout, images=images, worker_ids=workers))
         return Rollout.concatenate(parts)
 
 

@@ -24,7 +24,7 @@ Localize = Callable[[Any], Any]
 
 
 class Pool(Protocol):
-    """What `WorkerPool` offers, on any rank."""
+    """The methods of `WorkerPool` that every rank has."""
 
     def submit(
         self,
@@ -118,9 +118,11 @@ class _ServedPool:
 def _reply(connection: Connection, sending: threading.Lock, number: int, task: Future[Answer]) -> None:
     """Send the values of a task, or its error."""
     error = BackendError("the workers are closed") if task.cancelled() else task.exception()
-    message = pickle.dumps(
-        (number, None, _portable(error)) if error else (number, task.result().values, None)
-    )
+    if error is None:
+        answer = task.result()
+        message = pickle.dumps((number, (answer.values, answer.worker), None))
+    else:
+        message = pickle.dumps((number, None, _portable(error)))
     with contextlib.suppress(OSError), sending:
         connection.send_bytes(message)
 
@@ -192,10 +194,10 @@ class _RemotePool:
         assert self._connection is not None
         with contextlib.suppress(EOFError, OSError):
             while True:
-                number, values, error = pickle.loads(self._connection.recv_bytes())
+                number, answer, error = pickle.loads(self._connection.recv_bytes())
                 with self._lock:
                     future = self._waiting.pop(number)
-                _settle(future, values, error)
+                _settle(future, answer, error)
         for future in self._end(BackendError(_LOST)):
             _settle(future, None, self._closed)
 
@@ -208,9 +210,12 @@ class _RemotePool:
         return waiting
 
 
-def _settle(future: Future[Answer], values: Sequence[Any] | None, error: BaseException | None) -> None:
+def _settle(
+    future: Future[Answer], answer: tuple[Sequence[Any], int] | None, error: BaseException | None
+) -> None:
     with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
-        if values is None:
+        if answer is None:
             future.set_exception(error)
         else:
-            future.set_result(Answer(values=values, references=values))
+            values, worker = answer
+            future.set_result(Answer(values=values, references=values, worker=worker))

@@ -1,10 +1,10 @@
 """Batches whose answers vllm-omni loses: the real engine with large answers, beside a thread that keeps Python busy.
 
-    /tmp/omni/bin/python tests/benchmarks/lost_batches.py [--batches 200] [--backend mp] [--size 4] [--patience 20]
+    /tmp/omni/bin/python tests/benchmarks/lost_batches.py [--batches 200] [--backend mp] [--size 4] [--timeout 20]
 
 Each batch holds `--size` samples of the embedded model, of 300,000 floats each. `--backend mp` is vllm-omni's own
 executor; without it flowcorr chooses. `/tmp/omni` is what `tests/rollout/vllm_omni/install.sh /tmp/omni` makes.
-A batch counts as lost if it has no answer after `--patience` seconds, several times what a batch takes.
+A batch counts as lost if it has no answer after `--timeout` seconds, several times what a batch takes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from flowcorr.config.run import TrainerConfig
 from flowcorr.config.schema import Config, ModelConfig, RolloutConfig, SamplingConfig
 from flowcorr.errors import BackendError
 from flowcorr.models import load_family
-from flowcorr.rollout.vllm_omni import VllmOmniEngine
-from flowcorr.rollout.vllm_omni.patience import Patience
+from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 
 STEPS = 49  # of 2048 latents each, before and after it, with their means: 3 x 49 x 2048 floats
@@ -34,7 +33,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--backend")
     parser.add_argument("--size", type=int, default=4)
-    parser.add_argument("--patience", type=float, default=20.0)
+    parser.add_argument("--timeout", type=float, default=20.0)
     arguments = parser.parse_args()
     backend = {"distributed_executor_backend": arguments.backend} if arguments.backend else {}
     config = Config(
@@ -46,19 +45,23 @@ def main() -> None:
             sde_window_size=STEPS,
             sde_window_range=(0, STEPS),
         ),
-        rollout=RolloutConfig(name="vllm_omni", engine=backend, prompts_per_step=arguments.size // 2, n=2),
+        rollout=RolloutConfig(
+            name="vllm_omni",
+            engine=backend,
+            prompts_per_step=arguments.size // 2,
+            n=2,
+            timeout=arguments.timeout,
+        ),
         trainer=TrainerConfig(device="cpu"),
     )
     family = load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
     actor = DiffusionActor(family, config)
     rows = family.encode(["cat"] * (arguments.size // 2), actor.guidance)
-    patience = Patience(first=arguments.patience, least=arguments.patience, factor=0.0, attempts=1)
     engine = VllmOmniEngine(
         family,
         config,
         actor_probe=ComputedProbe(family, config, actor.weights.snapshot().tensors),
         merge=actor.weights.merged,
-        patience=patience,
     )
     stop = threading.Event()
     threading.Thread(target=_keep_busy, args=(stop,), daemon=True).start()

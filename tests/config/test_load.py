@@ -49,6 +49,7 @@ def test_shipped_recipes():
         "qwen_image_ocr_lora_decoupled",
         "qwen_image_ocr_lora_rollout_corr",
         "sd35_medium_ocr_lora",
+        "sd35_medium_ocr_lora_bypass",
         "tiny_jpeg_lora",
         "tiny_ocr_lora",
         "tiny_ocr_lora_bypass",
@@ -84,7 +85,9 @@ def test_a_preset_tells_what_gave_way_to_it(recipe):
     with pytest.warns(UserWarning, match=f"^{SECTION}.preset=seq_is replaces the recipe's {lost}$"):
         load(EXPLICIT, [f"{SECTION}.preset=seq_is"])
     written = recipe(to_yaml(load("tiny_ocr_lora_bypass")))
-    with pytest.warns(UserWarning, match="replaces the recipe's bypass_mode$"):
+    with pytest.warns(
+        UserWarning, match="replaces the recipe's bypass_mode, rollout_rs, rollout_rs_threshold$"
+    ):
         config = load(written, [f"{SECTION}.preset=disabled"])
     assert config.algorithm.rollout_correction == RolloutCorrectionConfig.disabled()
 

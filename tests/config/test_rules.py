@@ -161,6 +161,10 @@ def test_keys_without_effect_warn(values, key):
     assert [str(warning.message).split(" has no effect")[0] for warning in caught] == [key]
 
 
+def test_a_local_engine_of_its_own_processes_has_a_timeout():
+    assert load_mapping({"rollout": {"name": "vllm_omni", "timeout": 60}}).rollout.timeout == 60
+
+
 def test_a_local_reward_has_a_timeout():
     assert load_mapping({"reward": {"timeout": 60}}).reward.timeout == 60
 

@@ -196,7 +196,6 @@ def test_any_cut_into_micro_batches_merges_to_the_same_metrics(cuts, level, num_
         "rollout_token_veto_threshold": 0.9998,
         "num_elements": 512,
         "num_steps": num_steps,
-        "clip_ratio": 1e-4,
     }
     whole = correct(target, rollout, **tensors, **options)
     edges = [0, *sorted(set(cuts)), 40]
@@ -276,7 +275,6 @@ def test_no_gradient_flows_and_inputs_are_left_alone():
         ("mask", torch.ones(2)),
         ("step_kl", torch.ones(1, 2)),
         ("step_indices", torch.ones(2, 4, dtype=torch.long)),
-        ("clip_ratio", torch.ones(4, 1)),
     ],
 )
 def test_nothing_is_broadcast(name, value):

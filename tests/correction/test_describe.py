@@ -159,10 +159,3 @@ def test_rows_merge_whichever_step_indices_the_parts_hold():
     mixed = parts[0].merge(found([0])).merge(found([1])).compute()
     assert mixed["rollout_corr/kl"] == pytest.approx(whole["rollout_corr/kl"])
     assert mixed["rollout_corr/step_2/kl"] == pytest.approx(0.7)
-
-
-@pytest.mark.parametrize("clip", [1e-3, torch.tensor([[1e-3, 1e-3], [1e-3, 1e-1]])])
-def test_clip_noise_fraction(clip):
-    delta = torch.tensor([[5e-4, -2e-3], [9.9e-4, 2e-3]], dtype=torch.float64)
-    values = correct(delta, torch.zeros_like(delta), clip_ratio=clip).metrics.compute()
-    assert values["rollout_corr/clip_noise_fraction"] == (0.25 if isinstance(clip, torch.Tensor) else 0.5)

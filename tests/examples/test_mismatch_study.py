@@ -194,6 +194,70 @@ def test_wrong_prompts_are_sampled_as_such_and_scored_as_if_right(study):
     assert torch.equal(gap > 1e-5, is_wrong)
 
 
+@pytest.mark.parametrize("fault", ["quarter_adapter", "quarter_sigma"])
+def test_one_of_four_workers_has_a_gap_of_its_own(study, fault):
+    from flowcorr import config
+    from flowcorr.trainer.setup import build_run
+
+    keys = ["rollout.prompts_per_step=4", "data.num_heldout=2", "rollout.emulate=none"]
+    run, _ = build_run(config.load(study.run.RECIPE, [*SMALL[1:], *keys]))
+    with torch.no_grad():
+        for name, parameter in run.actor.weights.parameters.items():
+            parameter.add_(0.1 * ("lora_B" in name))
+    run.engine.sync(run.actor.weights.snapshot())
+    before = run.actor.weights.snapshot().tensors
+    engine = study.hooks.OneOfFour(run.engine, run.actor.weights, fault)
+    conditioning = run.cache([prompt.text for prompt in run.prompts.next(4)])
+    drawn = engine.sample(conditioning, range(4), training_step=1, with_means=True)
+    gap = (run.actor.log_probs(drawn).log_probs - drawn.log_probs).abs().amax(1)
+    assert torch.equal(gap > 1e-5, drawn.group_ids == 3)
+    after = run.actor.weights.snapshot().tensors
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_random_rejection_takes_its_share(study):
+    inner = SimpleNamespace(update=lambda batch, correction, **settings: batch.keep)
+    actor = study.hooks.RandomRejection(inner, share=0.3, seed=1)
+    batch = study.hooks.ActorBatch(rollout=make_rollout(2000), advantages=torch.zeros(2000))
+    first, second = (actor.update(batch, None, training_step=step) for step in (1, 2))
+    assert (~first).float().mean() == pytest.approx(0.3, abs=0.03)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, actor.update(batch, None, training_step=1))
+
+
+def test_arms_in_bypass_mode_load_and_each_control_follows_its_band(study, tmp_path):
+    from flowcorr import config
+
+    phase = study.run.bypass()
+    for arm in phase.arms:
+        assert study.arms.Arm.parse(str(arm)) == arm
+        assert config.load(study.run.RECIPE, arm.overrides()).algorithm.rollout_correction.mode == "bypass"
+        assert set(arm.references) <= set(phase.arms) or arm.correction != "bypass_auto"
+    chosen = [arm for arm in phase.arms if arm.rollout == "quarter_sigma" and arm.correction != "bypass"]
+    small = replace(
+        phase, arms=tuple(reversed(chosen)), seeds=(10,), words=4, steps={"two": 1}, overrides=SMALL
+    )
+    study.run.do(small, tmp_path, 1)
+    rows = study.run.read(tmp_path / "bypass.csv")
+    assert [row["arm"] for row in rows] == [str(arm) for arm in chosen]
+    assert study.run.rejected_share(rows, chosen[1], 10) == float(rows[0]["rejected"]) == 0
+    found = study.analysis.analyse({name: [] for name in study.run.PHASE_NAMES} | {"bypass": rows}, tmp_path)
+    assert "## Rejection in bypass mode" in found
+
+
+def test_equivalence_is_two_one_sided_tests(study):
+    def verdict(shift):
+        plain = [[0.5, 0.6, 0.7], [0.5, 0.6, 0.7]]
+        other = [[value + shift + place / 1000 for place, value in enumerate(values)] for values in plain]
+        of_both = rows("fp32/two/uncorrected", plain, old_log_prob=1)
+        of_both += rows("int4/two/uncorrected", other, old_log_prob=1)
+        return study.analysis.equivalence(study.analysis.Study(of_both))
+
+    # Differences shift + 0, 1e-3, 2e-3: error 1e-3 / sqrt(3), times 2.92, the t of 2 degrees that 90 % lie within.
+    assert "+0.0010, 90 % interval ± 0.0017; within the margin of 0.02: equivalent." in verdict(0.0)
+    assert "not shown to be equivalent" in verdict(0.0175)
+
+
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_tiny_screen_is_cached_and_analysed(study, tmp_path, capsys, jobs):
     names = ("int4/two/uncorrected", "int4/two/step_mean")
@@ -221,7 +285,8 @@ def test_a_tiny_screen_is_cached_and_analysed(study, tmp_path, capsys, jobs):
     study.run.do(phase, tmp_path, jobs)
     assert (tmp_path / "screen.csv").read_bytes() == before
 
-    text = study.analysis.analyse(study.run.read(tmp_path / "screen.csv"), [], tmp_path)
+    rows = {name: study.run.read(tmp_path / f"{name}.csv") for name in study.run.PHASE_NAMES}
+    text = study.analysis.analyse(rows, tmp_path)
     assert "| int4/two/step_mean |" in text
     assert (tmp_path / "table.md").read_text() == text
     assert (tmp_path / "screen.png").stat().st_size > 5000

@@ -51,16 +51,22 @@ def small_config(*overrides):
     return config.load("tiny_jpeg_lora", [*SMALL, *overrides])
 
 
+# Which worker samples a shard, and how long anything takes.
+UNLIKE = ("timing/", "perf/", "rollout_corr/worker_")
+
+
 def records(folder):
     """The run's records, without what depends on the clock."""
     return [
-        {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
+        {name: value for name, value in record.items() if not name.startswith(UNLIKE)}
         for record in read_metrics(folder / "metrics.jsonl")
     ]
 
 
 def kinds(folder):
-    return [(event["kind"], event["step"]) for event in read_events(folder / "events.jsonl")]
+    """The story of a run, without where its workers ran."""
+    events = read_events(folder / "events.jsonl")
+    return [(event["kind"], event["step"]) for event in events if event["kind"] != "workers"]
 
 
 def assert_same_weights(one, other, step):

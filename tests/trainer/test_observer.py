@@ -2,24 +2,52 @@
 
 import inspect
 
+from flowcorr import trainer
 from flowcorr.cli.progress import TerminalObserver
 from flowcorr.trainer import Silent
 from flowcorr.trainer.observer import Observer
+from tests.trainer.runs import records, small_config
+
+CALLS = {name for name in vars(Observer) if name.startswith("on_")}
 
 
 def test_observers_take_all_calls_of_a_run():
-    calls = {name for name in vars(Observer) if name.startswith("on_")}
-    assert calls
-    for name in calls:
-        expected = inspect.signature(getattr(Observer, name))
-        assert inspect.signature(getattr(Silent, name)) == expected
-        assert (
-            inspect.signature(getattr(TerminalObserver, name)).parameters.keys() == expected.parameters.keys()
-        )
+    for name in CALLS:
+        expected = inspect.signature(getattr(Observer, name)).parameters.keys()
+        for observer in (Silent, TerminalObserver):
+            assert inspect.signature(getattr(observer, name)).parameters.keys() == expected, name
 
 
-def test_an_observer_may_be_silent(tmp_path):
-    observer = Silent()
-    observer.on_start(None, tmp_path, 0)
-    observer.on_step(1, {"reward/mean": 1.0})
-    observer.on_message("resumed")
+class Notes:
+    """An observer that has nothing but the calls of the protocol, and notes them."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        assert name in CALLS, f"{name} is no call of Observer"
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+
+def test_a_run_tells_each_of_its_stages_once(tmp_path):
+    notes = Notes()
+    settings = small_config("trainer.total_steps=1", "trainer.eval_every=1")
+    result = trainer.train(settings, tmp_path, observer=notes)
+    assert [(name, arguments[0]) for name, *arguments in notes.calls] == [
+        ("on_start", settings),
+        ("on_phase", "evaluation"),
+        ("on_eval", 0),
+        *(
+            ("on_phase", phase)
+            for phase in ("rollout", "old_log_prob", "reward", "correction", "update", "sync")
+        ),
+        ("on_step", 1),
+        ("on_phase", "evaluation"),
+        ("on_eval", 1),
+        ("on_finish", result),
+    ]
+    assert notes.calls[0][1:] == (settings, tmp_path, 0)
+    logged = {record["step"]: record for record in records(tmp_path)}
+    metrics = {name: arguments[1] for name, *arguments in notes.calls if name in ("on_step", "on_eval")}
+    assert metrics["on_step"]["reward/mean"] == logged[1]["reward/mean"]
+    assert metrics["on_eval"]["eval/reward"] == logged[1]["eval/reward"] == result.metrics["eval/reward"]

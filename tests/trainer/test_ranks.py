@@ -242,9 +242,13 @@ def out_of_memory(noise):
     return draw
 
 
+# Which worker samples a shard, and how long anything takes.
+UNLIKE = ("timing/", "perf/", "rollout_corr/worker_")
+
+
 def records(folder):
     return [
-        {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
+        {name: value for name, value in record.items() if not name.startswith(UNLIKE)}
         for record in read_metrics(folder / "metrics.jsonl")
     ]
 

@@ -8,7 +8,8 @@ import pytest
 import tiny_pipelines
 import torch
 
-from flowcorr.config import RewardTerm, load, recipe_names
+from flowcorr.cli import main
+from flowcorr.config import RewardTerm, load, recipe_names, to_yaml
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import train
 
@@ -118,6 +119,26 @@ def test_recipe_runs_in_process(recipe, small, tiny_pickscore, tmp_path):
     own = [replace(term, options=options[term.name]) for term in config.reward.terms]
     gold = tuple(replace(term, options=options[term.name]) for term in config.reward.gold)
     assert_trains(with_rewards(config, terms=(*own, JPEG), gold=gold), tmp_path / "run")
+
+
+def test_a_step_that_an_engine_gets_wrong_is_rejected_and_said(small, tmp_path, capsys):
+    """The centre of the bypass recipe, as it is shipped: a band measured on the training steps before."""
+    engine = (
+        "rollout.name=tests.trainer.faulty_engine:FAULTY",
+        "rollout.n=8",
+        "sampling.sde_window_range=[0, 2]",
+    )
+    config = small("qwen_image_ocr_lora_rollout_corr", *engine, "trainer.total_steps=5")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(with_rewards(config, terms=(JPEG,))), encoding="utf-8")
+    assert main(["train", str(path), "--out", str(tmp_path / "run")]) == 0
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]
+    rejected = [record["actor/rollout_corr/rollout_rs_masked_fraction"] for record in records]
+    assert rejected == [0, 0, 0, 4 / 32, 4 / 32]
+    assert records[-1]["rollout_corr/step_1/masked_fraction"] == 1 / 4
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert ["rejection measuring" in line for line in said] == [True] * 3 + [False] * 2
+    assert ["rejected 12 %" in line for line in said] == [False] * 3 + [True] * 2
 
 
 @pytest.mark.vllm_omni

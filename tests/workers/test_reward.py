@@ -113,7 +113,7 @@ def sampled(ray, images):
     """What a rollout worker hands on: a shard whose second value is images in the object store."""
     shard: Future[Answer] = Future()
     references = [ray.put(None), ray.put(torch.tensor(images))]
-    return shard, Answer(values=[], references=references)
+    return shard, Answer(values=[], references=references, worker=0)
 
 
 def test_shards_are_scored_when_they_are_there(ray_cluster, remote, local, images, prompts):

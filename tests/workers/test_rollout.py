@@ -78,7 +78,9 @@ def assert_same(one, other):
     """Rollouts of the same samples; of what a model computed only nearly: a worker has memory of its own."""
     theirs = columns(other)
     for name, ours in columns(one).items():
-        if name == "conditioning":
+        if name == "worker_ids":
+            assert ours.shape == one.group_ids.shape
+        elif name == "conditioning":
             assert ours.keys() == theirs[name].keys()
             assert all(torch.equal(value, theirs[name][key]) for key, value in ours.items())
         elif name in COMPUTED:
@@ -188,11 +190,16 @@ def test_weights_that_diverged_are_an_error_and_no_workers_fault(pool, run, even
     assert events == []
 
 
+def test_samples_say_which_worker_made_them(pool, run):
+    pool.restore([run.actor.weights.snapshot()])
+    assert set(sample(pool, run).worker_ids.tolist()) <= {0, 1}
+
+
 def test_samples_of_other_weights_are_an_error(run):
     rollout = sample(run.engine, run)
     shard: Future[Answer] = Future()
     values = [replace(rollout, images=None), rollout.images]
-    shard.set_result(Answer(values=values, references=[]))
+    shard.set_result(Answer(values=values, references=[], worker=0))
     sampling = PendingRollout(shards=[shard], version=1, groups_per_shard=5)
     assert_same(sampling.result(), rollout)
     message = r"groups \[0, 1, 2, 3, 4\] were sampled with weights of version \[1\] instead of 2"

@@ -62,7 +62,7 @@ BASIS = "Limits and biases are those measured on a flow whose gradient is known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the rules look at; see `AuditReport` for what is not said here.
+    """The facts that the rules look at; see `AuditReport` for what is not said here.
 
     Attributes:
         exact_ess: share of samples that exact weights keep.
@@ -163,7 +163,7 @@ def advise(facts: Facts) -> Advice:
 
 
 def limit_at(limit: float | Sequence[float], step_index: int) -> float:
-    """What `clip_limit` is at one step."""
+    """`clip_limit` at one step."""
     return limit[step_index] if isinstance(limit, Sequence) else limit
 
 

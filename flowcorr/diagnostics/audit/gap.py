@@ -1,4 +1,4 @@
-"""What the actor makes of the rollout engine's samples.
+"""The actor's scores of the rollout engine's samples.
 
 A gap is the `Terms` `[B, T]` of samples on the CPU. Its `old_log_prob` is the actor's, and its `old_rollout_kl`, in
 float64, the exact KL of the actor from the engine.

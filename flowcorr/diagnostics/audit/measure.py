@@ -127,7 +127,7 @@ class AuditReport:
 
     @property
     def verdict(self) -> str:
-        """What is wrong, or what to do about the gap, in a line."""
+        """The fault, or the advice on the gap, in a line."""
         if self.diagnoses:
             return self.diagnoses[0].verdict
         return NO_ADVICE if self.advice is None else self.advice.verdict
@@ -298,7 +298,7 @@ def report_of(
         outside_clip=None if limit is None else fraction(distance > clip_by_term(limit, gap.step_index)),
         cost=cost,
         steps=steps,
-        presets=preset_outcomes(gap, num_elements, config.sampling.num_inference_steps),
+        presets=preset_outcomes(gap, num_elements, config),
         notes=notes,
     )
     if num_elements is None:

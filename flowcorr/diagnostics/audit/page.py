@@ -55,7 +55,7 @@ def as_json(report: AuditReport, title: str) -> str:
 
 
 def facts(report: AuditReport) -> list[str]:
-    """What holds for all steps, a line each."""
+    """Facts that hold for all steps, a line each."""
     size = "" if report.num_elements is None else f", D = {report.num_elements}"
     lines = [f"{report.num_samples} samples of {report.num_steps} SDE steps{size}, loss {report.loss_mode}"]
     if report.joint_nats is not None:
@@ -113,7 +113,7 @@ def level(report: AuditReport) -> str:
 
 
 def reasons(report: AuditReport) -> list[str]:
-    """What leads to the verdict: the diagnoses, then the advice and its reasons where these do not hide the gap."""
+    """The reasons of the verdict: the diagnoses, then the advice and its reasons where these do not hide the gap."""
     lines = [
         f"{one.verdict[:1].upper()}{one.verdict[1:]}{'' if one.sure else ', most likely'}: {one.evidence}. "
         f"{one.remedy[:1].upper()}{one.remedy[1:]}."
@@ -147,7 +147,7 @@ def suggestions(report: AuditReport) -> list[tuple[str, str, str]]:
 
 
 def in_words(report: AuditReport) -> str:
-    """What the owner of another trainer changes there; empty where a recipe takes lines."""
+    """The changes for the owner of another trainer; empty where a recipe takes lines."""
     if report.advice is None or report.hidden or report.of_recipe:
         return ""
     return WORDS[report.advice.kind == "correct", report.advice.mode]

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowcorr.algorithm.apply import correct
+from flowcorr.algorithm import MeasuredBands
+from flowcorr.algorithm.bands import WARM_UP
+from flowcorr.config import Config
 from flowcorr.correction import (
     PRESETS,
     RolloutCorrectionConfig,
@@ -20,6 +22,7 @@ from flowcorr.correction.robust import OUTLIER_Z, outlier_band
 from flowcorr.diagnostics.audit.advice import clip_needed, limit_at
 from flowcorr.diagnostics.audit.gap import delta
 from flowcorr.diagnostics.clip_noise import QUANTILES
+from flowcorr.diagnostics.corrected import corrected
 from flowcorr.records import Terms
 
 
@@ -50,7 +53,7 @@ class StepGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleWorth:
-    """What importance weights without a cap would be worth.
+    """The worth of importance weights without a cap.
 
     Attributes:
         scale: of the log-ratios, `mean`, `sqrt` or `sum`.
@@ -69,7 +72,7 @@ class ScaleWorth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresetOutcome:
-    """What a preset does to the measured batches, at its own thresholds.
+    """The effect of a preset on the measured batches, at its own thresholds.
 
     Attributes:
         name: the preset's.
@@ -159,34 +162,36 @@ def _log_mean_exp(values: Tensor) -> float:
     return float(values.logsumexp(0)) - math.log(len(values))
 
 
-def preset_outcomes(gap: Terms, num_elements: int | None, num_steps: int) -> list[PresetOutcome]:
-    """What each preset would reject, and what its weights would be."""
+def preset_outcomes(gap: Terms, num_elements: int | None, config: Config) -> list[PresetOutcome]:
+    """The outcome of each preset on the measured terms of a run."""
     outcomes = []
     # At an audit, the current policy is the old one.
     terms = replace(gap, log_prob=gap.old_log_prob, old_rollout_kl=None, num_elements=num_elements)
     for name, preset in PRESETS.items():
-        config = RolloutCorrectionConfig.from_preset(name)
-        # In bypass, scope step, every term is a trajectory of its own.
-        single_steps = config.mode == "bypass" and config.bypass_scope == "step"
-        corrected, _ = correct(terms.per_term() if single_steps else terms, config, num_steps=num_steps)
-        assert corrected.keep is not None
-        weights, kept = corrected.weight, corrected.keep.reshape(gap.old_log_prob.shape)
+        correction = RolloutCorrectionConfig.from_preset(name)
+        after = corrected(terms, config, correction, bands=_bands(terms, config, correction))
+        counts, metrics = after.counts(), after.metrics.compute() if correction.applies_weights else {}
         outcomes.append(
             PresetOutcome(
                 name=name,
                 aliases=preset.aliases,
-                rejected_terms=fraction(~kept),
-                rejected_samples=fraction(~kept.all(1)),
-                mean_weight=None if weights is None else float(weights.double().mean()),
-                ess=None if weights is None else _effective_share(weights.double()),
+                rejected_terms=counts["rejected_terms"] / counts["terms"],
+                rejected_samples=counts["rejected_samples"] / counts["samples"],
+                mean_weight=metrics.get("rollout_corr/rollout_is_mean"),
+                ess=metrics.get("rollout_corr/rollout_is_eff_sample_size"),
             )
         )
     return outcomes
 
 
-def _effective_share(weights: Tensor) -> float:
-    squares = float(weights.square().mean())
-    return float(weights.mean()) ** 2 / squares if squares else 0.0
+def _bands(terms: Terms, config: Config, correction: RolloutCorrectionConfig) -> MeasuredBands | None:
+    """The bands by which a correction in bypass mode judges these terms, after training steps like them."""
+    if correction.mode != "bypass" or not correction.needs_batch or terms.num_elements is None:
+        return None
+    bands = MeasuredBands(config)
+    for _ in range(WARM_UP):
+        corrected(terms, config, correction, bands=bands)
+    return bands
 
 
 def outliers(gap: Terms, num_elements: int) -> tuple[float, float]:

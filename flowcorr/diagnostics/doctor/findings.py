@@ -1,4 +1,4 @@
-"""What the doctor's checks found, and how a list of findings is judged."""
+"""Findings of the doctor's checks, and the verdict on a list of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor measures: the engine's trajectories under known weights, and the actor's scores of them."""
+"""Measurements of the doctor: the engine's trajectories under known weights, and the actor's scores of them."""
 
 from __future__ import annotations
 

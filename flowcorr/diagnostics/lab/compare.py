@@ -1,4 +1,4 @@
-"""What would each preset have made of a run's own steps? Their dumped log-probs are replayed, without a model.
+"""The effect of each preset on a run's own steps. Their dumped log-probs are replayed, without a model.
 
 A policy gradient is a sum over terms of coefficients, `d loss / d log_prob`, times what the model makes of each
 log-prob; a correction changes nothing but the coefficients. Where a preset's are those of no correction, up to a
@@ -41,7 +41,7 @@ Scale = ScaleName | float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a preset makes of the steps; "uncorrected" is the run's loss without weights and rejection.
+    """The effect of a preset on the steps; "uncorrected" is the run's loss without weights and rejection.
 
     Attributes:
         mean_weight, weight_std, max_weight, ess: of the weights that multiply the loss; None where none do.
@@ -206,7 +206,7 @@ def replay_run(
 
 
 def read(replays: Sequence[Replay]) -> str:
-    """What differs from no correction and what does not, in words."""
+    """The presets that differ from no correction and those that do not, in words."""
     replayed = [(replay.label, replay.outcome) for replay in replays if replay.outcome is not None]
     same = [name for name, outcome in replayed if outcome.same]
     left = f"{_counted(same, 'leave')} the gradient as it is but for its length"
@@ -232,7 +232,7 @@ def _counted(names: Sized, verb: str) -> str:
 
 
 def _cause(outcome: Outcome) -> str:
-    """What turns the gradient most."""
+    """The cause that turns the gradient most."""
     if outcome.rejected_terms > SAME_TERMS:
         return "rejection"
     if outcome.appeared_terms > SAME_TERMS:
@@ -313,7 +313,7 @@ def _in_mode(
 
 
 class _Tally:
-    """What adds up to an `Outcome`, chunk by chunk."""
+    """Sums that make an `Outcome`, chunk by chunk."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()
@@ -334,13 +334,8 @@ class _Tally:
         self.products.append(torch.stack([steps.sums(one * other) for one, other in pairs], dim=1))
         self._add_factors((ours / theirs)[theirs != 0].float())
         self.metrics = self.metrics.merge(replayed.metrics).on_host()
-        judged = torch.ones_like(replayed.keep) if steps.terms.keep is None else steps.terms.keep
-        rejected = judged & ~replayed.keep
         sums = {
-            "terms": int(judged.sum()),
-            "samples": int(judged.any(1).sum()),
-            "rejected_terms": int(rejected.sum()),
-            "rejected_samples": int(rejected.any(1).sum()),
+            **replayed.corrected.counts(),
             "changed_terms": int((ours.sign() != theirs.sign()).sum()),
             "appeared_terms": int(((theirs == 0) & (ours != 0)).sum()),
             "loss": replayed.loss_sum,

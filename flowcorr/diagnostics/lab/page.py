@@ -48,7 +48,7 @@ def row(replay: Replay, outcome: Outcome) -> tuple[str, ...]:
 
 
 def facts(report: LabReport) -> str:
-    """What was replayed, in a line."""
+    """The replayed steps, in a line."""
     first, last = report.steps[0], report.steps[-1]
     steps = f"step {first}" if len(report.steps) == 1 else f"{len(report.steps)} steps, {first} to {last}"
     modes = {0: "decoupled", len(report.steps): "bypass"}

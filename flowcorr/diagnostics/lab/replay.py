@@ -12,10 +12,11 @@ from torch import Tensor
 
 from flowcorr import dumps
 from flowcorr.algorithm import MeasuredBands
-from flowcorr.algorithm.apply import correct, sees_windows
+from flowcorr.algorithm.apply import sees_windows
 from flowcorr.config import Config
 from flowcorr.config.rules import check
 from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.diagnostics.corrected import Corrected, corrected
 from flowcorr.diagnostics.dumped import UNBOUNDED, gap_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
@@ -64,13 +65,13 @@ class Replayed:
 
     Attributes:
         coefficients: `[S, T]` float64, `d loss / d log_prob` of each step's mean loss.
-        keep: `[S, T]` bool.
+        corrected: the terms after the correction.
         metrics: `rollout_corr/*` and `actor/*`, as in training.
         loss_sum, count: of the loss, over all steps.
     """
 
     coefficients: Tensor
-    keep: Tensor
+    corrected: Corrected
     metrics: Metrics
     loss_sum: float
     count: float
@@ -114,11 +115,11 @@ def obstacle(steps: LoggedSteps, config: Config, correction: RolloutCorrectionCo
     """Why these steps cannot be replayed under a correction; empty if they can."""
     if steps.bypass and correction.mode == "decoupled":
         return "in bypass mode, old log-probs are the rollout's; dump a run with bypass_mode=false"
-    corrected = replace(config, algorithm=replace(config.algorithm, rollout_correction=correction))
+    with_correction = replace(config, algorithm=replace(config.algorithm, rollout_correction=correction))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of keys that this correction does not read
-            check(corrected)
+            check(with_correction)
     except ConfigError as error:
         return str(error)
     clips = correction.mode == "bypass" and correction.loss_type == "ppo_clip"
@@ -152,77 +153,34 @@ def replay(
         correction: what is tried.
         bands: of the steps before, for `auto` thresholds in bypass mode; they learn from these steps. None for none.
     """
-    num_steps = config.sampling.num_inference_steps
     log_prob = steps.terms.log_prob.clone().requires_grad_()
-    terms, metrics = replace(steps.terms, log_prob=log_prob), Metrics()
+    terms = replace(steps.terms, log_prob=log_prob)
     if correction.mode == "bypass":
         terms = replace(terms, old_log_prob=terms.rollout_log_prob, old_kl=terms.rollout_kl)
-    else:
-        terms, metrics = _decoupled(steps, terms, correction, num_steps)
-    if correction.mode == "bypass":
-        terms, metrics = _bypass(steps, terms, config, correction, bands or MeasuredBands(config))
-    elif not sees_windows(config.actor, correction):
-        terms = terms.per_term()
+    after = corrected(
+        terms,
+        config,
+        correction,
+        steps=steps.rows(),
+        group_ids=steps.group_ids,
+        bands=bands or MeasuredBands(config),
+    )
+    per_term = correction.mode != "bypass" and not sees_windows(config.actor, correction)
+    terms = after.terms.per_term() if per_term else after.terms
     loss = loss_of(config.actor, correction).objective(terms, config.actor)
     loss.loss_sum.backward()
     assert log_prob.grad is not None
-    shape = log_prob.shape
-    keep = torch.ones(shape, dtype=torch.bool) if terms.keep is None else terms.keep.view(shape)
-    finite = (terms.log_prob - terms.old_log_prob + terms.advantage).detach().isfinite().view(shape)
-    if steps.terms.keep is not None:
-        finite = finite & steps.terms.keep
+    finite = (terms.log_prob - terms.old_log_prob + terms.advantage).detach().isfinite()
+    finite = finite.view(log_prob.shape) & after.judged
     over_all = correction.rollout_rs_denominator == "all"
-    counts = steps.sums(finite if over_all else finite & keep).clamp(min=1)
+    counts = steps.sums(finite if over_all else finite & after.keep).clamp(min=1)
     return Replayed(
         coefficients=log_prob.grad.double() / counts[steps.owners].unsqueeze(1),
-        keep=keep,
-        metrics=metrics.merge(loss.metrics),
+        corrected=after,
+        metrics=after.metrics.merge(loss.metrics),
         loss_sum=float(loss.loss_sum.detach()),
         count=float(loss.count_all if over_all else loss.count_kept),
     )
-
-
-def _bypass(
-    steps: LoggedSteps,
-    terms: Terms,
-    config: Config,
-    correction: RolloutCorrectionConfig,
-    bands: MeasuredBands,
-) -> tuple[Terms, Metrics]:
-    """Correct the steps as the loss does: all at once, or in turn where each is judged by those before."""
-    parts, metrics = [], []
-    for rows in steps.rows() if correction.needs_batch else [slice(None)]:
-        part = terms.select(rows)
-        if not sees_windows(config.actor, correction):
-            part = part.per_term()
-        corrected, measured = correct(
-            part,
-            correction,
-            actor_config=config.actor,
-            num_steps=config.sampling.num_inference_steps,
-            noise=bands.noise,
-        )
-        if correction.needs_batch:
-            assert terms.num_elements is not None, "see obstacle"
-            judged = replace(part, log_prob=part.log_prob.detach())
-            measured = measured.merge(bands.observe(correction, [judged], terms.num_elements))
-        parts.append(corrected)
-        metrics.append(measured)
-    return Terms.concatenate(parts), Metrics.merged(metrics)
-
-
-def _decoupled(
-    steps: LoggedSteps, terms: Terms, correction: RolloutCorrectionConfig, num_steps: int
-) -> tuple[Terms, Metrics]:
-    """Correct all steps at once, or one by one where the correction looks at a step as a whole."""
-    whole = correction.rollout_is_batch_normalize or any(
-        criterion.needs_batch for criterion in correction.criteria
-    )
-    parts = [
-        correct(terms.select(rows), correction, group_ids=steps.group_ids[rows], num_steps=num_steps)
-        for rows in (steps.rows() if whole else [slice(None)])
-    ]
-    return Terms.concatenate([part for part, _ in parts]), Metrics.merged(metrics for _, metrics in parts)
 
 
 def _kls(terms: Terms, correction: RolloutCorrectionConfig) -> tuple[Tensor | None, Tensor | None]:

@@ -1,1 +1,1 @@
-"""What each metric, configuration key and preset means: for `flowcorr explain` and for the tables of the pages."""
+"""The meaning of each metric, configuration key and preset, for `flowcorr explain` and for the tables of the pages."""

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.presets import NAMES
-from flowcorr.diagnostics.health import rule_of
 from flowcorr.diagnostics.reference.keys import find_key, keys
-from flowcorr.diagnostics.reference.metrics import PROGRESS_LABELS, SECTIONS, find_metric
+from flowcorr.diagnostics.reference.metrics import METRICS, PROGRESS_LABELS, find_metric
 from flowcorr.diagnostics.reference.pages import healthy
 from flowcorr.errors import ConfigError
 
@@ -40,8 +39,8 @@ def _lines(name: str) -> Iterator[str]:
         yield f"  {metric.meaning}"
         if limits := healthy(metric):
             yield f"  healthy at log_ratio_scale mean: {limits}"
-        if (rule := rule_of(metric.name)) is not None:
-            yield f"  outside: {rule.advice}"
+        if metric.rule is not None:
+            yield f"  outside: {metric.rule.advice}"
         elif limits:
             yield f"  outside: {_DRIFT_ADVICE}"
     elif (metric_name := _BY_LABEL.get(name)) is not None:
@@ -49,7 +48,7 @@ def _lines(name: str) -> Iterator[str]:
         yield from _lines(metric_name)
     else:
         known = [*_BY_LABEL, *NAMES, *(key.name for key in keys())]
-        known += [metric.name for section in SECTIONS.values() for metric in section]
+        known += [metric.name for metric in METRICS]
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         hint = f": did you mean {', '.join(near)}?" if near else "."
         raise ConfigError(

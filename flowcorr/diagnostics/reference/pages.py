@@ -13,7 +13,8 @@ from pathlib import Path
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.diagnostics.health import Units, healthy_range
 from flowcorr.diagnostics.reference.keys import keys
-from flowcorr.diagnostics.reference.metrics import SECTIONS, Metric
+from flowcorr.diagnostics.reference.metric import Metric
+from flowcorr.diagnostics.reference.metrics import SECTIONS
 
 PACKAGE = Path(__file__).parents[2]
 PAGES = (

@@ -21,6 +21,7 @@ from flowcorr.diagnostics.plots import (
     draw_histograms,
     limit_in_view,
 )
+from flowcorr.diagnostics.reference.metrics import METRICS
 from flowcorr.diagnostics.report.bands import band_charts
 from flowcorr.diagnostics.report.heat_maps import ROUNDING, heat_maps
 from flowcorr.diagnostics.report.runs import Group
@@ -28,23 +29,6 @@ from flowcorr.diagnostics.report.terms import Spread, reach, read_spread, shares
 from flowcorr.diagnostics.report.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
 from flowcorr.trainer.timing import PHASES
 
-_DRIFT = (
-    ("rollout_corr/kl", "KL of rollout and old policy, K1", "nats per latent element"),
-    ("rollout_corr/exact_kl", "Exact KL of a step", "nats per latent element"),
-    ("rollout_corr/k3_kl", "K3", "of mean-pooled ratios: about half the mean square of Δ log p; not a KL"),
-    ("rollout_corr/logprob_abs_diff_mean", "Mean |Δ log p|", "nats per latent element"),
-    ("rollout_corr/ppl_ratio", "Perplexity ratio", "training / rollout"),
-    ("rollout_corr/chi2_token", "χ² of one step", "of mean-pooled ratios"),
-    ("rollout_corr/chi2_seq", "χ² of the window", "of mean-pooled ratios"),
-)
-_REPLAY = (
-    ("rollout_corr/replay/before", "Before the window", "error of the way there, in errors of the window"),
-    ("rollout_corr/replay/between", "Between its steps", "error of the way there, in errors of the window"),
-    ("rollout_corr/replay/after", "After the window", "error of the way on, in errors of the window"),
-    ("rollout_corr/replay/window", "The window", "relative error of the velocity, which the ratio sees"),
-    ("rollout_corr/replay/decode", "Decoder", "grey levels of 255, worst image"),
-    ("rollout_corr/replay/reward", "Reward", "standard deviations of the scores, worst image"),
-)
 _REPLAY_TEXT = (
     "Images that the training stack repeated, one of each prompt, every rollout.replay_every steps: what the ratio of "
     "log-probs does not cover."
@@ -52,30 +36,6 @@ _REPLAY_TEXT = (
 _IMAGES_TEXT = (
     "Statistics that nothing optimises. Where one drifts far from its start while the reward rises, "
     "the policy may exploit the reward: look at the images."
-)
-_CORRECTION = (
-    ("rollout_corr/rollout_is_mean", "Mean importance weight", "after its cap"),
-    ("rollout_corr/rollout_is_std", "Std of the importance weights", "after their cap"),
-    ("rollout_corr/rollout_is_eff_sample_size", "Effective sample size", "share of the batch"),
-    ("rollout_corr/rejected_ratio", "Rejected samples", "share with a rejected step"),
-    ("rollout_corr/rollout_is_veto_fraction", "Vetoed samples", "share"),
-    *(
-        (f"actor/rollout_corr/{name}", f"{title} in the update", "current against rollout policy")
-        for name, title in (
-            ("rollout_is_mean", "Mean importance weight"),
-            ("rollout_is_std", "Std of the importance weights"),
-            ("rollout_is_eff_sample_size", "Effective sample size"),
-            ("rejected_ratio", "Rejected samples"),
-            ("rollout_is_veto_fraction", "Vetoed samples"),
-        )
-    ),
-    ("rollout_corr/clip_noise_fraction", "Outside the clip before learning", "share of terms"),
-)
-_UPDATE = (
-    ("actor/pg_clipfrac", "Clipped terms", "share of the update's terms"),
-    ("actor/ratio_std", "Std of the PPO ratio", ""),
-    ("actor/ppo_kl", "KL of the update", "nats per latent element"),
-    ("actor/grad_norm", "Gradient norm", ""),
 )
 _BINS = 64
 _MIN_SHARE = 0.005  # of a step's time that is worth a bar
@@ -109,16 +69,18 @@ def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
     """All sections that have something to say: did it learn, how far do the stacks drift apart, time, images."""
     sections = [
         _curves(groups, "Learning", _learning_metrics(groups, of_images=False), _learning_text(groups)),
-        _curves(groups, "Drift between rollout and training", _DRIFT, _drift_text(groups), zoom=True),
+        _curves(
+            groups, "Drift between rollout and training", _rows_of("drift"), _drift_text(groups), zoom=True
+        ),
         ChartSection(
             title="Drift by timestep",
             text="Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch. "
             f"All maps have one scale; grey: below {ROUNDING:g}, the rounding of float32; white: not in the window.",
             charts=heat_maps(groups),
         ),
-        _curves(groups, "Outside the log-probs", _REPLAY, _REPLAY_TEXT),
+        _curves(groups, "Outside the log-probs", _rows_of("replay"), _REPLAY_TEXT),
         _did(groups),
-        _curves(groups, "The update", _UPDATE, ""),
+        _curves(groups, "The update", _rows_of("update"), ""),
     ]
     timing = ChartSection(
         title="Where the time goes",
@@ -143,7 +105,7 @@ def colours(groups: Sequence[Group]) -> list[str]:
 
 
 def marks(groups: Sequence[Group]) -> list[str]:
-    """What stands at the end of each group's lines: nothing for one group, its name if all are short, or a letter."""
+    """The text at the end of each group's lines: none for one group, its name if all are short, or a letter."""
     names = [group.label for group in groups]
     if len(names) == 1:
         return [""]
@@ -153,6 +115,21 @@ def marks(groups: Sequence[Group]) -> list[str]:
 
 
 # Curves --------------------------------------------------------------------------------------------------------
+
+
+def _rows_of(section: str) -> list[tuple[str, str, str]]:
+    """Name, title and remark of a section's metrics; those of the whole update beside the ones that it may judge."""
+    found = [
+        (metric, (metric.chart.title, metric.unit if metric.chart.remark is None else metric.chart.remark))
+        for metric in METRICS
+        if metric.chart is not None and metric.chart.section == section
+    ]
+    in_update = [
+        (f"actor/{metric.name}", f"{title} in the update", "current against rollout policy")
+        for metric, (title, _) in found
+        if metric.rule is not None and metric.rule.applied
+    ]
+    return [*((metric.name, *words) for metric, words in found), *in_update]
 
 
 def _learning_metrics(groups: Sequence[Group], *, of_images: bool) -> tuple[tuple[str, str, str], ...]:
@@ -200,8 +177,8 @@ def _drift_text(groups: Sequence[Group]) -> str:
 
 
 def _did(groups: Sequence[Group]) -> ChartSection:
-    """What the correction did, and the bands that it measured."""
-    section = _curves(groups, "What the correction did", _CORRECTION, "")
+    """Charts of the correction, and of the bands that it measured."""
+    section = _curves(groups, "What the correction did", _rows_of("correction"), "")
     return replace(section, charts=[*section.charts, *band_charts(groups)])
 
 

@@ -19,7 +19,7 @@ _REWARD, _REWARD_SPREAD = "reward/mean", "reward/std"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """What a run learned.
+    """The change of the held-out reward of a run.
 
     Attributes:
         change: of the held-out reward.

@@ -15,6 +15,7 @@ from typing import Any
 from flowcorr.diagnostics.health import examine_run, is_step
 from flowcorr.diagnostics.measured import measure_apart
 from flowcorr.diagnostics.pages import render, save_charts, write
+from flowcorr.diagnostics.replicas import places_of, worker_rows
 from flowcorr.diagnostics.report.charts import ChartSection, chart_sections, colours, marks
 from flowcorr.diagnostics.report.learning import Change, Learning, learning_of
 from flowcorr.diagnostics.report.pictures import pictures
@@ -49,7 +50,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What is to be said about some runs.
+    """The report on some runs.
 
     Attributes:
         level: `healthy`, `note`, `warning` or `serious`.
@@ -136,6 +137,11 @@ def report_page(groups: Sequence[Group], sections: Sequence[ChartSection]) -> st
             {"name": group.runs[0].name, **run}
             for group in groups
             if (run := measure_apart(group.runs[0].folder)) is not None
+        ],
+        workers=[
+            {"name": run.name, "rows": rows}
+            for run in runs
+            if (rows := worker_rows(run.records, places_of(run.folder)))
         ],
         pictures=[
             {"name": group.runs[0].name, "pictures": found}
@@ -251,7 +257,7 @@ def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
             where=diagnosis.evidence,
             advice=diagnosis.remedy,
         )
-    broken = examine_run(run.records, group.units)
+    broken = examine_run(run.records, group.units, places_of(run.folder))
     for finding in broken:
         yield Finding(
             level=finding.level,

@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.processes import CHILDREN_IGNORE, clear_shared_memory, mark_shared_memory, signal_mask
 from flowcorr.rollout.vllm_omni.environment import changed
-from flowcorr.rollout.vllm_omni.patience import Patience, PatientSender
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT = 15.0  # seconds between log lines while the engine is loading
 HEALTH_CHECK = 2.0  # seconds between health checks during a call
-# vllm-omni's own timeout fails a request, but `Patience` sends it again.
+# vllm-omni's own timeout: `rollout.timeout` is the only one.
 NO_ENGINE_TIMEOUT = {"VLLM_OMNI_ASYNC_OUTPUT_TIMEOUT": "1e9"}
 LOG_LINES = 20  # lines of the engine's log that an error quotes
 SHUTDOWN = 60.0  # seconds to wait for the engine to stop; later it ends with its parent process
@@ -41,7 +40,7 @@ class OmniClient:
         log: the log file of vllm-omni, in its own processes and in this one.
         environment: changes to the environment of its processes; None removes a variable. See
             `environment.of_engine`.
-        patience: when a request without an answer is sent again, and when it counts as failed.
+        timeout: `rollout.timeout`, seconds without an answer after which a call has failed.
 
     Raises:
         BackendError: the engine does not start.
@@ -53,13 +52,13 @@ class OmniClient:
         options: Mapping[str, Any],
         log: Path,
         environment: Mapping[str, str | None] | None = None,
-        patience: Patience | None = None,
+        timeout: float = 900.0,
     ) -> None:
         self.log = log
+        self.timeout = timeout
         clear_shared_memory()
         mark_shared_memory()
         self._omni: Any = None
-        self._sender = PatientSender(self._generate, patience or Patience())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="vllm-omni", daemon=True)
         self._thread.start()
@@ -93,27 +92,23 @@ class OmniClient:
         logger.info("vllm-omni is ready after %.0f s", time.monotonic() - began)
         return omni
 
-    def generate(self, requests: Sequence[tuple[Mapping[str, Any], Any]], *, steps: int = 0) -> list[Any]:
-        """Send `requests` and return their outputs, in the same order.
-
-        Args:
-            requests: pairs of a prompt and its sampling parameters. They determine the output, so that a request
-                can be sent again.
-            steps: denoising steps of each request; 0 if it draws no sample.
+    def generate(self, requests: Sequence[tuple[Mapping[str, Any], Any]]) -> list[Any]:
+        """Send `requests`, pairs of a prompt and its sampling parameters, and return their outputs in the same order.
 
         Raises:
-            BackendError: a request failed or got no answer, or the engine died.
+            BackendError: a request failed, none was answered for `rollout.timeout` seconds, or the engine died.
         """
         with changed(NO_ENGINE_TIMEOUT):
-            return self._wait("a request", self._sender.answers(requests, steps=steps))
+            return self._wait("a request", self._answers(requests))
 
     def rpc(self, method: str, **kwargs: Any) -> list[Mapping[str, Any]]:
         """Call `method` of the worker extension and return one answer from each worker.
 
         Raises:
-            BackendError: the method failed in a worker; vllm-omni itself returns such an error as a normal result.
+            BackendError: the method failed in a worker, where vllm-omni itself returns the error as a normal result; or
+                it was not answered within `rollout.timeout` seconds.
         """
-        answers = _leaves(self._wait(method, self._omni.collective_rpc(method, kwargs=kwargs)))
+        answers = _leaves(self._wait(method, self._within(self._omni.collective_rpc(method, kwargs=kwargs))))
         for answer in answers:
             if not isinstance(answer, Mapping) or answer.keys() & {"error", "todo", "supported"}:
                 raise self._failure(f"answered {method} with {answer!r}")
@@ -146,7 +141,7 @@ class OmniClient:
         _stop_logging()
 
     def _acknowledged(self, what: str, coroutine: Coroutine[Any, Any, list[Any]]) -> None:
-        for answer in self._wait(what, coroutine):
+        for answer in self._wait(what, self._within(coroutine)):
             if getattr(answer, "status", None) != "SUCCESS":
                 raise self._failure(f"answered {what} with {answer!r}")
 
@@ -182,6 +177,33 @@ class OmniClient:
         lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:] if self.log.is_file() else []
         quoted = "\n".join(["; the last lines of its log:", *lines]) if lines else ""
         return BackendError(f"the vllm-omni engine {what}{reason}{quoted}")
+
+    async def _answers(self, requests: Sequence[tuple[Mapping[str, Any], Any]]) -> list[Any]:
+        """The outputs of requests that are sent all at once; raises `TimeoutError` where answers stay away."""
+        tasks = [asyncio.create_task(self._generate(request)) for request in requests]
+        missing = set(tasks)
+        try:
+            while missing:
+                done, missing = await asyncio.wait(
+                    missing, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    raise TimeoutError(
+                        f"{len(missing)} of {len(requests)} answers did not arrive, and none came for "
+                        f"rollout.timeout={self.timeout:g} seconds; if the engine is only slow, raise that key"
+                    )
+                for task in done:
+                    task.result()  # the first request that failed ends the call
+            return [task.result() for task in tasks]
+        finally:
+            for task in missing:
+                task.cancel()
+
+    async def _within(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+        try:
+            return await asyncio.wait_for(coroutine, self.timeout)
+        except TimeoutError:
+            raise TimeoutError(f"no answer within rollout.timeout={self.timeout:g} seconds") from None
 
     async def _generate(self, request: tuple[Mapping[str, Any], Any]) -> Any:
         prompt, params = request

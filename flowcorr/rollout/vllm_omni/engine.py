@@ -24,7 +24,6 @@ from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.vllm_omni import adapter, environment, probe
 from flowcorr.rollout.vllm_omni.client import OmniClient
 from flowcorr.rollout.vllm_omni.options import engine_options, num_gpus
-from flowcorr.rollout.vllm_omni.patience import Patience
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe
 
 
@@ -39,7 +38,6 @@ class VllmOmniEngine:
         config: the run's configuration.
         actor_probe: the actor's velocities, which the engine's must follow after each sync.
         merge: see `Merge`.
-        patience: when a request without an answer is sent again.
 
     Attributes:
         client: the running engine.
@@ -59,7 +57,6 @@ class VllmOmniEngine:
         *,
         actor_probe: probe.ActorProbe,
         merge: Merge,
-        patience: Patience | None = None,
     ) -> None:
         self.family = family
         self.config = config
@@ -76,7 +73,9 @@ class VllmOmniEngine:
         log = Path(self._folder.name) / "engine.log"
         surroundings = environment.of_engine(self._device, distributed.ranks_here(), num_gpus(options))
         try:
-            self.client = OmniClient(resolve_path(config.model.path), options, log, surroundings, patience)
+            self.client = OmniClient(
+                resolve_path(config.model.path), options, log, surroundings, timeout=config.rollout.timeout
+            )
         except BaseException:
             self._folder.cleanup()
             raise
@@ -188,7 +187,7 @@ class VllmOmniEngine:
         """See `RolloutEngine.sample`; samples come group by group, in the order of `groups`.
 
         Raises:
-            BackendError: a request failed, or the engine died.
+            BackendError: a request failed or was not answered in time, or the engine died.
         """
         count = self.config.rollout.n
         jobs = self.jobs(groups, training_step, with_means)
@@ -198,7 +197,7 @@ class VllmOmniEngine:
             for place, job in enumerate(jobs)
         ]
         with self._awake():
-            outputs = self.client.generate(requests, steps=self.config.sampling.num_inference_steps)
+            outputs = self.client.generate(requests)
         own = torch.arange(len(groups)).repeat_interleave(count)
         rollout = _rollout(outputs, jobs, conditioning, own)
         on_images(rollout.decoded)

@@ -28,7 +28,8 @@ from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionEx
 
 logger = logging.getLogger(__name__)
 
-FIRST_FAULTY, LAST_FAULTY = Version("0.30.0"), Version("0.32.0rc1")
+TESTED = Version("0.30.0")
+FIRST_FAULTY, LAST_FAULTY = TESTED, Version("0.32.0rc1")
 REQUIRED_METHODS = ("_finish_output", "_deliver_batch_split")
 
 
@@ -55,15 +56,24 @@ def default_backend(version: str | None = None, executor: type = MultiprocDiffus
         executor: vllm-omni's own executor of that version.
     """
     found = Version(installed_version("vllm-omni") if version is None else version)
+    if found != TESTED:
+        logger.warning(
+            "vllm-omni %s is installed, but flowcorr is written for vllm-omni %s: log-probs, weight sync and answers "
+            "may differ; run flowcorr doctor, or pip install vllm-omni==%s",
+            found,
+            TESTED,
+            TESTED,
+        )
     if not FIRST_FAULTY <= found <= LAST_FAULTY:
         return "mp"
     missing = [name for name in REQUIRED_METHODS if not hasattr(executor, name)]
     if missing:
         logger.warning(
-            "vllm-omni %s may lose answers: its executor lacks %s, which flowcorr's remedy needs; lost answers are "
-            "requested again, which costs time",
+            "vllm-omni %s may lose answers, and a run then ends after rollout.timeout: its executor lacks %s, which "
+            "flowcorr's remedy for vllm-omni %s needs",
             found,
             ", ".join(missing),
+            TESTED,
         )
         return "mp"
     return f"{LosslessExecutor.__module__}.{LosslessExecutor.__qualname__}"

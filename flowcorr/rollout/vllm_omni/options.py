@@ -102,8 +102,8 @@ def engine_options(
         )
     if asked.get("distributed_executor_backend", installed.backend) == "mp" != installed.backend:
         logger.warning(
-            "rollout.engine.distributed_executor_backend='mp' loses answers in this version of vllm-omni; flowcorr "
-            "requests them again, but only after minutes; leave the key out, and flowcorr takes %s",
+            "rollout.engine.distributed_executor_backend='mp' loses answers in this version of vllm-omni, and a run "
+            "then ends after rollout.timeout; leave the key out, and flowcorr takes %s",
             installed.backend,
         )
     rollout = config.rollout

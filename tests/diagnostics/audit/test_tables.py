@@ -7,6 +7,7 @@ import pytest
 import torch
 from diagnostics.gaps import D, normal_gap
 
+from flowcorr.config import Config
 from flowcorr.correction.presets import NAMES
 from flowcorr.diagnostics.audit.gap import delta, joint_nats
 from flowcorr.diagnostics.audit.tables import outliers, preset_outcomes, worth_of_weights
@@ -57,7 +58,7 @@ def test_weights_that_overflow_have_no_chi2():
 
 
 def test_every_preset_has_an_outcome():
-    outcomes = preset_outcomes(normal_gap(0.03), D, 10)
+    outcomes = preset_outcomes(normal_gap(0.03), D, Config())
     names = [name for outcome in outcomes for name in (outcome.name, *outcome.aliases)]
     assert sorted(names) == sorted(NAMES)
     found = {outcome.name: outcome for outcome in outcomes}
@@ -81,3 +82,14 @@ def test_outliers_stand_out_of_the_noise():
     share, spared = outliers(gap, D)
     assert share == pytest.approx(40 / delta(gap).numel())
     assert spared == pytest.approx(band, rel=0.05)
+
+
+def test_measured_bands_are_those_after_training_steps_like_this_one():
+    def share_of(gap):
+        outcomes = {outcome.name: outcome for outcome in preset_outcomes(gap, D, Config())}
+        return outcomes["bypass_ppo_clip_auto_rs"].rejected_terms
+
+    gap = normal_gap(0.03)
+    assert share_of(gap) == 0
+    gap.old_log_prob[:400, 0] = 0.1
+    assert share_of(gap) == pytest.approx(400 / delta(gap).numel())

@@ -47,7 +47,7 @@ def test_coefficients_are_the_gradient_of_the_mean_loss(preset, denominator):
     loss.mean(denominator).backward()
     torch.testing.assert_close(found.coefficients, log_prob.grad, rtol=1e-6, atol=0)
     assert found.loss_sum / found.count == pytest.approx(loss.mean(denominator).item(), rel=1e-6)
-    assert torch.equal(found.keep, expected.keep)
+    assert torch.equal(found.corrected.keep, expected.keep)
 
 
 def test_coefficients_of_a_decoupled_term_by_hand():
@@ -111,11 +111,11 @@ def test_losses_and_rejection_read_the_dumped_kls(loss_mode, bypass):
     bound = kl(mean if bypass else old_mean, rollout_mean).quantile(0.5).item()  # between two of the 24
     correction = RolloutCorrectionConfig(bypass_mode=bypass, rollout_rs="step_kl", rollout_rs_threshold=bound)
     found = replay(stack([terms]), settings_of_run, correction)
-    assert torch.equal(found.keep, kl(mean if bypass else old_mean, rollout_mean) <= bound)
+    assert torch.equal(found.corrected.keep, kl(mean if bypass else old_mean, rollout_mean) <= bound)
     log_prob = terms.current_log_probs.clone().requires_grad_()
     shared = {
         "kl": kl(mean, rollout_mean if bypass else old_mean),
-        "keep": found.keep,
+        "keep": found.corrected.keep,
         "adv_clip_max": 5.0,
     }
     old = terms.rollout_log_probs if bypass else terms.old_log_probs
@@ -179,7 +179,7 @@ def test_bands_in_bypass_mode_are_those_of_the_steps_before():
         steps.append(replace(terms, rollout_log_probs=terms.current_log_probs - gap))
     expected = [torch.ones(64, 2, dtype=torch.bool)] * 3 + [~faulty[:, None].expand(-1, 2)] * 2
     found = replay(stack(steps), settings_of_run, correction)
-    assert torch.equal(found.keep, torch.cat(expected))
+    assert torch.equal(found.corrected.keep, torch.cat(expected))
     bands = MeasuredBands(settings_of_run)
     for step, keep in zip(steps, expected, strict=True):
-        assert torch.equal(replay(stack([step]), settings_of_run, correction, bands).keep, keep)
+        assert torch.equal(replay(stack([step]), settings_of_run, correction, bands).corrected.keep, keep)

@@ -13,7 +13,7 @@ from flowcorr.correction.presets import NAMES
         ("rollout_corr/rejected_ratio", "outside: find the cause with `flowcorr doctor` first"),
         ("actor/rollout_corr/rollout_is_mean", "over the whole update"),
         ("rollout_corr/step_12/kl", "of step index"),
-        ("reward/exact_match", "reward term"),
+        ("reward/exact_match", "letter by letter"),
         ("actor.clip_ratio", "values: number | list of number; default: 0.001"),
         ("gap", "gap: the label of rollout_corr/logprob_abs_diff_mean"),
         ("clipped", "Share of scored terms whose ratio the loss cuts."),

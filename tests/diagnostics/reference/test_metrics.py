@@ -2,14 +2,12 @@
 
 import pytest
 
-from flowcorr.diagnostics.health import RULES
-from flowcorr.diagnostics.reference.metrics import SECTIONS, find_metric
+from flowcorr.diagnostics.reference.metrics import METRICS, PROGRESS_LABELS, RULES, find_metric
 
 
 def test_every_health_rule_has_its_metric():
     for rule in RULES:
-        name = rule.metric if "/" in rule.metric else f"rollout_corr/{rule.metric}"
-        assert find_metric(name).name == name
+        assert find_metric(rule.metric).rule is rule
 
 
 @pytest.mark.parametrize(
@@ -29,6 +27,10 @@ def test_a_name_that_nothing_logs_has_no_row():
     assert find_metric("rolout_corr/kl") is None
 
 
+def test_the_labels_of_a_training_step():
+    assert list(PROGRESS_LABELS.values()) == ["reward", "exact match", "gap", "clipped"]
+
+
 def test_every_row_has_a_sentence():
-    for metric in (metric for section in SECTIONS.values() for metric in section):
+    for metric in METRICS:
         assert metric.meaning.endswith("."), metric.name

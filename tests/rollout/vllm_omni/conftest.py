@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from flowcorr.records import Rollout
     from flowcorr.rollout import InProcessEngine
     from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
-    from flowcorr.rollout.vllm_omni.patience import Patience
 
 PROMPTS = ("cat", "dog")
 SIZES = {
@@ -103,7 +102,7 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
 
 
 @contextlib.contextmanager
-def running(config: Config, patience: Patience | None = None) -> Iterator[Stack]:
+def running(config: Config) -> Iterator[Stack]:
     """The engine that `config` asks for, synchronised with a new actor."""
     from flowcorr.actor import DiffusionActor
     from flowcorr.models import load_family
@@ -118,7 +117,6 @@ def running(config: Config, patience: Patience | None = None) -> Iterator[Stack]
         config,
         actor_probe=ComputedProbe(family, config, actor.weights.snapshot().tensors),
         merge=actor.weights.merged,
-        patience=patience,
     )
     try:
         stack = Stack(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
@@ -173,7 +171,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             *,
             dtype: str = "float32",
             backend: str = "uni",
-            patience: Patience | None = None,
             **sections: Any,
         ) -> Stack:
             from flowcorr.models import DTYPES
@@ -187,6 +184,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             config = stack_config(
                 str(path), family, dtype=dtype, rollout={**rollout, "engine": engine}, **sections
             )
-            return engines.enter_context(running(config, patience))
+            return engines.enter_context(running(config))
 
         yield enter

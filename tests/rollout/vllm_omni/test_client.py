@@ -1,5 +1,6 @@
 """The client of an engine: its errors say what the engine's log says."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,55 @@ def test_without_vllm_omni_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm_omni", None)
     with pytest.raises(MissingExtraError, match=r"rollout\.name=vllm_omni.*flowcorr\[vllm-omni\]"):
         import_vllm_omni()
+
+
+class StandIn:
+    """Answers as vllm-omni does, but for the prompts `lost`, which get no answer, and `bad`, which fail."""
+
+    async def generate(self, *, prompt, sampling_params_list):
+        if prompt["prompt"] == "lost":
+            await asyncio.Event().wait()
+        if prompt["prompt"] == "bad":
+            raise ValueError("no such prompt")
+        yield "a part"
+        yield (prompt["prompt"], sampling_params_list)
+
+    async def collective_rpc(self, method, kwargs):
+        if method == "lost":
+            await asyncio.Event().wait()
+        return [[{"method": method, **kwargs}]]
+
+    async def check_health(self):
+        pass
+
+    def shutdown(self):
+        pass
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+    monkeypatch.setattr(OmniClient, "_start", lambda *_: StandIn())
+    client = OmniClient("model", {}, tmp_path / "engine.log", timeout=1e-3)
+    yield client
+    client.close()
+
+
+def test_answers_come_in_the_order_of_the_requests(client):
+    client.timeout = 60.0
+    assert client.generate([({"prompt": name}, 7) for name in "abc"]) == [(name, [7]) for name in "abc"]
+    assert client.rpc("load", path="x") == [{"method": "load", "path": "x"}]
+    with pytest.raises(BackendError, match="failed on a request: ValueError: no such prompt"):
+        client.generate([({"prompt": name}, 7) for name in ("a", "bad", "lost")])
+
+
+def test_an_answer_that_stays_away_is_an_error_at_the_timeout(client):
+    message = r"\d of 2 answers did not arrive, and none came for rollout\.timeout=0\.001 seconds; .* raise that key"
+    with pytest.raises(BackendError, match=message):
+        client.generate([({"prompt": name}, 7) for name in ("a", "lost")])
+    with pytest.raises(
+        BackendError, match=r"failed on lost: TimeoutError: no answer within rollout\.timeout=0\.001"
+    ):
+        client.rpc("lost")
 
 
 @pytest.mark.vllm_omni

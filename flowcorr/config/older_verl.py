@@ -1,8 +1,8 @@
-"""The older dialects of rollout correction: their keys, translated, and their functions, as thin shims.
+"""All that flowcorr understands of verl's older rollout correction: keys, three functions, names of metrics.
 
 Three generations of verl's keys are understood, under `algorithm` itself as well as under
 `algorithm.rollout_correction`. Each translation is announced by a `FutureWarning`, which Python shows to users
-by default, with the keys to write instead.
+by default, with the keys to write instead. The first generation also had metrics of its own, `mismatch/*`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr.correction.bounds import IS_LEVELS, RS_ALIASES, SECTION, parse_band, parse_modes
-from flowcorr.correction.correct import compute_rollout_correction_and_rejection_mask
+from flowcorr.correction import (
+    RolloutCorrectionConfig,
+    compute_rollout_correction_and_rejection_mask,
+    describe,
+)
+from flowcorr.correction.bounds import (
+    IS_LEVELS,
+    RS_ALIASES,
+    SECTION,
+    Band,
+    parse_band,
+    parse_modes,
+    parse_weights,
+    scale_factor,
+)
+from flowcorr.correction.ratios import log_ratios
+from flowcorr.correction.weights import raw_weights
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.metrics import Metrics
 
 IS_MODES = ("truncate", "mask")
 _OLD_VETO = "1e-4"
@@ -46,7 +62,7 @@ _SHARED = (
 )
 
 
-def translate_legacy(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+def translate_algorithm(algorithm: Mapping[str, Any]) -> dict[str, Any]:
     """The section `algorithm` with older correction keys, wherever they stand, as `rollout_correction`.
 
     Raises:
@@ -61,22 +77,31 @@ def translate_legacy(algorithm: Mapping[str, Any]) -> dict[str, Any]:
     for key in moved:
         if key in section:
             raise ConfigError(f"algorithm.{key} and {SECTION}.{key} are both set; keep the second")
-    if moved or is_legacy(section):
+    if moved or _is_older(section):
         result["rollout_correction"] = _announced({**moved, **section}, moved=tuple(moved))
     else:
         _warn_of_scope(section)
     return result
 
 
+def from_older(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
+    """The correction of a section `rollout_correction` with keys of an older dialect, or of today's.
+
+    Raises:
+        ConfigError: a key is unknown, or has a value that its dialect does not know.
+    """
+    return RolloutCorrectionConfig.from_mapping(translate_section(mapping))
+
+
 def translate_section(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Older keys of `rollout_correction` as today's, with a warning; today's are left as they are."""
-    if is_legacy(mapping):
+    if _is_older(mapping):
         return _announced(mapping)
     _warn_of_scope(mapping)
     return dict(mapping)
 
 
-def is_legacy(section: Mapping[str, Any]) -> bool:
+def _is_older(section: Mapping[str, Any]) -> bool:
     """Whether a section holds keys or values of an older dialect."""
     return any(key in section for key in (*_FIRST_DIALECT, *_LATER_DIALECTS)) or isinstance(
         section.get("rollout_is"), bool
@@ -233,6 +258,74 @@ def _yaml(value: Any) -> str:
     return ".inf" if value == math.inf else str(value)
 
 
+_OF_DRIFT = (
+    "kl",
+    "k3_kl",
+    "training_ppl",
+    "training_log_ppl",
+    "rollout_ppl",
+    "rollout_log_ppl",
+    "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "log_ppl_diff_max",
+    "log_ppl_diff_min",
+    "ppl_ratio",
+)
+# The first dialect masked by its weights.
+_OF_MASK = {
+    "rollout_rs_masked_fraction": "rollout_is_masked_fraction",
+    "rollout_rs_seq_masked_fraction": "rollout_is_seq_masked_fraction",
+}
+
+
+def older_metrics(
+    metrics: Metrics,
+    target_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor | None,
+    config: RolloutCorrectionConfig,
+    num_elements: int | None = None,
+) -> Metrics:
+    """The metrics of a correction under the names of verl's first dialect, `mismatch/*`, as far as it had them.
+
+    In that dialect's mode `mask`, fractions of weights count against the band of the rejection.
+
+    Args:
+        metrics: of the correction, `rollout_corr/*`.
+        target_log_prob, rollout_log_prob, mask: `[B, T]`, as the correction got them.
+        config: the correction.
+        num_elements: `D`, which some log-ratio scales need.
+    """
+    band = _mask_band(config)
+
+    def older(name: str) -> str | None:
+        name = name.removeprefix("rollout_corr/")
+        if band is not None and name.endswith(("_fraction_high", "_fraction_low")):
+            return None
+        if name in _OF_DRIFT:
+            return f"mismatch/mismatch_{name}"
+        is_of_weights = name.startswith("rollout_is_") and name != "rollout_is_batch_norm_factor"
+        return f"mismatch/{_OF_MASK.get(name, name)}" if is_of_weights or name in _OF_MASK else None
+
+    renamed = metrics.renamed(older)
+    if band is None:
+        return renamed
+    assert config.rollout_is is not None
+    scale = scale_factor(config.log_ratio_scale, num_elements)
+    ratios = log_ratios(target_log_prob, rollout_log_prob, mask, scale=scale)
+    shares = describe.outside_band(ratios, raw_weights(config.rollout_is, ratios), band)
+    return renamed.merge(Metrics.from_stats(shares).prefixed("mismatch/"))
+
+
+def _mask_band(config: RolloutCorrectionConfig) -> Band | None:
+    """The band of ratios outside of which a correction masks weights that have no cap; else None."""
+    cap = parse_weights(config.rollout_is, config.rollout_is_threshold)
+    bands = [mode for mode in config.criteria if mode.mode.bounds == "ratio" and not mode.auto]
+    if config.rollout_is is None or cap != math.inf or not bands:
+        return None
+    return math.exp(-bands[0].upper), math.exp(-bands[0].lower)
+
+
 def compute_rollout_importance_weights(
     old_log_prob: Tensor,
     rollout_log_prob: Tensor,
@@ -259,12 +352,11 @@ def compute_rollout_importance_weights(
             "rollout_is_veto_threshold": rollout_is_veto_threshold,
         }
     )
-    correction = compute_rollout_correction_and_rejection_mask(
-        old_log_prob, rollout_log_prob, response_mask, log_legacy_names=True, **keys
-    )
-    metrics = correction.metrics.compute()
-    legacy = {name: value for name, value in metrics.items() if name.startswith("mismatch/")}
-    return correction.weights, correction.keep.to(response_mask.dtype), legacy
+    config = RolloutCorrectionConfig(**keys)
+    log_probs = (old_log_prob, rollout_log_prob, response_mask)
+    correction = compute_rollout_correction_and_rejection_mask(*log_probs, **config.options)
+    metrics = older_metrics(correction.metrics, *log_probs, config).compute()
+    return correction.weights, correction.keep.to(response_mask.dtype), metrics
 
 
 def compute_offpolicy_metrics(

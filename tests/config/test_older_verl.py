@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from flowcorr.correction import RolloutCorrectionConfig, legacy
+from flowcorr.config import older_verl
+from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
 from flowcorr.errors import ConfigError
 
@@ -99,7 +100,7 @@ def canonical(values):
 @pytest.mark.parametrize(("old", "new"), DIALECTS)
 def test_a_legacy_section_equals_its_translation(old, new):
     with pytest.warns(FutureWarning, match="older dialect; write"):
-        config = RolloutCorrectionConfig.from_legacy(old)
+        config = older_verl.from_older(old)
     values = {field: value for field, value in vars(config).items() if field != "preset"}
     assert canonical(values) == canonical(new)
 
@@ -107,20 +108,20 @@ def test_a_legacy_section_equals_its_translation(old, new):
 @pytest.mark.parametrize(("old", "new"), DIALECTS)
 def test_keys_directly_under_algorithm_move_to_the_section(old, new):
     with pytest.warns(FutureWarning):
-        translated = legacy.translate_legacy({"advantage_std": "group", **old})
+        translated = older_verl.translate_algorithm({"advantage_std": "group", **old})
     assert set(translated) == {"advantage_std", "rollout_correction"}
     assert canonical(translated["rollout_correction"]) == canonical(new)
     nested = {"rollout_correction": old}
     with pytest.warns(FutureWarning):
-        assert canonical(legacy.translate_legacy(nested)["rollout_correction"]) == canonical(new)
+        assert canonical(older_verl.translate_algorithm(nested)["rollout_correction"]) == canonical(new)
 
 
 def test_a_bare_threshold_under_algorithm_switches_weights_on_or_off():
     with pytest.warns(FutureWarning):
-        on = legacy.translate_legacy({"rollout_is_threshold": 2.5})["rollout_correction"]
+        on = older_verl.translate_algorithm({"rollout_is_threshold": 2.5})["rollout_correction"]
     assert on == {"rollout_is": "token", "rollout_is_threshold": 2.5, "rollout_is_apply": False}
     with pytest.warns(FutureWarning):
-        off = legacy.translate_legacy({"rollout_is_threshold": None, "rollout_is": True})[
+        off = older_verl.translate_algorithm({"rollout_is_threshold": None, "rollout_is": True})[
             "rollout_correction"
         ]
     assert off == {"rollout_is": None}
@@ -131,12 +132,12 @@ def test_a_bare_threshold_under_algorithm_switches_weights_on_or_off():
     [{}, {"rollout_correction": None}, {"rollout_correction": {"rollout_is": "token", "rollout_rs": None}}],
 )
 def test_todays_keys_are_left_alone_in_silence(algorithm):
-    assert legacy.translate_legacy(algorithm) == algorithm
+    assert older_verl.translate_algorithm(algorithm) == algorithm
 
 
 def test_the_warning_says_what_to_write():
     with pytest.warns(FutureWarning, match=r"rollout_is_threshold: \.inf, rollout_rs: token_k1.*0\.5_2\.0"):
-        RolloutCorrectionConfig.from_legacy(MASK)
+        older_verl.from_older(MASK)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +171,13 @@ def test_the_warning_says_what_to_write():
 )
 def test_the_warning_names_only_what_was_translated(old, message):
     with pytest.warns(FutureWarning) as caught:
-        legacy.translate_section(old)
+        older_verl.translate_section(old)
     assert [str(warning.message) for warning in caught] == [f"algorithm.rollout_correction: {message}"]
 
 
 def test_todays_keys_under_algorithm_are_only_misplaced():
     with pytest.warns(FutureWarning) as caught:
-        translated = legacy.translate_legacy(
+        translated = older_verl.translate_algorithm(
             {"bypass_mode": True, "rollout_correction": {"preset": "disabled"}}
         )
     assert translated == {"rollout_correction": {"bypass_mode": True, "preset": "disabled"}}
@@ -184,7 +185,9 @@ def test_todays_keys_under_algorithm_are_only_misplaced():
         "algorithm.bypass_mode belongs under algorithm.rollout_correction"
     ]
     with pytest.warns(FutureWarning) as caught:
-        legacy.translate_legacy({"rollout_is": "token", "rollout_rs": "token", "use_policy_gradient": False})
+        older_verl.translate_algorithm(
+            {"rollout_is": "token", "rollout_rs": "token", "use_policy_gradient": False}
+        )
     assert [str(warning.message) for warning in caught] == [
         "algorithm.rollout_correction: use_policy_gradient is of an older dialect; write nothing instead",
         "algorithm.rollout_is, algorithm.rollout_rs belong under algorithm.rollout_correction",
@@ -217,10 +220,10 @@ def test_todays_keys_under_algorithm_are_only_misplaced():
 )
 def test_values_that_no_dialect_knew(old, message):
     with pytest.raises(ConfigError, match=message):
-        RolloutCorrectionConfig.from_legacy(old)
+        older_verl.from_older(old)
 
 
-@pytest.mark.parametrize("read", [legacy.translate_section, RolloutCorrectionConfig.from_legacy])
+@pytest.mark.parametrize("read", [older_verl.translate_section, older_verl.from_older])
 @pytest.mark.parametrize(
     ("criteria", "named"),
     [
@@ -237,17 +240,17 @@ def test_where_verl_rejects_whole_samples_the_scope_is_asked_for(read, criteria,
     with pytest.warns(UserWarning, match=f"{named} single steps here and whole samples in verl"):
         read(section)
     with pytest.warns(UserWarning, match="write bypass_scope: trajectory"):
-        legacy.translate_legacy({"rollout_correction": section})
+        older_verl.translate_algorithm({"rollout_correction": section})
     for scope in ("step", "trajectory"):
         read({**section, "bypass_scope": scope})
     token = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}
-    assert legacy.translate_section(token) == token
+    assert older_verl.translate_section(token) == token
 
 
 def test_an_older_section_with_reinforce_rejects_whole_samples():
     bypass = {"bypass_mode": True, "loss_type": "reinforce", "rollout_rs": "geometric"}
     with pytest.warns(FutureWarning, match="bypass_scope: trajectory"):
-        config = RolloutCorrectionConfig.from_legacy(
+        config = older_verl.from_older(
             {**bypass, "rollout_rs_threshold": 1.01, "rollout_rs_threshold_lower": 0.98}
         )
     assert (config.rollout_rs, config.bypass_scope) == ("seq_mean_k1", "trajectory")
@@ -255,7 +258,7 @@ def test_an_older_section_with_reinforce_rejects_whole_samples():
 
 def test_a_key_in_both_places_is_refused():
     with pytest.raises(ConfigError, match=r"algorithm\.rollout_is and"):
-        legacy.translate_legacy({"rollout_is": "token", "rollout_correction": {"rollout_is": "token"}})
+        older_verl.translate_algorithm({"rollout_is": "token", "rollout_correction": {"rollout_is": "token"}})
 
 
 @pytest.fixture
@@ -268,7 +271,7 @@ def drift():
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_importance_weights_shim(drift, level):
     old, rollout, mask = drift
-    weights, kept, metrics = legacy.compute_rollout_importance_weights(
+    weights, kept, metrics = older_verl.compute_rollout_importance_weights(
         old, rollout, mask, rollout_is_level=level, rollout_is_mode="mask", rollout_is_threshold=1.5
     )
     rejection = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[level]
@@ -289,29 +292,55 @@ def test_importance_weights_shim(drift, level):
 
 
 def test_importance_weights_shim_is_off_without_a_threshold(drift):
-    assert legacy.compute_rollout_importance_weights(*drift) == (None, drift[2], {})
+    assert older_verl.compute_rollout_importance_weights(*drift) == (None, drift[2], {})
 
 
 def test_offpolicy_metrics_shim(drift):
     old, rollout, mask = drift
-    metrics = legacy.compute_offpolicy_metrics(old, rollout, mask)
+    metrics = older_verl.compute_offpolicy_metrics(old, rollout, mask)
     assert metrics["kl"] == pytest.approx(float((rollout - old).double().mean()), rel=1e-6)
     assert {"k3_kl", "training_ppl", "ppl_ratio", "chi2_token", "chi2_seq"} <= set(metrics)
 
 
 def test_offpolicy_metrics_of_the_training_policy_alone(drift):
     old, rollout, mask = drift
-    both = legacy.compute_offpolicy_metrics(old, rollout, mask)
-    alone = legacy.compute_offpolicy_metrics(old, None, mask)
+    both = older_verl.compute_offpolicy_metrics(old, rollout, mask)
+    alone = older_verl.compute_offpolicy_metrics(old, None, mask)
     expected = {name: both[name] for name in ("training_ppl", "training_log_ppl")}
     assert alone == pytest.approx(expected, rel=1e-12)
 
 
 def test_rejection_mask_shim(drift):
     old, rollout, mask = drift
-    kept, metrics = legacy.compute_rollout_rejection_mask(old - rollout, mask, "seq_mean_k3", 0.1)
+    kept, metrics = older_verl.compute_rollout_rejection_mask(old - rollout, mask, "seq_mean_k3", 0.1)
     today = correct(old - rollout, torch.zeros_like(old), rollout_rs="seq_mean_k3", rollout_rs_threshold=0.1)
     assert torch.equal(kept, today.keep.float())
     assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(
         float((kept.sum(1) == 0).float().mean())
     )
+
+
+def named(delta, **keys):
+    """All metrics of a correction, under today's names and those of the first dialect."""
+    config = RolloutCorrectionConfig(**keys)
+    log_probs = (delta, torch.zeros_like(delta), None)
+    metrics = correct(*log_probs, **config.options).metrics
+    return metrics.merge(older_verl.older_metrics(metrics, *log_probs, config)).compute()
+
+
+def test_metrics_have_the_names_of_the_first_dialect_too():
+    values = named(torch.tensor([[0.1, 0.2]]), rollout_is="token", rollout_is_batch_normalize=True)
+    assert values["mismatch/mismatch_kl"] == values["rollout_corr/kl"]
+    assert values["mismatch/rollout_is_mean"] == values["rollout_corr/rollout_is_mean"]
+    assert values["mismatch/rollout_is_masked_fraction"] == values["rollout_corr/rollout_rs_masked_fraction"]
+    assert {"mismatch/rollout_is_batch_norm_factor", "mismatch/chi2_token"}.isdisjoint(values)
+
+
+def test_fractions_of_the_first_dialect_count_against_the_band_of_mode_mask():
+    delta = torch.tensor([[1.0, 2.5], [0.4, 1.0]]).log()
+    mask = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
+    values = named(delta, rollout_is="token", rollout_is_threshold=math.inf, **mask)
+    assert values["mismatch/rollout_is_ratio_fraction_high"] == 0.25
+    assert values["mismatch/rollout_is_ratio_fraction_low"] == 0.25
+    assert values["mismatch/rollout_is_seq_fraction_high"] == 0.0
+    assert values["rollout_corr/rollout_is_ratio_fraction_high"] == 0.0

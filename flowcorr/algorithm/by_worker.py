@@ -1,0 +1,44 @@
+"""The gap of each rollout worker: a fault of one among many is diluted in the gap of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flowcorr.correction.ratios import k3, log_ratios
+from flowcorr.metrics import Metrics, mean
+from flowcorr.records import Terms
+
+
+def by_worker(parts: Sequence[Terms], num_workers: int) -> Metrics:
+    """`rollout_corr/worker_{}/logprob_abs_diff`, `k3_kl` and `relative_gap`, by the worker that sampled.
+
+    The relative gap is that of a worker's terms beside the mean of all terms of this rank at the same steps of the
+    schedule, whose gaps differ by orders of magnitude.
+
+    Args:
+        parts: terms whose `log_prob` is the policy's that is compared with the rollout's.
+        num_workers: of the run; nothing is measured of one.
+    """
+    if num_workers < 2 or not parts or parts[0].worker is None:
+        return Metrics()
+    terms = Terms.concatenate([part.windows() for part in parts])
+    assert terms.worker is not None
+    ratios = log_ratios(terms.log_prob, terms.rollout_log_prob, terms.keep)
+    of_worker = _one_hot(terms.worker, num_workers)
+    at_step = _one_hot(terms.step_index, int(terms.step_index.max()) + 1)
+    gap, valid = ratios.delta.abs().flatten(), ratios.valid.double().flatten()
+    at_its_step = at_step @ ((gap @ at_step) / (valid @ at_step).clamp(min=1))
+    count = valid @ of_worker
+    stats = {
+        "logprob_abs_diff": mean(gap @ of_worker, count),
+        "k3_kl": mean(k3(ratios.delta).flatten() @ of_worker, count),
+        "relative_gap": mean(gap @ of_worker, (valid * at_its_step) @ of_worker),
+    }
+    return Metrics.from_stats({f"rollout_corr/worker_{{}}/{name}": stat for name, stat in stats.items()})
+
+
+def _one_hot(places: Tensor, count: int) -> Tensor:
+    return (places.flatten()[:, None] == torch.arange(count, device=places.device)).double()

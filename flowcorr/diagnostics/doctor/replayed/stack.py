@@ -1,0 +1,209 @@
+"""The training stack, set up as another trainer's captured samples say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcorr.config.schema import LoraConfig
+from flowcorr.dumps.replay import ReplaySamples
+from flowcorr.errors import ConfigError
+from flowcorr.lora import ADAPTER, adapter_state, add_adapter
+from flowcorr.models import Conditioning, Guidance, ModelFamily, Schedule
+
+_PREFIXES = ("base_model.model.", "transformer.")
+# Relative error of a velocity: of two float32 stacks, of one whose weights and activations are rounded.
+VELOCITY_ERROR = {"float32": 2e-6, "float16": 2.5e-3, "bfloat16": 2e-2}
+_BATCH = 8  # samples of a forward pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What velocities depend on besides latents; one value of each, or one a sample.
+
+    Attributes:
+        prompts: one a sample.
+        guidance_scale, negative_prompt: of all.
+        adapter: whether it is on.
+        max_sequence_length: of the long text encoder.
+        timesteps: `[N]` of the schedule, as the transformer is fed.
+        sigmas: `[N + 1]` of the schedule, as steps are taken.
+    """
+
+    prompts: tuple[str, ...]
+    guidance_scale: float
+    negative_prompt: str
+    adapter: bool
+    max_sequence_length: int | None
+    timesteps: tuple[float, ...]
+    sigmas: tuple[float, ...]
+
+
+class Stack:
+    """A model that replays samples of one training step.
+
+    Args:
+        family: the loaded pipeline; it gets the adapter of the first samples that have one.
+        samples: the captured samples.
+
+    Attributes:
+        latent_shape: `L`, as the family has it.
+        own: the model's own schedule of as many steps.
+        captured: the inputs as they were captured, with the model's own schedule where it was not.
+        velocity_error: relative error of a velocity that the precision of both stacks explains.
+
+    Raises:
+        ConfigError: the samples do not fit the model.
+    """
+
+    def __init__(self, family: ModelFamily, samples: ReplaySamples) -> None:
+        self.family, self.samples = family, samples
+        images = samples.images
+        assert isinstance(images, Tensor)
+        height, width = images.shape[1:3]
+        self.latent_shape = family.latent_shape(height, width)
+        self.tensor("initial_noise")  # refuses samples of another model
+        sigmas, timesteps = (samples.tensors().get(name) for name in ("sigmas", "timesteps"))
+        count = len(sigmas) - 1 if sigmas is not None else 0 if timesteps is None else len(timesteps)
+        self.own: Schedule | None = family.schedule(count, self.latent_shape) if count else None
+        own = Schedule(sigmas=(), timesteps=()) if self.own is None else self.own
+        self.captured = Inputs(
+            prompts=tuple(samples.prompts),
+            guidance_scale=1.0 if samples.guidance_scale is None else samples.guidance_scale,
+            negative_prompt=samples.negative_prompt or "",
+            adapter=bool(samples.adapter),
+            max_sequence_length=samples.max_sequence_length,
+            timesteps=own.timesteps if timesteps is None else tuple(timesteps.tolist()),
+            sigmas=own.sigmas if sigmas is None else tuple(sigmas.tolist()),
+        )
+        of_engine = VELOCITY_ERROR[samples.dtype or "bfloat16"]
+        of_stack = VELOCITY_ERROR[str(family.dtype).removeprefix("torch.")]
+        self.velocity_error = max(of_engine, of_stack)
+        if samples.adapter:
+            load_adapter(family, samples)
+        self._encoded: dict[tuple[str, float, str, int | None], Conditioning] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.family.transformer.parameters()).device
+
+    def tensor(self, name: str) -> Tensor | None:
+        """Captured latents in the family's layout, float32 on its device; None where there are none.
+
+        Raises:
+            ConfigError: they are not those of this model's images.
+        """
+        value = self.samples.tensors().get(name)
+        if value is None:
+            return None
+        lead = value.shape[: 2 if name in ("latents", "next_latents") else 1]
+        size = torch.Size(self.latent_shape).numel()
+        if value[(0,) * len(lead)].numel() != size:
+            raise ConfigError(
+                f"the captured {name} have {value[(0,) * len(lead)].numel()} elements a sample, and this model's "
+                f"latents of such images have {size}: they are of another model"
+            )
+        return value.reshape(*lead, *self.latent_shape).float().to(self.device)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Places of the window's steps in the schedule."""
+        indices = self.samples.tensors().get("step_indices")
+        return list(range(len(self.captured.timesteps))) if indices is None else indices.tolist()
+
+    @torch.no_grad()
+    def velocity(
+        self, latents: Tensor, indices: Sequence[int], rows: Sequence[int], inputs: Inputs
+    ) -> Tensor:
+        """Velocities `[b, *L]` at `latents` `[b, *L]`, of samples `rows` at steps `indices` of the schedule."""
+        guidance = Guidance(guidance_scale=1.0, true_cfg_scale=1.0, negative_prompt=inputs.negative_prompt)
+        scale: dict[str, Any] = {self.family.guidance_key: inputs.guidance_scale}
+        guidance = replace(guidance, **scale)
+        texts = [inputs.prompts[row] for row in rows]
+        known = {text: self._conditioning(text, guidance, inputs.max_sequence_length) for text in set(texts)}
+        found = []
+        with self._adapter(on=inputs.adapter):
+            for start in range(0, len(rows), _BATCH):
+                part = slice(start, start + _BATCH)
+                conditioning = {
+                    name: torch.cat([known[text][name] for text in texts[part]]) for name in known[texts[0]]
+                }
+                times = torch.tensor([inputs.timesteps[index] for index in indices[part]], device=self.device)
+                found.append(
+                    self.family.velocity(
+                        self.family.transformer, latents[part], times, conditioning, guidance
+                    )
+                )
+        return torch.cat(found)
+
+    def _conditioning(self, text: str, guidance: Guidance, length: int | None) -> Conditioning:
+        scale = getattr(guidance, self.family.guidance_key)
+        key = (text, scale, guidance.negative_prompt, length)
+        if key not in self._encoded:
+            before, self.family.text_tokens = self.family.text_tokens, self.family.count_text_tokens(length)
+            try:
+                self._encoded[key] = self.family.encode([text], guidance)
+            finally:
+                self.family.text_tokens = before
+        return self._encoded[key]
+
+    @contextmanager
+    def _adapter(self, *, on: bool) -> Iterator[None]:
+        transformer = self.family.transformer
+        if not getattr(transformer, "peft_config", {}) or (on and self.samples.adapter):
+            yield
+            return
+        transformer.disable_adapters()
+        try:
+            yield
+        finally:
+            transformer.enable_adapters()
+
+    @property
+    def adapter_is_zero(self) -> bool:
+        """Whether the adapter changes nothing: each layer has a factor that is 0, as all have before training."""
+        ups = [value for name, value in self.samples.adapter.items() if "lora_B" in name]
+        return not any(bool(value.any()) for value in ups)
+
+
+def load_adapter(family: ModelFamily, samples: ReplaySamples) -> None:
+    """Put the captured adapter on the model.
+
+    Raises:
+        ConfigError: its tensors are not those of one LoRA on this model.
+    """
+    import peft
+
+    state: dict[str, Any] = dict(samples.adapter)
+    for prefix in _PREFIXES:
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    downs = {name: value for name, value in state.items() if name.endswith(".lora_A.weight")}
+    ranks = {value.shape[0] for value in downs.values()}
+    if len(ranks) != 1 or 2 * len(downs) != len(state):
+        raise ConfigError(
+            f"the captured adapter has {len(state)} tensors, {len(downs)} of them lora_A.weight, of ranks "
+            f"{sorted(ranks)}; capture peft.get_peft_model_state_dict of a plain LoRA of one rank"
+        )
+    (rank,) = ranks
+    targets = tuple(name.removesuffix(".lora_A.weight") for name in downs)
+    assert samples.adapter_alpha is not None, "`ReplaySamples` has checked it"
+    if ADAPTER not in getattr(family.transformer, "peft_config", {}):
+        lora = LoraConfig(rank=rank, alpha=samples.adapter_alpha, targets=targets)
+        add_adapter(family.transformer, family, lora, seed=0)
+    expected = adapter_state(family.transformer)
+    odd = sorted(name for name in expected.keys() ^ state.keys())
+    odd += [name for name in expected.keys() & state.keys() if expected[name].shape != state[name].shape]
+    if odd:
+        raise ConfigError(f"the captured adapter does not fit the model: {odd[0]} differs in name or shape")
+    peft.set_peft_model_state_dict(family.transformer, state, adapter_name=ADAPTER)
+
+
+def prompt_pool(steps: Mapping[int, ReplaySamples]) -> list[str]:
+    """All different prompts that were captured."""
+    return list(dict.fromkeys(prompt for samples in steps.values() for prompt in samples.prompts))

@@ -1,0 +1,115 @@
+"""What replayed samples tell about each part of another trainer's run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from flowcorr.diagnostics.doctor.findings import EXIT_CODES, Status
+
+Part = Literal[
+    "schedule",
+    "noise",
+    "log_probs",
+    "before",
+    "between",
+    "after",
+    "prompts",
+    "guidance",
+    "adapter",
+    "decode",
+    "reward",
+    "advantages",
+]
+Confidence = Literal["certain", "likely", ""]
+PARTS: tuple[Part, ...] = (
+    "schedule",
+    "noise",
+    "before",
+    "log_probs",
+    "between",
+    "after",
+    "prompts",
+    "guidance",
+    "adapter",
+    "decode",
+    "reward",
+    "advantages",
+)
+"""In the order in which they are shown: where one is wrong, those after it may be wrong because of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is said about one part.
+
+    Attributes:
+        part: which.
+        status: FAIL where a cause is named, WARN where it differs and the cause cannot be told, SKIP where nothing can
+            be told, PASS where it agrees.
+        message: in words.
+        cause: its name, empty unless the part failed.
+        confidence: `certain` where the replay agrees once this cause is undone, and with no other; `likely` where
+            several samples show it and others cannot tell.
+        evidence: the numbers that tell.
+        samples: one number a sample, in limits: above 1 it differs. None where the part has no such numbers.
+        remedy: what to do, or what to capture so that more can be told.
+        step: the training step.
+    """
+
+    part: Part
+    status: Status
+    message: str
+    cause: str = ""
+    confidence: Confidence = ""
+    evidence: str = ""
+    samples: tuple[float, ...] | None = None
+    remedy: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """All verdicts of a dump.
+
+    Attributes:
+        folder: the dump.
+        model: what replayed it.
+        steps: the training steps whose samples were replayed.
+        verdicts: one a part, in the order of `PARTS`.
+        notes: what was not captured, a line each.
+    """
+
+    folder: str
+    model: str
+    steps: Sequence[int]
+    verdicts: Sequence[Verdict]
+    notes: Sequence[str] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if nothing differs, 1 if something does and its cause cannot be told, 2 if a cause is named."""
+        return max(EXIT_CODES[verdict.status] for verdict in self.verdicts)
+
+    @property
+    def causes(self) -> list[str]:
+        """The causes that are named."""
+        return [verdict.cause for verdict in self.verdicts if verdict.status == "FAIL"]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"exit_code": self.exit_code, **asdict(self)}
+
+
+_WEIGHT: dict[Status, int] = {"FAIL": 3, "WARN": 2, "PASS": 1, "SKIP": 0}
+
+
+def worst(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """One verdict a part, of those of several training steps: the worst, and the first of equal ones."""
+    found: dict[Part, Verdict] = {}
+    for verdict in verdicts:
+        known = found.get(verdict.part)
+        if known is None or _WEIGHT[verdict.status] > _WEIGHT[known.status]:
+            found[verdict.part] = verdict
+    return [found[part] for part in PARTS if part in found]

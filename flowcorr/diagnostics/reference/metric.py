@@ -1,0 +1,104 @@
+"""A metric: everything that pages, charts, health rules and the terminal say of it stands in its row."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+NATS = "nats per latent element"
+DOCTOR = "find the cause with `flowcorr doctor` first"
+PERSISTENT = 3  # consecutive steps; a single one may be chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The healthy range of a metric.
+
+    The limits are common in rollout correction of language models, where a log-ratio belongs to a token. Here
+    log-ratios are means over latent elements. Weights and rejection are judged as they were applied. Drift (KL,
+    log-perplexity) is multiplied by `log_ratio_scale` first.
+
+    Attributes:
+        name: name of the rule.
+        what: the metric in words.
+        low, high: the healthy range.
+        serious: limit above which the finding is serious.
+        advice: what to do outside the range.
+        drift: judge the absolute value, multiplied by the scale.
+        applied: judge the metric of the whole update, `actor/rollout_corr/`, if it is logged; charts show both.
+        patience: consecutive steps outside the range that make a finding.
+        metric: the full name of the metric, which its row sets.
+    """
+
+    name: str
+    what: str
+    advice: str
+    low: float = -math.inf
+    high: float = math.inf
+    serious: float = math.inf
+    drift: bool = False
+    applied: bool = False
+    patience: int = 1
+    metric: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A metric's chart in the report.
+
+    Attributes:
+        section: the charts that it stands among, in the order of the rows.
+        title: its title.
+        remark: the unit of the values in the words below it; None for the metric's unit.
+    """
+
+    section: Literal["drift", "replay", "correction", "update"]
+    title: str
+    remark: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: the logged name, with placeholders in angle brackets: `<i>` is a step index or a worker, `<mode>` a
+            rejection mode, and `<name>` a name from the configuration.
+        meaning: its explanation.
+        unit: unit of the value; empty for a plain number.
+        rule: its healthy range, with advice; None if nothing judges it.
+        drawn_range: a range that charts show although no rule judges it, since the rules of `kl` and `log_ppl_diff` say
+            the same. It is not linear in log-ratios, and holds at `log_ratio_scale: mean` only.
+        chart: its chart in the report; None for none of its own.
+        label: its name after each step of `flowcorr train`; empty if it is not shown there.
+    """
+
+    name: str
+    meaning: str
+    unit: str = ""
+    rule: Rule | None = None
+    drawn_range: tuple[float, float] | None = None
+    chart: Drawn | None = None
+    label: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Whether `name` is this metric with its placeholders filled in."""
+        pattern = re.sub(r"<\w+>", "[^ ]+", re.sub(r"([{}().*+])", r"\\\1", self.name))
+        return re.fullmatch(pattern, name) is not None
+
+
+def row(name: str, meaning: str, unit: str = "", **facts: Any) -> Metric:
+    """A metric by its name below the prefix of its table, see `under`."""
+    return Metric(name=name, meaning=meaning, unit=unit, **facts)
+
+
+def under(prefix: str, *metrics: Metric) -> tuple[Metric, ...]:
+    """Rows with `prefix` before their names."""
+    return tuple(_named(metric, prefix + metric.name) for metric in metrics)
+
+
+def _named(metric: Metric, name: str) -> Metric:
+    rule = None if metric.rule is None else replace(metric.rule, metric=name)
+    return replace(metric, name=name, rule=rule)

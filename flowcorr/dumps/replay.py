@@ -1,0 +1,327 @@
+"""A few samples of a training step, with all that a replay of them needs: `replay_000123.safetensors` beside the step.
+
+Make `ReplaySamples` in the sampling loop, where prompts, images and latents are at hand and the adapter still is the
+one that sampled: it copies what it is given. Hand it to `flowcorr.dump` at the end of the step. `flowcorr doctor`
+replays the samples with the training stack, and names the part that differs. `COSTS` says what it cannot tell without
+an optional field.
+
+A file holds the tensors of `ReplaySamples` under their names, those of the adapter as `adapter.NAME`, and its other
+fields as JSON in its metadata. Later versions may add fields, and keep these. A file may be a stranger's: `load_replay`
+checks all of it, and runs nothing that it names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowcorr.dumps import checks
+from flowcorr.dumps.files import damaged, opened, write
+from flowcorr.errors import BatchError, ConfigError
+
+COUNT = 4
+"""Samples of a step that are kept."""
+COSTS = {
+    "negative_prompt": "taken to be empty",
+    "guidance_scale": "the steps cannot be replayed",
+    "sigmas": "the schedule is not compared with the model's own, and log-probs are not judged",
+    "timesteps": "taken from the model's own schedule",
+    "noise_level": "log-probs are not judged, nor the adapter",
+    "latents": "nothing between the noise and the final latents is judged",
+    "log_probs": "their convention is not judged, and prompts, guidance and adapter only outside the window",
+    "final_latents": "the images are not judged, nor the steps after the window",
+    "rewards": "the reward is not judged",
+    "adapter": "the samples are replayed without one",
+    "dtype": "faults below the rounding of bfloat16 are not told from it",
+}
+"""Optional fields, and what a replay without them does."""
+DTYPES = ("float32", "bfloat16", "float16")
+SDE_TYPES = ("sde", "cps", "dance_sde")
+
+_FILE, _NAME = "replay_{:06d}.safetensors", re.compile(r"replay_([0-9]{1,12})\.safetensors")
+_ADAPTER = "adapter."
+_BY_SAMPLE = ("initial_noise", "images", "latents", "next_latents", "log_probs", "final_latents", "rewards")
+_MAX_SAMPLES, _MAX_PROMPT, _MAX_JSON = 64, 20_000, 2**22
+
+Array = Tensor | np.ndarray | Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplaySamples:
+    """The first `COUNT` samples that it is given, copied to the CPU.
+
+    Attributes:
+        prompts: of each sample.
+        initial_noise: `[B, *L]`, as the pipeline has its latents.
+        images: `[B, H, W, 3]` uint8, or floats from 0 to 1, `[B, H, W, 3]` or `[B, 3, H, W]`.
+        negative_prompt: of all samples.
+        guidance_scale: as it was used; 1 is off.
+        sigmas: `[N + 1]`, noise levels of the schedule as the engine used it, down to 0.
+        timesteps: `[N]`, as the transformer was fed.
+        noise_level: `eta` of the SDE steps.
+        sde_type: their transition, see `flowcorr.sde.TRANSITIONS`.
+        latents, next_latents: `[B, T, *L]` before and after each SDE step of the window.
+        log_probs: `[B, T]` of these steps, as the engine gave them.
+        step_indices: `[T]`, their places in the schedule; None if all steps of it are SDE steps.
+        final_latents: `[B, *L]`, which were decoded.
+        rewards: `[B]`.
+        adapter: the tensors of the LoRA that sampled, as `peft.get_peft_model_state_dict` names them.
+        adapter_alpha: its `lora_alpha`; needed with `adapter`.
+        max_sequence_length: tokens of the long text encoder; None is the model family's default.
+        dtype: in which the transformer computed: `float32`, `bfloat16` or `float16`.
+    """
+
+    prompts: Sequence[str]
+    initial_noise: Array
+    images: Array
+    negative_prompt: str | None = None
+    guidance_scale: float | None = None
+    sigmas: Array | None = None
+    timesteps: Array | None = None
+    noise_level: float | None = None
+    sde_type: str = "sde"
+    latents: Array | None = None
+    next_latents: Array | None = None
+    log_probs: Array | None = None
+    step_indices: Array | None = None
+    final_latents: Array | None = None
+    rewards: Array | None = None
+    adapter: Mapping[str, Tensor] = field(default_factory=dict)
+    adapter_alpha: float | None = None
+    max_sequence_length: int | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        count = min(COUNT, len(self.prompts))
+        changed: dict[str, Any] = {"prompts": tuple(map(str, self.prompts[:count]))}
+        for name in (*_BY_SAMPLE, "sigmas", "timesteps", "step_indices"):
+            value = getattr(self, name)
+            if value is not None:
+                if np.ndim(value) == 0:
+                    raise BatchError(
+                        f"flowcorr.ReplaySamples: {name} is one number; give one a sample or step"
+                    )
+                changed[name] = _copied(name, value[:count] if name in _BY_SAMPLE else value)
+        changed["images"] = _as_pixels(changed["images"])
+        changed["adapter"] = {name: value.detach().cpu().clone() for name, value in self.adapter.items()}
+        for name, value in changed.items():
+            object.__setattr__(self, name, value)
+        if problem := _problem(self):
+            raise BatchError(f"flowcorr.ReplaySamples: {problem}")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, without the adapter's."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def missing(self) -> list[str]:
+        """A line for each field of `COSTS` that is not there."""
+        absent = [
+            name for name in COSTS if getattr(self, name) is None or (name == "adapter" and not self.adapter)
+        ]
+        return [f"not captured: {name}; {COSTS[name]}" for name in absent]
+
+
+def save_replay(folder: Path, step: int, samples: ReplaySamples) -> Path:
+    """Write the samples of a step, completely or not at all.
+
+    Raises:
+        BackendError: the folder cannot be written to.
+    """
+    adapter = {f"{_ADAPTER}{name}": value for name, value in samples.adapter.items()}
+    plain = {entry.name: getattr(samples, entry.name) for entry in fields(samples)}
+    told = {
+        name: json.dumps(value)
+        for name, value in plain.items()
+        if value is not None and name != "adapter" and not isinstance(value, Tensor)
+    }
+    tensors = samples.tensors() | adapter
+    return write(folder / _FILE.format(step), tensors, {"step": str(step), **told}, "dump without `replay`")
+
+
+def load_replay(path: Path) -> ReplaySamples:
+    """Read the samples of a step.
+
+    Raises:
+        ConfigError: the file is damaged, or has another format. The message names the field, its value and what is
+            allowed.
+    """
+    with opened(path) as (file, metadata):
+        known = {entry.name for entry in fields(ReplaySamples)}
+        values: dict[str, Any] = {}
+        for name in sorted(known & metadata.keys()):
+            values[name] = _value(metadata[name])
+            if problem := _problem_of_plain(name, values[name]):
+                raise damaged(path, problem)
+        for name, there in (("prompts", values), ("initial_noise", file.keys()), ("images", file.keys())):
+            if name not in there:
+                raise damaged(path, f"{name} is missing")
+        if not 0 < len(values["prompts"]) <= _MAX_SAMPLES:
+            raise damaged(path, f"it has {len(values['prompts'])} prompts; it must have 1 to {_MAX_SAMPLES}")
+        adapter = {}
+        for name in sorted(file.keys()):
+            dtype = file.get_slice(name).get_dtype()
+            if dtype not in checks.REAL_DTYPES and (name, dtype) not in _OTHER_DTYPES:
+                raise damaged(path, f"{checks.shown(name)} has dtype {dtype}, which it must not have")
+            if name.startswith(_ADAPTER):
+                adapter[name.removeprefix(_ADAPTER)] = file.get_tensor(name)
+            elif name in known and name not in _PLAIN:
+                values[name] = file.get_tensor(name)
+    try:
+        return ReplaySamples(**values, adapter=adapter)
+    except BatchError as error:
+        raise damaged(path, str(error)) from error
+
+
+def replay_files(folder: Path) -> dict[int, Path]:
+    """The files with samples of a folder, by training step in ascending order.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    try:
+        found = [_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else [])]
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror or error}") from error
+    return dict(sorted((int(match[1]), folder / match[0]) for match in found if match))
+
+
+def _value(text: str) -> Any:
+    """The value of a JSON text that is not too long; None if it is none."""
+    try:
+        return json.loads(text) if len(text) <= _MAX_JSON else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_PROMPT
+
+
+_OTHER_DTYPES = {("images", "U8"), ("step_indices", "I64")}
+_IS_NUMBER = ("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
+_PLAIN: dict[str, tuple[str, Any]] = {
+    "prompts": (
+        f"texts of at most {_MAX_PROMPT} characters",
+        lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    ),
+    "negative_prompt": (f"a text of at most {_MAX_PROMPT} characters", _is_text),
+    "guidance_scale": _IS_NUMBER,
+    "noise_level": ("a number above 0", lambda value: _IS_NUMBER[1](value) and value > 0),
+    "adapter_alpha": ("a number above 0", lambda value: _IS_NUMBER[1](value) and value > 0),
+    "sde_type": (" or ".join(SDE_TYPES), lambda value: value in SDE_TYPES),
+    "dtype": (" or ".join(DTYPES), lambda value: value in DTYPES),
+    "max_sequence_length": (
+        "a whole number from 1 to 65536",
+        lambda value: type(value) is int and 0 < value <= 65536,
+    ),
+}
+
+
+def _problem_of_plain(name: str, value: object) -> str:
+    if name not in _PLAIN:
+        return f"{name} is no text of its metadata"
+    allowed, is_allowed = _PLAIN[name]
+    return "" if is_allowed(value) else f"{name}={checks.shown(str(value))} must be {allowed}"
+
+
+def _problem(samples: ReplaySamples) -> str:
+    """The first problem of what it was given, in words; empty if there is none."""
+    for name in _PLAIN.keys() - {"prompts"}:
+        value = getattr(samples, name)
+        if value is not None and (problem := _problem_of_plain(name, value)):
+            return problem
+    if bool(samples.adapter) != (samples.adapter_alpha is not None):
+        return "adapter and adapter_alpha (its lora_alpha) belong together; give both"
+    if (samples.latents is None) != (samples.next_latents is None):
+        return "latents and next_latents belong together; give both"
+    tensors = samples.tensors()
+    return _problem_of_schedule(tensors) or _problem_of_shapes(tensors, len(samples.prompts))
+
+
+def _problem_of_shapes(tensors: Mapping[str, Tensor], count: int) -> str:
+    shape = tensors["initial_noise"].shape[1:]
+    window = _window(tensors)
+    expected = {
+        "initial_noise": shape,
+        "images": tensors["images"].shape[1:],
+        "latents": (window, *shape),
+        "next_latents": (window, *shape),
+        "final_latents": shape,
+        "log_probs": (window,),
+        "rewards": (),
+    }
+    for name, rest in expected.items():
+        if name in tensors and list(tensors[name].shape) != [count, *rest]:
+            return f"{name} has shape {list(tensors[name].shape)}; it must be {[count, *rest]}"
+    return ""
+
+
+def _problem_of_schedule(tensors: Mapping[str, Tensor]) -> str:
+    sigmas, timesteps, indices = (tensors.get(name) for name in ("sigmas", "timesteps", "step_indices"))
+    if sigmas is not None and (sigmas.dim() != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all())):
+        return f"sigmas={checks.shown(str(sigmas.tolist()))} must descend from the first noise level to the image's"
+    if sigmas is not None and timesteps is not None and timesteps.shape != sigmas[1:].shape:
+        allowed = f"with {len(sigmas)} sigmas it must be {list(sigmas[1:].shape)}"
+        return f"timesteps has shape {list(timesteps.shape)}; {allowed}"
+    num_steps, window = _num_steps(tensors), _window(tensors)
+    if indices is None:
+        if window is None or num_steps is None or window == num_steps:
+            return ""
+        return f"the window has {window} of {num_steps} steps, so step_indices is needed"
+    ascending = indices.dim() == 1 and len(indices) > 0 and bool((indices.diff() > 0).all())
+    if not ascending or window not in (None, len(indices)):
+        return f"step_indices={indices.tolist()} must ascend, one for each of the window's {window} steps"
+    if not 0 <= int(indices[0]) <= int(indices[-1]) < (num_steps or checks.MAX_SCHEDULE):
+        return f"step_indices={indices.tolist()} must lie in a schedule of {num_steps} steps"
+    return ""
+
+
+def _window(tensors: Mapping[str, Tensor]) -> int | None:
+    """SDE steps of the window, `T`, where known."""
+    known = [tensors[name] for name in ("latents", "log_probs") if name in tensors]
+    return known[0].shape[1] if known and known[0].dim() > 1 and known[0].shape[1] else None
+
+
+def _num_steps(tensors: Mapping[str, Tensor]) -> int | None:
+    """Steps of the schedule, where known."""
+    if "sigmas" in tensors:
+        return len(tensors["sigmas"]) - 1
+    return len(tensors["timesteps"]) if "timesteps" in tensors else None
+
+
+def _copied(name: str, values: Array) -> Tensor:
+    """Numbers of one's own, on the CPU; latents as float32, which holds all that half precision does."""
+    tensor = (
+        values.detach().cpu().clone() if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
+    )
+    if name == "images":
+        return tensor
+    if name == "step_indices":
+        return tensor.long()
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _as_pixels(images: Tensor) -> Tensor:
+    """`[B, H, W, 3]` uint8."""
+    if images.dim() == 4 and images.shape[1] == 3 and images.shape[3] != 3:
+        images = images.permute(0, 2, 3, 1)
+    if images.dim() != 4 or images.shape[3] != 3:
+        raise BatchError(
+            f"flowcorr.ReplaySamples: images has shape {list(images.shape)}; it must be [B, H, W, 3] or [B, 3, H, W]"
+        )
+    if images.dtype == torch.uint8:
+        return images
+    if not images.is_floating_point() or not bool(((images >= 0) & (images <= 1)).all()):
+        raise BatchError("flowcorr.ReplaySamples: images must be uint8, or floats from 0 to 1")
+    return (images.float() * 255).round().to(torch.uint8)

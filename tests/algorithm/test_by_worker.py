@@ -1,0 +1,38 @@
+"""The gap of each rollout worker, by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowcorr.algorithm.by_worker import by_worker
+from flowcorr.algorithm.terms import batch_terms
+from tests.algorithm.batches import make_batch
+
+DELTA = torch.tensor([[0.1, -0.1], [0.3, -0.3], [0.2, 0.0], [0.0, 0.0]])
+
+
+def terms_by(workers):
+    batch = make_batch(DELTA)
+    ids = None if workers is None else torch.tensor(workers)
+    return batch_terms(replace(batch, rollout=replace(batch.rollout, worker_ids=ids)))
+
+
+def test_each_worker_has_the_gap_of_its_samples():
+    terms = terms_by([0, 2, 0, 2])
+    whole = by_worker([terms], 4).compute()
+    assert whole["rollout_corr/worker_0/logprob_abs_diff"] == pytest.approx(0.1, rel=1e-5)
+    assert whole["rollout_corr/worker_2/logprob_abs_diff"] == pytest.approx(0.15, rel=1e-5)
+    assert not {name for name in whole if "worker_1" in name or "worker_3" in name}
+    # All are steps 0 and 1, whose mean gaps are .15 and .1.
+    assert whole["rollout_corr/worker_0/relative_gap"] == pytest.approx(0.4 / 0.5, rel=1e-5)
+    assert whole["rollout_corr/worker_2/relative_gap"] == pytest.approx(0.6 / 0.5, rel=1e-5)
+    assert whole["rollout_corr/worker_2/k3_kl"] == pytest.approx((0.049859 + 0.040818) / 4, rel=1e-4)
+    steps = terms.per_term()
+    parts = by_worker([steps.select(slice(3)), steps.select(slice(3, None))], 4).compute()
+    assert parts == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(("workers", "count"), [(None, 4), ([0, 0, 0, 0], 1)])
+def test_of_one_engine_nothing_is_measured(workers, count):
+    assert by_worker([terms_by(workers)], count).compute() == {}

@@ -1,0 +1,83 @@
+"""`flowcorr doctor` on a dump with captured samples."""
+
+import json
+
+import pytest
+from diagnostics.doctor.replayed.plain_loop import dump_steps
+from diagnostics.foreign_dumps import draw_steps
+
+from flowcorr.cli import main
+from tests.shallow import SHALLOW
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    return dump_steps(tmp_path_factory.mktemp("clean"), steps=1)
+
+
+@pytest.fixture(scope="module")
+def swapped(tmp_path_factory):
+    return dump_steps(tmp_path_factory.mktemp("swapped"), "swapped_images", steps=1)
+
+
+def test_a_clean_dump(clean, capsys):
+    assert main(["doctor", str(clean), "--model", SHALLOW]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"samples of training step 0, replayed with {SHALLOW}" in out
+    assert "no fault found in schedule, noise, before, log_probs, after, prompts" in out
+
+
+def test_a_fault_is_printed_with_its_evidence(swapped, capsys):
+    assert main(["doctor", str(swapped), "--model", SHALLOW]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "swapped_images (likely): the images are those of other samples" in out
+    assert "3 of 4 agree" in out
+    assert out.endswith("at fault: swapped_images")
+
+
+def test_json(swapped, capsys):
+    assert main(["doctor", str(swapped), "--model", SHALLOW, "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["exit_code"] == 2
+    (found,) = [verdict for verdict in report["verdicts"] if verdict["part"] == "decode"]
+    assert (found["cause"], found["confidence"], len(found["samples"])) == ("swapped_images", "likely", 4)
+
+
+def test_a_recipe_brings_its_reward(clean, capsys):
+    """A reward of the loop's own is not the recipe's."""
+    overrides = [f"model.path={SHALLOW}", "data.num_train=4", "data.num_heldout=2"]
+    assert main(["doctor", str(clean), "--model", "tiny_jpeg_lora", *overrides]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the recipe's reward gives the images other scores" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "is a folder of dumped steps; give --model, the pipeline or recipe"),
+        (["--model", SHALLOW, "actor.lr=1"], "actor.lr=1 has no effect on a pipeline"),
+        (["--model", "./nowhere"], "no such folder"),
+    ],
+)
+def test_what_is_refused(arguments, message, clean, capsys):
+    assert main(["doctor", str(clean), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_dump_without_samples_is_refused(tmp_path, capsys):
+    assert main(["doctor", str(draw_steps(tmp_path)), "--model", SHALLOW]) == 2
+    assert "holds no captured samples" in capsys.readouterr().err
+
+
+def test_a_family_that_flowcorr_lacks_is_refused_by_name(clean, tmp_path, capsys):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
+    assert main(["doctor", str(clean), "--model", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "its pipeline class='SanaPipeline'" in err
+    assert "choose from" in err
+    assert "QwenImagePipeline" in err
+
+
+def test_a_recipe_needs_no_model_of_its_own(capsys):
+    assert main(["doctor", "tiny_jpeg_lora", "--model", SHALLOW]) == 2
+    assert f"--model {SHALLOW} has no effect on a recipe" in capsys.readouterr().err
