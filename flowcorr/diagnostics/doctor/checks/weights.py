@@ -92,8 +92,8 @@ def _arrival(exam: Exam, what: str) -> Finding:
     # Without the gap from precision, which is there without the change too and varies by about 10 % between trials. But
     # coarse weights round a merged adapter otherwise than the base alone, by up to 1.3 times the largest clean gap.
     rounding = max(1.5 * precision**2, 2 * (exam.usual_gap / MARGIN) ** 2)
-    missing = math.sqrt(max(gap**2 - rounding, 0.0)) / max(size, 1e-12)
     share = 1 - trial.fit(without).factor
+    missing = max(math.sqrt(max(gap**2 - rounding, 0.0)) / max(size, 1e-12), abs(1 - share))
     message = f"{100 * share:.0f} % of the {what}'s effect on the actor's steps is found in the engine's"
     names = "compare the engine's layer names with the names that are sent"
     bad = message
