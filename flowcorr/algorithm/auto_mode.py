@@ -12,7 +12,7 @@ the lower end of the quantile's 95 % interval is above `auto_enter` clip ranges.
 below `auto_leave`. In between the mode stays, so that noise cannot switch it to and fro.
 
 With stale weights a run begins decoupled: in bypass mode the clip would hold the update to the older weights, which
-costs .16 of held-out exact match at four steps of staleness (`examples/mismatch_study`).
+costs .18 of held-out exact match at four steps of staleness (`examples/mismatch_study`).
 
 The interval comes from order statistics (`noise_quantile`), because the noise is not normal: it mixes the steps of the
 schedule and has outliers. It covers the last 16 training steps, because a .99 quantile has an upper end only from 368
