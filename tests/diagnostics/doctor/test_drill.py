@@ -38,7 +38,7 @@ def test_another_engine_is_replaced_by_one_in_process_of_its_precision(bench):
     ("name", "check"),
     [
         ("noise_uniform", "noise"),
-        ("sync_ignored", "sync"),
+        ("sync_ignored", "lora"),
         ("version_plus_one", "sync"),
         ("images_bgr", "images"),
         ("prompts_blank_first", "training: replay_before"),
