@@ -353,6 +353,8 @@ def _yaml(keys: dict[str, str]) -> str:
 def _band(width: float) -> str:
     """The band of ratios up to a distance from 1, which is printed with two digits."""
     width = max(round_up(width), _LEAST_WIDTH)
+    if width >= 1:  # no ratio is below 0
+        return f"[{1 / (1 + width):.2g}, {1 + width:.2g}]"
     digits = 1 - math.floor(math.log10(width))
     return f"[{1 - width:.{digits}f}, {1 + width:.{digits}f}]"
 

@@ -155,6 +155,15 @@ def test_outliers_are_rejected_as_the_mode_can():
 
 
 @pytest.mark.parametrize(
+    ("width", "band"),
+    [(4e-3, "[0.9960, 1.0040]"), (0.6, "[0.40, 1.60]"), (1.0, "[0.5, 2]"), (4e3, "[0.00025, 4e+03]")],
+)
+def test_a_band_has_two_digits_and_no_ratio_below_0(width, band):
+    advice = advise(replace(FACTS, outlier_band=width))
+    assert f"A token_k1 band that this noise stays inside is {band}." in "\n".join(advice.reasons)
+
+
+@pytest.mark.parametrize(
     ("loss_mode", "limit"),
     [("flow_grpo", 1e-3), ("grpo_guard", 1e-3), ("flow_dppo", None), ("importance_cap", 0.5)],
 )
