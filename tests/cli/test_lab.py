@@ -18,7 +18,7 @@ def run_dir(tmp_path):
     """A bypass run with two dumped steps."""
     folder = tmp_path / "run"
     folder.mkdir()
-    config = load("tiny_ocr_lora_bypass")
+    config = load("tiny_ocr_lora_bypass", ["algorithm.rollout_correction.preset=bypass_ppo_clip"])
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     draw = torch.Generator().manual_seed(0)
     for step in (1, 2):

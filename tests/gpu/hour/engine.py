@@ -17,7 +17,7 @@ from flowcorr import config as configs
 from flowcorr.actor import DiffusionActor
 from flowcorr.models import Conditioning, load_family
 from flowcorr.records import Rollout
-from flowcorr.rollout.vllm_omni import VllmOmniEngine
+from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 from tests import tiny_pipelines
 from tests.gpu.hour import meter

@@ -80,7 +80,9 @@ def plan(**changes):
 
 
 def fewer_steps(stack, monkeypatch):
-    schedule = stack.family.schedule(stack.config.sampling.num_inference_steps - 1, stack.engine.latent_shape)
+    schedule = stack.family.schedule(
+        stack.config.sampling.num_inference_steps - 1, stack.engine.plan.latent_shape
+    )
     plan(schedule=lambda exact: schedule)(stack, monkeypatch)
 
 

@@ -19,7 +19,7 @@ def test_an_adapter_reaches_the_engine(stack, way):
     rollout = stack.sample()
     assert rollout.policy_versions.unique().tolist() == [stack.actor.weights.version]
     assert stack.mismatch(rollout).mean() <= 1e-6 < 1e-4 < stale
-    assert not torch.equal(rollout.window.next_latents, before.next_latents)
+    assert not torch.equal(rollout.window.next_latents, before.window.next_latents)
 
 
 @pytest.mark.parametrize("rank", [4, 0])
