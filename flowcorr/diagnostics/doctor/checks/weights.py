@@ -91,9 +91,9 @@ def _arrival(exam: Exam, what: str) -> Finding:
     move = trial.means - without
     gap, precision = trial.velocity_gap(), exam.trials.bare.velocity_gap()
     size = velocity_gap(trial.means, without, trial.still)
-    # Without the gap from precision, which is there without the change too and varies by about 10 % between trials. But
+    # Without the gap from precision, which is there without the change too and varies by up to 25 % between trials. But
     # coarse weights round a merged adapter otherwise than the base alone, by up to 1.3 times the largest clean gap.
-    rounding = max(1.5 * precision**2, 2 * (exam.usual_gap / MARGIN) ** 2)
+    rounding = max(2 * precision**2, 2 * (exam.usual_gap / MARGIN) ** 2)
     share = 1 - trial.fit(without).factor
     size = max(size, 1e-12)
     unsure = ALONG_CHANGE * precision / size
