@@ -98,7 +98,7 @@ def test_a_loss_of_ones_own_by_import_path(own_module):
          r"^actor\.loss_options=\{'width': 2\} do not fit actor\.loss_mode='own_losses:three_records': missing a "
          r"required argument: 'actor_config'; it takes \(policy_step, batch_step, actor_config, \*, width=1\), and a "
          r"loss is called with \(terms, actor_config, \*\*loss_options\)$"),
-        ("own_losses:with_options", {}, r"missing a required argument: 'width'; it takes .*\*, width, sign=1"),
+        ("own_losses:with_options", {}, r"missing a required .*argument: 'width'; it takes .*\*, width, sign=1"),
         ("own_losses:ROW", {"widht": 1}, r"'own_losses:ROW': .*'width'"),
         ("own_losses:plain", {"width": 1}, r"loss_options=\{'width': 1\}.*'width'; it takes \(terms, actor_config\),"),
         ("own_losses:with_options", {"width": 1, "sing": 1}, r"unexpected keyword argument 'sing'"),
