@@ -99,7 +99,42 @@ def dump_flow_grpo(folder, epoch, samples, current, fresh, accelerator, config, 
     )
 
 
-def dump_flow_factory(folder, epoch, samples, current, fresh, trainer):
+def capture_flow_factory(samples, trainer, dtype="bfloat16"):
+    """Flow-Factory: four samples for `flowcorr doctor`, right before `samples.extend` of the epoch's first batch.
+
+    `if batch_index == 0: self.replay = capture_flow_factory(sample_batch, self)`, and before the loop, for noise and
+    last latents: `trajectory_indices = [0, *trajectory_indices, self.training_args.num_inference_steps]`. `dtype`
+    is that of its autocast: bfloat16, with `mixed_precision: "no"` too, or float16 with fp16.
+    """
+    scheduler, settings = trainer.adapter.scheduler, trainer.training_args
+    steps, last = scheduler.train_timesteps, settings.num_inference_steps
+    adapted = trainer.accelerator.unwrap_model(trainer.adapter.transformer)
+
+    def latents(positions):
+        return torch.stack([sample.all_latents[sample.latent_index_map[positions]] for sample in samples])
+
+    return flowcorr.ReplaySamples(
+        prompts=[sample.prompt for sample in samples],
+        negative_prompt=samples[0].negative_prompt or "",
+        guidance_scale=settings.guidance_scale,
+        max_sequence_length=256,  # of SD3's; another family has its own
+        initial_noise=latents(0),
+        latents=latents(steps),
+        next_latents=latents(steps + 1),
+        final_latents=latents(last),
+        log_probs=torch.stack([sample.log_probs[sample.log_prob_index_map[steps]] for sample in samples]),
+        step_indices=steps,
+        images=torch.stack([sample.image for sample in samples]),
+        sigmas=scheduler.sigmas,
+        timesteps=scheduler.timesteps,
+        noise_level=scheduler.noise_level,
+        adapter=get_peft_model_state_dict(adapted),
+        adapter_alpha=adapted.peft_config["default"].lora_alpha,
+        dtype=dtype,
+    )
+
+
+def dump_flow_factory(folder, epoch, samples, current, fresh, trainer, replay=None):
     """Flow-Factory: at the end of the first inner epoch of `optimize`; log the metrics with `self.log_data`.
 
     `samples` are its `shuffled_samples`, `trainer` is `self`. Before the loop over batches: `current =
@@ -136,6 +171,7 @@ def dump_flow_factory(folder, epoch, samples, current, fresh, trainer):
         sigmas=gathered["sigmas"],
         num_elements=samples[0].all_latents[0].numel(),
         clip_ratio=max(-low, high),
+        replay=replay,
     )
 
 

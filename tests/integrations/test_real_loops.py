@@ -1,9 +1,9 @@
-"""Faults in another trainer's real loop, named from its dump. It runs from a source tree, on one CPU process:
+"""Faults in other trainers' real loops, named from their dumps. They run from source trees, on one CPU process:
 
 tests/integrations/real_loops/install.sh VENV
-FLOW_GRPO=PATH VENV/bin/python -m pytest -m real_loops tests/integrations
+FLOW_GRPO=PATH FLOW_FACTORY=PATH VENV/bin/python -m pytest -m real_loops tests/integrations/test_real_loops.py
 
-A run takes 15 seconds, and there are sixteen. Limits were set on seeds 1 and 2.
+A run takes 15 seconds, and there are thirty-two. Limits were set on seeds 1 and 2.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import build_pipeline
 import pytest
-from integrations.real_loops.planted import FAULTS
+from integrations.real_loops import planted_flow_factory, planted_flow_grpo
 from tiny_pipelines import build_tiny_sd3
 
 from flowcorr import dumps
@@ -23,7 +23,8 @@ from flowcorr.diagnostics.lab import replay_run
 
 pytestmark = [pytest.mark.real_loops, pytest.mark.filterwarnings("ignore")]
 
-RUN = Path(__file__).parent / "real_loops" / "run_flow_grpo.py"
+FOLDER = Path(__file__).parent / "real_loops"
+LOOPS = {"flow_grpo": planted_flow_grpo.FAULTS, "flow_factory": planted_flow_factory.FAULTS}
 CLEAN_SEEDS = (42, 7, 11, 13)
 TOKENS = 77  # of flow_grpo's CLIP, fixed in its code
 
@@ -31,8 +32,6 @@ TOKENS = 77  # of flow_grpo's CLIP, fixed in its code
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """A tiny model, and prompts."""
-    if "FLOW_GRPO" not in os.environ:
-        pytest.fail("tests marked real_loops need the path of a flow_grpo source tree in FLOW_GRPO")
     folder = tmp_path_factory.mktemp("work")
     before, build_pipeline.MAX_TOKENS = build_pipeline.MAX_TOKENS, TOKENS
     try:
@@ -45,10 +44,12 @@ def work(tmp_path_factory):
     return folder
 
 
-def run(work, folder, fault, seed):
+def run(loop, work, folder, fault, seed):
+    if loop.upper() not in os.environ:
+        pytest.fail(f"tests marked real_loops need the path of a source tree of {loop} in {loop.upper()}")
     environment = os.environ | {"WORK": str(work), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
-        [sys.executable, str(RUN), str(folder), "2", fault, str(seed)],
+        [sys.executable, str(FOLDER / f"run_{loop}.py"), str(folder), "2", fault, str(seed)],
         env=environment,
         cwd=work,
         capture_output=True,
@@ -59,20 +60,22 @@ def run(work, folder, fault, seed):
     return folder
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_flow_grpos_loop_is_named(fault, work, tmp_path):
-    report = examine_dump(run(work, tmp_path, fault, seed=42), str(work / "model"))
-    assert set(report.causes) == {FAULTS[fault][0]}
+@pytest.mark.parametrize(("loop", "fault"), [(loop, fault) for loop in LOOPS for fault in LOOPS[loop]])
+def test_a_fault_of_anothers_loop_is_named(loop, fault, work, tmp_path):
+    report = examine_dump(run(loop, work, tmp_path / "run", fault, seed=42), str(work / "model"))
+    assert set(report.causes) == {LOOPS[loop][fault][0]}
 
 
 @pytest.mark.parametrize("seed", CLEAN_SEEDS)
-def test_a_clean_run_of_flow_grpo_is_clean(seed, work, tmp_path):
-    """Its last step is never trained, and half of its terms are scored after an update; neither is a gap."""
-    folder = run(work, tmp_path, "clean", seed)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_clean_run_of_anothers_loop_is_clean(loop, seed, work, tmp_path):
+    """flow_grpo never trains its last step; half of the terms are scored after an update; neither is a gap."""
+    folder = run(loop, work, tmp_path / "run", "clean", seed)
     report = examine_dump(folder, str(work / "model"))
     assert (report.causes, report.exit_code) == ([], 0)
     audited = audit_folder(folder)
-    assert (audited.num_steps, audited.diagnoses, audited.joint_nats) == (3, (), 0)
+    assert (audited.num_steps, audited.diagnoses) == ({"flow_grpo": 3, "flow_factory": 2}[loop], ())
+    assert audited.joint_nats == pytest.approx(0, abs=1e-4)
     assert all(
         found.outcome is None or found.outcome.rejected_terms == 0 for found in replay_run(folder).replays
     )

@@ -13,10 +13,11 @@ import types
 from pathlib import Path
 
 HERE, SOURCE = Path(__file__).resolve().parent, Path(os.environ["FLOW_GRPO"]).resolve()
-sys.path[:0] = [str(SOURCE), str(HERE)]
+sys.path[:0] = [str(SOURCE), str(HERE), str(HERE.parents[1])]
 sys.path.append(str(HERE.parents[2] / "examples"))
 
-from planted import DUMP, FAULTS, FILES, changed  # noqa: E402
+from integrations.real_loops.change import changed  # noqa: E402
+from integrations.real_loops.planted_flow_grpo import DUMP, FAULTS, FILES  # noqa: E402
 
 
 class EnoughEpochs(Exception):

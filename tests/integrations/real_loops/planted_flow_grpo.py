@@ -1,8 +1,6 @@
-"""Twelve faults for flow_grpo's loop, and the lines of `examples/dump_log_probs.py`: changes of its source text.
+"""Twelve faults for flow_grpo's loop, and the lines of `examples/dump_log_probs.py`: changes of its source text."""
 
-A change is a file, a place (some words, and which of their occurrences; None for all), what is done there and a text:
-`before` puts a line before the line of that place, `instead` replaces the words.
-"""
+from integrations.real_loops.change import Change
 
 FILES = {"loop": "scripts/train_sd3.py", "sde": "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py"}
 
@@ -14,8 +12,6 @@ _ROLLED = (
     "prompt_embeds, pooled_prompt_embeds = (x.roll(-1, 0) for x in (prompt_embeds, pooled_prompt_embeds))"
 )
 _UNSCALED = "pipeline.vae.register_to_config(scaling_factor=1.0, shift_factor=0.0)"
-
-Change = tuple[str, tuple[str, int | None], str, str]
 
 FAULTS: dict[str, tuple[str, Change]] = {
     "stale_prompts": ("wrong_prompt", ("loop", ("prompt_ids = tokenizers", 1), "before", _ROLLED)),
@@ -73,20 +69,3 @@ DUMP: tuple[Change, ...] = (
     ("loop", ("samples.append(", 1), "before", f"if i == 0: replay = {_CAPTURE}"),
 )
 """The lines that the docstrings of the example name."""
-
-
-def changed(source: str, at: tuple[str, int | None], how: str, text: str) -> str:
-    """`source` with one change."""
-    words, occurrence = at
-    assert words in source, words
-    if occurrence is None:
-        return source.replace(words, text)
-    place = -1
-    for _ in range(occurrence + 1):
-        place = source.index(words, place + 1)
-    if how == "instead":
-        return source[:place] + text + source[place + len(words) :]
-    begin = source.rindex("\n", 0, place) + 1
-    line = source[begin : source.index("\n", begin)]
-    indent = line[: len(line) - len(line.lstrip())]
-    return f"{source[:begin]}{indent}{text}\n{source[begin:]}"
