@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from flowcorr import sde
 from flowcorr.config.schema import LoraConfig
+from flowcorr.distributed import fsdp
 from flowcorr.errors import ConfigError
 from flowcorr.models import DTYPES, ModelFamily
 
@@ -95,8 +96,9 @@ def adapter_metadata(transformer: Any) -> dict[str, Any]:
 def merged_weights(transformer: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The transformer's weights under diffusers' names, one by one, with trained `tensors` put in or merged.
 
-    Only one merged weight is in memory at a time. It has the precision of the more precise of base and adapter: small
-    updates would be lost on the grid of a bfloat16 base.
+    Only one merged weight is in memory at a time; a sharded one is gathered, for which every rank has to take all. It
+    has the precision of the more precise of base and adapter: small updates would be lost on the grid of a bfloat16
+    base.
 
     Args:
         transformer: with or without an adapter; it is not changed.
@@ -107,6 +109,7 @@ def merged_weights(transformer: Any, tensors: Mapping[str, Tensor]) -> Iterator[
     for name, value in state.items():
         if ".lora_" in name:
             continue
+        value = fsdp.full_tensor(value)
         path = name.removesuffix(".base_layer.weight")
         if path in adapted:
             down, up = (state[f"{path}.lora_{side}.{ADAPTER}.weight"] for side in "AB")

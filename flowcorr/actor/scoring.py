@@ -181,8 +181,8 @@ class Scorer:
         return Scores(log_probs=log_probs, means=step.mean, stds=step.std)
 
     def autocast(self) -> torch.autocast:
-        """The precision of a forward pass; sharded weights have FSDP's mixed precision instead of autocast."""
-        enabled = self.config.actor.autocast and not self.weights.sharded
+        """The precision of a forward pass; trained shards have FSDP's mixed precision instead of autocast."""
+        enabled = self.config.actor.autocast and not self.weights.trains_shards
         return torch.autocast(self.weights.device.type, torch.bfloat16, enabled=enabled)
 
     @contextlib.contextmanager

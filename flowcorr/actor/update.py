@@ -302,7 +302,7 @@ class PolicyOptimizer:
             for parameter in self.weights.parameters.values()
             if parameter.grad is not None
         ]
-        if self.weights.sharded:
+        if self.weights.trains_shards:
             counted, *totals = sum_over_ranks([], [counted, *counts])
             torch._foreach_mul_(gradients, distributed.world_size())  # FSDP has averaged them over the ranks
         else:

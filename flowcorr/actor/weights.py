@@ -17,7 +17,14 @@ from flowcorr.distributed import fsdp
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.models.base import repeated_blocks
-from flowcorr.rollout.base import Weights, actor_dtype, needs_base, shards_weights, shares_weights
+from flowcorr.rollout.base import (
+    Weights,
+    actor_dtype,
+    needs_base,
+    shards_weights,
+    shares_weights,
+    trains_shards,
+)
 
 FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # as `from_pretrained` looks for them
 
@@ -37,7 +44,8 @@ class TrainedWeights:
             share the trained one; else the transformer itself.
         reference: a copy of the transformer before training, where `actor.kl_coef` needs one; else the transformer
             itself, from which an adapter can be taken out.
-        sharded: whether each rank holds a shard of every parameter.
+        sharded: whether each rank holds a shard of the transformer, so that a forward pass needs all ranks.
+        trains_shards: whether `parameters` are shards; an adapter stays whole.
     """
 
     def __init__(self, family: ModelFamily, config: Config) -> None:
@@ -56,7 +64,7 @@ class TrainedWeights:
         else:
             self.transformer.requires_grad_(True)
         self._architecture = self.transformer.to_json_string()  # FSDP renames the class
-        self.sharded = shards_weights(config)
+        self.sharded, self.trains_shards = shards_weights(config), trains_shards(config)
         if self.sharded:
             family.dtype = DTYPES[actor_dtype(config)]
             device = distributed.local_device(config.trainer.device)
@@ -139,14 +147,13 @@ class TrainedWeights:
     # For others ------------------------------------------------------------------------------------------
 
     def merged(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """See `lora.merged_weights`; every rank gets whole tensors, so every rank has to take all of them."""
-        for name, tensor in lora.merged_weights(self.transformer, tensors):
-            yield name, fsdp.full_tensor(tensor)
+        """See `lora.merged_weights`."""
+        return lora.merged_weights(self.transformer, tensors)
 
     def exported(self) -> dict[str, Tensor]:
         """The tensors that `save` writes, averaged if there is an average, on the CPU.
 
-        Sharded weights are gathered on the main rank, for which every rank has to call.
+        Trained shards are gathered on the main rank, for which every rank has to call.
         """
         with self.averaged():
             state = lora.adapter_state(self.transformer) if self._adapted else self.transformer.state_dict()

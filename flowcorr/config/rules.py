@@ -125,16 +125,12 @@ def _check_mini_batches(config: Config) -> None:
 def _check_fsdp(config: Config) -> None:
     if not config.actor.fsdp:
         return
-    if config.model.lora.rank:
-        raise ConfigError(
-            f"actor.fsdp=True shards the trained weights, and an adapter of model.lora.rank={config.model.lora.rank} "
-            "is too small to gain by it; leave actor.fsdp out, or set model.lora.rank=0 to train all weights"
-        )
-    if not resolve_engine(config.rollout.name).shares_weights or config.rollout.placement != "local":
+    in_process = resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local"
+    if not in_process and not config.model.lora.rank:
         raise ConfigError(
             f"actor.fsdp=True shards the weights, but rollout.name={config.rollout.name!r} with "
             f"placement={config.rollout.placement!r} needs whole ones; set name: in_process and placement: local, or "
-            "fsdp: false"
+            "fsdp: false, or train an adapter, which stays whole (model.lora.rank)"
         )
     if config.trainer.doctor is True:
         raise ConfigError(

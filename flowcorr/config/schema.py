@@ -299,12 +299,13 @@ class ActorConfig:
         micro_batch_size: samples a forward pass, also where log-probs are recomputed; null takes a mini-batch.
         fold_steps: score all window steps of a micro-batch in one forward pass. On a GPU the first training step
             measures it, and warns where step by step is faster.
-        autocast: bfloat16 autocast around the transformer. With weights sharded by `fsdp` it gathers them in bfloat16,
+        autocast: bfloat16 autocast around the transformer. Trained weights that `fsdp` shards are gathered in bfloat16,
             also for an engine in this process that shares them, with `rollout.dtype: bfloat16`.
         gradient_checkpointing: trade compute for memory in the transformer.
         compile: `torch.compile` the blocks of the trained transformer, for all that runs them: scoring, learning,
             evaluations, and rollouts that share them. It differs from other copies by rounding.
-        fsdp: with several ranks, spread weights, gradients and optimizer state over them; for `model.lora.rank: 0`.
+        fsdp: with several ranks, spread the transformer's weights over them, and its gradients and optimizer state if
+            it is trained. An adapter stays whole on each rank.
         ema: decay of an exponential moving average of the trained weights, used for evaluation; null is off.
     """
 

@@ -1,7 +1,7 @@
-"""Full fine-tuning with weights, gradients and optimizer state sharded over the ranks: FSDP2, `fully_shard`.
+"""Weights sharded over the ranks, and their gradients and optimizer state if they are trained: FSDP2, `fully_shard`.
 
-Each rank holds a shard of every tensor, as a `DTensor`. Arithmetic between tensors of one layout needs no other rank;
-a forward pass and gathering a tensor need all of them.
+Each rank holds a shard of every tensor, as a `DTensor`; an adapter stays whole on each rank. Arithmetic between
+tensors of one layout needs no other rank; a forward pass and gathering a tensor need all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def shard(
     transformer: nn.Module, blocks: Sequence[nn.Module], device: torch.device, compute_dtype: torch.dtype
 ) -> None:
     """Shard the weights over all ranks: each of the transformer's blocks by itself, then its other weights together.
+
+    Where weights are frozen, the trained ones are an adapter's, which stay whole.
 
     A transformer in host memory goes to the device in these parts, so no device holds more than its shards and one of
     the parts. A block is gathered only while it computes. So are the other weights, unlike FSDP's default: after a
@@ -42,8 +44,13 @@ def shard(
         # Timesteps and positions keep the precision that they have in a transformer of this dtype.
         cast_forward_inputs=False,
     )
+    parameters = list(transformer.parameters())
+    trained = {parameter for parameter in parameters if parameter.requires_grad}
+    whole = trained if len(trained) < len(parameters) else set()
     for module in (*blocks, transformer):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -92,7 +92,8 @@ def _ways_to_fit(rank: Rank) -> dict[str, Memory]:
 def other_ways(config: Config, ranks: int) -> tuple[str, ...]:
     """Words for what else saves memory, in a run on so many ranks."""
     if config.model.lora.rank:
-        return ("a smaller model.lora.rank",)
+        shards = "more ranks" if shards_weights(config, ranks) else "actor.fsdp=true on several ranks"
+        return (shards, "a smaller model.lora.rank")
     if shards_weights(config, ranks):
         ways = ["more ranks"]
     elif resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local":

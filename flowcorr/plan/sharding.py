@@ -7,31 +7,40 @@ from dataclasses import replace
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES
 from flowcorr.plan.training import Training, Work
-from flowcorr.rollout.base import actor_dtype, shards_weights
+from flowcorr.rollout.base import actor_dtype, trains_shards
 
 FORWARD, BACKWARD = 3, 2
 """Parts that are gathered at once: one computes while the next one arrives. A forward pass also copies the next one."""
 
 
 def computed(config: Config, ranks: int) -> Config:
-    """The config of a whole copy that computes as sharded weights do: in the dtype that they are gathered in."""
-    if not shards_weights(config, ranks):
+    """The config of a whole copy that computes as trained shards do: in the dtype that they are gathered in."""
+    if not trains_shards(config, ranks):
         return config
     model = replace(config.model, dtype=actor_dtype(config, ranks))
     return replace(config, model=model, actor=replace(config.actor, autocast=False))
 
 
 def sharded(training: Training, config: Config, ranks: int) -> Training:
-    """`training` of one rank that holds a shard of all weights, gradients and moments.
+    """`training` of one rank that holds a shard of all weights, and of gradients and moments if they are trained.
 
-    A part of the weights is gathered before it computes, forwards and again backwards. Its gradients are whole in the
-    dtype of that arithmetic, and then in float32, until they are reduced.
+    A part of the weights is gathered before it computes, forwards and again backwards. Gradients of trained ones are
+    whole in the dtype of that arithmetic, and then in float32, until they are reduced. An adapter and what belongs to
+    it stay whole.
 
     Args:
         training: of a whole copy, measured with `computed(config, ranks)`.
         config: the run's configuration.
         ranks: that share the weights.
     """
+    if not trains_shards(config, ranks):
+        return replace(
+            training,
+            transformer=training.transformer / ranks,
+            gathered=BACKWARD * training.part,
+            recompute=_moving(training.recompute, FORWARD * training.part, training.transformer),
+            backward=_moving(training.backward, BACKWARD * training.part, 2 * training.transformer),
+        )
     held, used = DTYPES[config.model.dtype].itemsize, DTYPES[actor_dtype(config, ranks)].itemsize
     share = held / used / ranks
     forward = FORWARD * training.part

@@ -11,7 +11,7 @@ from flowcorr.plan.engine import COMPILED, EngineSpeed, engine_peak, engine_spee
 from flowcorr.plan.rank import Rank
 from flowcorr.plan.training import NOTHING, Work
 from flowcorr.rewards.combine import states
-from flowcorr.rollout.base import shards_weights
+from flowcorr.rollout.base import trains_shards
 
 HOST_BANDWIDTH = 25e9
 """Bytes per second between a GPU and the host, over PCIe."""
@@ -39,7 +39,7 @@ def phases(rank: Rank, memory: Memory, gpu: Gpu, utilisation: Utilisation) -> li
     own = rank.own_engine
     share = rank.sampled_share
     updates = rank.mini_batches * config.actor.epochs
-    reduces = ranks > 1 and not shards_weights(config, ranks)
+    reduces = ranks > 1 and not trains_shards(config, ranks)
     reduced = updates * 2 * training.gradients / link if reduces else 0.0
     sample = phase(
         "sample", memory.engine if own else memory.sample, rank.sampling.times(share), of_engine=own

@@ -85,14 +85,20 @@ class RolloutEngine(Protocol):
 
 
 def shards_weights(config: Config, ranks: int | None = None) -> bool:
-    """Whether each of the run's `ranks` holds a shard of every trained weight; None: this process is one of them."""
+    """Whether each of the run's `ranks` holds a shard of the transformer; None: this process is one of them."""
     ranks = distributed.world_size() if ranks is None else ranks
     return config.actor.fsdp and ranks > 1
 
 
+def trains_shards(config: Config, ranks: int | None = None) -> bool:
+    """Whether the weights that are sharded are those that are trained, and not the frozen ones under an adapter."""
+    return shards_weights(config, ranks) and not config.model.lora.rank
+
+
 def actor_dtype(config: Config, ranks: int | None = None) -> Dtype:
-    """The dtype that the trained transformer computes with: under FSDP its weights are gathered in it."""
-    return "bfloat16" if shards_weights(config, ranks) and config.actor.autocast else config.model.dtype
+    """The dtype of the trained transformer as it computes: trained shards are gathered in that of `actor.autocast`."""
+    gathered = trains_shards(config, ranks) and config.actor.autocast
+    return "bfloat16" if gathered else config.model.dtype
 
 
 def needs_base(config: Config, ranks: int | None = None) -> bool:

@@ -189,11 +189,11 @@ class _Loop:
         except Exception:
             if self._before is not None:
                 self._rescue(self._before)
-            # Saving sharded weights needs all ranks, and one of them has failed.
+            # Saving trained shards needs all ranks, and one of them has failed.
             elif (
                 actor.weights.version == version
                 and self.saved_step != self.step
-                and not actor.weights.sharded
+                and not actor.weights.trains_shards
             ):
                 prompts.position = position
                 self._rescue()
@@ -233,7 +233,7 @@ class _Loop:
             if values is not None:
                 self._log(values, {})
                 self.unevaluated = values if evaluates else None
-                if not self.run.actor.weights.sharded:
+                if not self.run.actor.weights.trains_shards:
                     self._rescue()
             raise
 
@@ -320,10 +320,13 @@ class _Loop:
         return captured.on_host(), weights
 
     def _captured(self) -> _Captured:
-        """The contents of a checkpoint: state, and weights for a pipeline. Sharded actors need a call on all ranks."""
+        """The contents of a checkpoint: state, and weights for a pipeline. Trained shards need a call on all ranks."""
         actor = self.run.actor
         captured = state.capture(self.run, step=self.step, best=self.best, unevaluated=self.unevaluated)
-        return captured, actor.weights.exported() if distributed.is_main() or actor.weights.sharded else {}
+        return (
+            captured,
+            actor.weights.exported() if distributed.is_main() or actor.weights.trains_shards else {},
+        )
 
     def _write(self, captured: TrainingState, weights: Mapping[str, Tensor]) -> None:
         if not distributed.is_main():

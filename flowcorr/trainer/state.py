@@ -27,7 +27,7 @@ def capture(
 ) -> TrainingState:
     """The state of a run after `step` training steps, the same on any number of ranks.
 
-    Every rank has to call: sharded weights are gathered on the main rank.
+    Every rank has to call: trained shards are gathered on the main rank.
 
     Args:
         run: the training run.

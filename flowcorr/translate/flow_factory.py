@@ -277,7 +277,7 @@ NO_PLACE = {
     "train.*condition*": "belongs to models that edit images",
     "train.*": "belongs to its memory, or to trainers that are not used",
     "launcher": "see flowcorr train --help, and rollout.placement",
-    "config_file": "see actor.fsdp for all weights",
+    "config_file": "see actor.fsdp",
     "main_process_port": "belongs to its launcher",
 }
 

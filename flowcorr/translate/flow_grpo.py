@@ -408,7 +408,7 @@ NO_PLACE = {
     "resume_from": "give --resume",
     "pretrained.revision": "flowcorr loads the newest revision",
     "allow_tf32": "set it in torch",
-    "fsdp_optimizer_offload": "an adapter's optimizer is small; for all weights see actor.fsdp",
+    "fsdp_optimizer_offload": "an adapter's optimizer is small; for the weights see actor.fsdp",
     "debug": "belongs to its script",
 }
 

@@ -47,7 +47,6 @@ QWEN = {"path": "some/pipeline", "family": "qwen_image"}
             {"actor": {"clip_ratio": [0.1, 0.1, 0.1, 0.2], "ratio_level": "trajectory_sum"}},
             r"differs by step, but .*'trajectory_sum' has one ratio for the whole window; give one number, or set",
         ),
-        ({"actor": {"fsdp": True}}, r"actor\.fsdp=True .* an adapter of model\.lora\.rank=16 is too small"),
         ({**SHARDED, "rollout": {"name": "vllm_omni"}}, r"shards the weights, but rollout\.name='vllm_omni'"),
         ({**SHARDED, "rollout": {"placement": "ray"}}, r"placement='ray' needs whole ones; set"),
         (
@@ -55,6 +54,7 @@ QWEN = {"path": "some/pipeline", "family": "qwen_image"}
             r"cps_unscaled=True gives .*'grpo_guard' adds a bias in nats .*; set cps_unscaled: false, or",
         ),
         ({**SHARDED, "trainer": {"doctor": True}}, r"trainer\.doctor=True examines whole weights"),
+        ({"actor": {"fsdp": True}, "trainer": {"doctor": True}}, r"run `flowcorr doctor` with actor\.fsdp=false"),
         ({"rollout": {**CACHED, "name": "vllm_omni"}}, r"cannot be used with rollout\.name='vllm_omni'"),
         ({**SHARDED, "rollout": CACHED}, r"hooks blocks of the transformer, which actor\.fsdp=true replaces"),
         ({"actor": {"compile": True}, "rollout": CACHED}, r"set rollout\.cache: none, or actor\.compile: false"),

@@ -89,6 +89,33 @@ def test_an_engine_shares_sharded_weights_and_gets_no_copy(ranks):
     assert all(rank["shared"] and rank["synced"] == 0 for rank in ranks)
 
 
+def adapted():
+    """The share of the frozen weights that one rank holds, and the adapters of both before and after an update."""
+    run = start_run(small_config(actor={"fsdp": True}))
+    weights = run.actor.weights
+    frozen = [weight for weight in weights.transformer.parameters() if not weight.requires_grad]
+    before = weights.snapshot().tensors
+    run.actor.update(run.batch(), OFF, training_step=1)
+    return {
+        "held": sum(weight.to_local().numel() for weight in frozen)
+        / sum(weight.numel() for weight in frozen),
+        "whole": not any(isinstance(weight, DTensor) for weight in weights.parameters.values()),
+        "before": before,
+        "after": weights.snapshot().tensors,
+        "exported": weights.exported(),
+    }
+
+
+def test_an_adapter_on_sharded_weights_is_whole_and_the_same_on_each_rank(two_ranks):
+    ranks = two_ranks.call(adapted)
+    for rank in ranks:
+        assert rank["held"] == pytest.approx(0.5, abs=0.01)
+        assert rank["whole"]
+        assert all(torch.equal(rank["after"][name], value) for name, value in ranks[0]["after"].items())
+        assert rank["exported"].keys() == ranks[0]["exported"].keys()
+    assert any(not torch.equal(ranks[0]["after"][name], value) for name, value in ranks[0]["before"].items())
+
+
 def test_a_transformer_that_will_be_sharded_is_loaded_in_host_memory():
     family = load_family(ModelConfig(path="tiny_ocr"), "meta", transformer_on_host=True)
     places = {name: next(part.parameters()).device.type for name, part in modules(family).items()}

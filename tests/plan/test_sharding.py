@@ -7,6 +7,7 @@ import pytest
 
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
+from flowcorr.distributed import fsdp
 from flowcorr.plan.pipelines import find_architecture
 from flowcorr.plan.sharding import computed, sharded
 from flowcorr.plan.training import measure_blocks
@@ -18,45 +19,53 @@ pytestmark = pytest.mark.fake_device
 
 RANKS = 2
 SECTIONS = {
-    "model": {"path": "tiny_ocr", "max_sequence_length": 8, "lora": LoraConfig(rank=0)},
+    "model": {"path": "tiny_ocr", "max_sequence_length": 8},
     "actor": {"micro_batch_size": 1, "mini_batches": 1, "fsdp": True},
     "rollout": {"prompts_per_step": 2, "n": 2},
     "sampling": {"height": 32, "width": 64},  # activations that stand out of what is gathered
 }
 
 
-def on_ranks(autocast):
+def sections(autocast, rank):
+    """Of the run; an adapter's layers compute in float32, or in copies that autocast makes."""
+    return {
+        **SECTIONS,
+        "model": {**SECTIONS["model"], "lora": LoraConfig(rank=rank)},
+        "actor": {**SECTIONS["actor"], "autocast": autocast},
+    }
+
+
+def on_ranks(autocast, rank):
     """Bytes that one rank holds of weights and moments, and its peaks above them."""
-    actor = {**SECTIONS["actor"], "autocast": autocast}
-    sampled = {**SECTIONS["rollout"], "dtype": "bfloat16" if autocast else "float32"}
-    run = start_run(small_config(**{**SECTIONS, "actor": actor, "rollout": sampled}))
+    sampled = {**SECTIONS["rollout"], "dtype": "bfloat16" if autocast and not rank else "float32"}
+    run = start_run(small_config(**{**sections(autocast, rank), "rollout": sampled}))
     dtype = run.family.dtype
     for name, rows in run.conditioning.items():
         run.conditioning[name] = rows.to(dtype) if rows.is_floating_point() else rows
     batch = run.batch()
     run.actor.update(batch, OFF, training_step=1)  # makes the optimizer's state
     run.actor.optimizer.adamw.zero_grad()
-    weights = run.actor.weights.parameters.values()
+    weights = run.family.transformer.parameters()
     state = run.actor.optimizer.adamw.state().values()
     with tempfile.TemporaryDirectory() as folder:
         one = batch.rollout.select(slice(0, 1))
         recompute = allocated(lambda: run.actor.log_probs(one), Path(folder))
         update = allocated(lambda: run.actor.update(batch, OFF, training_step=2), Path(folder))
     return {
-        "weights": sum(weight.to_local().nbytes for weight in weights),
-        "moments": sum(value.to_local().nbytes for value in state if value.dim()),
+        "weights": sum(fsdp.local_shard(weight).nbytes for weight in weights),
+        "moments": sum(fsdp.local_shard(value).nbytes for value in state if value.dim()),
         "recompute": recompute,
         "update": update,
     }
 
 
+@pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_two_ranks_allocate_what_was_predicted(autocast, two_ranks):
-    actor = {**SECTIONS["actor"], "autocast": autocast}
-    config = small_config(**{**SECTIONS, "actor": actor})
+def test_two_ranks_allocate_what_was_predicted(autocast, rank, two_ranks):
+    config = small_config(**sections(autocast, rank))
     whole = measure_blocks(computed(config, RANKS), find_architecture("tiny_ocr"))
     predicted = sharded(whole, config, RANKS)
-    got = two_ranks.call(on_ranks, autocast)[0]
+    got = two_ranks.call(on_ranks, autocast, rank)[0]
     assert predicted.weights == pytest.approx(got["weights"], rel=0.05)
     assert predicted.moments == pytest.approx(got["moments"], rel=0.05)
     assert predicted.recompute.peak == pytest.approx(got["recompute"], rel=0.15)

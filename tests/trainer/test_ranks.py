@@ -86,6 +86,7 @@ CASES = {
 }
 CASES["eight"] = (*CASES["decoupled"], "rollout.prompts_per_step=8", "rollout.n=2", "actor.epochs=1")
 CASES["fsdp"] = (*CASES["full"], "actor.fsdp=true")
+CASES["fsdp, adapter"] = (*CASES["eight"], "actor.fsdp=true", "actor.kl_coef=0.01", "actor.ema=0.5", EVEN)
 CASES["fsdp, apart"] = (
     *CASES["fsdp"],
     "rollout.emulate=int8",
@@ -100,10 +101,10 @@ CASES["fsdp, apart"] = (
     "reward.on_error=drop_group",
     OWN.replace("oask, zmwg", "oask"),  # each rank keeps a group
 )
-SOME = ("decoupled", "dropped", "fsdp")
+SOME = ("decoupled", "dropped", "fsdp", "fsdp, adapter")
 EVALUATED_TWICE = "trainer.eval_every=0"  # before and after training
 QUICK = ("trainer.collective_timeout=40", EVALUATED_TWICE)
-CONTINUED = ("grpo_guard", "fsdp, apart")  # on another number of ranks
+CONTINUED = ("grpo_guard", "fsdp, adapter", "fsdp, apart")  # on another number of ranks
 SLOW = tuple(case for case in CASES if case not in SOME)
 
 

@@ -29,6 +29,7 @@ from flowcorr.diagnostics.doctor.trials import run_trials
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.models import Conditioning, ModelFamily
 from flowcorr.rollout import RolloutEngine
+from flowcorr.rollout.base import shards_weights
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_stacks, load_model
 
@@ -188,9 +189,13 @@ def _examine_built(
 
 
 def examines_before_start(config: Config) -> bool:
-    """Whether `trainer.doctor` asks for an exam: `auto` where the engine has processes or a model of its own."""
+    """Whether `trainer.doctor` asks for an exam: `auto` where the engine has processes or a model of its own.
+
+    Not where the ranks share the transformer's shards: an exam makes another number of forward passes on each.
+    """
     if config.trainer.doctor == "auto":
-        return not _changes_precision(config) and config.rollout.cache == "none"
+        exam = not _changes_precision(config) and config.rollout.cache == "none"
+        return exam and not shards_weights(config)
     return config.trainer.doctor
 
 
