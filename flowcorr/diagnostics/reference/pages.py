@@ -1,4 +1,4 @@
-"""The generated tables of the pages: metrics, configuration keys, presets.
+"""The generated tables of the pages: metrics, configuration keys, presets, causes.
 
 `python -m flowcorr.diagnostics.reference.pages` writes them between the markers `<!-- table: NAME -->` and
 `<!-- end -->`.
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
+from flowcorr.diagnostics.doctor.replayed.verdicts import CAUSES
 from flowcorr.diagnostics.health import Units, healthy_range
 from flowcorr.diagnostics.reference.keys import keys
 from flowcorr.diagnostics.reference.metric import Metric
@@ -60,6 +61,11 @@ def presets_table() -> str:
     return _table(("preset", "aliases", "mode", "what it does"), rows)
 
 
+def causes_table() -> str:
+    """All causes that `flowcorr doctor` names in a dump."""
+    return _table(("`doctor` says", "what was wrong"), [(f"`{name}`", text) for name, text in CAUSES.items()])
+
+
 def healthy(metric: Metric) -> str:
     """The healthy range of a metric at `log_ratio_scale: mean`, or nothing where no rule judges it."""
     low, high = healthy_range(metric.name, Units())
@@ -67,7 +73,7 @@ def healthy(metric: Metric) -> str:
     return ", ".join(bounds)
 
 
-TABLES = {"metrics": metrics_table, "keys": keys_table, "presets": presets_table}
+TABLES = {"metrics": metrics_table, "keys": keys_table, "presets": presets_table, "causes": causes_table}
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
