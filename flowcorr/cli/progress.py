@@ -111,10 +111,14 @@ class TerminalObserver:
 
     def on_finish(self, result: RunResult) -> None:
         """The run has ended, at its last step or by a signal."""
+        from flowcorr.diagnostics.report.learning import CONSTANT, is_constant
+
         seconds = self._clock() - self._start
         self._say(f"{result.status} after step {result.step} in {_duration(seconds)}: {result.out_dir}")
         if len(self._evals) > 1:
             self._say(f"held out: {_changes(self._evals[0], self._evals[-1])}")
+        if is_constant(self._steps):
+            self._say(f"warning: {CONSTANT}; flowcorr report {shlex.quote(str(result.out_dir))} shows the images")
         if self._steps and result.status == "finished":
             recipe = self._recipe or str(result.out_dir / "config.yaml")
             audit = shlex.join(["flowcorr", "audit", recipe])

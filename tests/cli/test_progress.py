@@ -88,6 +88,16 @@ def test_a_finished_run_ends_with_its_measurement(console, recipe, advised):
     assert f": {advised}\n" in text
 
 
+@pytest.mark.parametrize(("spread", "warned"), [(0.0, True), (0.1, False)])
+def test_a_reward_that_is_constant_is_named_at_the_end(console, spread, warned):
+    with TerminalObserver(console) as observer:
+        observer.on_start(load("tiny_ocr_lora", ["trainer.total_steps=2"]), Path("runs/x"), 0)
+        for step in (1, 2):
+            observer.on_step(step, {"reward/mean": 0.25, "reward/std": spread})
+        observer.on_finish(RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics={}))
+    assert ("the same number for all images" in plain(console)) == warned
+
+
 def test_what_is_unhealthy_is_told_once(console):
     with TerminalObserver(console) as observer:
         observer.on_start(load("tiny_ocr_lora"), Path("runs/x"), 0)

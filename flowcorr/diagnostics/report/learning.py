@@ -15,6 +15,7 @@ Change = Literal["rose", "fell", "did not move", "unknown"]
 _ERRORS = 2.0
 _SCORE, _SPREAD = "eval/reward", "eval/reward_std"
 _REWARD, _REWARD_SPREAD = "reward/mean", "reward/std"
+CONSTANT = "the reward was the same number for all images, so nothing can be learned from it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,8 @@ class Learning:
 
 def learning_of(run: Run) -> Learning:
     """Judge the held-out reward of a run; without two evaluations, say what is missing."""
-    if _constant(run.records):
-        return Learning(
-            change="did not move",
-            text="the reward was the same number for all images, so nothing can be learned from it",
-        )
+    if is_constant(run.records):
+        return Learning(change="did not move", text=CONSTANT)
     scores = [record for record in run.records if record.get(_SCORE) is not None]
     if len(scores) < 2:
         return Learning(change="unknown", text=_without_scores(run))
@@ -66,7 +64,7 @@ def _without_scores(run: Run) -> str:
     return f"{moved}; there are not two held-out evaluations, so whether that was learned cannot be told"
 
 
-def _constant(records: Sequence[Mapping[str, Any]]) -> bool:
+def is_constant(records: Sequence[Mapping[str, Any]]) -> bool:
     """Whether every image of at least two training steps had the same reward."""
     steps = [record for record in records if record.get(_REWARD) is not None]
     means = {record[_REWARD] for record in steps}

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +72,8 @@ class OmniClient:
             raise
 
     def _serve(self) -> None:
+        # Python unblocks SIGINT in the thread that starts its resource tracker, so that one comes first.
+        resource_tracker.ensure_running()
         # The engine's processes are started here. A terminal signals them too, while the step in flight needs them.
         with signal_mask(signal.SIG_BLOCK, CHILDREN_IGNORE):
             self._loop.run_forever()

@@ -8,13 +8,15 @@ import pytest
 import torch
 import yaml
 from diagnostics.gaps import D
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from flowcorr.config import load
+from flowcorr.config import load, recipe_names
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.diagnostics.audit import advice as rules
-from flowcorr.diagnostics.audit.advice import Facts, advise, as_overrides
-from flowcorr.losses import LOSSES, Limit
+from flowcorr.diagnostics.audit.advice import Facts, advise, as_overrides, limit_at
+from flowcorr.losses import LOSSES, Limit, loss_of
 
 FACTS = Facts(
     num_steps=2,
@@ -178,3 +180,45 @@ def test_what_bounds_the_ratio(loss_mode, limit):
         assert advice.alternative == ""
         assert "bounds no ratio" in " ".join(advice.reasons)
         assert "is to be corrected" not in " ".join(advice.reasons)  # it is to be left as it is
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect")
+@pytest.mark.parametrize("recipe", recipe_names())
+@settings(max_examples=8)
+@given(
+    nats=st.sampled_from([1e-5, 1e-3, 0.05, 2.0]),
+    stale_share=st.sampled_from([0.0, 0.9]),
+    clip_in_ranges=st.lists(st.floats(0.0, 1e3), min_size=1, max_size=3),
+    outliers=st.sampled_from([0.0, 0.01, 0.2]),
+    older_weights=st.booleans(),
+)
+def test_advice_loads_on_top_of_the_recipe_that_it_is_for(
+    recipe, nats, stale_share, clip_in_ranges, outliers, older_weights
+):
+    config = load(recipe)
+    loss = loss_of(config.actor, config.algorithm.rollout_correction)
+    limit = None if loss.limit is None else loss.limit.distance(config.actor)
+    first, end = config.sampling.sde_window_range
+    steps = list(range(first, end))[: len(clip_in_ranges)]
+    allowed = {step: limit_at(limit, step) if limit is not None else 1e-3 for step in steps}
+    advice = advise(
+        replace(
+            FACTS,
+            joint_nats=nats,
+            exact_ess=math.exp(-2 * nats),
+            stale_nats=stale_share * nats,
+            clip_limit=limit,
+            clip_by_step={step: clip_in_ranges[i] * allowed[step] for i, step in enumerate(steps)},
+            window_end=end,
+            loss_mode=config.actor.loss_mode,
+            limit=loss.limit,
+            ratio_level=config.actor.ratio_level,
+            unscaled=config.sampling.cps_unscaled,
+            outliers=outliers,
+            older_weights=older_weights,
+        )
+    )
+    for lines in filter(None, (advice.yaml, advice.alternative)):
+        loaded = load(recipe, shlex.split(as_overrides(lines)))
+        expected = yaml.safe_load(lines)["algorithm"]["rollout_correction"]
+        assert loaded.algorithm.rollout_correction == RolloutCorrectionConfig.from_mapping(expected)
