@@ -118,7 +118,9 @@ class TerminalObserver:
         if len(self._evals) > 1:
             self._say(f"held out: {_changes(self._evals[0], self._evals[-1])}")
         if is_constant(self._steps):
-            self._say(f"warning: {CONSTANT}; flowcorr report {shlex.quote(str(result.out_dir))} shows the images")
+            self._say(
+                f"warning: {CONSTANT}; flowcorr report {shlex.quote(str(result.out_dir))} shows the images"
+            )
         if self._steps and result.status == "finished":
             recipe = self._recipe or str(result.out_dir / "config.yaml")
             audit = shlex.join(["flowcorr", "audit", recipe])
