@@ -282,7 +282,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_recipe(audit, "a YAML file, the name of a shipped recipe, or a folder of dumped steps")
     audit.add_argument("--batches", type=int, default=2, metavar="N", help="rollout batches (default: 2)")
-    audit.add_argument("--out", metavar="DIR", help="the folder to write (default: runs/RECIPE_audit)")
+    audit.add_argument(
+        "--out",
+        metavar="DIR",
+        help="the folder to write (default: runs/RECIPE_audit, or the folder of dumped steps)",
+    )
     audit.add_argument("--json", action="store_true", help="print audit.json, and nothing else")
     _add_imports(audit)
 
