@@ -80,8 +80,10 @@ Reward: TypeAlias = Callable[[np.ndarray, list[Prompt]], RewardOutput]
 A reward may have `overlaps = True`, an attribute of its class or function: it scores each image by itself, in whatever
 thread and company, and spends its time where Python's interpreter lock is released, so that other work goes on. It may
 have `computes_on_gpu = True`: it computes a CLIP model on a GPU, if its process sees one and its option `device` is not
-`cpu`. A reward of `REWARDS` may have `extras`: the names that its `RewardOutput.extra` may have. It may also have
-`needs_target(options)`: whether every prompt that it scores under these options must have a target.
+`cpu`. It may have `extras`: the names that its `RewardOutput.extra` may have, one of which `trainer.best_metric` can
+name. A reward of the user's own without `extras` has none; one of `REWARDS` without them chooses the names while it
+scores. A reward of `REWARDS` may have `needs_target(options)`: whether every prompt that it scores under these options
+must have a target.
 """
 
 

@@ -339,22 +339,33 @@ def check_targets(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
             )
 
 
-def known_scores(terms: Sequence[Term], gold: Sequence[Term] = ()) -> set[str] | None:
+def known_scores(terms: Sequence[Term], gold: Sequence[Term] = (), *, own: bool) -> set[str] | None:
     """Names under `eval/` that the scores of a recipe's reward may have, before it is built.
 
+    Args:
+        terms: rewards that are optimised.
+        gold: rewards that are only logged.
+        own: import rewards of the user's own, and read their `extras`; without that their scores are not known.
+
     Returns:
-        None if a reward of the user's own or a server chooses the names of its extras.
+        None if something chooses the names of its extras while it scores, such as a server.
     """
     names: set[str] = set()
     for prefix, listed in (("", terms), (GOLD, gold)):
         for term in listed:
-            extras = getattr(REWARDS.get(term.name), "extras", None)
+            extras = _stated_extras(term, own)
             if extras is None:
                 return None
             label = prefix + _label(term)
             lone = not prefix and len(terms) == 1
             names.update(extras if lone else (label, *(f"{label}_{extra}" for extra in extras)))
     return names
+
+
+def _stated_extras(term: Term, own: bool) -> Sequence[str] | None:
+    if ":" not in term.name:
+        return getattr(REWARDS.get(term.name), "extras", None)
+    return getattr(_imported(term), "extras", ()) if own else None
 
 
 @contextlib.contextmanager
@@ -410,8 +421,12 @@ def _known_reward(term: Term) -> Callable[..., Any]:
     return REWARDS[term.name]
 
 
+def _imported(term: Term) -> Any:
+    return import_target("reward.terms.name", term.name, "a function or class")
+
+
 def _users_own(term: Term) -> Callable[..., Any]:
-    target = import_target("reward.terms.name", term.name, "a function or class")
+    target = _imported(term)
     if inspect.isclass(target):
         _check_options(term, target)
         target = target(**term.options)

@@ -44,6 +44,9 @@ class Length:
         lengths = np.array([len(prompt.text) + self.offset for prompt in prompts], dtype=float)
         return RewardOutput(scores=lengths, extra={"odd": lengths % 2})
 
+class Stated(Length):
+    extras = ("odd",)
+
 class Extra:
     def __init__(self, key):
         self.key = key
@@ -353,18 +356,30 @@ def test_prompts_without_a_target_that_no_term_needs():
 
 def test_names_of_scores_are_known_before_a_reward_is_built():
     jpeg, ocr = term("jpeg_compressibility"), term("ocr")
-    assert known_scores([jpeg]) == set()
-    assert known_scores([ocr]) == {"exact_match", "edit_similarity"}
-    assert known_scores([jpeg, ocr]) == {jpeg.name, "ocr", "ocr_exact_match", "ocr_edit_similarity"}
-    assert known_scores([jpeg], [term("pickscore")]) == {"gold/pickscore", "gold/pickscore_logit"}
+    assert known_scores([jpeg], own=False) == set()
+    assert known_scores([ocr], own=False) == {"exact_match", "edit_similarity"}
+    assert known_scores([jpeg, ocr], own=False) == {
+        jpeg.name,
+        "ocr",
+        "ocr_exact_match",
+        "ocr_edit_similarity",
+    }
+    assert known_scores([jpeg], [term("pickscore")], own=False) == {"gold/pickscore", "gold/pickscore_logit"}
     # As the reward itself names them.
     both = build_reward([jpeg], [term("jpeg_incompressibility")])(IMAGES, PROMPTS)
-    assert known_scores([jpeg], [term("jpeg_incompressibility")]) == set(both.extra)
+    assert known_scores([jpeg], [term("jpeg_incompressibility")], own=False) == set(both.extra)
 
 
-@pytest.mark.parametrize("name", ["http", "my_rewards:mine"])
-def test_names_that_a_server_or_the_user_chooses_are_unknown(name):
-    assert known_scores([term("ocr"), term(name)]) is None
+@pytest.mark.parametrize("own", [False, True])
+def test_names_that_a_server_chooses_are_unknown(own):
+    assert known_scores([term("ocr"), term("http")], own=own) is None
+
+
+def test_an_own_reward_states_the_names_of_its_scores():
+    own = [term("users_rewards:mean"), term("users_rewards:Stated")]
+    assert known_scores(own, own=True) == {"mean", "Stated", "Stated_odd"}
+    assert known_scores(own[1:], own=True) == {"odd"}
+    assert known_scores(own, own=False) is None
 
 
 def test_a_reward_states_where_it_computes():
