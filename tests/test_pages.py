@@ -48,7 +48,7 @@ def test_the_citation_names_this_version():
 
 
 def test_every_constraint_lies_within_its_range():
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "examples" / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     needed = [Requirement(text) for text in _project()["dependencies"]]
     assert {requirement.name.lower() for requirement in needed} <= pinned.keys()
