@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,9 +23,8 @@ from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import ADD_TARGET, OcrReward, target_of
 from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rewards.slow import reported_when_slow
 from flowcorr.rewards.vlm_judge import VlmJudge
-
-logger = logging.getLogger(__name__)
 
 REWARDS: Mapping[str, Callable[..., Reward]] = {
     "ocr": OcrReward,
@@ -366,33 +361,6 @@ def _stated_extras(term: Term, own: bool) -> Sequence[str] | None:
     if ":" not in term.name:
         return getattr(REWARDS.get(term.name), "extras", None)
     return getattr(_imported(term), "extras", ()) if own else None
-
-
-@contextlib.contextmanager
-def reported_when_slow(label: str, timeout: float | None, every: float = 60.0) -> Iterator[None]:
-    """Log which reward is still computing `timeout` seconds after it was called, then once `every` seconds."""
-    if timeout is None:
-        yield
-        return
-    begin, done = time.monotonic(), threading.Event()
-
-    def report() -> None:
-        wait = min(timeout, threading.TIMEOUT_MAX)
-        while not done.wait(wait):
-            logger.warning(
-                "reward %s has been computing for %.0f s, and the run waits for it",
-                label,
-                time.monotonic() - begin,
-            )
-            wait = every
-
-    reporter = threading.Thread(target=report, name=f"waiting for reward {label}", daemon=True)
-    reporter.start()
-    try:
-        yield
-    finally:
-        done.set()
-        reporter.join()
 
 
 def _labels(key: str, terms: Sequence[Term]) -> list[str]:
