@@ -13,7 +13,9 @@ from flowcorr.plan.estimate import plan_of
 from flowcorr.plan.traces import trace
 
 RECIPES = tuple(name for name in recipe_names() if not name.startswith("tiny_"))
-CARDS = tuple(GPUS[name] for name in ("rtx4090-24gb", "l40s-48gb", "a100-80gb-sxm", "h100-80gb", "h200-141gb"))
+CARDS = tuple(
+    GPUS[name] for name in ("rtx4090-24gb", "l40s-48gb", "a100-80gb-sxm", "h100-80gb", "h200-141gb")
+)
 PAGE = Path(__file__).parents[2] / "recipes" / "README.md"
 BEGIN, END = "<!-- cards -->\n", "<!-- end of cards -->"
 SHARED_BY = {
