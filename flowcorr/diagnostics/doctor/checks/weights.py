@@ -15,6 +15,8 @@ from flowcorr.rollout.precision import MARGIN
 # Missing share of a change of weights: up to 0.02 with all layers bound (0.08 for a random FLUX in bfloat16), 0.55 with
 # half of them.
 MISSING_WARN, MISSING_FAIL = 0.1, 0.25
+# Of the gap that precision costs, how much may lie along a change of the weights: up to 0.1 in clean int4.
+ALONG_CHANGE = 0.2
 
 
 @runtime_checkable
@@ -93,7 +95,9 @@ def _arrival(exam: Exam, what: str) -> Finding:
     # coarse weights round a merged adapter otherwise than the base alone, by up to 1.3 times the largest clean gap.
     rounding = max(1.5 * precision**2, 2 * (exam.usual_gap / MARGIN) ** 2)
     share = 1 - trial.fit(without).factor
-    missing = max(math.sqrt(max(gap**2 - rounding, 0.0)) / max(size, 1e-12), abs(1 - share))
+    size = max(size, 1e-12)
+    unsure = ALONG_CHANGE * precision / size
+    missing = max(math.sqrt(max(gap**2 - rounding, 0.0)) / size, abs(1 - share) - unsure)
     message = f"{100 * share:.0f} % of the {what}'s effect on the actor's steps is found in the engine's"
     names = "compare the engine's layer names with the names that are sent"
     bad = message

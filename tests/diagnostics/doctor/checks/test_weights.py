@@ -1,6 +1,8 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from diagnostics.doctor.faults import (
     GUIDED,
     WHOLE,
@@ -14,6 +16,7 @@ from diagnostics.doctor.faults import (
     statuses,
 )
 
+from flowcorr.diagnostics.doctor.checks.weights import check_lora
 from flowcorr.diagnostics.doctor.mistakes import head_missing
 from flowcorr.diagnostics.doctor.plants import (
     deaf_after_the_first_sync,
@@ -23,6 +26,7 @@ from flowcorr.diagnostics.doctor.plants import (
     scaled_up,
     without_adapters,
 )
+from flowcorr.diagnostics.doctor.trials import Trial
 from flowcorr.rollout import InProcessEngine
 
 
@@ -92,6 +96,28 @@ def test_a_coarse_engine_warns(small_run):
     report = check(run, engine)
     assert report.failed() == []
     assert statuses(report, "WARN") == ["weights"]
+
+
+@pytest.mark.parametrize(("precision", "status"), [(0.3, "PASS"), (0.01, "WARN")])
+def test_how_much_of_a_change_arrives_is_known_as_well_as_precision_allows(precision, status):
+    """A change of 15 % of the velocity, of which the engine lacks a fifth."""
+    draw = torch.Generator().manual_seed(0)
+    without, change, *errors = torch.randn(4, 1, 1, 10_000, generator=draw)
+    change, coarse = 0.15 * change, [precision * error for error in errors]
+
+    def trial(means, engine):
+        window = SimpleNamespace(means=engine, stds=torch.ones(1, 1))
+        rollout = SimpleNamespace(window=window)
+        still = torch.zeros_like(means)
+        return Trial(rollout=rollout, log_probs=None, means=means, still=still, stds=torch.ones(1, 1))
+
+    trials = SimpleNamespace(
+        bare=trial(without, without + coarse[0]),
+        moved=trial(without + change, without + 0.8 * change + 0.8 * coarse[1]),
+        moved_under={"bare": without},
+    )
+    config = SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(rank=4)))
+    assert check_lora(SimpleNamespace(config=config, trials=trials, usual_gap=precision)).status == status
 
 
 def test_a_fresh_adapter_that_never_arrives(small_run):
