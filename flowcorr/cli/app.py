@@ -165,10 +165,14 @@ examples:
   flowcorr translate config/grpo.py:general_ocr_sd3 --gpus 8
 """
 _EXPLAIN = """\
-Explain a metric, a configuration key or a preset: its meaning, unit and healthy range, and what to do outside it.
+Explain what the tools print: a metric, a configuration key, a preset, a check or cause of the doctor, a leg of a
+replay, a finding, a rejection mode, or a word such as ESS, joint nats, delta or bypass. Each with its unit, when to
+worry, and what to do then. A name with spaces needs quotes.
 
 examples:
-  flowcorr explain rollout_corr/k3_kl
+  flowcorr explain k3_kl clip_noise_fraction
+  flowcorr explain ESS "joint nats" delta
+  flowcorr explain lora wrong_prompt      a check of flowcorr doctor, and a cause that it names
   flowcorr explain actor.clip_ratio
   flowcorr explain decoupled_seq_is
   flowcorr explain gap clipped            labels that flowcorr train prints after each step
@@ -278,7 +282,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_recipe(audit, "a YAML file, the name of a shipped recipe, or a folder of dumped steps")
     audit.add_argument("--batches", type=int, default=2, metavar="N", help="rollout batches (default: 2)")
-    audit.add_argument("--out", metavar="DIR", help="the folder to write (default: runs/RECIPE_audit)")
+    audit.add_argument(
+        "--out",
+        metavar="DIR",
+        help="the folder to write (default: runs/RECIPE_audit, or the folder of dumped steps)",
+    )
     audit.add_argument("--json", action="store_true", help="print audit.json, and nothing else")
     _add_imports(audit)
 
@@ -333,9 +341,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_overrides(translating)
     _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)
     explaining = _add(
-        subparsers, "explain", "explain a metric, a key or a preset", _EXPLAIN, commands.explain
+        subparsers,
+        "explain",
+        "explain a metric, a key, a preset, a finding or a word of the tools",
+        _EXPLAIN,
+        commands.explain,
     )
-    explaining.add_argument("names", nargs="+", metavar="NAME", help="a metric, a dotted key, or a preset")
+    explaining.add_argument("names", nargs="+", metavar="NAME", help="a name or word that a tool prints")
     return parser
 
 

@@ -166,8 +166,9 @@ def audit(arguments: argparse.Namespace) -> int:
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
-    out_dir = _out_path(arguments.out) or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
+    out_dir = _out_path(arguments.out)
     if is_folder(Path(arguments.recipe)):
+        out_dir = out_dir or Path(arguments.recipe)
         if arguments.overrides:
             raise ConfigError(
                 f"{arguments.recipe} is a folder of dumped steps, so {arguments.overrides[0]} has no effect; leave it "
@@ -184,6 +185,7 @@ def audit(arguments: argparse.Namespace) -> int:
         check_this_gpu(arguments.recipe, arguments.overrides, config)
         report = measure(config, num_batches=arguments.batches)
     title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
+    out_dir = out_dir or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
     files = page.save(report, out_dir, title=title)
     if arguments.json:
         print(page.as_json(report, title))

@@ -199,9 +199,9 @@ class RolloutConfig:
         drift_every: with stale weights, training steps between measurements that split the gap into the part of the
             engine and the part of older weights; each costs a recompute pass (two in bypass mode); 0 is off.
         replay_every: training steps between replays of a few whole images with the training stack, for differences that
-            log-probs cannot show, see `trainer.replay`; 0 is off.
+            log-probs cannot show, see `rollout_corr/replay/*`; 0 is off.
         prompts_per_step: prompts (groups) a training step, of all ranks together.
-        n: images a prompt.
+        n: images per prompt.
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once.
             With less, rewards in a thread begin earlier. With `placement: ray` it is also the size of a worker's
             request, in whole prompts; null is one prompt.
@@ -289,7 +289,10 @@ class ActorConfig:
         kl_weighting: unit of `kl_coef`: `exact` is the KL of the step, `flow_grpo` that of published recipes.
         optimizer: `adamw` of torch, or `adamw_8bit` of bitsandbytes, whose moments take 2 bytes a weight instead of 8
             for float32 weights. It pays for `model.lora.rank: 0`.
-        lr, betas, eps, weight_decay: AdamW; gradients far below `eps` hardly move the weights.
+        lr: learning rate of AdamW.
+        betas: decay of AdamW's averages of the gradient and of its square.
+        eps: AdamW's floor of a gradient's size; gradients far below it hardly move the weights.
+        weight_decay: AdamW's decay of the weights.
         warmup_steps: optimizer updates over which the learning rate rises linearly.
         lr_schedule: how it falls afterwards, until the last update of `trainer.total_steps`.
         lr_min_ratio: share of `lr` that it falls to.

@@ -59,11 +59,12 @@ class RolloutCorrectionConfig:
     `RolloutCorrectionConfig.preset("seq_is", rollout_is_threshold=3.0)`, or from a recipe's mapping.
 
     Attributes:
-        preset: the preset these values came from, if any; two configs are equal if their values are.
-        bypass_mode: take the rollout's log-probs as the old ones, and correct inside the loss; `auto` starts so and
-            recomputes them while the rollout's noise does not fit the clip range, see `algorithm.auto_mode`.
-        auto_enter: with `auto`, noise above this many clip ranges ends bypass mode.
-        auto_leave: with `auto`, noise below this many clip ranges brings it back.
+        preset: name of a preset that fills the keys below; `flowcorr presets` lists them. Two configs are equal if
+            their other values are.
+        bypass_mode: take the rollout's log-probs as the old ones, and correct inside the loss. `auto` starts so (with
+            stale weights it does not), and recomputes them while the noise does not fit `actor.clip_ratio`.
+        auto_enter: with `auto`, switch to decoupled mode when noise exceeds this multiple of `actor.clip_ratio`.
+        auto_leave: with `auto`, switch back to bypass mode when noise is below this multiple of `actor.clip_ratio`.
         loss_type: the loss in bypass mode; `reinforce` weights its terms, `ppo_clip` holds the ratio itself.
         rollout_is: level of the importance weights; None computes none.
         rollout_is_threshold: a number caps the weights (TIS), a pair zeroes those outside (IcePop), `inf`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -74,15 +74,24 @@ class RewardOutput:
         )
 
 
-Reward: TypeAlias = Callable[[np.ndarray, list[Prompt]], RewardOutput]
-"""Called with images `[B, H, W, 3]` uint8 and their `B` prompts.
+class Reward(Protocol):
+    """A function, or an instance of a class, that scores images.
 
-A reward may have `overlaps = True`, an attribute of its class or function: it scores each image by itself, in whatever
-thread and company, and spends its time where Python's interpreter lock is released, so that other work goes on. It may
-have `computes_on_gpu = True`: it computes a CLIP model on a GPU, if its process sees one and its option `device` is not
-`cpu`. A reward of `REWARDS` may have `extras`: the names that its `RewardOutput.extra` may have. It may also have
-`needs_target(options)`: whether every prompt that it scores under these options must have a target.
-"""
+    Attributes:
+        overlaps: `True`: it scores each image by itself, in whatever thread and company, and spends its time where
+            Python's interpreter lock is released, so that other work goes on.
+        computes_on_gpu: `True`: it computes a CLIP model on a GPU, if its process sees one and its option `device` is
+            not `cpu`.
+        extras: the names that its `RewardOutput.extra` may have, one of which `trainer.best_metric` can name. A reward
+            of your own without `extras` has none; one of `REWARDS` without them chooses the names while it scores.
+        needs_target: of `REWARDS` only, a function of the options: whether every prompt that it scores needs a target.
+
+    All are optional, and stand on the function or the class.
+    """
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt], /) -> RewardOutput:
+        """Score images `[B, H, W, 3]` uint8 of their `B` prompts."""
+        ...
 
 
 def as_reward_output(value: Any, batch_size: int, name: str) -> RewardOutput:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,9 +23,8 @@ from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import ADD_TARGET, OcrReward, target_of
 from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rewards.slow import reported_when_slow
 from flowcorr.rewards.vlm_judge import VlmJudge
-
-logger = logging.getLogger(__name__)
 
 REWARDS: Mapping[str, Callable[..., Reward]] = {
     "ocr": OcrReward,
@@ -339,16 +334,21 @@ def check_targets(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
             )
 
 
-def known_scores(terms: Sequence[Term], gold: Sequence[Term] = ()) -> set[str] | None:
+def known_scores(terms: Sequence[Term], gold: Sequence[Term] = (), *, own: bool) -> set[str] | None:
     """Names under `eval/` that the scores of a recipe's reward may have, before it is built.
 
+    Args:
+        terms: rewards that are optimised.
+        gold: rewards that are only logged.
+        own: import rewards of the user's own, and read their `extras`; without that their scores are not known.
+
     Returns:
-        None if a reward of the user's own or a server chooses the names of its extras.
+        None if something chooses the names of its extras while it scores, such as a server.
     """
     names: set[str] = set()
     for prefix, listed in (("", terms), (GOLD, gold)):
         for term in listed:
-            extras = getattr(REWARDS.get(term.name), "extras", None)
+            extras = _stated_extras(term, own)
             if extras is None:
                 return None
             label = prefix + _label(term)
@@ -357,31 +357,10 @@ def known_scores(terms: Sequence[Term], gold: Sequence[Term] = ()) -> set[str] |
     return names
 
 
-@contextlib.contextmanager
-def reported_when_slow(label: str, timeout: float | None, every: float = 60.0) -> Iterator[None]:
-    """Log which reward is still computing `timeout` seconds after it was called, then once `every` seconds."""
-    if timeout is None:
-        yield
-        return
-    begin, done = time.monotonic(), threading.Event()
-
-    def report() -> None:
-        wait = min(timeout, threading.TIMEOUT_MAX)
-        while not done.wait(wait):
-            logger.warning(
-                "reward %s has been computing for %.0f s, and the run waits for it",
-                label,
-                time.monotonic() - begin,
-            )
-            wait = every
-
-    reporter = threading.Thread(target=report, name=f"waiting for reward {label}", daemon=True)
-    reporter.start()
-    try:
-        yield
-    finally:
-        done.set()
-        reporter.join()
+def _stated_extras(term: Term, own: bool) -> Sequence[str] | None:
+    if ":" not in term.name:
+        return getattr(REWARDS.get(term.name), "extras", None)
+    return getattr(_imported(term), "extras", ()) if own else None
 
 
 def _labels(key: str, terms: Sequence[Term]) -> list[str]:
@@ -410,8 +389,12 @@ def _known_reward(term: Term) -> Callable[..., Any]:
     return REWARDS[term.name]
 
 
+def _imported(term: Term) -> Any:
+    return import_target("reward.terms.name", term.name, "a function or class")
+
+
 def _users_own(term: Term) -> Callable[..., Any]:
-    target = import_target("reward.terms.name", term.name, "a function or class")
+    target = _imported(term)
     if inspect.isclass(target):
         _check_options(term, target)
         target = target(**term.options)

@@ -163,14 +163,20 @@ def _check_worker_gpus(config: Config) -> None:
 
 
 def _check_best_metric(config: Config) -> None:
-    """Check that an evaluation will yield `trainer.best_metric`, where the names of all scores are known."""
-    scores = known_scores(config.reward.terms, config.reward.gold)
+    """Check that an evaluation will yield `trainer.best_metric`, where the names of all scores are known.
+
+    A Ray worker may be the only one that can import a reward of the user's own, so there it is not imported.
+    """
+    terms = (*config.reward.terms, *config.reward.gold)
+    scores = known_scores(config.reward.terms, config.reward.gold, own=config.reward.placement != "ray")
     name = config.trainer.best_metric
     if scores is None or name.startswith("eval/image/"):
         return
     choices = ["eval/reward", "eval/reward_std", *(f"eval/{score}" for score in sorted(scores))]
     if name not in choices:
-        raise ConfigError(unknown_choice("trainer.best_metric", name, choices))
+        own = next((term.name.rpartition(":")[2] for term in terms if ":" in term.name), None)
+        hint = "" if own is None else f"; if {own} returns it, say so by {own}.extras = (NAME,)"
+        raise ConfigError(unknown_choice("trainer.best_metric", name, choices) + hint)
 
 
 def _build_reward(config: Config, on_event: OnEvent) -> Reward:

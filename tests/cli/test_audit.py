@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 import yaml
+from diagnostics.dumped_runs import terms_of, write_run
 
 from flowcorr.cli import main
 from flowcorr.config import load, recipe_names
@@ -84,6 +85,18 @@ algorithm:
     found = load(recipe, shlex.split(as_overrides(lines)))
     assert found.algorithm.rollout_correction == expected.algorithm.rollout_correction
     assert found.actor.clip_ratio == (0.1, 0.2, 0.3, 0.4, 0.5)
+
+
+def test_dumps_of_one_name_keep_their_own_audits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, place in enumerate(("first", "second"), start=1):
+        (tmp_path / place).mkdir()
+        write_run(tmp_path / place / "dump", [terms_of()] * number)
+        assert main(["audit", f"{place}/dump"]) == 0
+    found = [
+        json.loads((tmp_path / place / "dump" / "audit.json").read_text()) for place in ("first", "second")
+    ]
+    assert found[1]["num_samples"] == 2 * found[0]["num_samples"]
 
 
 def test_bad_batches(capsys):

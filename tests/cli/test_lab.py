@@ -57,7 +57,7 @@ def test_a_run(run_dir, capsys):
     text = "\n".join(lines)
     assert all(name in text for name in PRESETS)
     assert "not replayed: decoupled_token_is, " in text
-    assert "leave the gradient as it is but for its length: bypass_ppo_clip, " in text
+    assert "change only the gradient's length, which Adam ignores: bypass_ppo_clip, " in text
     saved = f"saved: {run_dir / 'lab.json'}, {run_dir / 'lab.html'}"
     assert lines[-1] == f"{saved} and 5 charts (.png) beside them"
     assert max(map(len, lines[:-1])) <= 140

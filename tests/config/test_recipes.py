@@ -30,6 +30,13 @@ def test_header_says_where_from_how_large_and_how_the_clip_stands(name):
         assert promise in header, promise
 
 
+@pytest.mark.parametrize("name", recipe_names())
+def test_header_ends_in_what_was_verified(name):
+    """`tiny`: trained by `tests/trainer/test_recipes_run.py` on a tiny random pipeline, or on the embedded model."""
+    header = find_recipe(name).read_text(encoding="utf-8").split("\nmodel:")[0]
+    assert header.endswith("verified: tiny")
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_it_samples_with_the_engine_in_bfloat16(name):
     config = load(name)

@@ -1,6 +1,5 @@
 import asyncio
 import pickle
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +21,7 @@ from flowcorr.rewards import (
     score_batch,
     training_scores,
 )
-from flowcorr.rewards.combine import REWARDS, reported_when_slow, states
+from flowcorr.rewards.combine import REWARDS, states
 
 IMAGES = np.array([0, 100, 200], dtype=np.uint8)[:, None, None, None] * np.ones((3, 8, 8, 3), dtype=np.uint8)
 PROMPTS = [Prompt(text=text) for text in ("a", "bb", "ccc")]
@@ -43,6 +42,9 @@ class Length:
     def __call__(self, images, prompts):
         lengths = np.array([len(prompt.text) + self.offset for prompt in prompts], dtype=float)
         return RewardOutput(scores=lengths, extra={"odd": lengths % 2})
+
+class Stated(Length):
+    extras = ("odd",)
 
 class Extra:
     def __init__(self, key):
@@ -137,15 +139,6 @@ def test_the_log_names_the_reward_that_is_waited_for(caplog):
     build_reward([term("users_rewards:slow")], timeout=60)(IMAGES, PROMPTS)
     build_reward([term("users_rewards:slow")])(IMAGES, PROMPTS)
     assert caplog.text == ""
-
-
-def test_the_log_goes_on_to_name_a_reward_that_hangs(caplog):
-    end = time.monotonic() + 60
-    with reported_when_slow("mine", timeout=0.02, every=0.02):
-        while len(caplog.records) < 3:
-            assert time.monotonic() < end
-            time.sleep(0.02)
-    assert all("reward mine has been computing for" in record.getMessage() for record in caplog.records)
 
 
 def test_non_finite_term_is_named():
@@ -353,18 +346,30 @@ def test_prompts_without_a_target_that_no_term_needs():
 
 def test_names_of_scores_are_known_before_a_reward_is_built():
     jpeg, ocr = term("jpeg_compressibility"), term("ocr")
-    assert known_scores([jpeg]) == set()
-    assert known_scores([ocr]) == {"exact_match", "edit_similarity"}
-    assert known_scores([jpeg, ocr]) == {jpeg.name, "ocr", "ocr_exact_match", "ocr_edit_similarity"}
-    assert known_scores([jpeg], [term("pickscore")]) == {"gold/pickscore", "gold/pickscore_logit"}
+    assert known_scores([jpeg], own=False) == set()
+    assert known_scores([ocr], own=False) == {"exact_match", "edit_similarity"}
+    assert known_scores([jpeg, ocr], own=False) == {
+        jpeg.name,
+        "ocr",
+        "ocr_exact_match",
+        "ocr_edit_similarity",
+    }
+    assert known_scores([jpeg], [term("pickscore")], own=False) == {"gold/pickscore", "gold/pickscore_logit"}
     # As the reward itself names them.
     both = build_reward([jpeg], [term("jpeg_incompressibility")])(IMAGES, PROMPTS)
-    assert known_scores([jpeg], [term("jpeg_incompressibility")]) == set(both.extra)
+    assert known_scores([jpeg], [term("jpeg_incompressibility")], own=False) == set(both.extra)
 
 
-@pytest.mark.parametrize("name", ["http", "my_rewards:mine"])
-def test_names_that_a_server_or_the_user_chooses_are_unknown(name):
-    assert known_scores([term("ocr"), term(name)]) is None
+@pytest.mark.parametrize("own", [False, True])
+def test_names_that_a_server_chooses_are_unknown(own):
+    assert known_scores([term("ocr"), term("http")], own=own) is None
+
+
+def test_an_own_reward_states_the_names_of_its_scores():
+    own = [term("users_rewards:mean"), term("users_rewards:Stated")]
+    assert known_scores(own, own=True) == {"mean", "Stated", "Stated_odd"}
+    assert known_scores(own[1:], own=True) == {"odd"}
+    assert known_scores(own, own=False) is None
 
 
 def test_a_reward_states_where_it_computes():

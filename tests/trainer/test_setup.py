@@ -74,6 +74,20 @@ def test_a_best_metric_that_no_evaluation_yields_is_refused_at_once(monkeypatch)
         build_run(config.load("tiny_jpeg_lora", ["trainer.best_metric=eval/exact_match"]))
 
 
+def test_a_best_metric_that_an_own_reward_lacks_is_refused_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "scores_of_mine.py").write_text(
+        "def shade(images, prompts):\n    return images.mean((1, 2, 3))\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        build_run(config.load("tiny_ocr_lora", ["reward.terms=[{name: scores_of_mine:shade}]"]))
+    assert str(refused.value) == (
+        "trainer.best_metric='eval/exact_match' is unknown; choose from eval/reward, eval/reward_std; "
+        "if shade returns it, say so by shade.extras = (NAME,)"
+    )
+
+
 @pytest.mark.parametrize(
     ("train", "heldout", "reward", "place"),
     [

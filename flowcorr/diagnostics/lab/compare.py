@@ -209,7 +209,7 @@ def read(replays: Sequence[Replay]) -> str:
     """The presets that differ from no correction and those that do not, in words."""
     replayed = [(replay.label, replay.outcome) for replay in replays if replay.outcome is not None]
     same = [name for name, outcome in replayed if outcome.same]
-    left = f"{_counted(same, 'leave')} the gradient as it is but for its length"
+    left = f"{_counted(same, 'change')} only the gradient's length, which Adam ignores"
     parts = [
         f"of {len(replayed)} replay{'s'[: len(replayed) > 1]}, {left}"
         + (f": {', '.join(same)}" if same else "")
@@ -222,7 +222,7 @@ def read(replays: Sequence[Replay]) -> str:
             cosines = [_or_zero(outcome.cosine) for outcome in turned.values()]
             bounds = " to ".join(dict.fromkeys(f"{bound:.3f}" for bound in (min(cosines), max(cosines))))
             names = f": {', '.join(turned)}" if len(turned) <= _MAX_NAMES else ""
-            parts.append(f"{_counted(turned, 'turn')} it by {cause} (cosine {bounds}){names}")
+            parts.append(f"{_counted(turned, 'turn')} the gradient by {cause} (cosine {bounds}){names}")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 

@@ -34,7 +34,7 @@ class Key:
 
 def keys(section: type = Config, prefix: str = "") -> Iterator[Key]:
     """All keys below a section, in the order of the schema."""
-    meanings, hints = _attributes(section), typing.get_type_hints(section)
+    meanings, hints = meanings_of(section), typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         nested = next((part for part in _parts(hint) if isinstance(part, type) and is_dataclass(part)), None)
@@ -58,10 +58,10 @@ def find_key(name: str) -> Key | None:
     return found[0] if len(found) == 1 else None
 
 
-def _attributes(section: type) -> dict[str, str]:
-    """The sentences under `Attributes:` in a docstring, by name; `height, width: ...` counts for both."""
-    text = inspect.getdoc(section) or ""
-    _, _, attributes = text.partition("Attributes:\n")
+def meanings_of(described: Any, heading: str = "Attributes") -> dict[str, str]:
+    """The sentences under `Attributes:`, or another heading, of a docstring; `height, width: ...` counts for both."""
+    text = inspect.getdoc(described) or ""
+    _, _, attributes = text.partition(f"{heading}:\n")
     attributes = attributes.split("\n\n")[0]
     found: dict[str, str] = {}
     for names, meaning in re.findall(

@@ -1,4 +1,4 @@
-"""The generated tables of the pages: metrics, configuration keys, presets.
+"""The generated tables of the pages: metrics, configuration keys, presets, causes, interfaces.
 
 `python -m flowcorr.diagnostics.reference.pages` writes them between the markers `<!-- table: NAME -->` and
 `<!-- end -->`.
@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
+from flowcorr.diagnostics.doctor.replayed.verdicts import CAUSES
 from flowcorr.diagnostics.health import Units, healthy_range
+from flowcorr.diagnostics.reference.interfaces import INTERFACES, Row
 from flowcorr.diagnostics.reference.keys import keys
 from flowcorr.diagnostics.reference.metric import Metric
 from flowcorr.diagnostics.reference.metrics import SECTIONS
@@ -21,6 +24,7 @@ PAGES = (
     PACKAGE / "correction" / "README.md",
     PACKAGE / "diagnostics" / "README.md",
     PACKAGE.parent / "recipes" / "README.md",
+    PACKAGE.parent / "examples" / "README.md",
 )
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
@@ -60,6 +64,11 @@ def presets_table() -> str:
     return _table(("preset", "aliases", "mode", "what it does"), rows)
 
 
+def causes_table() -> str:
+    """All causes that `flowcorr doctor` names in a dump."""
+    return _table(("`doctor` says", "what was wrong"), [(f"`{name}`", text) for name, text in CAUSES.items()])
+
+
 def healthy(metric: Metric) -> str:
     """The healthy range of a metric at `log_ratio_scale: mean`, or nothing where no rule judges it."""
     low, high = healthy_range(metric.name, Units())
@@ -67,7 +76,19 @@ def healthy(metric: Metric) -> str:
     return ", ".join(bounds)
 
 
-TABLES = {"metrics": metrics_table, "keys": keys_table, "presets": presets_table}
+def interface_table(rows: Callable[[], Iterable[Row]]) -> str:
+    """What a loop or an extension of the user's own fills in."""
+    cells = [(f"`{name}`", meaning, default) for name, meaning, default in rows()]
+    return _table(("name", "meaning", "default"), cells)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "metrics": metrics_table,
+    "keys": keys_table,
+    "presets": presets_table,
+    "causes": causes_table,
+    **{name: partial(interface_table, rows) for name, rows in INTERFACES.items()},
+}
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -246,7 +246,7 @@ def _healthy_text(curves: Sequence[Curve], healthy: tuple[float, float], serious
         text = f"healthy from {low:.3g}"
     else:
         return ""
-    return text if limit_in_view(curves, healthy, zoom=zoom) else f"{text}, far from all values here"
+    return text if limit_in_view(curves, healthy, zoom=zoom) else f"{text}, outside this plot"
 
 
 # Histograms ----------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def _clip_text(spread: Spread, view: float) -> str:
         return "this loss has no clip range"
     low, high = spread.limits
     above, below = (_share(where) for where in (spread.ratios > high, spread.ratios < low))
-    place = "dashed" if min(abs(low), abs(high)) <= view else "far from all values here"
+    place = "dashed" if min(abs(low), abs(high)) <= view else "outside this plot"
     return f"clip range {place}: {above:.1%} above, {below:.1%} below"
 
 

@@ -317,12 +317,12 @@ def test_reading():
         ]
     )
     assert text == (
-        "Of 7 replays, 2 leave the gradient as it is but for its length: a, b; 2 turn it by rejection (cosine 0.250 to "
-        "0.500): d, e; 1 turns it by clipping (cosine 0.700): c; 1 turns it by not clipping (cosine 0.800): g; 1 turns "
-        "it by weights (cosine 0.900): f."
+        "Of 7 replays, 2 change only the gradient's length, which Adam ignores: a, b; 2 turn the gradient by rejection "
+        "(cosine 0.250 to 0.500): d, e; 1 turns the gradient by clipping (cosine 0.700): c; 1 turns the gradient by "
+        "not clipping (cosine 0.800): g; 1 turns the gradient by weights (cosine 0.900): f."
     )
     assert read([replayed("d", cosine=0.5, changed_terms=0.6, rejected_terms=0.6)]).startswith(
-        "Of 1 replay, none leaves the gradient as it is"
+        "Of 1 replay, none changes only the gradient's length"
     )
 
 
@@ -331,7 +331,7 @@ def test_what_reinforce_does_not_clip_is_not_called_weights(tmp_path):
     report = replay_run(run_dir, presets=["bypass_pg_is"])
     outcome = by_label(report)["bypass_pg_is"].outcome
     assert outcome.appeared_terms == outcome.changed_terms > 0.1
-    assert "1 turns it by not clipping" in report.reading
+    assert "1 turns the gradient by not clipping" in report.reading
 
 
 def test_a_report_is_json(tmp_path):

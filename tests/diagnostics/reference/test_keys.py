@@ -1,5 +1,6 @@
 """Configuration keys, read from the schema."""
 
+import re
 from dataclasses import fields
 
 from flowcorr.config import Config, to_mapping
@@ -20,3 +21,17 @@ def test_every_key_is_explained():
     assert all(field.name in {name.split(".")[0] for name in known} for field in fields(Config))
     assert find_key("clip_ratio").default == "0.001"
     assert find_key("dtype") is None  # of several sections
+
+
+def test_meanings_name_keys_that_exist():
+    every = list(keys())
+    names = {key.name for key in every}
+    sections = {name.partition(".")[0] for name in names}
+    unknown = [
+        (key.name, found)
+        for key in every
+        for found in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)", key.meaning)
+        if found.partition(".")[0] in sections
+        and not any(f"{name}.".startswith(f"{found}.") for name in names)
+    ]
+    assert unknown == []

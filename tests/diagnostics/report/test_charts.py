@@ -33,14 +33,14 @@ def test_limits_of_shares_are_drawn_however_far_they_are(value, tmp_path):
     charts = charts_of(folder)
     for name in ("rollout_corr_rollout_is_eff_sample_size", "rollout_corr_rejected_ratio"):
         assert charts[name].shaded
-        assert "far from all values" not in charts[name].caption
+        assert "outside this plot" not in charts[name].caption
     assert "healthy up to 0.05, serious above 0.1" in charts["rollout_corr_rejected_ratio"].caption
 
 
 def test_a_limit_is_far_where_it_is_not_drawn_and_only_there(runs):
     for chart in charts_of(*runs).values():
         if "healthy" in chart.caption:
-            assert ("far from all values" in chart.caption) != chart.shaded
+            assert ("outside this plot" in chart.caption) != chart.shaded
 
 
 def test_serious_shares_are_shaded_darker(tmp_path):

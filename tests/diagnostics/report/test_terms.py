@@ -45,7 +45,7 @@ def test_dumped_terms_are_drawn(tmp_path):
     ("overrides", "dumped", "expected"),
     [
         ([f"{CORRECTION}.preset=bypass_ppo_clip"], {"bypass": True}, "clips it: current less rollout,"),
-        ([], {"scale": 1e-5}, "clip range far from all values here: 0.0% above, 0.0% below"),
+        ([], {"scale": 1e-5}, "clip range outside this plot: 0.0% above, 0.0% below"),
         ([], {"scale": 0.0}, "0 everywhere: both stacks score alike, to the last bit"),
         (["actor.clip_ratio=[1e-3, 1e-9, 1e-3, 1e-3]"], {}, "in clip ranges of its step: current"),
         (["actor.loss_mode=flow_dppo"], {}, "this loss has no clip range"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -38,6 +38,29 @@ PARTS: tuple[Part, ...] = (
     "advantages",
 )
 """In the order in which they are shown: where one is wrong, those after it may be wrong because of it."""
+CAUSES: Mapping[str, str] = {
+    "wrong_prompt": "the engine took the embeddings of other samples, or of an earlier batch",
+    "sequence_length": "prompts are cut or padded to another length",
+    "guidance_off": "the engine took no guidance",
+    "negative_prompt": "the engine took an empty negative prompt",
+    "adapter_not_applied": "the engine sampled with the base model",
+    "wrong_shift": "the sigmas are those of the model's scheduler with another shift",
+    "other_schedule": "the sigmas are not those of the model's own scheduler",
+    "timesteps": "the timesteps are not those of the model's own scheduler",
+    "rounded_sigmas": "the table of sigmas is in half precision",
+    "rounded_timesteps": "the transformer was fed timesteps in half precision",
+    "noise_reused": "noise was drawn twice",
+    "noise_scale": "noise is not standard normal",
+    "log_probs_summed": "log-probs are sums over the latent, where means are expected",
+    "log_probs_unscaled": "log-probs lack the factor `1 / (2 s^2)`",
+    "swapped_images": "images and latents of different samples are paired",
+    "images_of_step_before": "images and latents of different training steps are paired",
+    "decoder_unscaled": "the decoder lacks its scaling factor or its shift",
+    "channels_reversed": "red and blue of the images are exchanged",
+    "flipped_images": "the images are upside down",
+    "advantages_not_centred": "advantages have a mean far from 0, so all samples are pushed one way",
+}
+"""What each cause of a failed part means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +90,9 @@ class Verdict:
     samples: tuple[float, ...] | None = None
     remedy: str = ""
     step: int = 0
+
+    def __post_init__(self) -> None:
+        assert not self.cause or self.cause in CAUSES, "every cause has its meaning in the table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,63 @@
+"""Every shipped recipe on common GPUs, as `flowcorr plan` predicts it: the table of `recipes/README.md`.
+
+`python -m tests.plan.cards` writes it; its test plans each recipe anew.
+"""
+
+from functools import cache
+from pathlib import Path
+
+from flowcorr.config import load, recipe_names
+from flowcorr.plan.answers import Plan, duration
+from flowcorr.plan.devices import GPUS
+from flowcorr.plan.estimate import plan_of
+from flowcorr.plan.traces import trace
+
+RECIPES = tuple(name for name in recipe_names() if not name.startswith("tiny_"))
+CARDS = tuple(
+    GPUS[name] for name in ("rtx4090-24gb", "l40s-48gb", "a100-80gb-sxm", "h100-80gb", "h200-141gb")
+)
+PAGE = Path(__file__).parents[2] / "recipes" / "README.md"
+BEGIN, END = "<!-- cards -->\n", "<!-- end of cards -->"
+SHARED_BY = {
+    "rollout.engine.enable_sleep_mode=true": " (a)",
+    "rollout.engine.enable_sleep_mode=true rollout.engine.quantization=fp8": " (b)",
+}
+OFFLOADED = "model.offload_text_encoders=true"
+
+
+def cell(plan: Plan) -> str:
+    """Time of a step on one GPU that trainer and engine share, else on two; empty if the recipe fits neither."""
+    seconds = plan.seconds()
+    time = f"{seconds / 60:.0f} min" if seconds >= 100 else duration(seconds)
+    if plan.fits(plan.memory.shared):
+        return time
+    for overrides, mark in SHARED_BY.items():
+        if overrides in plan.ways_to_share and plan.fits(plan.ways_to_share[overrides]):
+            return time + mark
+    if plan.fitting:
+        return f"2 x: {time}"
+    offloaded = plan.ways_to_fit[OFFLOADED]
+    return f"2 x: {time} (c)" if plan.fits(offloaded.trainer) and plan.fits(offloaded.engine) else ""
+
+
+@cache
+def row(recipe: str) -> str:
+    """A recipe's row: memory in GB of trainer, engine and both on one GPU, then a cell for each card."""
+    config = load(recipe)
+    traces = trace(config)
+    plans = [plan_of(traces, config, gpu=gpu, title=recipe) for gpu in CARDS]
+    memory = plans[0].memory
+    sizes = "".join(f" {size / 1e9:.0f} |" for size in (memory.trainer, memory.engine, memory.shared))
+    return f"| `{recipe}` |{sizes}{''.join(f' {cell(plan)} |' for plan in plans)}\n"
+
+
+def table() -> str:
+    """All rows, below their header."""
+    cards = "".join(f" {gpu.name} |" for gpu in CARDS)
+    header = f"| recipe | trainer, GB | engine, GB | both, GB |{cards}\n|{'---|' * (4 + len(CARDS))}\n"
+    return header + "".join(map(row, RECIPES))
+
+
+if __name__ == "__main__":  # python -m tests.plan.cards
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}", encoding="utf-8")
