@@ -6,7 +6,9 @@ from flowcorr.diagnostics.doctor.replayed.verdicts import ReplayReport, Verdict,
 
 
 def verdict(part, status, step=0):
-    return Verdict(part=part, status=status, step=step, message=status, cause="x" if status == "FAIL" else "")
+    return Verdict(
+        part=part, status=status, step=step, message=status, cause="noise_reused" if status == "FAIL" else ""
+    )
 
 
 def test_the_worst_of_each_part_is_kept_in_order():
@@ -32,5 +34,5 @@ def test_the_exit_code(statuses, code):
     verdicts = [verdict("noise", status) for status in statuses]
     report = ReplayReport(folder="x", model="y", steps=[0], verdicts=verdicts)
     assert report.exit_code == code
-    assert report.causes == ["x"] * (code == 2)
+    assert report.causes == ["noise_reused"] * (code == 2)
     assert report.to_mapping()["exit_code"] == code
