@@ -176,7 +176,7 @@ def test_a_ray_worker_that_samples_ahead_holds_the_transformer_twice():
 @pytest.mark.parametrize(
     ("overrides", "ranks", "expected"),
     [
-        ((), 1, ("a smaller model.lora.rank",)),
+        ((), 1, ("actor.fsdp=true on several ranks", "a smaller model.lora.rank")),
         (("model.lora.rank=0",), 1, ("actor.fsdp=true on several ranks", "actor.optimizer=adamw_8bit")),
         (
             ("model.lora.rank=0", "rollout.name=vllm_omni", "actor.optimizer=adamw_8bit"),
@@ -188,7 +188,7 @@ def test_a_ray_worker_that_samples_ahead_holds_the_transformer_twice():
 )
 def test_a_run_that_fits_nowhere_is_told_what_saves_memory_of_its_update(tiny, overrides, ranks, expected):
     assert other_ways(load("tiny_jpeg_lora", overrides), ranks) == expected
-    assert tiny.other_ways == ("a smaller model.lora.rank",)
+    assert tiny.other_ways == ("actor.fsdp=true on several ranks", "a smaller model.lora.rank")
 
 
 def test_ranks_that_share_the_weights_need_less_of_each_gpu():
