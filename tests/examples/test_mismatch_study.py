@@ -131,6 +131,15 @@ def test_the_table_follows_from_the_results(study):
     assert study.analysis.table(screen, confirmation) == (folder / "table.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_rejection_follows_from_the_results(study, tmp_path):
+    folder = Path(study.run.__file__).parent / "results"
+    rows = {name: study.run.read(folder / f"{name}.csv") for name in study.run.PHASE_NAMES}
+    study.analysis.analyse(rows, tmp_path)
+    assert (tmp_path / "bypass.md").read_text(encoding="utf-8") == (folder / "bypass.md").read_text(
+        encoding="utf-8"
+    )
+
+
 def test_arms_are_known_distinct_and_load(study):
     from flowcorr import config
 
