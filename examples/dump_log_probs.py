@@ -25,7 +25,45 @@ def dump_and_watch(folder, step, *, replay=None, **terms):
     return metrics
 
 
-def dump_verl_omni(folder, step, data, config):
+def capture_verl_omni(data, config, adapter=None):
+    """verl-omni: four samples for `flowcorr doctor`, in `_update_actor(self, data)`, for `dump_verl_omni`.
+
+    In `forward` of its rollout pipeline, after `prepare_latents`: `noise = latents`, and before `rollout_output`:
+    `rl |= {"initial_noise": noise, "final_latents": latents, "schedule":
+    self.scheduler.sigmas.expand(len(latents), -1)}`. `adapter` is that of the actor, as
+    `peft.get_peft_model_state_dict` names it; only its workers hold it.
+    """
+    batch, rollout = data.batch, config.actor_rollout_ref.rollout
+    window = batch["all_timesteps"][0]  # each sample has its own; the doctor replays those of one
+    rows = (batch["all_timesteps"] == window).all(1).nonzero()[:, 0].tolist()
+    uids = data.non_tensor_batch["uid"].tolist()
+    rows.sort(key=lambda row: uids[:row].count(uids[row]))  # of each prompt one, then a second one
+    sigmas = batch["schedule"][0]
+    timesteps = sigmas[:-1] * 1000
+    return flowcorr.ReplaySamples(
+        prompts=[data.non_tensor_batch["raw_prompt"][row][-1]["content"] for row in rows],
+        negative_prompt="",
+        guidance_scale=rollout.pipeline.guidance_scale,
+        max_sequence_length=rollout.pipeline.max_sequence_length,
+        initial_noise=batch["initial_noise"][rows],
+        latents=batch["all_latents"][rows, :-1],
+        next_latents=batch["all_latents"][rows, 1:],
+        final_latents=batch["final_latents"][rows],
+        log_probs=batch["rollout_log_probs"][rows],
+        step_indices=(timesteps - window[:, None]).abs().argmin(1),
+        images=batch["responses"][rows].permute(0, 2, 3, 1),
+        rewards=batch["sample_level_rewards"][rows, 0],
+        sigmas=sigmas,
+        timesteps=timesteps,
+        noise_level=rollout.algo.noise_level,
+        sde_type=rollout.algo.sde_type,
+        adapter=adapter or {},
+        adapter_alpha=config.actor_rollout_ref.model.lora_alpha if adapter else None,
+        dtype=rollout.dtype,
+    )
+
+
+def dump_verl_omni(folder, step, data, config, replay=None):
     """verl-omni: first in `_update_actor(self, data)`, with `self.global_steps` and `self.config`.
 
     It needs `actor_rollout_ref.rollout.calculate_log_probs=true`, and one run with `bypass_mode=false`: in bypass mode
@@ -43,6 +81,7 @@ def dump_verl_omni(folder, step, data, config):
         sigmas=batch["all_timesteps"] / 1000,
         num_elements=batch["all_latents"][0, 0].numel(),
         clip_ratio=config.actor_rollout_ref.actor.diffusion_loss.clip_ratio,
+        replay=replay,
     )
 
 
@@ -171,6 +210,69 @@ def dump_flow_factory(folder, epoch, samples, current, fresh, trainer, replay=No
         sigmas=gathered["sigmas"],
         num_elements=samples[0].all_latents[0].numel(),
         clip_ratio=max(-low, high),
+        replay=replay,
+    )
+
+
+def capture_unirl(req, track, sde_type="sde", adapter=None, adapter_alpha=None):
+    """UniRL: four samples for `flowcorr doctor`, in `train_step` of its diffusion trainer, before `_drop_decoded`.
+
+    Set `trajectory_precision: fp32` in its sampling: halves of float16 hide faults below their rounding. Only its
+    workers hold the adapter.
+    """
+    from unirl.types.noise_recipe import NoiseRecipe
+    from unirl.types.sampling import get_diffusion_params
+
+    settings, segment = get_diffusion_params(req.sampling_params), track.segment
+    stored, last = segment.indices.tolist(), settings.num_inference_steps
+    texts = req.primitives["text"].texts
+    each = len(track.sample_ids) // len(texts)  # its samples are in the order of their prompts
+    noise = segment.latents_at(0) if 0 in stored else NoiseRecipe.from_rollout_req(req).resolve()
+    steps = segment.sde_indices.tolist()
+
+    def latents(offset):
+        return torch.stack([segment.latents_at(step + offset) for step in steps], 1)
+
+    return flowcorr.ReplaySamples(
+        prompts=[text for text in texts for _ in range(each)],
+        guidance_scale=settings.guidance_scale,
+        max_sequence_length=settings.max_sequence_length,
+        initial_noise=noise,
+        latents=latents(0),
+        next_latents=latents(1),
+        final_latents=segment.latents_at(last) if last in stored else None,
+        log_probs=segment.sde_logp,
+        step_indices=steps,
+        images=track.decoded.pixels,
+        rewards=track.rewards,
+        sigmas=segment.sigmas,
+        noise_level=settings.eta,
+        sde_type=sde_type,
+        adapter=adapter or {},
+        adapter_alpha=adapter_alpha,
+        dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[settings.autocast_precision],
+    )
+
+
+def dump_unirl(folder, step, track, old_log_probs, clip_ratio, replay=None):
+    """UniRL: where `capture_unirl` is called, after `compute_advantages`; log the metrics with `self.wandb_logger`.
+
+    `old_log_probs` `[B, S]` are those of the training stack, which `prepare_segment` leaves in `segment.sde_logp` with
+    `old_logp_source: replay`. Copy the engine's before, since it overwrites them.
+    """
+    segment = track.segment
+    return dump_and_watch(
+        folder,
+        step,
+        rollout_log_probs=segment.sde_logp,
+        old_log_probs=old_log_probs,
+        advantages=track.advantages,
+        rewards=track.rewards,
+        group_ids=track.group_ids,
+        step_indices=segment.sde_indices,
+        sigmas=segment.sigmas[segment.sde_indices],
+        num_elements=segment.latents[0, 0].numel(),
+        clip_ratio=clip_ratio,
         replay=replay,
     )
 

@@ -17,6 +17,7 @@ from flowcorr.config.schema import LoraConfig
 from flowcorr.distributed import fsdp
 from flowcorr.errors import ConfigError
 from flowcorr.models import DTYPES, ModelFamily
+from flowcorr.models.quantized import QuantizedLinear
 
 ADAPTER = "default"
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
@@ -98,7 +99,7 @@ def merged_weights(transformer: Any, tensors: Mapping[str, Tensor]) -> Iterator[
 
     Only one merged weight is in memory at a time; a sharded one is gathered, for which every rank has to take all. It
     has the precision of the more precise of base and adapter: small updates would be lost on the grid of a bfloat16
-    base.
+    base. A quantized one is dequantized in float32.
 
     Args:
         transformer: with or without an adapter; it is not changed.
@@ -106,10 +107,16 @@ def merged_weights(transformer: Any, tensors: Mapping[str, Tensor]) -> Iterator[
     """
     state = {name: tensors.get(name, value) for name, value in transformer.state_dict().items()}
     adapted = {path: module for path, module in transformer.named_modules() if hasattr(module, "lora_A")}
+    quantized = {
+        path: module for path, module in transformer.named_modules() if isinstance(module, QuantizedLinear)
+    }
     for name, value in state.items():
-        if ".lora_" in name:
+        parent, _, child = name.rpartition(".")
+        if ".lora_" in name or (parent in quantized and child == "scales"):
             continue
         value = fsdp.full_tensor(value)
+        if parent in quantized and child == "weight":
+            value = quantized[parent].dequantized(torch.float32)
         path = name.removesuffix(".base_layer.weight")
         if path in adapted:
             down, up = (state[f"{path}.lora_{side}.{ADAPTER}.weight"] for side in "AB")

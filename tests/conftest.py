@@ -60,6 +60,7 @@ def pytest_configure():
 SHARED = {
     "processes": (
         "actor/test_adamw",
+        "actor/test_pass_bound",
         "correction/test_correct",
         "distributed/test_fsdp",
         "distributed/test_ranks",
@@ -212,12 +213,12 @@ def small_config(**sections: dict[str, Any]) -> Config:
 
 
 @lru_cache
-def loaded_family(path: str, dtype: str) -> ModelFamily:
+def loaded_family(path: str, dtype: str, quantization: str = "none") -> ModelFamily:
     """The model as it lies on disk, which nothing may change."""
     from flowcorr.config import ModelConfig
     from flowcorr.models import load_family
 
-    return load_family(ModelConfig(path=path, dtype=dtype, max_sequence_length=8))
+    return load_family(ModelConfig(path=path, dtype=dtype, quantization=quantization, max_sequence_length=8))
 
 
 @lru_cache
@@ -231,7 +232,7 @@ def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
     from flowcorr.actor import DiffusionActor
     from flowcorr.rollout import InProcessEngine
 
-    family = copy.copy(loaded_family(config.model.path, config.model.dtype))
+    family = copy.copy(loaded_family(config.model.path, config.model.dtype, config.model.quantization))
     family.pipeline = copy.copy(family.pipeline)
     family.pipeline.transformer = copy.deepcopy(family.transformer)
     actor = DiffusionActor(family, config)

@@ -14,11 +14,11 @@ import os
 import sys
 import types
 import warnings
-from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from integrations.real_loops.engine_stand_in import MODULES
 
 from flowcorr.models import resolve_path
 
@@ -66,9 +66,7 @@ class _Engines(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module = _Module(spec.name)
         if spec.name == "vllm_omni.platforms":
             module.current_omni_platform = SimpleNamespace(device_type="cpu")
-        if spec.name == "vllm_omni.diffusion.data":
-            # Base of a dataclass of verl-omni.
-            module.DiffusionOutput = dataclass(type("DiffusionOutput", (), {}))
+        vars(module).update(MODULES.get(spec.name, {}))
         return module
 
     def exec_module(self, module):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed, sde
+from flowcorr.actor.passes import Passes, passes_of
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
 from flowcorr.errors import BatchError
@@ -31,6 +32,9 @@ class Scorer:
         weights: its trained weights.
         guidance: of the run's sampling.
         config: the run's configuration.
+
+    Attributes:
+        rows: images at one step that a pass may have, where `auto` keys depend on it; None until `bound_passes`.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Scorer:
     ) -> None:
         self.family, self.weights, self.guidance, self.config = family, weights, guidance, config
         self._transformer: Any = weights.transformer
+        self.rows: int | None = None
         if config.actor.compile:
             # One compilation serves all blocks of a kind, and any batch size. But each kind is compiled with and
             # without gradients and adapters, and beyond torch's limit of 8 compilations blocks run uncompiled.
@@ -57,7 +62,7 @@ class Scorer:
             Log-probs, means, stds and step sizes, `[b, T]`-first. The timesteps are fed as the rollout engine
             fed them, and the sigmas come from its schedule.
         """
-        if self.config.actor.fold_steps or rollout.num_steps == 1:
+        if self.passes.folded or rollout.num_steps == 1:
             return self._score(rollout, guidance)
         steps = [self._score(rollout.step(t), guidance) for t in range(rollout.num_steps)]
         return Scores.concatenate(steps, dim=1)
@@ -132,9 +137,14 @@ class Scorer:
         with self._reference():
             return self.score(rollout).means
 
+    @property
+    def passes(self) -> Passes:
+        """How a batch is cut into passes."""
+        return passes_of(self.config, self.rows)
+
     def micro_batches(self, num_samples: int) -> list[slice]:
         """The samples that go through the transformer together."""
-        size = self.config.actor.micro_batch_size or self.config.mini_batch_size
+        size = self.passes.samples
         return [slice(begin, begin + size) for begin in range(0, num_samples, size)]
 
     def num_fillers(self, num_micro_batches: int, filler_sample: Rollout) -> int:

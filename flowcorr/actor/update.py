@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from flowcorr import distributed, sde
 from flowcorr.actor.adamw import OPTIMIZERS
 from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.loss_scale import LossScale
+from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.actor.scoring import Observe, Scorer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
@@ -33,7 +34,20 @@ from flowcorr.records import ActorBatch, LossOutput, Rollout, Terms
 logger = logging.getLogger(__name__)
 
 BatchT = TypeVar("BatchT", ActorBatch, Rollout)
-Record = Callable[[ActorBatch, Terms], None]
+RecordPart = Callable[[ActorBatch, Terms], None]
+
+
+class Record(Protocol):
+    """Is told of each part of an update, as its loss sees it."""
+
+    def __call__(self, part: ActorBatch, terms: Terms, *, before_update: bool) -> None:
+        """A part was scored.
+
+        Args:
+            part: of the batch, with `places`.
+            terms: of its loss.
+            before_update: whether the weights were still those that the batch came with.
+        """
 
 
 class PolicyOptimizer:
@@ -50,7 +64,7 @@ class PolicyOptimizer:
         actor = config.actor
         self.adamw = OPTIMIZERS[actor.optimizer](weights.parameters, actor)
         # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
-        self._measures_folding = actor.fold_steps and weights.device.type == "cuda" and not weights.sharded
+        self._measures_folding = weights.device.type == "cuda" and not weights.sharded
         self.loss_scale = LossScale(scales=config.model.dtype == "float16")
         self.bands = MeasuredBands(config, weights.device)
 
@@ -69,7 +83,7 @@ class PolicyOptimizer:
             batch: the samples.
             correction: the rollout correction in force; in bypass mode it acts inside the loss.
             training_step: seeds the order of the mini-batches.
-            record: called with each part of the batch, which then has `places`, and the terms of its loss.
+            record: called with each part of the batch, which then has `places`; see `Record`.
             observe: called with the parts that are scored before the first optimizer step; see `Observe`.
 
         Returns:
@@ -80,8 +94,9 @@ class PolicyOptimizer:
             terms = batch.rollout.log_probs
             places = torch.arange(terms.numel(), device=terms.device).view_as(terms)
             batch = replace(batch, places=places)
+        bound_passes(self.scorer, batch.rollout)
         filler_sample = batch.rollout.select(slice(1))
-        if self._measures_folding and batch.rollout.num_samples:
+        if self._measures_folding and self.scorer.passes.folded and batch.rollout.num_samples:
             first = self.scorer.micro_batches(batch.rollout.num_samples)[0]
             warn_if_folding_is_slower(self.scorer, batch.rollout.select(first))
             self._measures_folding = False
@@ -91,7 +106,8 @@ class PolicyOptimizer:
         for epoch in range(self.config.actor.epochs):
             for mini_batch in self.mini_batches(batch, training_step, epoch):
                 observes = observe if untouched else None
-                outputs = self._accumulate(mini_batch, correction, filler_sample, record, observes)
+                records = None if record is None else functools.partial(record, before_update=untouched)
+                outputs = self._accumulate(mini_batch, correction, filler_sample, records, observes)
                 if untouched:
                     judged += [output.judged for output in outputs if output.judged is not None]
                 stepped, stats = self._step(outputs, correction)
@@ -127,7 +143,7 @@ class PolicyOptimizer:
         batch: ActorBatch,
         correction: RolloutCorrectionConfig,
         filler_sample: Rollout,
-        record: Record | None,
+        record: RecordPart | None,
         observe: Observe | None,
     ) -> list[LossOutput]:
         """Accumulate the gradient of a mini-batch's loss sum; a rank without samples adds zeros.
@@ -144,7 +160,7 @@ class PolicyOptimizer:
         learned, rest = (where.nonzero().squeeze(1) for where in (has_gradient, ~has_gradient))
         num_fillers = self.scorer.num_fillers(len(self.scorer.micro_batches(len(learned))), filler_sample)
         # Sharded weights allow no pass that other ranks do not make.
-        one_unit = whole_windows or self.config.actor.fold_steps or self.weights.sharded
+        one_unit = whole_windows or self.scorer.passes.folded or self.weights.sharded
         dropped = torch.zeros_like(batch.advantages, dtype=torch.bool)
         while True:
             self.adamw.zero_grad()
@@ -182,7 +198,7 @@ class PolicyOptimizer:
         samples: Tensor,
         dropped: Tensor,
         correction: RolloutCorrectionConfig,
-        record: Record | None,
+        record: RecordPart | None,
         observe: Observe | None,
         whole_windows: bool,
     ) -> tuple[list[LossOutput], Tensor]:
@@ -192,7 +208,8 @@ class PolicyOptimizer:
             batch: the mini-batch.
             samples: places in the batch.
             dropped: `[B]` bool, samples that are left out, because a forward pass of them is not finite.
-            correction, record, observe: as in `update`.
+            correction, observe: as in `update`.
+            record: called with each part and the terms of its loss.
             whole_windows: whether the loss takes whole windows.
 
         Returns:
@@ -225,7 +242,7 @@ class PolicyOptimizer:
 
     def _backward_units(self, batch: BatchT, whole_windows: bool) -> list[BatchT]:
         """The parts of a micro-batch that each get a backward pass: its windows, or each of their steps."""
-        if whole_windows or self.config.actor.fold_steps:
+        if whole_windows or self.scorer.passes.folded:
             return [batch]
         return [batch.step(t) for t in range(self.config.sampling.sde_window_size)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowcorr import distributed, lora
 from flowcorr.config.schema import Config
@@ -17,6 +17,7 @@ from flowcorr.distributed import fsdp
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.models.base import repeated_blocks
+from flowcorr.models.quantized import whole_copy
 from flowcorr.rollout.base import (
     Weights,
     actor_dtype,
@@ -40,8 +41,8 @@ class TrainedWeights:
         parameters: by name.
         version: optimizer updates that made them.
         average: the exponential moving average in float32 or better, where `actor.ema` asks for one.
-        untrained: a copy of the transformer before training in host memory, where an engine in this process cannot
-            share the trained one; else the transformer itself.
+        untrained: a copy of the transformer before training in host memory, without quantized layers, where an engine
+            in this process cannot share the trained one; else the transformer itself.
         reference: a copy of the transformer before training, where `actor.kl_coef` needs one; else the transformer
             itself, from which an adapter can be taken out.
         sharded: whether each rank holds a shard of the transformer, so that a forward pass needs all ranks.
@@ -56,7 +57,7 @@ class TrainedWeights:
         self._shared = shares_weights(config)
         self.untrained = self.reference = self.transformer
         if config.rollout.placement == "local" and needs_base(config):
-            self.untrained = nn.Module.to(copy.deepcopy(self.transformer), "cpu")
+            self.untrained = whole_copy(self.transformer, "cpu")
         if config.actor.kl_coef and not self._adapted:
             self.reference = copy.deepcopy(self.transformer)
         if self._adapted:

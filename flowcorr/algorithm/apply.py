@@ -127,7 +127,7 @@ def _noise(terms: Terms, target: Tensor, kl: Tensor | None, actor_config: ActorC
 def sees_windows(actor_config: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
     """Whether the loss takes whole windows `[b, T]`: for ratios, weights or rejection of trajectories."""
     return actor_config.ratio_level != "step" or (
-        correction.mode == "bypass" and correction.bypass_scope == "trajectory"
+        correction.mode in ("bypass", "auto") and correction.bypass_scope == "trajectory"
     )
 
 

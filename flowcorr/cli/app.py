@@ -38,11 +38,11 @@ exit codes: 0 finished, 1 failed, 2 bad configuration, 128 + signal interrupted 
 _RECIPES = """\
 recipes for the embedded model:
   tiny_ocr_lora  tiny_ocr_lora_bypass  tiny_ocr_lora_grpo_guard  tiny_jpeg_lora
-for real models, sampled by vllm-omni on GPUs; the header of each names its source and the memory it needs:
-  sd35_medium_ocr_lora  sd35_medium_ocr_lora_bypass
+for real models on GPUs; the header of each names its source, its engine and the memory it needs:
+  sd35_medium_ocr_lora  sd35_medium_ocr_lora_bypass  sd35_medium_ocr_lora_12gb
   qwen_image_ocr_lora_rollout_corr  qwen_image_ocr_lora_decoupled
-  qwen_image_ocr_grpo_guard_lora  flux_dev_pickscore_lora  flux2_klein_pickscore_lora
-  z_image_pickscore_lora
+  qwen_image_ocr_grpo_guard_lora  qwen_image_ocr_lora_24gb
+  flux_dev_pickscore_lora  flux2_klein_pickscore_lora  z_image_pickscore_lora
 """
 _EVAL = """\
 Score a run's checkpoint on its held-out prompts. This runs the rewards and the model family of the run's own, if it has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.imports import import_target
 
@@ -52,6 +53,19 @@ ENGINES = {
         extra="vllm-omni",
     ),
 }
+
+
+def trains_coarser(config: Config, engine: Engine | None) -> bool:
+    """Whether the trained base is quantized while the engine samples with the unquantized one.
+
+    Args:
+        config: the run's.
+        engine: the row of `rollout.name`; None where it is not known, which counts as an engine with a model of its
+            own.
+    """
+    own_model = engine is None or engine.own_processes
+    merges = config.rollout.engine.get("weight_sync") == "merged"  # it then gets the dequantized weights
+    return config.model.quantization != "none" and own_model and not merges
 
 
 def resolve_engine(name: str) -> Engine:

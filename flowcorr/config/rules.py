@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from flowcorr.config.engines import resolve_engine
+from flowcorr.config.engines import resolve_engine, trains_coarser
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.errors import ConfigError
 from flowcorr.losses import LOSS_KEYS, loss_of, resolve_loss
 
 _CORRECTION = "algorithm.rollout_correction"
 _SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
+# The clip range that bypass mode needs, as `flowcorr audit` counts it, between a quantized trainer and an engine on the
+# unquantized base of the embedded model: `python -m tests.benchmarks.quantized_gap`.
+_CLIP_NEEDED = {"nf4": 3.4e-2, "int8": 3.1e-3}
 
 
 def check(config: Config) -> None:
@@ -30,6 +33,7 @@ def check(config: Config) -> None:
     _check_log_probs(config)
     _check_mini_batches(config)
     _check_fsdp(config)
+    _check_quantization(config)
     _check_cache(config)
     _check_unscaled(config)
     _warn_of_rough_weights(config)
@@ -136,6 +140,45 @@ def _check_fsdp(config: Config) -> None:
         raise ConfigError(
             "trainer.doctor=True examines whole weights, but under actor.fsdp=True each rank holds a shard; run "
             "`flowcorr doctor` with actor.fsdp=false first"
+        )
+
+
+def _check_quantization(config: Config) -> None:
+    model, quantization = config.model, config.model.quantization
+    if quantization == "none":
+        return
+    key = f"model.quantization={quantization!r}"
+    if not model.lora.rank:
+        raise ConfigError(
+            f"{key} keeps integers, which have no gradient, but model.lora.rank=0 trains all weights; train an "
+            "adapter, or set quantization: none"
+        )
+    if config.actor.fsdp:
+        raise ConfigError(
+            f"{key} keeps integers and their scales, which FSDP2 cannot gather in the model's dtype; set "
+            "actor.fsdp: false, or quantization: none"
+        )
+    if (quantization, model.dtype) == ("int8", "float16"):
+        raise ConfigError(
+            f"{key} multiplies integers of up to 127, whose sums overflow in model.dtype='float16'; set "
+            "dtype: bfloat16, or quantization: nf4"
+        )
+    _check_bypass_of_coarse_weights(config)
+
+
+def _check_bypass_of_coarse_weights(config: Config) -> None:
+    actor, correction = config.actor, config.algorithm.rollout_correction
+    if correction.mode != "bypass" or not trains_coarser(config, resolve_engine(config.rollout.name)):
+        return
+    limit = loss_of(actor, correction).ratio_limit(actor)
+    smallest = min(limit) if isinstance(limit, Sequence) else limit
+    needed = _CLIP_NEEDED[config.model.quantization]
+    if smallest is not None and smallest < needed:
+        raise ConfigError(
+            f"{_CORRECTION}.bypass_mode=True compares weights in {config.model.quantization} with the engine's "
+            f"unquantized ones: that moved ratios by up to {needed:g} where it was measured, and the loss clips them "
+            f"at {smallest:g}; set bypass_mode: auto, which measures the noise of this run and bypasses only where it "
+            "fits, or bypass_mode: false"
         )
 
 

@@ -67,6 +67,10 @@ class ModelConfig:
         path: a diffusers pipeline folder or hub name; `tiny_ocr` is the model that ships with flowcorr.
         family: the model family; `auto` reads it from the pipeline's `model_index.json`.
         dtype: dtype of the frozen weights that the actor computes with; float16 scales the loss.
+        quantization: `nf4` keeps 4 bits of each frozen weight in the transformer's blocks, `int8` 8 bits; activations
+            are not rounded. It needs an adapter, and `nf4` needs bitsandbytes. `in_process` samples with the same
+            weights; an engine that holds the model unquantized causes a gap, which is that of bfloat16 for `int8` and
+            larger than that of fp8 for `nf4`.
         attention: what computes the transformer's attention, a backend of diffusers, such as `flash_varlen` or
             `_native_cudnn`; null leaves diffusers' own choice. It needs a model whose attention has backends.
         offload_text_encoders: keep the text encoders in main memory and put each of their layers on the GPU only while
@@ -78,6 +82,7 @@ class ModelConfig:
     path: str = "tiny_ocr"
     family: str = "auto"
     dtype: Dtype = "float32"
+    quantization: Literal["none", "nf4", "int8"] = "none"
     attention: str | None = None
     offload_text_encoders: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -299,9 +304,13 @@ class ActorConfig:
         grad_clip: largest gradient norm.
         epochs: passes over a step's samples.
         mini_batches: optimizer updates a pass; groups are never split.
-        micro_batch_size: samples a forward pass, also where log-probs are recomputed; null takes a mini-batch.
-        fold_steps: score all window steps of a micro-batch in one forward pass. On a GPU the first training step
-            measures it, and warns where step by step is faster.
+        micro_batch_size: samples a forward pass, also where log-probs are recomputed; null takes a mini-batch. `auto`
+            takes the fewest passes whose memory stays within a bound: the first training step measures the bytes of one
+            row (an image at one step), and allows 64 MiB on a CPU, and .8 of a GPU's free memory. The choice is
+            logged, and a checkpoint keeps its bound.
+        fold_steps: score all window steps of a micro-batch in one forward pass; `auto` does so where that is within the
+            bound and takes no more passes. On a GPU the first training step measures it, and warns where step by step
+            is faster.
         autocast: bfloat16 autocast around the transformer. Trained weights that `fsdp` shards are gathered in bfloat16,
             also for an engine in this process that shares them, with `rollout.dtype: bfloat16`.
         gradient_checkpointing: trade compute for memory in the transformer.
@@ -333,8 +342,8 @@ class ActorConfig:
     grad_clip: float = 1.0
     epochs: int = 1
     mini_batches: int = 2
-    micro_batch_size: int | None = None
-    fold_steps: bool = True
+    micro_batch_size: int | Literal["auto"] | None = "auto"
+    fold_steps: bool | Literal["auto"] = "auto"
     autocast: bool = False
     gradient_checkpointing: bool = False
     compile: bool = False
@@ -350,7 +359,7 @@ class ActorConfig:
             at_least(f"actor.{key}", getattr(self, key), 0)
         for key in ("epochs", "mini_batches"):
             at_least(f"actor.{key}", getattr(self, key), 1)
-        if self.micro_batch_size is not None:
+        if isinstance(self.micro_batch_size, int):
             at_least("actor.micro_batch_size", self.micro_batch_size, 1)
         if not 0 <= self.lr_min_ratio <= 1:
             raise ConfigError(

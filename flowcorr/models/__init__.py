@@ -20,6 +20,7 @@ from flowcorr.imports import import_target
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.flux import Flux
 from flowcorr.models.flux2_klein import Flux2Klein
+from flowcorr.models.quantized import quantize_blocks
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sampling_plan import SamplingPlan, windows_of
 from flowcorr.models.sd3 import SD3
@@ -97,17 +98,21 @@ def load_family(
 ) -> ModelFamily:
     """Load a diffusers pipeline and wrap it in its family's adapter, frozen and in evaluation mode.
 
+    A transformer that is to be quantized goes to the device layer by layer, each of which is quantized there.
+
     From then on, convolutions in float32 do not compute in TF32 in this process.
 
     Args:
-        model: path, family, dtype, offloading and token limit of the pipeline; the adapter is not added here.
+        model: path, family, dtype, quantization, offloading and token limit of the pipeline; the adapter is not added
+            here.
         device: where the pipeline is put; offloaded text encoders compute there. On a CPU nothing is offloaded.
         text_encoders: whether to load them; without them `encode` cannot be called.
         transformer_on_host: leave the transformer in host memory, from where it is sharded.
 
     Raises:
         ConfigError: the folder holds no pipeline with weights in safetensors, its family is unknown, or its attention
-            cannot be computed so.
+            cannot be computed so, or its layers not quantized.
+        MissingExtraError: `model.quantization` needs bitsandbytes.
     """
     import diffusers
 
@@ -130,6 +135,8 @@ def load_family(
     pipeline.set_progress_bar_config(disable=True)
     if model.attention is not None:
         _set_attention(pipeline.transformer, model.attention)
+    if model.quantization != "none":
+        quantize_blocks(pipeline.transformer, model.quantization, device)
     on_host = {"transformer"} if transformer_on_host else set()
     offloads = model.offload_text_encoders and torch.device(device).type != "cpu"
     if offloads:

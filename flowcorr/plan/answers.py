@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from flowcorr.plan.attention import SAYS, operator_of
-from flowcorr.plan.devices import Gpu, Utilisation
+from flowcorr.plan.devices import GPUS, Gpu, Utilisation
 from flowcorr.plan.engine import EngineSpeed
 
 MEMORY_TOLERANCE, FRAGMENTATION, TIME_TOLERANCE = 0.05, 0.08, 0.25
@@ -98,6 +98,12 @@ class Memory:
         return max(self.by_phase.values())
 
     @property
+    def with_one_sample(self) -> float:
+        """Peak bytes of the trainer with a micro-batch of one sample."""
+        update = self.update_without_samples + self.update_a_sample
+        return max(update, *(peak for name, peak in self.by_phase.items() if name != "update"))
+
+    @property
     def shared(self) -> float:
         """Peak bytes of a GPU that trainer and engine share."""
         if self.engine_sleeps:
@@ -128,6 +134,7 @@ class Plan:
         ways_to_fit: overrides that save the trainer much memory, with the memory under each.
         ways_to_share: overrides that save memory on a shared GPU, with the peak under each.
         other_ways: changes that save memory of the update, in words, for a run that fits by none of these overrides.
+        engine_ways: overrides that save an engine of its own memory, with its peak under each.
     """
 
     title: str
@@ -147,6 +154,7 @@ class Plan:
     ways_to_fit: Mapping[str, Memory] = field(default_factory=dict)
     ways_to_share: Mapping[str, float] = field(default_factory=dict)
     other_ways: tuple[str, ...] = ()
+    engine_ways: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, *names: str) -> float:
         """Predicted seconds in one step of the phases with these names, or of the whole step without names."""
@@ -203,6 +211,7 @@ class Plan:
             self._fit(),
             self._micro_batch(),
             *self._sharing(),
+            self._smallest_cards(),
             self._attention(),
             *self._engine(),
             self._bypass(),
@@ -292,6 +301,33 @@ class Plan:
                 return (f"{start}; {another}, and with {overrides} they need {gigabytes(peak)} and can.",)
         return (f"{start}; {another}.",)
 
+    def smallest_for_trainer(self) -> tuple[Gpu, str] | None:
+        """The known GPU of least memory that the trainer fits, and the overrides with which it does; None if none."""
+        ways = {"": self.memory, **self.ways_to_fit}
+        peaks = {overrides: memory.trainer for overrides, memory in ways.items()}
+        for overrides, memory in ways.items():
+            keys = " ".join(filter(None, (overrides, "actor.micro_batch_size=1")))
+            peaks.setdefault(keys, memory.with_one_sample)
+        return _smallest(peaks)
+
+    def smallest_for_engine(self) -> tuple[Gpu, str] | None:
+        """The same of an engine in its own process, which samples as many images at once as it is asked for."""
+        return _smallest({"": self.memory.engine, **self.engine_ways})
+
+    def _smallest_cards(self) -> str:
+        def named(found: tuple[Gpu, str] | None) -> str:
+            if found is None:
+                return "none of those known"
+            gpu, overrides = found
+            return f"{gpu.name} with {overrides}" if overrides else gpu.name
+
+        start = f"The smallest card for the trainer: {named(self.smallest_for_trainer())}"
+        return (
+            f"{start}; for the engine: {named(self.smallest_for_engine())}."
+            if self.memory.engine
+            else f"{start}."
+        )
+
     def _bypass(self) -> str:
         step, recompute = self.seconds(), self.seconds("recompute")
         whole = f"a step of {duration(step)}"
@@ -301,6 +337,15 @@ class Plan:
             f"Bypass mode (algorithm.rollout_correction.preset=bypass_ppo_clip) would save the recompute pass: "
             f"{duration(recompute)} of {whole}."
         )
+
+
+def _smallest(peaks: Mapping[str, float]) -> tuple[Gpu, str] | None:
+    """The GPU of least memory that one of the peaks fits with the margin, and the first of their names that does."""
+    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
+        for overrides, peak in peaks.items():
+            if peak * MARGIN <= gpu.memory:
+                return gpu, overrides
+    return None
 
 
 def summary(plan: Plan) -> str:

@@ -73,6 +73,8 @@ def _gpu(
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        _gpu("rtx4070-12gb", 12.4, 504, 58.3, 29.1, PCIE_4, GEFORCE),
+        _gpu("rtx4080-16gb", 16.8, 716.8, 97.5, 48.7, PCIE_4, GEFORCE),
         _gpu("rtx4090-24gb", 25.2, 1008, 165, 82.6, PCIE_4, GEFORCE),
         _gpu("rtx5090-32gb", 33.7, 1792, 209.5, 104.8, PCIE_5, GEFORCE),
         _gpu("l40s-48gb", 47.6, 864, 362, 91.6, PCIE_4),

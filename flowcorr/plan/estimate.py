@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
+from flowcorr.actor.passes import is_bounded, passes_of
 from flowcorr.config import resolve_engine
+from flowcorr.config.rules import check
 from flowcorr.config.schema import Config
-from flowcorr.models import DTYPES
-from flowcorr.plan.answers import Memory, Plan
+from flowcorr.errors import ConfigError
+from flowcorr.plan.answers import MARGIN, Memory, Plan
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.engine import engine_memory, engine_speed
 from flowcorr.plan.rank import Rank
 from flowcorr.plan.timeline import merging, phases
 from flowcorr.plan.traces import Traces, trace
+from flowcorr.plan.training import one_optimizer_step
 from flowcorr.rollout.base import needs_base, shards_weights
 
 
@@ -37,7 +41,29 @@ def make_plan(
     Raises:
         ConfigError: the model's configurations, or the prompts, cannot be read.
     """
-    return plan_of(trace(config, ranks), config, gpu=gpu, ranks=ranks, title=title, utilisation=utilisation)
+    made = plan_of(trace(config, ranks), config, gpu=gpu, ranks=ranks, title=title, utilisation=utilisation)
+    bounded = within(config, made)
+    if bounded is None:
+        return made
+    return plan_of(trace(bounded, ranks), bounded, gpu=gpu, ranks=ranks, title=title, utilisation=utilisation)
+
+
+def within(config: Config, made: Plan) -> Config | None:
+    """The config with the passes that a run takes on this GPU by `auto`; None if they are those of the plan.
+
+    Args:
+        config: the run's configuration.
+        made: its plan, whose passes are those of `auto` without a bound.
+    """
+    memory, steps = made.memory, config.sampling.sde_window_size
+    if not is_bounded(config.actor) or made.fits(memory.update):
+        return None
+    held = passes_of(one_optimizer_step(config))
+    a_row = memory.update_a_sample / (steps if held.folded else 1)
+    room = made.gpu.memory / MARGIN - memory.update_without_samples
+    passes = passes_of(config, max(1, int(room / a_row)))
+    actor = replace(config.actor, micro_batch_size=passes.samples, fold_steps=passes.folded)
+    return replace(config, actor=actor)
 
 
 def plan_of(
@@ -76,6 +102,7 @@ def plan_of(
         ways_to_fit=_ways_to_fit(rank),
         ways_to_share=_ways_to_share(rank, memory),
         other_ways=other_ways(config, ranks),
+        engine_ways=_engine_ways(rank),
     )
 
 
@@ -89,11 +116,29 @@ def _ways_to_fit(rank: Rank) -> dict[str, Memory]:
     return {overrides: _memory(changed) for overrides, changed in ways.items()}
 
 
+def _engine_ways(rank: Rank) -> dict[str, float]:
+    """Overrides that save an engine in its own processes memory, with its peak under each."""
+    config = rank.config
+    options = config.rollout.engine
+    merges = options.get("weight_sync") == "merged" or not config.model.lora.rank
+    asked = options.get("quantization") or options.get("quantization_config")
+    own_processes = resolve_engine(config.rollout.name).own_processes
+    if not own_processes or not rank.traces.quantizable or merges or asked:
+        return {}
+    fp8 = replace(config, rollout=replace(config.rollout, engine={**options, "quantization": "fp8"}))
+    return {"rollout.engine.quantization=fp8": _memory(replace(rank, config=fp8)).engine}
+
+
 def other_ways(config: Config, ranks: int) -> tuple[str, ...]:
     """Words for what else saves memory, in a run on so many ranks."""
     if config.model.lora.rank:
         shards = "more ranks" if shards_weights(config, ranks) else "actor.fsdp=true on several ranks"
-        return (shards, "a smaller model.lora.rank")
+        quantized = config.model.quantization != "none"
+        return (
+            *(() if quantized else (shards,)),
+            *(("model.quantization=nf4",) if not quantized and _may_quantize(config) else ()),
+            "a smaller model.lora.rank",
+        )
     if shards_weights(config, ranks):
         ways = ["more ranks"]
     elif resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local":
@@ -103,6 +148,16 @@ def other_ways(config: Config, ranks: int) -> tuple[str, ...]:
     if config.actor.optimizer == "adamw":
         ways.append("actor.optimizer=adamw_8bit")
     return tuple(ways)
+
+
+def _may_quantize(config: Config) -> bool:
+    """Whether the run may have its frozen weights in NF4."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            check(replace(config, model=replace(config.model, quantization="nf4")))
+    except ConfigError:
+        return False
+    return True
 
 
 def _ways_to_share(rank: Rank, memory: Memory) -> dict[str, float]:
@@ -163,4 +218,4 @@ def _merged(rank: Rank) -> float:
     asked = config.rollout.engine.get("weight_sync")
     if not rank.own_engine or (config.model.lora.rank and asked != "merged"):
         return 0.0
-    return 3 * 4 * rank.training.largest / DTYPES[config.model.dtype].itemsize
+    return 3 * 4 * rank.training.largest

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flowcorr.errors import BackendError
+from flowcorr.models.quantized import QuantizedLinear
 from flowcorr.plan.attention import Operator, attention
 from flowcorr.plan.autocast import dropping_copies, in_low_precision
 from flowcorr.plan.fake_backend import DEVICE, available, lifting_on_cpu_only, register
@@ -150,7 +151,7 @@ class FakeDevice:
         """
         parameters: dict[nn.Parameter, nn.Parameter] = {}
 
-        def placed(tensor: Tensor) -> Tensor:
+        def placed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
             other = dtype if tensor.is_floating_point() else None
             return torch.empty(tensor.shape, dtype=other or tensor.dtype, device=DEVICE)
 
@@ -158,11 +159,14 @@ class FakeDevice:
             for name, parameter in part._parameters.items():
                 if parameter is not None and parameter.device.type != DEVICE:
                     if parameter not in parameters:
-                        parameters[parameter] = nn.Parameter(placed(parameter), parameter.requires_grad)
+                        parameters[parameter] = nn.Parameter(
+                            placed(parameter, dtype), parameter.requires_grad
+                        )
                     part._parameters[name] = parameters[parameter]
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.device.type != DEVICE:
-                    part._buffers[name] = placed(buffer)
+                    scales = isinstance(part, QuantizedLinear)  # they keep their dtype
+                    part._buffers[name] = placed(buffer, None if scales else dtype)
 
     # Called by `_Counting` ---------------------------------------------------------------------------------
 

@@ -194,7 +194,7 @@ def _layouts(config: Config, gpus: int) -> Iterator[Layout]:
     if engine.sleeps:
         asleep = "rollout.engine.enable_sleep_mode=true"
         yield Layout(name=f"{both}, the engine asleep in between", ranks=gpus, overrides=(*local, asleep))
-    if gpus > 1:
+    if gpus > 1 and config.model.quantization == "none":
         in_process = ("actor.fsdp=true", "rollout.name=in_process", "rollout.engine={}")
         yield Layout(
             name=f"{both}, sharded weights", ranks=gpus, sharded=True, overrides=(*local, *in_process)

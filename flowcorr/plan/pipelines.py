@@ -15,6 +15,7 @@ from torch import nn
 from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import EMBEDDED, FAMILIES, ModelFamily, quiet_loaders, resolve_family, resolve_path
+from flowcorr.models.quantized import quantize_blocks
 from flowcorr.plan.fake_backend import without_device
 from flowcorr.plan.fake_device import FakeDevice
 
@@ -136,6 +137,8 @@ def build_family(
     family = family_class(architecture, model)
     parts: dict[str, Any] = dict.fromkeys(_component_names(architecture))
     parts["transformer"] = _new(architecture, "transformer")
+    if model.quantization != "none":
+        quantize_blocks(parts["transformer"], model.quantization)
     if adapted:
         _place_with_adapter(parts["transformer"], device, dtype)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from flowcorr.actor.passes import passes_of
 from flowcorr.algorithm import AutoMode
 from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
@@ -14,7 +15,7 @@ from flowcorr.plan.engine import wraps_adapters
 from flowcorr.plan.sharding import sharded
 from flowcorr.plan.traces import Traces
 from flowcorr.plan.training import Training, Work
-from flowcorr.rollout.base import needs_base, shards_weights, shares_weights
+from flowcorr.rollout.base import needs_base, samples_codes, shards_weights, shares_weights
 
 QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes per weight, by vllm-omni's quantization."""
@@ -127,15 +128,16 @@ class Rank:
 
     @property
     def engine_weights(self) -> float:
-        """Bytes of the engine's transformer."""
+        """Bytes of the engine's transformer: as the trainer's, if it is the same model in process, else unquantized."""
         rollout = self.config.rollout
+        if samples_codes(self.config):
+            return self.training.transformer
         options = rollout.engine
         quantized = options.get("quantization") or options.get("quantization_config")
         size = DTYPES[rollout.dtype].itemsize
         each = QUANTIZED_BYTES.get(str(quantized), size) if quantized else size
         shards = self.ranks if shards_weights(self.config, self.ranks) else 1
-        numbers = shards * self.training.transformer / DTYPES[self.config.model.dtype].itemsize
-        return numbers * each
+        return shards * self.training.numbers * each
 
     @property
     def engine_adapter(self) -> float:
@@ -163,7 +165,7 @@ class Rank:
         limit = config.rollout.engine.get("max_num_seqs")
         rows = min(rows, self.images, limit if isinstance(limit, int) else rows)
         measured = self.micro_batch * steps
-        together = measured if config.actor.fold_steps else self.micro_batch
+        together = measured if passes_of(config).folded else self.micro_batch
         passes = math.ceil(self.images / rows) * config.sampling.num_inference_steps
         work = measured_pass.times(self.images * config.sampling.num_inference_steps / measured)
         of_passes = together / measured * passes  # which gather weights and launch kernels

@@ -37,6 +37,7 @@ def sharded(training: Training, config: Config, ranks: int) -> Training:
         return replace(
             training,
             transformer=training.transformer / ranks,
+            numbers=training.numbers / ranks,
             gathered=BACKWARD * training.part,
             recompute=_moving(training.recompute, FORWARD * training.part, training.transformer),
             backward=_moving(training.backward, BACKWARD * training.part, 2 * training.transformer),
@@ -48,7 +49,7 @@ def sharded(training: Training, config: Config, ranks: int) -> Training:
     return replace(
         training,
         transformer=training.transformer * share,
-        largest=training.largest * held / used,
+        numbers=training.numbers / ranks,
         gradients=training.gradients * share,
         moments=training.moments * share,
         gathered=backward,

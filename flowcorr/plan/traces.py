@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flowcorr.config.schema import Config
+from flowcorr.actor.passes import passes_of
+from flowcorr.config.schema import Config, ModelConfig
 from flowcorr.data import load_prompts
 from flowcorr.models import DTYPES
 from flowcorr.models.prompt_cache import MAX_BYTES, chunk_size
@@ -21,6 +22,7 @@ from flowcorr.plan.training import (
     measure_training,
     one_optimizer_step,
 )
+from flowcorr.rollout.base import samples_codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +76,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     inputs = text_inputs(architecture, family, config)
     groups = -(-config.rollout.prompts_per_step // ranks)
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
-    micro_batch = one_optimizer_step(config).actor.micro_batch_size
-    assert micro_batch is not None, "`one_optimizer_step` has set it"
+    micro_batch = passes_of(one_optimizer_step(config)).samples
     terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement != "ray" else ()
     trained = computed(config, ranks)
     training = measure_training(trained, architecture)
@@ -103,18 +104,28 @@ def trace(config: Config, ranks: int = 1) -> Traces:
 
 def engine_scoring(config: Config, architecture: Architecture) -> Scoring:
     """A forward pass as an engine without adapters computes it: in `rollout.dtype`, without autocast."""
-    model = replace(config.model, dtype=config.rollout.dtype, lora=replace(config.model.lora, rank=0))
-    plain = replace(config, model=model, actor=replace(config.actor, autocast=False))
+    model = _engine_model(config)
+    plain = replace(
+        config,
+        model=replace(model, lora=replace(model.lora, rank=0)),
+        actor=replace(config.actor, autocast=False),
+    )
     return measure_scoring(plain, architecture)
+
+
+def _engine_model(config: Config) -> ModelConfig:
+    """The section `model` of what the engine computes with."""
+    quantization = config.model.quantization if samples_codes(config) else "none"
+    return replace(config.model, dtype=config.rollout.dtype, quantization=quantization)
 
 
 def _engine_passes(config: Config, training: Training, architecture: Architecture) -> tuple[Work, Work]:
     """Forward passes of the engine with and without the adapter: often as the recompute pass does."""
-    if config.model.dtype == config.rollout.dtype and not config.actor.autocast:
+    as_trained = config.model.quantization == "none" or samples_codes(config)
+    if config.model.dtype == config.rollout.dtype and not config.actor.autocast and as_trained:
         return training.recompute, training.unadapted
     plain = engine_scoring(config, architecture).work
     if not config.model.lora.rank:
         return plain, plain
-    model = replace(config.model, dtype=config.rollout.dtype)
-    adapted = replace(config, model=model, actor=replace(config.actor, autocast=False))
+    adapted = replace(config, model=_engine_model(config), actor=replace(config.actor, autocast=False))
     return measure_scoring(adapted, architecture).work, plain

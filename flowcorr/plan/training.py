@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from flowcorr.actor import DiffusionActor
 from flowcorr.actor.adamw import BLOCK, SMALLEST
+from flowcorr.actor.passes import passes_of
 from flowcorr.algorithm import (
     AutoMode,
     apply_bypass_mode_to_diffusion_batch,
@@ -24,6 +25,7 @@ from flowcorr.algorithm import (
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES, ModelFamily, check_attention
 from flowcorr.models.base import repeated_blocks
+from flowcorr.models.quantized import weight_sizes
 from flowcorr.plan.attention import operator_of
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_backend import DEVICE
@@ -114,8 +116,9 @@ class Training:
     """Bytes and work of training one transformer.
 
     Attributes:
-        transformer: bytes of the weights and buffers, without the adapter.
-        largest: bytes of the largest weight.
+        transformer: bytes of the weights and buffers, without the adapter; of codes and scales, where it is quantized.
+        numbers: how many weights these are, or stand for.
+        largest: how many numbers the largest weight has.
         part: bytes of the weights that FSDP gathers together: the largest block, or all that are in no block.
         gathered: bytes that exist only while FSDP gathers such parts and reduces their gradients; 0 without it.
         adapter: bytes of the adapter; 0 without one.
@@ -131,6 +134,7 @@ class Training:
     """
 
     transformer: float
+    numbers: float
     largest: float
     part: float
     gathered: float = 0.0
@@ -205,10 +209,9 @@ def _extrapolated(
 
 def _score_blocks(config: Config, architecture: Architecture) -> Scoring:
     config = one_optimizer_step(config)
-    assert config.actor.micro_batch_size is not None, "`one_optimizer_step` has set it"
     with FakeDevice() as device:
         family, actor = load_actor(config, architecture, device)
-        batch = actor_batch(config, architecture, family, config.actor.micro_batch_size)
+        batch = actor_batch(config, architecture, family, passes_of(config).samples)
         with device.section() as section:
             recompute_log_probs(actor, batch)
     tensors = [*family.transformer.parameters(), *family.transformer.buffers()]
@@ -218,8 +221,7 @@ def _score_blocks(config: Config, architecture: Architecture) -> Scoring:
 def measure_blocks(config: Config, architecture: Architecture) -> Training:
     """Measure a transformer as it is, with all its blocks."""
     config = one_optimizer_step(config)
-    micro_batch = config.actor.micro_batch_size
-    assert micro_batch is not None, "`one_optimizer_step` has set it"
+    micro_batch = passes_of(config).samples
     with FakeDevice() as device:
         family, actor = load_actor(config, architecture, device)
         batch = actor_batch(config, architecture, family, 2 * micro_batch)
@@ -237,10 +239,12 @@ def measure_blocks(config: Config, architecture: Architecture) -> Training:
         moments = device.allocated - before - gradients
     prompt = sum(rows.nbytes for rows in batch.rollout.conditioning.values())
     tensors = [*family.transformer.parameters(), *family.transformer.buffers()]
+    sizes = weight_sizes(family.transformer)
     adapter = sum(parameter.nbytes for parameter in trained) if config.model.lora.rank else 0
     return Training(
         transformer=sum(tensor.nbytes for tensor in tensors) - adapter,
-        largest=max(tensor.nbytes for tensor in tensors),
+        numbers=sum(sizes) - sum(parameter.numel() for parameter in trained if adapter),
+        largest=max(sizes),
         part=_largest_part(family.transformer),
         adapter=adapter,
         gradients=gradients,
@@ -342,15 +346,16 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
 
 
 def one_optimizer_step(config: Config) -> Config:
-    """The config with an update of one optimizer step, and with `actor.micro_batch_size` set."""
-    micro_batch = min(config.actor.micro_batch_size or config.mini_batch_size, config.mini_batch_size)
+    """The config with an update of one optimizer step and explicit passes; those of `auto` without a bound."""
+    passes = passes_of(config)
     return replace(
         config,
         actor=replace(
             config.actor,
             mini_batches=1,
             epochs=1,
-            micro_batch_size=micro_batch,
+            micro_batch_size=min(passes.samples, config.mini_batch_size),
+            fold_steps=passes.folded,
             compile=False,
             fsdp=False,
             optimizer="adamw",

@@ -116,6 +116,12 @@ def shares_weights(config: Config, ranks: int | None = None) -> bool:
     return local and not needs_base(config, ranks)
 
 
+def samples_codes(config: Config) -> bool:
+    """Whether the engine computes with a quantized base, as the actor does: in process, with no need of a copy."""
+    in_process = not resolve_engine(config.rollout.name).own_processes
+    return config.model.quantization != "none" and in_process and not needs_base(config)
+
+
 def attention_name(transformer: Any) -> str:
     """The classes that compute attention in a transformer of diffusers."""
     processors = getattr(transformer, "attn_processors", {}).values()

@@ -28,8 +28,13 @@ def check_installed(config: Config) -> None:
     for section, placement in (("rollout", rollout.placement), ("reward", config.reward.placement)):
         if placement == "ray" and find_spec("ray") is None:
             raise MissingExtraError(f"{section}.placement=ray", "ray", "ray")
-    if config.actor.optimizer == "adamw_8bit" and find_spec("bitsandbytes") is None:
-        raise MissingExtraError("actor.optimizer=adamw_8bit", "bitsandbytes", "adam8bit")
+    asks_for = {
+        "actor.optimizer=adamw_8bit": ("adam8bit", config.actor.optimizer == "adamw_8bit"),
+        "model.quantization=nf4": ("quantized", config.model.quantization == "nf4"),
+    }
+    for feature, (extra, asked) in asks_for.items():
+        if asked and find_spec("bitsandbytes") is None:
+            raise MissingExtraError(feature, "bitsandbytes", extra)
 
 
 def build_backend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowcorr.config.engines import ENGINES
+from flowcorr.config.engines import ENGINES, trains_coarser
 from flowcorr.config.schema import Config
 
 NO_GAP = (
@@ -36,13 +36,15 @@ class Rounding:
 
 # The largest `rollout_corr/replay/window` of clean runs of the embedded model, whose adapter had been moved at random:
 # 32 x 64 pixels, 8 steps, 4 prompts with 2 images each, seeds 1001 to 1003 with sde, 1001 also with dance_sde and cps.
-# Tests use other seeds, prompts and sizes. float16 rounds 8 times finer than bfloat16.
+# Tests use other seeds, prompts and sizes. float16 rounds 8 times finer than bfloat16. int8, fp8 and int4 are emulated
+# in the engine; nf4 is `model.quantization` beside an unquantized engine, where int8 stays below its number here.
 ROUNDINGS: Mapping[str, Rounding] = {
     "float32": Rounding(plain=6.0e-7, guided=2.1e-6),
     "float16": Rounding(plain=1.4e-3, guided=4.8e-3),
     "bfloat16": Rounding(plain=0.0114, guided=0.038),
     "int8": Rounding(plain=0.0101, guided=0.0186),
     "fp8": Rounding(plain=0.0454, guided=0.0793),
+    "nf4": Rounding(plain=0.120, guided=0.240),
     "int4": Rounding(plain=0.158, guided=0.301),
 }
 # An engine outside this process may have other kernels and settings: TF32 in its convolutions gives up to 1e-3, so a
@@ -50,11 +52,22 @@ ROUNDINGS: Mapping[str, Rounding] = {
 OTHER_PROCESS = Rounding(plain=1.7e-4, guided=1.7e-4)
 
 
-def quantized(config: Config) -> bool:
-    """Whether the engine's weights are rounded to fewer bits, an error that averaging does not reduce."""
+def coarse_weights(config: Config) -> set[str]:
+    """The formats of fewer bits, names of `ROUNDINGS`, to which weights of one side alone are rounded.
+
+    Averaging does not reduce such an error.
+    """
     rollout = config.rollout
     asked = rollout.engine.get("quantization") or rollout.engine.get("quantization_config")
-    return rollout.emulate != "none" or bool(asked)
+    found = {"fp8"} if asked and rollout.emulate == "none" else {rollout.emulate}
+    return (found | {trainer_quantization(config)}) - {"none"}
+
+
+def trainer_quantization(config: Config) -> str:
+    """`model.quantization` where the engine samples with the unquantized base, else `none`."""
+    # Nothing of the run's own is imported here: reports read other people's runs.
+    apart = trains_coarser(config, ENGINES.get(config.rollout.name))
+    return config.model.quantization if apart else "none"
 
 
 def usual_gap(config: Config, *, distilled: bool) -> float:
@@ -66,12 +79,8 @@ def usual_gap(config: Config, *, distilled: bool) -> float:
     """
     rollout = config.rollout
     names = {rollout.dtype, config.model.dtype, "bfloat16" if config.actor.autocast else "float32"}
-    if quantized(config):
-        names.add("fp8" if rollout.emulate == "none" else rollout.emulate)
-    roundings = [ROUNDINGS[name] for name in names]
-    engine = ENGINES.get(
-        rollout.name
-    )  # nothing of the run's own is imported here: reports read other people's runs
+    roundings = [ROUNDINGS[name] for name in names | coarse_weights(config)]
+    engine = ENGINES.get(rollout.name)
     if engine is None or not engine.shares_weights:
         roundings.append(OTHER_PROCESS)
     scale = 1.0 if distilled else max(config.sampling.guidance_scale, config.sampling.true_cfg_scale)

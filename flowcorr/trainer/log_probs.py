@@ -28,8 +28,11 @@ class TermRecorder:
     def __init__(self, batch: ActorBatch, *, advantages: Tensor, rewards: np.ndarray, bypass: bool) -> None:
         self._batch, self._advantages, self._rewards, self._bypass = batch, advantages, rewards, bypass
         self._seen: dict[str, Tensor] = {}
+        self._before_update = torch.zeros_like(batch.rollout.log_probs, dtype=torch.int64)
 
-    def __call__(self, part: ActorBatch, terms: Terms) -> None:
+    def __call__(self, part: ActorBatch, terms: Terms, *, before_update: bool) -> None:
+        assert part.places is not None, "an update that is recorded numbers its terms"
+        self._before_update.view(-1)[part.places] = int(before_update)
         self._put("current_log_probs", part, terms.log_prob)
         self._put("stds", part, terms.std)
         for name, kl in (("current_old_kl", terms.old_kl), ("current_rollout_kl", terms.rollout_kl)):
@@ -44,6 +47,8 @@ class TermRecorder:
         kl = exact_kl(batch.old_means, rollout.window.means, seen["stds"])
         if kl is not None:
             seen["old_rollout_kl"] = kl
+        if self._bypass:  # else the gap is that of the old policy, which learned nothing from the batch
+            seen["before_update"] = self._before_update
         known: dict[str, Any] = dict(seen)
         terms = DumpedTerms(
             rollout_log_probs=rollout.log_probs,
@@ -65,7 +70,7 @@ class TermRecorder:
         return replace(terms, **on_cpu)
 
     def _put(self, name: str, part: ActorBatch, values: Tensor) -> None:
-        assert part.places is not None, "an update that is recorded numbers its terms"
+        assert part.places is not None
         shape = self._batch.rollout.log_probs.shape
         column = self._seen.setdefault(name, values.new_full(shape, math.nan))
         column.view(-1)[part.places] = values.detach()

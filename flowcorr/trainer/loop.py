@@ -184,7 +184,9 @@ class _Loop:
         actor, prompts = self.run.actor, self.run.prompts
         version, position = actor.weights.version, prompts.position
         try:
-            with out_of_memory.explained(self.config, lambda: self._phase):
+            with out_of_memory.explained(
+                self.config, lambda: self._phase, lambda: actor.scorer.passes.samples
+            ):
                 return train_step(self.run, step, self._on_phase)
         except Exception:
             if self._before is not None:

@@ -17,12 +17,15 @@ _SCORING = ("old_log_prob", "correction", "drift", "update")
 
 
 @contextlib.contextmanager
-def explained(config: Config, phase: Callable[[], str]) -> Iterator[None]:
+def explained(
+    config: Config, phase: Callable[[], str], micro_batch: Callable[[], int] | None = None
+) -> Iterator[None]:
     """Turn torch's error into one that names the phase and the keys that need less memory.
 
     Args:
         config: the run's.
         phase: tells the phase that is running.
+        micro_batch: tells the samples of a micro-batch, once the model is there.
 
     Raises:
         BackendError: the device has no memory left.
@@ -32,18 +35,22 @@ def explained(config: Config, phase: Callable[[], str]) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         raise BackendError(
-            f"out of GPU memory in {phase()} ({reason}): {_remedy(config, phase())}; `flowcorr plan` predicts what "
-            "each phase of a recipe needs"
+            f"out of GPU memory in {phase()} ({reason}): {_remedy(config, phase(), micro_batch)}; `flowcorr plan` "
+            "predicts what each phase of a recipe needs"
         ) from error
 
 
-def _remedy(config: Config, phase: str) -> str:
+def _remedy(config: Config, phase: str, micro_batch: Callable[[], int] | None) -> str:
     rollout, actor = config.rollout, config.actor
     if phase in (LOADING, PROBING, ENCODING):
         offloaded = config.model.offload_text_encoders
         return "use a GPU with more memory" if offloaded else "set model.offload_text_encoders=true"
     if phase in _SCORING:
-        size = actor.micro_batch_size or config.mini_batch_size
+        size = config.mini_batch_size
+        if isinstance(actor.micro_batch_size, int):
+            size = actor.micro_batch_size
+        elif micro_batch is not None:
+            size = micro_batch()
         if size > 1:
             return f"set actor.micro_batch_size={size // 2} instead of {size}"
         if not actor.gradient_checkpointing:

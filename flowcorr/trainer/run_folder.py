@@ -35,7 +35,13 @@ _WORKERS = frozenset(
 )
 _MAY_CHANGE = (
     _WORKERS
-    | {"actor.fsdp", "actor.micro_batch_size", "actor.gradient_checkpointing", "actor.compile"}
+    | {
+        "actor.fsdp",
+        "actor.micro_batch_size",
+        "actor.fold_steps",
+        "actor.gradient_checkpointing",
+        "actor.compile",
+    }
     | {"rollout.ray_address", "rollout.scheduling", "rollout.drift_every"}
     | frozenset(
         f"trainer.{key}"

@@ -76,12 +76,13 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         if self._pipe is None:
             return
-        StopSignals._in_force = None
-        self._restore()
         os.write(self._pipe[1], b"\0")
         self._reports.put(None)
         for thread in self._threads:
             thread.join()
+        # Only now, as the thread that reads may still be about to signal the main thread.
+        StopSignals._in_force = None
+        self._restore()
         for end in self._pipe:
             os.close(end)
 

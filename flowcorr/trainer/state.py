@@ -52,6 +52,7 @@ def capture(
         tensors=fsdp.gathered(tensors),
         facts={
             "version": actor.weights.version,
+            "pass_rows": actor.scorer.rows,
             "data_position": run.prompts.position,
             "best": best,
             "unevaluated": unevaluated,
@@ -95,3 +96,4 @@ def restore_actor(actor: DiffusionActor, folder: Path, state: TrainingState) -> 
     if actor.weights.average is not None:
         actor.weights.average = actor.weights.like_parameters(state.group("ema"))
     actor.weights.version = state.facts["version"]
+    actor.scorer.rows = state.facts.get("pass_rows")  # older checkpoints have none

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from flowcorr import distributed
+from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.advantages import group_advantages
 from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
@@ -60,6 +61,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     with distributed.fail_together("the rollout", has_collectives=sharded), watch("rollout"):
         samples = collect(run, drawn, distributed.local_indices(len(drawn)), step)
     rollout, old = samples.rollout, None
+    bound_passes(actor.scorer, rollout)
     noise = NoiseMeter(rollout, config.sampling)
     if correction.mode != "bypass":
         with watch("old_log_prob"):  # while a reward that has a thread of its own is computed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowcorr.translate import rewards
+from flowcorr.translate.flow_factory_checks import refuse
 from flowcorr.translate.flow_factory_values import (
     DEFAULTS,
     KINDS,
@@ -20,7 +21,6 @@ from flowcorr.translate.flow_factory_values import (
     guidance,
     prompts,
     prompts_file,
-    refuse,
     reward_functions,
     size,
     targets,
@@ -261,7 +261,7 @@ ROWS = (
         sources=("log.save_freq",),
         note=lambda get: "epochs" if get("log.save_freq") > 0 else "never there; the last step here",
     ),
-    Row(key="trainer.trackers", value=trackers, sources=("log.logging_backend",)),
+    Row(key="trainer.trackers", value=trackers, sources=("log.logging_backend", "logging_backend")),
 )
 
 NO_PLACE = {
@@ -278,6 +278,8 @@ NO_PLACE = {
     "train.*": "belongs to its memory, or to trainers that are not used",
     "launcher": "see flowcorr train --help, and rollout.placement",
     "config_file": "see actor.fsdp",
+    "project": "belongs to its tracker and folders; give --out",
+    "run_name": "belongs to its tracker and folders; give --out",
     "main_process_port": "belongs to its launcher",
 }
 

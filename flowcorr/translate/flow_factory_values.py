@@ -1,4 +1,4 @@
-"""Values that several of Flow-Factory's keys give together, and configurations that flowcorr cannot run."""
+"""Values that several of Flow-Factory's keys give together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import FAMILIES, ModelFamily
 from flowcorr.translate import rewards
-from flowcorr.translate.families import family_of
 from flowcorr.translate.rewards import Given
 from flowcorr.translate.table import Get, decay_of_one
 
@@ -65,6 +64,8 @@ DEFAULTS: dict[str, Any] = {
     "scheduler.noise_level": 0.7,
     "scheduler.num_sde_steps": 1,
     "scheduler.sde_steps": None,
+    "scheduler.num_train_steps": None,
+    "scheduler.train_steps": None,
     "eval.resolution": 1024,
     "eval.height": None,
     "eval.width": None,
@@ -72,6 +73,7 @@ DEFAULTS: dict[str, Any] = {
     "eval.eval_freq": 10,
     "log.save_freq": 10,
     "log.logging_backend": None,
+    "logging_backend": None,
 }
 KINDS: dict[str, type] = {
     "num_processes": int,
@@ -96,6 +98,7 @@ KINDS: dict[str, type] = {
     "eval.height": int,
     "eval.width": int,
     "log.logging_backend": str,
+    "logging_backend": str,
 }
 REQUIRED = (
     "model.model_name_or_path",
@@ -107,7 +110,6 @@ REQUIRED = (
 SDE_TYPES = {"Flow-SDE": "sde", "Dance-SDE": "dance_sde", "CPS": "cps"}
 WHOLE_RUN = 100_000
 
-_MOST_STEPS = 1000
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
@@ -127,7 +129,7 @@ class _Model:
     tokens: int = 512
 
 
-_MODELS = {
+MODELS = {
     "sd3-5": _Model(family="sd3", tokens=256),
     "flux1": _Model(
         family="flux", others=("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
@@ -161,16 +163,6 @@ _KNOWN = {"pickscore": rewards.PICKSCORE, "ocr": rewards.OCR}
 _OWN_ENTRIES = ("name", "reward_model", "weight")
 _OF_ITS_WORKERS = ("batch_size", "device", "dtype", "async_reward", "num_workers")
 _TRACKERS = ("tensorboard", "wandb")
-_ONLY = {
-    "train.advantage_aggregation": ("sum", "gdpo"),
-    "train.ema_decay_schedule": ("power", "constant"),
-    "model.finetune_type": ("lora", "full"),
-    "model.target_components": ("transformer", ["transformer"]),
-    "model.resume_type": (None, "lora"),
-    "scheduler.dynamics_type": tuple(SDE_TYPES),
-    "data.sampler_type": ("auto", "group_contiguous", "distributed_k_repeat"),
-}
-"""Values that have an equivalent."""
 
 
 def family(get: Get) -> type[ModelFamily]:
@@ -179,7 +171,7 @@ def family(get: Get) -> type[ModelFamily]:
 
 
 def _model(get: Get) -> _Model:
-    return _MODELS[get("model.model_type").lower()]
+    return MODELS[get("model.model_type").lower()]
 
 
 def adapted(get: Get) -> bool:
@@ -369,81 +361,5 @@ def prompts_file(get: Get, split: str) -> str:
 
 def trackers(get: Get) -> list[str]:
     """The trackers that flowcorr has too."""
-    return [name for name in _TRACKERS if name == get("log.logging_backend")]
-
-
-def refuse(get: Get) -> str:
-    """Why flowcorr cannot run a configuration, or an empty string."""
-    trainer, kind = get("train.trainer_type"), get("model.model_type").lower()
-    if trainer.lower() == "grpo-guard":
-        return "train.trainer_type=grpo-guard weighs no step by its length, as flowcorr's grpo_guard does"
-    if trainer.lower() != "grpo":
-        return f"train.trainer_type={trainer} has no equivalent here; flowcorr translates grpo"
-    if kind not in _MODELS:
-        return f"model.model_type={kind} belongs to no family that flowcorr knows: {', '.join(_MODELS)}"
-    path = get("model.model_name_or_path")
-    named = family_of(path)
-    if named is not None and named != family(get):
-        return f"model.model_name_or_path={path} is no model of model.model_type={kind}"
-    for key, values in _ONLY.items():
-        if get(key) not in values:
-            known = ", ".join(str(value) for value in values if value)
-            return f"{key}={get(key)} has no equivalent here; flowcorr translates {known}"
-    if get("train.kl_beta") > 0:
-        return (
-            f"train.kl_beta={get('train.kl_beta')} weighs the distance of velocities or latents, but flowcorr an exact "
-            "KL; set it to 0, and actor.kl_coef in the recipe"
-        )
-    return _refuse_weights(get) or _refuse_numbers(get)
-
-
-def _refuse_weights(get: Get) -> str:
-    if adapted(get):
-        if get("model.target_modules") == "all":
-            return "model.target_modules=all adapts every linear layer; name the layers in a list"
-        return ""
-    if get("model.resume_path") is not None:
-        return "model.resume_path is of a run that trains all weights; start from its model instead, as model.path"
-    if weights_dtype(get) != dtype(get, "mixed_precision") and not computes_in_autocast(get):
-        return (
-            f"model.master_weight_dtype={get('model.master_weight_dtype')} with mixed_precision="
-            f"{get('mixed_precision')} has no equivalent here; flowcorr casts float32 to bfloat16"
-        )
-    return ""
-
-
-def _refuse_numbers(get: Get) -> str:
-    if get("num_processes") is None:
-        return "num_processes is not set, which decides the prompts per step; give it"
-    whole = ("group_size", "per_device_batch_size", "unique_sample_num_per_epoch", "gradient_step_per_epoch")
-    for key in ("num_processes", *(f"train.{name}" for name in (*whole, "num_inner_epochs"))):
-        if get(key) < 1:
-            return f"{key}={get(key)} must be at least 1"
-    if not 2 <= get("train.num_inference_steps") <= _MOST_STEPS:
-        return f"train.num_inference_steps={get('train.num_inference_steps')} must be 2 to {_MOST_STEPS}"
-    if not 0 <= get("train.ema_decay") < 1:
-        return f"train.ema_decay={get('train.ema_decay')} must be in [0, 1)"
-    if get("train.group_size") < 2:
-        return f"train.group_size={get('train.group_size')} gives an image no other to be compared with; use 2 or more"
-    steps, number = sde_steps(get), get("scheduler.num_sde_steps")
-    if not steps or steps != list(range(steps[0], steps[-1] + 1)):
-        return f"scheduler.sde_steps={get('scheduler.sde_steps')} has gaps, but flowcorr draws from a range of steps"
-    if not (number is None or (type(number) is int and number >= 1)):
-        return f"scheduler.num_sde_steps={number!r} must be a whole number of at least 1, or null"
-    accumulated = get("train.gradient_accumulation_steps")
-    if accumulated != "auto" and (
-        type(accumulated) is not int
-        or accumulated < 1
-        or accumulated % window_size(get)
-        or batches(get) * window_size(get) % accumulated
-    ):
-        return (
-            f"train.gradient_accumulation_steps={accumulated} splits a batch's SDE steps or an epoch; use "
-            f"a multiple of {window_size(get)} that divides {batches(get) * window_size(get)}"
-        )
-    if updates(get) > prompts(get):
-        return (
-            f"{updates(get)} updates of an epoch have {prompts(get)} prompts, but flowcorr never splits a group; "
-            "use fewer updates"
-        )
-    return ""
+    given = get("logging_backend") if get("log.logging_backend") is None else get("log.logging_backend")
+    return [name for name in _TRACKERS if name == given]

@@ -128,6 +128,11 @@ def _window(get: Get) -> tuple[int, list[int]]:
     return trained, [0, trained]
 
 
+def _sde_type(get: Get) -> str:
+    """The transition; only scripts whose name ends in `_fast` read it."""
+    return str(get("sample.sde_type")) if get(SCRIPT).endswith("_fast.py") else "sde"
+
+
 def _noise_range(get: Get) -> list[int] | None:
     """A script without windows adds noise in every step, trained on or not."""
     steps = get("sample.num_steps")
@@ -247,14 +252,12 @@ ROWS = (
     same("train.lora_path", "model.lora.warm_start"),
     Row(
         key="sampling.sde_type",
-        value=lambda get: get("sample.sde_type") if get(SCRIPT).endswith("_fast.py") else "sde",
+        value=_sde_type,
         sources=("sample.sde_type",),
     ),
     Row(
         key="sampling.cps_unscaled",
-        value=lambda get: (
-            True if get(SCRIPT).endswith("_fast.py") and get("sample.sde_type") == "cps" else None
-        ),
+        value=lambda get: True if _sde_type(get) == "cps" else None,
         note="its cps log-probs lack 1 / (2 s^2)",
     ),
     same("sample.noise_level", "sampling.noise_level"),
@@ -320,7 +323,11 @@ ROWS = (
     same("train.clip_range", "actor.clip_ratio"),
     same("train.adv_clip_max", "actor.adv_clip_max"),
     same("train.beta", "actor.kl_coef"),
-    Row(key="actor.kl_weighting", value=lambda get: "flow_grpo" if get("train.beta") else None),
+    Row(
+        key="actor.kl_weighting",
+        value=lambda get: "flow_grpo" if get("train.beta") and _sde_type(get) == "sde" else None,
+        note="its KL of sde steps is divided by the length of a step, that of cps steps is exact",
+    ),
     Row(
         key="actor.optimizer",
         value=lambda get: "adamw_8bit" if get("train.use_8bit_adam") else "adamw",

@@ -51,6 +51,7 @@ from flowcorr.translate.verl_omni_values import (
 )
 
 _ALL_PROMPTS = 100_000
+_NO_CLAMP = 1e6
 
 
 def _correction(key: str, *, belongs_to: str = "") -> Row:
@@ -137,7 +138,7 @@ ROWS = (
     same(f"{PIPELINE}.width", "sampling.width"),
     Row(
         key="sampling.cps_unscaled",
-        value=lambda get: True if get(f"{ALGO}.sde_type") == "cps" and loss(get) != "grpo_guard" else None,
+        value=lambda get: True if get(f"{ALGO}.sde_type") == "cps" else None,
         note="verl-omni's cps log-probs lack 1 / (2 s^2)",
     ),
     same(f"{ROLLOUT}.name", "rollout.name"),
@@ -172,7 +173,12 @@ ROWS = (
         value=lambda get: get(f"{LOSS}.kl_mask_threshold") if loss(get) == "flow_dppo" else None,
         sources=(f"{LOSS}.kl_mask_threshold", f"{LOSS}.add_kl_coefficient"),
     ),
-    same(f"{LOSS}.adv_clip_max", "actor.adv_clip_max"),
+    Row(
+        key="actor.adv_clip_max",
+        value=lambda get: _NO_CLAMP if loss(get) == "flow_dppo" else get(f"{LOSS}.adv_clip_max"),
+        sources=(f"{LOSS}.adv_clip_max",),
+        note=lambda get: "its flow_dppo clamps no advantages" if loss(get) == "flow_dppo" else "",
+    ),
     Row(
         key="actor.kl_coef",
         value=lambda get: get(f"{ACTOR}.kl_loss_coef") if get(f"{ACTOR}.use_kl_loss") else 0.0,
@@ -182,8 +188,13 @@ ROWS = (
     Row(
         key="actor.kl_weighting",
         value=lambda get: (
-            "flow_grpo" if get(f"{ACTOR}.use_kl_loss") and get(f"{ACTOR}.kl_loss_coef") else None
+            "flow_grpo"
+            if get(f"{ACTOR}.use_kl_loss")
+            and get(f"{ACTOR}.kl_loss_coef")
+            and get(f"{ALGO}.sde_type") == "sde"
+            else None
         ),
+        note="its KL of sde steps is divided by the length of a step, that of cps and dance_sde is exact",
     ),
     Row(
         key="actor.optimizer",
@@ -328,7 +339,9 @@ NO_PLACE = {
     "actor_rollout_ref.ref.*": "the reference is the model without its adapter",
     f"{PIPELINE}.*": "belongs to videos, or to its pipeline",
     f"{ROLLOUT}.engine_kwargs.*": "options of its engine; set them in rollout.engine",
+    f"{ROLLOUT}.rollout_attn_backend": "the engine's own choice; see diffusion_attention_config in rollout.engine",
     f"{ROLLOUT}.*": "belongs to its engine and workers; see rollout.engine, placement and num_workers",
+    f"{MODEL}.attn_backend": "diffusers' own choice; see model.attention",
     f"{MODEL}.*": "read from the pipeline itself, or belongs to its workers",
     "actor_rollout_ref.*": "belongs to its workers",
     "algorithm.*": "belongs to algorithms that flowcorr does not have",

@@ -33,6 +33,7 @@ LOSSES = {
     "flow_dppo": "flow_dppo",
 }
 _FAMILIES = ("sd3", "qwen_image")
+_OF_SDE_STEPS = ("grpo_guard", "flow_dppo")
 _ONLY: dict[str, tuple[Any, ...]] = {
     f"{MODEL}.algorithm": tuple(LOSSES),
     f"{LOSS}.loss_mode": (None, *LOSSES),
@@ -92,6 +93,11 @@ def _refuse_updates(get: Get) -> str:
         return f"data.train_batch_size={prompts} must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}"
     if not get(f"{LOSS}.add_kl_coefficient") and loss(get) == "flow_dppo":
         return f"{LOSS}.add_kl_coefficient=false bounds a squared distance, but flowcorr's flow_dppo bounds an exact KL"
+    if loss(get) in _OF_SDE_STEPS and get(f"{ALGO}.sde_type") != "sde":
+        return (
+            f"{ALGO}.sde_type={get(f'{ALGO}.sde_type')} gives {loss(get)} a std multiplied by sqrt(step) twice, so "
+            "its numbers have another unit; flowcorr translates it with sde"
+        )
     asynchronous = get("trainer.use_v1") and get("trainer.v1.trainer_mode") == "separate_async"
     if asynchronous and get(ASYNC) != 1:
         return f"{ASYNC}={get(ASYNC)} counts as many batches as one step, but flowcorr counts each; translate it with 1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import threading
 from collections import deque
@@ -21,6 +20,7 @@ from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, BatchError, ConfigError, MissingExtraError
 from flowcorr.models import load_family
+from flowcorr.models.quantized import whole_copy
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import OnImages, Weights, ignore_images, needs_base
 from flowcorr.rollout.build import build_backend
@@ -287,7 +287,7 @@ class RolloutWorker:
 
         on_gpu = not resolve_engine(config.rollout.name).own_processes and ray.get_gpu_ids()
         family = load_family(config.model, "cuda" if on_gpu else "cpu", text_encoders=False)
-        base = copy.deepcopy(family.transformer) if needs_base(config) else family.transformer
+        base = whole_copy(family.transformer, "cpu") if needs_base(config) else family.transformer
         # A worker does not train: it needs neither averaged weights nor the KL loss's copy of the untrained ones.
         self._weights = TrainedWeights(
             family, replace(config, actor=replace(config.actor, ema=None, kl_coef=0.0))

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.losses import LOSSES
 from flowcorr.records import ActorBatch
@@ -57,7 +58,7 @@ def test_steps_apart_drop_a_sample_of_which_only_the_last_step_is_not_finite(mak
     assert all(math.isnan(value) == (place in (2, 3, 12, 13)) for place, value in found[False][2].items())
 
 
-def remember(seen, part, terms):
+def remember(seen, part, terms, **_):
     seen.update(zip(part.places.flatten().tolist(), terms.log_prob.flatten().tolist(), strict=True))
 
 
@@ -218,8 +219,9 @@ def test_nothing_is_computed_for_a_gradient_of_zero(make_run, sections, recorded
     """Unless the loss is not known to vanish, or something reads the scores."""
     run = make_run(**sections)
     batch = of_even_group(run)
+    bound_passes(run.actor.scorer, batch.rollout)
     found, places = scored(run), []
-    record = (lambda part, policy: places.extend(part.places.flatten().tolist())) if recorded else None
+    record = (lambda part, *_, **__: places.extend(part.places.flatten().tolist())) if recorded else None
     run.update(batch, training_step=1, record=record)
     assert found == passes
     assert not recorded or sorted(places) == list(range(16))

@@ -21,6 +21,9 @@ STALE = {"rollout": {"staleness": 1, "drift_every": 5}}
 SHARDED = {"actor": {"fsdp": True}, "model": {"lora": {"rank": 0}}}
 CACHED = {"cache": "first_block"}
 QWEN = {"path": "some/pipeline", "family": "qwen_image"}
+NF4, INT8 = {"model": {"quantization": "nf4"}}, {"model": {"quantization": "int8"}}
+OMNI = {"rollout": {"name": "vllm_omni"}}
+MERGED = {"rollout": {"name": "vllm_omni", "engine": {"weight_sync": "merged"}}}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,21 @@ QWEN = {"path": "some/pipeline", "family": "qwen_image"}
             r"cps_unscaled=True gives .*'grpo_guard' adds a bias in nats .*; set cps_unscaled: false, or",
         ),
         ({**SHARDED, "trainer": {"doctor": True}}, r"trainer\.doctor=True examines whole weights"),
+        (
+            {"model": {"quantization": "nf4", "lora": {"rank": 0}}},
+            r"quantization='nf4' keeps integers, which have no gradient, but model\.lora\.rank=0",
+        ),
+        ({**INT8, "actor": {"fsdp": True}}, r"quantization='int8' .* FSDP2 cannot gather .*; set actor\.fsdp: false"),
+        (
+            {"model": {"quantization": "int8", "dtype": "float16"}},
+            r"'int8' multiplies .* overflow in model\.dtype='float16'; set dtype: bfloat16",
+        ),
+        ({**NF4, **OMNI, **BYPASS}, r"bypass_mode=True compares weights in nf4 .* 0\.034 .*at 0\.001; set .*auto"),
+        ({**INT8, **OMNI, **BYPASS}, r"bypass_mode=True compares weights in int8 .* up to 0\.0031"),
+        (
+            {**INT8, **OMNI, **BYPASS, "actor": {"clip_ratio": [0.1, 0.1, 0.001, 0.1]}},
+            r"weights in int8 .* clips them at 0\.001",
+        ),
         ({"actor": {"fsdp": True}, "trainer": {"doctor": True}}, r"run `flowcorr doctor` with actor\.fsdp=false"),
         ({"rollout": {**CACHED, "name": "vllm_omni"}}, r"cannot be used with rollout\.name='vllm_omni'"),
         ({**SHARDED, "rollout": CACHED}, r"hooks blocks of the transformer, which actor\.fsdp=true replaces"),
@@ -90,6 +108,13 @@ def test_contradictions_between_sections(values, message):
         {**DECOUPLED, **STALE, "actor": {"old_policy": "behaviour"}},
         {**BYPASS, **STALE},
         {**AUTO, **STALE},
+        {**NF4, **OMNI},
+        {**NF4, **OMNI, **AUTO},
+        {**NF4, **OMNI, **BYPASS, "actor": {"clip_ratio": 0.05}},
+        {**INT8, **OMNI, **REINFORCE},
+        {**NF4, **BYPASS},
+        {**NF4, **BYPASS, "rollout": {"placement": "ray", "emulate": "int8"}},
+        {**NF4, **MERGED, **BYPASS},
         {**ON_RAY, "reward": {"placement": "ray", "num_workers": 2, "worker_resources": {"num_cpus": 1}}},
         {"reward": {"placement": "ray"}, "rollout": {"ray_address": "auto"}},
         {

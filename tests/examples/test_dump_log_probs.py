@@ -77,6 +77,42 @@ def test_a_data_proto_of_verl(snippets, tmp_path):
     assert found.sigmas[0].tolist() == pytest.approx([0.9, 0.8])
 
 
+def test_samples_of_one_window_of_verl_omni_are_captured(snippets):
+    """Each sample has a window of its own; of each prompt one sample comes first."""
+    places = [1, 2, 1, 1, 2, 1, 1, 1]
+    prompts = ["cat", "cat", "cat", "cat", "dog", "dog", "dog", "dog"]
+    schedule = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])
+    rows = torch.arange(8.0)
+    latents = rows.view(8, 1, 1, 1).expand(8, *LATENT)
+    batch = {
+        "all_timesteps": torch.stack([1000 * schedule[place : place + T] for place in places]),
+        "all_latents": latents[:, None].expand(8, T + 1, *LATENT),
+        "initial_noise": latents,
+        "final_latents": latents,
+        "schedule": schedule.expand(8, -1),
+        "rollout_log_probs": rows[:, None].expand(8, T),
+        "responses": torch.zeros(8, 3, 16, 24, dtype=torch.uint8),
+        "sample_level_rewards": rows[:, None].expand(8, T),
+    }
+    columns = {
+        "uid": np.array(prompts, dtype=object),
+        "raw_prompt": np.array([[{"content": prompt}] for prompt in prompts], dtype=object),
+    }
+    sampling = SimpleNamespace(guidance_scale=4.5, max_sequence_length=32)
+    rollout = SimpleNamespace(
+        pipeline=sampling, algo=SimpleNamespace(noise_level=0.8, sde_type="sde"), dtype="float32"
+    )
+    config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=rollout, model=SimpleNamespace(lora_alpha=8))
+    )
+    found = snippets.capture_verl_omni(SimpleNamespace(batch=batch, non_tensor_batch=columns), config)
+    assert found.prompts == ("cat", "dog", "cat", "dog")
+    assert found.rewards.tolist() == found.initial_noise[:, 0, 0, 0].tolist() == [0, 5, 2, 6]
+    assert found.step_indices.tolist() == [1, 2]
+    assert found.images.shape == (4, 16, 24, 3)
+    assert found.missing() == ["not captured: adapter; the samples are replayed without one"]
+
+
 def test_samples_of_flow_grpo(snippets, accelerator, tmp_path):
     rollout, current = log_probs()
     samples = {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build a virtual environment in which the training side of a verl-omni source tree runs on a CPU, without vllm.
 #
-#   tests/integrations/install.sh VENV PATH     # then: VERL_OMNI=PATH VENV/bin/python -m pytest -m "" tests/integrations
+#   tests/integrations/install.sh VENV PATH     # then: VERL_OMNI=PATH VENV/bin/python -m pytest -m verl_omni tests/integrations
 #
 # VERL (a source tree of verl; by default the commit that verl-omni pins, from GitHub), PYTHON (python3) and WHEELS (a
 # folder or page with wheels, for a CPU build of torch) come from the environment.

@@ -1,7 +1,7 @@
 """The integration inside the real verl-omni. Its training side runs from a source tree, on one CPU process:
 
 tests/integrations/install.sh VENV PATH
-VERL_OMNI=PATH VENV/bin/python -m pytest -m "" tests/integrations
+VERL_OMNI=PATH VENV/bin/python -m pytest -m verl_omni tests/integrations
 
 `_update_actor` and `_compute_old_log_prob` are the methods of verl-omni's trainer that an integration overrides.
 """

@@ -8,13 +8,17 @@ from pathlib import Path
 
 from flowcorr.config import load, recipe_names
 from flowcorr.plan.answers import Plan, duration
-from flowcorr.plan.devices import GPUS
+from flowcorr.plan.devices import GPUS, Gpu
 from flowcorr.plan.estimate import plan_of
 from flowcorr.plan.traces import trace
 
 RECIPES = tuple(name for name in recipe_names() if not name.startswith("tiny_"))
 CARDS = tuple(
-    GPUS[name] for name in ("rtx4090-24gb", "l40s-48gb", "a100-80gb-sxm", "h100-80gb", "h200-141gb")
+    GPUS[name]
+    for name in (
+        *("rtx4070-12gb", "rtx4080-16gb", "rtx4090-24gb", "rtx5090-32gb"),
+        *("l40s-48gb", "a100-80gb-sxm", "h100-80gb", "h200-141gb"),
+    )
 )
 PAGE = Path(__file__).parents[2] / "recipes" / "README.md"
 BEGIN, END = "<!-- cards -->\n", "<!-- end of cards -->"
@@ -23,6 +27,11 @@ SHARED_BY = {
     "rollout.engine.enable_sleep_mode=true rollout.engine.quantization=fp8": " (b)",
 }
 OFFLOADED = "model.offload_text_encoders=true"
+FITTED_BY = {
+    OFFLOADED: "c",
+    "actor.micro_batch_size=1": "d",
+    "rollout.engine.quantization=fp8": "e",
+}
 
 
 def cell(plan: Plan) -> str:
@@ -36,8 +45,23 @@ def cell(plan: Plan) -> str:
             return time + mark
     if plan.fitting:
         return f"2 x: {time}"
-    offloaded = plan.ways_to_fit[OFFLOADED]
-    return f"2 x: {time} (c)" if plan.fits(offloaded.trainer) and plan.fits(offloaded.engine) else ""
+    offloaded = plan.ways_to_fit.get(OFFLOADED)
+    if offloaded and plan.fits(offloaded.shared):
+        return f"{time} (c)"
+    return (
+        f"2 x: {time} (c)"
+        if offloaded and plan.fits(offloaded.trainer) and plan.fits(offloaded.engine)
+        else ""
+    )
+
+
+def smallest(found: tuple[Gpu, str] | None) -> str:
+    """A GPU, with the letters of the overrides with which it is enough."""
+    if found is None:
+        return ""
+    gpu, overrides = found
+    letters = ", ".join(FITTED_BY[key] for key in overrides.split())
+    return f"{gpu.name} ({letters})" if letters else gpu.name
 
 
 @cache
@@ -48,13 +72,18 @@ def row(recipe: str) -> str:
     plans = [plan_of(traces, config, gpu=gpu, title=recipe) for gpu in CARDS]
     memory = plans[0].memory
     sizes = "".join(f" {size / 1e9:.0f} |" for size in (memory.trainer, memory.engine, memory.shared))
-    return f"| `{recipe}` |{sizes}{''.join(f' {cell(plan)} |' for plan in plans)}\n"
+    trainer = smallest(plans[0].smallest_for_trainer())
+    engine = smallest(plans[0].smallest_for_engine()) if memory.engine else "in process"
+    return f"| `{recipe}` |{sizes} {trainer} | {engine} |{''.join(f' {cell(plan)} |' for plan in plans)}\n"
 
 
 def table() -> str:
     """All rows, below their header."""
     cards = "".join(f" {gpu.name} |" for gpu in CARDS)
-    header = f"| recipe | trainer, GB | engine, GB | both, GB |{cards}\n|{'---|' * (4 + len(CARDS))}\n"
+    header = (
+        "| recipe | trainer, GB | engine, GB | both, GB | smallest for the trainer | smallest for the engine |"
+        f"{cards}\n|{'---|' * (6 + len(CARDS))}\n"
+    )
     return header + "".join(map(row, RECIPES))
 
 

@@ -140,3 +140,31 @@ def test_numbers_are_written_for_a_reader():
     assert (duration(0.123), duration(59.6)) == ("0.12 s", "60 s")
     assert summary(plan_of()).startswith(f"recipe on {H100.name}: ")
     assert summary(replace(plan_of(), ranks=4)).endswith("; 4 ranks, 32 images a step each")
+
+
+def test_the_smallest_cards_are_named_with_their_keys():
+    plan = plan_of(engine=60 * GB)  # the trainer needs 46 GB, or 32 GB with one sample
+    gpu, keys = plan.smallest_for_trainer()
+    assert (gpu.name, keys) == ("a100-40gb-pcie", "actor.micro_batch_size=1")
+    assert plan.smallest_for_engine() == (GPUS["a100-80gb-pcie"], "")
+    (answer,) = (text for text in plan.answers() if text.startswith("The smallest card"))
+    assert answer.removeprefix("The smallest card for the trainer: ") == (
+        "a100-40gb-pcie with actor.micro_batch_size=1; for the engine: a100-80gb-pcie."
+    )
+    smaller = replace(
+        plan.memory, encode=9 * GB, load=9 * GB, update=12 * GB, update_without_samples=9 * GB,
+        recompute=9 * GB, reward=9 * GB, sync=9 * GB,
+    )  # fmt: skip
+    ways = {"model.offload_text_encoders=true": smaller}
+    offloaded = replace(plan, ways_to_fit=ways, engine_ways={"rollout.engine.quantization=fp8": 28 * GB})
+    gpu, keys = offloaded.smallest_for_trainer()
+    assert (gpu.name, keys) == ("rtx4080-16gb", "model.offload_text_encoders=true")
+    gpu, keys = offloaded.smallest_for_engine()
+    assert (gpu.name, keys) == ("rtx5090-32gb", "rollout.engine.quantization=fp8")
+
+
+def test_a_run_that_fits_no_card_and_an_engine_in_process_are_said():
+    huge = plan_of().memory
+    huge = replace(huge, load=400 * GB)
+    answers = replace(plan_of(), memory=huge).answers()
+    assert "The smallest card for the trainer: none of those known." in answers

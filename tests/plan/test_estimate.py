@@ -87,6 +87,16 @@ def test_the_largest_micro_batch_is_the_largest_that_fits(tiny):
     )
 
 
+@pytest.mark.parametrize(("size", "folded"), [(7, True), (0.5, False)])
+def test_passes_that_a_run_chooses_are_those_that_fit(tiny, size, folded):
+    memory = tiny.memory
+    needed = MARGIN * (memory.update_without_samples + size * memory.update_a_sample)
+    gpu = f"memory={1.05 * needed / 1e9},bandwidth=100,bf16=10"
+    made = plan(gpu=find_gpu(gpu))
+    assert made.fits(made.memory.update)
+    assert made.micro_batch == (7 if folded else 1)
+
+
 def test_another_micro_batch_takes_no_other_copies_of_weights():
     autocast = ("model.lora.rank=0", "actor.autocast=true")
     memory = plan(*autocast, "actor.micro_batch_size=4").memory
@@ -165,18 +175,50 @@ def test_moments_in_8_bits_save_three_quarters_of_their_memory(tiny):
     assert shards.memory.idle - shards.ways_to_fit[in_8_bits].idle == pytest.approx(saved / 8, rel=0.02)
 
 
+def transformer_bytes():
+    return sum(parameter.nbytes for parameter in load_family(ModelConfig()).transformer.parameters())
+
+
 def test_a_ray_worker_that_samples_ahead_holds_the_transformer_twice():
     worker, ahead = (
         plan("rollout.placement=ray", f"rollout.max_staleness={steps}").memory for steps in (0, 1)
     )
-    transformer = sum(parameter.nbytes for parameter in load_family(ModelConfig()).transformer.parameters())
-    assert ahead.engine - worker.engine == pytest.approx(transformer, rel=0.05)  # it has buffers, too
+    assert ahead.engine - worker.engine == pytest.approx(transformer_bytes(), rel=0.05)  # it has buffers, too
+
+
+def test_a_quantized_base_needs_less_and_an_engine_of_its_own_none_the_less(tiny):
+    quantized = plan("model.quantization=int8")
+    weights = transformer_bytes()
+    saved = tiny.memory.idle - quantized.memory.idle
+    assert 0.6 * weights < saved < 0.75 * weights  # three quarters of the blocks' matrices, in float32
+    assert quantized.memory.load == pytest.approx(tiny.memory.load - saved, rel=0.01)
+    engine = ("rollout.name=vllm_omni", "rollout.dtype=float32")
+    alone, beside = plan(*engine), plan(*engine, "model.quantization=int8")
+    assert beside.memory.engine == pytest.approx(alone.memory.engine, rel=0.01)
+    assert alone.memory.idle - beside.memory.idle == pytest.approx(saved, rel=0.01)
+    sampled = [one.seconds("sample") for one in (alone, beside)]
+    assert sampled[0] == pytest.approx(sampled[1])  # its engine dequantizes nothing
+    assert quantized.seconds("sample", "recompute", "update") > tiny.seconds("sample", "recompute", "update")
+
+
+def test_a_ray_worker_in_process_holds_the_quantized_weights():
+    worker = "rollout.placement=ray"
+    whole, quantized = plan(worker).memory.engine, plan(worker, "model.quantization=int8").memory.engine
+    assert 0.6 * transformer_bytes() < whole - quantized < 0.75 * transformer_bytes()
+
+
+ADAPTER_WAYS = ("actor.fsdp=true on several ranks", "model.quantization=nf4", "a smaller model.lora.rank")
+BYPASS = "algorithm.rollout_correction.preset=bypass_ppo_clip"
 
 
 @pytest.mark.parametrize(
     ("overrides", "ranks", "expected"),
     [
-        ((), 1, ("actor.fsdp=true on several ranks", "a smaller model.lora.rank")),
+        ((), 1, ADAPTER_WAYS),
+        (("model.quantization=int8",), 2, ADAPTER_WAYS[2:]),
+        # Beside an engine on the unquantized base, bypass mode may not have NF4; with FSDP2 nothing may.
+        (("rollout.name=vllm_omni", BYPASS), 1, (ADAPTER_WAYS[0], ADAPTER_WAYS[2])),
+        (("actor.fsdp=true",), 2, ("more ranks", ADAPTER_WAYS[2])),
         (("model.lora.rank=0",), 1, ("actor.fsdp=true on several ranks", "actor.optimizer=adamw_8bit")),
         (
             ("model.lora.rank=0", "rollout.name=vllm_omni", "actor.optimizer=adamw_8bit"),
@@ -188,7 +230,7 @@ def test_a_ray_worker_that_samples_ahead_holds_the_transformer_twice():
 )
 def test_a_run_that_fits_nowhere_is_told_what_saves_memory_of_its_update(tiny, overrides, ranks, expected):
     assert other_ways(load("tiny_jpeg_lora", overrides), ranks) == expected
-    assert tiny.other_ways == ("actor.fsdp=true on several ranks", "a smaller model.lora.rank")
+    assert tiny.other_ways == ADAPTER_WAYS
 
 
 def test_ranks_that_share_the_weights_need_less_of_each_gpu():

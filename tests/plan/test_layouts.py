@@ -24,6 +24,9 @@ def test_each_kind_that_flowcorr_runs_is_compared():
     assert kinds(1, *ENGINE) == {"all train and sample", "all train and sample, the engine asleep in between"}
     splits = {"train : sample, in turn", "train : sample, a step ahead"}
     assert kinds(4, *ENGINE) == kinds(1, *ENGINE) | splits | {"all train and sample, sharded weights"}
+    assert (
+        kinds(4, *ENGINE, "model.quantization=nf4") == kinds(1, *ENGINE) | splits
+    )  # FSDP2 cannot gather codes
     assert kinds(4, "model.lora.rank=0", "actor.fsdp=true") == {"all train and sample, sharded weights"}
 
 

@@ -23,7 +23,16 @@ SMALL = {"actor": {"micro_batch_size": 4, "mini_batches": 1}, "rollout": {"promp
 def check_extrapolation(config, architecture):
     extrapolated = measure_training(config, architecture)
     whole = measure_blocks(config, architecture)
-    for name in ("transformer", "adapter", "gradients", "moments", "moments_8bit", "sample"):
+    for name in (
+        "transformer",
+        "numbers",
+        "largest",
+        "adapter",
+        "gradients",
+        "moments",
+        "moments_8bit",
+        "sample",
+    ):
         assert getattr(extrapolated, name) == pytest.approx(getattr(whole, name), rel=1e-6)
     for name in ("recompute", "backward", "step", "step_8bit"):
         few, all_blocks = getattr(extrapolated, name), getattr(whole, name)
@@ -92,6 +101,44 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     state = sum(value.nbytes for value in run.actor.optimizer.adamw.state().values() if value.dim())
     assert training.moments == pytest.approx(state, rel=0.01)
     assert training.gradients == sum(parameter.nbytes for parameter in run.actor.weights.parameters.values())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_a_quantized_base_takes_what_torch_allocates(make_config, make_run, tmp_path, quantization):
+    if quantization == "nf4":
+        pytest.importorskip("bitsandbytes")
+    sections = {**SMALL, "model": {"path": "tiny_ocr", "quantization": quantization}}
+    architecture = find_architecture("tiny_ocr")
+    training = measure_blocks(make_config(**sections), architecture)
+    plain = measure_blocks(make_config(**SMALL, model={"path": "tiny_ocr"}), architecture)
+    run = make_run(**sections)
+    transformer = run.actor.weights.transformer
+    held = sum(tensor.nbytes for tensor in (*transformer.parameters(), *transformer.buffers()))
+    assert training.weights == held
+    assert training.numbers == plain.numbers == plain.transformer / 4
+    assert training.largest == plain.largest
+    batch = run.batch()
+    run.actor.update(batch, OFF, training_step=1)
+    run.actor.optimizer.adamw.zero_grad()
+    one = batch.rollout.select(slice(0, 4))
+    recompute = allocated(lambda: run.actor.log_probs(one), tmp_path)
+    update = allocated(lambda: run.actor.update(batch, OFF, training_step=2), tmp_path)
+    assert training.recompute.peak == pytest.approx(recompute, rel=0.05)
+    assert max(training.backward.peak, training.step.peak) == pytest.approx(update, rel=0.05)
+
+
+def test_dequantizing_takes_time_and_the_memory_of_one_layer(make_config):
+    architecture = find_architecture("tiny_ocr")
+    plain, quantized = (
+        measure_blocks(
+            make_config(**SMALL, model={"path": "tiny_ocr", "quantization": kind}), architecture
+        ).recompute
+        for kind in ("none", "nf4")
+    )
+    assert quantized.flops == plain.flops
+    assert quantized.kernels - plain.kernels == 53  # an operation for each linear layer of the blocks
+    assert quantized.moved > plain.moved
+    assert 0 <= quantized.peak - plain.peak <= 4 * 9 * 96 * 96
 
 
 def test_a_micro_batch_of_another_size_needs_what_one_predicts_for_it(make_config):

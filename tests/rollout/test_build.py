@@ -18,6 +18,7 @@ from flowcorr.rollout.build import build_backend, check_installed
         ("rollout.placement=ray", "ray", "ray"),
         ("reward.placement=ray", "ray", "ray"),
         ("actor.optimizer=adamw_8bit", "bitsandbytes", "adam8bit"),
+        ("model.quantization=nf4", "bitsandbytes", "quantized"),
     ],
 )
 def test_a_missing_extra_is_named_with_the_key_that_needs_it(monkeypatch, override, package, extra):

@@ -14,6 +14,17 @@ from flowcorr.rollout.precision import LARGEST_GAP, MARGIN, NO_GAP, OTHER_PROCES
         ({"rollout": {"emulate": "int4"}}, "int4", 1),
         ({"rollout": {"dtype": "bfloat16", "emulate": "int8"}}, "bfloat16", 1),
         ({"rollout": {"engine": {"quantization": "fp8"}}}, "fp8", 1),
+        ({"rollout": {"name": "vllm_omni"}, "model": {"quantization": "nf4"}}, "nf4", 1),
+        ({"rollout": {"name": "somebody:ENGINE"}, "model": {"quantization": "int8"}}, "int8", 1),
+        ({"rollout": {"dtype": "bfloat16"}, "model": {"quantization": "nf4"}}, "bfloat16", 1),
+        (
+            {
+                "rollout": {"name": "vllm_omni", "dtype": "bfloat16", "engine": {"weight_sync": "merged"}},
+                "model": {"quantization": "nf4"},
+            },
+            "bfloat16",
+            1,
+        ),
         ({"rollout": {"dtype": "bfloat16"}, "sampling": {"guidance_scale": 4.0}}, "bfloat16", 4),
         ({"rollout": {"emulate": "fp8"}, "sampling": {"true_cfg_scale": 2.5}}, "fp8", 2.5),
     ],

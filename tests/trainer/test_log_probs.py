@@ -7,6 +7,10 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from flowcorr import config, dumps, trainer
+from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.diagnostics.audit.dumped import audit_folder
+from flowcorr.diagnostics.lab.compare import replay_run
 from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.log_probs import TermRecorder
@@ -20,6 +24,8 @@ SMALL = (
     "trainer.total_steps=3",
     "trainer.eval_every=0",
 )
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = {"rollout_correction": RolloutCorrectionConfig.bypass_ppo_clip()}
 
 
 def small_config(*overrides):
@@ -114,8 +120,8 @@ def test_each_term_is_recorded_where_it_stands(make_run, actor):
     )
     last = {}
 
-    def record(part, policy):
-        recorder(part, policy)
+    def record(part, policy, *, before_update):
+        recorder(part, policy, before_update=before_update)
         for place, value in zip(part.places.flatten(), policy.log_prob.flatten(), strict=True):
             last[place.item()] = value.item()
         torch.testing.assert_close(
@@ -161,3 +167,54 @@ def test_without_means_there_are_no_kls(make_run):
     )
     run.update(batch, training_step=1, record=recorder)
     assert not {name for name in recorder.terms().tensors() if name.endswith("_kl")}
+
+
+@pytest.mark.parametrize(
+    ("actor", "fresh"),
+    [
+        ({"mini_batches": 2}, 0.5),
+        ({"mini_batches": 2, "fold_steps": False, "micro_batch_size": 3}, 0.5),
+        ({"mini_batches": 1}, 1.0),
+        ({"mini_batches": 1, "epochs": 2}, 0.0),  # the last score of a term is kept
+    ],
+)
+def test_terms_scored_before_the_first_update_are_marked(make_run, actor, fresh):
+    run = make_run(actor={"lr": 1e-2, **actor}, algorithm=BYPASS)
+    batch = apply_bypass_mode_to_diffusion_batch(run.batch())
+    recorder = TermRecorder(batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=True)
+    untouched = run.actor.log_probs(batch.rollout).log_probs
+    run.update(batch, training_step=1, record=recorder)
+    found = recorder.terms()
+    marked = found.before_update.bool()
+    assert marked.double().mean() == fresh
+    learned = (found.current_log_probs - untouched).abs() > 10 * LOG_PROBS["atol"]
+    assert torch.equal(learned.any(1), ~marked.any(1))
+
+
+def test_a_skipped_update_leaves_the_weights_as_they_were(make_run):
+    """So the second mini-batch of the step is scored before its first update too."""
+    run = make_run(actor={"mini_batches": 2}, algorithm=BYPASS)
+    batch = apply_bypass_mode_to_diffusion_batch(run.batch())
+    batch = replace(batch, keep=torch.zeros_like(batch.old_log_probs, dtype=torch.bool))
+    recorder = TermRecorder(batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=True)
+    assert run.update(batch, training_step=1, record=recorder).compute()["actor/skipped_updates"] == 2
+    assert recorder.terms().before_update.all()
+
+
+def test_the_gap_of_a_bypass_run_holds_nothing_that_was_learned(tmp_path):
+    """Two updates a step: audit judges the terms before the first, lab replays them all as the loss used them."""
+    bypass = f"{CORRECTION}.preset=bypass_ppo_clip"
+    learning = (bypass, "actor.mini_batches=2", "actor.lr=1e-2", "trainer.dump_log_probs=true")
+    trainer.train(small_config(*learning, "rollout.emulate=none", "trainer.total_steps=2"), tmp_path)
+    report = audit_folder(tmp_path)
+    steps = [dumps.load(path) for path in dumps.files(tmp_path).values()]
+    marked = torch.cat([terms.before_update for terms in steps]).bool()
+    gap = torch.cat([terms.current_log_probs - terms.rollout_log_probs for terms in steps]).abs()
+    assert gap[~marked].max() > 100 * gap[marked].max()
+    assert report.num_samples == marked.all(1).sum() == len(marked) / 2
+    assert any(
+        f"{int((~marked).sum())} terms were scored after the first update" in note for note in report.notes
+    )
+    (own,) = [found.outcome for found in replay_run(tmp_path).replays if found.of_run]
+    losses = [record["actor/loss"] for record in records(tmp_path) if "actor/loss" in record]
+    assert own.loss == pytest.approx(sum(losses) / 2, rel=1e-4)

@@ -1,6 +1,7 @@
 """Every recipe for a real model trains, with the tiny random pipeline of its family in place of the model."""
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,21 @@ from flowcorr.cli import main
 from flowcorr.config import RewardTerm, load, recipe_names, to_yaml
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import train
+from tests.trainer.runs import assert_same_run
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [name for name in recipe_names() if not name.startswith("tiny_")]
+ON_ONE_CARD = [name for name in RECIPES if load(name).rollout.name == "in_process"]
+
+
+def with_marks(recipes):
+    """The recipes, those in NF4 with the marker of tests that need bitsandbytes."""
+    return [
+        pytest.param(name, marks=[pytest.mark.quantized] * (load(name).model.quantization == "nf4"))
+        for name in recipes
+    ]
+
+
 FAMILIES = {
     "sd35": (tiny_pipelines.build_tiny_sd35, (32, 32)),
     "qwen": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
@@ -26,6 +39,7 @@ FAMILIES = {
 JPEG = RewardTerm(name="jpeg_incompressibility")
 SMALL = (
     "model.max_sequence_length=16",
+    "model.offload_text_encoders=false",
     "rollout.prompts_per_step=2",
     "rollout.n=2",
     "reward.placement=auto",
@@ -109,7 +123,7 @@ def assert_trains(config, folder):
         assert record["rollout_corr/logprob_abs_diff_mean"] < 1e-2
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", with_marks(RECIPES))
 def test_recipe_runs_in_process(recipe, small, tiny_pickscore, tmp_path):
     config = small(recipe, "rollout.name=in_process")
     options = {
@@ -119,6 +133,18 @@ def test_recipe_runs_in_process(recipe, small, tiny_pickscore, tmp_path):
     own = [replace(term, options=options[term.name]) for term in config.reward.terms]
     gold = tuple(replace(term, options=options[term.name]) for term in config.reward.gold)
     assert_trains(with_rewards(config, terms=(*own, JPEG), gold=gold), tmp_path / "run")
+
+
+@pytest.mark.parametrize("recipe", with_marks(ON_ONE_CARD))
+def test_a_recipe_for_one_card_resumes(recipe, small, tmp_path):
+    config = with_rewards(small(recipe, "trainer.save_every=1"), terms=(JPEG,))
+    assert_trains(config, tmp_path / "whole")
+    folder = shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints" / "step_000002")
+    assert train(config, folder, resume=True).step == 2
+    assert_same_run(tmp_path / "whole", folder)
+    records = [record for record in read_metrics(folder / "metrics.jsonl") if "reward/mean" in record]
+    assert all(record["rollout_corr/logprob_abs_diff_mean"] < 1e-6 for record in records)  # shared weights
 
 
 def test_a_step_that_an_engine_gets_wrong_is_rejected_and_said(small, tmp_path, capsys):
@@ -143,7 +169,7 @@ def test_a_step_that_an_engine_gets_wrong_is_rejected_and_said(small, tmp_path, 
 
 @pytest.mark.vllm_omni
 @pytest.mark.filterwarnings("ignore")  # of vLLM's own
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ON_ONE_CARD])
 def test_recipe_runs_with_its_engine(recipe, small, tmp_path, monkeypatch):
     from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
 

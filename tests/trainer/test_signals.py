@@ -100,6 +100,34 @@ def test_a_deliberate_ctrl_c_stops_at_once(run, first):
     assert reports.of(2) == [(first, False), (signal.SIGINT, True)]
 
 
+def test_a_signal_of_ours_never_reaches_the_callers_handler(monkeypatch):
+    """The main thread may have stopped already, when the thread that reads signals wakes it."""
+    callers, clock = [], Clock()
+    signals = StopSignals(clock)
+    previous = signal.signal(signal.SIGINT, lambda *call: callers.append(call))
+    kill = signal.pthread_kill
+
+    def kill_late(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals._reacted.wait(60)
+        time.sleep(0.1)
+        kill(*args)
+
+    def stop_twice():
+        with signals:
+            signals.report_to(Reports())
+            send(signal.SIGINT, clock)
+            send(signal.SIGINT, clock, after=REPEAT, then_wait=True)
+
+    monkeypatch.setattr(signal, "pthread_kill", kill_late)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stop_twice()
+        assert callers == []
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 @pytest.mark.parametrize("later", OTHERS)
 def test_no_other_signal_stops_a_run_that_is_saving(run, later):
     """A launcher passes its own on, and a scheduler repeats itself before it kills."""

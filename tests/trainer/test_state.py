@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from flowcorr import config, trainer
+from flowcorr.actor import pass_bound
 from flowcorr.errors import CheckpointError
 from flowcorr.processes import STOP_SIGNALS, StopRequest
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.events import read_events
-from tests.trainer.runs import Recorder, assert_same_run, checkpoints, interrupt, records, small_config
+from tests.trainer.runs import STALE, Recorder, assert_same_run, checkpoints, interrupt, records, small_config
 
 
 @pytest.mark.parametrize("kind", ["plain_runs", "stale_runs"])
@@ -65,10 +66,21 @@ def test_resumed_after_a_signal_is_uninterrupted(kind, number, request, tmp_path
     assert_same_run(whole, folder)
 
 
-@pytest.mark.adam8bit
-def test_moments_in_8_bits_resume_as_they_were(tmp_path):
-    keys = ("trainer.total_steps=2", "trainer.save_every=1", "trainer.eval_every=0")
-    settings = small_config("actor.optimizer=adamw_8bit", "model.lora.rank=48", *keys)
+TWO_STEPS = ("trainer.total_steps=2", "trainer.save_every=1", "trainer.eval_every=0")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(
+            ("actor.optimizer=adamw_8bit", "model.lora.rank=48"), id="adam8bit", marks=pytest.mark.adam8bit
+        ),
+        pytest.param(("model.quantization=int8", *STALE), id="int8"),
+        pytest.param(("model.quantization=nf4", *STALE), id="nf4", marks=pytest.mark.quantized),
+    ],
+)
+def test_moments_or_a_base_of_few_bits_resume_as_they_were(keys, tmp_path):
+    settings = small_config(*keys, *TWO_STEPS)
     trainer.train(settings, tmp_path / "whole")
     folder = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     shutil.rmtree(folder / "checkpoints" / "step_000002")
@@ -141,7 +153,9 @@ def test_another_ctrl_c_later_stops_at_once_without_the_step_in_flight(tmp_path,
 
     def twice():
         interrupt(signal.SIGINT)()
-        time.sleep(1.5)  # far beyond REPEAT on a busy machine too
+        while not recorder.messages:
+            time.sleep(0.05)
+        time.sleep(0.5)  # beyond REPEAT
         interrupt(signal.SIGINT)()
         time.sleep(60)
 
@@ -216,8 +230,20 @@ def test_without_an_intact_checkpoint_the_run_stops(finished):
 
 def test_a_smaller_micro_batch_may_continue_a_run(tmp_path):
     trainer.train(small_config("trainer.total_steps=1"), tmp_path)
-    smaller = small_config("trainer.total_steps=2", "actor.micro_batch_size=2")
+    smaller = small_config("trainer.total_steps=2", "actor.micro_batch_size=2", "actor.fold_steps=false")
     assert trainer.train(smaller, tmp_path, resume=True).step == 2
+
+
+def test_a_resumed_run_keeps_the_bound_of_its_passes(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        pass_bound, "_largest_pass", lambda *_: measured.append(len(measured) + 3) or measured[-1]
+    )
+    trainer.train(small_config("trainer.total_steps=1"), tmp_path)
+    assert checkpoint.load_latest(tmp_path / "checkpoints")[1].facts["pass_rows"] == 3
+    trainer.train(small_config("trainer.total_steps=2"), tmp_path, resume=True)
+    assert checkpoint.load_latest(tmp_path / "checkpoints")[1].facts["pass_rows"] == 3
+    assert measured == [3]
 
 
 @pytest.mark.slow

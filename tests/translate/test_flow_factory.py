@@ -59,6 +59,7 @@ def test_flow_factorys_values_and_defaults(factory):
         ({"log__save_freq": 0, "train__max_epochs": 30}, "trainer.save_every", 30),
         ({"eval__eval_freq": 0}, "trainer.eval_every", 0),
         ({"log__logging_backend": "swanlab"}, "trainer.trackers", ()),
+        ({"log__logging_backend": None, "logging_backend": "wandb"}, "trainer.trackers", ("wandb",)),
         ({"model__lora_alpha": 8}, "model.lora.alpha", 8),
         ({"model__attn_backend": "native"}, "model.attention", "native"),
     ],

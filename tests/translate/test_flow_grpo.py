@@ -74,6 +74,8 @@ def test_the_script_that_reads_a_configuration(given, function, script):
         (["reward_fn={aesthetic: 1.0}"], "reward.terms.0.name", "aesthetic"),
         (["rationorm=True"], "actor.loss_mode", "grpo_guard"),
         (["sample.sde_type=cps"], "sampling.cps_unscaled", True),
+        (["sample.sde_type=cps"], "actor.kl_weighting", "exact"),
+        (["sample.sde_type=sde"], "actor.kl_weighting", "flow_grpo"),
         (["sample.sde_type=sde", "sample.sde_window_size=2"], "sampling.sde_window_size", 2),
         (["sample.sde_type=sde", "sample.sde_window_size=2"], "sampling.sde_window_range", (0, 5)),
         (["sample.sde_window_size=2"], "sampling.sde_window_size", 9),  # its script draws no windows

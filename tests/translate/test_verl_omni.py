@@ -33,6 +33,10 @@ def test_verl_omnis_values_and_defaults(omni):
     assert "unknown to flowcorr translate" not in text
 
 
+KL = (f"{OMNI}actor.kl_loss_coef=0.04", f"{OMNI}actor.use_kl_loss=True")
+CPS = (f"{OMNI}rollout.algo.sde_type=cps", f"{OMNI}rollout.algo.noise_level=0.8")
+
+
 def test_a_run_without_correction_measures_its_gap_from_the_first_step(omni):
     found, _ = omni()
     assert found.algorithm.rollout_correction.preset == "disabled"
@@ -44,15 +48,17 @@ def test_a_run_without_correction_measures_its_gap_from_the_first_step(omni):
     [
         ((f"{OMNI}actor.kl_loss_coef=0.04",), "actor.kl_coef", 0.0),
         ((f"{OMNI}actor.kl_loss_coef=0.04", f"{OMNI}actor.use_kl_loss=True"), "actor.kl_coef", 0.04),
+        # Its KL of sde steps is divided by the length of a step; where the std is that of the whole step, it is exact.
+        ((*KL, f"{OMNI}rollout.algo.sde_type=sde"), "actor.kl_weighting", "flow_grpo"),
+        ((*KL, *CPS), "actor.kl_weighting", "exact"),
+        ((*KL, f"{OMNI}rollout.algo.sde_type=dance_sde"), "actor.kl_weighting", "exact"),
+        ((f"{OMNI}actor.diffusion_loss.adv_clip_max=3",), "actor.adv_clip_max", 3),
+        ((f"{OMNI}model.algorithm=flow_dppo",), "actor.adv_clip_max", 1e6),  # it clamps none
         ((f"{OMNI}model.algorithm=grpo_guard",), "actor.loss_mode", "grpo_guard"),
         ((f"{OMNI}model.algorithm=flow_dppo",), "actor.kl_threshold", 1e-5),
         ((f"{OMNI}model.algorithm=mix_grpo",), "sampling.window_per", "group"),
         ((f"{OMNI}model.algorithm=dance_grpo",), "actor.loss_mode", "flow_grpo"),
-        (
-            (f"{OMNI}rollout.algo.sde_type=cps", f"{OMNI}rollout.algo.noise_level=0.8"),
-            "sampling.cps_unscaled",
-            True,
-        ),
+        (CPS, "sampling.cps_unscaled", True),
         ((f"{OMNI}rollout.algo.sde_window_size=null",), "sampling.sde_window_size", 9),
         # Only its pipeline of LTX-2 reads it.
         ((f"{OMNI}rollout.algo.sde_contiguous=False",), "sampling.sde_window_layout", "consecutive"),

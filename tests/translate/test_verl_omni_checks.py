@@ -67,6 +67,14 @@ OPTIM = f"{OMNI}actor.optim"
             "bounds a squared distance",
         ),
         (
+            (f"{OMNI}model.algorithm=grpo_guard", f"{OMNI}rollout.algo.sde_type=cps"),
+            "sde_type=cps gives grpo_guard a std multiplied by sqrt",
+        ),
+        (
+            (f"{OMNI}model.algorithm=flow_dppo", f"{OMNI}rollout.algo.sde_type=dance_sde"),
+            "sde_type=dance_sde gives flow_dppo a std",
+        ),
+        (
             ("trainer.use_v1=True", "trainer.v1.trainer_mode=separate_async"),
             "^trainer.v1.separate_async.parameter_sync_step=4 counts as many batches as one step",
         ),

@@ -74,6 +74,7 @@ class Facts:
         unscaled: whether log-probs are in units of `2 s^2` nats, as published cps ones.
         recompute_share: of the time of rollout, recompute and update; None if it was not timed.
         older_weights: whether the weights that sample are older than those that learn.
+        quantization: of the trainer's weights, where the engine's are not quantized; else `none`.
     """
 
     num_steps: int
@@ -92,6 +93,7 @@ class Facts:
     outlier_band: float
     recompute_share: float | None
     older_weights: bool = False
+    quantization: str = "none"
 
     @property
     def clip_needed(self) -> float:
@@ -211,14 +213,25 @@ def _about_gap(facts: Facts, kind: Kind) -> str:
         case "leave":
             return (
                 f"{gap} Rounding shifts at random: up to r = {LARGE_R:g} it biases the gradient by about 5 %."
+                f"{_about_quantization(facts)}"
             )
         case "correct":
             return f"{gap} Most of it is staleness, a shift along the direction of learning, and biases the gradient."
     if facts.systematic:
         return f"{gap} It is mostly staleness: lower rollout.staleness, or actor.lr."
+    remedy = _about_quantization(facts) or (
+        " Let the rollout compute at higher precision; flowcorr doctor says whether another part is wrong."
+    )
+    return f"{gap} Beyond r = {LARGE_R:g} the bias is above 5 %, and weights cannot remove it.{remedy}"
+
+
+def _about_quantization(facts: Facts) -> str:
+    if facts.quantization == "none":
+        return ""
     return (
-        f"{gap} Beyond r = {LARGE_R:g} the bias is above 5 %, and weights cannot remove it. Let the rollout compute at "
-        "higher precision; flowcorr doctor says whether another part is wrong."
+        f" model.quantization={facts.quantization} rounds the trainer's weights and not the engine's, the likely "
+        "source; rollout.name=in_process samples with the same weights, and so does rollout.engine.weight_sync=merged. "
+        "flowcorr doctor says whether another part is wrong."
     )
 
 
@@ -299,7 +312,9 @@ def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
             "log_ratio_scale": "sum",
         }
     else:
-        keys = {"bypass_mode": "true" if bypass else "false"}
+        # Under a quantized trainer, bypass mode stays a question that each run answers by its own noise.
+        measured = facts.quantization != "none" and facts.clip_limit is not None
+        keys = {"bypass_mode": ("auto" if measured else "true") if bypass else "false"}
         if bypass and facts.ratio_level != "step":
             keys["bypass_scope"] = "trajectory"
     if not facts.has_outliers:

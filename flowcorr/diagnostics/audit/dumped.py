@@ -49,7 +49,10 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditR
     gap = gap.select(delta(gap).isfinite().all(1))
     if not len(gap.old_log_prob):
         found = [f"{one.evidence}; {one.remedy}" for one in diagnoses if one.cause == "non_finite"]
-        found.append("none was scored before the first update in all of its steps (before_update)")
+        found.append(
+            "none was scored before the first update in all of its steps (before_update); dump a run that passes once "
+            "over each batch (actor.epochs=1), or one that recomputes old log-probs"
+        )
         raise ConfigError(f"{folder} holds no sample whose log-probs are all finite: {found[0]}")
     marks = [one.before_update[:, trained] for one in terms.values() if one.before_update is not None]
     late = sum(int((mark == 0).sum()) for mark in marks)

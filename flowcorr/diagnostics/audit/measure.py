@@ -39,6 +39,7 @@ from flowcorr.losses import clip_by_term, resolve_loss
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import ActorBatch, Rollout, Terms
 from flowcorr.rollout import RolloutEngine
+from flowcorr.rollout.precision import trainer_quantization
 from flowcorr.trainer.setup import build_stacks, load_model
 
 NO_ADVICE = "no advice: the dump does not tell num_elements, without which a gap has no size"
@@ -323,6 +324,7 @@ def report_of(
         outlier_band=band,
         recompute_share=None if cost is None else cost.share,
         older_weights=older_weights or config.rollout.max_weight_age > 0,
+        quantization=trainer_quantization(config),
     )
     return replace(
         report,

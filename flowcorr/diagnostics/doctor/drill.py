@@ -22,7 +22,7 @@ from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import RewardOutput
 from flowcorr.rollout import InProcessEngine
-from flowcorr.rollout.precision import quantized
+from flowcorr.rollout.precision import ROUNDINGS, coarse_weights, trainer_quantization
 from flowcorr.trainer.collect import collect, score
 from flowcorr.trainer.noise import NoiseMeter
 from flowcorr.trainer.replay import measure_replay
@@ -30,6 +30,7 @@ from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import load_model
 
 MAX_IMAGES = 2  # a prompt
+_EMULATED = {"nf4": "int4"}  # what `rollout.emulate` lacks, and the next coarser format
 SMALLER = 4.0  # factor between two sizes of a fault
 NUM_SIZES = 4
 TRAINING_STEP = 1
@@ -57,7 +58,8 @@ class Bench:
     """An actor beside which engines with planted faults are examined.
 
     The engine is one in process with weights of its own, in the precision of the run's; that of another engine is taken
-    over as well as one in process can have it.
+    over as well as one in process can have it. Where only the trainer's weights are quantized, only the engine's are
+    here.
 
     Args:
         config: the run's configuration.
@@ -70,14 +72,17 @@ class Bench:
 
     def __init__(self, config: Config, *, num_prompts: int, float32: bool | None) -> None:
         rollout = config.rollout
-        emulate = "fp8" if quantized(config) and rollout.emulate == "none" else rollout.emulate
+        coarse = [_EMULATED.get(name, name) for name in coarse_weights(config)]
+        emulate = max(coarse, key=lambda name: ROUNDINGS[name].plain, default="none")
+        if trainer_quantization(config) != "none":  # an engine that emulates it gives the same gap
+            config = replace(config, model=replace(config.model, quantization="none"))
         self.config = replace(
             config,
             rollout=replace(
                 rollout,
                 name="in_process",
                 placement="local",
-                emulate=emulate,
+                emulate=emulate,  # type: ignore[arg-type]
                 engine={},
                 cache="none",
                 n=min(rollout.n, MAX_IMAGES),

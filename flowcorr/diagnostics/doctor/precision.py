@@ -18,7 +18,8 @@ from flowcorr.devices import empty_cache, free_memory
 from flowcorr.diagnostics.doctor.exam import largest_gap
 from flowcorr.diagnostics.doctor.findings import DoctorReport, Finding, skipped
 from flowcorr.models import Conditioning, ModelFamily
-from flowcorr.rollout.precision import usual_gap
+from flowcorr.models.quantized import weight_sizes
+from flowcorr.rollout.precision import trainer_quantization, usual_gap
 
 MEMORY = 0.8  # share of the free memory that float32 may take
 # Of vllm-omni; without an explicit attention backend it takes one that computes in float32.
@@ -37,12 +38,15 @@ class ComputesInFloat32(Protocol):
 
 
 def float32_config(config: Config) -> Config:
-    """The same run with both stacks in float32; equal to `config` where they are."""
+    """The same run with both stacks in float32, quantized only if both are alike; equal to `config` where they are."""
     model, rollout = config.model, config.rollout
     options = {key: value for key, value in rollout.engine.items() if key not in ROUNDING_OPTIONS}
+    quantization = "none" if trainer_quantization(config) != "none" else model.quantization
     return replace(
         config,
-        model=replace(model, dtype="float32", lora=replace(model.lora, dtype="float32")),
+        model=replace(
+            model, dtype="float32", quantization=quantization, lora=replace(model.lora, dtype="float32")
+        ),
         rollout=replace(rollout, dtype="float32", emulate="none", engine=options),
         actor=replace(config.actor, autocast=False),
     )
@@ -69,7 +73,7 @@ def in_float32(conditioning: Mapping[str, torch.Tensor]) -> Conditioning:
 def fits(family: ModelFamily, *, copies: int) -> bool:
     """Whether the device has room for `copies` of all models of a pipeline in float32, beside the present one."""
     models = [part for part in family.pipeline.components.values() if isinstance(part, nn.Module)]
-    size = 4 * sum(parameter.numel() for model in models for parameter in model.parameters())
+    size = 4 * sum(sum(weight_sizes(model)) for model in models)
     device = next(family.transformer.parameters()).device
     return copies * size <= MEMORY * free_memory(device)
 

@@ -17,7 +17,7 @@ from flowcorr.config import Config
 from flowcorr.config.rules import check
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.diagnostics.corrected import Corrected, corrected
-from flowcorr.diagnostics.dumped import UNBOUNDED, gap_terms
+from flowcorr.diagnostics.dumped import UNBOUNDED, completed, gap_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.losses import loss_of
@@ -77,29 +77,35 @@ class Replayed:
     count: float
 
 
-def chunks(paths: Sequence[Path]) -> Iterator[LoggedSteps]:
-    """Dumped steps in order, as many in one mode at a time as make about `CHUNK_TERMS` terms."""
+def chunks(paths: Sequence[Path], *, of_flowcorr: bool = False) -> Iterator[LoggedSteps]:
+    """Dumped steps in order, as many in one mode at a time as make about `CHUNK_TERMS` terms; see `stack`."""
     parts: list[DumpedTerms] = []
     for path in paths:
         part = dumps.load(path)
         full = sum(earlier.old_log_probs.numel() for earlier in parts) >= CHUNK_TERMS
         if parts and (full or _kind(part) != _kind(parts[0])):
-            yield stack(parts)
+            yield stack(parts, of_flowcorr=of_flowcorr)
             parts = []
         parts.append(part)
     if parts:
-        yield stack(parts)
+        yield stack(parts, of_flowcorr=of_flowcorr)
 
 
-def stack(parts: Sequence[DumpedTerms]) -> LoggedSteps:
-    """Steps of one mode, with the same optional tensors."""
+def stack(parts: Sequence[DumpedTerms], *, of_flowcorr: bool = False) -> LoggedSteps:
+    """Steps of one mode, with the same optional tensors.
+
+    Args:
+        parts: of the steps.
+        of_flowcorr: whether flowcorr trained them. In its own bypass mode the correction judged every term as the loss
+            used it, also those scored after an update. Of another trainer's steps those tell nothing, see `gap_terms`.
+    """
     sizes = tuple(len(part.advantages) for part in parts)
     owners = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes))
     joined = DumpedTerms.concatenate(parts)
     groups = torch.arange(len(owners)) if joined.group_ids is None else joined.group_ids
     groups = groups.unique(return_inverse=True)[1]  # ids of any size, counted from 0 on
     return LoggedSteps(
-        terms=gap_terms(joined),
+        terms=completed(joined) if of_flowcorr else gap_terms(joined),
         group_ids=groups + len(groups) * owners,
         bypass=joined.bypass,
         sizes=sizes,

@@ -83,7 +83,7 @@ class VllmOmniEngine:
             with self._awake():
                 velocity = self._velocity()
             start = probe.Velocities(engine=velocity, actor=actor_probe.start)
-            self._moves = probe.MoveCheck(start, disagreement=probe.disagreement(config.rollout))
+            self._moves = probe.MoveCheck(start, disagreement=probe.disagreement(config))
         except BaseException:
             self.close()
             raise

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from flowcorr import sde
-from flowcorr.config.schema import Config, RolloutConfig
+from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, SamplingPlan, Schedule
 from flowcorr.rollout.base import Weights
+from flowcorr.rollout.precision import coarse_weights
 
 PROMPT = "cat"
 LARGEST_GAP = 0.25  # largest relative difference of the velocities of two stacks with the same model
@@ -61,11 +62,10 @@ def probe_point(
     )
 
 
-def disagreement(rollout: RolloutConfig) -> tuple[float, float]:
+def disagreement(config: Config) -> tuple[float, float]:
     """Smallest and largest relative difference to expect between the velocities of engine and actor."""
-    quantized = rollout.engine.get("quantization") or rollout.engine.get("quantization_config")
-    least, most = DISAGREEMENT[rollout.dtype]
-    return least, COARSE if quantized or rollout.emulate != "none" else most
+    least, most = DISAGREEMENT[config.rollout.dtype]
+    return least, COARSE if coarse_weights(config) else most
 
 
 @torch.no_grad()

@@ -62,6 +62,20 @@ def test_bypass_needs_headroom_in_the_clip_range():
     assert other["algorithm"]["rollout_correction"] == {"bypass_mode": True}
 
 
+def test_a_quantized_trainer_is_named_as_the_source_and_bypass_is_left_to_each_runs_noise():
+    facts = replace(FACTS, quantization="nf4")
+    advice = advise(facts)
+    assert "model.quantization=nf4 rounds the trainer's weights and not" in advice.reasons[0]
+    assert "bypass_mode: auto" in advice.yaml
+    large = advise(replace(facts, joint_nats=2.0, clip_by_step={0: 5e-3, 1: 5e-3}))
+    assert large.kind == "repair"
+    assert "weight_sync=merged" in large.reasons[0]
+    assert "higher precision" not in large.reasons[0]
+    beside = ["model.quantization=nf4", "rollout.name=vllm_omni", "rollout.emulate=none"]
+    for lines in (advice.yaml, large.yaml, large.alternative):
+        load("tiny_ocr_lora", [*beside, *shlex.split(as_overrides(lines))])
+
+
 @pytest.mark.parametrize("level", ["step", "trajectory_mean", "trajectory_sum"])
 @pytest.mark.parametrize("outliers", [0.0, 0.01])
 def test_advice_loads_at_every_level_of_the_ratio(level, outliers):

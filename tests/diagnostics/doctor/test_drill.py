@@ -32,6 +32,10 @@ def test_another_engine_is_replaced_by_one_in_process_of_its_precision(bench):
     assert (rollout.name, rollout.placement, rollout.n, rollout.emulate) == ("in_process", "local", 2, "none")
     coarse = config(rollout={"name": "vllm_omni", "engine": {"quantization": "fp8"}})
     assert Bench(coarse, num_prompts=2, float32=None).config.rollout.emulate == "fp8"
+    for trainer, emulated in (("int8", "int8"), ("nf4", "int4")):  # the next coarser one
+        apart = config(model={"quantization": trainer}, rollout={"name": "vllm_omni"})
+        found = Bench(apart, num_prompts=2, float32=None).config
+        assert (found.model.quantization, found.rollout.emulate) == ("none", emulated)
 
 
 @pytest.mark.parametrize(

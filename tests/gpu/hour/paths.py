@@ -46,6 +46,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "autocast": ("actor.autocast=true",),
     "bfloat16": ("model.dtype=bfloat16", "rollout.dtype=bfloat16"),
     "rollout in bfloat16": ("rollout.dtype=bfloat16",),
+    "base in int8": ("model.quantization=int8",),
     "emulated fp8": ("rollout.emulate=fp8",),
     "emulated int4": ("rollout.emulate=int4",),
     "stale": ("rollout.staleness=1",),
@@ -57,7 +58,11 @@ PATHS: dict[str, tuple[str, ...]] = {
     "epochs, micro-batches": ("actor.epochs=2", "actor.micro_batch_size=3"),
     "dumped log-probs": ("trainer.dump_log_probs=true",),
 }
-IN_8_BITS = ("model.lora.rank=0", "actor.lr=1e-5", "actor.optimizer=adamw_8bit")
+WITH_BITSANDBYTES = {
+    "8-bit moments": ("model.lora.rank=0", "actor.lr=1e-5", "actor.optimizer=adamw_8bit"),
+    "base in nf4": ("model.quantization=nf4",),
+    "base in nf4, stale": ("model.quantization=nf4", "rollout.staleness=1"),
+}
 WORKERS = {
     "Ray workers": ("rollout.placement=ray", "reward.placement=ray"),
     "Ray workers on a GPU": ("rollout.placement=ray", "rollout.worker_resources={num_gpus: 0.5}"),
@@ -71,12 +76,13 @@ def measure(hour: Hour) -> None:
             _step(hour, name, [*SMALL, *overrides, device])
     with _reported(hour, "resumed"):
         _resumed(hour, "resumed", [*SMALL, device])
-    if importlib.util.find_spec("bitsandbytes") is None:
-        hour.row("8-bit moments", "skipped", note="bitsandbytes is not installed")
-    else:
-        with _reported(hour, "8-bit moments"):
-            _step(hour, "8-bit moments", [*SMALL, *IN_8_BITS, device])
-            _resumed(hour, "8-bit moments, resumed", [*SMALL, *IN_8_BITS, device])
+    for name, overrides in WITH_BITSANDBYTES.items():
+        if importlib.util.find_spec("bitsandbytes") is None:
+            hour.row(name, "skipped", note="bitsandbytes is not installed")
+            continue
+        with _reported(hour, name):
+            _step(hour, name, [*SMALL, *overrides, device])
+            _resumed(hour, f"{name}, resumed", [*SMALL, *overrides, device])
     if importlib.util.find_spec("ray") is None:
         hour.row("Ray workers", "skipped", note="ray is not installed")
         return

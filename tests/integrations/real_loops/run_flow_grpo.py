@@ -24,13 +24,18 @@ class EnoughEpochs(Exception):
     """The loop itself never ends."""
 
 
-def stub_wandb(epochs):
-    """wandb without a network; the first value of epoch `epochs` ends the run."""
+def end_after(epochs):
+    """A `wandb.log`: the first value of epoch `epochs` ends the run."""
 
     def log(values, step):
         if values.get("epoch", -1) >= epochs:
             raise EnoughEpochs
 
+    return log
+
+
+def stub_wandb(log):
+    """wandb without a network, whose values go to `log`."""
     wandb = types.ModuleType("wandb")
     wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)  # accelerate looks for it
     wandb.init, wandb.log, wandb.Image = (lambda **_: None), log, (lambda *_, **__: None)
@@ -73,7 +78,7 @@ def one_noise(count):
 
 def main(folder, epochs, fault, seed):
     """Train; the loop runs as the main program, and its patched module under its own name."""
-    stub_wandb(int(epochs))
+    stub_wandb(end_after(int(epochs)))
     stay_in_one_process()
     from dump_log_probs import capture_flow_grpo, dump_flow_grpo
 

@@ -1,13 +1,20 @@
 """The probe's verdict on two velocities."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from flowcorr.config.schema import RolloutConfig
+from flowcorr.config.schema import Config, ModelConfig, RolloutConfig
 from flowcorr.errors import BackendError
 from flowcorr.rollout.vllm_omni.probe import MoveCheck, Velocities, disagreement, untrained
 
-FLOAT32, BFLOAT16 = (disagreement(RolloutConfig(dtype=dtype)) for dtype in ("float32", "bfloat16"))
+
+def of_engine(**options):
+    return Config(rollout=RolloutConfig(name="vllm_omni", **options))
+
+
+FLOAT32, BFLOAT16 = (disagreement(of_engine(dtype=dtype)) for dtype in ("float32", "bfloat16"))
 
 
 def velocities(engine, actor):
@@ -46,12 +53,14 @@ def test_another_model_is_told_apart_before_training():
 
 def test_disagreement_follows_the_precision():
     kinds = [
-        RolloutConfig(),
-        RolloutConfig(dtype="bfloat16"),
-        RolloutConfig(dtype="bfloat16", engine={"quantization": "fp8"}),
+        of_engine(),
+        of_engine(dtype="bfloat16"),
+        of_engine(dtype="bfloat16", engine={"quantization": "fp8"}),
     ]
     most = [disagreement(kind)[1] for kind in kinds]
     assert most == sorted(set(most))
+    trainer = replace(of_engine(dtype="bfloat16"), model=ModelConfig(quantization="nf4"))
+    assert disagreement(trainer)[1] == most[-1]
     assert FLOAT32[0] < BFLOAT16[0]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from flowcorr.diagnostics.doctor.exam import EXPLAINED, FACTOR_ERRORS, Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, passed
 from flowcorr.diagnostics.doctor.trials import Fit, score_means
-from flowcorr.rollout.precision import NO_GAP, quantized
+from flowcorr.rollout.precision import NO_GAP, coarse_weights
 from flowcorr.sde.transition import over_elements
 
 # Like EXPLAINED, for guidance that is off in a quantized engine: this explains about 0.45 of an fp8 engine's gap on a
@@ -65,7 +65,7 @@ def _linear(exam: Exam, key: str, configured: float) -> Finding:
             value=rescaled.share,
             threshold=EXPLAINED,
         )
-    unguided = quantized(exam.config) and trial.explained_by([plain]) >= UNGUIDED
+    unguided = coarse_weights(exam.config) and trial.explained_by([plain]) >= UNGUIDED
     if _acts(exam, scale) or unguided:
         return failed(
             f"the steps fit {key}={found:.3g} instead of {configured:g}, which is {100 * scale.share:.0f} % of the gap",

@@ -16,11 +16,17 @@ DECODER_ROUNDING = 1.0  # grey levels of a VAE in lower precision than float32
 # Errors of the velocity accumulate over the steps after the window. They are smooth, and change an image more than
 # twice as much as random noise of the same size: by up to 4.4 grey levels in clean fp8.
 SMOOTH = 3.0
-SWAPPED = 0.5  # ratio of distances below which an image belongs to another sample
+# Where a model decides late what it draws, a small error sends single images another way: 17 beside 13 grey levels in
+# clean fp8, 41 beside 27 in int4, one image in about fifty.
+ANOTHER_WAY = 3.0
+SWAPPED = 0.5  # ratio of distances below which an image may belong to another sample
+CLOSE = (
+    3.0  # and it does where it is as close to that one as images usually are; a group's images are all alike
+)
 
 
 def check_images(exam: Exam) -> Finding:
-    """Whether each image belongs to its own latents. The worst sample counts: a mean would hide two swapped images."""
+    """Whether each image belongs to its own latents: half of them closely, and each at least roughly."""
     rollout = exam.trials.base.rollout
     if rollout.images is None:
         return skipped("the engine decodes no images")
@@ -33,24 +39,45 @@ def check_images(exam: Exam) -> Finding:
         )
     gaps = torch.stack([(image - expected).abs().flatten(1).mean(1) for image in found])
     own = gaps.diagonal()
-    nearest, other = gaps.min(1)
-    worst = int((own / nearest.clamp(min=IMAGE_ROUNDING)).argmax())
-    if nearest[worst] < SWAPPED * own[worst] and own[worst] > IMAGE_ROUNDING:
+    exchanged = find_exchanged(gaps)
+    if exchanged is not None:
+        worst, other = exchanged
         return failed(
-            f"sample {worst} has the image of sample {int(other[worst])}: it differs by {float(nearest[worst]):.2g} "
+            f"sample {worst} has the image of sample {other}: it differs by {float(gaps[worst, other]):.2g} "
             f"grey levels of 255 from that one, and by {float(own[worst]):.2g} from its own",
             "keep the order of samples in a batch: row i of images, latents and rewards must be the same sample",
             value=float(own[worst]),
-            threshold=float(nearest[worst]),
+            threshold=float(gaps[worst, other]),
         )
-    gap, limit = float(own.max()), WARN_FACTOR * usual
-    message = f"images differ by up to {gap:.2g} grey levels of 255 from the actor's of the same trajectories"
+    middle, largest = float(own.median()), float(own.max())
+    gap, limit = max(middle, largest / ANOTHER_WAY), WARN_FACTOR * usual
+    message = (
+        f"images differ by up to {largest:.2g} grey levels of 255 from the actor's of the same trajectories, half of "
+        f"them by less than {middle:.2g}"
+    )
     remedy = (
         "rewards score the engine's images; look at a few of them"
         if gap <= limit
         else "compare the VAEs, their scaling and shift, and the steps after the window"
     )
     return judged(gap, usual, message, message, remedy, fails_above=limit)
+
+
+def find_exchanged(gaps: Tensor) -> tuple[int, int] | None:
+    """The sample that most clearly has the image of another one, and that one.
+
+    Args:
+        gaps: `[B, B]`, mean absolute differences of the engine's image (row) from those of all samples' latents.
+
+    Returns:
+        None if every image belongs to its own sample, or to none.
+    """
+    own = gaps.diagonal()
+    nearest, other = gaps.min(1)
+    worst = int((own / nearest.clamp(min=IMAGE_ROUNDING)).argmax())
+    usual = nearest.median().clamp(min=IMAGE_ROUNDING)
+    closer = own[worst] > IMAGE_ROUNDING and nearest[worst] < SWAPPED * own[worst]
+    return (worst, int(other[worst])) if closer and nearest[worst] <= CLOSE * usual else None
 
 
 @torch.no_grad()

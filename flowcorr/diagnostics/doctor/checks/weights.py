@@ -10,7 +10,7 @@ from flowcorr.diagnostics.doctor.exam import EXPLAINED, Exam, largest_gap
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, passed, skipped
 from flowcorr.diagnostics.doctor.trials import velocity_gap
 from flowcorr.rollout.base import attention_name
-from flowcorr.rollout.precision import MARGIN
+from flowcorr.rollout.precision import MARGIN, trainer_quantization
 
 # Missing share of a change of weights: up to 0.02 with all layers bound (0.08 for a random FLUX in bfloat16), 0.55 with
 # half of them.
@@ -63,6 +63,13 @@ def check_weights(exam: Exam) -> Finding:
     message = (
         f"velocities differ by {100 * gap:.2g} %, an exact KL of {kl:.2g} nats per latent element and step"
     )
+    quantization = trainer_quantization(exam.config)
+    if quantization != "none":
+        message += (
+            f"; model.quantization={quantization} rounds the actor's weights and not the engine's, which accounts for "
+            f"up to {100 * usual:.2g} %"
+        )
+    side = "engine" if quantization == "none" else "trainer"
     limit = largest_gap(usual)
     coarse = gap <= limit
     return judged(
@@ -70,7 +77,7 @@ def check_weights(exam: Exam) -> Finding:
         usual,
         message,
         message if coarse else f"{message}: more than precision explains",
-        "the engine's precision is low: train decoupled, and watch rollout_corr/exact_kl"
+        f"the {side}'s precision is low: train decoupled, and watch rollout_corr/exact_kl"
         if coarse
         else "compare model.path, revision and variant of both stacks, and the engine's quantization; guidance in the "
         "engine alone has the same effect",

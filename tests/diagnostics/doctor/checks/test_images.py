@@ -1,6 +1,8 @@
 import pytest
+import torch
 from diagnostics.doctor.faults import assert_named, check, no_vae_scaling, separate, vae_scaling_off
 
+from flowcorr.diagnostics.doctor.checks.images import find_exchanged
 from flowcorr.diagnostics.doctor.mistakes import exchanged
 from flowcorr.diagnostics.doctor.plants import another_vae, returning
 
@@ -38,3 +40,25 @@ def test_one_wrong_image_among_right_ones(recorded):
 def test_images_of_another_size(recorded):
     returning(images=lambda rollout: rollout.images[:, ::2])(recorded.engine)
     assert_named(check(recorded, recorded.engine), "images", "images are [16, 64, 3] in the engine")
+
+
+def gaps_of(own, among, elsewhere):
+    """Distances of eight images in two groups, whose members are alike: `own`, within a group, to the other group."""
+    gaps = torch.full((8, 8), elsewhere)
+    gaps[:4, :4] = gaps[4:, 4:] = among
+    return gaps.fill_diagonal_(own)
+
+
+@pytest.mark.parametrize("own", [0.0, 2.0])
+def test_an_exchanged_image_is_as_close_to_its_sample_as_others_are(own):
+    right = gaps_of(own, among=12.0, elsewhere=70.0)
+    assert find_exchanged(right) is None
+    assert find_exchanged(right[[0, 1, 2, 7, 4, 5, 6, 3]]) == (3, 7)  # two exchanged
+    assert find_exchanged(right[[1, 1, 2, 3, 4, 5, 6, 7]]) == (0, 1)  # one twice
+    assert find_exchanged(right.roll(1, 0)) is not None  # each that of the sample before
+
+
+def test_an_image_that_went_another_way_is_not_exchanged():
+    gaps = gaps_of(2.0, among=12.0, elsewhere=70.0)
+    gaps[4, 4] = 44.0  # as far from its own as from those of its group's other way
+    assert find_exchanged(gaps) is None

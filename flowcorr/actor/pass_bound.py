@@ -1,0 +1,106 @@
+"""The largest pass through the transformer, for a run that chooses it.
+
+The time of a row falls with the first few rows of a pass and hardly changes beyond; with hundreds of tokens it grows
+again from some dozens of rows on. Memory grows with every row (`tests/benchmarks/pass_size.py`). So bytes decide and no
+clock does, and the same machine chooses the same again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from flowcorr import distributed
+from flowcorr.actor.passes import is_bounded
+from flowcorr.actor.scoring import Scorer
+from flowcorr.devices import free_memory
+from flowcorr.records import Rollout
+
+logger = logging.getLogger(__name__)
+
+CPU_BYTES = 64 * 2**20
+"""Bytes that the graph of a pass may hold on a CPU, counted as if no block were computed again."""
+GPU_SHARE = 0.8
+"""Share of a GPU's free memory that a pass may take; the rest is for fragmentation and for the loss."""
+
+
+def bound_passes(scorer: Scorer, rollout: Rollout) -> None:
+    """Set `scorer.rows` if the configuration leaves passes to the run, and the bound is not known yet.
+
+    All ranks have to call, and take the smallest bound of all. If a rank has no samples, a later call decides.
+
+    Args:
+        scorer: scores the rows.
+        rollout: samples of the run.
+    """
+    if scorer.rows is not None or not is_bounded(scorer.config.actor):
+        return
+    if not all(distributed.gather(rollout.num_samples, "the samples of each rank")):
+        return
+    scorer.rows = min(distributed.gather(_largest_pass(scorer, rollout), "the largest pass"))
+    if distributed.is_main():
+        passes = scorer.passes
+        logger.info(
+            "memory allows passes of %d rows (one image at one step): micro-batches of %d samples, %s",
+            *(scorer.rows, passes.samples, "all steps at once" if passes.folded else "step by step"),
+        )
+
+
+def _largest_pass(scorer: Scorer, rollout: Rollout) -> int:
+    """Rows whose bytes are within the bound; at least 1."""
+    device = scorer.weights.device
+    first = torch.zeros(1, dtype=torch.long, device=rollout.group_ids.device)
+    one, two = (rollout.select(first.repeat(rows)).step(0) for rows in (1, 2))
+    with torch.compiler.set_stance("force_eager"):  # blocks would be compiled for these rows
+        if device.type == "cuda":
+            row, room = _peak(scorer, two, one), _room(scorer, device)
+        else:
+            row, room = _graph(scorer, two) - _graph(scorer, one), CPU_BYTES
+    return max(1, int(room / max(row, 1)))
+
+
+def _graph(scorer: Scorer, rollout: Rollout) -> int:
+    """Bytes that a pass keeps for its backward pass, weights included, if no block is computed again."""
+    transformer = scorer.weights.transformer
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()  # not by address: what FSDP has gathered is freed meanwhile
+        return tensor
+
+    if scorer.config.actor.gradient_checkpointing:
+        transformer.disable_gradient_checkpointing()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            _graph_holder = scorer.score(rollout)  # as long as it lives, no storage is counted for another
+    finally:
+        if scorer.config.actor.gradient_checkpointing:
+            transformer.enable_gradient_checkpointing()
+    return sum(kept.values())
+
+
+def _peak(scorer: Scorer, more: Rollout, fewer: Rollout) -> int:
+    """How much higher the peak of a GPU is in a pass of `more` than in one of `fewer`, forwards and backwards.
+
+    Torch's record of the highest peak begins anew.
+    """
+    device = scorer.weights.device
+    peaks = []
+    for rollout in (fewer, fewer, more):  # the first one allocates what all passes share
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        scorer.score(rollout).log_probs.sum().backward()
+        for parameter in scorer.weights.parameters.values():
+            parameter.grad = None
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    return peaks[-1] - peaks[-2]
+
+
+def _room(scorer: Scorer, device: torch.device) -> float:
+    """Bytes of a GPU that a pass may take, beside gradients and the optimizer's moments, which do not exist yet."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    trained = sum(parameter.nbytes for parameter in scorer.weights.parameters.values())
+    return GPU_SHARE * (free_memory(device) + cached - 3 * trained)

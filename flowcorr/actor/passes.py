@@ -1,0 +1,54 @@
+"""How a batch is cut into passes through the transformer, by `actor.micro_batch_size` and `actor.fold_steps`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowcorr.algorithm.apply import sees_windows
+from flowcorr.config.schema import ActorConfig, Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How a batch is cut into passes.
+
+    Attributes:
+        samples: samples of a micro-batch.
+        folded: whether all steps of its windows are scored in one pass.
+    """
+
+    samples: int
+    folded: bool
+
+
+def passes_of(config: Config, rows: int | None = None) -> Passes:
+    """The passes under a configuration: an explicit key stands, and `auto` gives the fewest passes within the bound.
+
+    Args:
+        config: the run's.
+        rows: rows of the largest pass, each one image at one step; None does not bound it.
+    """
+    actor, samples, steps = config.actor, config.mini_batch_size, config.sampling.sde_window_size
+    rows = samples * steps if rows is None else rows
+    size, folded = actor.micro_batch_size, actor.fold_steps
+    if size != "auto":
+        size = samples if size is None else size
+        return Passes(samples=size, folded=size * steps <= rows if folded == "auto" else folded)
+    windows, single = (_even(samples, number) for number in (rows // steps, rows))
+    # Such a loss holds the graph of all steps at once.
+    whole_windows = sees_windows(actor, config.algorithm.rollout_correction)
+    if folded == "auto":
+        fewer = -(-samples // windows) <= -(-samples // single) * steps
+        folded = steps <= rows and (whole_windows or fewer)
+    return Passes(samples=windows if folded or whole_windows else single, folded=folded)
+
+
+def _even(samples: int, most: int) -> int:
+    """The size of the fewest micro-batches of at most so many samples each, as alike as they can be."""
+    parts = -(-samples // max(1, most))
+    return -(-samples // parts)
+
+
+def is_bounded(actor: ActorConfig) -> bool:
+    """Whether these keys leave the size of a pass to the run."""
+    return "auto" in (actor.micro_batch_size, actor.fold_steps)

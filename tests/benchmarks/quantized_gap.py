@@ -1,0 +1,67 @@
+"""The gap between a quantized trainer and an engine on the unquantized base: the table in `flowcorr/trainer/README.md`.
+
+`python -m tests.benchmarks.quantized_gap` takes half a minute on a CPU; nf4 needs bitsandbytes.
+"""
+
+import warnings
+from dataclasses import replace
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.config import load
+from flowcorr.data import PromptStream, load_prompts
+from flowcorr.diagnostics.audit.gap import measure_gap
+from flowcorr.diagnostics.audit.measure import report_of
+from flowcorr.diagnostics.doctor.plants import own_engine
+from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.records import Terms
+from flowcorr.trainer.setup import load_model
+
+STEPS = 4
+ROWS = {
+    "int8": ("model.quantization=int8",),
+    "bfloat16": ("model.dtype=bfloat16",),
+    "nf4": ("model.quantization=nf4",),
+    "int8 in bfloat16": ("model.quantization=int8", "model.dtype=bfloat16"),
+    "nf4 in bfloat16": ("model.quantization=nf4", "model.dtype=bfloat16"),
+}
+# An engine with a model of its own, for which one in process stands.
+BESIDE = ("rollout.name=vllm_omni", "rollout.emulate=none", "trainer.device=cpu")
+
+
+def measured(*keys):
+    """The audit's report on the recipe with these keys, its engine in float32."""
+    config, plain = (load("tiny_ocr_lora", [*BESIDE, *more]) for more in (keys, ()))
+    data = load_prompts(config.data)
+    stream = PromptStream(data.train, seed=config.trainer.seed)
+    batches = [[prompt.text for prompt in stream.next(config.rollout.prompts_per_step)] for _ in range(STEPS)]
+    exact = DiffusionActor(load_model(plain), plain)
+    cache = PromptCache(exact.family, exact.guidance, [text for texts in batches for text in texts])
+    actor = DiffusionActor(load_model(config), config)
+    engine = own_engine(exact, plain)
+    engine.sync(actor.weights.snapshot())
+    gaps = []
+    for step, texts in enumerate(batches, 1):
+        rollout = engine.sample(cache(texts), range(len(texts)), training_step=step, with_means=True)
+        rows = {name: rows.to(actor.family.dtype) for name, rows in rollout.conditioning.items()}
+        gaps.append(measure_gap(actor, replace(rollout, conditioning=rows)))
+    return report_of(config, Terms.concatenate(gaps), rollout.num_elements)
+
+
+def main():
+    """Print a row for each trainer."""
+    warnings.simplefilter("ignore")
+    print(
+        "| trainer | joint nats | outside a clip of 1e-3 | clip that bypass needs | advice |\n|---|---|---|---|---|"
+    )
+    for name, keys in ROWS.items():
+        report = measured(*keys)
+        needed = max(step.clip_needed for step in report.steps)
+        print(
+            f"| {name} | {report.joint_nats:.2g} | {report.outside_clip:.1%} | {needed:.1e} | {report.advice.kind}, "
+            f"{report.advice.mode} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

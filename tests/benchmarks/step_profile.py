@@ -1,0 +1,94 @@
+"""Where the time of a rollout and of an update goes, on the work of `beside_peers.py`.
+
+    python tests/benchmarks/step_profile.py [key=value ...]
+
+One rollout and one update each at long and at short prompts, after one that warms up, under torch's profiler: shares of
+the time in operations by kind, and the operations that take most. Time outside operations is Python's and torch's own;
+the profiler makes it longer than it is.
+"""
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS.parent), str(TESTS.parent / "examples/tiny_ocr")]
+
+from tests.benchmarks.beside_peers import SETTINGS, write_work  # noqa: E402
+from tests.benchmarks.peer_loops import Setting, overrides_of  # noqa: E402
+
+KINDS = {
+    "matrix products": ("mm", "addmm", "bmm", "baddbmm", "mkldnn_linear", "convolution", "conv"),
+    "attention": ("scaled_dot_product", "flash_attention"),
+    "copies": ("copy_", "cat", "clone", "fill_", "zero_", "index", "contiguous"),
+}
+
+
+def kind_of(operation: str) -> str:
+    """By the operation's name; what is none of `KINDS` is element-wise work or a reduction."""
+    name = operation.removeprefix("aten::")
+    for kind in ("attention", "matrix products", "copies"):
+        if any(name == word or (len(word) > 4 and word in name) for word in KINDS[kind]):
+            return kind
+    return "element-wise and reductions"
+
+
+def shares(run, name: str) -> None:
+    """Print the shares of one call."""
+    begin = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    total = time.perf_counter() - begin
+    spent: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        if event.key.startswith("aten::"):
+            spent[kind_of(event.key)] += event.self_cpu_time_total / 1e6
+            most[event.key.removeprefix("aten::")] += event.self_cpu_time_total / 1e6
+    inside = sum(spent.values())
+    for label, counted in ((f"{name}, {inside:.1f} of {total:.1f} s in operations", spent), ("  most", most)):
+        cells = (f"{kind} {seconds / inside:.0%}" for kind, seconds in counted.most_common(14))
+        print(f"{label}: {', '.join(cells)}", flush=True)
+
+
+def profile_setting(setting: Setting, overrides: Sequence[str]) -> None:
+    from flowcorr import config
+    from flowcorr.advantages import group_advantages
+    from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
+    from flowcorr.records import ActorBatch
+    from flowcorr.trainer.setup import build_run
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_work(setting, folder)
+        run, _ = build_run(config.load("tiny_jpeg_lora", [*overrides_of(setting, folder), *overrides]))
+    run.engine.sync(run.actor.weights.snapshot())
+    drawn = run.prompts.next(run.config.rollout.prompts_per_step)
+    conditioning = run.cache([prompt.text for prompt in drawn])
+
+    def sample():
+        return run.engine.sample(conditioning, range(len(drawn)), training_step=1, with_means=False)
+
+    rollout = sample()
+    rewards = torch.randn(rollout.num_samples, generator=torch.Generator().manual_seed(0))
+    advantages = group_advantages(rewards, rollout.group_ids)
+    batch = apply_bypass_mode_to_diffusion_batch(ActorBatch(rollout=rollout, advantages=advantages))
+
+    def update():
+        run.actor.update(batch, run.mode.correction, training_step=1).compute()
+
+    update()
+    print(f"{setting.tokens} tokens, {setting.window} trained steps")
+    shares(sample, "rollout")
+    shares(update, "update")
+
+
+if __name__ == "__main__":
+    for place in (0, 6):
+        profile_setting(SETTINGS[place], sys.argv[1:])
