@@ -91,7 +91,17 @@ DRIFT = under(
         drawn_range=(-math.inf, 1.0),
     ),
     row(
-        "nonfinite_fraction", "Share of terms whose log-prob is not finite; such terms are dropped.", "share"
+        "nonfinite_fraction",
+        "Share of terms of which a policy's log-prob is not finite; such terms are dropped.",
+        "share",
+        rule=Rule(
+            name="gap_nonfinite",
+            what="share of terms of which the engine's or the trainer's log-prob is not finite",
+            high=0.0,
+            serious=0.1,
+            advice="all numbers of the gap leave these terms out: weights diverge, or a precision overflows. The check "
+            "`finite` of `flowcorr doctor` says in which of the two",
+        ),
     ),
     row(
         "clip_noise_fraction",

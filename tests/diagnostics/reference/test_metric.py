@@ -24,6 +24,7 @@ CASES = {
     "masked": ("rollout_corr/rollout_rs_masked_fraction", [0.3], [0.31]),
     "rejected": ("rollout_corr/rejected_ratio", [0.0, 0.05], [0.051, 0.2]),
     "clip_noise": ("rollout_corr/clip_noise_fraction", [0.1], [0.2]),
+    "gap_nonfinite": ("rollout_corr/nonfinite_fraction", [0.0], [0.01, 0.5]),
     "skipped": ("actor/skipped_updates", [0.0], [1.0]),
     "mostly_rejected": ("actor/mostly_rejected_updates", [0.0], [1.0]),
     "nonfinite": ("actor/nonfinite_fraction", [0.0], [0.01, 0.5]),
