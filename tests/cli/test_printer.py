@@ -2,7 +2,7 @@ import io
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
@@ -57,6 +57,7 @@ def test_sentences_are_wrapped_and_not_cut():
         assert "FAIL  weights" in text
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(*[st.from_regex(r"[a-z0-9.]{1,30}", fullmatch=True)] * 4), min_size=1, max_size=4),
     st.integers(min_value=10, max_value=160),

@@ -78,6 +78,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path, capsys):
     assert f"resumes after step {step}" in capsys.readouterr().out
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGUSR1, 75), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 128 + signal.SIGHUP)],

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr.config import load, load_mapping, to_yaml
@@ -13,6 +13,7 @@ from flowcorr.errors import ConfigError
 BOMB = "a0: &a0 [1, 1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 
 
+@settings(max_examples=40)
 @given(text=st.text(alphabet=st.characters(exclude_categories=("Cs", "Cc"))))
 def test_any_text_round_trips(text, tmp_path_factory):
     config = load_mapping({"sampling": {"negative_prompt": text, "guidance_scale": 2}})

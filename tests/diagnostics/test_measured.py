@@ -78,6 +78,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.system
 def test_a_run_is_counted_in_a_process_of_its_own(run):
     counted = measure_apart(run)
     assert (counted["device"], counted["ranks"]) == ("cpu", 1)
@@ -90,6 +91,7 @@ def test_a_run_is_counted_in_a_process_of_its_own(run):
     assert counted["measured_memory"] is None  # a CPU has no count of its own
 
 
+@pytest.mark.system
 def test_the_report_shows_planned_beside_measured(run, tmp_path):
     page = Page(write_report([run], tmp_path / "report.html"))
     assert "Planned beside measured" in page.text

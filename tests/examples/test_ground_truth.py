@@ -312,6 +312,7 @@ def test_unknown_level_is_refused():
         ground.expected_gradient(LinearFlow(num_elements=16), "sequense")
 
 
+@pytest.mark.system
 def test_example_writes_its_files(tmp_path, monkeypatch, capsys):
     path = Path(__file__).parents[2] / "examples" / "ground_truth" / "run.py"
     spec = importlib.util.spec_from_file_location("ground_truth_run", path)

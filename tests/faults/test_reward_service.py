@@ -88,6 +88,7 @@ def reward(scorer):
 LOCAL, RAY = "reward.placement=local", "reward.placement=ray"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("mood", "message", "placement"),
     [

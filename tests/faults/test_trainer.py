@@ -33,6 +33,7 @@ def kill_while_saving(bench, out, moment, step, *overrides):
     assert steps(out)[-1] == step
 
 
+@pytest.mark.system
 def test_killed_while_it_writes_a_checkpoint(bench, tmp_path, events):
     out = tmp_path / "run"
     kill_while_saving(bench, out, "before it is renamed", 4)

@@ -22,6 +22,8 @@ from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 from tests.trainer import runs
 
+pytestmark = pytest.mark.system
+
 SMALL = (
     *runs.SMALL,
     "rollout.batch_size=2",

@@ -257,7 +257,7 @@ def records(folder):
 def ways():
     for case in CASES:
         for way in ("many", "2 to 1", "1 to 2") if case in CONTINUED else ("many",):
-            yield pytest.param(case, way, marks=[] if case in SOME else pytest.mark.slow)
+            yield pytest.param(case, way, marks=pytest.mark.system if case in SOME else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("case", "way"), list(ways()))

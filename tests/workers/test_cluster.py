@@ -10,7 +10,7 @@ import pytest
 from flowcorr.errors import BackendError
 from flowcorr.workers.cluster import Cluster, init_ray
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from flowcorr.workers import pool as worker_pool
 from flowcorr.workers.cluster import Cluster, NodeLostError
 from flowcorr.workers.pool import WorkerPool
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
 NODE = "0" * 56
 
 

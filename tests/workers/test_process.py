@@ -8,7 +8,7 @@ import torch
 
 from flowcorr.workers.process import FlowcorrWorker
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
 
 
 class Counter:

@@ -17,7 +17,7 @@ from flowcorr.rewards import build_reward, score_batch
 from flowcorr.workers.pool import Answer, ignore_event
 from flowcorr.workers.reward import RayReward
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
 NUM = 40  # three shares
 TERMS = (
     RewardTerm(name="jpeg_compressibility", weight=0.5),

@@ -17,7 +17,7 @@ from flowcorr.workers.rollout import PendingRollout, RayRollout
 from tests.rollouts import columns
 from tests.tolerances import LATENTS, LOG_PROBS
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
 GROUPS = range(5)
 ROLLOUT = {"prompts_per_step": len(GROUPS), "n": 4, "batch_size": 8}  # shards of 2, 2 and 1 groups
 

@@ -11,6 +11,8 @@ from flowcorr.trainer.events import read_events
 from flowcorr.workers.shared import open_pool
 from tests.trainer.test_ranks import SMALL, assert_same_run, in_float64, records
 
+pytestmark = pytest.mark.system
+
 RUN = (*WORKERS, "rollout.emulate=int8", "rollout.max_staleness=1", "rollout.drift_every=1")
 OPTIONS = {
     "num_workers": 2,

@@ -7,6 +7,8 @@ from flowcorr.diagnostics.doctor.planted import FAULTS
 from flowcorr.errors import BackendError
 from tests.conftest import small_config
 
+pytestmark = pytest.mark.system
+
 SAMPLING = {
     "height": 32,
     "width": 64,

@@ -20,6 +20,8 @@ from flowcorr.diagnostics.doctor.plants import feeding, merging, rescaled_guidan
 from flowcorr.errors import BackendError
 from flowcorr.rollout import InProcessEngine
 
+pytestmark = pytest.mark.system
+
 FAULTS = {
     "an attention head lost": ("weights", merging(head_missing), GUIDED),
     "timesteps truncated": (

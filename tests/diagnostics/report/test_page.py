@@ -196,6 +196,7 @@ def test_a_run_that_was_just_begun_has_a_page(tmp_path):
     Page(write_report([folder], tmp_path / "report.html")).check_alone()
 
 
+@pytest.mark.system
 def test_charts_are_pictures_too(runs, tmp_path):
     dump(runs[0])
     write_report(runs, tmp_path / "report.html", charts=tmp_path / "charts")

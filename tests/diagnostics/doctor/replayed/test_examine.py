@@ -32,7 +32,10 @@ def by_part(report):
 
 @pytest.mark.parametrize(
     ("fault", "window"),
-    [*((fault, "whole") for fault in FAULTS), *((fault, "middle") for fault in IN_THE_MIDDLE)],
+    [
+        *((fault, "whole") for fault in FAULTS),
+        *(pytest.param(fault, "middle", marks=pytest.mark.system) for fault in IN_THE_MIDDLE),
+    ],
 )
 def test_a_planted_fault_is_named(fault, window, tmp_path):
     steps = 2 if fault == "images_of_step_before" else 1
@@ -43,7 +46,7 @@ def test_a_planted_fault_is_named(fault, window, tmp_path):
     assert by_part(report)[part].cause == cause
 
 
-@pytest.mark.parametrize("window", ["whole", "middle"])
+@pytest.mark.parametrize("window", ["whole", pytest.param("middle", marks=pytest.mark.system)])
 def test_a_clean_run_is_clean(window, tmp_path):
     report = examine_dump(dump_steps(tmp_path, seed=1, window=window, steps=2), SHALLOW)
     assert (report.causes, report.exit_code, report.steps) == ([], 0, [0, 1])
@@ -80,6 +83,7 @@ def test_a_fault_below_the_runs_precision_is_not_named(tmp_path):
     assert (report.causes, report.exit_code) == ([], 0)
 
 
+@pytest.mark.system
 def test_a_run_without_its_dtype_is_judged_as_bfloat16(tmp_path):
     report = examine_dump(dump_steps(tmp_path, "guidance_off", without=("dtype",)), SHALLOW)
     assert set(report.causes) == {"guidance_off"}

@@ -31,6 +31,7 @@ def test_what_was_captured_wrongly(changes, part, cause, confidence, stack_of):
         assert found["log_probs"].message.endswith("none of the known causes explains it")
 
 
+@pytest.mark.system
 def test_a_prompt_that_was_not_captured_leaves_a_likely_cause(stack_of):
     found = verdicts(stack_of(prompts=("dog", "owl", "sun", "bee")))
     assert found["prompts"].cause == "wrong_prompt"
@@ -41,6 +42,7 @@ def test_a_prompt_that_was_not_captured_leaves_a_likely_cause(stack_of):
     assert (named.cause, named.confidence) == ("wrong_prompt", "likely")
 
 
+@pytest.mark.system
 def test_captures_that_cannot_tell_say_so(stack_of):
     found = verdicts(stack_of(guidance_scale=None))
     assert {one.status for one in found.values()} == {"SKIP"}
