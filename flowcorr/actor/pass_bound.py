@@ -20,7 +20,7 @@ from flowcorr.records import Rollout
 
 logger = logging.getLogger(__name__)
 
-CPU_BYTES = 64 * 2**20
+CPU_BYTES = 128 * 2**20
 """Bytes that the graph of a pass may hold on a CPU, counted as if no block were computed again."""
 GPU_SHARE = 0.8
 """Share of a GPU's free memory that a pass may take; the rest is for fragmentation and for the loss."""

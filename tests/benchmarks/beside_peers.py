@@ -174,7 +174,7 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two of the settings")
     parser.add_argument("--only", type=int, nargs="+", help="places of the settings, from 0")
-    parser.add_argument("--loops", nargs="+", default=[*PEERS, "flowcorr", "defaults"])
+    parser.add_argument("--loops", nargs="+", default=[*PEERS, *FLOWCORR])
     arguments = parser.parse_args()
     chosen = QUICK if arguments.quick else SETTINGS
     if arguments.only:

@@ -54,7 +54,8 @@ WORDS: Mapping[str, Word] = {
     "auto": Word(
         meaning="Several keys take it. `bypass_mode: auto` chooses bypass or decoupled at each training step by the "
         "measured noise. `rollout_rs_threshold: auto` measures the rejection band on the run's own noise. "
-        "`trainer.doctor: auto` examines engines with processes or a model of their own before training.",
+        "`trainer.doctor: auto` examines engines with processes or a model of their own before training. "
+        "`actor.micro_batch_size: auto` and `actor.fold_steps: auto` take the largest passes that memory allows.",
         metrics=("rollout_corr/bypass", "rollout_corr/noise_quantile", "rollout_corr/rejected_ratio"),
         worry="the mode changes every few steps, or a measured band rejects many samples",
         remedy="fix the mode (`bypass_mode: false` is safe), and let `flowcorr doctor` look for what the band rejects",
