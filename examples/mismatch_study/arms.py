@@ -8,7 +8,8 @@ import yaml
 CORRUPTED_SHARE = 0.1
 
 # Corrupted: a tenth of the samples were drawn for another prompt, see `hooks.WrongPrompts`. Quarter: one of four
-# workers has a fault, see `hooks.OneOfFour`.
+# workers has a fault, see `hooks.OneOfFour`. nf4_trainer: the trainer is quantized and the engine is not, see
+# `hooks.UnquantizedEngine`.
 _EXACT = "rollout.emulate=none"  # the recipe's own engine is an fp8 one
 ROLLOUTS = {
     "fp32": (_EXACT,),
@@ -20,6 +21,7 @@ ROLLOUTS = {
     "int4+corrupted": ("rollout.emulate=int4",),
     "quarter_adapter": (_EXACT,),
     "quarter_sigma": (_EXACT,),
+    "nf4_trainer": (_EXACT, "model.quantization=nf4"),
 }
 # `all`: every step but the last, whose std is 7e-4. Smaller micro-batches halve its time and change no gradient.
 WINDOWS = {
@@ -31,15 +33,15 @@ WINDOWS = {
     ),
 }
 UNCORRECTED, CONTROL = "uncorrected", "step_mean"
-AUTO_BAND, RANDOM = "bypass_auto", "bypass_random"
+AUTO_BAND, STEP_KL = "bypass_auto", "step_kl"
+# A control rejects as many terms as the other does, at random: see `hooks.RandomRejection`.
+RANDOM = {"bypass_random": AUTO_BAND, "step_kl_random": STEP_KL}
 # The section `algorithm.rollout_correction`, and keys elsewhere.
 CORRECTIONS = {
     UNCORRECTED: ("preset: disabled",),
     "bypass": ("preset: bypass_ppo_clip",),
     AUTO_BAND: ("preset: bypass_ppo_clip_auto_rs",),
-    RANDOM: (
-        "preset: bypass_ppo_clip",
-    ),  # and hooks.RandomRejection, as much of it as in the run with the band
+    "bypass_random": ("preset: bypass_ppo_clip",),
     "bypass_rs": ("preset: bypass_ppo_clip_geo_rs",),
     "auto": ("bypass_mode: auto",),
     "is_mean": ("preset: decoupled_token_is",),
@@ -48,7 +50,8 @@ CORRECTIONS = {
     "seq_sum": ("preset: decoupled_seq_is, log_ratio_scale: sum",),
     "step_z": ("rollout_rs: step_z, rollout_rs_threshold: 5",),
     # Between samples of the right prompt (at most 6e-4 with fp8) and of a wrong one (at least 4e-3).
-    "step_kl": ("rollout_rs: step_kl, rollout_rs_threshold: 2.0e-3",),
+    STEP_KL: ("rollout_rs: step_kl, rollout_rs_threshold: 2.0e-3",),
+    "step_kl_random": ("preset: disabled",),
     CONTROL: ("preset: decoupled_token_is, log_ratio_scale: sum",),  # and hooks.StepMeanWeights
 }
 # Bypass with each step's mean drift taken off before the clip: screened, and since taken out of flowcorr.
@@ -134,7 +137,9 @@ class Arm:
             return [Arm("fp32", self.window, UNCORRECTED)] if self.rollout != "fp32" else []
         control = Arm(self.rollout, self.window, CONTROL)
         if self.correction == AUTO_BAND:
-            return [replace(self, correction=other) for other in ("bypass", RANDOM)]
+            return [replace(self, correction=other) for other in ("bypass", "bypass_random")]
+        if self.correction == STEP_KL:
+            return [plain, replace(self, correction="step_kl_random")]
         return [plain, control] if self.correction == "is_sum" else [plain]
 
     def overrides(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What no recipe says: samples of a wrong prompt, a faulty worker among four, and controls for weights and rejection.
+"""What no recipe says: samples of a wrong prompt, a faulty worker, an unquantized engine, and controls.
 
 Each wraps a part of the training step and is put in its place; nothing of flowcorr is patched.
 """
@@ -14,10 +14,13 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.actor import DiffusionActor
 from flowcorr.actor.weights import TrainedWeights
+from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, Rollout
 from flowcorr.rollout import InProcessEngine, OnImages, RolloutEngine, Weights, ignore_images
+from flowcorr.rollout.build import build_backend
+from flowcorr.trainer.setup import load_model
 
 
 class WrongPrompts:
@@ -134,6 +137,34 @@ class OneOfFour:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class UnquantizedEngine:
+    """An engine in process on the base without `model.quantization`, with the trainer's adapter.
+
+    Args:
+        config: the run's.
+        trained: the trainer's adapter.
+
+    Attributes:
+        actor: scores and evaluates as this engine samples, with the weights of the last `sync`.
+    """
+
+    def __init__(self, config: Config, trained: TrainedWeights) -> None:
+        plain = replace(config, model=replace(config.model, quantization="none"))
+        self.actor = DiffusionActor(load_model(plain), plain)
+        self.trained = trained
+        weights = self.actor.weights
+        self.engine = build_backend(
+            plain, self.actor.family, merge=weights.merged, base=weights.untrained, probe=None
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def sync(self, weights: Weights) -> None:
+        self.actor.weights.load(self.trained.snapshot().tensors)
+        self.engine.sync(weights)
 
 
 _SCHEDULE = ("timesteps", "sigmas", "sigmas_next")

@@ -3,11 +3,13 @@
     python examples/mismatch_study/run.py all --jobs 2 --out runs/study
 
 `screen` trains the arms of `arms.py` on two seeds; `confirm` those of `arms.yaml`, chosen from the screen before any of
-them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejection in bypass mode; `equivalence` adds
-seeds to the first two arms of `confirm`, to tell whether int4 does harm that is worth a name. `analyse` writes a table
-and a picture of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs
-that have rows are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to
-four CPU-hours, `bypass` and `equivalence` two each; `results/` holds ours. Needs `pip install -e '.[ocr]'`.
+them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejection in bypass mode; `quantized` those of
+`arms_quantized.yaml`, on a trainer in NF4 beside an engine on the unquantized base; `equivalence` adds seeds to the
+first two arms of `confirm`, to tell whether int4 does harm that is worth a name. `analyse` writes a table and a picture
+of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs that have rows
+are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to four CPU-hours,
+`bypass` and `equivalence` two each, `quantized` half of one; `results/` holds ours. Needs `pip install -e '.[ocr]'`,
+`quantized` also `'.[quantized]'`.
 """
 
 import argparse
@@ -23,8 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from analysis import analyse
-from arms import AUTO_BAND, CONTROL, CORRUPTED_SHARE, RANDOM, UNCORRECTED, Arm, chosen, screened
-from hooks import OneOfFour, RandomRejection, StepMeanWeights, WrongPrompts
+from arms import CONTROL, CORRUPTED_SHARE, RANDOM, UNCORRECTED, Arm, chosen, screened
+from hooks import OneOfFour, RandomRejection, StepMeanWeights, UnquantizedEngine, WrongPrompts
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -47,11 +49,7 @@ METRICS = {  # column -> metric, meaned over the training steps since the last e
     "clipped": "actor/pg_clipfrac",
     "grad_norm": "actor/grad_norm",
 }
-COLUMNS = (
-    *("arm", "seed", "step", "exact_match", "reward", *METRICS),
-    *("wall_seconds", "cpu_seconds", "cpu_total", *(f"cpu_{phase}" for phase in PHASES)),
-)
-PHASE_NAMES = ("screen", "confirm", "bypass", "equivalence")
+PHASE_NAMES = ("screen", "confirm", "bypass", "quantized", "equivalence")
 Row = dict[str, object]
 
 
@@ -66,6 +64,7 @@ class Phase:
         words: held-out words of an evaluation.
         steps: training steps by window; evaluated half way and at the end.
         overrides: configuration keys for all its runs.
+        served: whether its runs are also evaluated on the unquantized base.
     """
 
     name: str
@@ -74,6 +73,7 @@ class Phase:
     words: int
     steps: Mapping[str, int]
     overrides: tuple[str, ...] = ()
+    served: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,12 @@ def bypass() -> Phase:
     """Longer runs, as the first three steps of a band only measure."""
     arms = tuple(chosen(HERE / "arms_bypass.yaml"))
     return Phase(name="bypass", arms=arms, seeds=tuple(range(10, 18)), words=512, steps={"two": 18})
+
+
+def quantized() -> Phase:
+    arms = tuple(chosen(HERE / "arms_quantized.yaml"))
+    seeds = tuple(range(40, 44))
+    return Phase(name="quantized", arms=arms, seeds=seeds, words=256, steps={"two": 12}, served=True)
 
 
 def equivalence() -> Phase:
@@ -137,9 +143,13 @@ def train(run: Run) -> list[Row]:
     if run.arm.rollout.startswith("quarter_"):
         faulty = OneOfFour(training.engine, training.actor.weights, run.arm.rollout)
         training = replace(training, engine=faulty)
+    served = training.actor
+    if run.arm.rollout == "nf4_trainer":
+        engine = UnquantizedEngine(training.config, training.actor.weights)
+        served, training = engine.actor, replace(training, engine=engine)
     if run.arm.correction == CONTROL:
         training = replace(training, actor=StepMeanWeights(training.actor))
-    if run.arm.correction == RANDOM:
+    if run.arm.correction in RANDOM:
         actor = RandomRejection(training.actor, share=run.rejected, seed=run.seed)
         training = replace(training, actor=actor)
     training.engine.sync(training.actor.weights.snapshot())
@@ -156,6 +166,10 @@ def train(run: Run) -> list[Row]:
         seen.append(result.metrics.compute())
         if step in (steps // 2, steps):
             scores = evaluate(training, data.heldout).metrics
+            of_served: Row = {}
+            if run.phase.served:
+                found = evaluate(replace(training, actor=served), data.heldout).metrics
+                of_served = {f"served_{name}": found[f"eval/{name}"] for name in ("exact_match", "reward")}
             rows.append(
                 {
                     "arm": str(run.arm),
@@ -163,6 +177,7 @@ def train(run: Run) -> list[Row]:
                     "step": step,
                     "exact_match": scores["eval/exact_match"],
                     "reward": scores["eval/reward"],
+                    **of_served,
                     **{column: _mean(seen, name) for column, name in METRICS.items()},
                     "wall_seconds": wall,
                     "cpu_seconds": sum(clock.seconds[name] for name in PHASES),
@@ -178,7 +193,7 @@ def train(run: Run) -> list[Row]:
 
 def do(phase: Phase, out: Path, jobs: int) -> None:
     """Do the runs of a phase that `out` does not hold yet, seed by seed, so that a part of it is paired too."""
-    controls = tuple(arm for arm in phase.arms if arm.correction == RANDOM)
+    controls = tuple(arm for arm in phase.arms if arm.correction in RANDOM)
     if 0 < len(controls) < len(phase.arms):  # which need the others' results
         others = tuple(arm for arm in phase.arms if arm not in controls)
         do(replace(phase, arms=others), out, jobs)
@@ -199,11 +214,11 @@ def do(phase: Phase, out: Path, jobs: int) -> None:
 
 
 def rejected_share(rows: Sequence[Mapping[str, str]], arm: Arm, seed: int) -> float:
-    """The share of terms that a control has to reject: that of the run with the band and the same seed."""
-    if arm.correction != RANDOM:
+    """The share of terms that a control has to reject: that of the run that it is the control of, same seed."""
+    if arm.correction not in RANDOM:
         return 0.0
-    with_band = str(replace(arm, correction=AUTO_BAND))
-    shares = [float(row["rejected"]) for row in rows if (row["arm"], int(row["seed"])) == (with_band, seed)]
+    rejecting = str(replace(arm, correction=RANDOM[arm.correction]))
+    shares = [float(row["rejected"]) for row in rows if (row["arm"], int(row["seed"])) == (rejecting, seed)]
     return sum(shares) / len(shares)
 
 
@@ -218,8 +233,8 @@ def read(path: Path) -> list[dict[str, str]]:
 def append(path: Path, rows: Sequence[Row]) -> None:
     """Add the rows of a run in one write, so that the file never holds half of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [] if path.exists() else [",".join(COLUMNS)]
-    lines += [",".join(_text(row[column]) for column in COLUMNS) for row in rows]
+    lines = [] if path.exists() else [",".join(rows[0])]
+    lines += [",".join(map(_text, row.values())) for row in rows]
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(f"{line}\n" for line in lines))
 
@@ -287,6 +302,8 @@ if __name__ == "__main__":
         do(confirm(), arguments.out, arguments.jobs)
     if arguments.phase in ("bypass", "all"):
         do(bypass(), arguments.out, arguments.jobs)
+    if arguments.phase in ("quantized", "all"):
+        do(quantized(), arguments.out, arguments.jobs)
     if arguments.phase in ("equivalence", "all"):
         do(equivalence(), arguments.out, arguments.jobs)
     if arguments.phase in ("analyse", "all"):
