@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,13 +47,19 @@ class DiffusionActor:
     def device(self) -> torch.device:
         return self.weights.device
 
-    def velocity(self, conditioning: Mapping[str, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """The policy's velocity under `conditioning`, `(latents [B, *L], timesteps [B]) -> [B, *L]`, for a sampler."""
+    def velocity(
+        self, conditioning: Mapping[str, Tensor], transformer: Any = None
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """The policy's velocity, `(latents [B, *L], timesteps [B]) -> [B, *L]`, for a sampler.
+
+        Args:
+            conditioning: one row a sample.
+            transformer: another one that computes as the trained transformer does; None for that one.
+        """
+        chosen = self.weights.transformer if transformer is None else transformer
 
         def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
             with self.scorer.autocast():
-                return self.family.velocity(
-                    self.weights.transformer, latents, timesteps, conditioning, self.guidance
-                )
+                return self.family.velocity(chosen, latents, timesteps, conditioning, self.guidance)
 
         return velocity

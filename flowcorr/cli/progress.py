@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flowcorr.diagnostics.health import HealthMonitor
     from flowcorr.trainer import RunResult
 
-_STATISTICS = "eval/image/"
+_STATISTICS = "/image/"
 _CLOSED = (OSError, ValueError, SystemExit)  # rich raises the last where the reader of a pipe has gone
 
 
@@ -185,13 +185,13 @@ def _scores(metrics: Mapping[str, float]) -> str:
     return "  ".join(
         f"{name.removeprefix('eval/')} {value:.3f}"
         for name, value in metrics.items()
-        if not name.startswith(_STATISTICS)
+        if _STATISTICS not in name
     )
 
 
 def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     names = [name for name in before if name in after and not name.endswith("_std")]
-    names = [name for name in names if not name.startswith(_STATISTICS)]
+    names = [name for name in names if _STATISTICS not in name]
     return ", ".join(
         f"{name.removeprefix('eval/')} {before[name]:.3f} -> {after[name]:.3f}" for name in names
     )

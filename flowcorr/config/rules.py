@@ -146,6 +146,11 @@ def _check_fsdp(config: Config) -> None:
 def _check_quantization(config: Config) -> None:
     model, quantization = config.model, config.model.quantization
     if quantization == "none":
+        if config.trainer.eval_on == "both":
+            raise ConfigError(
+                "trainer.eval_on='both' evaluates on the quantized base and on the unquantized one, but "
+                "model.quantization='none' trains on the unquantized one; set eval_on: trained, or quantize the base"
+            )
         return
     key = f"model.quantization={quantization!r}"
     if not model.lora.rank:

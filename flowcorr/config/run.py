@@ -8,6 +8,8 @@ from typing import Literal
 from flowcorr.config.checks import MOST_PIXELS, MOST_STEPS, above, at_least, at_most, within
 from flowcorr.errors import ConfigError
 
+SERVED = "eval/served/"
+"""Begins the names of metrics of evaluations with the adapter on the unquantized base."""
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
 
@@ -20,6 +22,9 @@ class TrainerConfig:
         seed: of everything random: noise, windows, order of prompts, initial adapter.
         eval_every: training steps between evaluations on held-out prompts; 0 evaluates at start and end only.
         eval_num_inference_steps: ODE steps of an evaluation; null takes `sampling.num_inference_steps`.
+        eval_on: `both` evaluates under `model.quantization` also as an adapter is served: on the unquantized base, as
+            `eval/served/...`. That base is loaded into main memory at the first evaluation and is on the device only
+            while it samples, beside the quantized one. It samples in the trainer's process, whatever `rollout.name` is.
         eval_height, eval_width: image size of an evaluation in pixels; null takes that of `sampling`.
         save_every: training steps between checkpoints; the last step is always saved.
         keep_checkpoints: newest checkpoints kept, besides the best.
@@ -44,6 +49,7 @@ class TrainerConfig:
     seed: int = 0
     eval_every: int = 10
     eval_num_inference_steps: int | None = None
+    eval_on: Literal["trained", "both"] = "trained"
     eval_height: int | None = None
     eval_width: int | None = None
     save_every: int = 10
@@ -83,4 +89,10 @@ class TrainerConfig:
             raise ConfigError(
                 f"trainer.best_metric={self.best_metric!r} is not an evaluation metric; use one under eval/, "
                 "such as eval/reward or eval/exact_match"
+            )
+        if self.best_metric.startswith(SERVED) and self.eval_on != "both":
+            raise ConfigError(
+                f"trainer.best_metric={self.best_metric!r} is of the unquantized base, on which "
+                f"trainer.eval_on={self.eval_on!r} does not evaluate; set eval_on: both, or use "
+                f"eval/{self.best_metric.removeprefix(SERVED)}, which is of the trained base"
             )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from flowcorr import distributed, sde
+from flowcorr.config.run import SERVED
 from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_choice
 from flowcorr.imports import source_of
 from flowcorr.records import Prompt
@@ -24,6 +27,7 @@ from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.image_statistics import image_statistics
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.run_config import imported_by_eval, read_config
+from flowcorr.trainer.served import ServedBase
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.state import restore_actor
 
@@ -50,11 +54,27 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
     """Sample one image for each held-out prompt and score it; the ranks share the prompts.
 
     The noise depends only on a prompt's index, so evaluations of all steps and runs are paired, on any number of ranks.
+    With `trainer.eval_on: both`, images and scores are of the trained base, and metrics of both bases.
 
     Raises:
         BatchError: the model's latents are not finite.
-        BackendError: the reward failed on a sample; `reward.on_error` applies to training only.
+        BackendError: the reward failed on a sample (`reward.on_error` applies to training only), or the unquantized
+            base does not fit on the device.
     """
+    with run.actor.weights.averaged():
+        trained = _evaluate(run, prompts, run.actor.weights.transformer)
+        if run.config.trainer.eval_on == "trained":
+            return trained
+        with contextlib.ExitStack() as loaded:
+            with distributed.fail_together("loading the unquantized base"):
+                run.served = run.served or ServedBase(run.config, run.actor)
+                transformer = loaded.enter_context(run.served.on_device())
+            served = _evaluate(run, prompts, transformer)
+    metrics = {SERVED + name.removeprefix("eval/"): value for name, value in served.metrics.items()}
+    return replace(trained, metrics=trained.metrics | metrics)
+
+
+def _evaluate(run: TrainingRun, prompts: Sequence[Prompt], transformer: Any) -> Evaluation:
     own = distributed.local_indices(len(prompts))
     # Sharded weights need equally many forward passes on every rank: a rank with fewer prompts repeats the first.
     size = math.ceil(len(prompts) / distributed.world_size())
@@ -63,10 +83,11 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
     own_scores: dict[str, np.ndarray] = {}
     reward, on_images = scored_ahead(run.reward, own_prompts)
     with distributed.fail_together("an evaluation", has_collectives=run.actor.weights.sharded):
-        with run.actor.weights.averaged():
-            step = min(BATCH_SIZE, run.config.rollout.batch_size or BATCH_SIZE)
-            batches = [indices[begin : begin + step] for begin in range(0, size, step)]
-            drawn, finite = zip(*(_sample(run, prompts, batch, on_images) for batch in batches), strict=True)
+        step = min(BATCH_SIZE, run.config.rollout.batch_size or BATCH_SIZE)
+        batches = [indices[begin : begin + step] for begin in range(0, size, step)]
+        drawn, finite = zip(
+            *(_sample(run, prompts, batch, transformer, on_images) for batch in batches), strict=True
+        )
         if not all(finite):
             raise BatchError(
                 "the evaluation's latents are not finite: the weights have diverged, or model.path is damaged; "
@@ -138,7 +159,11 @@ def evaluate_run(
 
 
 def _sample(
-    run: TrainingRun, prompts: Sequence[Prompt], indices: Sequence[int], on_images: OnImages
+    run: TrainingRun,
+    prompts: Sequence[Prompt],
+    indices: Sequence[int],
+    transformer: Any,
+    on_images: OnImages,
 ) -> tuple[np.ndarray, bool]:
     """Images `[b, H, W, 3]` uint8 of the prompts at `indices`, and whether their latents are finite."""
     actor, sampling, trainer = run.actor, run.config.sampling, run.config.trainer
@@ -147,7 +172,9 @@ def _sample(
     steps = trainer.eval_num_inference_steps or sampling.num_inference_steps
     conditioning = run.cache([prompts[index].text for index in indices])
     noise = sde.initial_noise(shape, indices, [0] * len(indices), seed=_NOISE_SEED, training_step=0)
-    final = sample_ode(actor.velocity(conditioning), noise.to(actor.device), family.schedule(steps, shape))
+    final = sample_ode(
+        actor.velocity(conditioning, transformer), noise.to(actor.device), family.schedule(steps, shape)
+    )
     return decode(family, final, on_images).cpu().numpy(), bool(torch.isfinite(final).all())
 
 

@@ -11,6 +11,7 @@ from flowcorr.data import PromptStream
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.rewards import Reward, ThreadReward
 from flowcorr.rollout import RolloutEngine
+from flowcorr.trainer.served import ServedBase
 from flowcorr.workers.pool import OnEvent, ignore_event
 from flowcorr.workers.reward import RayReward
 from flowcorr.workers.rollout import PendingRollout
@@ -37,6 +38,7 @@ class TrainingRun:
         reward: scores the images.
         gold: scores the images of evaluations by rewards that training steps leave out, if there are any.
         on_event: called with each event of workers and samples.
+        served: the unquantized base, once `trainer.eval_on` has needed it.
         in_flight: samples that Ray workers generate ahead of time, by training step.
         mode: the rollout correction in force; with `bypass_mode: auto` it changes between steps.
     """
@@ -49,6 +51,7 @@ class TrainingRun:
     reward: Reward
     gold: Reward | None = None
     on_event: OnEvent = ignore_event
+    served: ServedBase | None = None
     in_flight: dict[int, PendingStep] = field(default_factory=dict)
     mode: AutoMode = field(init=False)
 

@@ -48,6 +48,7 @@ _MAY_CHANGE = (
         for key in (
             "total_steps",
             "eval_every",
+            "eval_on",
             "save_every",
             "keep_checkpoints",
             "requeue",

@@ -12,6 +12,7 @@ import torch
 from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
 from flowcorr.config import resolve_engine
+from flowcorr.config.run import SERVED
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts
 from flowcorr.errors import ConfigError, unknown_choice
@@ -170,9 +171,10 @@ def _check_best_metric(config: Config) -> None:
     terms = (*config.reward.terms, *config.reward.gold)
     scores = known_scores(config.reward.terms, config.reward.gold, own=config.reward.placement != "ray")
     name = config.trainer.best_metric
-    if scores is None or name.startswith("eval/image/"):
+    if scores is None or name.startswith(("eval/image/", f"{SERVED}image/")):
         return
-    choices = ["eval/reward", "eval/reward_std", *(f"eval/{score}" for score in sorted(scores))]
+    bases = ("eval/", SERVED) if config.trainer.eval_on == "both" else ("eval/",)
+    choices = [base + score for base in bases for score in ("reward", "reward_std", *sorted(scores))]
     if name not in choices:
         own = next((term.name.rpartition(":")[2] for term in terms if ":" in term.name), None)
         hint = "" if own is None else f"; if {own} returns it, say so by {own}.extras = (NAME,)"

@@ -53,6 +53,18 @@ def test_a_run_tells_what_a_user_wants_to_know(console):
     assert "finished after step 2" in text
 
 
+def test_an_evaluation_on_both_bases_tells_both_scores(console):
+    scores = {
+        "eval/reward": 0.5,
+        "eval/image/dark": 0.1,
+        "eval/served/reward": 0.4,
+        "eval/served/image/dark": 0.1,
+    }
+    with TerminalObserver(console) as observer:
+        observer.on_eval(0, scores)
+    assert "eval at step 0: reward 0.500  served/reward 0.400\n" in plain(console)
+
+
 def test_every_step_leaves_a_line(console):
     with TerminalObserver(console) as observer:
         follow(observer, result=RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics=AFTER))

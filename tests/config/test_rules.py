@@ -66,6 +66,7 @@ MERGED = {"rollout": {"name": "vllm_omni", "engine": {"weight_sync": "merged"}}}
             {"model": {"quantization": "int8", "dtype": "float16"}},
             r"'int8' multiplies .* overflow in model\.dtype='float16'; set dtype: bfloat16",
         ),
+        ({"trainer": {"eval_on": "both"}}, r"eval_on='both' .*quantization='none' trains on the unquantized one"),
         ({**NF4, **OMNI, **BYPASS}, r"bypass_mode=True compares weights in nf4 .* 0\.034 .*at 0\.001; set .*auto"),
         ({**INT8, **OMNI, **BYPASS}, r"bypass_mode=True compares weights in int8 .* up to 0\.0031"),
         (

@@ -74,6 +74,13 @@ def test_a_best_metric_that_no_evaluation_yields_is_refused_at_once(monkeypatch)
         build_run(config.load("tiny_jpeg_lora", ["trainer.best_metric=eval/exact_match"]))
 
 
+def test_a_best_metric_may_be_that_of_the_served_adapter(monkeypatch):
+    monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
+    both = ["trainer.eval_on=both", "model.quantization=int8"]
+    with pytest.raises(ConfigError, match=r"choose from eval/reward, eval/reward_std, eval/served/reward, "):
+        build_run(config.load("tiny_jpeg_lora", [*both, "trainer.best_metric=eval/served/exact_match"]))
+
+
 def test_a_best_metric_that_an_own_reward_lacks_is_refused_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
     monkeypatch.syspath_prepend(tmp_path)

@@ -132,6 +132,10 @@ RUN = (
         row("reward", "Mean reward on held-out prompts, ODE sampler, fixed noise.", "of the reward"),
         row("reward_std", "Standard deviation of that reward over held-out prompts.", "of the reward"),
         *_IMAGE_STATISTICS,
+        row(
+            "served/<name>",
+            "`trainer.eval_on: both`: `eval/<name>` with the adapter on the unquantized base.",
+        ),
         row("<name>", "Held-out mean of a reward term, of one of its extra scores, or of a `gold` reward."),
     ),
     *under(

@@ -11,6 +11,7 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
+from flowcorr.config.run import SERVED
 from flowcorr.diagnostics.drawing import HEIGHT, PALETTE, Chart
 from flowcorr.diagnostics.health import healthy_range, serious_limit
 from flowcorr.diagnostics.plots import (
@@ -153,6 +154,9 @@ def _learning_metrics(groups: Sequence[Group], *, of_images: bool) -> tuple[tupl
 
 def _in_words(name: str) -> tuple[str, str]:
     """Title and remark of a score: `eval/exact_match` is the exact match, held out."""
+    if name.startswith(SERVED):
+        words, _ = _in_words(f"eval/{name.removeprefix(SERVED)}")
+        return words, "held out, on the unquantized base"
     where, _, score = name.partition("/")
     words = score.removeprefix("image/").replace("_", " ").replace("/", ", ")
     words = "mean reward" if name == "reward/mean" else words
