@@ -41,7 +41,7 @@ recipes for the embedded model:
 for real models on GPUs; the header of each names its source, its engine and the memory it needs:
   sd35_medium_ocr_lora  sd35_medium_ocr_lora_bypass  sd35_medium_ocr_lora_12gb
   qwen_image_ocr_lora_rollout_corr  qwen_image_ocr_lora_decoupled
-  qwen_image_ocr_grpo_guard_lora  qwen_image_ocr_lora_24gb
+  qwen_image_ocr_grpo_guard_lora  qwen_image_ocr_lora_24gb  qwen_image_ocr_lora_2x32gb
   flux_dev_pickscore_lora  flux2_klein_pickscore_lora  z_image_pickscore_lora
 """
 _EVAL = """\

@@ -47,6 +47,7 @@ def test_shipped_recipes():
         "flux_dev_pickscore_lora",
         "qwen_image_ocr_grpo_guard_lora",
         "qwen_image_ocr_lora_24gb",
+        "qwen_image_ocr_lora_2x32gb",
         "qwen_image_ocr_lora_decoupled",
         "qwen_image_ocr_lora_rollout_corr",
         "sd35_medium_ocr_lora",

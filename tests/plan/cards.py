@@ -20,6 +20,8 @@ CARDS = tuple(
         *("l40s-48gb", "a100-80gb-sxm", "h100-80gb", "h200-141gb"),
     )
 )
+RANKS = {"qwen_image_ocr_lora_2x32gb": 2}
+"""Training ranks of recipes that are for more than one."""
 PAGE = Path(__file__).parents[2] / "recipes" / "README.md"
 BEGIN, END = "<!-- cards -->\n", "<!-- end of cards -->"
 SHARED_BY = {
@@ -35,11 +37,11 @@ FITTED_BY = {
 
 
 def cell(plan: Plan) -> str:
-    """Time of a step on one GPU that trainer and engine share, else on two; empty if the recipe fits neither."""
+    """Time of a step on a GPU for each rank, with its engine, else on two; empty if the recipe fits neither."""
     seconds = plan.seconds()
     time = f"{seconds / 60:.0f} min" if seconds >= 100 else duration(seconds)
     if plan.fits(plan.memory.shared):
-        return time
+        return time if plan.ranks == 1 else f"{plan.ranks} x: {time}"
     for overrides, mark in SHARED_BY.items():
         if overrides in plan.ways_to_share and plan.fits(plan.ways_to_share[overrides]):
             return time + mark
@@ -68,8 +70,9 @@ def smallest(found: tuple[Gpu, str] | None) -> str:
 def row(recipe: str) -> str:
     """A recipe's row: memory in GB of trainer, engine and both on one GPU, then a cell for each card."""
     config = load(recipe)
-    traces = trace(config)
-    plans = [plan_of(traces, config, gpu=gpu, title=recipe) for gpu in CARDS]
+    ranks = RANKS.get(recipe, 1)
+    traces = trace(config, ranks)
+    plans = [plan_of(traces, config, gpu=gpu, ranks=ranks, title=recipe) for gpu in CARDS]
     memory = plans[0].memory
     sizes = "".join(f" {size / 1e9:.0f} |" for size in (memory.trainer, memory.engine, memory.shared))
     trainer = smallest(plans[0].smallest_for_trainer())

@@ -20,12 +20,15 @@ RECIPES = [name for name in recipe_names() if not name.startswith("tiny_")]
 ON_ONE_CARD = [name for name in RECIPES if load(name).rollout.name == "in_process"]
 
 
+def marks(recipe):
+    """The markers of tests that need bitsandbytes, for a recipe that does."""
+    config = load(recipe)
+    found = [pytest.mark.quantized] * (config.model.quantization == "nf4")
+    return [*found, *[pytest.mark.adam8bit] * (config.actor.optimizer == "adamw_8bit")]
+
+
 def with_marks(recipes):
-    """The recipes, those in NF4 with the marker of tests that need bitsandbytes."""
-    return [
-        pytest.param(name, marks=[pytest.mark.quantized] * (load(name).model.quantization == "nf4"))
-        for name in recipes
-    ]
+    return [pytest.param(name, marks=marks(name)) for name in recipes]
 
 
 FAMILIES = {
