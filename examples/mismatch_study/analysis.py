@@ -304,7 +304,7 @@ def draw(study: Study, path: Path) -> None:
 
 
 def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
-    """Write `table.md`, `bypass.md`, and a picture of each phase into `folder`, and return the tables.
+    """Write the tables, and a picture of each phase into `folder`, and return the tables.
 
     Args:
         rows: by phase.
@@ -314,6 +314,8 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
     texts = {"table.md": table(studies["screen"], studies["confirm"])}
     if studies["bypass"].runs:
         texts["bypass.md"] = "\n".join(_confirmed(studies["bypass"], "Rejection in bypass mode")) + "\n"
+    if studies["quantized"].runs:
+        texts["quantized.md"] = quantized(rows["quantized"]) + "\n"
     if studies["equivalence"].runs:
         both = Study([*rows["confirm"], *rows["equivalence"]])
         texts["equivalence.md"] = equivalence(both) + "\n"
@@ -323,6 +325,19 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
         if studies[name].runs:
             draw(studies[name], folder / f"{name}.png")
     return "\n".join(texts.values())
+
+
+def quantized(rows: Rows) -> str:
+    """The comparisons on the trainer's base and on the unquantized one, and each arm on both."""
+    trained, served = Study(rows), Study([{**row, "exact_match": row["served_exact_match"]} for row in rows])
+    compared = _comparisons(served, served.equal_steps(), "At equal steps, on the unquantized base")
+    lines = ["| Arm | on the trainer's base | on the unquantized base | difference |", "|---|---|---|---|"]
+    for arm in trained.runs:
+        both = [study.last(arm, "exact_match") for study in (trained, served)]
+        mean, half_width, _ = paired_t([after - before for before, after in zip(*both, strict=True)])
+        scores = " | ".join(f"{statistics.fmean(values):.3f}" for values in both)
+        lines.append(f"| {arm} | {scores} | {mean:+.3f} ± {half_width:.3f} |")
+    return "\n".join([*_confirmed(trained, "A trainer in NF4"), "", *compared, "", *lines])
 
 
 def equivalence(study: Study) -> str:

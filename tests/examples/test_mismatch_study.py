@@ -131,13 +131,12 @@ def test_the_table_follows_from_the_results(study):
     assert study.analysis.table(screen, confirmation) == (folder / "table.md").read_text(encoding="utf-8")
 
 
-def test_the_table_of_rejection_follows_from_the_results(study, tmp_path):
+def test_the_other_tables_follow_from_the_results(study, tmp_path):
     folder = Path(study.run.__file__).parent / "results"
     rows = {name: study.run.read(folder / f"{name}.csv") for name in study.run.PHASE_NAMES}
     study.analysis.analyse(rows, tmp_path)
-    assert (tmp_path / "bypass.md").read_text(encoding="utf-8") == (folder / "bypass.md").read_text(
-        encoding="utf-8"
-    )
+    for name in ("bypass.md", "quantized.md", "equivalence.md"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (folder / name).read_text(encoding="utf-8")
 
 
 def test_arms_are_known_distinct_and_load(study):
@@ -252,6 +251,46 @@ def test_arms_in_bypass_mode_load_and_each_control_follows_its_band(study, tmp_p
     assert study.run.rejected_share(rows, chosen[1], 10) == float(rows[0]["rejected"]) == 0
     found = study.analysis.analyse({name: [] for name in study.run.PHASE_NAMES} | {"bypass": rows}, tmp_path)
     assert "## Rejection in bypass mode" in found
+
+
+def test_an_unquantized_engine_is_exact_for_the_adapter_and_apart_from_the_quantized_trainer(study):
+    from flowcorr import config
+    from flowcorr.trainer.setup import build_run
+
+    keys = [*SMALL, "data.num_heldout=2", "rollout.emulate=none"]
+    run, _ = build_run(config.load(study.run.RECIPE, [*keys, "model.quantization=int8"]))
+    with torch.no_grad():
+        for name, parameter in run.actor.weights.parameters.items():
+            parameter.add_(0.1 * ("lora_B" in name))
+    engine = study.hooks.UnquantizedEngine(run.config, run.actor.weights)
+    engine.sync(run.actor.weights.for_engine())
+    drawn = engine.sample(
+        run.cache([prompt.text for prompt in run.prompts.next(2)]),
+        range(2),
+        training_step=1,
+        with_means=True,
+    )
+    exact, coarse = (
+        (actor.log_probs(drawn).log_probs - drawn.log_probs).abs() for actor in (engine.actor, run.actor)
+    )
+    assert exact.max() < 1e-5 < coarse.max()
+
+
+@pytest.mark.quantized
+def test_the_arms_of_a_quantized_trainer_run_and_are_scored_on_both_bases(study, tmp_path):
+    phase = study.run.quantized()
+    chosen = [arm for arm in phase.arms if arm.correction in ("uncorrected", "step_kl", "step_kl_random")]
+    small = replace(phase, arms=tuple(chosen), seeds=(40,), words=4, steps={"two": 1}, overrides=SMALL)
+    study.run.do(small, tmp_path, 1)
+    rows = study.run.read(tmp_path / "quantized.csv")
+    assert [row["arm"] for row in rows] == [str(arm) for arm in chosen]
+    assert [float(row["kl"]) > 1e-5 for row in rows] == [False, True, True, True]
+    assert study.run.rejected_share(rows, chosen[-1], 40) == float(rows[2]["rejected"])
+    assert rows[0]["reward"] == rows[0]["served_reward"]
+    found = study.analysis.analyse(
+        {name: [] for name in study.run.PHASE_NAMES} | {"quantized": rows}, tmp_path
+    )
+    assert "| At equal steps, on the unquantized base |" in found
 
 
 def test_equivalence_is_two_one_sided_tests(study):
