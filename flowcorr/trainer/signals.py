@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 REPEAT = 2.0  # seconds; a Ctrl-C that comes sooner after another signal is a held key, or the same one by another way
 REACTION = 5.0  # seconds for the main thread to stop before the process is ended
+WAKE = signal.SIGURG  # of ours, to the main thread; who has no handler for it ignores it
 Report = Callable[[int, bool], None]
 
 
@@ -49,7 +50,10 @@ class StopSignals:
         self._clock = clock
         self._report: Report | None = None
         self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._forced, self._reacted = threading.Event(), threading.Event()
+        self._forced, self._reacted = (
+            threading.Event(),
+            threading.Event(),
+        )  # the latter also if there is no need to
         self._previous: dict[int, Any] = {}
         self._previous_pipe = -1
         self._pipe: tuple[int, int] | None = None
@@ -62,6 +66,7 @@ class StopSignals:
         self._pipe = reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._previous_pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._previous[WAKE] = signal.signal(WAKE, self._react)
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup asks to go on without a terminal
@@ -76,11 +81,11 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         if self._pipe is None:
             return
+        self._reacted.set()
         os.write(self._pipe[1], b"\0")
         self._reports.put(None)
         for thread in self._threads:
             thread.join()
-        # Only now, as the thread that reads may still be about to signal the main thread.
         StopSignals._in_force = None
         self._restore()
         for end in self._pipe:
@@ -100,21 +105,20 @@ class StopSignals:
             raise StopRequest(number)
         if self.received is None:
             self.received = number
+        self._react()
+
+    def _react(self, *_: object) -> None:
+        """In the main thread, too: stop at once if that was asked for."""
         if self._forced.is_set() and not self._reacted.is_set():
             self._reacted.set()
             raise KeyboardInterrupt
 
     def _read(self) -> None:
         """In a thread, as soon as a signal comes."""
-        main = threading.main_thread().ident
         assert self._pipe is not None
-        assert main is not None
-        came, first, own = 0.0, True, False
+        came, first = 0.0, True
         while (number := os.read(self._pipe[0], 1)[0]) != 0:
             if self._report is None or number not in STOP_SIGNALS:
-                continue
-            if own and number == signal.SIGINT:
-                own = False
                 continue
             before, came = came, self._clock()
             if first:
@@ -126,19 +130,27 @@ class StopSignals:
                     _end_process()
                 self._forced.set()
                 self._reports.put(partial(self._report, number, True))
-                own = True
-                signal.pthread_kill(main, signal.SIGINT)  # ends the main thread's wait for a lock
-                watchdog = threading.Timer(REACTION, self._end_if_hung)
-                watchdog.daemon = True
-                watchdog.start()
+                waking = threading.Thread(name="wakes the main thread", target=self._wake, daemon=True)
+                self._threads.append(waking)
+                waking.start()
 
     def _tell(self) -> None:
         while (report := self._reports.get()) is not None:
             report()
 
-    def _end_if_hung(self) -> None:
-        if not self._reacted.is_set():
-            _end_process()
+    def _wake(self) -> None:
+        """Interrupt what the main thread waits for, and end the process if it does not react.
+
+        A signal that comes just before a wait begins does not interrupt it, so it is repeated.
+        """
+        main = threading.main_thread().ident
+        assert main is not None
+        end = time.monotonic() + REACTION
+        while time.monotonic() < end:
+            signal.pthread_kill(main, WAKE)
+            if self._reacted.wait(0.1):
+                return
+        _end_process()
 
     def _restore(self) -> None:
         """Restore the caller's handlers."""

@@ -100,32 +100,37 @@ def test_a_deliberate_ctrl_c_stops_at_once(run, first):
     assert reports.of(2) == [(first, False), (signal.SIGINT, True)]
 
 
-def test_a_signal_of_ours_never_reaches_the_callers_handler(monkeypatch):
-    """The main thread may have stopped already, when the thread that reads signals wakes it."""
-    callers, clock = [], Clock()
-    signals = StopSignals(clock)
-    previous = signal.signal(signal.SIGINT, lambda *call: callers.append(call))
-    kill = signal.pthread_kill
+def test_a_wait_that_begins_beside_the_signal_is_interrupted_too(run, monkeypatch):
+    """A signal that comes just before a wait does not end it, as if it were lost."""
+    _, _, clock = run
+    kill, calls = signal.pthread_kill, []
 
-    def kill_late(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        assert signals._reacted.wait(60)
-        time.sleep(0.1)
-        kill(*args)
+    def lose_the_first(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            kill(*args)
 
-    def stop_twice():
-        with signals:
-            signals.report_to(Reports())
-            send(signal.SIGINT, clock)
-            send(signal.SIGINT, clock, after=REPEAT, then_wait=True)
+    monkeypatch.setattr(signal, "pthread_kill", lose_the_first)
+    send(signal.SIGTERM, clock)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT, clock, after=REPEAT, then_wait=True)
 
-    monkeypatch.setattr(signal, "pthread_kill", kill_late)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            stop_twice()
-        assert callers == []
-    finally:
-        signal.signal(signal.SIGINT, previous)
+
+def stop_twice():
+    clock = Clock()
+    with StopSignals(clock) as signals:
+        signals.report_to(Reports())
+        send(signal.SIGINT, clock)
+        send(signal.SIGINT, clock, after=REPEAT, then_wait=True)
+
+
+def test_after_a_run_nothing_of_it_is_left():
+    before, threads = handlers(), set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        stop_twice()
+    assert handlers() == before
+    assert signal.getsignal(module.WAKE) == signal.SIG_DFL
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("later", OTHERS)
