@@ -169,9 +169,10 @@ class Rank:
         passes = math.ceil(self.images / rows) * config.sampling.num_inference_steps
         work = measured_pass.times(self.images * config.sampling.num_inference_steps / measured)
         of_passes = together / measured * passes  # which gather weights and launch kernels
+        fixed = measured_pass.fixed
         return replace(
             work,
-            peaks={"": measured_pass.peak * rows / together},
+            peaks={"": fixed + (measured_pass.peak - fixed) * rows / together},
             kernels=measured_pass.kernels * of_passes,
             sent=measured_pass.sent * of_passes,
         )

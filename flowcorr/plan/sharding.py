@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flowcorr.actor.passes import passes_of
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES
 from flowcorr.plan.training import Training, Work
@@ -33,14 +34,16 @@ def sharded(training: Training, config: Config, ranks: int) -> Training:
         config: the run's configuration.
         ranks: that share the weights.
     """
+    passes = 1 if passes_of(config).folded else config.sampling.sde_window_size
+    gathered = passes * training.transformer * (ranks - 1) / ranks  # by the passes of a micro-batch, forwards
     if not trains_shards(config, ranks):
         return replace(
             training,
             transformer=training.transformer / ranks,
             numbers=training.numbers / ranks,
             gathered=BACKWARD * training.part,
-            recompute=_moving(training.recompute, FORWARD * training.part, training.transformer),
-            backward=_moving(training.backward, BACKWARD * training.part, 2 * training.transformer),
+            recompute=_moving(training.recompute, FORWARD * training.part, gathered),
+            backward=_moving(training.backward, BACKWARD * training.part, 2 * gathered),
         )
     held, used = DTYPES[config.model.dtype].itemsize, DTYPES[actor_dtype(config, ranks)].itemsize
     share = held / used / ranks
@@ -53,11 +56,11 @@ def sharded(training: Training, config: Config, ranks: int) -> Training:
         gradients=training.gradients * share,
         moments=training.moments * share,
         gathered=backward,
-        recompute=_moving(training.recompute, forward, training.transformer),
+        recompute=_moving(training.recompute, forward, gathered),
         backward=_moving(
             training.backward,
             backward + training.gradients * (share - 1),
-            training.transformer * (2 + max(held, 4) / used),
+            gathered * (2 + max(held, 4) / used),
         ),
         step=_part(training.step, share),
         moments_8bit=training.moments_8bit / ranks,  # small shards keep 32 bits, which is ignored here
@@ -76,6 +79,6 @@ def _part(work: Work, share: float) -> Work:
 
 
 def _moving(work: Work, more: float, sent: float) -> Work:
-    """`work` with `more` bytes at its peaks, while each rank sends `sent` bytes to the others."""
+    """`work` with `more` bytes at its peaks, whatever its rows, while each rank sends `sent` bytes to the others."""
     peaks = {stage: peak + more for stage, peak in work.peaks.items()}
-    return replace(work, peaks=peaks, sent=sent)
+    return replace(work, peaks=peaks, fixed=more, sent=sent)

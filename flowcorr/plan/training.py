@@ -53,6 +53,7 @@ class Work:
         moved: bytes read and written.
         operations: how often each operation runs, on the rows of one forward pass.
         kernels: operations launched.
+        fixed: bytes of each of these peaks that do not grow with the rows of a pass.
         sent: bytes that each rank sends to the others meanwhile.
         copying: seconds of copies to and from the host that the device waits for.
     """
@@ -63,6 +64,7 @@ class Work:
     operations: Operations
     kernels: float
     copies: Mapping[str, float] = field(default_factory=dict)
+    fixed: float = 0.0
     sent: float = 0.0
     copying: float = 0.0
 
@@ -101,11 +103,12 @@ class Work:
 
     def times(self, count: float) -> Work:
         """This work `count` times in turn; the peak stays the same."""
-        return replace(_plus(self, self, count - 1), peaks=self.peaks, copies=self.copies)
+        return replace(_plus(self, self, count - 1), peaks=self.peaks, copies=self.copies, fixed=self.fixed)
 
     def then(self, other: Work) -> Work:
         """This work, then `other`; the peak is the higher one."""
-        return replace(_plus(self, other, 1), peaks={"": max(self.peak, other.peak)}, copies={})
+        peak = max(self.peak, other.peak)
+        return replace(_plus(self, other, 1), peaks={"": peak}, copies={}, fixed=0.0)
 
 
 NOTHING = Work(peaks={}, flops=0, moved=0, operations={}, kernels=0)
