@@ -107,8 +107,7 @@ class Work:
 
     def then(self, other: Work) -> Work:
         """This work, then `other`; the peak is the higher one."""
-        peak = max(self.peak, other.peak)
-        return replace(_plus(self, other, 1), peaks={"": peak}, copies={}, fixed=0.0)
+        return replace(_plus(self, other, 1), peaks={"": max(self.peak, other.peak)}, copies={}, fixed=0.0)
 
 
 NOTHING = Work(peaks={}, flops=0, moved=0, operations={}, kernels=0)
@@ -422,8 +421,7 @@ def _step_8bit(trained: Sequence[torch.Tensor], gradients: float) -> Work:
 
 def _largest_part(transformer: Any) -> int:
     blocks = [sum(weight.nbytes for weight in block.parameters()) for block in repeated_blocks(transformer)]
-    outside = sum(weight.nbytes for weight in transformer.parameters()) - sum(blocks)
-    return max(*blocks, outside)
+    return max(*blocks, sum(weight.nbytes for weight in transformer.parameters()) - sum(blocks))
 
 
 def _bytes(batch: ActorBatch) -> int:
