@@ -203,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _take_late_overrides(parser, arguments, rest)
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")  # hides their advice about optional packages
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # the same
     rank = int(os.environ.get("RANK", "0"))  # only rank 0 logs warnings
     level = logging.ERROR if rank else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
