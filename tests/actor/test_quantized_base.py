@@ -81,24 +81,15 @@ def test_an_update_moves_the_adapter_and_no_codes(start, quantization):
 
 
 @BOTH
-def test_gradient_checkpointing_leaves_the_gradient_as_it_is(start, quantization):
-    plain, saving = start(quantization), start(quantization, actor={"gradient_checkpointing": True})
-    batch = plain.batch()
-    plain.update(batch)
-    saving.update(batch)
-    assert_same(saving.gradient(), plain.gradient(), **GRADIENTS)
-
-
-@BOTH
-@pytest.mark.slow
+@pytest.mark.parametrize("key", ["gradient_checkpointing", pytest.param("compile", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_a_compiled_quantized_base_computes_the_same(start, quantization):
-    plain, compiled = start(quantization), start(quantization, actor={"compile": True})
+def test_the_gradient_stays_as_it_is_under(start, quantization, key):
+    plain, other = start(quantization), start(quantization, actor={key: True})
     batch = plain.batch()
     plain.update(batch)
-    compiled.update(batch)
-    assert_same(compiled.gradient(), plain.gradient(), **GRADIENTS)
+    other.update(batch)
+    assert_same(other.gradient(), plain.gradient(), **GRADIENTS)
 
 
 @BOTH

@@ -19,10 +19,10 @@ SMOOTH = 3.0
 # Where a model decides late what it draws, a small error sends single images another way: 17 beside 13 grey levels in
 # clean fp8, 41 beside 27 in int4, one image in about fifty.
 ANOTHER_WAY = 3.0
-SWAPPED = 0.5  # ratio of distances below which an image may belong to another sample
-CLOSE = (
-    3.0  # and it does where it is as close to that one as images usually are; a group's images are all alike
-)
+# An image belongs to another sample where it is much closer to that one, and as close as images usually are to their
+# own: a group's images are all alike.
+SWAPPED = 0.5  # ratio of distances
+CLOSE = 3.0  # times the usual distance
 
 
 def check_images(exam: Exam) -> Finding:
