@@ -50,10 +50,8 @@ class StopSignals:
         self._clock = clock
         self._report: Report | None = None
         self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._forced, self._reacted = (
-            threading.Event(),
-            threading.Event(),
-        )  # the latter also if there is no need to
+        # The main thread is asked to stop at once; it has, or the run is over.
+        self._forced, self._reacted = threading.Event(), threading.Event()
         self._previous: dict[int, Any] = {}
         self._previous_pipe = -1
         self._pipe: tuple[int, int] | None = None
