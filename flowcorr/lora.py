@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from flowcorr import sde
 from flowcorr.config.schema import LoraConfig
@@ -25,21 +24,6 @@ _PREFIXES = ("transformer.", "base_model.model.")
 _UNKNOWN_OPTIONS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
-class Factor(nn.Module):
-    """One of an adapter's two matrices, which multiplies in the dtype of its input, as a rollout engine does.
-
-    The weight itself, its gradient and its updates keep their own dtype. peft would cast the input to that one, and
-    multiply in float32.
-    """
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return functional.linear(inputs, self.weight.to(inputs.dtype))
-
-
 def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, seed: int) -> None:
     """Add a trainable adapter to `transformer`, drawn from `seed` or started from `config.warm_start`.
 
@@ -47,6 +31,8 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
         ConfigError: a target names no layer, or the warm start does not fit.
     """
     import peft
+
+    from flowcorr.models.lora_linear import LoraLinear
 
     targets = list(config.targets or family.lora_targets)
     names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
@@ -57,26 +43,20 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
                 f"model.lora.targets: {target!r} names no linear layer of the transformer; "
                 f"choose from {', '.join(examples)}"
             )
+    adapter = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets,
+        init_lora_weights="gaussian" if config.init == "gaussian" else True,
+    )
+    adapter._register_custom_module({nn.Linear: LoraLinear})
     # peft draws from the global generator: lend it one that depends on the run's seed alone.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sde.stable_seed(seed, "lora"))
-        transformer.add_adapter(
-            peft.LoraConfig(
-                r=config.rank,
-                lora_alpha=config.alpha,
-                target_modules=targets,
-                init_lora_weights="gaussian" if config.init == "gaussian" else True,
-            ),
-            adapter_name=ADAPTER,
-        )
+        transformer.add_adapter(adapter, adapter_name=ADAPTER)
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[config.dtype])
-    for layer in transformer.modules():
-        if isinstance(layer, peft.tuners.lora.LoraLayer):
-            layer.cast_input_dtype_enabled = False
-            for factor in (layer.lora_A, layer.lora_B):
-                factor[ADAPTER] = Factor(factor[ADAPTER].weight)
     if config.warm_start is not None:
         _load_warm_start(transformer, config.warm_start, config.alpha)
 
