@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from peft.tuners.lora import Linear
 from torch import Tensor
 from torch.nn import functional
@@ -16,11 +15,11 @@ class LoraLinear(Linear):
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
-        base = self.base_layer(inputs)
-        if self.disable_adapters:
-            return base
-        (adapter,) = self.active_adapters
-        down, up = (factor[adapter].weight.to(inputs.dtype) for factor in (self.lora_A, self.lora_B))
-        inner = functional.linear(inputs, down)
-        adapted = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), up.t(), alpha=self.scaling[adapter])
-        return adapted.view(base.shape)
+        rows = inputs.flatten(0, -2)
+        outputs = self.base_layer(rows)
+        if not self.disable_adapters:
+            (adapter,) = self.active_adapters
+            down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+            inner = functional.linear(rows, down.to(rows.dtype))
+            outputs.addmm_(inner, up.to(outputs.dtype).t(), alpha=self.scaling[adapter])
+        return outputs.view(*inputs.shape[:-1], -1)

@@ -31,7 +31,7 @@ class Rank:
         groups: prompts of a step, of all ranks.
         traces: the measurements that do not depend on the layout.
         training: the transformer's training on one rank.
-        adapted_pass, plain_pass: see `Traces`.
+        adapted_pass: see `Traces`.
         text: the text encoders, where they are kept.
     """
 
@@ -41,14 +41,13 @@ class Rank:
     traces: Traces
     training: Training
     adapted_pass: Work
-    plain_pass: Work
     text: Component
 
     @classmethod
     def of(cls, traces: Traces, config: Config, ranks: int) -> Rank:
         """One of so many ranks, under a config that differs from the traced one in its layout."""
         groups = math.ceil(config.rollout.prompts_per_step / ranks)
-        training, adapted_pass, plain_pass = traces.training, traces.adapted_pass, traces.plain_pass
+        training, adapted_pass = traces.training, traces.adapted_pass
         if shards_weights(config, ranks):
             training = sharded(training, config, ranks)
             if adapted_pass is traces.training.recompute:
@@ -60,7 +59,6 @@ class Rank:
             traces=traces,
             training=training.in_8_bits() if config.actor.optimizer == "adamw_8bit" else training,
             adapted_pass=adapted_pass,
-            plain_pass=plain_pass,
             text=traces.offloaded_text if config.model.offload_text_encoders else traces.text,
         )
 
@@ -149,13 +147,16 @@ class Rank:
     @property
     def sampling(self) -> Work:
         """All denoising steps of all images, as the engine computes them."""
-        adapted = not self.own_engine or wraps_adapters(self.config)
-        return self._denoising(self.adapted_pass if adapted else self.plain_pass)
+        if not resolve_engine(self.config.rollout.name).compiles:
+            return self._denoising(self.adapted_pass)
+        if not wraps_adapters(self.config):
+            return self.merged_sampling
+        return self._denoising(self.traces.wrapped_pass)
 
     @property
     def merged_sampling(self) -> Work:
         """The same in an engine that merges the adapter into its weights."""
-        return self._denoising(self.plain_pass)
+        return self._denoising(self.traces.plain_pass)
 
     def _denoising(self, measured_pass: Work) -> Work:
         config = self.config

@@ -32,8 +32,8 @@ class Traces:
     Attributes:
         training: the transformer's training, of a whole copy of the weights.
         micro_batch: samples of the traced micro-batch.
-        adapted_pass, plain_pass: forward passes in the engine's precision, on all SDE steps of one micro-batch, with
-            the adapter and without.
+        adapted_pass, wrapped_pass, plain_pass: forward passes in the engine's precision, on all SDE steps of one
+            micro-batch: with flowcorr's layers for adapters, with those of an engine of its own, and without adapter.
         text: the text encoders.
         offloaded_text: the text encoders under `model.offload_text_encoders`.
         decoder: the VAE's decoder.
@@ -46,6 +46,7 @@ class Traces:
     training: Training
     micro_batch: int
     adapted_pass: Work
+    wrapped_pass: Work
     plain_pass: Work
     text: Component
     offloaded_text: Component
@@ -86,11 +87,12 @@ def trace(config: Config, ranks: int = 1) -> Traces:
         )
         for offloaded in (False, True)
     )
-    adapted_pass, plain_pass = _engine_passes(trained, training, architecture)
+    adapted_pass, wrapped_pass, plain_pass = _engine_passes(trained, training, architecture)
     return Traces(
         training=training,
         micro_batch=micro_batch,
         adapted_pass=adapted_pass,
+        wrapped_pass=wrapped_pass,
         plain_pass=plain_pass,
         text=text,
         offloaded_text=offloaded_text,
@@ -119,13 +121,16 @@ def _engine_model(config: Config) -> ModelConfig:
     return replace(config.model, dtype=config.rollout.dtype, quantization=quantization)
 
 
-def _engine_passes(config: Config, training: Training, architecture: Architecture) -> tuple[Work, Work]:
-    """Forward passes of the engine with and without the adapter: often as the recompute pass does."""
+def _engine_passes(config: Config, training: Training, architecture: Architecture) -> tuple[Work, Work, Work]:
+    """Forward passes of the engine, see `Traces`: often as the recompute pass does."""
     as_trained = config.model.quantization == "none" or samples_codes(config)
     if config.model.dtype == config.rollout.dtype and not config.actor.autocast and as_trained:
-        return training.recompute, training.unadapted
+        return training.recompute, training.wrapped, training.unadapted
     plain = engine_scoring(config, architecture).work
     if not config.model.lora.rank:
-        return plain, plain
-    adapted = replace(config, model=_engine_model(config), actor=replace(config.actor, autocast=False))
-    return measure_scoring(adapted, architecture).work, plain
+        return plain, plain, plain
+    sampled = replace(config, model=_engine_model(config), actor=replace(config.actor, autocast=False))
+    adapted, wrapped = (
+        measure_scoring(sampled, architecture, wrapped=wrapped).work for wrapped in (False, True)
+    )
+    return adapted, wrapped, plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flowcorr.actor import DiffusionActor
@@ -23,6 +26,7 @@ from flowcorr.algorithm import (
     needs_rollout_means,
 )
 from flowcorr.config.schema import Config
+from flowcorr.lora import ADAPTER
 from flowcorr.models import DTYPES, ModelFamily, check_attention
 from flowcorr.models.base import repeated_blocks
 from flowcorr.models.quantized import weight_sizes
@@ -129,6 +133,7 @@ class Training:
         sample: bytes of one sample in the batch of an update.
         recompute: recomputing the old log-probs of one micro-batch.
         unadapted: the same without the adapter, as an engine with merged weights computes.
+        wrapped: the same in an engine that computes the adapter beside the weights.
         backward: forward and backward pass of one micro-batch; its peak includes gradients, not weights and moments.
         step: the optimizer's step; its peak includes the same.
         moments_8bit, step_8bit: `moments` and `step` with `actor.optimizer: adamw_8bit`. They are computed, not
@@ -146,6 +151,7 @@ class Training:
     sample: float
     recompute: Work
     unadapted: Work
+    wrapped: Work
     backward: Work
     step: Work
     moments_8bit: float
@@ -181,9 +187,14 @@ def measure_training(config: Config, architecture: Architecture) -> Training:
     return _extrapolated(measure_blocks, config, architecture)
 
 
-def measure_scoring(config: Config, architecture: Architecture) -> Scoring:
-    """Measure recomputing the old log-probs of one micro-batch; for the arguments see `measure_training`."""
-    return _extrapolated(_score_blocks, config, architecture)
+def measure_scoring(config: Config, architecture: Architecture, *, wrapped: bool = False) -> Scoring:
+    """Measure recomputing the old log-probs of one micro-batch.
+
+    Args:
+        config, architecture: see `measure_training`.
+        wrapped: whether adapters are computed as in an engine that does not merge them.
+    """
+    return _extrapolated(functools.partial(_score_blocks, wrapped=wrapped), config, architecture)
 
 
 def _extrapolated(
@@ -209,12 +220,13 @@ def _extrapolated(
     return result
 
 
-def _score_blocks(config: Config, architecture: Architecture) -> Scoring:
+def _score_blocks(config: Config, architecture: Architecture, *, wrapped: bool) -> Scoring:
     config = one_optimizer_step(config)
     with FakeDevice() as device:
         family, actor = load_actor(config, architecture, device)
         batch = actor_batch(config, architecture, family, passes_of(config).samples)
-        with device.section() as section:
+        layers = _with_wrapped_adapter(family.transformer) if wrapped else contextlib.nullcontext()
+        with layers, device.section() as section:
             recompute_log_probs(actor, batch)
     tensors = [*family.transformer.parameters(), *family.transformer.buffers()]
     return Scoring(weights=sum(tensor.nbytes for tensor in tensors), work=Work.of(section))
@@ -229,9 +241,11 @@ def measure_blocks(config: Config, architecture: Architecture) -> Training:
         batch = actor_batch(config, architecture, family, 2 * micro_batch)
         with device.section() as recompute:
             recompute_log_probs(actor, batch.select(slice(0, micro_batch)))
-        unadapted = recompute
+        unadapted = wrapped = recompute
         if config.model.lora.rank:
             with _without_adapter(family.transformer), device.section() as unadapted:
+                recompute_log_probs(actor, batch.select(slice(0, micro_batch)))
+            with _with_wrapped_adapter(family.transformer), device.section() as wrapped:
                 recompute_log_probs(actor, batch.select(slice(0, micro_batch)))
         before = device.allocated
         with _split_at_optimizer(device) as (backward, step):
@@ -254,6 +268,7 @@ def measure_blocks(config: Config, architecture: Architecture) -> Training:
         sample=_bytes(batch) / batch.rollout.num_samples + prompt / config.rollout.n,
         recompute=Work.of(recompute),
         unadapted=Work.of(unadapted),
+        wrapped=Work.of(wrapped),
         backward=Work.of(backward, before).times(1 / 2),
         step=Work.of(step, before + moments),
         moments_8bit=sum(map(_moments_8bit, trained)),
@@ -383,6 +398,24 @@ def _without_adapter(transformer: Any) -> Iterator[None]:
         yield
     finally:
         transformer.enable_adapters()
+
+
+@contextlib.contextmanager
+def _with_wrapped_adapter(transformer: Any) -> Iterator[None]:
+    """Adapters as in vllm-omni's layers: products and sum have outputs of their own, which takes memory and kernels."""
+
+    def forward(layer: Any, inputs: Tensor) -> Tensor:
+        down, up = (factors[ADAPTER].weight.to(inputs.dtype) for factors in (layer.lora_A, layer.lora_B))
+        return layer.base_layer(inputs) + functional.linear(functional.linear(inputs, down), up)
+
+    layers = [module for module in transformer.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        layer.forward = functools.partial(forward, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 @contextlib.contextmanager

@@ -81,7 +81,11 @@ def one_forward(case: tuple[str, ...], adapted: bool):
     recipe, *overrides = case
     config = load(recipe, overrides)
     architecture = find_architecture(config.model.path)
-    return (measure_scoring if adapted else engine_scoring)(config, architecture)
+    return (
+        measure_scoring(config, architecture, wrapped=True)
+        if adapted
+        else engine_scoring(config, architecture)
+    )
 
 
 @cache

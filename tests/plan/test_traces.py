@@ -28,5 +28,11 @@ def test_another_gpu_needs_no_other_trace(traces):
 
 
 def test_an_engine_that_merges_the_adapter_computes_less(traces):
-    assert traces.plain_pass.flops < traces.adapted_pass.flops
-    assert traces.plain_pass.kernels < traces.adapted_pass.kernels
+    assert traces.plain_pass.flops < traces.wrapped_pass.flops
+    assert traces.plain_pass.kernels < traces.wrapped_pass.kernels
+
+
+def test_an_engines_layers_for_adapters_launch_more_than_the_trainers(traces):
+    assert traces.wrapped_pass.flops == traces.adapted_pass.flops
+    assert traces.wrapped_pass.kernels > traces.adapted_pass.kernels > traces.plain_pass.kernels
+    assert traces.wrapped_pass.peak >= traces.adapted_pass.peak
