@@ -44,6 +44,7 @@ _FREE = frozenset(  # operations that move no data
     }
 )
 _CONVERSIONS = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
+_FLOPS = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}  # torch lists none in place
 _DATA_DEPENDENT = frozenset({"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"})
 
 
@@ -296,11 +297,11 @@ class _Counting(TorchDispatchMode):
     ) -> None:
         moved = sum(map(_touched, [*inputs, *outputs]))
         operation = Operation(kind="memory", half=False, flops=0.0, moved=moved)
-        if func.overloadpacket in flop_registry:
+        if func.overloadpacket in _FLOPS:
             operation = Operation(
                 kind=_kind(func.overloadpacket.__name__),
                 half=next(tensor for tensor in inputs if tensor.is_floating_point()).element_size() <= 2,
-                flops=flop_registry[func.overloadpacket](*args, **kwargs, out_val=out),
+                flops=_FLOPS[func.overloadpacket](*args, **kwargs, out_val=out),
                 moved=moved,
             )
         self.device._run(operation)

@@ -6,15 +6,14 @@
 The embedded architecture, untrained, in float32 on a CPU: ten steps, guidance 4.5, LoRA rank 32, JPEG size as the
 reward, the rollout's log-probs as the old ones, 32 images and two updates an epoch. The others work in batches of 8,
 and so does `flowcorr` here; `defaults` leaves batches to flowcorr, and `compiled` adds `actor.compile=true`. All loops
-of a setting are loaded at once and take turns, epoch by epoch, after one epoch each that warms up. Ratios are medians
-over the turns.
+of a setting are loaded at once and take turns, epoch by epoch, after one epoch each that warms up. Of each loop its
+fastest epoch counts, which other work on the machine disturbed least.
 """
 
 import argparse
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -122,31 +121,27 @@ def measure(setting: Setting, names: Sequence[str], repeats: int) -> dict[str, l
 
 
 def rows(setting: Setting, seen: dict[str, list[dict[str, float]]]) -> list[str]:
-    """A line for each loop: its median, and how many times as fast and as large the peers are."""
+    """A line for each loop: its fastest epoch, and how many times as fast and as large the peers are."""
     lines = []
     for name, epochs in seen.items():
-
-        def median(key: str, epochs=epochs) -> float:
-            return statistics.median(epoch[key] for epoch in epochs)
-
-        def ratios(key: str, epochs=epochs) -> str:
-            """Of each peer, over this loop."""
-            found = (
-                statistics.median(
-                    theirs[key] / own[key] for theirs, own in zip(seen[peer], epochs, strict=True)
-                )
+        ours = [""] * 4
+        if name in FLOWCORR:
+            ours = [
+                f"{_least(seen[peer], key) / _least(epochs, key):.2f}" if peer in seen else ""
+                for key in ("cpu", "seconds")
                 for peer in PEERS
-                if peer in seen
-            )
-            return " | ".join(f"{ratio:.2f}" for ratio in found)
-
-        ours = ratios("cpu") + " | " + ratios("seconds") if name in FLOWCORR else " | ".join([""] * 4)
+            ]
+        fastest = min(epochs, key=lambda epoch: epoch["cpu"])
         lines.append(
-            f"| {setting.tokens} | {setting.window} | {setting.threads} | {name} | {median('rollout_cpu'):.2f} | "
-            f"{median('cpu') - median('rollout_cpu'):.2f} | {median('seconds'):.2f} | {ours} | "
+            f"| {setting.tokens} | {setting.window} | {setting.threads} | {name} | {fastest['rollout_cpu']:.2f} | "
+            f"{fastest['cpu'] - fastest['rollout_cpu']:.2f} | {_least(epochs, 'seconds'):.2f} | {' | '.join(ours)} | "
             f"{max(epoch['memory'] for epoch in epochs):.0f} |"
         )
     return lines
+
+
+def _least(epochs: list[dict[str, float]], key: str) -> float:
+    return min(epoch[key] for epoch in epochs)
 
 
 def main(settings: Sequence[Setting], names: Sequence[str], repeats: int) -> None:

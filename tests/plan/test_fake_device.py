@@ -139,6 +139,15 @@ def test_flops_are_those_of_the_matrix_products(new_device):
     assert section.flops == 3 * product  # forwards, and the gradients of weights and inputs
 
 
+def test_a_product_in_place_has_its_flops(new_device):
+    with new_device() as device:
+        outputs, left, right = (torch.ones(*shape, device=DEVICE) for shape in ((8, 32), (8, 64), (64, 32)))
+        with device.section() as section:
+            outputs.addmm_(left, right)
+    assert section.flops == 2 * 8 * 64 * 32
+    assert section.moved == 4 * (2 * 8 * 32 + 8 * 64 + 64 * 32)
+
+
 def test_activation_checkpointing_keeps_inputs_and_computes_twice(new_device):
     def use(checkpointed):
         with new_device() as device:
