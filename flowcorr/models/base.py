@@ -171,6 +171,10 @@ class ModelFamily(ABC):
             ConfigError: the size is no multiple of what the model works on.
         """
 
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Tokens that the transformer reads an image as: here, patches of 2 x 2 latents."""
+        return (latent_shape[-2] // 2) * (latent_shape[-1] // 2)
+
     @abstractmethod
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
         """The sigma table, as the pipeline's own scheduler makes it."""
@@ -281,9 +285,12 @@ class PackedFamily(ModelFamily):
         check_size(height, width, 2 * factor)
         return (height // (2 * factor), width // (2 * factor), self.transformer.config.in_channels)
 
-    def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
         rows, columns, _ = latent_shape
-        return linear_schedule(self.pipeline.scheduler, num_inference_steps, rows * columns)
+        return rows * columns
+
+    def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
+        return linear_schedule(self.pipeline.scheduler, num_inference_steps, self.image_tokens(latent_shape))
 
     def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
         timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000

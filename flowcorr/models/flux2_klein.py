@@ -59,9 +59,9 @@ class Flux2Klein(PackedFamily):
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-        rows, columns, _ = latent_shape
-        shift = compute_empirical_mu(rows * columns, num_inference_steps)
-        return linear_schedule(self.pipeline.scheduler, num_inference_steps, rows * columns, shift=shift)
+        tokens = self.image_tokens(latent_shape)
+        shift = compute_empirical_mu(tokens, num_inference_steps)
+        return linear_schedule(self.pipeline.scheduler, num_inference_steps, tokens, shift=shift)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:

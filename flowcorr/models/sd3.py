@@ -64,6 +64,10 @@ class SD3(ModelFamily):
         check_size(height, width, multiple, largest=multiple * config.pos_embed_max_size)
         return (config.in_channels, height // factor, width // factor)
 
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        patch = self.transformer.config.patch_size
+        return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
+
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
         from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 
@@ -71,10 +75,8 @@ class SD3(ModelFamily):
         config = scheduler.config
         options = {}
         if config.use_dynamic_shifting:
-            patch = self.transformer.config.patch_size
-            length = (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
             options["mu"] = calculate_shift(
-                length,
+                self.image_tokens(latent_shape),
                 config.base_image_seq_len,
                 config.max_image_seq_len,
                 config.base_shift,

@@ -69,10 +69,7 @@ class ZImage(ModelFamily):
         return (self.transformer.config.in_channels, height // factor, width // factor)
 
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
-        _, rows, columns = latent_shape
-        return linear_schedule(
-            self.pipeline.scheduler, num_inference_steps, (rows // PATCH) * (columns // PATCH)
-        )
+        return linear_schedule(self.pipeline.scheduler, num_inference_steps, self.image_tokens(latent_shape))
 
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
         conditioning = self._encode(list(prompts))

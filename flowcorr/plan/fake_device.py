@@ -44,7 +44,10 @@ _FREE = frozenset(  # operations that move no data
     }
 )
 _CONVERSIONS = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
-_FLOPS = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}  # torch lists none in place
+_FLOPS = {  # torch lists no product in place
+    **flop_registry,
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+}
 _DATA_DEPENDENT = frozenset({"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"})
 
 

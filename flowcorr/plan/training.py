@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flowcorr.actor import DiffusionActor
@@ -26,10 +24,10 @@ from flowcorr.algorithm import (
     needs_rollout_means,
 )
 from flowcorr.config.schema import Config
-from flowcorr.lora import ADAPTER
 from flowcorr.models import DTYPES, ModelFamily, check_attention
 from flowcorr.models.base import repeated_blocks
 from flowcorr.models.quantized import weight_sizes
+from flowcorr.plan.adapters import with_wrapped_adapter, without_adapter
 from flowcorr.plan.attention import operator_of
 from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.fake_backend import DEVICE
@@ -225,7 +223,7 @@ def _score_blocks(config: Config, architecture: Architecture, *, wrapped: bool) 
     with FakeDevice() as device:
         family, actor = load_actor(config, architecture, device)
         batch = actor_batch(config, architecture, family, passes_of(config).samples)
-        layers = _with_wrapped_adapter(family.transformer) if wrapped else contextlib.nullcontext()
+        layers = with_wrapped_adapter(family.transformer) if wrapped else contextlib.nullcontext()
         with layers, device.section() as section:
             recompute_log_probs(actor, batch)
     tensors = [*family.transformer.parameters(), *family.transformer.buffers()]
@@ -243,9 +241,9 @@ def measure_blocks(config: Config, architecture: Architecture) -> Training:
             recompute_log_probs(actor, batch.select(slice(0, micro_batch)))
         unadapted = wrapped = recompute
         if config.model.lora.rank:
-            with _without_adapter(family.transformer), device.section() as unadapted:
+            with without_adapter(family.transformer), device.section() as unadapted:
                 recompute_log_probs(actor, batch.select(slice(0, micro_batch)))
-            with _with_wrapped_adapter(family.transformer), device.section() as wrapped:
+            with with_wrapped_adapter(family.transformer), device.section() as wrapped:
                 recompute_log_probs(actor, batch.select(slice(0, micro_batch)))
         before = device.allocated
         with _split_at_optimizer(device) as (backward, step):
@@ -389,33 +387,6 @@ def one_optimizer_step(config: Config) -> Config:
             prompts_per_step=1,
         ),
     )
-
-
-@contextlib.contextmanager
-def _without_adapter(transformer: Any) -> Iterator[None]:
-    transformer.disable_adapters()
-    try:
-        yield
-    finally:
-        transformer.enable_adapters()
-
-
-@contextlib.contextmanager
-def _with_wrapped_adapter(transformer: Any) -> Iterator[None]:
-    """Adapters as in vllm-omni's layers: products and sum have outputs of their own, which takes memory and kernels."""
-
-    def forward(layer: Any, inputs: Tensor) -> Tensor:
-        down, up = (factors[ADAPTER].weight.to(inputs.dtype) for factors in (layer.lora_A, layer.lora_B))
-        return layer.base_layer(inputs) + functional.linear(functional.linear(inputs, down), up)
-
-    layers = [module for module in transformer.modules() if hasattr(module, "lora_A")]
-    for layer in layers:
-        layer.forward = functools.partial(forward, layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from flowcorr import sde
+from flowcorr import distributed, sde
 from flowcorr.config.schema import Config, RolloutConfig, SamplingConfig
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, ModelFamily, SamplingPlan
@@ -21,6 +22,9 @@ from flowcorr.records import Rollout
 from flowcorr.rollout.base import Merge, OnImages, Weights, attention_name, ignore_images
 from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.sampler import BeforeStep, decode, sample_sde_window
+
+CPU_TOKENS = 5000
+"""Tokens of a forward pass on a CPU, those of both halves of guidance: with more, an image takes longer."""
 
 
 class InProcessEngine:
@@ -100,7 +104,7 @@ class InProcessEngine:
         owners = [group for group in groups for _ in range(count)]
         members = [member for _ in groups for member in range(count)]
         own = torch.arange(len(groups), device=_device(self.transformer)).repeat_interleave(count)
-        size = self.config.batch_size or len(owners)
+        size = self.config.batch_size or self._batch_size(conditioning, len(owners))
         drawn = []
         for begin in range(0, len(owners), size):
             rows = slice(begin, begin + size)
@@ -121,6 +125,19 @@ class InProcessEngine:
                 "lower actor.lr, or use another rollout.dtype"
             )
         return rollout
+
+    def _batch_size(self, conditioning: Mapping[str, Tensor], images: int) -> int:
+        """Images of a forward pass where the configuration leaves it open: all, or as many as suit a CPU.
+
+        With several ranks it is all: shards of weights allow no pass that other ranks do not make.
+        """
+        if _device(self.transformer).type != "cpu" or distributed.world_size() > 1:
+            return images
+        text = sum(values.shape[1] for values in conditioning.values() if values.dim() == 3)
+        passes = 2 if any(name.startswith("negative") for name in conditioning) else 1
+        tokens = passes * self.family.image_tokens(self.plan.latent_shape) + text
+        batches = math.ceil(images / max(1, CPU_TOKENS // tokens))
+        return math.ceil(images / batches)
 
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[None]:

@@ -4,7 +4,8 @@
 
 One rollout and one update each at long and at short prompts, after one that warms up, under torch's profiler: shares of
 the time in operations by kind, and the operations that take most. Time outside operations is Python's and torch's own;
-the profiler makes it longer than it is.
+the profiler makes it longer than it is. And how much of an update is the transformer's forward and backward pass, which
+every trainer has to compute.
 """
 
 import sys
@@ -57,6 +58,33 @@ def shares(run, name: str) -> None:
         print(f"{label}: {', '.join(cells)}", flush=True)
 
 
+def share_of_transformer(transformer, update, repeats: int = 5) -> None:
+    """Print how much of the CPU time of an update its passes take where the transformer runs them alone."""
+    passes: list[dict] = []
+    hook = transformer.register_forward_pre_hook(
+        lambda _module, _args, inputs: passes.append(inputs), with_kwargs=True
+    )
+    update()
+    hook.remove()
+
+    def alone() -> None:
+        for inputs in passes:
+            transformer(**inputs)[0].sum().backward()
+        transformer.zero_grad()
+
+    whole, bare = (min(cpu_seconds(run) for _ in range(repeats)) for run in (update, alone))
+    print(
+        f"{len(passes)} passes of an update take {whole:.2f} s, in the transformer alone {bare:.2f} s",
+        flush=True,
+    )
+
+
+def cpu_seconds(run) -> float:
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
 def profile_setting(setting: Setting, overrides: Sequence[str]) -> None:
     from flowcorr import config
     from flowcorr.advantages import group_advantages
@@ -87,6 +115,7 @@ def profile_setting(setting: Setting, overrides: Sequence[str]) -> None:
     print(f"{setting.tokens} tokens, {setting.window} trained steps")
     shares(sample, "rollout")
     shares(update, "update")
+    share_of_transformer(run.actor.weights.transformer, update)
 
 
 if __name__ == "__main__":

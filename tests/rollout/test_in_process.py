@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
-from flowcorr.rollout import InProcessEngine
+from flowcorr.rollout import InProcessEngine, in_process
 from tests.tolerances import LATENTS, LOG_PROBS
 
 EMULATED = ["int8", "fp8", "int4"]
@@ -48,6 +48,24 @@ def test_images_are_those_of_the_final_latents(make_run):
     run = make_run(sampling={"num_inference_steps": 2, "sde_window_range": (0, 2)})
     rollout = run.sample()
     assert torch.equal(rollout.images, run.family.decode(rollout.window.next_latents[:, -1]))
+
+
+@pytest.mark.parametrize(
+    ("images", "batch_size", "sizes"),
+    [(8, None, [8]), (3, None, [3, 3, 2]), (0, None, [1] * 8), (3, 5, [5, 3])],
+)
+def test_on_a_cpu_a_forward_pass_has_a_limit_of_tokens(make_run, monkeypatch, images, batch_size, sizes):
+    """The passes of 8 images, where the limit allows for `images`."""
+    run, seen, decode = make_run(rollout={"batch_size": batch_size}), [], in_process.decode
+    text = run.conditioning["prompt_embeds"].shape[1]
+    monkeypatch.setattr(in_process, "CPU_TOKENS", images * (4 * 8 // 4 + text))
+    monkeypatch.setattr(
+        in_process,
+        "decode",
+        lambda family, latents, *rest: seen.append(len(latents)) or decode(family, latents, *rest),
+    )
+    run.sample()
+    assert seen == sizes
 
 
 def test_windows_a_group_and_a_sample(make_run):
