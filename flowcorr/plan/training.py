@@ -186,12 +186,7 @@ def measure_training(config: Config, architecture: Architecture) -> Training:
 
 
 def measure_scoring(config: Config, architecture: Architecture, *, wrapped: bool = False) -> Scoring:
-    """Measure recomputing the old log-probs of one micro-batch.
-
-    Args:
-        config, architecture: see `measure_training`.
-        wrapped: whether adapters are computed as in an engine that does not merge them.
-    """
+    """Measure recomputing the old log-probs of one micro-batch; `wrapped`: with adapters as an engine has them."""
     return _extrapolated(functools.partial(_score_blocks, wrapped=wrapped), config, architecture)
 
 
