@@ -25,7 +25,7 @@ def without_adapter(transformer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_wrapped_adapter(transformer: Any) -> Iterator[None]:
-    """As vllm-omni's layers compute: products and sum have outputs of their own, which takes memory and kernels."""
+    """As vllm-omni's layers compute, which have the scale in `lora_B`: each operation has an output of its own."""
 
     def forward(layer: Any, inputs: Tensor) -> Tensor:
         down, up = (factors[ADAPTER].weight.to(inputs.dtype) for factors in (layer.lora_A, layer.lora_B))
