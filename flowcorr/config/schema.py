@@ -208,8 +208,8 @@ class RolloutConfig:
         prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images per prompt.
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once, or
-            on a CPU at most 5,000 tokens. With less, rewards in a thread begin earlier. With `placement: ray` it is
-            also the size of a worker's request, in whole prompts; null is one prompt.
+            on a CPU at most 5,000 tokens a thread. With less, rewards in a thread begin earlier. With `placement: ray`
+            it is also the size of a worker's request, in whole prompts; null is one prompt.
         same_initial_noise: all images of a prompt start from one noise.
         calculate_log_probs: let the engine score its own steps; bypass and correction need it.
     """

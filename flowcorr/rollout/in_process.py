@@ -24,7 +24,8 @@ from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.sampler import BeforeStep, decode, sample_sde_window
 
 CPU_TOKENS = 5000
-"""Tokens of a forward pass on a CPU, those of both halves of guidance: with more, an image takes longer."""
+"""Tokens of a forward pass for each thread of a CPU, those of both halves of guidance: with more, an image takes
+longer."""
 
 
 class InProcessEngine:
@@ -136,7 +137,7 @@ class InProcessEngine:
         text = sum(values.shape[1] for values in conditioning.values() if values.dim() == 3)
         passes = 2 if any(name.startswith("negative") for name in conditioning) else 1
         tokens = passes * self.family.image_tokens(self.plan.latent_shape) + text
-        batches = math.ceil(images / max(1, CPU_TOKENS // tokens))
+        batches = math.ceil(images / max(1, CPU_TOKENS * torch.get_num_threads() // tokens))
         return math.ceil(images / batches)
 
     @contextlib.contextmanager

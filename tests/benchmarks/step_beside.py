@@ -28,16 +28,19 @@ def seconds(contender: str, steps: int) -> dict[str, float]:
     """Median seconds of each phase over the steps of a run, but for the first."""
     checkout, *overrides = contender.split()
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
+        run = subprocess.run(
             [
                 *(sys.executable, "-m", "flowcorr", "train", "tiny_ocr_lora", "--out", f"{folder}/run"),
                 *(*SHORT, f"trainer.total_steps={steps}", *overrides),
             ],
             cwd=checkout,
             env={**os.environ, "PYTHONPATH": str(Path(checkout).resolve())},
-            check=True,
+            check=False,
             capture_output=True,
+            text=True,
         )
+        if run.returncode:
+            raise SystemExit(f"{contender}: {run.stderr.strip()}")
         records = [
             record for record in read_metrics(Path(folder) / "run/metrics.jsonl") if record["step"] > 1
         ]

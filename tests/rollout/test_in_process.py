@@ -51,13 +51,22 @@ def test_images_are_those_of_the_final_latents(make_run):
 
 
 @pytest.mark.parametrize(
-    ("images", "batch_size", "sizes"),
-    [(8, None, [8]), (3, None, [3, 3, 2]), (0, None, [1] * 8), (3, 5, [5, 3])],
+    ("images", "threads", "batch_size", "sizes"),
+    [
+        (8, 1, None, [8]),
+        (3, 1, None, [3, 3, 2]),
+        (2, 2, None, [4, 4]),
+        (0, 1, None, [1] * 8),
+        (3, 1, 5, [5, 3]),
+    ],
 )
-def test_on_a_cpu_a_forward_pass_has_a_limit_of_tokens(make_run, monkeypatch, images, batch_size, sizes):
-    """The passes of 8 images, where the limit allows for `images`."""
+def test_on_a_cpu_a_forward_pass_has_a_limit_of_tokens(
+    make_run, monkeypatch, images, threads, batch_size, sizes
+):
+    """The passes of 8 images, where the limit allows for `images` a thread."""
     run, seen, decode = make_run(rollout={"batch_size": batch_size}), [], in_process.decode
     text = run.conditioning["prompt_embeds"].shape[1]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(in_process, "CPU_TOKENS", images * (4 * 8 // 4 + text))
     monkeypatch.setattr(
         in_process,
