@@ -24,8 +24,7 @@ from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.sampler import BeforeStep, decode, sample_sde_window
 
 CPU_TOKENS = 5000
-"""Tokens of a forward pass for each thread of a CPU, those of both halves of guidance: with more, an image takes
-longer."""
+"""Tokens of a pass for each thread of a CPU, those of both halves of guidance: with more, an image takes longer."""
 
 
 class InProcessEngine:

@@ -66,14 +66,18 @@ def test_on_a_cpu_a_forward_pass_has_a_limit_of_tokens(
     """The passes of 8 images, where the limit allows for `images` a thread."""
     run, seen, decode = make_run(rollout={"batch_size": batch_size}), [], in_process.decode
     text = run.conditioning["prompt_embeds"].shape[1]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(in_process, "CPU_TOKENS", images * (4 * 8 // 4 + text))
     monkeypatch.setattr(
         in_process,
         "decode",
         lambda family, latents, *rest: seen.append(len(latents)) or decode(family, latents, *rest),
     )
-    run.sample()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run.sample()
+    finally:
+        torch.set_num_threads(before)
     assert seen == sizes
 
 
