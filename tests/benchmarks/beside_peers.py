@@ -1,13 +1,16 @@
-"""Training loops of flow_grpo and of Flow-Factory, as they are, beside `flowcorr train`, on equal work.
+"""Training loops of flow_grpo, Flow-Factory and verl-omni, as they are, beside `flowcorr train`, on equal work.
 
     tests/integrations/real_loops/install.sh VENV
-    FLOW_GRPO=PATH FLOW_FACTORY=PATH VENV/bin/python tests/benchmarks/beside_peers.py [--quick] [--repeats 3]
+    tests/integrations/install.sh VENV PATH      # PATH: verl-omni's source tree
+    FLOW_GRPO=PATH FLOW_FACTORY=PATH VERL_OMNI=PATH VENV/bin/python tests/benchmarks/beside_peers.py [--quick]
 
 The embedded architecture, untrained, in float32 on a CPU: ten steps, guidance 4.5, LoRA rank 32, JPEG size as the
 reward, the rollout's log-probs as the old ones, 32 images and two updates an epoch. The others work in batches of 8,
 and so does `flowcorr` here; `defaults` leaves batches to flowcorr, and `compiled` adds `actor.compile=true`. All loops
 of a setting are loaded at once and take turns, epoch by epoch, after one epoch each that warms up. Of each loop its
 fastest epoch counts, which other work on the machine disturbed least.
+
+verl-omni samples by its own pipeline and server, but not in vllm-omni's engine, which needs a GPU: there it is faster.
 """
 
 import argparse
@@ -24,9 +27,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent), str(TESTS.parent / "examples/tiny_ocr")]
 
-from tests.benchmarks.peer_loops import FLOWCORR, Setting, encoded  # noqa: E402
+from tests.benchmarks.peer_loops import FLOWCORR, PEERS, Setting, encoded  # noqa: E402
 
-PEERS = ("flow_grpo", "flow_factory")
 LONG, SHORT = (77, 128), (8, 8)
 SETTINGS = [
     Setting(pixels=pixels, clip=clip, t5=t5, window=window, threads=1)
@@ -124,7 +126,7 @@ def rows(setting: Setting, seen: dict[str, list[dict[str, float]]]) -> list[str]
     """A line for each loop: its fastest epoch, and how many times as fast and as large the peers are."""
     lines = []
     for name, epochs in seen.items():
-        ours = [""] * 4
+        ours = [""] * (2 * len(PEERS))
         if name in FLOWCORR:
             ours = [
                 f"{_least(seen[peer], key) / _least(epochs, key):.2f}" if peer in seen else ""
@@ -171,6 +173,11 @@ if __name__ == "__main__":
     parser.add_argument("--only", type=int, nargs="+", help="places of the settings, from 0")
     parser.add_argument("--loops", nargs="+", default=[*PEERS, *FLOWCORR])
     arguments = parser.parse_args()
+    for name in arguments.loops:
+        if name in PEERS and name.upper() not in os.environ:
+            parser.error(
+                f"{name} needs the path of its source tree in {name.upper()}, or leave it out by --loops"
+            )
     chosen = QUICK if arguments.quick else SETTINGS
     if arguments.only:
         chosen = [SETTINGS[place] for place in arguments.only]

@@ -2,11 +2,12 @@
 
     python tests/benchmarks/peer_loops.py LOOP SETTING-as-JSON FOLDER
 
-LOOP is `flow_grpo`, `flow_factory` or a name in `FLOWCORR`. After an epoch that warms up, the process waits for a line
-on standard input before each epoch, and answers with a line of JSON: seconds and CPU seconds of the rollout and of the
-whole epoch, and the highest memory since its start in MB. FOLDER holds `model` and `prompts`.
+LOOP is a name in `PEERS` or in `FLOWCORR`. After an epoch that warms up, the process waits for a line on standard input
+before each epoch, and answers with a line of JSON: seconds and CPU seconds of the rollout and of the whole epoch, and
+the highest memory since its start in MB. FOLDER holds `model` and `prompts`.
 """
 
+import itertools
 import json
 import os
 import runpy
@@ -23,6 +24,8 @@ from tests.benchmarks.memory import high_water  # noqa: E402
 
 BATCH, BATCHES, GROUP, STEPS, UPDATES = 8, 4, 8, 10, 2
 NEVER = 10**6
+ADAPTED = ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out", "to_k", "to_out.0", "to_q", "to_v")
+"""Layers with an adapter, where a loop has to be told."""
 FLOWCORR = {
     "flowcorr": ("rollout.batch_size=8", "actor.micro_batch_size=8", "actor.fold_steps=false"),
     "defaults": (),
@@ -188,6 +191,42 @@ def flow_factory(setting: Setting, folder: Path, turns: Turns) -> None:
     runpy.run_module("flow_factory.train", run_name="__main__")
 
 
+def verl_omni(setting: Setting, folder: Path, turns: Turns) -> None:
+    """Its own agent loop, SD3 pipeline and v1 trainer in one process; `run_verl_omni` says what stands around them.
+
+    Its default, which computes blocks again in the backward pass, is off: none of the others does so.
+    """
+    import verl_omni_on_cpu as omni
+    from integrations.real_loops.run_verl_omni import Loop, settings_of
+
+    model, rollout, actor = (f"actor_rollout_ref__{part}" for part in ("model", "rollout", "actor"))
+    overrides = {
+        f"{model}__enable_gradient_checkpointing": "false",
+        f"{model}__lora_rank": 32,
+        f"{model}__lora_alpha": 64,
+        f"{model}__target_modules": f"[{','.join(ADAPTED)}]",
+        f"{rollout}__n": GROUP,
+        f"{rollout}__pipeline__height": setting.pixels,
+        f"{rollout}__pipeline__width": setting.pixels,
+        f"{rollout}__pipeline__num_inference_steps": STEPS,
+        f"{rollout}__algo__sde_window_size": setting.window,
+        f"{rollout}__algo__sde_window_range": f"[0,{setting.window}]",
+        f"{actor}__ppo_mini_batch_size": BATCH * BATCHES // GROUP // UPDATES,
+        f"{actor}__ppo_micro_batch_size_per_gpu": BATCH,
+        "algorithm__rollout_correction__bypass_mode": "true",
+    }
+    settings = settings_of(omni, folder / "model", setting.clip, setting.t5, overrides)
+    loop = Loop(omni, settings, BATCH)
+    prompts = (folder / "prompts/train.txt").read_text(encoding="utf-8").split()
+    for step in itertools.count(1):
+        loop.begin(step)
+        turns.mark()
+        batch = loop.sample(prompts, step)
+        turns.mark()
+        loop.train(batch)
+        turns.end()
+
+
 def overrides_of(setting: Setting, folder: Path) -> list[str]:
     """Keys of `tiny_jpeg_lora` that make it the others' work; the rollout's log-probs are the old ones, as there."""
     return [
@@ -240,6 +279,10 @@ def flowcorr(name: str, setting: Setting, folder: Path, turns: Turns) -> None:
     trainer.train(settings, folder / name, observer=Marks())
 
 
+PEERS = {"flow_grpo": flow_grpo, "flow_factory": flow_factory, "verl_omni": verl_omni}
+"""By name, which in capitals is the environment variable with the path of its source tree: the loop."""
+
+
 def main(loop: str, setting: Setting, folder: Path) -> None:
     turns = Turns()
     import torch
@@ -248,7 +291,7 @@ def main(loop: str, setting: Setting, folder: Path) -> None:
     if loop in FLOWCORR:
         flowcorr(loop, setting, folder, turns)
     else:
-        {"flow_grpo": flow_grpo, "flow_factory": flow_factory}[loop](setting, folder, turns)
+        PEERS[loop](setting, folder, turns)
 
 
 def encoded(setting: Setting) -> str:

@@ -4,8 +4,9 @@
 
 One rollout and one update each at long and at short prompts, after one that warms up, under torch's profiler: shares of
 the time in operations by kind, and the operations that take most. Time outside operations is Python's and torch's own;
-the profiler makes it longer than it is. And how much of an update is the transformer's forward and backward pass, which
-every trainer has to compute.
+the profiler makes it longer than it is. Then the arithmetic of products and attention by the CPU time without the
+profiler, beside that of one large product on the same number of threads. And how much of an update is the transformer's
+forward and backward pass, which every trainer has to compute.
 """
 
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent), str(TESTS.parent / "examples/tiny_ocr")]
@@ -29,6 +31,11 @@ KINDS = {
     "attention": ("scaled_dot_product", "flash_attention"),
     "copies": ("copy_", "cat", "clone", "fill_", "zero_", "index", "contiguous"),
 }
+CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+"""What torch's counter lacks."""
 
 
 def kind_of(operation: str) -> str:
@@ -56,6 +63,24 @@ def shares(run, name: str) -> None:
     for label, counted in ((f"{name}, {inside:.1f} of {total:.1f} s in operations", spent), ("  most", most)):
         cells = (f"{kind} {seconds / inside:.0%}" for kind, seconds in counted.most_common(14))
         print(f"{label}: {', '.join(cells)}", flush=True)
+
+
+def peak_product(size: int = 2048) -> float:
+    """Floating point operations in a CPU second of a large float32 product."""
+    matrix = torch.randn(size, size)
+    return 2 * size**3 / min(cpu_seconds(lambda: matrix @ matrix) for _ in range(5))
+
+
+def share_of_peak(run, peak: float) -> None:
+    """Print the arithmetic of one call, and its speed beside `peak`."""
+    seconds = min(cpu_seconds(run) for _ in range(3))
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        run()
+    speed = counter.get_total_flops() / seconds
+    print(
+        f"  {seconds:.2f} s at {speed / 1e9:.0f} GFLOP/s, {speed / peak:.0%} of a large product's speed",
+        flush=True,
+    )
 
 
 def share_of_transformer(transformer, update, repeats: int = 5) -> None:
@@ -113,8 +138,10 @@ def profile_setting(setting: Setting, overrides: Sequence[str]) -> None:
 
     update()
     print(f"{setting.tokens} tokens, {setting.window} trained steps")
-    shares(sample, "rollout")
-    shares(update, "update")
+    peak = peak_product()
+    for name, phase in (("rollout", sample), ("update", update)):
+        shares(phase, name)
+        share_of_peak(phase, peak)
     share_of_transformer(run.actor.weights.transformer, update)
 
 

@@ -130,12 +130,12 @@ def get_sd3_image_post_process_func(od_config):
 
 
 class Engine:
-    """Samples the requests of the server together, as vllm-omni batches those that come within a short time."""
+    """Samples requests that come within a short time together, as vllm-omni does, and at most `batch` of them."""
 
     default_sampling_params_list = [None]  # verl-omni adds a list to it
 
-    def __init__(self, pipeline, postprocess):
-        self.pipeline, self._postprocess, self._waiting = pipeline, postprocess, []
+    def __init__(self, pipeline, postprocess, batch=None):
+        self.pipeline, self._postprocess, self._batch, self._waiting = pipeline, postprocess, batch, []
 
     async def generate(self, prompt, request_id, sampling_params_list):
         request = SimpleNamespace(
@@ -150,6 +150,11 @@ class Engine:
     async def _run(self):
         await asyncio.sleep(_WAIT)
         waiting, self._waiting = self._waiting, []
+        size = self._batch or len(waiting)
+        for start in range(0, len(waiting), size):
+            self._sample(waiting[start : start + size])
+
+    def _sample(self, waiting):
         with torch.no_grad():
             outputs = self.pipeline.forward(DiffusionRequestBatch([request for request, _ in waiting]))
         for (_, done), output in zip(waiting, outputs, strict=True):
