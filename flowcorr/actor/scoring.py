@@ -59,7 +59,7 @@ class Scorer:
             guidance: None for that of the run.
 
         Returns:
-            Log-probs, means, stds and step sizes, `[b, T]`-first. The timesteps are fed as the rollout engine
+            Log-probs, means and stds, `[b, T]`-first. The timesteps are fed as the rollout engine
             fed them, and the sigmas come from its schedule.
         """
         if self.passes.folded or rollout.num_steps == 1:

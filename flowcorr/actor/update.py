@@ -131,7 +131,7 @@ class PolicyOptimizer:
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""
         config = self.config
-        parts = min(config.actor.mini_batches, config.rollout.prompts_per_step)
+        parts = config.actor.mini_batches
         dealt = deal_groups(
             batch.rollout.group_ids, parts, seed=config.trainer.seed, training_step=training_step, epoch=epoch
         )

@@ -25,6 +25,8 @@ def by_worker(parts: Sequence[Terms], num_workers: int) -> Metrics:
     if num_workers < 2 or not parts or parts[0].worker is None:
         return Metrics()
     terms = Terms.concatenate([part.windows() for part in parts])
+    if not terms.log_prob.numel():  # all groups of this rank were dropped
+        return Metrics()
     assert terms.worker is not None
     ratios = log_ratios(terms.log_prob, terms.rollout_log_prob, terms.keep)
     of_worker = _one_hot(terms.worker, num_workers)

@@ -33,7 +33,8 @@ def action(correction: RolloutCorrectionConfig, values: Values) -> str:
         return ""
     parts = []
     if correction.rejects:
-        idle = len(idle_modes(correction.criteria, values)) == len(correction.criteria)
+        bands_idle = len(idle_modes(correction.criteria, values)) == len(correction.criteria)
+        idle = bands_idle and correction.rollout_token_veto_threshold is None
         rejected = _applied(values, "rollout_rs_masked_fraction")
         if values.get(_UNMEASURED) == 1 and not rejected:
             parts.append("rejection measuring")

@@ -17,7 +17,7 @@ import flowcorr
 from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
 from flowcorr.config.older_verl import translate_algorithm
-from flowcorr.config.rules import check
+from flowcorr.config.rules import check, warn
 from flowcorr.config.schema import Config
 from flowcorr.config.text_file import read_text
 from flowcorr.correction import RolloutCorrectionConfig
@@ -47,9 +47,10 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
 
     Args:
         recipe: a YAML file, or the name of a recipe that ships with flowcorr.
-        overrides: `dotted.key=value` strings; values are YAML, so `key=[0, 4]` and `key=null` work.
-            `data.path` and `data.heldout_path` may also name files beside the recipe. A `preset` of rollout
-            correction takes the place of all that the recipe says of it, so that one key switches between modes.
+        overrides: `dotted.key=value` strings; values are YAML, so `key=[0, 4]` and `key=null` work. A mapping adds to
+            the recipe's, and `key={}` empties it. `data.path` and `data.heldout_path` may also name files beside the
+            recipe. A `preset` of rollout correction takes the place of all that the recipe says of it, so that one key
+            switches between modes.
 
     Raises:
         ConfigError: no such recipe, no YAML, or a key, value or combination that cannot be used. The message names
@@ -88,6 +89,7 @@ def load_mapping(values: Mapping[str, Any]) -> Config:
     """Make and check a `Config` from plain nested mappings, as `to_mapping` returns them."""
     config = build(Config, _translate(values))
     check(config)
+    warn(config)
     return config
 
 
@@ -233,7 +235,7 @@ def _override(config: DictConfig, override: str) -> None:
         reason = f"{error}" if shown == override else "not valid YAML"
         raise ConfigError(f"{shown} is {reason}") from None
     try:
-        OmegaConf.update(config, key, value, merge=True)
+        OmegaConf.update(config, key, value, merge=value != {})  # to merge nothing would leave all as it was
     except (OmegaConfBaseException, IndexError) as error:
         raise ConfigError(f"{redact_override(override)} cannot be set: {_reason(error)}") from None
 

@@ -1,9 +1,9 @@
-"""Rules across sections, checked once when a config is loaded."""
+"""Rules across sections: checked when a config is loaded, and when a run starts with one that was made in Python."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from flowcorr.config.engines import resolve_engine, trains_coarser
@@ -23,9 +23,6 @@ def check(config: Config) -> None:
 
     Raises:
         ConfigError: sections that contradict each other.
-
-    Warns:
-        UserWarning: a key that differs from its default and has no effect.
     """
     _check_loss(config)
     _check_clip(config)
@@ -36,16 +33,20 @@ def check(config: Config) -> None:
     _check_quantization(config)
     _check_cache(config)
     _check_unscaled(config)
+
+
+def warn(config: Config) -> None:
+    """Warn of what can be meant and seldom is.
+
+    Warns:
+        UserWarning: a key that differs from its default and has no effect, or weights that are rounded too coarsely.
+    """
     _warn_of_rough_weights(config)
-    _warn(config, _unused(config))
-
-
-def _warn(config: Config, unused: Iterable[tuple[str, str]]) -> None:
     default = Config()
-    for key, reason in unused:
+    for key, reason in _unused(config):
         value = attrgetter(key)(config)
         if value != attrgetter(key)(default):
-            warnings.warn(f"{key}={value} has no effect: {reason}", UserWarning, stacklevel=3)
+            warnings.warn(f"{key}={value} has no effect: {reason}", UserWarning, stacklevel=2)
 
 
 def _check_loss(config: Config) -> None:
@@ -244,6 +245,10 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     yield from _unused_by_placement(config)
     yield from _unused_by_staleness(config)
     sampling, data = config.sampling, config.data
+    yield (
+        "rollout.calculate_log_probs",
+        "it is verl's key, and flowcorr's engines score their steps in any case",
+    )
     if sampling.sde_type != "cps":
         yield "sampling.cps_unscaled", f"it belongs to sde_type=cps, and sde_type={sampling.sde_type}"
     if sampling.guidance_scale <= 1 and sampling.true_cfg_scale <= 1:

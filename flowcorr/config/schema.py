@@ -211,7 +211,7 @@ class RolloutConfig:
             on a CPU at most 5,000 tokens a thread. With less, rewards in a thread begin earlier. With `placement: ray`
             it is also the size of a worker's request, in whole prompts; null is one prompt.
         same_initial_noise: all images of a prompt start from one noise.
-        calculate_log_probs: let the engine score its own steps; bypass and correction need it.
+        calculate_log_probs: verl's key: false says that there is no correction. Engines score their steps in any case.
     """
 
     name: str = "in_process"
@@ -377,7 +377,7 @@ class AlgorithmConfig:
 
     Attributes:
         advantage_std: divide by the group's std, by the whole step's, or not at all.
-        rollout_correction: see `RolloutCorrectionConfig`; null computes nothing and logs nothing.
+        rollout_correction: measures the gap and corrects it; null computes nothing and logs nothing.
     """
 
     advantage_std: Literal["group", "global", "none"] = "group"

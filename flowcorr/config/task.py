@@ -75,6 +75,11 @@ class RewardConfig:
         """The gold rewards that are scored at every training step."""
         return self.gold if self.gold_every == "step" else ()
 
+    @property
+    def evaluation_gold(self) -> tuple[RewardTerm, ...]:
+        """The gold rewards that only evaluations score, always in the trainer's process."""
+        return self.gold if self.gold_every == "evaluation" else ()
+
     def __post_init__(self) -> None:
         check_workers("reward", self.num_workers, self.worker_resources, self.timeout)
         if not self.terms:

@@ -161,7 +161,7 @@ def register_losses(correction: RolloutCorrectionConfig = OFF, *, sde_type: SdeT
         sde_type: `actor_rollout_ref.rollout.algo.sde_type`, which says what `std_dev_t` is.
 
     Raises:
-        ConfigError: `correction` is not one of single steps in bypass mode.
+        ConfigError: `correction` is not one of single steps in bypass mode, or needs what a micro-batch does not hold.
         MissingExtraError: verl-omni is not installed.
     """
     if correction.mode != "off" and (correction.mode != "bypass" or correction.bypass_scope != "step"):
@@ -169,6 +169,18 @@ def register_losses(correction: RolloutCorrectionConfig = OFF, *, sde_type: SdeT
             f"register_losses(correction=...) has bypass_mode={correction.bypass_mode}, "
             f"bypass_scope={correction.bypass_scope!r}; verl-omni's losses see single steps, so give bypass_mode: true "
             "with bypass_scope: step, or leave it out in decoupled mode"
+        )
+    if correction.needs_batch or correction.needs_means:
+        measured = (
+            "compares with earlier training steps, which no micro-batch holds, and would reject nothing"
+        )
+        lacking = (
+            measured if correction.needs_batch else "needs the rollout's step means, which verl-omni drops"
+        )
+        raise ConfigError(
+            f"register_losses(correction=...) has rollout_rs={correction.rollout_rs!r} with rollout_rs_threshold="
+            f"{correction.rollout_rs_threshold!r}, which {lacking}; give fixed bounds of a ratio, such as "
+            "rollout_rs: token_k1 with rollout_rs_threshold: 0.9999_1.0001"
         )
     try:
         from verl_omni.trainer.diffusion.diffusion_algos import (

@@ -23,7 +23,7 @@ class Phase:
 
     Attributes:
         name: its name in the table.
-        where: the process whose GPU computes it, or the host's CPU.
+        where: the process whose GPU computes it, or the host: its CPU, or a reward's Ray worker.
         peak: peak bytes of that process on its GPU; None on the host.
         flops, moved: floating point operations, and bytes of memory traffic.
         seconds: the predicted time; None if it cannot be predicted.

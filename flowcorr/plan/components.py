@@ -18,7 +18,7 @@ from flowcorr.plan.pipelines import Architecture, build_component, build_family,
 from flowcorr.plan.text_inputs import TextInputs
 from flowcorr.plan.training import NOTHING, Work
 from flowcorr.rewards.clip import DTYPES as CLIP_DTYPES
-from flowcorr.rewards.combine import REWARDS, states
+from flowcorr.rewards.combine import REWARDS, computes_on_gpu
 from flowcorr.rollout.sampler import decode, decoded_together
 
 PAGEABLE_BANDWIDTH = 4e9
@@ -121,13 +121,11 @@ def measure_decoder(config: Config, architecture: Architecture, *, images: int) 
 
 def measure_clip(term: RewardTerm) -> Component | None:
     """The CLIP model of a reward, on a batch of images; None if the reward has none on the GPU."""
-    if not states(term, "computes_on_gpu"):
+    if not computes_on_gpu(term):
         return None
     reward: Any = REWARDS[term.name]
     defaults = {entry.name: entry.default for entry in fields(reward)}
     options: dict[str, Any] = {**defaults, **term.options}
-    if options["device"] == "cpu":
-        return None
     dtype, batch = CLIP_DTYPES[options["dtype"]], options["batch_size"]
     with FakeDevice() as device, torch.no_grad():
         model: Any = build_component(find_clip(options["path"]), "model", device, dtype)

@@ -100,7 +100,7 @@ OPTIONAL = ("float32", "link")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Utilisation:
-    """The share of the data sheet's speed that each kind of work reaches, from measurements on an H100.
+    """The share of the data sheet's speed that each kind of work reaches, from others' measurements on an H100.
 
     Attributes:
         matmul: matrix products and convolutions, of the dtype's dense peak.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -153,8 +152,7 @@ def other_ways(config: Config, ranks: int) -> tuple[str, ...]:
 def _may_quantize(config: Config) -> bool:
     """Whether the run may have its frozen weights in NF4."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            check(replace(config, model=replace(config.model, quantization="nf4")))
+        check(replace(config, model=replace(config.model, quantization="nf4")))
     except ConfigError:
         return False
     return True
@@ -180,7 +178,8 @@ def _ways_to_share(rank: Rank, memory: Memory) -> dict[str, float]:
 def _memory(rank: Rank) -> Memory:
     config, training = rank.config, rank.training
     decoder = rank.traces.decoder
-    weights = training.weights + decoder.weights + sum(reward.weights for reward in rank.traces.rewards)
+    rewards = (*rank.traces.rewards, *rank.traces.gold)
+    weights = training.weights + decoder.weights + sum(reward.weights for reward in rewards)
     with_text = weights + rank.text.weights
     encode = with_text if rank.traces.text_fits else max(with_text, rank.resident + rank.text.weights)
     resident = rank.resident
@@ -200,7 +199,7 @@ def _memory(rank: Rank) -> Memory:
         idle=resident + collected,
         sample=resident + collected + rank.sampling.peak,
         decode=resident + collected + decoder.work.peak,
-        reward=resident + collected + max((reward.work.peak for reward in rank.traces.rewards), default=0.0),
+        reward=resident + collected + max((reward.work.peak for reward in rewards), default=0.0),
         recompute=resident + collected + training.recompute.peak,
         update=update + max(training.backward.peak, training.step.peak),
         update_without_samples=update + without_samples,

@@ -13,7 +13,7 @@ from flowcorr.plan.answers import Plan, duration
 from flowcorr.plan.devices import GPUS_A_MACHINE, Gpu
 from flowcorr.plan.estimate import plan_of
 from flowcorr.plan.traces import Traces, trace
-from flowcorr.rewards.combine import states
+from flowcorr.rewards.combine import computes_on_gpu
 
 CORES_A_GPU = 8
 """CPU cores beside each GPU, where nothing else is said."""
@@ -242,7 +242,7 @@ def _order(made: PlannedLayout) -> tuple[bool, float]:
 def _reward_overrides(config: Config, cores: int) -> tuple[str, ...]:
     """OCR runs in Ray workers on all cores, unless a reward on the GPU stands beside it."""
     scored = (*config.reward.terms, *config.reward.step_gold)
-    on_gpu = any(states(term, "computes_on_gpu") for term in scored)
+    on_gpu = any(computes_on_gpu(term) for term in scored)
     if on_gpu or "ocr" not in {term.name for term in scored}:
         return ()
     return ("reward.placement=ray", f"reward.num_workers={cores}")

@@ -117,7 +117,7 @@ class Rank:
             training.weights
             + training.moments
             + self.traces.decoder.weights
-            + sum(reward.weights for reward in self.traces.rewards)
+            + sum(reward.weights for reward in (*self.traces.rewards, *self.traces.gold))
             + (0 if config.actor.ema is None else trained)
             + trained * versions  # the engine's history
             + (training.transformer if config.actor.kl_coef and not adapted else 0)

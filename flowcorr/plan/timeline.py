@@ -10,7 +10,7 @@ from flowcorr.plan.devices import Gpu, Utilisation
 from flowcorr.plan.engine import COMPILED, EngineSpeed, engine_peak, engine_speed, wraps_adapters
 from flowcorr.plan.rank import Rank
 from flowcorr.plan.training import NOTHING, Work
-from flowcorr.rewards.combine import states
+from flowcorr.rewards.combine import computes_on_gpu, states
 from flowcorr.rollout.base import trains_shards
 
 HOST_BANDWIDTH = 25e9
@@ -119,7 +119,7 @@ def merging(rank: Rank, gpu: Gpu, utilisation: Utilisation) -> Merging | None:
 
 
 def _host_rewards(rank: Rank, *, beside: float) -> list[Phase]:
-    """Phases of the rewards on the host; `beside` are the seconds of other work that they overlap with."""
+    """Phases of the rewards beside the trainer's GPU; `beside` are the seconds of other work that they overlap with."""
     config = rank.config.reward
     scored = (*config.terms, *config.step_gold)
     overlaps = all(states(term, "overlaps") for term in scored)
@@ -129,7 +129,7 @@ def _host_rewards(rank: Rank, *, beside: float) -> list[Phase]:
     share = rank.ranks / config.num_workers if config.placement == "ray" else 1
     found = []
     for term in scored:
-        if states(term, "computes_on_gpu"):
+        if computes_on_gpu(term) and config.placement != "ray":
             continue
         known = term.name == "ocr" and bool(term.options.get("detect"))
         seconds = max(0.0, rank.images * OCR_SECONDS * share - beside) if known else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from flowcorr.actor.passes import passes_of
 from flowcorr.config.schema import Config, ModelConfig
+from flowcorr.config.task import RewardTerm
 from flowcorr.data import load_prompts
 from flowcorr.models import DTYPES
 from flowcorr.models.prompt_cache import MAX_BYTES, chunk_size
@@ -37,7 +38,8 @@ class Traces:
         text: the text encoders.
         offloaded_text: the text encoders under `model.offload_text_encoders`.
         decoder: the VAE's decoder.
-        rewards: the rewards that are models on the GPU.
+        rewards: the models on the trainer's GPU that score each training step.
+        gold: those that only evaluations score with.
         prompts: number of prompts of the whole data set, the negative prompt included.
         quantizable: whether vllm-omni can quantize the transformer.
         text_fits: whether all prompts are encoded before training; otherwise each step encodes its own.
@@ -52,6 +54,7 @@ class Traces:
     offloaded_text: Component
     decoder: Component
     rewards: Sequence[Component]
+    gold: Sequence[Component]
     prompts: int
     quantizable: bool
     text_fits: bool
@@ -78,7 +81,8 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     groups = -(-config.rollout.prompts_per_step // ranks)
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
     micro_batch = passes_of(one_optimizer_step(config)).samples
-    terms = (*config.reward.terms, *config.reward.gold) if config.reward.placement != "ray" else ()
+    reward = config.reward
+    in_trainer = () if reward.placement == "ray" else (*reward.terms, *reward.step_gold)
     trained = computed(config, ranks)
     training = measure_training(trained, architecture)
     text, offloaded_text = (
@@ -97,11 +101,16 @@ def trace(config: Config, ranks: int = 1) -> Traces:
         text=text,
         offloaded_text=offloaded_text,
         decoder=measure_decoder(config, architecture, images=groups * config.rollout.n),
-        rewards=[reward for term in terms if (reward := measure_clip(term)) is not None],
+        rewards=_models(in_trainer),
+        gold=_models(reward.evaluation_gold),
         prompts=len(texts) + inputs.negative,
         quantizable=family.vllm_omni is None or family.vllm_omni.quantizes,
         text_fits=len(texts) * inputs.nbytes(DTYPES[config.model.dtype]) <= MAX_BYTES,
     )
+
+
+def _models(terms: Sequence[RewardTerm]) -> list[Component]:
+    return [model for term in terms if (model := measure_clip(term)) is not None]
 
 
 def engine_scoring(config: Config, architecture: Architecture) -> Scoring:

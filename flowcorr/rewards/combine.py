@@ -303,6 +303,11 @@ def states(term: Term, fact: str) -> bool:
     return bool(getattr(REWARDS.get(term.name), fact, False))
 
 
+def computes_on_gpu(term: Term) -> bool:
+    """Whether a term's reward uses the GPU of its process, if there is one."""
+    return states(term, "computes_on_gpu") and term.options.get("device") != "cpu"
+
+
 def check_prompts(reward: RewardConfig, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
     """Check the tags and targets of prompts; those of training only for the rewards of training steps.
 

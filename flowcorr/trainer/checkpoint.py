@@ -88,9 +88,7 @@ def save(root: Path, state: TrainingState, write_adapter: Callable[[Path], None]
         for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
-        _remove(final)
-        partial.rename(final)
-        _sync(root)
+        _replace(final, partial)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
@@ -233,13 +231,27 @@ def _by_step(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(number), path) for number, path in found if number.isdecimal())
 
 
+def _replace(final: Path, partial: Path) -> None:
+    """Put `partial` in the place of a checkpoint of the same step, if there is one, and delete that one last."""
+    older = _set_aside(final)
+    partial.rename(final)
+    _sync(final.parent)
+    if older is not None:
+        _delete(older)
+
+
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint, renamed first so that it is never found partly deleted."""
+    """Delete a checkpoint."""
+    doomed = _set_aside(folder)
+    if doomed is not None:
+        _delete(doomed)
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Rename a checkpoint that will be deleted, so that it is never found partly deleted; None if there is none."""
     if not folder.exists():
-        return
-    doomed = folder.with_name(f"{_PARTIAL}{folder.name}.old")
-    folder.rename(doomed)
-    _delete(doomed)
+        return None
+    return folder.rename(folder.with_name(f"{_PARTIAL}{folder.name}.old"))
 
 
 def _clear_partial(root: Path) -> None:

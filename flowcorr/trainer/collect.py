@@ -119,13 +119,14 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
 
 
 def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
-    """Check the trajectories: a non-finite one would be decoded to an arbitrary image, and scored.
+    """Check the trajectories to their ends: a non-finite one is decoded to an arbitrary image, which has a reward.
 
     Raises:
         BatchError: latents are not finite; the message names the first such sample.
     """
-    finite = rollout.window.latents.isfinite() & rollout.window.next_latents.isfinite()
-    bad = (~finite.flatten(1).all(1)).nonzero().squeeze(1).tolist()
+    parts = (rollout.window.latents, rollout.window.next_latents, rollout.final_latents)
+    finite = [part.isfinite().flatten(1).all(1) for part in parts if part is not None]
+    bad = (~torch.stack(finite).all(0)).nonzero().squeeze(1).tolist()
     if bad:
         raise BatchError(
             f"the rollout's latents are not finite for sample {bad[0]} (prompt {prompts[bad[0]].text!r}), "

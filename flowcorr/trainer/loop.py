@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowcorr import config as configs
 from flowcorr import devices, distributed, dumps
+from flowcorr.config import rules
 from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
 from flowcorr.errors import BackendError, ConfigError
@@ -70,6 +71,7 @@ def train(
         BatchError: the rollout returned values that cannot be trained on.
         RankError: another rank failed, or did not reach a collective within `trainer.collective_timeout`.
     """
+    rules.check(config)
     folder = Path(out_dir)
     distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
     _check_prompts_per_rank(config)

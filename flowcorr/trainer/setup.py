@@ -20,7 +20,7 @@ from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.base import check_guidance
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.rewards import Reward, ThreadReward, build_reward, check_prompts, known_scores
-from flowcorr.rewards.combine import states
+from flowcorr.rewards.combine import computes_on_gpu
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
 from flowcorr.rollout.build import build_backend, check_installed
@@ -153,8 +153,8 @@ def _check_worker_gpus(config: Config) -> None:
             f"rollout.worker_resources={{num_gpus: {num_gpus(rollout.engine)}}}"
         )
     if reward.placement == "ray" and not reward.worker_resources.get("num_gpus"):
-        for term in (*reward.terms, *reward.gold):
-            if states(term, "computes_on_gpu") and term.options.get("device") != "cpu":
+        for term in (*reward.terms, *reward.step_gold):
+            if computes_on_gpu(term):
                 warnings.warn(
                     f"reward.worker_resources={dict(reward.worker_resources)} leaves {term.name} on a CPU; set "
                     "reward.worker_resources={num_gpus: 0.25}, or reward.placement=thread to use the trainer's GPU",
@@ -198,7 +198,7 @@ def _build_reward(config: Config, on_event: OnEvent) -> Reward:
 def _build_gold(config: Config) -> Reward | None:
     """The gold rewards that only evaluations score."""
     settings = config.reward
-    gold = [term for term in settings.gold if term not in settings.step_gold]
+    gold = settings.evaluation_gold
     return build_reward((), gold, timeout=settings.timeout) if gold else None
 
 

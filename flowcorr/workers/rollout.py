@@ -22,7 +22,7 @@ from flowcorr.errors import BackendError, BatchError, ConfigError, MissingExtraE
 from flowcorr.models import load_family
 from flowcorr.models.quantized import whole_copy
 from flowcorr.records import Rollout
-from flowcorr.rollout.base import OnImages, Weights, ignore_images, needs_base
+from flowcorr.rollout.base import OnImages, Weights, ignore_images, needs_base, shards_weights
 from flowcorr.rollout.build import build_backend
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe, ShippedProbe
 from flowcorr.workers.pool import Answer, OnEvent, ignore_event
@@ -61,6 +61,16 @@ class SyncedWeights:
 
     weights: Weights
     handle: WeightsHandle
+
+
+def shipped_velocity(probe: ComputedProbe | None, weights: Weights, config: Config) -> Tensor | None:
+    """The actor's velocity under `weights`, for the workers to compare with; None on a rank that sends them nothing.
+
+    Every rank has to call: a forward pass of sharded weights gathers them from all ranks.
+    """
+    if probe is None or not (distributed.is_main() or shards_weights(config)):
+        return None
+    return probe.velocity(weights)
 
 
 class RayRollout:
@@ -131,7 +141,7 @@ class RayRollout:
         on_cpu = replace(
             weights,
             tensors={name: tensor.cpu() for name, tensor in weights.tensors.items()},
-            probe_velocity=self._probe.velocity(weights) if self._probe and distributed.is_main() else None,
+            probe_velocity=shipped_velocity(self._probe, weights, self.config),
         )
         handle = WeightsHandle(number=next(self._numbers), reference=self._stored(on_cpu))
         with self._synced:

@@ -55,7 +55,7 @@ def test_epochs_and_mini_batches_count_the_updates(make_run):
 
 
 def test_mini_batches_hold_whole_groups_in_an_order_of_their_own(make_run):
-    run = make_run(rollout={"prompts_per_step": 2, "n": 2}, actor={"mini_batches": 8})
+    run = make_run(rollout={"prompts_per_step": 2, "n": 2}, actor={"mini_batches": 2})
     batch = run.batch()
     orders = set()
     for step in range(12):

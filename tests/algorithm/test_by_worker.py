@@ -36,3 +36,7 @@ def test_each_worker_has_the_gap_of_its_samples():
 @pytest.mark.parametrize(("workers", "count"), [(None, 4), ([0, 0, 0, 0], 1)])
 def test_of_one_engine_nothing_is_measured(workers, count):
     assert by_worker([terms_by(workers)], count).compute() == {}
+
+
+def test_a_rank_whose_groups_were_all_dropped_measures_nothing():
+    assert by_worker([terms_by([0, 2, 0, 2]).per_term().select(slice(0))], 4).compute() == {}

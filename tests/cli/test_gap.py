@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from flowcorr.cli.gap import action, measurement, treatment
@@ -49,6 +51,8 @@ def test_rejection_says_its_share_or_that_it_cannot_act():
     assert action(BAND, of_band(0.031, 2e-3)) == "rejected 3.1 %"
     assert action(BAND, of_band(0.0, 5e-4)) == "rejected 0 %"
     assert action(BAND, of_band(0.0, 5e-5)) == "rejection idle"  # the band of 1e-3 is 20 times as wide
+    vetoed = replace(BAND, rollout_token_veto_threshold=0.1, log_ratio_scale="sum")
+    assert action(vetoed, of_band(0.0, 5e-5)) == "rejected 0 %"
 
 
 def test_weights_say_their_range_or_that_they_are_all_one():

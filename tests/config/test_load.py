@@ -133,6 +133,17 @@ def test_overrides(bare):
     assert [term.weight for term in config.reward.terms] == [2.0, 0.1]
 
 
+def test_an_empty_mapping_empties_what_the_recipe_says(recipe):
+    text = "rollout: {name: vllm_omni, engine: {quantization: fp8}}\nactor: {lr: 1.0e-5, epochs: 2}"
+    assert load(recipe(text), ["rollout.engine={max_num_seqs: 4}"]).rollout.engine == {
+        "quantization": "fp8",
+        "max_num_seqs": 4,
+    }
+    emptied = load(recipe(text), ["rollout.engine={}", "actor={}", "actor.epochs=3"])
+    assert emptied.rollout.engine == {}
+    assert (emptied.actor.lr, emptied.actor.epochs) == (Config().actor.lr, 3)
+
+
 @pytest.mark.parametrize("quote", ["", "'", '"'])
 @pytest.mark.parametrize(
     ("text", "band"),

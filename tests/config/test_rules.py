@@ -88,7 +88,6 @@ def test_contradictions_between_sections(values, message):
 @pytest.mark.parametrize(
     "values",
     [
-        {"rollout": {"calculate_log_probs": False}},
         {"rollout": {**CACHED, "cache_threshold": 0.1}},
         {**DECOUPLED, "actor": {"ratio_level": "trajectory_mean"}},
         {
@@ -171,6 +170,7 @@ def test_sound_combinations_are_silent(values):
         ),
         ({"rollout": {"engine": {"max_num_seqs": 4}}}, "rollout.engine={'max_num_seqs': 4}"),
         ({"rollout": {"cache_threshold": 0.1}}, "rollout.cache_threshold=0.1"),
+        ({"rollout": {"calculate_log_probs": False}}, "rollout.calculate_log_probs=False"),
         ({"rollout": {"num_workers": 2}}, "rollout.num_workers=2"),
         ({"rollout": {"worker_resources": {"num_gpus": 1}}}, "rollout.worker_resources={'num_gpus': 1}"),
         ({"rollout": {"timeout": 60}}, "rollout.timeout=60.0"),

@@ -11,6 +11,8 @@ from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
 from flowcorr.models import load_family
 from flowcorr.models.base import repeated_blocks
+from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from flowcorr.workers.rollout import shipped_velocity
 from tests.conftest import small_config, start_run
 
 FULL = {"lora": LoraConfig(rank=0)}
@@ -127,3 +129,17 @@ def modules(family):
     return {
         name: part for name, part in family.pipeline.components.items() if isinstance(part, torch.nn.Module)
     }
+
+
+def probed():
+    """The velocity that goes to Ray workers with the weights, as this rank has it."""
+    run = start_run(small_config(actor={"fsdp": True}))
+    probe = ComputedProbe(run.family, run.config, run.actor.weights.snapshot().tensors)
+    return probe.start, shipped_velocity(probe, run.actor.weights.for_engine(), run.config)
+
+
+def test_every_rank_of_sharded_weights_computes_the_probe_of_ray_workers(two_ranks):
+    for start, velocity in two_ranks.call(probed, timeout=120):
+        torch.testing.assert_close(
+            velocity, start, rtol=1e-5, atol=1e-5
+        )  # B is 0: the adapter changes nothing

@@ -326,6 +326,25 @@ def test_only_a_correction_of_single_steps_can_be_registered(config):
         register_losses(config)
 
 
+@pytest.mark.parametrize(
+    ("correction", "reason"),
+    [
+        (RolloutCorrectionConfig.bypass_ppo_clip_auto_rs(), "earlier training steps.*would reject nothing"),
+        (
+            RolloutCorrectionConfig(bypass_mode=True, rollout_rs="step_z", rollout_rs_threshold=6.0),
+            "earlier training steps",
+        ),
+        (
+            RolloutCorrectionConfig(bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=1e-3),
+            "step means",
+        ),
+    ],
+)
+def test_bounds_that_a_micro_batch_cannot_have_are_refused(correction, reason):
+    with pytest.raises(ConfigError, match=f"{reason}.*give fixed bounds"):
+        register_losses(correction)
+
+
 def test_without_verl_omni_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl_omni.trainer.diffusion.diffusion_algos", None)
     with pytest.raises(MissingExtraError, match=r"needs verl-omni; install it with: pip install git\+https"):

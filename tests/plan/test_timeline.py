@@ -74,3 +74,19 @@ def test_rewards_in_workers_are_scored_beside_sampling(traces):
     hidden = plan(traces, *RAY, *on_cores, "reward.num_workers=1")
     beside = hidden.seconds("sample", "decode", "recompute")
     assert hidden.seconds("reward ocr") == pytest.approx(few.seconds("reward ocr") - beside)
+
+
+def test_a_gold_model_of_evaluations_takes_memory_and_no_time(traces):
+    model = traces.decoder
+    without, at_evaluations, every_step = (
+        plan(replace(traces, rewards=rewards, gold=gold), *RAY)
+        for rewards, gold in (([], []), ([], [model]), ([model], []))
+    )
+    assert at_evaluations.seconds() == without.seconds() < every_step.seconds()
+    assert at_evaluations.memory == every_step.memory
+    assert at_evaluations.memory.idle == without.memory.idle + model.weights
+
+
+def test_a_model_that_scores_in_workers_has_an_unknown_time(traces):
+    scored = plan(traces, "reward.terms=[{name: pickscore}]", "reward.placement=ray")
+    assert [phase.seconds for phase in scored.phases if phase.name == "reward pickscore"] == [None]

@@ -151,6 +151,18 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert checkpoint.load_latest(tmp_path)[1].group("weights")["a"].tolist() == [2, 2, 2]
 
 
+def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+
+    def killed(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, state(5, value=2.0), write_adapter)
+    assert checkpoint.load_latest(tmp_path)[1].group("weights")["a"].tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("keep", "best", "left"), [(2, None, [4, 5]), (2, 2, [2, 4, 5]), (1, 5, [5]), (9, 1, [1, 2, 3, 4, 5])]
 )

@@ -2,6 +2,7 @@
 
 import math
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,6 +151,14 @@ def test_diverged_weights_stop_the_run(tmp_path):
     with pytest.raises(BatchError, match="latents are not finite for image 0 of prompt 0"):
         trainer.train(small_config("actor.lr=1e30", "trainer.eval_every=0"), tmp_path)
     assert "not finite" in (tmp_path / "failure.txt").read_text()
+
+
+def test_a_config_of_ones_own_is_held_to_the_rules_across_sections(tmp_path):
+    config = small_config()
+    too_many = replace(config, actor=replace(config.actor, mini_batches=9))
+    with pytest.raises(ConfigError, match=r"actor\.mini_batches=9 does not fit rollout\.prompts_per_step="):
+        trainer.train(too_many, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_best_metric_is_named_and_leaves_the_folder_free(tmp_path):

@@ -140,7 +140,7 @@ def suggestions(report: AuditReport) -> list[tuple[str, str, str]]:
     if advice is None or report.hidden or not report.of_recipe:
         return []
     blocks = [
-        ("Replace these keys of the recipe", advice.yaml),
+        ("Replace these keys of the recipe, and leave out a preset", advice.yaml),
         ("Or bypass, with a clip range above the noise", advice.alternative),
     ]
     return [(heading, lines, as_overrides(lines)) for heading, lines in blocks if lines]

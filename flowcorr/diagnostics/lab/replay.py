@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,9 +122,7 @@ def obstacle(steps: LoggedSteps, config: Config, correction: RolloutCorrectionCo
         return "in bypass mode, old log-probs are the rollout's; dump a run with bypass_mode=false"
     with_correction = replace(config, algorithm=replace(config.algorithm, rollout_correction=correction))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of keys that this correction does not read
-            check(with_correction)
+        check(with_correction)
     except ConfigError as error:
         return str(error)
     clips = correction.mode == "bypass" and correction.loss_type == "ppo_clip"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from flowcorr.config.schema import Config
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction import OFF, RolloutCorrectionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,14 @@ class Key:
 
 
 def keys(section: type = Config, prefix: str = "") -> Iterator[Key]:
-    """All keys below a section, in the order of the schema."""
+    """All keys below a section, in the order of the schema; those of a list's items once, at the first such list."""
     meanings, hints = meanings_of(section), typing.get_type_hints(section)
+    listed: set[type] = set()
     for field in dataclasses.fields(section):
         name, hint = f"{prefix}{field.name}", hints[field.name]
-        nested = next((part for part in _parts(hint) if isinstance(part, type) and is_dataclass(part)), None)
-        if nested is not None and typing.get_origin(hint) is not tuple:
+        if (nested := _nested(hint)) is not None:
+            if field.default is OFF:
+                yield Key(name=name, meaning=meanings[field.name], choices="mapping | null", default="null")
             yield from keys(nested, f"{name}.")
             continue
         is_preset = (section, field.name) == (RolloutCorrectionConfig, "preset")
@@ -48,6 +50,10 @@ def keys(section: type = Config, prefix: str = "") -> Iterator[Key]:
             choices="the name of a preset" if is_preset else _choices(hint),
             default="null" if is_preset else _default(field),
         )
+        item = _nested(next(iter(typing.get_args(hint)), None)) if typing.get_origin(hint) is tuple else None
+        if item is not None and item not in listed:
+            listed.add(item)
+            yield from keys(item, f"{name}[].")
 
 
 def find_key(name: str) -> Key | None:
@@ -69,6 +75,11 @@ def meanings_of(described: Any, heading: str = "Attributes") -> dict[str, str]:
     ):
         found |= {name.strip(): " ".join(meaning.split()) for name in names.split(",")}
     return found
+
+
+def _nested(hint: Any) -> type | None:
+    """The section that a hint names, if it names one."""
+    return next((part for part in _parts(hint) if isinstance(part, type) and is_dataclass(part)), None)
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
@@ -100,5 +111,17 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(str, value))}]"
+        return f"[{', '.join(map(_item, value))}]"
     return "null" if value is None else "{}" if value == {} else str(value) or '""'
+
+
+def _item(value: Any) -> str:
+    """An item of a list; of a section, the keys that differ from their defaults."""
+    if not is_dataclass(value):
+        return str(value)
+    shown = [
+        f"{field.name}: {found}"
+        for field in dataclasses.fields(value)
+        if (found := getattr(value, field.name)) not in (field.default, {})
+    ]
+    return "{" + ", ".join(shown) + "}"
