@@ -2,7 +2,7 @@
 
     python examples/ground_truth/run.py --out runs/ground_truth
 
-Writes `ground_truth.csv` (every preset, scale and setting), `table.md` and `ground_truth.png`; about two minutes on
+Writes `ground_truth.csv` (every preset, scale and setting), `table.md` and `ground_truth.png`; a minute or two on
 one core.
 
 A linear-Gaussian flow stands in for the model (`linear_flow`): `D` latent elements, `T` SDE steps, and

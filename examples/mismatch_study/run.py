@@ -8,7 +8,7 @@ them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejecti
 first two arms of `confirm`, to tell whether int4 does harm that is worth a name. `analyse` writes a table and a picture
 of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs that have rows
 are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to four CPU-hours,
-`bypass` and `equivalence` two each, `quantized` half of one; `results/` holds ours. Needs `pip install -e '.[ocr]'`,
+`bypass` two, `equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`,
 `quantized` also `'.[quantized]'`.
 """
 

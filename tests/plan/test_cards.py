@@ -1,8 +1,11 @@
 """The table of recipes and cards shows what `flowcorr plan` predicts."""
 
+import re
+
 import pytest
 
-from tests.plan.cards import BEGIN, END, PAGE, RECIPES, row
+from flowcorr.config import find_recipe
+from tests.plan.cards import BEGIN, CARDS, END, PAGE, RECIPES, row
 
 # The fake device has to be registered before a process computes its first gradient.
 pytestmark = pytest.mark.fake_device
@@ -22,3 +25,18 @@ def test_the_page_has_a_row_for_each_recipe():
 )
 def test_the_page_shows_the_plan_of_today(recipe):
     assert row(recipe) in SHOWN, "write it anew: python -m tests.plan.cards"
+
+
+def header(recipe):
+    text = find_recipe(recipe).read_text(encoding="utf-8").partition("\nmodel:")[0]
+    return " ".join(line.lstrip("# ") for line in text.splitlines())
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if "A step takes" in header(name)])
+def test_a_recipes_header_says_the_pages_time(recipe):
+    number, unit, card = re.search(
+        r"takes about (\d+) (min|s)\w* on (?:an |two )?(H100|RTX \d+)", header(recipe)
+    ).groups()
+    place = [gpu.name.startswith(card.lower().replace(" ", "")) for gpu in CARDS].index(True)
+    cells = next(line for line in SHOWN if f"`{recipe}`" in line).split("|")
+    assert f"{number} {unit}" in cells[place - len(CARDS) - 1]
