@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent), str(TESTS.parent / "examples/tiny_ocr")]
@@ -32,8 +32,12 @@ KINDS = {
     "copies": ("copy_", "cat", "clone", "fill_", "zero_", "index", "contiguous"),
 }
 CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(
+        *shapes[:3]
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: (
+        sdpa_backward_flop_count(*shapes[:4])
+    ),
 }
 """What torch's counter lacks."""
 
