@@ -29,7 +29,8 @@ trainer, and register the losses. Put both into one module, here `my_run.py`:
 - With `trainer.v1.trainer_mode=separate_async`, where weights are the stalest, derive the class from
   `PolicyGradientDiffusionTrainerV1SeparateAsync` and register it as `separate_async`.
 - In bypass mode only `flow_grpo` and `dance_grpo` work. `grpo_guard` and `flow_dppo` need the old policy's step means,
-  which no rollout of verl-omni returns; its own losses of these names stop there as well.
+  which no rollout of verl-omni returns; its own losses of these names stop there as well. Bands are fixed ones: a loss
+  sees one micro-batch, and those that measure themselves need earlier training steps.
 
 Its log-probs are mean-pooled per step, as flowcorr's are. Those of `sde_type=cps` lack `1 / (2 s^2)` and the
 normaliser. They are not log-densities, so weights, bands and metrics have no unit there.

@@ -150,7 +150,7 @@ class Loop:
         """A batch of the step, sampled and scored by verl-omni's agent loop."""
         from verl import DataProto
 
-        repeated = [prompt for prompt in prompts for _ in range(self._settings.actor_rollout_ref.rollout.n)]
+        repeated = prompts * self._settings.actor_rollout_ref.rollout.n
         batch = DataProto.from_dict(
             tensors={},
             non_tensors={
