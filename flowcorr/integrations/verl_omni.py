@@ -172,15 +172,12 @@ def register_losses(correction: RolloutCorrectionConfig = OFF, *, sde_type: SdeT
             "with bypass_scope: step, or leave it out in decoupled mode"
         )
     if correction.needs_batch or correction.needs_means:
-        measured = (
-            "compares with earlier training steps, which no micro-batch holds, and would reject nothing"
-        )
-        lacking = (
-            measured if correction.needs_batch else "needs the rollout's step means, which verl-omni drops"
-        )
+        lack = "needs the rollout's step means, which verl-omni drops"
+        if correction.needs_batch:
+            lack = "compares with earlier training steps, which no loss here sees: it would reject nothing"
         raise ConfigError(
             f"register_losses(correction=...) has rollout_rs={correction.rollout_rs!r} with rollout_rs_threshold="
-            f"{correction.rollout_rs_threshold!r}, which {lacking}; give fixed bounds of a ratio, such as "
+            f"{correction.rollout_rs_threshold!r}, which {lack}; give fixed bounds of a ratio, such as "
             "rollout_rs: token_k1 with rollout_rs_threshold: 0.9999_1.0001"
         )
     try:
