@@ -209,6 +209,8 @@ def _string(entry: Mapping[str, Any], key: str, place: str, expected: str) -> st
     value = entry.get(key)
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, which is not text; {expected}')
+    if value is not None and any("\ud800" <= character <= "\udfff" for character in value):
+        raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, half of a character; {expected}')
     return value
 
 

@@ -254,3 +254,10 @@ def test_json_that_python_cannot_read_is_named_with_its_line(value, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", "number": {value}}}\n')
     with pytest.raises(ConfigError, match=r"prompts.jsonl:2 is (not JSON|JSON that cannot be read)"):
         read_prompts(tmp_path / "prompts.jsonl")
+
+
+def test_half_of_a_character_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a sign"}\n{"prompt": "\\ud83d sign"}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r'prompts.jsonl:2 has "prompt": .*half of a character'):
+        load(path)

@@ -1,6 +1,7 @@
 """The file of a training step's log-probs: what it holds, who can write it, and what is refused."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_any_trainer_can_write_one(tmp_path):
         rollout_log_probs=WINDOW.numpy(),
         old_log_probs=(WINDOW + 1).bfloat16(),
         advantages=np.array([[1.0, 1.0], [-1.0, -1.0]]),
-        rewards=[0.5, 0.25],
+        rewards=[[0.5, 0.5], [math.nan, math.nan]],
         group_ids=np.array(["x", "a"], dtype=object),
         step_indices=[4, 6],
         sigmas=torch.tensor([0.9, 0.8], requires_grad=True),
@@ -85,6 +86,8 @@ def test_any_trainer_can_write_one(tmp_path):
     found = dumps.load(path)
     assert found.group_ids.tolist() == [1, 0]
     assert found.advantages.tolist() == [1, -1]
+    assert found.rewards[0] == 0.5
+    assert found.rewards[1].isnan()
     assert found.step_indices.tolist() == [[4, 6], [4, 6]]
     assert found.sigmas.shape == (2, 2)
     assert found.old_log_probs.dtype == torch.float32

@@ -417,16 +417,18 @@ def _of_update(terms: Terms, actor: ActorConfig) -> Metrics:
 
 def _of_rewards(terms: DumpedTerms) -> Metrics:
     assert terms.rewards is not None
-    scores = terms.rewards[terms.rewards.isfinite()]
+    scored = terms.rewards.isfinite()
+    scores = terms.rewards[scored]
     good = Over(torch.ones_like(scores, dtype=torch.bool))
     stats = {"reward/mean": good.mean(scores), "reward/std": good.std(scores)}
     if terms.group_ids is not None:
         ids, group = terms.group_ids.unique(return_inverse=True)
         low, high = (
-            torch.zeros(len(ids), dtype=terms.rewards.dtype).scatter_reduce(
-                0, group, terms.rewards, reduce, include_self=False
+            torch.full((len(ids),), start, dtype=scores.dtype).scatter_reduce(
+                0, group[scored], scores, reduce
             )
-            for reduce in ("amin", "amax")
+            for start, reduce in ((torch.inf, "amin"), (-torch.inf, "amax"))
         )
-        stats["reward/zero_std_group_fraction"] = mean(int((low == high).sum()), len(ids))
+        spread = low < high  # not where fewer than two samples have a score
+        stats["reward/zero_std_group_fraction"] = mean(int((~spread).sum()), len(ids))
     return Metrics.from_stats(stats)

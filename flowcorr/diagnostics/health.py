@@ -366,7 +366,7 @@ def _mean_gap(metrics: Mapping[str, Any], units: Units) -> float:
     mean of `|delta|`.
     """
     distance = metrics.get("rollout_corr/logprob_abs_diff_mean")
-    if distance is None or units.num_elements is None or not units.densities:
+    if distance is None or not distance >= 0 or units.num_elements is None or not units.densities:
         return math.inf
     return min(math.sqrt(2 * distance), math.sqrt(math.pi / 2 * units.num_elements) * distance)
 

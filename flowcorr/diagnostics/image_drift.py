@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowcorr.diagnostics.reference.metric import Rule
+from flowcorr.rewards.combine import IMAGE_STATISTICS
 
 PREFIX = "reward/image/"
 _SHARES = ("dark", "saturated")
@@ -46,17 +47,20 @@ class ImageDrift:
 
 
 def largest_drift(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> ImageDrift | None:
-    """The statistic with the largest change since the first step; None if none was logged."""
-    drifts = [
-        ImageDrift(metric=name, start=start[name], now=value, size=_size(name, start[name], value))
-        for name, value in metrics.items()
-        if name.startswith(PREFIX) and value is not None and start.get(name) is not None
-    ]
+    """The statistic with the largest change since the first step; None if none was logged.
+
+    A reward may log scores of its own below `PREFIX`, which tell nothing.
+    """
+    drifts = []
+    for statistic in IMAGE_STATISTICS:
+        name = f"{PREFIX}{statistic}"
+        begin, now = start.get(name), metrics.get(name)
+        if begin is not None and now is not None and begin >= 0 and now >= 0:
+            drifts.append(ImageDrift(metric=name, start=begin, now=now, size=_size(statistic, begin, now)))
     return max(drifts, key=lambda drift: drift.size, default=None)
 
 
-def _size(name: str, start: float, now: float) -> float:
-    statistic = name.removeprefix(PREFIX)
+def _size(statistic: str, start: float, now: float) -> float:
     if statistic in _SHARES:
         return abs(now - start) / _SHARE_LIMIT
     limit = _DIVERSITY_LIMIT if statistic == "diversity" else _FACTOR_LIMIT

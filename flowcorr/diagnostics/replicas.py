@@ -71,7 +71,7 @@ class ReplicaMonitor:
         gaps = {
             int(match[1]): math.log(value + _ROUNDING)
             for name, value in metrics.items()
-            if (match := _NAME.fullmatch(name)) and value is not None
+            if (match := _NAME.fullmatch(name)) and value is not None and value >= 0
         }
         if len(gaps) < 2:
             return []

@@ -393,8 +393,10 @@ def _numbers(name: str, values: Array) -> Tensor:
 def _fitted(name: str, values: Tensor, shape: torch.Size) -> Tensor:
     """`values` as `[B]` or `[B, T]`, as the field has it."""
     if name in checks.PER_SAMPLE:
-        if values.dim() == 2 and values.shape[:1] == shape[:1] and bool((values == values[:, :1]).all()):
-            values = values[:, 0]
+        if values.dim() == 2 and values.shape[:1] == shape[:1]:
+            first = values[:, :1]
+            if bool(((values == first) | (values.isnan() & first.isnan())).all()):
+                values = values[:, 0]
         expected = shape[:1]
     else:
         expected = shape

@@ -37,14 +37,12 @@ REWARDS: Mapping[str, Callable[..., Reward]] = {
 }
 
 GOLD = "gold/"
+IMAGE_STATISTICS = ("dark", "saturated", "contrast", "sharpness", "bits_per_pixel", "diversity")
 BUILT_IN_METRICS = frozenset(
     {
         *("reward", "reward_std"),  # eval/
         *("mean", "std", "min", "max", "failed_samples", "zero_std_group_fraction"),  # reward/
-        *(
-            f"image/{name}"
-            for name in ("dark", "saturated", "contrast", "sharpness", "bits_per_pixel", "diversity")
-        ),
+        *(f"image/{name}" for name in IMAGE_STATISTICS),
     }
 )
 """Names under `reward/` and `eval/` that every run logs; no score of a reward may have one of them."""

@@ -233,6 +233,14 @@ def test_many_groups_take_no_time(tmp_path):
     assert record["reward/zero_std_group_fraction"] == pytest.approx(1 / 3, abs=1e-3)
 
 
+def test_failed_rewards_are_left_out_of_their_groups(tmp_path):
+    nan = math.nan
+    rewards = [1.0, nan, 1.0, 1.0, 0.0, 1.0, nan, nan]  # one score, equal ones, a spread, none
+    draw_steps(tmp_path, steps=1, rewards=rewards * 4, group_ids=[sample // 2 % 4 for sample in range(32)])
+    (record,) = records(read_dumped(tmp_path))
+    assert record["reward/zero_std_group_fraction"] == 0.75
+
+
 LEARNED = torch.tensor([0.0, 0.1])[torch.arange(32) % 2, None]
 """By sample; every second one was scored after the first update."""
 FRESH = (LEARNED == 0).expand(32, 2)

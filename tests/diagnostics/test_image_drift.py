@@ -60,3 +60,10 @@ def test_a_monitor_tells_it_once_after_three_steps_also_in_a_resumed_run():
     assert [index for index, metrics in enumerate(run[4:], start=4) if resumed.update(metrics)] == [6]
     (finding,) = examine_run(run, Units())
     assert (finding.rule, finding.step, finding.num_steps) == ("reward_hacking", 7, 5)
+
+
+def test_scores_that_a_reward_names_like_statistics_tell_nothing():
+    scores = {"reward/image/aesthetic": -0.3, "reward/image/dark": 0.45}
+    drift = largest_drift(scores, {"reward/image/aesthetic": 5.0, "reward/image/dark": 0.45})
+    assert (drift.metric, drift.size) == ("reward/image/dark", 0)
+    assert largest_drift({"reward/image/dark": -1.0}, START) is None

@@ -175,7 +175,7 @@ def replay_run(
     tallies = [_Tally() for _ in corrections]
     bands = [MeasuredBands(config) for _ in corrections]
     num_samples, num_bypass = 0, 0
-    for steps in chunks(list(files.values()), of_flowcorr=run.of_flowcorr):
+    for steps in chunks(list(files.values()), run.levels, of_flowcorr=run.of_flowcorr):
         num_samples += sum(steps.sizes)
         num_bypass += steps.bypass * len(steps.sizes)
         uncorrected = replay(

@@ -76,25 +76,30 @@ class Replayed:
     count: float
 
 
-def chunks(paths: Sequence[Path], *, of_flowcorr: bool = False) -> Iterator[LoggedSteps]:
+def chunks(
+    paths: Sequence[Path], levels: Tensor | None = None, *, of_flowcorr: bool = False
+) -> Iterator[LoggedSteps]:
     """Dumped steps in order, as many in one mode at a time as make about `CHUNK_TERMS` terms; see `stack`."""
     parts: list[DumpedTerms] = []
     for path in paths:
         part = dumps.load(path)
         full = sum(earlier.old_log_probs.numel() for earlier in parts) >= CHUNK_TERMS
         if parts and (full or _kind(part) != _kind(parts[0])):
-            yield stack(parts, of_flowcorr=of_flowcorr)
+            yield stack(parts, levels, of_flowcorr=of_flowcorr)
             parts = []
         parts.append(part)
     if parts:
-        yield stack(parts, of_flowcorr=of_flowcorr)
+        yield stack(parts, levels, of_flowcorr=of_flowcorr)
 
 
-def stack(parts: Sequence[DumpedTerms], *, of_flowcorr: bool = False) -> LoggedSteps:
+def stack(
+    parts: Sequence[DumpedTerms], levels: Tensor | None = None, *, of_flowcorr: bool = False
+) -> LoggedSteps:
     """Steps of one mode, with the same optional tensors.
 
     Args:
         parts: of the steps.
+        levels: `noise_levels` of the run, where they have to stand for step indices.
         of_flowcorr: whether flowcorr trained them. In its own bypass mode the correction judged every term as the loss
             used it, also those scored after an update. Of another trainer's steps those tell nothing, see `gap_terms`.
     """
@@ -104,7 +109,7 @@ def stack(parts: Sequence[DumpedTerms], *, of_flowcorr: bool = False) -> LoggedS
     groups = torch.arange(len(owners)) if joined.group_ids is None else joined.group_ids
     groups = groups.unique(return_inverse=True)[1]  # ids of any size, counted from 0 on
     return LoggedSteps(
-        terms=completed(joined) if of_flowcorr else gap_terms(joined),
+        terms=completed(joined, levels) if of_flowcorr else gap_terms(joined, levels),
         group_ids=groups + len(groups) * owners,
         bypass=joined.bypass,
         sizes=sizes,

@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from diagnostics.dumped_runs import D, terms_of
+from diagnostics.foreign_dumps import draw_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr import config
 from flowcorr.algorithm import MeasuredBands
 from flowcorr.correction import OFF, RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
-from flowcorr.diagnostics.lab.replay import obstacle, replay, stack
+from flowcorr.diagnostics.dumped import read_dumped
+from flowcorr.diagnostics.lab.replay import chunks, obstacle, replay, stack
 from flowcorr.losses import flow_dppo, flow_grpo, grpo_guard, reinforce
 
 
@@ -183,3 +185,12 @@ def test_bands_in_bypass_mode_are_those_of_the_steps_before():
     bands = MeasuredBands(settings_of_run)
     for step, keep in zip(steps, expected, strict=True):
         assert torch.equal(replay(stack([step]), settings_of_run, correction, bands).corrected.keep, keep)
+
+
+def test_steps_of_samples_with_windows_of_their_own_are_told_by_their_noise_levels(tmp_path):
+    schedule = torch.tensor([1.0, 0.9, 0.7, 0.5])
+    own = torch.stack([schedule[start : start + 2] for start in [0, 1, 2, 1] * 8])
+    draw_steps(tmp_path, steps=2, without=("step_indices",), sigmas=own)
+    run = read_dumped(tmp_path)
+    (steps,) = chunks(list(run.files.values()), run.levels)
+    assert steps.terms.step_index[:3].tolist() == [[0, 1], [1, 2], [2, 3]]

@@ -14,6 +14,7 @@ from flowcorr.data import load_prompts
 from flowcorr.diagnostics.doctor.replayed.stack import Stack
 from flowcorr.diagnostics.doctor.replayed.verdicts import Verdict
 from flowcorr.dumps.replay import ReplaySamples
+from flowcorr.errors import BackendError, BatchError
 from flowcorr.models import ModelFamily
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward, score_batch
@@ -181,11 +182,21 @@ def examine_reward(samples: ReplaySamples, config: Config | None, step: int) -> 
             "capture rewards" if rewards is None else "give --model a recipe, whose reward scores the images"
         )
         return Verdict(part="reward", status="SKIP", step=step, message="cannot tell", remedy=wanted)
-    known = {prompt.text: prompt for prompt in load_prompts(config.data).train}
+    data = load_prompts(config.data)
+    known = {prompt.text: prompt for prompt in (*data.heldout, *data.train)}
+    unknown = [text for text in samples.prompts if text not in known]
     prompts = [known.get(text, Prompt(text=text)) for text in samples.prompts]
     reward = build_reward(config.reward.terms, timeout=config.reward.timeout)
     assert isinstance(samples.images, Tensor)
-    again, _ = score_batch(reward, samples.images.numpy(), prompts)
+    try:
+        if unknown and any(term.tags for term in config.reward.terms):
+            raise BatchError(f"the recipe's data has no prompt {unknown[0]!r}, whose tag chooses the rewards")
+        again, _ = score_batch(reward, samples.images.numpy(), prompts)
+    except (BatchError, BackendError) as error:
+        remedy = "give --model the recipe and the prompts that the run had"
+        return Verdict(
+            part="reward", status="SKIP", step=step, message=f"cannot tell: {error}", remedy=remedy
+        )
     spread = float(np.nanstd([*rewards.tolist(), *again.scores])) or 1.0
     gaps = np.abs(again.scores - rewards.double().numpy()) / spread / _REWARD_LIMIT
     agrees = bool((gaps <= 1).all())

@@ -191,7 +191,7 @@ class Legs:
         if self.convention is None:
             # Without log-probs there is the spread of noise, of which chance explains more.
             limit = 2 * self._limits + _NOISE_ERRORS * (2 / self._elements) ** 0.5
-            return ((square - 1).abs() / limit).amax(1)
+            return ((square - 1).abs() / limit).nan_to_num(_BEYOND, posinf=_BEYOND).amax(1)
         return self._gap(self.convention, square, std)
 
     def _gap(self, convention: Convention, square: Tensor, std: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ def examine_noise(stack: Stack, legs: Legs, step: int, earlier: Mapping[int, Rep
         )
     size = flat.numel()
     mean, std = float(flat.mean()), float(flat.std())
-    if abs(mean) > _ERRORS / math.sqrt(size) or abs(std - 1) > _ERRORS / math.sqrt(2 * size):
+    if not (abs(mean) <= _ERRORS / math.sqrt(size) and abs(std - 1) <= _ERRORS / math.sqrt(2 * size)):
         return failed(
             "noise_scale", "the initial noise is not standard normal", f"mean {mean:.3g}, std {std:.4g}"
         )

@@ -1,8 +1,10 @@
 """Images and rewards of captured samples."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from flowcorr.config import load
@@ -59,3 +61,18 @@ def test_a_reward_again(stack_of):
     swapped = replace(samples, rewards=right.rewards.flip(0))
     assert examine_reward(swapped, config, 0).status == "WARN"
     assert examine_reward(right, None, 0).remedy.startswith("give --model a recipe")
+
+
+@pytest.mark.parametrize(
+    ("terms", "reason"),
+    [
+        ("[{name: ocr}]", "cannot tell: .*target"),
+        ("[{name: jpeg_compressibility, tags: [colors]}]", "cannot tell: the recipe's data has no prompt"),
+    ],
+)
+def test_a_prompt_that_the_recipe_lacks_cannot_be_scored(stack_of, terms, reason):
+    config = load("tiny_jpeg_lora", [f"reward.terms={terms}", "trainer.best_metric=eval/reward"])
+    samples = replace(stack_of().samples, rewards=torch.zeros(4))
+    found = examine_reward(samples, config, 0)
+    assert found.status == "SKIP"
+    assert re.match(reason, found.message)

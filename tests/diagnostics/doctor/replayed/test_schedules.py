@@ -67,3 +67,10 @@ def test_samples_of_one_prompt_may_share_their_noise(stack_of, captured):
 def test_noise_that_is_not_standard_normal(stack_of, captured):
     found = noise_verdict(stack_of(initial_noise=captured["initial_noise"] * 1.3))
     assert (found.cause, found.status) == ("noise_scale", "FAIL")
+
+
+def test_noise_that_is_not_a_number_is_no_noise(stack_of, captured):
+    broken = captured["initial_noise"].clone()
+    broken[1, 0, 0, 0] = torch.nan
+    found = noise_verdict(stack_of(initial_noise=broken))
+    assert (found.cause, found.status) == ("noise_scale", "FAIL")
