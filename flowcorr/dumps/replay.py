@@ -103,6 +103,8 @@ class ReplaySamples:
 
     def __post_init__(self) -> None:
         count = min(COUNT, len(self.prompts))
+        if not count:
+            raise BatchError("flowcorr.ReplaySamples: prompts is empty; give one a sample")
         changed: dict[str, Any] = {"prompts": tuple(map(str, self.prompts[:count]))}
         for name in (*_BY_SAMPLE, "sigmas", "timesteps", "step_indices"):
             value = getattr(self, name)
@@ -237,8 +239,8 @@ def _problem_of_plain(name: str, value: object) -> str:
 
 def _problem(samples: ReplaySamples) -> str:
     """The first problem of what it was given, in words; empty if there is none."""
-    for name in _PLAIN.keys() - {"prompts"}:
-        value = getattr(samples, name)
+    for name in _PLAIN:
+        value = list(samples.prompts) if name == "prompts" else getattr(samples, name)
         if value is not None and (problem := _problem_of_plain(name, value)):
             return problem
     if bool(samples.adapter) != (samples.adapter_alpha is not None):

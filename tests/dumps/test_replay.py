@@ -92,6 +92,8 @@ def test_all_steps_are_the_window_where_no_place_is_given():
         ),
         ({"rewards": torch.zeros(6, 2)}, "rewards has shape"),
         ({"rewards": 1.0}, "rewards is one number"),
+        ({"prompts": []}, "prompts is empty; give one a sample"),
+        ({"prompts": ["x" * 20_001] * 6}, "must be texts of at most 20000 characters"),
         ({"log_probs": torch.zeros(6, 3)}, "log_probs has shape"),
         ({"next_latents": None}, "latents and next_latents belong together"),
         ({"adapter_alpha": None}, "adapter and adapter_alpha"),
