@@ -25,3 +25,13 @@ def test_errors_travel_from_workers_as_they_are(error):
 
 def test_control_characters_are_escaped():
     assert errors.printable("a\x1b[31m\nb\udcff ä") == "a\\x1b[31m\\nb\\udcff ä"
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [("actor.lrr", " (did you mean actor.lr?)"), ("actor.zzz", ""), ("acto.lr", " (did you mean actor.lr?)")],
+)
+def test_what_all_choices_begin_with_makes_none_alike(value, hint):
+    assert errors.unknown_choice("key", value, ["actor.lr", "actor.ema"]).startswith(
+        f"key={value!r} is unknown{hint}; choose from actor.lr, actor.ema"
+    )
