@@ -74,7 +74,7 @@ def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:
     """Message for a value that is not among `choices`, with the nearest one."""
     names, text = list(choices), str(value)
     section = text.rpartition(".")[0] + "."
-    start = len(section) if all(name.startswith(section) for name in names) else 0  # makes none alike
+    start = len(section) if all(name.startswith(section) for name in names) else 0  # alike in all
     near = difflib.get_close_matches(text[start:], [name[start:] for name in names], n=1)
     hint = f" (did you mean {text[:start]}{near[0]}?)" if near else ""
     return f"{key}={value!r} is unknown{hint}; choose from {', '.join(names)}"

@@ -36,10 +36,10 @@ def check(config: Config) -> None:
 
 
 def warn(config: Config) -> None:
-    """Warn of what can be meant and seldom is.
+    """Warn of keys without effect, and of weights that are rounded too coarsely.
 
     Warns:
-        UserWarning: a key that differs from its default and has no effect, or weights that are rounded too coarsely.
+        UserWarning: one for each such key that differs from its default, and for such weights.
     """
     _warn_of_rough_weights(config)
     default = Config()

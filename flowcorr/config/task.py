@@ -76,6 +76,11 @@ class RewardConfig:
         return self.gold if self.gold_every == "step" else ()
 
     @property
+    def step_terms(self) -> tuple[RewardTerm, ...]:
+        """All rewards that are scored at every training step."""
+        return (*self.terms, *self.step_gold)
+
+    @property
     def evaluation_gold(self) -> tuple[RewardTerm, ...]:
         """The gold rewards that only evaluations score, always in the trainer's process."""
         return self.gold if self.gold_every == "evaluation" else ()

@@ -429,6 +429,6 @@ def _of_rewards(terms: DumpedTerms) -> Metrics:
             )
             for start, reduce in ((torch.inf, "amin"), (-torch.inf, "amax"))
         )
-        spread = low < high  # not where fewer than two samples have a score
-        stats["reward/zero_std_group_fraction"] = mean(int((~spread).sum()), len(ids))
+        varied = low < high  # not where fewer than two samples have a score
+        stats["reward/zero_std_group_fraction"] = mean(int((~varied).sum()), len(ids))
     return Metrics.from_stats(stats)

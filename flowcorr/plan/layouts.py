@@ -241,7 +241,7 @@ def _order(made: PlannedLayout) -> tuple[bool, float]:
 
 def _reward_overrides(config: Config, cores: int) -> tuple[str, ...]:
     """OCR runs in Ray workers on all cores, unless a reward on the GPU stands beside it."""
-    scored = (*config.reward.terms, *config.reward.step_gold)
+    scored = config.reward.step_terms
     on_gpu = any(computes_on_gpu(term) for term in scored)
     if on_gpu or "ocr" not in {term.name for term in scored}:
         return ()

@@ -121,14 +121,13 @@ def merging(rank: Rank, gpu: Gpu, utilisation: Utilisation) -> Merging | None:
 def _host_rewards(rank: Rank, *, beside: float) -> list[Phase]:
     """Phases of the rewards beside the trainer's GPU; `beside` are the seconds of other work that they overlap with."""
     config = rank.config.reward
-    scored = (*config.terms, *config.step_gold)
-    overlaps = all(states(term, "overlaps") for term in scored)
+    overlaps = all(states(term, "overlaps") for term in config.step_terms)
     follows = config.placement == "ray" == rank.config.rollout.placement
     if not (follows or config.placement == "thread" or (config.placement == "auto" and overlaps)):
         beside = 0.0
     share = rank.ranks / config.num_workers if config.placement == "ray" else 1
     found = []
-    for term in scored:
+    for term in config.step_terms:
         if computes_on_gpu(term) and config.placement != "ray":
             continue
         known = term.name == "ocr" and bool(term.options.get("detect"))

@@ -82,7 +82,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
     micro_batch = passes_of(one_optimizer_step(config)).samples
     reward = config.reward
-    in_trainer = () if reward.placement == "ray" else (*reward.terms, *reward.step_gold)
+    in_trainer = () if reward.placement == "ray" else reward.step_terms
     trained = computed(config, ranks)
     training = measure_training(trained, architecture)
     text, offloaded_text = (

@@ -313,7 +313,7 @@ def check_prompts(reward: RewardConfig, train: Sequence[Prompt], heldout: Sequen
         ConfigError: a reward does not fit a prompt; see `check_tags` and `check_targets`.
     """
     check_tags(reward.terms, reward.gold, (*train, *heldout))
-    check_targets((*reward.terms, *reward.step_gold), (*train, *heldout))
+    check_targets(reward.step_terms, (*train, *heldout))
     check_targets(reward.gold, heldout)
 
 

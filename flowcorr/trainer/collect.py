@@ -119,7 +119,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
 
 
 def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
-    """Check the trajectories to their ends: a non-finite one is decoded to an arbitrary image, which has a reward.
+    """Check the latents of the window and the final ones: not finite, they would be an arbitrary image with a reward.
 
     Raises:
         BatchError: latents are not finite; the message names the first such sample.

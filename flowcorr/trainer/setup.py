@@ -153,7 +153,7 @@ def _check_worker_gpus(config: Config) -> None:
             f"rollout.worker_resources={{num_gpus: {num_gpus(rollout.engine)}}}"
         )
     if reward.placement == "ray" and not reward.worker_resources.get("num_gpus"):
-        for term in (*reward.terms, *reward.step_gold):
+        for term in reward.step_terms:
             if computes_on_gpu(term):
                 warnings.warn(
                     f"reward.worker_resources={dict(reward.worker_resources)} leaves {term.name} on a CPU; set "

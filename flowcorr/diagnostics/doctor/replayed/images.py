@@ -177,26 +177,30 @@ def _without_scaling(family: ModelFamily) -> Iterator[bool]:
 def examine_reward(samples: ReplaySamples, config: Config | None, step: int) -> Verdict:
     """Whether the recipe's reward gives the captured images their scores again."""
     rewards = samples.tensors().get("rewards")
-    if rewards is None or config is None:
-        wanted = (
-            "capture rewards" if rewards is None else "give --model a recipe, whose reward scores the images"
-        )
-        return Verdict(part="reward", status="SKIP", step=step, message="cannot tell", remedy=wanted)
+
+    def unknown(remedy: str, reason: str = "") -> Verdict:
+        message = f"cannot tell: {reason}" if reason else "cannot tell"
+        return Verdict(part="reward", status="SKIP", step=step, message=message, remedy=remedy)
+
+    if rewards is None:
+        return unknown("capture rewards")
+    if config is None:
+        return unknown("give --model a recipe, whose reward scores the images")
     data = load_prompts(config.data)
     known = {prompt.text: prompt for prompt in (*data.heldout, *data.train)}
-    unknown = [text for text in samples.prompts if text not in known]
+    others = [text for text in samples.prompts if text not in known]
+    remedy = "give --model the recipe and the prompts that the run had"
+    if others and any(term.tags for term in config.reward.terms):
+        return unknown(
+            remedy, f"the recipe's data has no prompt {others[0]!r}, whose tag chooses the rewards"
+        )
     prompts = [known.get(text, Prompt(text=text)) for text in samples.prompts]
     reward = build_reward(config.reward.terms, timeout=config.reward.timeout)
     assert isinstance(samples.images, Tensor)
     try:
-        if unknown and any(term.tags for term in config.reward.terms):
-            raise BatchError(f"the recipe's data has no prompt {unknown[0]!r}, whose tag chooses the rewards")
         again, _ = score_batch(reward, samples.images.numpy(), prompts)
     except (BatchError, BackendError) as error:
-        remedy = "give --model the recipe and the prompts that the run had"
-        return Verdict(
-            part="reward", status="SKIP", step=step, message=f"cannot tell: {error}", remedy=remedy
-        )
+        return unknown(remedy, str(error))
     spread = float(np.nanstd([*rewards.tolist(), *again.scores])) or 1.0
     gaps = np.abs(again.scores - rewards.double().numpy()) / spread / _REWARD_LIMIT
     agrees = bool((gaps <= 1).all())

@@ -191,7 +191,7 @@ class Legs:
         if self.convention is None:
             # Without log-probs there is the spread of noise, of which chance explains more.
             limit = 2 * self._limits + _NOISE_ERRORS * (2 / self._elements) ** 0.5
-            return ((square - 1).abs() / limit).nan_to_num(_BEYOND, posinf=_BEYOND).amax(1)
+            return _in_limits((square - 1).abs(), limit).amax(1)
         return self._gap(self.convention, square, std)
 
     def _gap(self, convention: Convention, square: Tensor, std: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class Legs:
         scale = self._elements if convention.summed else 1
         gap = (self._claimed - convention.of(square, std, self._elements)).abs() / scale
         rounding = _ULP * self._claimed.abs() / scale
-        return (gap / (self._limits + rounding)).nan_to_num(_BEYOND, posinf=_BEYOND).amax(1)
+        return _in_limits(gap, self._limits + rounding).amax(1)
 
     def _path(self, leg: LegName, inputs: Inputs) -> Tensor:
         """Distance of a replayed way from the captured one, as a share of the way, in limits."""
@@ -233,7 +233,12 @@ class Legs:
         error = _PATH_FACTOR * min(self._stack.velocity_error, 1 / (2 * _PATH_FACTOR))
         has_steps = any(len(indices) for *_, indices in parts)
         limit = error * way * has_steps + (2 * self._stored + 16 * _ULP) * size
-        return (gap / limit).nan_to_num(_BEYOND, posinf=_BEYOND)
+        return _in_limits(gap, limit)
+
+
+def _in_limits(gap: Tensor, limit: Tensor | float) -> Tensor:
+    """`gap / limit`, and `_BEYOND` where that is not finite."""
+    return (gap / limit).nan_to_num(_BEYOND, posinf=_BEYOND)
 
 
 def _rounding_of(value: Tensor) -> float:
