@@ -36,7 +36,7 @@ def test_bfloat16(start, family):
     stack = start(family, dtype="bfloat16")
     rollout = stack.sample()
     assert rollout.window.latents.dtype == rollout.log_probs.dtype == torch.float32
-    assert stack.mismatch(rollout).mean() <= 6e-5  # up to 2.7e-5 on the CPUs that were tried
+    assert stack.mismatch(rollout).mean() <= 6e-5  # a missed sync of `stir` makes 1.4e-4
     assert rollout.window.timesteps.float().equal(
         torch.tensor(stack.engine.plan.schedule.timesteps)[rollout.window.step_indices]
     )
