@@ -153,7 +153,7 @@ _TRANSLATE = """\
 Translate the configuration of another trainer into a recipe and print it. Comments name the source of each line, the
 defaults that differ, the keys without an equivalent in flowcorr, and differences in the maths. The source is read, not
 executed, and neither is your environment. An error says why a configuration cannot be read, or why flowcorr cannot run
-it. Overrides are in the other trainer's keys.
+it. Overrides are in the other trainer's keys; one from which no line of the recipe follows is a warning.
 
   verl-omni      a shell script that runs verl_omni.trainer.main_diffusion, or the YAML that Hydra saved with a run
   flow_grpo      FILE.py:NAME, a function of a Python file that returns a configuration
@@ -282,7 +282,7 @@ def build_parser() -> argparse.ArgumentParser:
         subparsers, "audit", "measure the rollout gap and advise on its correction", _AUDIT, commands.audit
     )
     _add_recipe(audit, "a YAML file, the name of a shipped recipe, or a folder of dumped steps")
-    audit.add_argument("--batches", type=int, default=2, metavar="N", help="rollout batches (default: 2)")
+    audit.add_argument("--batches", type=int, metavar="N", help="rollout batches of a recipe (default: 2)")
     audit.add_argument(
         "--out",
         metavar="DIR",

@@ -106,6 +106,8 @@ def doctor(arguments: argparse.Namespace) -> int:
             f"--model {arguments.model} has no effect on a recipe, which names its model; leave it out, or give a "
             "folder of dumped steps"
         )
+    if arguments.drill and arguments.json:
+        raise ConfigError("--json has no effect on --drill, which prints a table; leave one of the two out")
     config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     if arguments.drill:
@@ -163,6 +165,7 @@ def audit(arguments: argparse.Namespace) -> int:
     from flowcorr.diagnostics.audit import audit as measure
     from flowcorr.diagnostics.audit import page
     from flowcorr.diagnostics.audit.dumped import audit_folder
+    from flowcorr.diagnostics.audit.measure import NUM_BATCHES
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
@@ -174,6 +177,10 @@ def audit(arguments: argparse.Namespace) -> int:
                 f"{arguments.recipe} is a folder of dumped steps, so {arguments.overrides[0]} has no effect; leave it "
                 "out, or give a recipe instead of the folder"
             )
+        if arguments.batches is not None:
+            raise ConfigError(
+                f"--batches {arguments.batches} has no effect on a folder, whose steps are all read; leave it out"
+            )
         report = audit_folder(Path(arguments.recipe), allow_imports=_allowed(arguments))
     elif arguments.allow_import:
         raise ConfigError(
@@ -183,7 +190,8 @@ def audit(arguments: argparse.Namespace) -> int:
     else:
         config = _checked(arguments)
         check_this_gpu(arguments.recipe, arguments.overrides, config)
-        report = measure(config, num_batches=arguments.batches)
+        batches = NUM_BATCHES if arguments.batches is None else arguments.batches
+        report = measure(config, num_batches=batches)
     title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
     out_dir = out_dir or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
     files = page.save(report, out_dir, title=title)
@@ -219,7 +227,7 @@ def lab(arguments: argparse.Namespace) -> int:
     report = replay_run(
         run_dir,
         presets=[] if arguments.presets == "all" else [name.strip() for name in arguments.presets.split(",")],
-        scales=parse_scales(arguments.scales) if arguments.scales else [],
+        scales=[] if arguments.scales is None else parse_scales(arguments.scales),
         allow_imports=_allowed(arguments),
     )
     files = page.save(report, out_dir)

@@ -89,7 +89,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if Path(arguments.recipe).is_dir():
         return _measured_run(arguments)
     find_own_code()
-    gpu = arguments.gpu or DEFAULT_GPU
+    gpu = DEFAULT_GPU if arguments.gpu is None else arguments.gpu
     if arguments.gpus is not None:
         return _plan_layouts(arguments, gpu)
     config = load(arguments.recipe, arguments.overrides)

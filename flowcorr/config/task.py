@@ -50,7 +50,8 @@ class RewardConfig:
             sum rises and they fall, the policy exploits the reward.
         gold_every: score the gold rewards at every training `step` and evaluation, or at every `evaluation` alone, as
             pays for a slow one; the trainer's process then computes them.
-        on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out.
+        on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out, and
+            of an evaluation the image.
         placement: `local` scores all images of a step in one call; `thread` scores images as they come, in a thread
             beside sampling and the recomputation of old log-probs; `ray` does so in workers. These two score a few
             images at a time, not all of a step together. `auto` takes `thread` where all rewards say that they may, as
@@ -89,6 +90,11 @@ class RewardConfig:
         check_workers("reward", self.num_workers, self.worker_resources, self.timeout)
         if not self.terms:
             raise ConfigError("reward.terms=[] scores nothing; give at least one, such as [{name: ocr}]")
+        if not any(term.weight for term in self.terms):
+            names = ", ".join(term.name for term in self.terms)
+            raise ConfigError(
+                f"reward.terms[].weight=0 of all terms ({names}) trains on nothing; give one of them another"
+            )
         for term in self.gold:
             if term.weight != 1 or term.normalize != "none":
                 raise ConfigError(

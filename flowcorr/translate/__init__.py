@@ -15,20 +15,18 @@ from flowcorr.config.text_file import read_text
 from flowcorr.errors import ConfigError
 from flowcorr.plan.preflight import check_settings
 from flowcorr.translate import flow_factory, flow_grpo, verl_omni
-from flowcorr.translate.hydra import check_defaults, flat, read_override, resolved
+from flowcorr.translate.hydra import check_defaults, flat, read_overrides, resolved
 from flowcorr.translate.python_config import read_config, read_functions
 from flowcorr.translate.recipe import recipe_text
 from flowcorr.translate.shell import read_command
-from flowcorr.translate.table import Table, check_required, translate_values
+from flowcorr.translate.table import Table, Translation, check_required, translate_values
 from flowcorr.translate.trainers import other_trainer
 from flowcorr.translate.unread import Unread
-from flowcorr.translate.verl_omni_defaults import ACTOR, OF_A_FILE, REWARD, REWARDS
+from flowcorr.translate.verl_omni_defaults import OF_A_FILE
 
 __all__ = ["translate"]
 
 _MODULE = "verl_omni.trainer.main_"
-_REWARDS = (f"{REWARD}.", f"{REWARDS}.")
-_SECTIONS = (REWARDS, f"{REWARD}.reward_kwargs", f"{ACTOR}.optim.override_optimizer_config")
 
 
 def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = None) -> str:
@@ -38,6 +36,8 @@ def translate(source: str, overrides: Sequence[str] = (), *, gpus: int | None = 
         source: a shell script or Hydra YAML of verl-omni, a YAML of Flow-Factory, or `FILE.py:FUNCTION` of flow_grpo.
         overrides: more overrides, `dotted.key=value`.
         gpus: number of GPUs of a flow_grpo run, if its file does not define `gpu_number`.
+
+    Warns of each override from which no line of the recipe follows.
 
     Raises:
         ConfigError: the file cannot be read, or flowcorr cannot run its configuration; the message says why.
@@ -78,12 +78,14 @@ def _of_flow_grpo(path: Path, function: str, overrides: Sequence[str], gpus: int
         names = ", ".join(read_functions(path))
         raise ConfigError(f"choose one of its configurations, as {path}:NAME; it has {names}")
     config, names_there = read_config(path, function)
-    given = dict(flat(config, keep=("reward_fn",)))
-    given |= {key.removeprefix("config."): value for key, value in map(read_override, overrides)}
+    table = flow_grpo.TABLE
+    keep = (*table.sections, *(f"config.{section}" for section in table.sections))
+    changed = {key.removeprefix("config."): value for key, value in read_overrides(overrides, keep).items()}
+    given = dict(flat(config, table.sections)) | changed
     given["gpus"] = names_there.get("gpu_number") if gpus is None else gpus
     script = flow_grpo.as_script(given, function)
-    translation = translate_values({**given, flow_grpo.SCRIPT: script}, flow_grpo.TABLE)
-    return recipe_text(translation, f"{path.name}:{function} (flow_grpo, as scripts/{script} runs it)")
+    origin = f"{path.name}:{function} ({table.name}, as scripts/{script} runs it)"
+    return _recipe({**given, flow_grpo.SCRIPT: script}, table, origin, changed)
 
 
 def _of_yaml(path: Path, overrides: Sequence[str]) -> str:
@@ -94,19 +96,21 @@ def _of_yaml(path: Path, overrides: Sequence[str]) -> str:
     if _is_recipe(config):
         raise ConfigError("it is a flowcorr recipe already; flowcorr train takes it")
     model, train = config.get("model"), config.get("train")
-    given_there = dict(map(read_override, overrides))
     if isinstance(train, dict) and isinstance(model, dict) and "model_name_or_path" in model:
-        given = {**dict(flat(config, keep=("rewards", "eval_rewards"))), **given_there}
-        return _recipe(given, flow_factory.TABLE, path)
+        table = flow_factory.TABLE
+        changed = read_overrides(overrides, table.sections)
+        given = dict(flat(config, table.sections)) | changed
+        return _recipe(given, table, f"{path.name} ({table.name})", changed)
     known = {key.partition(".")[0] for key in verl_omni.TABLE.defaults}
     if not names & known:
         raise ConfigError(
             f"it holds no key of verl-omni or Flow-Factory (it has: {', '.join(sorted(names))})"
         )
     check_defaults(config)
-    given = {**dict(flat(config, keep=_SECTIONS)), **given_there}
-    check_required(given, OF_A_FILE, "verl-omni's diffusion trainer")
-    return _of_verl_omni(given, path)
+    given = dict(flat(config, verl_omni.TABLE.sections))
+    changed = read_overrides(overrides, verl_omni.TABLE.sections)
+    check_required({**given, **changed}, OF_A_FILE, "verl-omni's diffusion trainer")
+    return _of_verl_omni(given, path, changed)
 
 
 def _is_recipe(config: Mapping[str, Any]) -> bool:
@@ -123,21 +127,47 @@ def _of_script(path: Path, overrides: Sequence[str]) -> str:
     if _MODULE not in text and (reason := other_trainer(text)):
         raise ConfigError(reason)
     command = read_command(text, _MODULE)
-    given = {"main": command.module} | dict(map(read_override, (*command.words, *overrides)))
-    return _of_verl_omni(given, path, command.not_read)
+    sections = verl_omni.TABLE.sections
+    given = {"main": command.module} | read_overrides(command.words, sections)
+    return _of_verl_omni(given, path, read_overrides(overrides, sections), command.not_read)
 
 
-def _of_verl_omni(given: Mapping[str, Any], path: Path, not_read: Sequence[str] = ()) -> str:
+def _of_verl_omni(
+    given: Mapping[str, Any], path: Path, changed: Mapping[str, Any], not_read: Sequence[str] = ()
+) -> str:
     values = {
-        key: _file_name(value) if key.endswith(".path") else value for key, value in resolved(given).items()
+        key: _file_name(value) if key.endswith(".path") else value
+        for key, value in resolved({**given, **changed}).items()
     }
-    for section in _SECTIONS:
-        values = _gathered(values, section)
-    return _recipe(values, verl_omni.TABLE, path, not_read)
+    table = verl_omni.TABLE
+    return _recipe(values, table, f"{path.name} ({table.name})", changed, not_read)
 
 
-def _recipe(given: Mapping[str, Any], table: Table, path: Path, not_read: Sequence[str] = ()) -> str:
-    return recipe_text(translate_values(given, table), f"{path.name} ({table.name})", not_read)
+def _recipe(
+    given: Mapping[str, Any],
+    table: Table,
+    origin: str,
+    changed: Mapping[str, Any],
+    not_read: Sequence[str] = (),
+) -> str:
+    """The recipe of the `given` values, among them those that overrides `changed`."""
+    for section in table.sections:
+        given = _gathered(given, section)
+    translation = translate_values(given, table)
+    _warn_of_overrides(changed, translation, table)
+    return recipe_text(translation, origin, not_read)
+
+
+def _warn_of_overrides(changed: Mapping[str, Any], translation: Translation, table: Table) -> None:
+    """Warn of each override from which no line of the recipe follows: its key may be mistyped."""
+    for key, value in changed.items():
+        whole = next((section for section in table.sections if key.startswith(f"{section}.")), key)
+        if whole not in translation.sources:
+            warnings.warn(
+                f"no line of the recipe follows from {key}={value}; check the key, and the recipe's last comments",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def _file_name(value: Any) -> Any:
@@ -155,6 +185,8 @@ def _gathered(given: Mapping[str, Any], section: str) -> dict[str, Any]:
         for part in sections:
             place = place.setdefault(part, {}) if isinstance(place, dict) else None
         if not isinstance(place, dict):
-            raise ConfigError(f"{key}={given[key]} lies in {section}, which must be a section of keys")
+            raise ConfigError(
+                f"{key}={given[key]} lies in {section}, which is no section of keys; give all of {section} instead"
+            )
         place[name] = given[key]
     return rest

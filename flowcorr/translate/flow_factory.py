@@ -22,10 +22,12 @@ from flowcorr.translate.flow_factory_values import (
     prompts,
     prompts_file,
     reward_functions,
+    sigmas_note,
     size,
     targets,
     tokens,
     trackers,
+    trackers_note,
     updates,
     weights_dtype,
     window_range,
@@ -34,6 +36,7 @@ from flowcorr.translate.flow_factory_values import (
 from flowcorr.translate.table import Get, Row, Table, same
 
 _ALL_PROMPTS = 100_000
+_WIDTH = "Flow-Factory uses the width of the resolution, whatever it says"
 
 
 def _guidance(key: str) -> Row:
@@ -66,8 +69,18 @@ ROWS = (
     Row(key="model.max_sequence_length", value=tokens),
     Row(
         key="model.lora.rank",
-        value=lambda get: get("model.lora_rank") if adapted(get) else 0,
+        value=lambda get: get("model.lora_rank") if adapted(get) else None,
         sources=("model.lora_rank", "model.finetune_type"),
+    ),
+    Row(
+        key="model.lora.rank",
+        value=lambda get: None if adapted(get) else 0,
+        sources=("model.finetune_type", "model.target_modules"),
+        note=lambda get: (
+            ""
+            if get("model.target_modules") == "all"
+            else f"there only weights whose names contain one of {get('model.target_modules')}; here all weights"
+        ),
     ),
     Row(
         key="model.lora.alpha",
@@ -101,7 +114,7 @@ ROWS = (
         note="its cps log-probs lack 1 / (2 s^2)",
     ),
     same("scheduler.noise_level", "sampling.noise_level"),
-    same("train.num_inference_steps", "sampling.num_inference_steps"),
+    same("train.num_inference_steps", "sampling.num_inference_steps", sigmas_note),
     Row(key="sampling.sde_window_size", value=window_size, sources=("scheduler.num_sde_steps",)),
     Row(
         key="sampling.sde_window_range",
@@ -124,7 +137,7 @@ ROWS = (
     Row(
         key="sampling.width",
         value=lambda get: size(get, "train", 1),
-        sources=("train.resolution", "train.width"),
+        sources=("train.resolution",),
     ),
     Row(
         key="rollout.dtype",
@@ -244,7 +257,7 @@ ROWS = (
     ),
     same("train.seed", "trainer.seed"),
     same("eval.eval_freq", "trainer.eval_every", "epochs"),
-    same("eval.num_inference_steps", "trainer.eval_num_inference_steps"),
+    same("eval.num_inference_steps", "trainer.eval_num_inference_steps", sigmas_note),
     Row(
         key="trainer.eval_height",
         value=lambda get: size(get, "eval", 0),
@@ -253,7 +266,7 @@ ROWS = (
     Row(
         key="trainer.eval_width",
         value=lambda get: size(get, "eval", 1),
-        sources=("eval.resolution", "eval.width"),
+        sources=("eval.resolution",),
     ),
     Row(
         key="trainer.save_every",
@@ -261,10 +274,17 @@ ROWS = (
         sources=("log.save_freq",),
         note=lambda get: "epochs" if get("log.save_freq") > 0 else "never there; the last step here",
     ),
-    Row(key="trainer.trackers", value=trackers, sources=("log.logging_backend", "logging_backend")),
+    Row(
+        key="trainer.trackers",
+        value=trackers,
+        sources=("log.logging_backend", "logging_backend"),
+        note=trackers_note,
+    ),
 )
 
 NO_PLACE = {
+    "train.width": _WIDTH,
+    "eval.width": _WIDTH,
     "eval.guidance_scale": "evaluations use the guidance of sampling",
     "eval.*": "evaluations are deterministic: one image per prompt",
     "scheduler.seed": "windows are drawn from trainer.seed",
@@ -296,6 +316,7 @@ TABLE = Table(
     defaults=DEFAULTS,
     kinds=KINDS,
     required=REQUIRED,
+    sections=("rewards", "eval_rewards"),
     rows=ROWS,
     no_place=NO_PLACE,
     differences=DIFFERENCES,

@@ -65,6 +65,8 @@ def refuse(get: Get) -> str:
 
 def _refuse_weights(get: Get) -> str:
     if adapted(get):
+        if get("model.lora_rank") < 1:
+            return f"model.lora_rank={get('model.lora_rank')} makes no adapter; use at least 1, or finetune_type=full"
         if get("model.target_modules") == "all":
             return "model.target_modules=all adapts every linear layer; name the layers in a list"
         return ""

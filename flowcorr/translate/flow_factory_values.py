@@ -35,7 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "train.trainer_type": "grpo",
     "train.resolution": 512,
     "train.height": None,
-    "train.width": None,
     "train.max_epochs": None,
     "train.per_device_batch_size": 1,
     "train.gradient_step_per_epoch": 2,
@@ -68,7 +67,6 @@ DEFAULTS: dict[str, Any] = {
     "scheduler.train_steps": None,
     "eval.resolution": 1024,
     "eval.height": None,
-    "eval.width": None,
     "eval.num_inference_steps": 30,
     "eval.eval_freq": 10,
     "log.save_freq": 10,
@@ -87,7 +85,6 @@ KINDS: dict[str, type] = {
     "model.attn_backend": str,
     "train.resolution": object,  # a number, or a list of one or two
     "train.height": int,
-    "train.width": int,
     "train.max_epochs": int,
     "train.gradient_accumulation_steps": object,  # a number, or `auto`
     "train.clip_range": object,  # a number, or a pair
@@ -96,7 +93,6 @@ KINDS: dict[str, type] = {
     "scheduler.sde_steps": list,
     "eval.resolution": object,
     "eval.height": int,
-    "eval.width": int,
     "log.logging_backend": str,
     "logging_backend": str,
 }
@@ -212,16 +208,26 @@ def tokens(get: Get) -> int:
     return _model(get).tokens
 
 
+def sigmas_note(get: Get) -> str:
+    """How its sigmas of a number of steps differ from those here."""
+    if family(get).name != "sd3":
+        return ""
+    return (
+        "its N sigmas are linspace(1, 1 / N, N), shifted; here those of diffusers' SD3 pipeline, which end lower: at "
+        "N = 10, 0.009 instead of 0.25"
+    )
+
+
 def guidance(get: Get) -> float:
     """The scale of guidance as it counts here."""
     return get("train.guidance_scale") + family(get).guidance_offset
 
 
 def size(get: Get, section: str, side: int) -> int:
-    """Height (side 0) or width (1) in pixels."""
-    own = get(f"{section}.{('height', 'width')[side]}")
-    if own is not None:
-        return own
+    """Height (side 0) or width (1) in pixels; the key of the height counts before the resolution."""
+    height = get(f"{section}.height")
+    if side == 0 and height is not None:
+        return height
     given = get(f"{section}.resolution")
     sides = given if isinstance(given, list) else [given]
     if not sides or not all(type(pixels) is int for pixels in sides):
@@ -361,5 +367,15 @@ def prompts_file(get: Get, split: str) -> str:
 
 def trackers(get: Get) -> list[str]:
     """The trackers that flowcorr has too."""
-    given = get("logging_backend") if get("log.logging_backend") is None else get("log.logging_backend")
-    return [name for name in _TRACKERS if name == given]
+    return [name for name in _TRACKERS if name == _tracker(get)]
+
+
+def trackers_note(get: Get) -> str:
+    """The tracker that it lacks."""
+    name = _tracker(get)
+    return "" if name in (None, "none", *_TRACKERS) else f"without {name}"
+
+
+def _tracker(get: Get) -> str | None:
+    given = get("log.logging_backend")
+    return get("logging_backend") if given is None else given

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily
 from flowcorr.translate import rewards
 from flowcorr.translate.families import family_of, not_known
@@ -69,6 +70,7 @@ DEFAULTS: dict[str, Any] = _BASE | {
     "train.lora_path": None,
 }
 KINDS: dict[str, type] = {"gpus": int, "sample.sde_window_range": list, "train.lora_path": str}
+_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _RANKS = {"sd3": 32, "flux": 64, "qwen_image": 64}
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 _LAYERS = {
@@ -140,7 +142,11 @@ def _noise_range(get: Get) -> list[int] | None:
 
 
 def _dtype(get: Get) -> str:
-    return {"fp16": "float16", "bf16": "bfloat16"}.get(get("mixed_precision"), "float32")
+    """The dtype that its script computes in; raises `ConfigError` for one that flowcorr does not have."""
+    name = get("mixed_precision")
+    if name not in _DTYPES:
+        raise ConfigError(unknown_choice("mixed_precision", name, _DTYPES))
+    return _DTYPES[name]
 
 
 def _weights_dtype(get: Get) -> str:
@@ -431,6 +437,7 @@ TABLE = Table(
     defaults=DEFAULTS,
     kinds=KINDS,
     required=tuple(_BASE),
+    sections=("reward_fn",),
     rows=ROWS,
     no_place=NO_PLACE,
     differences=DIFFERENCES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from flowcorr.config import yaml_text
@@ -57,6 +57,19 @@ def read_override(word: str | Unread) -> tuple[str, Any]:
         return key.lstrip("+"), yaml_text.parse(value)
     except ConfigError:
         return key.lstrip("+"), value
+
+
+def read_overrides(words: Iterable[str | Unread], keep: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values of overrides by their dotted keys; one of a whole section is an override of each key in it.
+
+    Args:
+        words: see `read_override`; the last of a key counts.
+        keep: sections that are a value of their own, as in `flat`.
+    """
+    given: dict[str, Any] = {}
+    for key, value in map(read_override, words):
+        given |= flat({key: value}, keep)
+    return given
 
 
 def resolved(given: Mapping[str, Any]) -> dict[str, Any]:

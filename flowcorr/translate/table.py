@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -47,6 +49,7 @@ class Table:
         defaults: default values of the keys that are read; a given value must be of the same type.
         kinds: types of keys where the default does not tell it; `object` is any.
         required: keys that every configuration of the trainer holds.
+        sections: keys that hold a section of names which the user chooses, read as a whole.
         rows: the keys that are translated.
         no_place: patterns of keys without an equivalent, with the reason; the first match counts.
         differences: differences in the maths that no configuration removes.
@@ -57,6 +60,7 @@ class Table:
     defaults: Mapping[str, Any]
     kinds: Mapping[str, type]
     required: Sequence[str]
+    sections: tuple[str, ...]
     rows: Sequence[Row]
     no_place: Mapping[str, str]
     differences: Sequence[str]
@@ -77,6 +81,7 @@ class Translation:
 
     Attributes:
         lines: the lines of the recipe, by dotted key.
+        sources: the other trainer's keys, given or not, from which these lines follow.
         no_line: given keys that are read, and are as they are here anyway, or without effect beside the others.
         no_place: given keys without an equivalent, by reason.
         unknown: given keys that are not in the table.
@@ -84,6 +89,7 @@ class Translation:
     """
 
     lines: Mapping[str, Line]
+    sources: AbstractSet[str]
     no_line: Sequence[str]
     no_place: Mapping[str, Sequence[str]]
     unknown: Sequence[str]
@@ -112,6 +118,7 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
         raise ConfigError(reason)
     ours = _flat({**to_mapping(Config()), **_CORRECTION})
     lines: dict[str, Line] = {}
+    sources: set[str] = set()
     for row in table.rows:
         value = row.value(get)
         there = [source for source in row.sources if source in given]
@@ -119,12 +126,12 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
             continue
         note = row.note if isinstance(row.note, str) else row.note(get)
         lines[row.key] = Line(value=value, comment=_comment(row, there, ours.get(row.key), table.name, note))
-    in_lines = {source for row in table.rows if row.key in lines for source in row.sources}
+        sources |= {*row.sources}
     no_line: list[str] = []
     no_place: dict[str, list[str]] = {}
     unknown: list[str] = []
     for key, value in given.items():
-        if key in in_lines:
+        if key in sources:
             continue
         why = next((text for pattern, text in table.no_place.items() if fnmatchcase(key, pattern)), None)
         if key in table.defaults:
@@ -134,7 +141,12 @@ def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
         else:
             no_place.setdefault(why, []).append(f"{key}={value}")
     return Translation(
-        lines=lines, no_line=no_line, no_place=no_place, unknown=unknown, differences=table.differences
+        lines=lines,
+        sources=sources,
+        no_line=no_line,
+        no_place=no_place,
+        unknown=unknown,
+        differences=table.differences,
     )
 
 
@@ -159,8 +171,10 @@ def _typed(key: str, value: Any, kind: type) -> Any:
     """A value as what its key needs: whole numbers for numbers, a list for the text of one.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: it is of another type, or a number that is not finite.
     """
+    if kind is float and type(value) is float and not math.isfinite(value):
+        raise ConfigError(f"{key}={value!r} must be a finite number")
     if kind in (object, type(value)):
         return value
     if kind is float and type(value) is int:

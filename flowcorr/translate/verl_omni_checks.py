@@ -33,6 +33,7 @@ LOSSES = {
     "flow_dppo": "flow_dppo",
 }
 _FAMILIES = ("sd3", "qwen_image")
+_SCHEDULES = ("constant", "cosine")
 _OF_SDE_STEPS = ("grpo_guard", "flow_dppo")
 _ONLY: dict[str, tuple[Any, ...]] = {
     f"{MODEL}.algorithm": tuple(LOSSES),
@@ -109,6 +110,10 @@ def _refuse_numbers(get: Get) -> str:
     if is_veomni(get) and get(schedule) != "constant":
         return (
             f"{schedule}={get(schedule)} falls otherwise with VeOmni than here; flowcorr translates constant"
+        )
+    if get(schedule) not in _SCHEDULES:
+        return (
+            f"{schedule}={get(schedule)} is none of verl-omni's schedules with FSDP: {', '.join(_SCHEDULES)}"
         )
     weights, computed = weights_dtype(get), f"{ACTOR}.fsdp_config.dtype"
     if not is_veomni(get) and dtype(get, computed) != weights and not computes_in_autocast(get):

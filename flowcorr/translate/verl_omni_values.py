@@ -164,11 +164,20 @@ def updates(get: Get) -> int:
 
 
 def warmup(get: Get) -> int:
-    """Optimizer updates of the warm-up: its learning rate changes once a training step."""
+    """Optimizer updates of the warm-up: its learning rate changes once a training step.
+
+    Without `lr_warmup_steps`, or with 0, the ratio of the training steps counts, rounded down.
+    """
     steps = get(f"{ACTOR}.optim.lr_warmup_steps")
-    if steps is None or steps < 0:
-        steps = round(get(f"{ACTOR}.optim.lr_warmup_steps_ratio") * get("trainer.total_training_steps"))
+    if steps <= 0:
+        steps = int(get(f"{ACTOR}.optim.lr_warmup_steps_ratio") * get("trainer.total_training_steps"))
     return steps * updates(get) * get(f"{ACTOR}.ppo_epochs")
+
+
+def grad_clip(get: Get) -> float:
+    """The largest norm of a gradient; the older of its two keys counts, if it is set."""
+    older = get(f"{ACTOR}.optim.grad_clip")
+    return get(f"{ACTOR}.optim.clip_grad") if older is None else older
 
 
 def advantage_std(get: Get) -> str:

@@ -99,6 +99,13 @@ def test_dumps_of_one_name_keep_their_own_audits(tmp_path, monkeypatch):
     assert found[1]["num_samples"] == 2 * found[0]["num_samples"]
 
 
+def test_a_folder_has_its_own_batches(tmp_path, capsys):
+    write_run(tmp_path / "dump", [terms_of()])
+    assert main(["audit", str(tmp_path / "dump"), "--batches", "99"]) == 2
+    assert "--batches 99 has no effect on a folder, whose steps are all read" in capsys.readouterr().err
+    assert not (tmp_path / "dump" / "audit.json").exists()
+
+
 def test_bad_batches(capsys):
     assert audit("--batches=0") == 2
     assert "--batches 0 measures nothing; use 1 or more" in capsys.readouterr().err

@@ -120,6 +120,15 @@ def test_a_planted_fault_is_shown_with_the_checks_that_name_it(capsys):
     assert "noise fails" in last
 
 
+def test_a_drill_prints_no_json(capsys):
+    assert doctor("--drill", "--json") == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (
+        "",
+        "flowcorr: error: --json has no effect on --drill, which prints a table; leave one of the two out\n",
+    )
+
+
 @pytest.mark.parametrize("option", [["--drill"], ["--plant", "noise_large"]])
 def test_faults_are_planted_in_stacks_and_not_in_a_dump(option, tmp_path, capsys):
     assert main(["doctor", str(tmp_path), *option]) == 2

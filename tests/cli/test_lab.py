@@ -85,6 +85,7 @@ def test_json_is_what_is_saved(run_dir, tmp_path, capsys):
     [
         (["--presets", "pg_iss"], "did you mean pg_is?"),
         (["--scales", "summ"], "did you mean sum?"),
+        (["--scales", ""], "--scales='' is unknown; choose from mean, sqrt, sum, a positive number"),
     ],
 )
 def test_mistakes_are_one_line(run_dir, arguments, message, capsys):

@@ -33,6 +33,7 @@ def test_plan_prints_json_and_nothing_else(capsys):
     ("options", "message"),
     [
         (["--gpu", "h100"], "did you mean"),
+        (["--gpu", ""], "--gpu='' is unknown"),
         (["--ranks", "0"], "at least 1"),
         (["--gpus", "8..2"], "must be a number of GPUs, or two"),
         (["--gpus", "many"], "must be a number of GPUs, or two"),

@@ -32,6 +32,11 @@ def test_rewards_that_cannot_be_summed():
         RewardTerm(name="ocr", weight=math.nan)
     with pytest.raises(ConfigError, match=r"reward\.terms=\[\] scores nothing; give at least one"):
         RewardConfig(terms=())
+    with pytest.raises(
+        ConfigError, match=r"^reward\.terms\[\]\.weight=0 of all terms \(ocr, b\) trains on nothing; give one"
+    ):
+        RewardConfig(terms=(RewardTerm(name="ocr", weight=0.0), RewardTerm(name="b", weight=0.0)))
+    RewardConfig(terms=(RewardTerm(name="ocr", weight=0.0), RewardTerm(name="b")))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

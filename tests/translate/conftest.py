@@ -20,6 +20,14 @@ def omni(tmp_path):
 
 
 @pytest.fixture
+def omni_script(tmp_path):
+    """The path of the script."""
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT.format(""), encoding="utf-8")
+    return str(script)
+
+
+@pytest.fixture
 def grpo(tmp_path):
     """A file of flow_grpo; its configuration is `get`."""
     path = tmp_path / "grpo.py"

@@ -88,7 +88,38 @@ def test_gdpo_normalizes_each_reward(factory):
 def test_all_weights_of_float32_are_computed_in_autocast(factory):
     found, text = factory(model__finetune_type="full", train__ema_decay=0.0)
     assert (found.model.lora.rank, found.model.dtype, found.actor.autocast) == (0, "float32", True)
-    assert "rank: 0  # model.lora_rank, model.finetune_type" in text
+    assert (
+        "rank: 0  # model.finetune_type, model.target_modules (there only weights whose names contain one of default; "
+        "here all weights)\n" in text
+    )
+    assert "#   model.lora_rank=32\n" in text  # without effect
+    _, text = factory(model__finetune_type="full", model__target_modules="all", train__ema_decay=0.0)
+    assert "rank: 0  # model.finetune_type, model.target_modules\n" in text
+
+
+def test_sigmas_of_sd3_are_spaced_otherwise(factory):
+    _, text = factory(train__num_inference_steps=10, eval__num_inference_steps=40)
+    assert (
+        "  num_inference_steps: 10  # train.num_inference_steps (its N sigmas are linspace(1, 1 / N, N)"
+        in text
+    )
+    assert "  eval_num_inference_steps: 40  # eval.num_inference_steps (its N sigmas are" in text
+    _, text = factory(model__model_name_or_path="black-forest-labs/FLUX.1-dev", model__model_type="flux1")
+    assert "its N sigmas" not in text
+
+
+def test_a_width_without_effect_is_named(factory):
+    found, text = factory(train__width=1024, eval__width=256)
+    assert (found.sampling.width, found.trainer.eval_width) == (512, 512)
+    assert "width of the resolution, whatever it says):\n#   eval.width=256\n#   train.width=1024\n" in text
+
+
+def test_a_tracker_that_flowcorr_lacks_is_named(factory):
+    assert (
+        "trackers: []  # log.logging_backend (without swanlab)\n"
+        in factory(log__logging_backend="swanlab")[1]
+    )
+    assert "trackers: []  # log.logging_backend\n" in factory(log__logging_backend="none")[1]
 
 
 def test_rewards_of_evaluations_alone_are_gold(factory):

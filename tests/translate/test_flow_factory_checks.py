@@ -43,6 +43,10 @@ from flowcorr.translate.flow_factory_values import DEFAULTS
         ),
         ({"model__target_modules": "all"}, "^model.target_modules=all adapts every linear layer"),
         (
+            {"model__lora_rank": 0},
+            "^model.lora_rank=0 makes no adapter; use at least 1, or finetune_type=full",
+        ),
+        (
             {"model__target_components": "transformer_2"},
             "^model.target_components=transformer_2 has no equivalent",
         ),

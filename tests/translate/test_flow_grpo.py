@@ -58,6 +58,7 @@ def test_the_script_that_reads_a_configuration(given, function, script):
     assert as_script(given, function) == script
 
 
+@pytest.mark.filterwarnings("ignore:no line of the recipe follows from train.ema")
 @pytest.mark.parametrize(
     ("overrides", "key", "value"),
     [
@@ -89,6 +90,7 @@ def test_the_script_that_reads_a_configuration(given, function, script):
         (["prompt_fn=geneval"], "data.path", "dataset/ocr/train_metadata.jsonl"),
         (["dataset=''"], "data.path", "train.txt"),
         (["mixed_precision=bf16"], "model.dtype", "bfloat16"),
+        (["mixed_precision='no'"], "model.dtype", "float32"),
         (["sample.global_std=False"], "algorithm.advantage_std", "group"),
     ],
 )
@@ -122,6 +124,8 @@ def test_keys_that_depend_on_others(grpo, tmp_path, overrides, key, value):
             "is no multiple of train.gradient_accumulation_steps=3, so that",
         ),
         ("train.gradient_accumulation_steps=0", "^train.gradient_accumulation_steps=0 must be at least 1"),
+        ("mixed_precision=fp8", "^mixed_precision='fp8' is unknown; choose from no, fp16, bf16 "),
+        ("train.timestep_fraction=.nan", "^train.timestep_fraction=nan must be a finite number"),
         ("sample.num_batches_per_epoch=true", "^sample.num_batches_per_epoch=True must be a whole number"),
         ("reward_fn={ocr: much}", "^reward_fn.ocr='much' must be a number"),
     ],

@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.translate.hydra import check_defaults, flat, read_override, resolved
+from flowcorr.translate.hydra import check_defaults, flat, read_override, read_overrides, resolved
 from flowcorr.translate.unread import Unread
 
 
@@ -57,6 +57,16 @@ def test_an_override_that_is_none_is_refused():
     ):
         read_override("--config-name=b")
     assert read_override(Unread("a=$X", "why")) == ("a", Unread("$X", "why"))
+
+
+def test_an_override_of_a_section_is_one_of_each_of_its_keys():
+    words = ["a.b={c: 1, d: {e: 2}}", "a.b.c=3", "f={g: 4}", Unread("h={i: $X}", "why")]
+    assert read_overrides(words, keep=("f",)) == {
+        "a.b.c": 3,
+        "a.b.d.e": 2,
+        "f": {"g": 4},
+        "h": Unread("{i: $X}", "why"),
+    }
 
 
 def test_references_are_replaced():

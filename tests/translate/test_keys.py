@@ -28,6 +28,7 @@ def test_of_verl_omni(omni):
         assert key in text, key
 
 
+@pytest.mark.filterwarnings("ignore:no line of the recipe follows")
 def test_of_flow_grpo(grpo, tmp_path):
     others = keys_without_place(FLOW_GRPO)
     words = [f"{key}=1" for key in (*others, "unheard_of")]
@@ -44,6 +45,7 @@ def test_of_flow_grpo(grpo, tmp_path):
         assert key in text, key
 
 
+@pytest.mark.filterwarnings("ignore:no line of the recipe follows")
 def test_of_flow_factory(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(factory_yaml(), encoding="utf-8")

@@ -10,7 +10,7 @@ from flowcorr.translate.table import Line, Translation
 
 def text_of(values, **parts):
     lines = {key: Line(value=value, comment="there") for key, value in values.items()}
-    empty = {"no_line": [], "no_place": {}, "unknown": [], "differences": ()}
+    empty = {"sources": set(), "no_line": [], "no_place": {}, "unknown": [], "differences": ()}
     return recipe_text(Translation(lines=lines, **{**empty, **parts}), "run.sh (other)")
 
 
@@ -54,7 +54,7 @@ def test_comments_stay_comments():
 
 
 def test_what_is_not_read_is_listed():
-    translation = Translation(lines={}, no_line=(), no_place={}, unknown=(), differences=())
+    translation = Translation(lines={}, sources=set(), no_line=(), no_place={}, unknown=(), differences=())
     text = recipe_text(translation, "a\nb.sh", ["line 1: source env.sh"])
     assert text.startswith("# Translated by flowcorr translate from a b.sh.\n")
     assert "# not read, and may change what is above:\n#   line 1: source env.sh\n" in text

@@ -1,5 +1,7 @@
 """Tables of keys."""
 
+import math
+
 import pytest
 
 from flowcorr.errors import ConfigError
@@ -32,6 +34,7 @@ def table(**changes):
         "defaults": {"optim.lr": 1e-3, "group": 16},
         "kinds": {},
         "required": (),
+        "sections": (),
         "rows": rows,
         "no_place": {"optim.*": "another optimizer"},
         "differences": ("the std",),
@@ -48,6 +51,7 @@ def test_a_line_says_where_its_value_is_from():
     assert "actor.kl_coef" not in lines  # the default here
     assert found.no_place == {"another optimizer": ["optim.eps=1e-08"]}
     assert (found.unknown, found.no_line) == (["unheard_of=1"], [])
+    assert found.sources == {"group", "optim.lr"}
 
 
 def test_a_key_that_makes_no_line_is_listed():
@@ -116,6 +120,21 @@ def test_a_value_is_of_the_type_of_its_key(kind, value, found):
 def test_a_value_of_another_type_is_refused(value, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         translate_values({"group": value}, table())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused(value):
+    with pytest.raises(ConfigError, match=f"^optim.lr={value} must be a finite number$"):
+        translate_values({"optim.lr": value}, table())
+
+
+def test_of_two_rows_of_a_line_only_the_one_that_makes_it_has_sources():
+    rows = (
+        Row(key="rollout.n", sources=("group",), value=lambda get: None),
+        Row(key="rollout.n", sources=("optim.lr",), value=lambda get: 8),
+    )
+    found = translate_values({"group": 4, "optim.lr": 0.1}, table(rows=rows))
+    assert (found.lines["rollout.n"].comment, found.no_line) == ("optim.lr", ["group=4"])
 
 
 def test_a_run_that_cannot_be_made_is_refused():

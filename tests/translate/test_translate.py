@@ -7,7 +7,7 @@ from flowcorr.cli import main
 from flowcorr.config import find_recipe, recipe_names
 from flowcorr.errors import ConfigError
 from flowcorr.translate import translate
-from tests.translate.configs import OMNI, SCRIPT, loaded
+from tests.translate.configs import OMNI, SCRIPT, factory_yaml, loaded
 
 
 def saved(**changes):
@@ -205,7 +205,7 @@ def test_a_script_that_cannot_be_read_is_refused_with_its_line(tmp_path, lines, 
         ("reward.custom_reward_function.reward_kwargs=3", r"reward_kwargs=3 must be a section"),
         (
             "reward.reward_functions=[1] +reward.reward_functions.a.path=b",
-            r"^reward\.reward_functions\.a\.path=b lies in reward\.reward_functions, which must be a section of keys",
+            r"^reward\.reward_functions\.a\.path=b lies in reward\.reward_functions, which is no section of keys; give",
         ),
     ],
 )
@@ -231,6 +231,58 @@ def test_overrides_are_for_every_source_and_gpus_for_one(grpo, tmp_path):
         translate(str(script), gpus=2)
 
 
+def test_an_override_may_be_of_a_whole_section(grpo, omni_script, tmp_path):
+    found = loaded(
+        tmp_path,
+        translate(omni_script, [f"{OMNI}rollout.algo={{noise_level: 0.1, sde_window_size: 4}}"]),
+    )
+    assert (found.sampling.noise_level, found.sampling.sde_window_size) == (0.1, 4)
+    assert found.sampling.sde_window_range == (0, 5)  # as in the script
+    path = tmp_path / "factory.yaml"
+    path.write_text(factory_yaml(), encoding="utf-8")
+    found = loaded(tmp_path, translate(str(path), ["train={group_size: 12}"]))
+    assert (found.rollout.n, found.sampling.height) == (12, 512)
+    found = loaded(tmp_path, translate(f"{grpo}:get", ["config.sample={noise_level: 0.9}"]))
+    assert (found.sampling.noise_level, found.sampling.num_inference_steps) == (0.9, 10)
+
+
+@pytest.mark.parametrize(
+    ("override", "terms"),
+    [
+        ("reward_fn.pickscore=0.25", [("pickscore", 0.25), ("my_rewards:geneval", 0.5)]),
+        ("config.reward_fn.ocr=2", [("pickscore", 1), ("my_rewards:geneval", 0.5), ("ocr", 2)]),
+        ("config.reward_fn={ocr: 2}", [("ocr", 2)]),
+    ],
+)
+def test_an_override_may_be_of_one_reward(grpo, tmp_path, override, terms):
+    found = loaded(tmp_path, translate(f"{grpo}:get", [override]))
+    assert [(term.name, term.weight) for term in found.reward.terms] == terms
+
+
+def test_an_override_of_an_entry_of_a_list_is_refused(tmp_path):
+    path = tmp_path / "factory.yaml"
+    path.write_text(factory_yaml(), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"^rewards\.weight=2 lies in rewards, which is no section of keys; give"
+    ):
+        translate(str(path), ["rewards.weight=2"])
+
+
+@pytest.mark.parametrize(
+    "override", ["reward.reward_manager.nam=x", f"{OMNI}rollout.nn=4", "unheard.of=1", "critic={lr: 1}"]
+)
+def test_an_override_without_a_line_is_a_warning(omni_script, override):
+    key = override.partition("=")[0]
+    with pytest.warns(
+        UserWarning, match=rf"^no line of the recipe follows from {key}\.?.*=.*; check the key"
+    ):
+        translate(omni_script, [override])
+
+
+def test_words_of_a_script_without_a_line_are_no_warning(omni):
+    assert "#   unheard.of=1" in omni("unheard.of=1")[1]
+
+
 def test_a_recipe_that_would_not_load_is_refused(grpo):
     grpo.write_text(grpo.read_text().replace("resolution = 512", "resolution = 0"), encoding="utf-8")
     with pytest.raises(
@@ -249,6 +301,17 @@ def test_every_shipped_recipe_is_a_recipe_already():
     for name in recipe_names():
         with pytest.raises(ConfigError, match="is a flowcorr recipe already"):
             translate(str(find_recipe(name)))
+
+
+@pytest.mark.filterwarnings("default:no line of the recipe follows")
+def test_the_command_shows_its_warnings(omni_script, capsys):
+    assert main(["translate", omni_script, f"{OMNI}rollout.nn=4"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith(
+        f"flowcorr: warning: no line of the recipe follows from {OMNI}rollout.nn=4; check"
+    )
+    assert captured.err.count("\n") == 1
+    assert captured.out.startswith("# Translated")
 
 
 def test_the_command(grpo, tmp_path, capsys):

@@ -64,6 +64,15 @@ def test_a_run_without_correction_measures_its_gap_from_the_first_step(omni):
         ((f"{OMNI}rollout.algo.sde_contiguous=False",), "sampling.sde_window_layout", "consecutive"),
         ((f"{OMNI}rollout.pipeline.true_cfg_scale=4",), "sampling.true_cfg_scale", 4),
         ((f"{OMNI}rollout.pipeline.true_cfg_scale=4",), "sampling.negative_prompt", " "),
+        # Its pipeline of SD3 takes the empty text, if the data has none.
+        (
+            (f"{OMNI}model.path=a/stable-diffusion-3.5-medium", f"{OMNI}rollout.pipeline.guidance_scale=4"),
+            "sampling.negative_prompt",
+            "",
+        ),
+        ((f"{OPTIM}.grad_clip=0.5",), "actor.grad_clip", 0.5),
+        ((f"{OPTIM}.grad_clip=0.5", f"{OPTIM}.clip_grad=2"), "actor.grad_clip", 0.5),
+        ((f"{OPTIM}.clip_grad=2",), "actor.grad_clip", 2),
         ((f"{OMNI}rollout.pipeline.guidance_scale=4",), "sampling.guidance_scale", 1),
         (
             (f"{OMNI}model.path=a/stable-diffusion-3.5-medium", f"{OMNI}rollout.pipeline.guidance_scale=4"),

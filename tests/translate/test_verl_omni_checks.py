@@ -82,6 +82,11 @@ OPTIM = f"{OMNI}actor.optim"
             (f"{OMNI}actor.strategy=veomni", f"{OPTIM}.lr_scheduler_type=cosine"),
             "lr_scheduler_type=cosine falls otherwise with VeOmni than here",
         ),
+        (
+            (f"{OPTIM}.lr_scheduler_type=linear",),
+            "lr_scheduler_type=linear is none of verl-omni's schedules with FSDP: constant, cosine",
+        ),
+        ((f"{OPTIM}.lr_warmup_steps_ratio=.nan",), "lr_warmup_steps_ratio=nan must be a finite number"),
         ((f"{OMNI}actor.fsdp_config.dtype=fp16",), "dtype=fp16 with weights of bfloat16 has no equivalent"),
     ],
 )

@@ -117,6 +117,13 @@ def test_a_warm_up_counts_training_steps(omni):
         assert found.actor.warmup_steps == 30 * 2 * 3
 
 
+@pytest.mark.parametrize("steps", [-1, 0])
+def test_without_steps_of_a_warm_up_its_ratio_counts_rounded_down(omni, steps):
+    """Of 300 training steps; two updates a step."""
+    found, _ = omni(f"{OPTIM}.lr_warmup_steps={steps}", f"{OPTIM}.lr_warmup_steps_ratio=0.0159")
+    assert found.actor.warmup_steps == 4 * 2
+
+
 def test_veomni_has_a_dtype_of_its_own(omni):
     found, text = omni(
         "diffusion/model_engine=veomni_diffusion", f"{OMNI}actor.veomni_config.model_dtype=float32"
