@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,14 @@ def read_prompts(
     return prompts
 
 
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """SHA-256, in hex, of the text, target and tag of each prompt in order; the same on every machine."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.text, prompt.target, prompt.tag]).encode() + b"\n")
+    return digest.hexdigest()
+
+
 class PromptStream:
     """Deals out prompts for ever: each epoch is a new shuffle of all of them, fixed by seed and epoch.
 
@@ -131,6 +139,14 @@ class PromptStream:
     def peek(self, n: int, *, skip: int = 0) -> list[Prompt]:
         """The `n` prompts after the next `skip`, which are dealt later all the same."""
         return [self._at(self.position + skip + offset) for offset in range(n)]
+
+    def peek_texts(self, n: int) -> list[str]:
+        """The next `n` different texts, which are dealt later all the same; fewer if the prompts have fewer."""
+        texts: dict[str, None] = {}
+        offsets = iter(range(2 * len(self._prompts)))  # they contain a whole epoch
+        while len(texts) < n and (offset := next(offsets, None)) is not None:
+            texts[self._at(self.position + offset).text] = None
+        return list(texts)
 
     def _at(self, position: int) -> Prompt:
         epoch, place = divmod(position, len(self._prompts))

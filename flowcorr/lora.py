@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,15 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
     """Add a trainable adapter to `transformer`, drawn from `seed` or started from `config.warm_start`.
 
     Raises:
-        ConfigError: a target names no layer, or the warm start does not fit.
+        ConfigError: a target names no linear layer, or a module of another kind; or the warm start does not fit.
     """
     import peft
 
     from flowcorr.models.lora_linear import LoraLinear
 
     targets = list(config.targets or family.lora_targets)
-    names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     for target in targets:
-        if not any(name == target or name.endswith("." + target) for name in names):
-            examples = sorted({name.split(".", 2)[-1] for name in names})
-            raise ConfigError(
-                f"model.lora.targets: {target!r} names no linear layer of the transformer; "
-                f"choose from {', '.join(examples)}"
-            )
+        _check_target(transformer, target)
     adapter = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -59,6 +53,30 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
             parameter.data = parameter.data.to(DTYPES[config.dtype])
     if config.warm_start is not None:
         _load_warm_start(transformer, config.warm_start, config.alpha)
+
+
+def _check_target(transformer: nn.Module, target: str) -> None:
+    """Check that a target names linear layers only: peft adapts all that it names, and only those can be merged."""
+    modules = dict(transformer.named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    named = [name for name in modules if name == target or name.endswith("." + target)]
+    found = [name for name in named if name in linear]
+    if not found:
+        raise ConfigError(
+            f"model.lora.targets: {target!r} names no linear layer of the transformer; "
+            f"choose from {_endings(linear)}"
+        )
+    for name in named:
+        if name not in linear:
+            raise ConfigError(
+                f"model.lora.targets: {target!r} also names {name}, a {type(modules[name]).__name__}, and only linear "
+                f"layers are adapted; choose from {_endings(found)}"
+            )
+
+
+def _endings(names: Sequence[str]) -> str:
+    """Names of layers without the block's, for messages."""
+    return ", ".join(sorted({name.split(".", 2)[-1] for name in names}))
 
 
 def adapter_state(transformer: Any) -> dict[str, Tensor]:

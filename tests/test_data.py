@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcorr.config import DataConfig
-from flowcorr.data import PromptStream, load_prompts, read_prompts
+from flowcorr.data import PromptStream, load_prompts, prompts_digest, read_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
 from flowcorr.words import is_heldout
@@ -233,6 +234,35 @@ def test_a_peek_is_what_will_be_dealt(position, skip, n):
     assert stream.position == position
     stream.next(skip)
     assert stream.next(n) == ahead
+
+
+@given(position=st.integers(0, 20), n=st.integers(0, 5))
+def test_different_texts_are_looked_for_in_a_whole_epoch(position, n):
+    prompts = tuple(Prompt(text=text) for text in ("cat", "cat", "cat", "cat", "dog"))
+    stream = PromptStream(prompts, seed=3, position=position)
+    found = stream.peek_texts(n)
+    assert stream.position == position
+    assert found == list(dict.fromkeys(texts(stream.next(10))))[:n]
+    assert len(found) == min(n, 2)
+
+
+def test_the_digest_is_that_of_text_target_and_tag_in_order():
+    prompts = [Prompt(text="a caf\u00e9", target="menu", tag="sign"), Prompt(text="b")]
+    digest = "e29c664511f64d0d2b8b122e40f61f02d11ba0c785b78c32115a76b27ccb6f1a"
+    assert prompts_digest(prompts) == digest
+    elsewhere = [replace(prompt, place="other.txt:7", metadata={"style": "neon"}) for prompt in prompts]
+    assert prompts_digest(elsewhere) == digest
+    others = (
+        prompts[:1],
+        prompts[::-1],
+        [replace(prompts[0], text="a cafe"), prompts[1]],
+        [replace(prompts[0], target=None), prompts[1]],
+        [replace(prompts[0], target="sign", tag="menu"), prompts[1]],
+        [prompts[0], replace(prompts[1], target="")],
+    )
+    digests = {prompts_digest(other) for other in others}
+    assert len(digests) == len(others)
+    assert digest not in digests
 
 
 def test_empty_stream_is_refused():

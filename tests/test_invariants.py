@@ -16,6 +16,7 @@ from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.losses import LOSSES as ALL_LOSSES
 from flowcorr.records import ActorBatch
+from tests.algorithm.batches import band_state
 from tests.conftest import SMALL, small_config, start_run
 from tests.rollouts import columns
 from tests.tolerances import LATENTS, LOG_PROBS
@@ -153,7 +154,7 @@ def one_update(case, batch, **actor):
     bands = run.actor.optimizer.bands
     if correction.bypass_mode:
         if correction.needs_batch:
-            bands.restore(known_bands(config.sampling.num_inference_steps))
+            bands.restore(band_state(KNOWN, config.sampling.num_inference_steps))
         metrics = run.update(apply_bypass_mode_to_diffusion_batch(batch), training_step=1)
     else:
         batch, corrected = apply_rollout_correction_to_diffusion_batch(
@@ -163,17 +164,9 @@ def one_update(case, batch, **actor):
     measured = {
         f"{name} {step}": value
         for name, column in bands.state().items()
-        for step, value in enumerate(column.tolist())
+        for step, value in enumerate(column.flatten().tolist())
     }
     return run.gradient(), metrics.across_ranks().compute() | measured
-
-
-def known_bands(num_steps):
-    return {
-        f"{mode}/{name}": torch.full((num_steps,), value, dtype=torch.float64)
-        for mode, noise in KNOWN.items()
-        for name, value in zip(("centre", "spread", "count"), (*noise, 3.0), strict=True)
-    }
 
 
 def assert_same_update(got, expected):

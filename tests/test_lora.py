@@ -101,6 +101,17 @@ def test_a_target_that_is_no_linear_layer_is_an_error(family, target):
         adapt(family, targets=("attn.to_k", target))
 
 
+def test_a_target_that_names_another_layer_too_is_an_error(family):
+    """peft would adapt the convolution as well, whose weight cannot be merged as a product of two matrices."""
+    message = (
+        r"'proj' also names pos_embed\.proj, a Conv2d, and only linear layers are adapted; "
+        r"choose from ff\.net\.0\.proj, ff_context\.net\.0\.proj$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        adapt(family, targets=("attn.to_k", "proj"))
+    adapt(family, targets=("attn.to_k", "ff.net.0.proj"))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_weights_are_those_that_peft_merges(dtype):
     family = tiny_ocr(dtype=dtype, max_sequence_length=8)

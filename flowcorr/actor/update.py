@@ -126,7 +126,8 @@ class PolicyOptimizer:
                 )
                 untouched = untouched and not stepped
         bands = self.bands.observe(correction, judged, batch.rollout.num_elements)
-        return Metrics.merged([metrics, by_worker(judged, self.config.rollout.num_workers), bands])
+        workers, steps = self.config.rollout.num_workers, self.config.sampling.num_inference_steps
+        return Metrics.merged([metrics, by_worker(judged, workers, steps), bands])
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""

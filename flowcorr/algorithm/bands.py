@@ -5,10 +5,12 @@ its own batch. It is that of the training steps before: centre and spread of a m
 schedule, by medians over all ranks, of the terms that are scored before the first optimizer step, while the current
 policy still is the old one. They do not depend on micro-batches, ranks or workers, and checkpoints keep them.
 
-The first `WARM_UP` training steps measure only. From then on a band follows what is measured, slowly: in a training
-step neither its centre nor its half-width changes by more than a tenth of that width. So a fault that comes at once is
-rejected for many steps and not learned, while a gap that grows with the adapter is followed. A median does not move
-while fewer than half of the terms are at fault; an update of which more than half would be rejected is not taken.
+The first `WARM_UP` training steps measure only, and a band begins at their median, which one bad step among them does
+not move. From then on it follows what is measured, slowly: in a training step neither its centre nor its half-width
+changes by more than a tenth of that width. So a gap that grows with the adapter is followed. A fault of fewer than half
+of the terms does not move their median, and is never learned. One of more is rejected at once, and learned in some
+dozens of training steps, or the run would stand still for good; an update of which more than half would be rejected is
+not taken.
 
 Within a training step the policy leaves that of the rollout by what it learns, too, which is the clip's to bound. So
 the correction adds the loss's clip range to the band (`apply.slack_of`).
@@ -42,28 +44,28 @@ MOST_REJECTED = 0.5  # of the terms of an update; beyond, their median is the fa
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _History:
-    """What training steps measured of a mode.
+    """What training steps measured of a mode, as centre and spread at each step of the schedule.
 
     Attributes:
-        noise: at each step of the schedule, over the training steps so far; 0 where there was none.
-        count: `[S]` float64, training steps that measured it.
+        noise: `[2, S]`, over the training steps so far; 0 where there was none.
+        first: `[2, WARM_UP, S]`, what each of the first training steps measured; 0 where one has not yet.
+        count: `[S]` int64, training steps that measured it.
     """
 
-    noise: Noise
+    noise: Tensor
+    first: Tensor
     count: Tensor
 
     @classmethod
     def empty(cls, num_steps: int, device: torch.device) -> _History:
-        nothing = torch.zeros(num_steps, dtype=torch.float64, device=device)
-        return cls(noise=Noise(centre=nothing, spread=nothing), count=nothing)
+        first = torch.zeros(2, WARM_UP, num_steps, dtype=torch.float64, device=device)
+        return cls(noise=first[:, 0], first=first, count=torch.zeros_like(first[0, 0], dtype=torch.long))
 
     @property
     def in_force(self) -> Noise:
         """The noise at the steps of the schedule that enough training steps measured."""
-        known = self.count >= WARM_UP
-        return Noise(
-            centre=self.noise.centre.where(known, math.nan), spread=self.noise.spread.where(known, math.nan)
-        )
+        centre, spread = self.noise.where(self.count >= WARM_UP, math.nan)
+        return Noise(centre=centre, spread=spread)
 
     def moved(self, found: Noise, slack: Tensor) -> _History:
         """With the noise of one more training step.
@@ -72,22 +74,16 @@ class _History:
             found: that noise.
             slack: `[S]`, what the clip range adds to the half-width of the band, on the scale of the noise.
         """
-        centre, spread = self.noise.centre, self.noise.spread
-        most = MOST_MOVED * (OUTLIER_Z * spread + slack)
-        begun = self.count >= WARM_UP
-
-        def towards(old: Tensor, new: Tensor, most: Tensor) -> Tensor:
-            change = new - old
-            following = (GAIN * change).clamp(-most, most)
-            meaning = change / (self.count + 1)  # the mean of the first training steps
-            return torch.where(self.count == 0, new, old + torch.where(begun, following, meaning))
-
-        seen = found.centre.isfinite()
-        moved = Noise(
-            centre=torch.where(seen, towards(centre, found.centre, most), centre),
-            spread=torch.where(seen, towards(spread, found.spread, most / OUTLIER_Z), spread),
-        )
-        return _History(noise=moved, count=self.count + seen)
+        new, old = torch.stack([found.centre, found.spread]), self.noise
+        seen, begun = found.centre.isfinite(), self.count >= WARM_UP
+        count = self.count + seen
+        place = torch.arange(WARM_UP, device=seen.device)[:, None]
+        first = torch.where((place == self.count) & seen, new[:, None], self.first)
+        middle = first.where(place < count, math.nan).nanquantile(0.5, dim=1).nan_to_num(0.0)
+        most = MOST_MOVED * (OUTLIER_Z * old[1] + slack)
+        most = torch.stack([most, most / OUTLIER_Z])
+        following = torch.where(seen, old + (GAIN * (new - old)).clamp(-most, most), old)
+        return _History(noise=torch.where(begun, following, middle), first=first, count=count)
 
 
 class MeasuredBands:
@@ -146,8 +142,8 @@ class MeasuredBands:
         """The state for a checkpoint; empty before the first measurement."""
         columns = {}
         for name, history in self._history.items():
-            columns[f"{name}/centre"] = history.noise.centre
-            columns[f"{name}/spread"] = history.noise.spread
+            columns[f"{name}/noise"] = history.noise
+            columns[f"{name}/first"] = history.first
             columns[f"{name}/count"] = history.count
         return columns
 
@@ -156,7 +152,8 @@ class MeasuredBands:
         columns = {name: column.to(self._device) for name, column in state.items()}
         self._history = {
             name: _History(
-                noise=Noise(centre=columns[f"{name}/centre"], spread=columns[f"{name}/spread"]),
+                noise=columns[f"{name}/noise"],
+                first=columns[f"{name}/first"],
                 count=columns[f"{name}/count"],
             )
             for name in {name.rpartition("/")[0] for name in columns}

@@ -8,31 +8,38 @@ import torch
 from torch import Tensor
 
 from flowcorr.correction.ratios import k3, log_ratios
+from flowcorr.distributed import gather
 from flowcorr.metrics import Metrics, mean
 from flowcorr.records import Terms
 
+_LABEL = "the gap at each step"
 
-def by_worker(parts: Sequence[Terms], num_workers: int) -> Metrics:
+
+def by_worker(parts: Sequence[Terms], num_workers: int, num_steps: int) -> Metrics:
     """`rollout_corr/worker_{}/logprob_abs_diff`, `k3_kl` and `relative_gap`, by the worker that sampled.
 
-    The relative gap is that of a worker's terms beside the mean of all terms of this rank at the same steps of the
-    schedule, whose gaps differ by orders of magnitude.
+    The relative gap is that of a worker's terms beside the mean of all workers' terms at the same steps of the
+    schedule, whose gaps differ by orders of magnitude. All ranks have to call it together.
 
     Args:
-        parts: terms whose `log_prob` is the policy's that is compared with the rollout's.
+        parts: terms whose `log_prob` is the policy's that is compared with the rollout's; a rank may have none.
         num_workers: of the run; nothing is measured of one.
+        num_steps: `S`, steps of the schedule.
     """
-    if num_workers < 2 or not parts or parts[0].worker is None:
+    if num_workers < 2:
         return Metrics()
-    terms = Terms.concatenate([part.windows() for part in parts])
-    if not terms.log_prob.numel():  # all groups of this rank were dropped
+    known = [part.windows() for part in parts if part.worker is not None and part.log_prob.numel()]
+    if not known:  # all groups of this rank were dropped
+        gather(None, _LABEL)
         return Metrics()
+    terms = Terms.concatenate(known)
     assert terms.worker is not None
     ratios = log_ratios(terms.log_prob, terms.rollout_log_prob, terms.keep)
-    of_worker = _one_hot(terms.worker, num_workers)
-    at_step = _one_hot(terms.step_index, int(terms.step_index.max()) + 1)
+    of_worker, at_step = _one_hot(terms.worker, num_workers), _one_hot(terms.step_index, num_steps)
     gap, valid = ratios.delta.abs().flatten(), ratios.valid.double().flatten()
-    at_its_step = at_step @ ((gap @ at_step) / (valid @ at_step).clamp(min=1))
+    ranks = gather([(gap @ at_step).tolist(), (valid @ at_step).tolist()], _LABEL)
+    total, number = gap.new_tensor([rank for rank in ranks if rank is not None]).sum(0)
+    at_its_step = at_step @ (total / number.clamp(min=1))
     count = valid @ of_worker
     stats = {
         "logprob_abs_diff": mean(gap @ of_worker, count),

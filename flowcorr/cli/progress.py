@@ -81,6 +81,7 @@ class TerminalObserver:
             f"{config.model.path} -> {out_dir}: {begin}, {gap.treatment(config.algorithm.rollout_correction)}"
         )
         self._progress.update(self._task, total=self._total, completed=start_step)
+        self._recall(start_step)
 
     def on_phase(self, name: str) -> None:
         """The run enters a part of a step."""
@@ -127,6 +128,15 @@ class TerminalObserver:
             self._say(gap.measurement(self._correction, self._steps, audit))
         if result.resume_command is not None:
             self._say(f"resume with: {result.resume_command}")
+
+    def _recall(self, start_step: int) -> None:
+        """Take the steps and evaluations up to `start_step` from the records of a run that was resumed."""
+        for record in self._earlier():
+            values = {name: value for name, value in record.items() if value is not None}
+            if values["step"] <= start_step:
+                scores = {name: value for name, value in values.items() if name.startswith("eval/")}
+                self._evals += [scores] if scores else []
+                self._steps += [values] if values["step"] > 0 else []
 
     def _say_what_is_unhealthy(self, metrics: Mapping[str, float]) -> None:
         from flowcorr.diagnostics.health import HealthMonitor, logged_num_elements, units_of

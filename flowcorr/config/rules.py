@@ -36,12 +36,13 @@ def check(config: Config) -> None:
 
 
 def warn(config: Config) -> None:
-    """Warn of keys without effect, and of weights that are rounded too coarsely.
+    """Warn of keys without effect, of weights that are rounded too coarsely, and of bands that reject what is learned.
 
     Warns:
-        UserWarning: one for each such key that differs from its default, and for such weights.
+        UserWarning: one for each such key that differs from its default, for such weights, and for such bands.
     """
     _warn_of_rough_weights(config)
+    _warn_of_bands_of_steps(config)
     default = Config()
     for key, reason in _unused(config):
         value = attrgetter(key)(config)
@@ -233,6 +234,20 @@ def _warn_of_rough_weights(config: Config) -> None:
             f"{key}={dtype} trains {trained} with {bits} significant bits, so updates below a {2 ** (bits + 1)}th of a "
             "weight are lost; "
             f"set {key}=float32{remedy}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_bands_of_steps(config: Config) -> None:
+    """A clip of the window's ratio lets one step learn more than the clip range, which widens the step's band."""
+    correction, level = config.algorithm.rollout_correction, config.actor.ratio_level
+    modes = [one.name for one in correction.criteria if one.needs_batch and one.mode.level == "step"]
+    if correction.mode in ("bypass", "auto") and level != "step" and modes:
+        warnings.warn(
+            f"{_CORRECTION}.rollout_rs={modes[0]} judges single steps, and actor.ratio_level={level} clips the ratio "
+            "of the window only, so its measured band may reject what a step has learned; set rollout_rs: seq_mean_k1 "
+            "or seq_sum_k1",
             UserWarning,
             stacklevel=3,
         )

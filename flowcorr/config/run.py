@@ -19,7 +19,9 @@ class TrainerConfig:
 
     Attributes:
         total_steps: training steps.
-        seed: of everything random: noise, windows, order of prompts, initial adapter.
+        seed: of everything random: noise, windows, order of prompts, initial adapter. With it the global generators of
+            torch, NumPy and `random` begin anew at each training step and evaluation, for code of one's own that draws
+            from them in the trainer's process.
         eval_every: training steps between evaluations on held-out prompts; 0 evaluates at start and end only.
         eval_num_inference_steps: ODE steps of an evaluation; null takes `sampling.num_inference_steps`.
         eval_on: `both` evaluates under `model.quantization` also as an adapter is served: on the unquantized base, as

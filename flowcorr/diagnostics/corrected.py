@@ -49,6 +49,7 @@ def corrected(
     *,
     steps: Iterable[slice] = (slice(None),),
     group_ids: Tensor | None = None,
+    before_update: Tensor | None = None,
     bands: MeasuredBands | None = None,
 ) -> Corrected:
     """Correct terms `[S, T]`: all at once, or step by step where the correction looks at a training step as a whole.
@@ -59,6 +60,8 @@ def corrected(
         correction: the correction that is tried, in decoupled or bypass mode, or off.
         steps: the samples of each training step.
         group_ids: `[S]`; no two training steps share a group. `rejection_groups` reads them.
+        before_update: `[S, T]` bool, terms that were scored before their training step's first update, from which
+            alone bands are measured; None for all.
         bands: in bypass mode, of the training steps before, for `auto` thresholds; they learn from these steps.
     """
     bypass = correction.mode == "bypass"
@@ -79,6 +82,11 @@ def corrected(
         if bypass and correction.needs_batch and bands is not None:
             assert terms.num_elements is not None, "auto thresholds and z-scores need the size of the latents"
             judged = replace(part, log_prob=part.log_prob.detach())
+            if before_update is not None:
+                measured_by = before_update[rows].reshape(part.log_prob.shape)
+                judged = replace(
+                    judged, keep=measured_by if part.keep is None else measured_by & part.keep.bool()
+                )
             measured = measured.merge(bands.observe(correction, [judged], terms.num_elements))
         parts.append(after)
         metrics.append(measured)

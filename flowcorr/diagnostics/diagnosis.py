@@ -102,11 +102,11 @@ def ages_of(terms: DumpedTerms) -> Tensor | None:
 
 
 def trained_columns(steps: Sequence[StepTerms]) -> Tensor:
-    """`[T]` bool: steps of the window that any sample of any training step has a log-prob of.
-
-    Trainers that leave steps out, as flow_grpo's `timestep_fraction` does, write NaN there in every sample.
-    """
-    return torch.stack([one.delta.isfinite().any(0) for one in steps]).any(0)
+    """`[T]` bool: steps of the window of which any training step judges a term."""
+    judged = [
+        torch.ones_like(one.log_probs, dtype=torch.bool) if one.keep is None else one.keep for one in steps
+    ]
+    return torch.cat(judged).any(0)
 
 
 def diagnose(steps: Sequence[StepTerms]) -> list[Diagnosis]:

@@ -16,8 +16,8 @@ from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.diagnostics.diagnosis import StepTerms, ages_of
+from flowcorr.diagnostics.dumped_files import DumpedFile, noise_levels, scored_in, survey, trained_log_probs
 from flowcorr.dumps import DumpedTerms, LoggedLoss
-from flowcorr.dumps.checks import MAX_SCHEDULE
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.losses import LOSSES, clip_by_term, flow_grpo, resolve_loss
 from flowcorr.metrics import Metrics, Over, maximum, mean
@@ -28,7 +28,6 @@ from flowcorr.trainer.run_folder import resume_command
 
 UNBOUNDED = 1e9  # in place of a clip range that is not known: no ratio reaches it
 _MORE_STEPS = 10  # that tell something
-_ROUNDING = 2.0**-8  # relative; noise levels may have been rounded to bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,7 @@ class DumpedRun:
         left_out: names of its own code that was not imported, see `RunConfig`.
         notes: what was not dumped and what it would give, and what was left out, a line each.
         levels: noise levels of all steps, highest first, where they have to stand for step indices; else None.
+        scored: `[T]` bool, steps of the window of which the trainer has a finite log-prob in any file.
     """
 
     folder: Path
@@ -54,6 +54,7 @@ class DumpedRun:
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     levels: Tensor | None = None
+    scored: Tensor | None = None
 
 
 def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedRun:
@@ -97,6 +98,7 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
             of_flowcorr=True,
             left_out=run.left_out,
             notes=(*notes, *run_config.notes(run.left_out)),
+            scored=scored_in(found.values()),
         )
     return _of_another_trainer(folder, paths, list(found.values()), notes, frozenset(allow_imports))
 
@@ -118,7 +120,9 @@ def _of_another_trainer(
     actor, left_out = _loss_of(first, allowed)
     notes += run_config.notes(left_out)
     if resolve_loss(actor).needs_kl:
-        notes.append(f"loss {loss.loss_mode} reads step means, which no dump holds: judged as flow_grpo")
+        notes.append(
+            f"loss {loss.loss_mode} reads step means, which no dump holds: judged as flow_grpo, without its clip range"
+        )
     actor = _as_dumped(actor, loss)
     levels = noise_levels(list(paths.values()))
     if levels is None and terms.step_indices is None and terms.sigmas is not None:
@@ -141,6 +145,7 @@ def _of_another_trainer(
         left_out=left_out,
         notes=tuple(notes),
         levels=levels,
+        scored=scored_in(found),
     )
 
 
@@ -155,10 +160,15 @@ def config_of(terms: DumpedTerms, loss: LoggedLoss) -> Config:
 
 
 def _as_dumped(actor: ActorConfig, loss: LoggedLoss) -> ActorConfig:
-    """`actor` with the dumped clip ranges; the default loss where it reads step means, which no dump holds."""
+    """`actor` with the dumped clip ranges.
+
+    Of a loss that reads step means, which no dump holds, the ratio is not known: the default loss stands in for it,
+    without its clip range.
+    """
+    clip = loss.clip_ratio
     if resolve_loss(actor).needs_kl:
-        actor = ActorConfig()
-    clip = UNBOUNDED if loss.clip_ratio is None else loss.clip_ratio
+        actor, clip = ActorConfig(), None
+    clip = UNBOUNDED if clip is None else clip
     return replace(
         actor,
         clip_ratio=clip if isinstance(clip, float | int) else tuple(clip),
@@ -187,116 +197,6 @@ def _loss_of(file: DumpedFile, allowed: frozenset[str]) -> tuple[ActorConfig, di
     if not run_config.is_own_name(name):
         raise ConfigError(f"{file.path}: {unknown_choice('loss_mode', name, LOSSES)}")
     return ActorConfig(), {run_config.LOSS: name}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpedFile:
-    """What the file of a step tells of its run.
-
-    Attributes:
-        path: the file.
-        loss: its loss.
-        window: SDE steps a sample, `T`.
-        num_elements: `D`, where known.
-        last_index: its highest step index, where known.
-        has_levels: whether it tells noise levels.
-    """
-
-    path: Path
-    loss: LoggedLoss
-    window: int
-    num_elements: int | None
-    last_index: int | None
-    has_levels: bool
-
-    def num_steps(self, levels: Tensor | None) -> int:
-        """Steps of a schedule that its terms are of, as `completed` counts them."""
-        if self.last_index is not None:
-            return self.last_index + 1
-        return self.window if levels is None or not self.has_levels else len(levels)
-
-
-def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, DumpedFile], list[str]]:
-    """The files that can be read, and a note on the others.
-
-    Args:
-        files: by training step.
-        config: the run's, where known; a file with step indices outside its schedule cannot be read.
-
-    Raises:
-        ConfigError: the files are of different runs.
-    """
-    if config is not None and config.sampling.num_inference_steps > MAX_SCHEDULE:
-        raise ConfigError(
-            f"sampling.num_inference_steps={config.sampling.num_inference_steps} of {CONFIG_FILE} must be at most "
-            f"{MAX_SCHEDULE}"
-        )
-    found: dict[int, DumpedFile] = {}
-    problems = []
-    for step, path in files.items():
-        try:
-            found[step] = _examined(path, config)
-        except ConfigError as error:
-            problems.append(str(error))
-    _check_alike(list(found.values()))
-    if not problems:
-        return found, []
-    return found, [f"{len(problems)} of {len(files)} dumped steps cannot be read; the first: {problems[0]}"]
-
-
-def _examined(path: Path, config: Config | None) -> DumpedFile:
-    terms, loss = dumps.load(path), dumps.load_loss(path)
-    window = terms.rollout_log_probs.shape[1]
-    last = None if terms.step_indices is None else int(terms.step_indices.max())
-    highest = window - 1 if last is None else last
-    clip = loss.clip_ratio if config is None else config.actor.clip_ratio
-    limits = {"the schedule": MAX_SCHEDULE if config is None else config.sampling.num_inference_steps}
-    if isinstance(clip, Sequence):
-        limits["clip_ratio"] = len(clip)
-    for name, steps in limits.items():
-        if highest >= steps:
-            raise ConfigError(
-                f"{path}: step_indices reaches {highest}, and {name} has {steps} steps; it is of another run"
-            )
-    return DumpedFile(
-        path=path,
-        loss=loss,
-        window=window,
-        num_elements=terms.num_elements,
-        last_index=last,
-        has_levels=terms.sigmas is not None,
-    )
-
-
-def _check_alike(found: Sequence[DumpedFile]) -> None:
-    """Refuse files whose windows or latents differ in size, where their sizes are known."""
-    for name, what in (("window", "SDE steps a sample"), ("num_elements", "num_elements")):
-        known = [file for file in found if getattr(file, name) is not None]
-        for file in known[1:]:
-            sizes = [getattr(one, name) for one in (known[0], file)]
-            if sizes[0] != sizes[1]:
-                raise ConfigError(
-                    f"{known[0].path} and {file.path} are of different runs: {what}={sizes[0]} and {what}={sizes[1]}; "
-                    "give each run a folder of its own"
-                )
-
-
-def noise_levels(paths: Sequence[Path]) -> Tensor | None:
-    """The noise levels of all steps, highest first, to within the rounding of bfloat16; None where none are needed.
-
-    None too where they are not those of a schedule, but lie anywhere. Samples may have windows of their own, so that a
-    step's place within its window does not tell which step it is.
-    """
-    if not paths or dumps.load(paths[0]).step_indices is not None:
-        return None
-    seen = [terms.sigmas.unique() for terms in map(dumps.load, paths) if terms.sigmas is not None]
-    if not seen:
-        return None
-    levels = torch.cat(seen).unique().flip(0)
-    new = torch.cat([levels.new_ones(1).bool(), levels[1:] < levels[:-1] * (1 - _ROUNDING)])
-    highest, lowest = levels[new], levels[new.roll(-1)]  # of those that are one but for rounding
-    is_schedule = len(highest) <= MAX_SCHEDULE and bool((lowest >= highest * (1 - 2 * _ROUNDING)).all())
-    return highest if is_schedule else None
 
 
 def completed(dumped: DumpedTerms, levels: Tensor | None = None) -> Terms:
@@ -336,36 +236,42 @@ def _places(terms: DumpedTerms, levels: Tensor | None) -> Tensor:
     return len(levels) - 1 - torch.bucketize(terms.sigmas, (rising[1:] + rising[:-1]) / 2)
 
 
-def gap_terms(dumped: DumpedTerms, levels: Tensor | None = None) -> Terms:
+def gap_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None) -> Terms:
     """`completed`, with `keep` where some terms tell nothing about the gap; None where all do.
 
-    Left out are steps of the window that nobody trained, which have no log-prob in any sample, and, in bypass mode,
-    terms that were scored after the step's first update (`before_update`): they hold what was learned.
+    Left out are steps of the window that nobody trained: the trainer has NaN in every sample, as flow_grpo's
+    `timestep_fraction` leaves it, and the engine a log-prob. In bypass mode, terms that were scored after the step's
+    first update (`before_update`) are left out too: they hold what was learned.
+
+    Args:
+        dumped: a training step.
+        levels: as in `completed`.
+        scored: `[T]` bool, steps of the window that other training steps scored: NaN there is a fault.
     """
     terms = completed(dumped, levels)
-    known = (trained_log_probs(dumped, terms) - terms.rollout_log_prob).isfinite()
-    keep = known.any(0).expand_as(known) | ~known.any()
+    target = trained_log_probs(dumped)
+    untrained = target.isnan().all(0) & terms.rollout_log_prob.isfinite().all(0)
+    if scored is not None:
+        untrained &= ~scored
+    keep = (~untrained | untrained.all()).expand_as(target)
     if dumped.bypass and dumped.before_update is not None:
         keep = keep & dumped.before_update.bool()
     return terms if keep.all() else replace(terms, keep=keep)
 
 
-def trained_log_probs(dumped: DumpedTerms, terms: Terms) -> Tensor:
-    """`[B, T]`, the trainer's log-probs in the gap: of the old policy, in bypass mode of the current one."""
-    return terms.log_prob if dumped.bypass else terms.old_log_prob
-
-
 def step_terms(run: DumpedRun) -> list[StepTerms]:
     """The log-probs of all dumped steps, as `diagnose` reads them."""
-    return [terms_of_step(step, dumps.load(path), run.levels) for step, path in run.files.items()]
+    return [terms_of_step(step, dumps.load(path), run.levels, run.scored) for step, path in run.files.items()]
 
 
-def terms_of_step(step: int, dumped: DumpedTerms, levels: Tensor | None = None) -> StepTerms:
-    """The log-probs of one step, as `diagnose` reads them."""
-    terms = gap_terms(dumped, levels)
+def terms_of_step(
+    step: int, dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None
+) -> StepTerms:
+    """The log-probs of one step, as `diagnose` reads them; `levels` and `scored` as in `gap_terms`."""
+    terms = gap_terms(dumped, levels, scored)
     return StepTerms(
         step=step,
-        log_probs=trained_log_probs(dumped, terms),
+        log_probs=trained_log_probs(dumped),
         rollout_log_probs=terms.rollout_log_prob,
         step_indices=terms.step_index,
         ages=ages_of(dumped),
@@ -380,18 +286,20 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
         ConfigError: a file is damaged.
     """
     return [
-        {"step": step, **step_metrics(dumps.load(path), run.config, run.levels)}
+        {"step": step, **step_metrics(dumps.load(path), run.config, run.levels, run.scored)}
         for step, path in run.files.items()
     ]
 
 
-def step_metrics(dumped: DumpedTerms, config: Config, levels: Tensor | None = None) -> dict[str, float]:
-    """The metrics that training would have logged of one step, see `records`."""
+def step_metrics(
+    dumped: DumpedTerms, config: Config, levels: Tensor | None = None, scored: Tensor | None = None
+) -> dict[str, float]:
+    """The metrics that training would have logged of one step, see `records`; `scored` as in `gap_terms`."""
     terms, actor = completed(dumped, levels), config.actor
     # In bypass mode a current policy that may have learned from the batch already shows no noise.
     noisy = not dumped.bypass or dumped.before_update is not None
     _, metrics = correct(
-        gap_terms(dumped, levels),
+        gap_terms(dumped, levels, scored),
         config.algorithm.rollout_correction,
         actor_config=actor if noisy and actor.clip_ratio != UNBOUNDED else None,
         num_steps=config.sampling.num_inference_steps,

@@ -356,6 +356,8 @@ def _limits(rule: Rule, units: Units, mean_gap: float = 0.0) -> tuple[float, flo
         return -math.inf, units.usual_gap
     if rule.name.startswith("noise_"):
         return _noise_limits(rule, units, mean_gap)
+    if rule.name == "bookkeeping" and not units.densities:
+        return _UNBOUNDED
     return rule.low, rule.high
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from flowcorr import dumps
 from flowcorr.diagnostics.diagnosis import Cause, diagnose
 from flowcorr.diagnostics.dumped import config_of, step_metrics, terms_of_step
+from flowcorr.diagnostics.dumped_files import scored_columns
 from flowcorr.diagnostics.health import HealthMonitor, Level, units_of
 from flowcorr.errors import BatchError
 
@@ -49,6 +52,7 @@ class Watch:
     def __init__(self) -> None:
         self._monitor: HealthMonitor | None = None
         self._told: set[Cause] = set()
+        self._scored: Tensor | None = None  # steps of the window that the trainer has scored so far
 
     def __call__(self, step: int, **terms: Any) -> tuple[dict[str, float], list[WatchFinding]]:
         """The metrics and the new findings of a training step.
@@ -72,12 +76,12 @@ class Watch:
                 "recomputes them, or current_log_probs"
             )
         config = config_of(dumped, loss)
-        metrics = step_metrics(dumped, config)
+        scored = self._scored_so_far(dumped)
+        metrics = step_metrics(dumped, config, scored=scored)
         if self._monitor is None:
             self._monitor = HealthMonitor(units_of(config, dumped.num_elements))
-        diagnoses = [
-            found for found in diagnose([terms_of_step(step, dumped)]) if found.cause not in self._told
-        ]
+        told = diagnose([terms_of_step(step, dumped, scored=scored)])
+        diagnoses = [found for found in told if found.cause not in self._told]
         self._told.update(found.cause for found in diagnoses)
         findings = [
             WatchFinding(
@@ -96,6 +100,13 @@ class Watch:
             for found in self._monitor.update(metrics)
         ]
         return {name: value for name, value in metrics.items() if name.startswith(PREFIX)}, findings
+
+    def _scored_so_far(self, dumped: dumps.DumpedTerms) -> Tensor:
+        scored = scored_columns(dumped)
+        if self._scored is not None and self._scored.shape == scored.shape:
+            scored = scored | self._scored
+        self._scored = scored
+        return scored
 
 
 watch = Watch()

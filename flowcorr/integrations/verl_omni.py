@@ -100,7 +100,8 @@ def correct_batch(
         config: the correction, or a mapping with its keys or verl's, such as `config.algorithm.rollout_correction`.
         schedule: timesteps of the whole schedule, from which the step index of each of `all_timesteps` follows, for
             metrics by step.
-        clip_ratio: the loss's clip range, for `rollout_corr/clip_noise_fraction`.
+        clip_ratio: the loss's clip range, for `rollout_corr/clip_noise_fraction`; None for a loss whose ratio is not
+            `exp(log_prob - old_log_prob)`, as grpo_guard's.
 
     Returns:
         A batch of the same type that shares all other tensors, and the `rollout_corr/*` metrics; none in bypass mode.

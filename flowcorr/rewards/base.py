@@ -90,7 +90,7 @@ class Reward(Protocol):
     """
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt], /) -> RewardOutput:
-        """Score images `[B, H, W, 3]` uint8 of their `B` prompts."""
+        """Score images `[B, H, W, 3]` uint8 of their `B` prompts; a term of a recipe gets a copy of the images."""
         ...
 
 
@@ -224,9 +224,7 @@ def _report(
     message = f"reward {name} failed on sample {index} (prompt {prompts[index].text!r}): {what}"
     if on_error == "fail":
         raise BackendError(f"{message}; {_REMEDY}") from (cause if isinstance(cause, Exception) else None)
-    logger.warning(
-        "%s; %d of %d samples failed, and their groups are dropped", message, len(causes), len(prompts)
-    )
+    logger.warning("%s; %d of %d samples failed and are left out", message, len(causes), len(prompts))
 
 
 def _with_nan(output: RewardOutput, failed: np.ndarray) -> RewardOutput:

@@ -145,9 +145,9 @@ class WeightedSum:
     ) -> RewardOutput:
         if len(rows) == 0:
             return RewardOutput(scores=np.zeros(0))
-        if len(rows) < len(prompts):
-            images, prompts = images[rows], [prompts[row] for row in rows]
-        return as_reward_output(self._score(label, reward, images, prompts), len(prompts), label)
+        # A copy for each term, even of all rows: a reward may write into its images.
+        own_images, own_prompts = images[rows], [prompts[row] for row in rows]
+        return as_reward_output(self._score(label, reward, own_images, own_prompts), len(rows), label)
 
     def _score(
         self, label: str, reward: Callable[..., Any], images: np.ndarray, prompts: list[Prompt]

@@ -1,7 +1,7 @@
 """Stochastic sampling of flow-matching models: transitions, their log-probabilities, windows and noise."""
 
 from flowcorr.sde.log_prob import kl, log_prob, noise_variance, step_kl
-from flowcorr.sde.noise import generator, initial_noise, sample_noise, stable_seed, step_noise
+from flowcorr.sde.noise import generator, initial_noise, sample_noise, seed_globals, stable_seed, step_noise
 from flowcorr.sde.transition import (
     TRANSITIONS,
     SdeType,
@@ -27,6 +27,7 @@ __all__ = [
     "noise_variance",
     "sample",
     "sample_noise",
+    "seed_globals",
     "stable_seed",
     "step_kl",
     "step_noise",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +17,14 @@ def stable_seed(*parts: int | str) -> int:
     """A 63-bit seed from `parts`, the same in every process and Python version."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def seed_globals(*parts: int | str) -> None:
+    """Seed the generators that code of one's own draws from: those of torch on all devices, NumPy and `random`."""
+    seed = stable_seed(*parts)
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def generator(

@@ -27,7 +27,7 @@ from flowcorr.private import open_private
 logger = logging.getLogger(__name__)
 
 FORMAT = (
-    1  # what `save` writes and `load` reads; a change of the files that `load` could not read needs a new one
+    2  # what `save` writes and `load` reads; a change of the files that `load` could not read needs a new one
 )
 MANIFEST = "manifest.json"
 _TENSORS, _FACTS = "state.safetensors", "state.json"
@@ -159,6 +159,11 @@ def load_latest(root: Path) -> tuple[Path, TrainingState]:
 def folders(root: Path) -> list[Path]:
     """All checkpoints in `root`, oldest first; folders of other names, such as `step_000010_keep`, do not count."""
     return [folder for _, folder in _by_step(root)]
+
+
+def steps(root: Path) -> list[int]:
+    """The steps of all checkpoints in `root`, in order."""
+    return [step for step, _ in _by_step(root)]
 
 
 def prune(root: Path, *, keep: int, best: int | None) -> None:

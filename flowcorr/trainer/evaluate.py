@@ -16,10 +16,10 @@ import torch
 
 from flowcorr import distributed, sde
 from flowcorr.config.run import SERVED
-from flowcorr.errors import BatchError, CheckpointError, ConfigError, unknown_choice
+from flowcorr.errors import BackendError, BatchError, CheckpointError, ConfigError, unknown_choice
 from flowcorr.imports import source_of
 from flowcorr.records import Prompt
-from flowcorr.rewards import score_batch, scored_ahead
+from flowcorr.rewards import Reward, score_batch, scored_ahead
 from flowcorr.rollout import OnImages, decode, sample_ode
 from flowcorr.rollout.base import actor_dtype
 from flowcorr.trainer import checkpoint, run_folder
@@ -35,13 +35,15 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 64  # images of one forward pass, or `rollout.batch_size` if that is smaller
 _NOISE_SEED = 20_240_501
+_FAILED = "failed_samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
     """One evaluation: `metrics` named `eval/...`, `images` `[B, H, W, 3]` uint8 and their `scores` `[B]`.
 
-    Every rank has all scores. The main rank has all images, another rank only its own.
+    A score is NaN where a reward failed. Every rank has all scores. The main rank has all images, another rank only its
+    own.
     """
 
     metrics: dict[str, float]
@@ -54,12 +56,14 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
     """Sample one image for each held-out prompt and score it; the ranks share the prompts.
 
     The noise depends only on a prompt's index, so evaluations of all steps and runs are paired, on any number of ranks.
-    With `trainer.eval_on: both`, images and scores are of the trained base, and metrics of both bases.
+    With `trainer.eval_on: both`, images and scores are of the trained base, and metrics of both bases. With
+    `reward.on_error: drop_group`, images on which a reward failed are left out of the means of scores, and counted as
+    `eval/failed_samples`.
 
     Raises:
         BatchError: the model's latents are not finite.
-        BackendError: the reward failed on a sample (`reward.on_error` applies to training only), or the unquantized
-            base does not fit on the device.
+        BackendError: a reward failed on an image under `reward.on_error: fail`, or left no image for `eval/reward` or
+            `trainer.best_metric` under `drop_group`; or the unquantized base does not fit on the device.
     """
     with run.actor.weights.averaged():
         trained = _evaluate(run, prompts, run.actor.weights.transformer)
@@ -75,6 +79,7 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
 
 
 def _evaluate(run: TrainingRun, prompts: Sequence[Prompt], transformer: Any) -> Evaluation:
+    sde.seed_globals(run.config.trainer.seed, "evaluation", distributed.rank())
     own = distributed.local_indices(len(prompts))
     # Sharded weights need equally many forward passes on every rank: a rank with fewer prompts repeats the first.
     size = math.ceil(len(prompts) / distributed.world_size())
@@ -95,24 +100,56 @@ def _evaluate(run: TrainingRun, prompts: Sequence[Prompt], transformer: Any) -> 
             )
         images = np.concatenate(drawn)[: len(own)]
         if own:
-            output, _ = score_batch(reward, images, own_prompts)
-            statistics = {f"image/{name}": values for name, values in image_statistics(images).items()}
-            own_scores = {"reward": output.scores, **output.extra, **statistics}
-            if run.gold is not None:
-                own_scores |= score_batch(run.gold, images, own_prompts)[0].extra
+            own_scores = _score(run, reward, images, own_prompts)
     by_rank = [scores for scores in distributed.gather(own_scores, "the scores of an evaluation") if scores]
     gathered = distributed.gather_on_main(images, "the images of an evaluation")
     names = dict.fromkeys(name for scores in by_rank for name in scores)
     scores = {name: np.concatenate([part[name] for part in by_rank if name in part]) for name in names}
-    # A term that does not score a prompt has NaN there.
-    finite = {name: values[np.isfinite(values)] for name, values in scores.items()}
-    metrics = {f"eval/{name}": float(values.mean()) for name, values in finite.items() if len(values)}
-    metrics["eval/reward_std"] = float(scores["reward"].std(ddof=1)) if len(prompts) > 1 else 0.0
     return Evaluation(
-        metrics=metrics,
+        metrics=_metrics(run, scores),
         images=images if gathered is None else np.concatenate(gathered),
         scores=scores["reward"],
     )
+
+
+def _score(
+    run: TrainingRun, reward: Reward, images: np.ndarray, prompts: list[Prompt]
+) -> dict[str, np.ndarray]:
+    """Scores and statistics `[b]` of images, and where a reward failed: all scores are NaN there."""
+    on_error = run.config.reward.on_error
+    output, failed = score_batch(reward, images, prompts, on_error=on_error)
+    scores = {"reward": output.scores, **output.extra}
+    if run.gold is not None:
+        gold, gold_failed = score_batch(run.gold, images, prompts, on_error=on_error)
+        scores |= gold.extra
+        failed |= gold_failed
+    scores = {name: np.where(failed, np.nan, values) for name, values in scores.items()}
+    statistics = {f"image/{name}": values for name, values in image_statistics(images).items()}
+    return {**scores, **statistics, _FAILED: failed}
+
+
+def _metrics(run: TrainingRun, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The `eval/*` metrics: means over the images that have a score.
+
+    Raises:
+        BackendError: failures of a reward leave `eval/reward` or `trainer.best_metric` without a score.
+    """
+    # A term that does not score a prompt has NaN there, too.
+    finite = {name: values[np.isfinite(values)] for name, values in scores.items() if name != _FAILED}
+    num_failed, num_images = int(scores[_FAILED].sum()), len(scores[_FAILED])
+    best = run.config.trainer.best_metric.removeprefix(SERVED).removeprefix("eval/")
+    for name in ("reward", best):
+        if num_failed and name in finite and not len(finite[name]):
+            raise BackendError(
+                f"eval/{name} has no score: a reward failed on {num_failed} of {num_images} held-out images, and the "
+                "log says why; fix the reward, or give prompts that it can score in data.heldout_path, then resume the "
+                "run"
+            )
+    metrics = {f"eval/{name}": float(values.mean()) for name, values in finite.items() if len(values)}
+    metrics["eval/reward_std"] = float(finite["reward"].std(ddof=1)) if len(finite["reward"]) > 1 else 0.0
+    if run.config.reward.on_error == "drop_group":
+        metrics[f"eval/{_FAILED}"] = float(num_failed)
+    return metrics
 
 
 def check_best_metric(name: str, metrics: Mapping[str, float]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flowcorr import distributed, dumps
 from flowcorr.algorithm.terms import exact_kl
+from flowcorr.config.schema import ActorConfig
 from flowcorr.dumps import DumpedTerms
 from flowcorr.records import ActorBatch, Terms
 
@@ -74,3 +77,24 @@ class TermRecorder:
         shape = self._batch.rollout.log_probs.shape
         column = self._seen.setdefault(name, values.new_full(shape, math.nan))
         column.view(-1)[part.places] = values.detach()
+
+
+def save_terms(folder: Path, step: int, terms: DumpedTerms | None, actor: ActorConfig) -> None:
+    """Write the terms of a training step, of all ranks, to a file in `folder`; every rank has to call.
+
+    Args:
+        folder: the folder of the files.
+        step: the training step.
+        terms: those of this rank; None if it has no samples.
+        actor: the keys of the loss.
+
+    Raises:
+        BackendError: the folder cannot be written to.
+    """
+    by_rank = distributed.gather_on_main(terms, "the log-probs of a step")
+    if by_rank is not None:
+        all_terms = DumpedTerms.concatenate([terms for terms in by_rank if terms is not None])
+        loss = dumps.LoggedLoss(
+            loss_mode=actor.loss_mode, clip_ratio=actor.clip_ratio, adv_clip_max=actor.adv_clip_max
+        )
+        dumps.save(folder, step, all_terms, loss)

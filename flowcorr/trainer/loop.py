@@ -18,17 +18,19 @@ from flowcorr import devices, distributed, dumps
 from flowcorr.config import rules
 from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
-from flowcorr.errors import BackendError, ConfigError
+from flowcorr.errors import BackendError
 from flowcorr.processes import clear_shared_memory
 from flowcorr.trackers import Tracker, build_trackers
 from flowcorr.trainer import checkpoint, out_of_memory, run_folder, state
+from flowcorr.trainer.best import Best, best_checkpoint, best_so_far
 from flowcorr.trainer.checkpoint import TrainingState
-from flowcorr.trainer.evaluate import Evaluation, check_best_metric, evaluate
+from flowcorr.trainer.evaluate import Evaluation, evaluate
 from flowcorr.trainer.events import EventLog
 from flowcorr.trainer.images import before_after, image_grid, labelled, save_image
+from flowcorr.trainer.log_probs import save_terms
 from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.run import TrainingRun
-from flowcorr.trainer.setup import build_run
+from flowcorr.trainer.setup import build_run, check_prompts_per_rank
 from flowcorr.trainer.signals import REPEAT, StopSignals
 from flowcorr.trainer.step import StepResult, train_step
 from flowcorr.workers.rollout import RayRollout
@@ -66,7 +68,7 @@ def train(
     Raises:
         StopRequest: a signal came before the first step; there was nothing to save.
         ConfigError: `out_dir` holds another run or is in use by one, or something in `config` cannot work.
-        CheckpointError: no checkpoint of an earlier run is intact, or a checkpoint cannot be written.
+        CheckpointError: an earlier run has no intact checkpoint, or a checkpoint cannot be written.
         BackendError: the reward failed, or the folder can no longer be written to.
         BatchError: the rollout returned values that cannot be trained on.
         RankError: another rank failed, or did not reach a collective within `trainer.collective_timeout`.
@@ -74,7 +76,7 @@ def train(
     rules.check(config)
     folder = Path(out_dir)
     distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
-    _check_prompts_per_rank(config)
+    check_prompts_per_rank(config)
     clear_shared_memory()
     with contextlib.ExitStack() as resources:
         signals = resources.enter_context(StopSignals())
@@ -83,6 +85,8 @@ def train(
                 resources.enter_context(run_folder.locked(folder))
                 run_folder.claim(folder, config, resume=resume)
         events = resources.enter_context(EventLog(folder))
+        if resume:  # also of a failure before a checkpoint is restored
+            events.step = max(checkpoint.steps(folder / run_folder.CHECKPOINTS), default=0)
         with run_folder.failure_noted(folder, events):
             shown = observer if observer is not None and distributed.is_main() else Silent()
             loop = _Loop(config, folder, resume, shown, events)
@@ -98,18 +102,22 @@ class _Loop:
         self.trackers: list[Tracker] = trackers if distributed.is_main() else []
         self.run, self.data = build_run(config, on_event=events)
         self.step = 0
-        self.best: tuple[int, float] | None = None
+        self.best: Best | None = None
         self.evaluation: Evaluation | None = None
         self.saved_step: int | None = None
         self._before: _Captured | None = None  # the state before the step in flight, see `_held`
         self._writing = threading.RLock()  # a signal's thread saves, too
-        self.unevaluated: Mapping[str, float] | None = None  # metrics of a step whose evaluation failed
+        self.unlogged: Mapping[str, float] | None = None  # metrics of a step whose record is not complete
+        self._last_logged = -1  # the last step of which the trackers were given a record, complete or not
         self._warned: set[str] = set()
         self._phase = ""
         try:
             self.resumed = resume and self._restore()
             if not self.resumed:
                 self.run.engine.sync(self.run.actor.weights.for_engine())
+            with distributed.fail_together("writing the run's configuration"):
+                if resume and distributed.is_main():
+                    run_folder.write_config(out_dir, config)
         except BaseException:
             self.run.close()
             raise
@@ -145,11 +153,9 @@ class _Loop:
             with distributed.fail_together("the checks before the start"):
                 if before_start is not None:
                     before_start(self.run)
-            if not self.resumed or self.unevaluated is not None:
-                values, self.unevaluated = self.unevaluated, None
-                with self._kept(values, evaluates=True):
-                    evaluated = self._evaluate()
-                self._log(values or {}, evaluated)
+            if not self.resumed or self.unlogged is not None:
+                with self._kept(self.unlogged):
+                    self._evaluate_and_log(self.unlogged or {})
                 self._save()
             number = None
             while self.step < total_steps and (number := _received(signals)) is None:
@@ -166,19 +172,16 @@ class _Loop:
         result = self._attempt(self.step + 1)
         self.step = self.events.step = self.step + 1
         values = result.metrics.compute()
-        last = self.step == trainer.total_steps
-        evaluates = last or (trainer.eval_every > 0 and self.step % trainer.eval_every == 0)
-        if trainer.dump_log_probs:
-            self._dump(result.terms)
-        with self._kept(values, evaluates=evaluates):
+        with self._kept(values):
             self.observer.on_step(self.step, values)
             self._warn_of_idle_bands(values)
-            evaluated = self._evaluate() if evaluates else {}
-        self._log(values, evaluated)
-        if trainer.image_every and self.step % trainer.image_every == 0:
-            self._log_images(result)
+            if trainer.dump_log_probs:
+                save_terms(self.out_dir / dumps.FOLDER, self.step, result.terms, self.config.actor)
+            self._evaluate_and_log(values)
+            if trainer.image_every and self.step % trainer.image_every == 0:
+                self._log_images(result)
         is_best = self.best is not None and self.best[0] == self.step
-        if last or is_best or self.step % trainer.save_every == 0:
+        if is_best or self.step == trainer.total_steps or self.step % trainer.save_every == 0:
             self._save()
 
     def _attempt(self, step: int) -> StepResult:
@@ -222,24 +225,33 @@ class _Loop:
         self.observer.on_phase(phase)
 
     @contextlib.contextmanager
-    def _kept(self, values: Mapping[str, float] | None, *, evaluates: bool) -> Iterator[None]:
-        """If the observer or the evaluation of a training step fails, log its metrics and save its state.
+    def _kept(self, values: Mapping[str, float] | None) -> Iterator[None]:
+        """If something fails after a training step, log the metrics of the step and save the state after it.
 
-        A run that is resumed from there begins with the evaluation.
+        A run that is resumed from there begins with the record of the step and its evaluation, unless all trackers
+        have the whole record.
 
         Args:
             values: the metrics of the step; None before the first step, when there is nothing to keep.
-            evaluates: whether the step has an evaluation.
         """
+        self.unlogged = values
         try:
             yield
-        except BackendError:
+        except Exception:
             if values is not None:
-                self._log(values, {})
-                self.unevaluated = values if evaluates else None
-                if not self.run.actor.weights.trains_shards:
+                self._log_if_missing(values)
+                if not self.run.actor.weights.trains_shards:  # saving them needs all ranks
                     self._rescue()
             raise
+
+    def _log_if_missing(self, values: Mapping[str, float]) -> None:
+        if self._last_logged == self.step:
+            return
+        try:
+            self._log(values)
+        except Exception as error:
+            # Report the failure that led here instead.
+            logger.warning("the metrics of step %d could not be logged: %s", self.step, error)
 
     def _rescue(self, captured: _Captured | None = None) -> None:
         """Save the present state, or one that was captured before unless a newer one is saved already."""
@@ -265,15 +277,20 @@ class _Loop:
 
     # Scores and images -----------------------------------------------------------------------------------
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate_and_log(self, values: Mapping[str, float]) -> None:
+        """Evaluate, if the present step is to be evaluated, and log its whole record."""
         trainer = self.config.trainer
+        regular = trainer.eval_every > 0 and self.step % trainer.eval_every == 0
+        evaluates = regular or self.step in (0, trainer.total_steps)
+        self._log({**values, **(self._evaluate() if evaluates else {})})
+        self.unlogged = None
+
+    def _evaluate(self) -> dict[str, float]:
         self._on_phase("evaluation")
         with out_of_memory.explained(self.config, lambda: self._phase):
             self.evaluation = evaluate(self.run, self.data.heldout)
         metrics = self.evaluation.metrics
-        check_best_metric(trainer.best_metric, metrics)
-        if self.best is None or metrics[trainer.best_metric] > self.best[1]:
-            self.best = (self.step, metrics[trainer.best_metric])
+        self.best = best_so_far(self.best, self.config.trainer.best_metric, self.step, metrics)
         if distributed.is_main():
             pictures = labelled(self.evaluation.images, self.data.heldout, self.evaluation.scores)
             name = "before" if self.step == 0 else "after"
@@ -281,20 +298,12 @@ class _Loop:
         self.observer.on_eval(self.step, metrics)
         return metrics
 
-    def _log(self, values: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
-        for tracker in self.trackers:
-            tracker.log({**values, **evaluated}, self.step)
-
-    def _dump(self, terms: dumps.DumpedTerms | None) -> None:
-        """Save the terms that the losses of a training step were computed from, of all ranks."""
-        by_rank = distributed.gather_on_main(terms, "the log-probs of a step")
-        if by_rank is not None:
-            all_terms = dumps.DumpedTerms.concatenate([terms for terms in by_rank if terms is not None])
-            actor = self.config.actor
-            loss = dumps.LoggedLoss(
-                loss_mode=actor.loss_mode, clip_ratio=actor.clip_ratio, adv_clip_max=actor.adv_clip_max
-            )
-            dumps.save(self.out_dir / dumps.FOLDER, self.step, all_terms, loss)
+    def _log(self, record: Mapping[str, float]) -> None:
+        """Give a record of the present step to all trackers, also if one of them raises."""
+        self._last_logged = self.step
+        with contextlib.ExitStack() as calls:
+            for tracker in reversed(self.trackers):
+                calls.callback(tracker.log, record, self.step)
 
     def _log_images(self, result: StepResult) -> None:
         """Log samples of the main rank."""
@@ -326,7 +335,7 @@ class _Loop:
     def _captured(self) -> _Captured:
         """The contents of a checkpoint: state, and weights for a pipeline. Trained shards need a call on all ranks."""
         actor = self.run.actor
-        captured = state.capture(self.run, step=self.step, best=self.best, unevaluated=self.unevaluated)
+        captured = state.capture(self.run, step=self.step, best=self.best, unlogged=self.unlogged)
         return (
             captured,
             actor.weights.exported() if distributed.is_main() or actor.weights.trains_shards else {},
@@ -349,10 +358,14 @@ class _Loop:
         """Load the newest intact checkpoint; False if the folder has none."""
         root = self.out_dir / run_folder.CHECKPOINTS
         latest: tuple[Path, TrainingState] | None = None
+        best: Best | None = None
         with distributed.fail_together("looking for a checkpoint"):
             if distributed.is_main() and checkpoint.folders(root):
                 latest = checkpoint.load_latest(root)
-        folder = distributed.from_main(None if latest is None else latest[0], "the choice of a checkpoint")
+                best = best_checkpoint(self.out_dir, self.config.trainer, latest[1])
+        folder, self.best = distributed.from_main(
+            (None if latest is None else latest[0], best), "the choice of a checkpoint"
+        )
         if folder is None:
             return False
         with distributed.fail_together("reading a checkpoint"):
@@ -360,18 +373,14 @@ class _Loop:
         state.restore(self.run, folder, found)
         if distributed.is_main():
             checkpoint.discard_after(root, found.step)
+            state.warn_of_another_schedule(self.config, found)
         self.step = self.saved_step = self.events.step = found.step
-        self.unevaluated = found.facts.get("unevaluated")
-        # A best score can be compared only with scores of the same metric.
-        same_metric = found.facts["config"]["trainer"]["best_metric"] == self.config.trainer.best_metric
-        if same_metric and found.facts["best"] is not None:
-            step, score = found.facts["best"]
-            self.best = (step, score)
+        self.unlogged = found.facts["unlogged"]
         return True
 
     def _logged_step(self) -> int:
         """The last step whose record is complete."""
-        return self.step if self.unevaluated is None else self.step - 1
+        return self.step if self.unlogged is None else self.step - 1
 
     # Endings ---------------------------------------------------------------------------------------------
 
@@ -425,20 +434,6 @@ class _Loop:
 
 _Captured = tuple[TrainingState, Mapping[str, Tensor]]
 """The contents of a checkpoint: its state, and weights for a pipeline."""
-
-
-def _check_prompts_per_rank(config: Config) -> None:
-    ranks, prompts = distributed.world_size(), config.rollout.prompts_per_step
-    if prompts < ranks:
-        raise ConfigError(
-            f"rollout.prompts_per_step={prompts} leaves some of {ranks} ranks without a prompt, since the images of a "
-            f"prompt stay together; use at least {ranks}, or fewer ranks"
-        )
-    if config.actor.fsdp and prompts % ranks:
-        raise ConfigError(
-            f"rollout.prompts_per_step={prompts} cannot be shared equally by {ranks} ranks, as actor.fsdp=True needs, "
-            f"since every forward pass takes all ranks; use a multiple of {ranks}"
-        )
 
 
 def _received(signals: StopSignals) -> int | None:

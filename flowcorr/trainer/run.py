@@ -35,6 +35,7 @@ class TrainingRun:
         engine: the rollout stack.
         cache: embeddings of all prompts.
         prompts: the training prompts in the order in which steps take them.
+        prompts_digest: `data.prompts_digest` of the training prompts and the held-out ones.
         reward: scores the images.
         gold: scores the images of evaluations by rewards that training steps leave out, if there are any.
         on_event: called with each event of workers and samples.
@@ -49,6 +50,7 @@ class TrainingRun:
     cache: PromptCache
     prompts: PromptStream
     reward: Reward
+    prompts_digest: str = ""
     gold: Reward | None = None
     on_event: OnEvent = ignore_event
     served: ServedBase | None = None

@@ -15,9 +15,9 @@ from typing import Any
 from flowcorr import config as configs
 from flowcorr import distributed
 from flowcorr.config.schema import Config
-from flowcorr.errors import BackendError, ConfigError
+from flowcorr.errors import BackendError, CheckpointError, ConfigError
 from flowcorr.private import redact
-from flowcorr.trackers.jsonl import METRICS_FILE
+from flowcorr.trackers.jsonl import METRICS_FILE, checked_metrics
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.events import EVENTS_FILE, EventLog
 from flowcorr.trainer.run_config import CONFIG_FILE, read_config
@@ -42,7 +42,8 @@ _MAY_CHANGE = (
         "actor.gradient_checkpointing",
         "actor.compile",
     }
-    | {"rollout.ray_address", "rollout.scheduling", "rollout.drift_every"}
+    | {"model.offload_text_encoders", "reward.on_error"}  # errors advise them, as some of `rollout`
+    | {f"rollout.{key}" for key in ("ray_address", "scheduling", "drift_every", "replay_every", "batch_size")}
     | frozenset(
         f"trainer.{key}"
         for key in (
@@ -72,12 +73,10 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: another process trains there, or the folder holds files of something else, or cannot be written to.
     """
-    try:
+    with _writable(folder):
         _check_own(folder)
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / _LOCK).open("w")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,25 +92,38 @@ def locked(folder: Path) -> Iterator[None]:
 def claim(folder: Path, config: Config, *, resume: bool) -> None:
     """Make `folder` this run's folder; a run that never finished its first evaluation gives it up.
 
+    A run that is resumed is left as it is, until it is known that it can go on: see `write_config`.
+
     Raises:
         ConfigError: the folder holds a run that is not resumed or has another configuration, or it cannot be written.
+        CheckpointError: the folder holds a run without its checkpoints.
     """
-    path = folder / CONFIG_FILE
     if _holds_run(folder):
         if not resume:
             raise ConfigError(
                 f"{folder} already holds a run; continue it with --resume, or choose another folder with --out"
             )
         _check_unchanged(folder, config)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_text(path, configs.to_yaml(config))  # with its secrets, since it has to load again
-        if not resume:
+        _check_checkpoints(folder)
+        return
+    write_config(folder, config)
+    if not resume:
+        with _writable(folder):
             (folder / EVENTS_FILE).unlink(missing_ok=True)
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write the configuration of the run that begins or goes on in `folder`, and delete the reason of its last failure.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    with _writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # With its secrets, since it has to load again.
+        checkpoint.write_text(folder / CONFIG_FILE, configs.to_yaml(config))
         for failure in (folder / FAILURE_FILE, *folder.glob(_FAILURES.format("*"))):
             failure.unlink(missing_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
 
 
 def _check_own(folder: Path) -> None:
@@ -126,8 +138,12 @@ def _check_own(folder: Path) -> None:
         )
 
 
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"the run's folder {folder} cannot be written: {error}")
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"the run's folder {folder} cannot be written: {error}") from error
 
 
 @contextlib.contextmanager
@@ -178,6 +194,22 @@ def _holds_run(folder: Path) -> bool:
     return bool(checkpoint.folders(folder / CHECKPOINTS)) or (
         metrics.is_file() and metrics.stat().st_size > 0
     )
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The records in the `metrics.jsonl` of the run in `folder`; none if there is no such file."""
+    path = folder / METRICS_FILE
+    return checked_metrics(path)[0] if path.is_file() else []
+
+
+def _check_checkpoints(folder: Path) -> None:
+    """Refuse to begin again at step 0 in the folder of a run that has lost its checkpoints."""
+    last = max((record["step"] for record in metrics_of(folder)), default=0)
+    if last > 0 and not checkpoint.steps(folder / CHECKPOINTS):
+        raise CheckpointError(
+            f"{folder / CHECKPOINTS} holds no checkpoint, but {METRICS_FILE} has records up to step {last}, which a "
+            "run from step 0 would replace; restore the checkpoints, or choose another folder with --out"
+        )
 
 
 def _check_unchanged(folder: Path, config: Config) -> None:

@@ -14,7 +14,7 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config import resolve_engine
 from flowcorr.config.run import SERVED
 from flowcorr.config.schema import Config
-from flowcorr.data import PromptSet, PromptStream, load_prompts
+from flowcorr.data import PromptSet, PromptStream, load_prompts, prompts_digest
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.base import check_guidance
@@ -124,6 +124,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
         engine=stacks.engine,
         cache=stacks.cache,
         prompts=PromptStream(prompts.train, seed=config.trainer.seed),
+        prompts_digest=prompts_digest([*prompts.train, *prompts.heldout]),
         reward=reward,
         gold=gold,
         on_event=on_event,
@@ -161,6 +162,25 @@ def _check_worker_gpus(config: Config) -> None:
                     UserWarning,
                     stacklevel=3,
                 )
+
+
+def check_prompts_per_rank(config: Config) -> None:
+    """Check that each rank gets prompts, and with `actor.fsdp` equally many.
+
+    Raises:
+        ConfigError: `rollout.prompts_per_step` does not fit the number of ranks.
+    """
+    ranks, prompts = distributed.world_size(), config.rollout.prompts_per_step
+    if prompts < ranks:
+        raise ConfigError(
+            f"rollout.prompts_per_step={prompts} leaves some of {ranks} ranks without a prompt, since the images of a "
+            f"prompt stay together; use at least {ranks}, or fewer ranks"
+        )
+    if config.actor.fsdp and prompts % ranks:
+        raise ConfigError(
+            f"rollout.prompts_per_step={prompts} cannot be shared equally by {ranks} ranks, as actor.fsdp=True needs, "
+            f"since every forward pass takes all ranks; use a multiple of {ranks}"
+        )
 
 
 def _check_best_metric(config: Config) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from flowcorr import config as configs
 from flowcorr.actor import DiffusionActor
+from flowcorr.actor.update import scheduled_lr
+from flowcorr.config.schema import Config
 from flowcorr.distributed import fsdp
-from flowcorr.errors import CheckpointError
+from flowcorr.errors import CheckpointError, ConfigError
 from flowcorr.private import redact
 from flowcorr.rollout import Weights
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.run import TrainingRun
+
+logger = logging.getLogger(__name__)
 
 
 def capture(
@@ -23,7 +27,7 @@ def capture(
     *,
     step: int,
     best: tuple[int, float] | None,
-    unevaluated: Mapping[str, float] | None = None,
+    unlogged: Mapping[str, float] | None = None,
 ) -> TrainingState:
     """The state of a run after `step` training steps, the same on any number of ranks.
 
@@ -33,7 +37,7 @@ def capture(
         run: the training run.
         step: training steps done.
         best: step and score of the best evaluation so far.
-        unevaluated: the metrics of the last step, if its evaluation failed and has to be repeated.
+        unlogged: the metrics of the last step, if its record is not complete and has to be logged again.
     """
     actor, history = run.actor, run.engine.history
     groups: dict[str, Mapping[str, Tensor]] = {
@@ -43,7 +47,6 @@ def capture(
         "loss_scale": actor.optimizer.loss_scale.state(),
         "auto_mode": run.mode.state(),
         "bands": actor.optimizer.bands.state(),
-        "rng": {"cpu": torch.get_rng_state()},
     }
     groups |= {f"history_{place}": weights.tensors for place, weights in enumerate(history[:-1])}
     tensors = {f"{group}/{name}": value for group, part in groups.items() for name, value in part.items()}
@@ -54,8 +57,9 @@ def capture(
             "version": actor.weights.version,
             "pass_rows": actor.scorer.rows,
             "data_position": run.prompts.position,
+            "prompts": run.prompts_digest,
             "best": best,
-            "unevaluated": unevaluated,
+            "unlogged": unlogged,
             "history_versions": [weights.version for weights in history],
             "config": redact(configs.to_mapping(run.config)),
         },
@@ -66,8 +70,20 @@ def restore(run: TrainingRun, folder: Path, state: TrainingState) -> None:
     """Restore a training run from the state in checkpoint `folder`.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another model or adapter.
+        CheckpointError: the checkpoint belongs to another model or adapter, or other prompts.
+        ConfigError: the run has more steps already than `trainer.total_steps`.
     """
+    if run.config.trainer.total_steps < state.step:
+        raise ConfigError(
+            f"trainer.total_steps={run.config.trainer.total_steps} is below the {state.step} steps that the run has "
+            f"taken; give {state.step} or more"
+        )
+    if run.prompts_digest != state.facts["prompts"]:
+        data = run.config.data
+        raise CheckpointError(
+            f"the prompts of data.path={data.path!r} or data.heldout_path={data.heldout_path!r} are not those that the "
+            f"run of {folder} began with; put the files back, or begin another run with --out"
+        )
     actor = run.actor
     restore_actor(actor, folder, state)
     older = [
@@ -77,7 +93,6 @@ def restore(run: TrainingRun, folder: Path, state: TrainingState) -> None:
     run.engine.restore([*older, actor.weights.for_engine()])
     run.mode.restore(state.group("auto_mode"))
     run.prompts.position = state.facts["data_position"]
-    torch.set_rng_state(state.tensors["rng/cpu"])
 
 
 def restore_actor(actor: DiffusionActor, folder: Path, state: TrainingState) -> None:
@@ -96,4 +111,30 @@ def restore_actor(actor: DiffusionActor, folder: Path, state: TrainingState) -> 
     if actor.weights.average is not None:
         actor.weights.average = actor.weights.like_parameters(state.group("ema"))
     actor.weights.version = state.facts["version"]
-    actor.scorer.rows = state.facts.get("pass_rows")  # older checkpoints have none
+    actor.scorer.rows = state.facts["pass_rows"]
+
+
+def warn_of_another_schedule(config: Config, state: TrainingState) -> None:
+    """Warn if `trainer.total_steps` has changed, over which `actor.lr_schedule` lets the learning rate fall.
+
+    Args:
+        config: that of the resumed run.
+        state: the checkpoint that the run is resumed from.
+    """
+    actor = config.actor
+    earlier, now = state.facts["config"]["trainer"]["total_steps"], config.trainer.total_steps
+    if actor.lr_schedule == "constant" or earlier == now:
+        return
+    before, after = (
+        scheduled_lr(actor, state.facts["version"], steps * actor.epochs * actor.mini_batches)
+        for steps in (earlier, now)
+    )
+    logger.warning(
+        "trainer.total_steps was %d and is now %d, and actor.lr_schedule=%s falls over all steps: the learning rate "
+        "goes on at %.3g, not at %.3g",
+        earlier,
+        now,
+        actor.lr_schedule,
+        after,
+        before,
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from flowcorr import distributed
+from flowcorr import distributed, sde
 from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.advantages import group_advantages
 from flowcorr.algorithm import (
@@ -54,6 +54,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> update."""
     config, actor, correction = run.config, run.actor, run.mode.correction
     watch = Stopwatch(on_phase, actor.device)
+    sde.seed_globals(config.trainer.seed, "step", step, distributed.rank())
 
     prefetch(run, step)
     drawn = run.prompts.next(config.rollout.prompts_per_step)
@@ -83,7 +84,8 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         batch = replace(batch, old_log_probs=old.log_probs, old_means=old.means)
     if correction.mode == "decoupled":
         with watch("correction"):
-            metrics.append(by_worker([batch_terms(batch)], config.rollout.num_workers))
+            workers, steps = config.rollout.num_workers, config.sampling.num_inference_steps
+            metrics.append(by_worker([batch_terms(batch)], workers, steps))
             batch, corrected = apply_rollout_correction_to_diffusion_batch(
                 batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
             )

@@ -11,6 +11,7 @@ from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
 from flowcorr.config.schema import ActorConfig, LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from tests.actor.updates import assert_same, updated
+from tests.algorithm.batches import band_state
 from tests.conftest import small_config, start_run
 from tests.tolerances import GRADIENTS
 
@@ -178,13 +179,6 @@ def test_ranks_divide_by_the_terms_of_all(two_ranks):
         assert_same(found, expected, rtol=1e-5, atol=1e-9)
 
 
-def band_of(centre, spread):
-    columns = {"centre": centre, "spread": spread, "count": 3.0}
-    return {
-        f"token_k1/{name}": torch.full((4,), value, dtype=torch.float64) for name, value in columns.items()
-    }
-
-
 @pytest.mark.parametrize(("faulty", "stepped"), [(8, True), (9, False)])
 def test_an_update_of_which_most_would_be_rejected_is_not_taken(make_run, caplog, faulty, stepped):
     """The median of the terms is then the fault's own, so nothing tells which of them are right."""
@@ -194,7 +188,7 @@ def test_an_update_of_which_most_would_be_rejected_is_not_taken(make_run, caplog
     shift = (torch.arange(16) < faulty).view(8, 2) * 0.5
     rollout = replace(batch.rollout, log_probs=batch.rollout.log_probs - shift)
     batch = apply_bypass_mode_to_diffusion_batch(replace(batch, rollout=rollout, old_log_probs=None))
-    run.actor.optimizer.bands.restore(band_of(0.0, 1e-3))
+    run.actor.optimizer.bands.restore(band_state({"token_k1": (0.0, 1e-3)}, 4))
     metrics = run.update(batch, training_step=1).compute()
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == faulty / 16
     assert metrics["actor/updates"] == stepped

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from flowcorr import trainer
 from flowcorr.algorithm import MeasuredBands
@@ -65,6 +66,12 @@ def drawn(seed, samples=32, spread=1e-4, windows=False):
     index = torch.stack([first, first + 1], dim=1)
     delta = spread * 2.0**index * torch.randn(samples, 2, generator=draw, dtype=torch.float64)
     return terms_of(delta, index) if windows else terms_of(delta.flatten(), index.flatten())
+
+
+def assert_equal(bands, others):
+    assert bands.state().keys() == others.state().keys()
+    for name, column in bands.state().items():
+        assert torch.equal(column, others.state()[name]), name
 
 
 def rejected(bands, correction, terms):
@@ -154,9 +161,7 @@ def test_no_split_changes_a_band(data):
             terms.select(torch.tensor(order[a:b])) for a, b in zip([0, *cuts], [*cuts, count], strict=True)
         ]
         observed(parts, correction, *pieces)
-    assert whole.state().keys() == parts.state().keys()
-    for name, column in whole.state().items():
-        assert torch.equal(column, parts.state()[name]), name
+    assert_equal(whole, parts)
 
 
 # Over time ----------------------------------------------------------------------------------------------------
@@ -194,8 +199,25 @@ def test_a_band_moves_by_a_tenth_of_its_half_width_at_most():
     far = drawn(9, samples=96, spread=1.0)
     observed(bands, correction, terms_of(far.log_prob.detach() - far.rollout_log_prob - 5.0, far.step_index))
     after = bands.noise["token_k1"]
-    torch.testing.assert_close(after.centre - before.centre, MOST_MOVED * half, rtol=1e-9, atol=0)
-    torch.testing.assert_close(6 * (after.spread - before.spread), MOST_MOVED * half, rtol=1e-9, atol=0)
+    assert_close(after.centre - before.centre, MOST_MOVED * half, rtol=1e-9, atol=0)
+    assert_close(6 * (after.spread - before.spread), MOST_MOVED * half, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("bad", range(WARM_UP))
+@pytest.mark.parametrize("fault", ["shifted", "noisy"])
+def test_one_bad_step_among_the_first_moves_no_band(fault, bad):
+    bands, clean, correction = bands_of(), bands_of(), bypass(STEP_MODES)
+    for seed in range(WARM_UP):
+        terms = drawn(seed, samples=96)
+        observed(clean, correction, terms)
+        if seed == bad:
+            delta = terms.log_prob.detach() - terms.rollout_log_prob
+            terms = terms_of(delta + 0.02 if fault == "shifted" else 50 * delta, terms.step_index)
+        observed(bands, correction, terms)
+    for seed in range(10, 20):
+        assert not rejected(bands, correction, drawn(seed, samples=96)).any()
+    for mode, noise in bands.noise.items():
+        assert_close(noise.spread, clean.noise[mode].spread, rtol=0.35, atol=0)
 
 
 def test_a_band_moves_by_a_share_of_a_small_change():
@@ -238,7 +260,7 @@ def test_state_goes_through_a_checkpoint():
     again.restore(bands.state())
     for one in (bands, again):
         observed(one, correction, drawn(7))
-    assert all(torch.equal(column, again.state()[name]) for name, column in bands.state().items())
+    assert_equal(bands, again)
     bands.restore({})
     assert bands.noise == {}
 
@@ -286,9 +308,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path):
     }.items() <= expected.items()
     ours, theirs = (checkpoint.load_latest(folder / "checkpoints")[1].tensors for folder in (part, whole))
     assert {name for name in theirs if name.startswith("bands/")} == {
-        f"bands/{mode}/{column}"
-        for mode in ("token_k1", "step_z")
-        for column in ("centre", "spread", "count")
+        f"bands/{mode}/{column}" for mode in ("token_k1", "step_z") for column in ("noise", "first", "count")
     }
     assert ours.keys() == theirs.keys()
     assert {name for name, value in ours.items() if not torch.equal(value, theirs[name])} == set()

@@ -1,4 +1,5 @@
 import io
+import json
 import os
 import re
 import signal
@@ -108,6 +109,25 @@ def test_a_reward_that_is_constant_is_named_at_the_end(console, spread, warned):
             observer.on_step(step, {"reward/mean": 0.25, "reward/std": spread})
         observer.on_finish(RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics={}))
     assert ("the same number for all images" in plain(console)) == warned
+
+
+def test_a_resumed_run_sums_up_the_whole_run(console, tmp_path):
+    measured = {"reward/mean": 0.25, "reward/std": 0.0, "rollout_corr/logprob_abs_diff_mean": 1e-4}
+    earlier = [
+        {"step": 0, **BEFORE},
+        {"step": 1, **measured, "actor/grad_norm": None},
+        {"step": 2, **measured, "rollout_corr/logprob_abs_diff_mean": 9.0},  # after the checkpoint
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in earlier))
+    with TerminalObserver(console) as observer:
+        observer.on_start(load("tiny_ocr_lora", ["trainer.total_steps=2"]), tmp_path, 1)
+        observer.on_step(2, {**measured, "rollout_corr/logprob_abs_diff_mean": 3e-4})
+        observer.on_eval(2, AFTER)
+        observer.on_finish(RunResult(status="finished", step=2, out_dir=tmp_path, metrics=AFTER))
+    text = plain(console)
+    assert "held out: reward 0.500 -> 0.900, exact_match 0.400 -> 0.800\n" in text
+    assert "gap 0.0002: " in text
+    assert "the same number for all images" in text
 
 
 def test_what_is_unhealthy_is_told_once(console):

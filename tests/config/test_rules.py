@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 
 from flowcorr.config import load_mapping
@@ -212,3 +214,24 @@ def test_a_local_reward_has_a_timeout():
 def test_trained_weights_of_16_bits_warn(model, message):
     with pytest.warns(UserWarning, match=message):
         load_mapping({"model": model})
+
+
+@pytest.mark.parametrize(
+    ("modes", "level", "warns"),
+    [
+        ("token_k1", "trajectory_mean", True),
+        ("token_k1", "step", False),
+        ("seq_mean_k1", "trajectory_mean", False),
+    ],
+)
+def test_measured_bands_of_steps_warn_where_the_window_is_clipped(modes, level, warns):
+    correction = {"bypass_mode": True, "rollout_rs": modes, "rollout_rs_threshold": "auto"}
+    correction |= {} if level == "step" and modes.startswith("token") else {"bypass_scope": "trajectory"}
+    values = {
+        "actor": {"ratio_level": level},
+        "algorithm": {"rollout_correction": correction},
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_mapping(values)
+    assert any("judges single steps" in str(warning.message) for warning in caught) == warns

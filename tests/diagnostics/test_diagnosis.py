@@ -1,6 +1,7 @@
 """Faults planted in drawn log-probs, and what `diagnose` makes of them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,7 +73,9 @@ def test_a_step_that_nobody_trained_is_no_fault():
     steps = clean()
     for one in steps:
         one.log_probs[:, 3] = math.nan
-    assert diagnose(steps) == []
+    keep = torch.tensor([True, True, True, False]).expand(B, T)
+    assert diagnose([replace(one, keep=keep) for one in steps]) == []
+    assert causes(steps) == ["non_finite"]
 
 
 def test_sums_in_place_of_means_hide_everything_else():

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from diagnostics.dumped_runs import terms_of, write_run
 from diagnostics.foreign_dumps import D, draw_steps
 
 import flowcorr
@@ -12,7 +11,6 @@ from flowcorr import dumps
 from flowcorr.diagnostics.diagnosis import diagnose
 from flowcorr.diagnostics.dumped import (
     UNBOUNDED,
-    completed,
     gap_terms,
     read_dumped,
     records,
@@ -75,22 +73,6 @@ def test_what_is_missing_is_left_out(tmp_path):
     assert "rollout_corr/clip_noise_fraction" not in first
 
 
-def test_noise_levels_stand_for_step_indices(tmp_path):
-    """Windows of each sample's own; one noise level was rounded to bfloat16."""
-    schedule = torch.tensor([1.0, 0.9, 0.7, 0.5])
-    own = torch.stack([schedule[start : start + 2] for start in [0, 1, 2, 1] * 8])
-    draw_steps(tmp_path, steps=1, without=("step_indices",), sigmas=own)
-    rounded = torch.where(own == 0.9, own.bfloat16().float(), own)
-    flowcorr.dump(tmp_path, 2, rollout_log_probs=own, old_log_probs=own, advantages=own[:, 0], sigmas=rounded)
-    run = read_dumped(tmp_path)
-    assert run.levels.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5], rel=1e-2)
-    assert run.config.sampling.num_inference_steps == 4
-    found = [completed(dumps.load(path), run.levels).step_index for path in run.files.values()]
-    assert torch.equal(found[0], found[1])
-    assert found[0][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
-    assert "rollout_corr/step_3/kl" in records(run)[0]
-
-
 def test_in_bypass_the_drift_is_that_of_the_current_policy(tmp_path):
     run = read_dumped(draw_steps(tmp_path, without=("old_log_probs",), clip_ratio=[1e-4] * 4))
     assert run.config.algorithm.rollout_correction.bypass_mode
@@ -103,6 +85,8 @@ def test_a_loss_that_reads_step_means_is_judged_by_its_ratio(tmp_path):
     run = read_dumped(draw_steps(tmp_path, loss_mode="grpo_guard"))
     assert run.config.actor.loss_mode == "flow_grpo"
     assert "grpo_guard reads step means" in run.notes[0]
+    assert run.config.actor.clip_ratio == UNBOUNDED
+    assert "rollout_corr/clip_noise_fraction" not in records(run)[0]
 
 
 def test_an_empty_folder_says_what_to_name(tmp_path):
@@ -112,68 +96,12 @@ def test_an_empty_folder_says_what_to_name(tmp_path):
         read_dumped(tmp_path)
 
 
-def test_of_six_files_a_damaged_one_is_left_out(tmp_path):
-    draw_steps(tmp_path, steps=6)
-    path = tmp_path / "step_000003.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="1 of 6 dumped steps cannot be read; the first: ") as caught:
-        run = read_dumped(tmp_path)
-    assert str(path) in str(caught[0].message)
-    assert list(run.files) == [1, 2, 4, 5, 6]
-    assert run.notes == (str(caught[0].message),)
-    assert [record["step"] for record in records(run)] == [1, 2, 4, 5, 6]
-
-
-def test_if_no_file_can_be_read_the_first_is_named(tmp_path):
-    for step in (1, 2):
-        write_step(tmp_path, step, metadata={"loss_mode": None})
-    with pytest.raises(
-        ConfigError, match=r"2 of 2 dumped steps cannot be read.*step_000001.safetensors is damaged"
-    ):
-        read_dumped(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "tensors", "message"),
-    [
-        (
-            {"num_elements": "65"},
-            {},
-            "are of different runs: num_elements=64 and num_elements=65; give each run a",
-        ),
-        (
-            {},
-            {
-                "rollout_log_probs": torch.zeros(BATCH, 3),
-                "old_log_probs": torch.zeros(BATCH, 3),
-                **dict.fromkeys(("current_log_probs", "step_indices", "sigmas")),
-            },
-            "are of different runs: SDE steps a sample=2 and SDE steps a sample=3",
-        ),
-    ],
-)
-def test_files_of_two_runs_are_told_apart(metadata, tensors, message, tmp_path):
-    write_step(tmp_path, 1)
-    write_step(tmp_path, 2, metadata=metadata, tensors=tensors)
-    with pytest.raises(ConfigError, match=message):
-        read_dumped(tmp_path)
-
-
 def test_files_of_two_losses_are_judged_by_the_first(tmp_path):
     write_step(tmp_path, 1)
     write_step(tmp_path, 2, metadata={"clip_ratio": "0.1"})
     run = read_dumped(tmp_path)
     assert run.config.actor.clip_ratio == 1e-3
     assert "differ in loss_mode, clip_ratio or adv_clip_max: judged by those of step_000001" in run.notes[-1]
-
-
-def test_step_indices_stay_within_the_schedule(tmp_path):
-    run_dir = write_run(tmp_path / "run", [terms_of(), terms_of(steps=11)], "sampling.num_inference_steps=10")
-    with pytest.warns(UserWarning, match="step_indices reaches 10, and the schedule has 10 steps"):
-        assert list(read_dumped(run_dir).files) == [1]
-    write_step(tmp_path / "foreign", metadata={"clip_ratio": "[0.1, 0.1]"})
-    with pytest.raises(ConfigError, match="step_indices reaches 3, and clip_ratio has 2 steps"):
-        read_dumped(tmp_path / "foreign")
 
 
 def test_noise_levels_stay_within_the_clip_range(tmp_path):
@@ -208,17 +136,6 @@ def test_an_unknown_loss_is_named_with_its_file(name, tmp_path):
     path = write_step(tmp_path, metadata={"loss_mode": name})
     with pytest.raises(ConfigError, match=f"{path}: loss_mode='{name}' is unknown.*; choose from flow_grpo"):
         read_dumped(tmp_path)
-
-
-def test_sigmas_that_lie_anywhere_are_no_schedule(tmp_path):
-    """A trainer that draws a noise level for each sample has no steps to count by."""
-    sigmas = torch.rand(2000, 2, generator=torch.Generator().manual_seed(0))
-    flowcorr.dump(
-        tmp_path, 1, rollout_log_probs=sigmas, old_log_probs=sigmas, advantages=sigmas[:, 0], sigmas=sigmas
-    )
-    run = read_dumped(tmp_path)
-    assert (run.levels, run.config.sampling.num_inference_steps) == (None, 2)
-    assert run.notes[-1] == "sigmas are not those of a schedule, so steps are counted within the window"
 
 
 def test_many_groups_take_no_time(tmp_path):
@@ -274,6 +191,24 @@ def test_a_file_without_the_mark_is_judged_whole(tmp_path):
     run = read_dumped(tmp_path)
     assert [note.split(",")[0] for note in run.notes] == ["not dumped: before_update"]
     assert gap_terms(dumps.load(run.files[1])).keep is None
+
+
+BROKEN = {
+    "in both": (math.nan, math.nan),
+    "in the engine": (math.inf, 0.1),
+    "infinite in the trainer": (0.1, -math.inf),
+}
+
+
+@pytest.mark.parametrize(("engine", "trainer"), BROKEN.values(), ids=BROKEN)
+def test_a_step_that_is_broken_in_every_sample_is_a_fault(engine, trainer, tmp_path):
+    def with_last(value):
+        return torch.tensor([[0.1, value]]).expand(32, 2)
+
+    draw_steps(tmp_path, rollout_log_probs=with_last(engine), old_log_probs=with_last(trainer))
+    run = read_dumped(tmp_path)
+    assert records(run)[0]["rollout_corr/nonfinite_fraction"] == 0.5
+    assert [found.cause for found in diagnose(step_terms(run))] == ["non_finite"]
 
 
 def test_a_step_that_nobody_trained_is_left_out_of_the_gap(tmp_path):

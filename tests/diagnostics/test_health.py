@@ -91,6 +91,12 @@ def test_weights_that_multiply_nothing_are_noted_only():
     assert "note" not in {finding.level for finding in acting}
 
 
+def test_z_scores_of_log_probs_that_are_no_densities_are_not_judged():
+    metrics = {"rollout_corr/bookkeeping_z_max": 7.0}
+    assert [finding.rule for finding in examine_step(metrics, Units())] == ["bookkeeping"]
+    assert examine_step(metrics, Units(densities=False)) == []
+
+
 @pytest.mark.parametrize(("share", "level"), [(0.01, "warning"), (0.5, "serious")])
 def test_terms_that_are_not_finite_are_told(share, level):
     (finding,) = examine_step({"actor/nonfinite_fraction": share}, Units())

@@ -93,6 +93,30 @@ def test_the_metrics_are_those_of_the_report(tmp_path):
         assert metrics == {name: value for name, value in record.items() if name.startswith("rollout_corr/")}
 
 
+def test_a_step_that_was_scored_before_and_is_no_more_is_a_finding():
+    terms, watch = terms_of(), Watch()
+    watch(1, **given(terms))
+    broken = terms.old_log_probs.clone()
+    broken[:, 1] = torch.nan
+    metrics, findings = watch(2, **given(replace(terms, old_log_probs=broken)))
+    assert metrics["rollout_corr/nonfinite_fraction"] == 0.5
+    assert "non_finite" in {finding.rule for finding in findings}
+    _, findings = Watch()(1, **given(replace(terms, old_log_probs=broken)))
+    assert "non_finite" not in {finding.rule for finding in findings}  # nobody trains it
+
+
+def test_grpo_guards_clip_range_is_not_held_against_another_ratio():
+    terms = terms_of()
+    steps = [
+        Watch()(1, **given(terms) | {"clip_ratio": 1e-9, "loss_mode": mode})
+        for mode in ("flow_grpo", "grpo_guard")
+    ]
+    (_, plain), (metrics, guarded) = steps
+    assert "clip_noise" in {finding.rule for finding in plain}
+    assert "rollout_corr/clip_noise_fraction" not in metrics
+    assert "clip_noise" not in {finding.rule for finding in guarded}
+
+
 def test_a_finding_comes_once():
     terms = terms_of()
     terms = replace(terms, old_log_probs=terms.rollout_log_probs - 0.5)

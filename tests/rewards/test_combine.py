@@ -74,6 +74,10 @@ def slow(images, prompts):
     time.sleep(0.3)
     return [1.0] * len(prompts)
 
+def blackens(images, prompts):
+    images[:] = 0
+    return [1.0] * len(prompts)
+
 def nan_at_bb(images, prompts):
     return [float("nan") if prompt.text == "bb" else 1.0 for prompt in prompts]
 """
@@ -110,6 +114,14 @@ def test_one_term_keeps_the_names_of_its_extras():
 def test_opposite_jpeg_terms_cancel():
     reward = build_reward([term("jpeg_compressibility"), term("jpeg_incompressibility")])
     assert reward(IMAGES, PROMPTS).scores.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_term_that_writes_into_its_images_changes_no_others():
+    reward = build_reward([term("users_rewards:blackens"), term("users_rewards:brightness")])
+    images = IMAGES.copy()
+    output = reward(images, PROMPTS)
+    np.testing.assert_array_equal(output.terms["brightness"], [0, 100, 200])
+    np.testing.assert_array_equal(images, IMAGES)
 
 
 def test_reward_can_be_pickled():

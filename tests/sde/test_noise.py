@@ -1,8 +1,11 @@
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from flowcorr.errors import BatchError
-from flowcorr.sde import generator, initial_noise, sample_noise, stable_seed, step_noise
+from flowcorr.sde import generator, initial_noise, sample_noise, seed_globals, stable_seed, step_noise
 
 SHAPE = (4, 3, 3)
 GROUPS, MEMBERS = [0, 0, 1, 1, 7], [0, 1, 0, 1, 0]
@@ -56,6 +59,15 @@ def test_noise_leaves_the_global_generator_alone():
     state = torch.get_rng_state()
     initial_noise(SHAPE, GROUPS, MEMBERS, **STEP)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_own_code_draws_the_same_numbers_again():
+    drawn = []
+    for step in (1, 2, 1):
+        seed_globals(0, "step", step)
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert drawn[0] == drawn[2]
+    assert all(one != other for one, other in zip(drawn[0], drawn[1], strict=True))
 
 
 def test_seeds_never_change():

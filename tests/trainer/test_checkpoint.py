@@ -54,15 +54,16 @@ def rewrite(folder, **facts):
     ("found", "message"),
     [
         (
-            2,
-            "step_000003 has format 2, and this flowcorr reads format 1: a newer .*; update flowcorr to continue",
+            3,
+            "step_000003 has format 3, and this flowcorr reads format 2: a newer .*; update flowcorr to continue",
         ),
+        (1, "step_000003 has format 1, and this flowcorr reads format 2: an older flowcorr wrote it"),
         (
             None,
             "step_000003 has no format, .* an older flowcorr wrote it; .* or start a new run in another folder",
         ),
         (0, "step_000003 has format 0, .* an older flowcorr wrote it"),
-        ("1", "step_000003 has format 1, .* an older flowcorr wrote it"),
+        ("2", "step_000003 has format 2, .* an older flowcorr wrote it"),
     ],
 )
 def test_another_format_is_named_and_never_passed_over(tmp_path, found, message):
@@ -79,7 +80,7 @@ def test_another_format_is_named_and_never_passed_over(tmp_path, found, message)
 
 def test_a_newer_format_may_have_other_files(tmp_path):
     folder = save(tmp_path, 3)
-    rewrite(folder, format=2)
+    rewrite(folder, format=checkpoint.FORMAT + 1)
     (folder / "state.safetensors").rename(folder / "state_0.safetensors")
     (folder / "manifest.json").unlink()
     with pytest.raises(FormatError, match="a newer flowcorr wrote it"):
@@ -92,6 +93,7 @@ def test_folders_are_ordered_by_step_and_partial_ones_are_none(tmp_path):
     (tmp_path / "step_000012").write_text("a file")
     assert names(tmp_path) == ["step_000002", "step_000010", "step_1000000"]
     assert checkpoint.load_latest(tmp_path)[1].step == 1_000_000
+    assert checkpoint.steps(tmp_path) == [2, 10, 1_000_000]
     assert checkpoint.folders(tmp_path / "nowhere") == []
 
 

@@ -3,10 +3,11 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flowcorr import config, trainer
-from flowcorr.errors import CheckpointError, ConfigError
+from flowcorr.errors import BackendError, CheckpointError, ConfigError
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
 from tests.trainer.runs import records
@@ -76,6 +77,54 @@ def test_a_gold_reward_of_evaluations_scores_no_training_step(tagged, tmp_path):
     assert not [name for name in second if name.startswith("reward/gold/")]
     for record in (first, second):
         assert record["eval/gold/jpeg_incompressibility"] == pytest.approx(-record["eval/reward"])
+
+
+@pytest.fixture
+def picky(tagged, tmp_path):
+    """`picky(words, *overrides)`: a run of which a reward, that is 3 elsewhere, is NaN on these held-out words."""
+    (tmp_path / "picky.py").write_text(
+        "def picky(images, prompts, words):\n"
+        "    return [float('nan') if prompt.text in words else 3.0 for prompt in prompts]\n"
+    )
+
+    def load(words, *overrides, key="reward.terms"):
+        terms = f"{key}=[{{name: 'picky:picky', options: {{words: {json.dumps(words)}}}}}]"
+        jpeg = "reward.terms=[{name: jpeg_compressibility}]"
+        return tagged(jpeg, terms, "reward.on_error=drop_group", *overrides)
+
+    return load
+
+
+def test_images_that_the_reward_cannot_score_are_left_out_of_the_means(picky, tmp_path):
+    trainer.train(picky(["pig"]), tmp_path / "run")
+    for record in records(tmp_path / "run"):
+        assert (record["eval/reward"], record["eval/reward_std"], record["eval/failed_samples"]) == (3, 0, 1)
+    evaluation = trainer.evaluate_run(tmp_path / "run")[1]
+    assert np.isnan(evaluation.scores).tolist() == [False, True]  # grey, pig
+    assert np.isfinite(list(evaluation.metrics.values())).all()
+
+
+def test_an_image_that_gold_cannot_score_is_left_out_for_all_rewards(picky, tmp_path):
+    settings = picky(["pig"], "reward.gold_every=evaluation", key="reward.gold")
+    trainer.train(settings, tmp_path / "run")
+    evaluation = trainer.evaluate_run(tmp_path / "run")[1]
+    assert np.isnan(evaluation.scores).tolist() == [False, True]  # grey, pig
+    assert evaluation.metrics["eval/reward"] == evaluation.scores[0]
+    assert evaluation.metrics["eval/gold/picky"] == 3
+    assert evaluation.metrics["eval/failed_samples"] == 1
+
+
+def test_an_evaluation_without_any_score_says_why(picky, tmp_path):
+    message = r"eval/reward has no score: a reward failed on 2 of 2 held-out images.*data\.heldout_path"
+    with pytest.raises(BackendError, match=message):
+        trainer.train(picky(["pig", "grey"]), tmp_path / "run")
+
+
+def test_an_evaluation_without_a_score_of_the_best_metric_says_so(picky, tmp_path):
+    own = "{name: 'picky:picky', tags: [animal], options: {words: [pig]}}"
+    terms = f"reward.terms=[{{name: jpeg_compressibility}}, {own}]"
+    with pytest.raises(BackendError, match=r"eval/picky has no score: a reward failed on 1 of 2"):
+        trainer.train(picky([], terms, "trainer.best_metric=eval/picky"), tmp_path / "run")
 
 
 def test_tags_are_checked_before_a_model_is_loaded(tagged, tmp_path):

@@ -4,11 +4,14 @@ import math
 import resource
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from flowcorr import trainer
 from flowcorr.errors import BackendError, BatchError, CheckpointError, ConfigError, MissingExtraError
+from flowcorr.rewards import RewardOutput
+from flowcorr.rewards.jpeg import JpegCompressibility
 from flowcorr.trackers import TRACKERS, JsonlTracker
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.events import read_events
@@ -111,16 +114,82 @@ def test_a_run_that_other_code_exits_has_failed(error, tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 2])  # the second is evaluated
-def test_a_step_that_cannot_be_shown_is_kept(plain_runs, tmp_path, step):
+@pytest.mark.parametrize("error", [BackendError, BatchError, RuntimeError])
+def test_a_step_that_cannot_be_shown_is_kept(plain_runs, tmp_path, step, error):
     def fail():
-        raise BackendError("standard output is closed")
+        raise error("standard output is closed")
 
     settings = small_config("trainer.save_every=99")
-    with pytest.raises(BackendError, match="standard output is closed"):
+    with pytest.raises(error, match="standard output is closed"):
         trainer.train(settings, tmp_path, observer=Recorder(step, fail))
     trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
     assert recorder.steps == list(range(step + 1, 5))
     assert records(tmp_path) == records(plain_runs[0])
+
+
+class BrokenTracker(CountingTracker):
+    """Fails at the third step, before another tracker gets its record."""
+
+    def log(self, metrics, step):
+        if step == 3:
+            raise KeyError("no such metric")
+
+
+def test_a_tracker_that_fails_costs_no_training_step(plain_runs, tmp_path, monkeypatch):
+    monkeypatch.setitem(TRACKERS, "broken", BrokenTracker)
+    monkeypatch.setitem(TRACKERS, "counting", CountingTracker)
+    monkeypatch.setattr(CountingTracker, "calls", calls := [], raising=False)
+    with pytest.raises(KeyError, match="no such metric"):
+        trainer.train(small_config("trainer.save_every=99", "trainer.trackers=[broken, counting]"), tmp_path)
+    assert [call for call in calls if call.startswith("log")] == ["log 0", "log 1", "log 2", "log 3"]
+    assert records(tmp_path) == records(plain_runs[0])[:4]
+    assert "no such metric" in (tmp_path / "failure.txt").read_text()
+    settings = small_config("trainer.save_every=99")
+    trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
+    assert recorder.steps == [4]
+    assert records(tmp_path) == records(plain_runs[0])
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("trainer.dump_log_probs=true", "log_probs/step_000003.safetensors"),
+        ("trainer.image_every=3", "images/rollout_000003_00.png"),
+    ],
+)
+def test_a_file_that_cannot_be_written_costs_no_training_step(plain_runs, tmp_path, override, name):
+    settings, obstacle = small_config(override, "trainer.save_every=99"), tmp_path / name
+    with pytest.raises(BackendError, match="cannot be written|could not be written"):
+        trainer.train(settings, tmp_path, observer=Recorder(2, lambda: obstacle.mkdir(parents=True)))
+    assert records(tmp_path) == records(plain_runs[0])[:4]
+    obstacle.rmdir()
+    trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
+    assert recorder.steps == [4]
+    assert records(tmp_path) == records(plain_runs[0])
+
+
+class Forgetful:
+    """The JPEG reward with a further score, which only the first evaluation has."""
+
+    extras = ("parsed",)
+
+    def __init__(self):
+        self.reward, self.evaluations = JpegCompressibility(), 0
+
+    def __call__(self, images, prompts):
+        scores = np.array(self.reward(images, prompts).scores)
+        self.evaluations += len({prompt.text for prompt in prompts}) == len(prompts)
+        parsed = scores if self.evaluations == 1 else np.full(len(scores), np.nan)
+        return RewardOutput(scores=scores, extra={"parsed": parsed})
+
+
+def test_a_later_evaluation_without_the_best_metric_does_not_end_the_run(tmp_path, caplog):
+    settings = small_config(
+        "reward.terms=[{name: 'tests.trainer.test_failures:Forgetful'}]", "trainer.best_metric=eval/parsed"
+    )
+    assert trainer.train(settings, tmp_path).status == "finished"
+    assert "the evaluation at step 2 has no eval/parsed (trainer.best_metric)" in caplog.text
+    assert checkpoint.load_latest(tmp_path / "checkpoints")[1].facts["best"][0] == 0
 
 
 def test_drop_group_trains_on_the_rest(fragile, tmp_path):
@@ -128,10 +197,6 @@ def test_drop_group_trains_on_the_rest(fragile, tmp_path):
     settings = small_config(
         overrides(value="nan"), "reward.on_error=drop_group", "trainer.eval_every=0", "trainer.total_steps=2"
     )
-    flag.touch()
-    with pytest.raises(BackendError, match="failed on sample 0"):  # an evaluation needs every score
-        trainer.train(settings, tmp_path / "run")
-    flag.unlink()
 
     class Spoiler(Recorder):
         def on_phase(self, name):

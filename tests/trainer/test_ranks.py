@@ -295,10 +295,9 @@ def assert_same_run(two, one, *, config=True):
 def assert_close(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        if name != "rng/cpu":
-            torch.testing.assert_close(
-                ours[name], value, rtol=1e-5, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        torch.testing.assert_close(
+            ours[name], value, rtol=1e-5, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_the_cases_are_what_they_are_for(usual):

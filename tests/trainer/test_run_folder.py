@@ -1,13 +1,15 @@
 """The folder of a run: who owns it, and what may change when it is resumed."""
 
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from flowcorr import config, trainer
-from flowcorr.errors import ConfigError
+from flowcorr.errors import CheckpointError, ConfigError
 from flowcorr.trainer import run_folder
+from flowcorr.trainer.events import read_events
 from tests.trainer.runs import small_config
 
 
@@ -27,8 +29,48 @@ def test_claim_names_the_keys_that_differ(tmp_path):
         run_folder.claim(tmp_path, changed, resume=True)
     assert "another configuration" in str(caught.value)
     assert "actor.lr was 0.01, now 1.0; model.lora.rank was 4, now 8. Use the old" in str(caught.value)
-    run_folder.claim(tmp_path, small_config("actor.lr=1e-2", "trainer.total_steps=9"), resume=True)
+    longer = small_config("actor.lr=1e-2", "trainer.total_steps=9")
+    run_folder.claim(tmp_path, longer, resume=True)
+    assert config.load(tmp_path / "config.yaml").trainer.total_steps == 4  # not yet known to go on
+    run_folder.write_config(tmp_path, longer)
     assert config.load(tmp_path / "config.yaml").trainer.total_steps == 9
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.on_error=drop_group",
+        "rollout.replay_every=0",
+        "rollout.batch_size=1",
+        "model.offload_text_encoders=true",
+        "actor.micro_batch_size=1",
+    ],
+)
+def test_what_errors_advise_may_change(tmp_path, override):
+    run_folder.claim(tmp_path, small_config("trainer.device=cuda"), resume=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    run_folder.claim(tmp_path, small_config("trainer.device=cuda", override), resume=True)
+
+
+def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(finished):
+    before = (finished / "config.yaml").read_bytes()
+    refused = small_config("trainer.best_metric=eval/rewrad", "trainer.total_steps=9")
+    with pytest.raises(ConfigError, match=r"trainer\.best_metric='eval/rewrad' is unknown"):
+        trainer.train(refused, finished, resume=True)
+    assert (finished / "config.yaml").read_bytes() == before
+    failure = read_events(finished / "events.jsonl")[-1]
+    assert (failure["kind"], failure["step"]) == ("failure", 4)
+
+
+def test_a_run_without_its_checkpoints_is_not_started_again(finished):
+    shutil.rmtree(finished / "checkpoints")
+    before = (finished / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no checkpoint, but metrics\.jsonl has records up to step 4, .*; restore the",
+    ):
+        trainer.train(small_config(), finished, resume=True)
+    assert (finished / "metrics.jsonl").read_bytes() == before
 
 
 def test_claim_keeps_secrets_to_the_owner(tmp_path, fragile):

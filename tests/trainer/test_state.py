@@ -12,9 +12,10 @@ import torch
 
 from flowcorr import config, trainer
 from flowcorr.actor import pass_bound
-from flowcorr.errors import CheckpointError
+from flowcorr.errors import CheckpointError, ConfigError
 from flowcorr.processes import STOP_SIGNALS, StopRequest
-from flowcorr.trainer import checkpoint
+from flowcorr.trainer import checkpoint, state
+from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.events import read_events
 from tests.trainer.runs import STALE, Recorder, assert_same_run, checkpoints, interrupt, records, small_config
 
@@ -269,4 +270,80 @@ def test_a_stopped_process_can_be_resumed(number, plain_runs, tmp_path):
     expected = 128 + number if number in STOP_SIGNALS else -number
     assert process.returncode == expected, "".join(printed)
     trainer.train(small_config(), folder, resume=True)
-    assert_same_run(plain_runs[0], folder, but=["rng/cpu"])
+    assert_same_run(plain_runs[0], folder)
+
+
+DRAWN = """
+import random
+import numpy as np
+import torch
+
+def reward(images, prompts):
+    return [random.random() + np.random.rand() + float(torch.rand(())) for _ in prompts]
+"""
+
+
+def test_a_reward_that_draws_gives_the_same_numbers_again_and_after_a_resume(tmp_path, monkeypatch):
+    (tmp_path / "drawn_reward.py").write_text(DRAWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    terms = ("reward.terms=[{name: drawn_reward:reward}]", "trainer.best_metric=eval/reward")
+    runs = {}
+    for name, steps in (("whole", [4]), ("resumed", [2, 4])):
+        for total in steps:
+            settings = small_config(*terms, f"trainer.total_steps={total}")
+            trainer.train(settings, tmp_path / name, resume=total != steps[0])
+        runs[name] = records(tmp_path / name)
+    whole = [record["reward/mean"] for record in runs["whole"] if record["step"]]
+    assert len(set(whole)) == 4
+    assert [record["reward/mean"] for record in runs["resumed"] if record["step"]] == whole
+    assert len({record["eval/reward"] for record in runs["whole"] if "eval/reward" in record}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:data.num_train=5 has no effect")
+def test_other_prompts_end_a_resume(tmp_path):
+    words = [f"word{place}" for place in range(40)]
+    (tmp_path / "words.txt").write_text("\n".join(words))
+    settings = small_config(f"data.path={tmp_path / 'words.txt'}", "trainer.total_steps=1")
+    trainer.train(settings, tmp_path / "run")
+    (tmp_path / "words.txt").write_text("\n".join(words[::-1]))
+    with pytest.raises(
+        CheckpointError, match=r"data.path=.*words.txt.* are not those that the run of .* began with"
+    ):
+        trainer.train(settings, tmp_path / "run", resume=True)
+
+
+def test_fewer_steps_than_were_taken_end_a_resume(request, tmp_path):
+    whole, _ = request.getfixturevalue("plain_runs")
+    folder = shutil.copytree(whole, tmp_path / "run")
+    before = (folder / "config.yaml").read_bytes()
+    settings = config.load(folder / "config.yaml", ["trainer.total_steps=3"])
+    with pytest.raises(
+        ConfigError, match="trainer.total_steps=3 is below the 4 steps that the run has taken"
+    ):
+        trainer.train(settings, folder, resume=True)
+    assert (folder / "config.yaml").read_bytes() == before
+
+
+def _before(total_steps):
+    """The checkpoint after 8 updates of a run of `total_steps`."""
+    facts = {"config": {"trainer": {"total_steps": total_steps}}, "version": 8}
+    return TrainingState(step=4, tensors={}, facts=facts)
+
+
+def test_a_learning_rate_that_jumps_is_named_with_both_rates(caplog):
+    settings = small_config(
+        "actor.lr_schedule=linear", "actor.lr=0.1", "actor.mini_batches=2", "trainer.total_steps=8"
+    )
+    state.warn_of_another_schedule(settings, _before(4))
+    assert caplog.messages == [
+        "trainer.total_steps was 4 and is now 8, and actor.lr_schedule=linear falls over all steps: the learning rate "
+        "goes on at 0.05, not at 0"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "total_steps"), [((), 2), (("actor.lr_schedule=cosine",), 4)], ids=["constant", "same"]
+)
+def test_a_learning_rate_that_goes_on_is_not_mentioned(overrides, total_steps, caplog):
+    state.warn_of_another_schedule(small_config(*overrides), _before(total_steps))
+    assert caplog.messages == []

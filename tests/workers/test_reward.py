@@ -87,7 +87,7 @@ def test_failures_are_found_and_named_as_here(remote, local, images, prompts, ca
         (record,) = [record for record in caplog.records if record.name == "flowcorr.rewards.base"]
         assert record.getMessage() == (
             f"reward {local.name} failed on sample 3 (prompt 'image 3'): it raised ValueError: an image of brightness "
-            "0.0 (from reward brightness); 2 of 40 samples failed, and their groups are dropped"
+            "0.0 (from reward brightness); 2 of 40 samples failed and are left out"
         )
         with pytest.raises(
             BackendError, match=r"failed on sample 3 \(prompt 'image 3'\): it raised ValueError"

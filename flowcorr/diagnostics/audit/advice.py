@@ -39,6 +39,8 @@ CLIP_QUANTILE = 0.99
 # That quantile of one noise, measured at four steps on 100 terms each, differs by a factor of 1.25 (1.5 in one of 20).
 CLIP_SPREAD = 1.5
 MAX_OUTLIERS = 0.05  # more are no outliers but the distribution; rejecting them hides its cause
+# By the level of the loss's ratio: what learns within the clip range has to lie within the band.
+_BAND_MODES = {"step": "token_k1", "trajectory_mean": "seq_mean_k1", "trajectory_sum": "seq_sum_k1"}
 _LEAST_WIDTH = 1e-9  # of a band, so that it has two ends
 _RECOMPUTE = (
     "In your trainer: score each batch with the trainer's weights before its first update, and take these log-probs as "
@@ -296,7 +298,9 @@ def _about_rejection(facts: Facts, bypass: bool) -> str:
         return (
             f"Rejection: none; there are no outliers. A token_k1 band that this noise stays inside is {band}."
         )
-    how = f"token_k1 with auto, a band around the noise (here {_band(facts.outlier_band)})"
+    how = f"{_BAND_MODES[facts.ratio_level]} with auto, a band around the noise,"
+    if facts.ratio_level == "step":
+        how = f"token_k1 with auto, a band around the noise (here {_band(facts.outlier_band)})"
     if not bypass:
         how = "step_z, which follows the noise,"
     return f"Rejection: {share}; {how} removes them. To find their cause, run flowcorr doctor."
@@ -320,7 +324,7 @@ def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
     if not facts.has_outliers:
         return keys
     if bypass:
-        return keys | {"rollout_rs": "token_k1", "rollout_rs_threshold": AUTO}
+        return keys | {"rollout_rs": _BAND_MODES[facts.ratio_level], "rollout_rs_threshold": AUTO}
     return keys | {"rollout_rs": "step_z", "rollout_rs_threshold": f"{OUTLIER_Z}"}
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flowcorr import dumps
 from flowcorr.diagnostics.audit.gap import delta
 from flowcorr.diagnostics.audit.measure import AuditReport, report_of
 from flowcorr.diagnostics.diagnosis import diagnose, trained_columns
-from flowcorr.diagnostics.dumped import gap_terms, read_dumped, step_terms, trained_log_probs
+from flowcorr.diagnostics.dumped import DumpedRun, gap_terms, read_dumped, step_terms
+from flowcorr.diagnostics.dumped_files import trained_log_probs
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.records import Terms
@@ -40,11 +40,13 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditR
     terms = {step: dumps.load(path) for step, path in run.files.items()}
     num_elements = next(filter(None, (one.num_elements for one in terms.values())), None)
     bypass = any(one.bypass for one in terms.values())
-    parts = [_gap(run.files[step], one, run.levels) for step, one in terms.items()]
+    parts = [_gap(run, step, one) for step, one in terms.items()]
     steps = step_terms(run)
     trained, diagnoses = trained_columns(steps), diagnose(steps)
     if not trained.all():
-        notes.append(f"{int((~trained).sum())} steps of the window have no log-prob in any sample: left out")
+        notes.append(
+            f"{int((~trained).sum())} steps of the window have no log-prob of the trainer in any sample: left out"
+        )
     gap = Terms.concatenate([part.select((slice(None), trained)) for part in parts])
     gap = gap.select(delta(gap).isfinite().all(1))
     if not len(gap.old_log_prob):
@@ -103,14 +105,14 @@ def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]
     return replace(gap, old_rollout_kl=kl), notes
 
 
-def _gap(path: Path, dumped: DumpedTerms, levels: Tensor | None) -> Terms:
+def _gap(run: DumpedRun, step: int, dumped: DumpedTerms) -> Terms:
     if dumped.bypass and dumped.current_log_probs is None:
         raise ConfigError(
-            f"{path} holds the rollout's log-probs alone; dump the trainer's as well: old_log_probs where it "
-            "recomputes them, or current_log_probs"
+            f"{run.files[step]} holds the rollout's log-probs alone; dump the trainer's as well: old_log_probs where "
+            "it recomputes them, or current_log_probs"
         )
-    terms = gap_terms(dumped, levels)
-    target = trained_log_probs(dumped, terms)
+    terms = gap_terms(dumped, run.levels, run.scored)
+    target = trained_log_probs(dumped)
     kl = terms.rollout_kl if dumped.bypass else terms.old_rollout_kl
     kl = torch.full_like(target, torch.nan) if kl is None else kl
     if terms.keep is not None:

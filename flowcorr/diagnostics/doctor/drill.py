@@ -16,7 +16,7 @@ from flowcorr.diagnostics.doctor.findings import DoctorReport
 from flowcorr.diagnostics.doctor.planted import FAULTS, Fault, parse_fault
 from flowcorr.diagnostics.doctor.plants import Plant, own_engine
 from flowcorr.diagnostics.health import examine_step, units_of
-from flowcorr.errors import BackendError, BatchError
+from flowcorr.errors import BackendError, BatchError, ConfigError
 from flowcorr.metrics import Metrics
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
@@ -67,7 +67,8 @@ class Bench:
         float32: see `examine`.
 
     Raises:
-        ConfigError: there are too few prompts, or something in `config` cannot work.
+        ConfigError: `num_prompts` is too small, the training prompts have one text, or something in `config` cannot
+            work.
     """
 
     def __init__(self, config: Config, *, num_prompts: int, float32: bool | None) -> None:
@@ -90,6 +91,11 @@ class Bench:
             ),
         )
         texts = first_prompts(config, num_prompts)
+        if len(texts) < 2:
+            raise ConfigError(
+                f"data.path={config.data.path!r} has one training prompt, and planted faults mix prompts up; give at "
+                "least 2 different ones"
+            )
         self._float32 = float32
         self._prompts = [Prompt(text=text) for text in texts]
         self.actor = DiffusionActor(load_model(self.config), self.config)

@@ -55,12 +55,11 @@ def examine(
     Args:
         actor: trains.
         engine: samples; built from the same configuration.
-        conditioning: the actor's embeddings, one row a prompt, at least two.
+        conditioning: the actor's embeddings, one row a prompt. With one row, the check `batch_shape` is skipped.
         float32: whether float32 comes first; by default, if memory allows.
 
     Raises:
         BackendError: the engine fails, or returns no step means.
-        BatchError: there are fewer than two prompts.
     """
     if precision.float32_config(actor.config) == actor.config:
         return _examine(actor, engine, conditioning)
@@ -86,11 +85,11 @@ def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | 
     Args:
         config: the run's configuration; of `rollout.n` images a prompt, at most `MAX_IMAGES` are sampled, without
             `rollout.cache`.
-        num_prompts: how many prompts, at least 2.
+        num_prompts: how many prompts, at least 2; fewer are taken if the training prompts have fewer texts.
         float32: see `examine`.
 
     Raises:
-        ConfigError: there are too few prompts, or something in `config` cannot work.
+        ConfigError: `num_prompts` is too small, or something in `config` cannot work.
     """
     config = _shortened(config)
     texts = first_prompts(config, num_prompts)
@@ -220,10 +219,7 @@ def examine_before_start(
         first = _first_in_float32(shortened, first_prompts(shortened, NUM_PROMPTS), float32=None)
 
     def examine_run(run: TrainingRun) -> None:
-        position = run.prompts.position
-        texts = list(dict.fromkeys(prompt.text for prompt in run.prompts.next(NUM_PROMPTS)))
-        run.prompts.position = position
-        conditioning = run.cache(texts)
+        conditioning = run.cache(run.prompts.peek_texts(NUM_PROMPTS))
         if first is None:
             report = examine(run.actor, run.engine, conditioning)
         else:
@@ -244,16 +240,11 @@ def examine_before_start(
 
 
 def first_prompts(config: Config, count: int) -> list[str]:
-    """The first `count` different training prompts.
+    """The first `count` different training prompts, or all if there are fewer.
 
     Raises:
-        ConfigError: there are fewer than two.
+        ConfigError: `count` is below 2.
     """
-    data = load_prompts(config.data)
-    texts = list(dict.fromkeys(prompt.text for prompt in data.train))[: max(count, 0)]
-    if len(texts) < 2:
-        raise ConfigError(
-            f"the doctor needs at least 2 different prompts, and got {len(texts)}: give --prompts 2 or more, and "
-            f"a file with as many (data.path={config.data.path!r})"
-        )
-    return texts
+    if count < 2:
+        raise ConfigError(f"--prompts {count}: the doctor needs at least 2 different prompts")
+    return list(dict.fromkeys(prompt.text for prompt in load_prompts(config.data).train))[:count]

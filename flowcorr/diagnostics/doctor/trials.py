@@ -13,7 +13,7 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
-from flowcorr.errors import BackendError, BatchError
+from flowcorr.errors import BackendError
 from flowcorr.models import Conditioning, Guidance, Schedule, windows_of
 from flowcorr.records import Rollout
 from flowcorr.rollout import RolloutEngine, Weights
@@ -148,17 +148,12 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
     Args:
         actor: trains.
         engine: samples.
-        conditioning: one row a prompt, at least two.
+        conditioning: one row a prompt.
 
     Raises:
         BackendError: the engine returns no step means.
-        BatchError: there are fewer than two prompts.
     """
     count = len(next(iter(conditioning.values())))
-    if count < 2:
-        raise BatchError(
-            f"{count} prompt is too few to see whether the engine mixes prompts up; examine at least 2"
-        )
     current, history = actor.weights.snapshot(), list(engine.history)
 
     def tell(weights: Weights) -> None:

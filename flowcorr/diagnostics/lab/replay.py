@@ -37,6 +37,7 @@ class LoggedSteps:
         bypass: whether the steps were in bypass mode.
         sizes: samples of each step.
         owners: `[S]`, which of the steps a sample belongs to.
+        before_update: `[S, T]` bool, terms that were scored before their step's first update; None where unknown.
     """
 
     terms: Terms
@@ -44,6 +45,7 @@ class LoggedSteps:
     bypass: bool
     sizes: tuple[int, ...]
     owners: Tensor
+    before_update: Tensor | None
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums of `[S, T]` values over the terms of each step, float64."""
@@ -114,6 +116,7 @@ def stack(
         bypass=joined.bypass,
         sizes=sizes,
         owners=owners,
+        before_update=None if joined.before_update is None else joined.before_update.bool(),
     )
 
 
@@ -171,6 +174,7 @@ def replay(
         correction,
         steps=steps.rows(),
         group_ids=steps.group_ids,
+        before_update=steps.before_update,
         bands=bands or MeasuredBands(config),
     )
     per_term = correction.mode != "bypass" and not sees_windows(config.actor, correction)

@@ -131,6 +131,11 @@ RUN = (
         "eval/",
         row("reward", "Mean reward on held-out prompts, ODE sampler, fixed noise.", "of the reward"),
         row("reward_std", "Standard deviation of that reward over held-out prompts.", "of the reward"),
+        row(
+            "failed_samples",
+            "`reward.on_error: drop_group`: held-out images on which a reward failed, left out of the means.",
+            "images",
+        ),
         *_IMAGE_STATISTICS,
         row(
             "served/<name>",

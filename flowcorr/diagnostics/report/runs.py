@@ -13,8 +13,9 @@ from typing import Any
 from flowcorr import dumps
 from flowcorr.config import Config
 from flowcorr.diagnostics.diagnosis import Diagnosis, diagnose
-from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped, step_terms, survey
+from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped, step_terms
 from flowcorr.diagnostics.dumped import records as dumped_records
+from flowcorr.diagnostics.dumped_files import survey
 from flowcorr.diagnostics.health import NUM_ELEMENTS, Units, logged_num_elements, units_of
 from flowcorr.diagnostics.plots import BandPoint
 from flowcorr.dumps.checks import MAX_ELEMENTS

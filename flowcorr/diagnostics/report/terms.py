@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flowcorr import dumps
 from flowcorr.config.schema import ActorConfig
-from flowcorr.diagnostics.dumped import UNBOUNDED, completed, gap_terms, noise_levels, trained_log_probs
+from flowcorr.diagnostics.dumped import UNBOUNDED, completed, gap_terms
+from flowcorr.diagnostics.dumped_files import noise_levels, trained_log_probs
 from flowcorr.diagnostics.report.runs import Group
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
 from flowcorr.records import Terms
@@ -57,7 +58,7 @@ def read_spread(group: Group) -> Spread | None:
     mismatch: dict[int, list[Tensor]] = {}
     for dumped in loaded:
         terms = gap_terms(dumped, levels)
-        delta = trained_log_probs(dumped, terms) - terms.rollout_log_prob
+        delta = trained_log_probs(dumped) - terms.rollout_log_prob
         for index in terms.step_index.unique().tolist():
             mismatch.setdefault(index, []).append(delta[terms.step_index == index])
     return Spread(

@@ -76,15 +76,19 @@ def test_a_quantized_trainer_is_named_as_the_source_and_bypass_is_left_to_each_r
         load("tiny_ocr_lora", [*beside, *shlex.split(as_overrides(lines))])
 
 
-@pytest.mark.parametrize("level", ["step", "trajectory_mean", "trajectory_sum"])
+LEVELS = {"step": "token_k1", "trajectory_mean": "seq_mean_k1", "trajectory_sum": "seq_sum_k1"}
+
+
+@pytest.mark.parametrize(("level", "mode"), LEVELS.items())
 @pytest.mark.parametrize("outliers", [0.0, 0.01])
-def test_advice_loads_at_every_level_of_the_ratio(level, outliers):
+def test_advice_loads_at_every_level_of_the_ratio(level, mode, outliers):
     facts = replace(FACTS, ratio_level=level, outliers=outliers)
     noisy = replace(facts, clip_by_step={0: 5e-3, 1: 5e-3})
     for lines in (advise(facts).yaml, advise(noisy).yaml, advise(noisy).alternative):
         load("tiny_ocr_lora", [f"actor.ratio_level={level}", *shlex.split(as_overrides(lines))])
     assert "bypass_mode: true" in advise(facts).yaml
     assert "bypass_mode: true" in advise(noisy).alternative
+    assert (f"rollout_rs: {mode}" in advise(facts).yaml) == (outliers > 0)
 
 
 def test_log_probs_that_are_no_densities_are_not_weighed():

@@ -100,7 +100,7 @@ def test_a_step_that_nobody_trained_is_left_out(tmp_path):
     untrained = ROLLOUT + column([0.0, math.nan])
     report = audit_folder(draw_steps(tmp_path, old_log_probs=untrained, rollout_log_probs=ROLLOUT))
     assert (report.num_steps, report.num_samples, report.diagnoses) == (1, 96, ())
-    assert "1 steps of the window have no log-prob in any sample: left out" in report.notes
+    assert "1 steps of the window have no log-prob of the trainer in any sample: left out" in report.notes
 
 
 @pytest.mark.parametrize("without", [(), ("policy_versions",), ("version",)])

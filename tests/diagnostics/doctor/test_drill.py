@@ -4,7 +4,7 @@ import pytest
 
 from flowcorr.diagnostics.doctor.drill import Bench, drill, planted_report
 from flowcorr.diagnostics.doctor.planted import FAULTS
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, ConfigError
 from tests.conftest import small_config
 
 pytestmark = pytest.mark.system
@@ -76,6 +76,14 @@ def test_a_stack_that_is_broken_already_is_not_drilled(bench, monkeypatch):
     monkeypatch.setattr(bench, "_engine", lambda plant: true(ROW["log_probs_summed"].plant(0.0)))
     with pytest.raises(BackendError, match=r"without a planted fault the doctor fails on log_probs"):
         next(drill(bench))
+
+
+def test_one_prompt_is_too_few(tmp_path):
+    for name in ("train.txt", "heldout.txt"):
+        (tmp_path / name).write_text(f"{name}\n")
+    data = {"path": str(tmp_path / "train.txt"), "heldout_path": str(tmp_path / "heldout.txt")}
+    with pytest.raises(ConfigError, match=r"data\.path='.*train\.txt' has one training prompt"):
+        Bench(config(data=data), num_prompts=2, float32=None)
 
 
 def test_one_planted_fault_gives_a_report():

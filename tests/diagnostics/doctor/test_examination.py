@@ -66,6 +66,16 @@ def test_lost_precision_is_no_failure(small_run, rollout, sampling):
     assert 1e-6 < report.noise[0].exact_kl < 0.1
 
 
+@pytest.mark.parametrize("rollout", [{}, {"emulate": "int8"}])  # the cause of a gap is looked for
+def test_one_prompt_shows_all_but_the_mixing_of_prompts(small_run, rollout):
+    run = small_run(rollout=rollout)
+    one = {name: rows[:1] for name, rows in run.conditioning.items()}
+    report = examine(run.actor, run.engine, one, float32=False)
+    assert report.failed() == []
+    assert set(statuses(report, "SKIP")) == {"batch_shape", *(["float32"] if rollout else [])}
+    assert "one prompt only" in finding_of(report, "batch_shape").message
+
+
 def test_full_fine_tuning(full_run):
     report = check(full_run, full_run.engine)
     assert report.failed() == []
@@ -156,6 +166,23 @@ def test_before_a_run_it_is_started_in_float32_and_the_report_is_kept(fixed_prec
     assert finding_of(report, "float32").status == "PASS"
     assert before_start.written == json.loads(json.dumps(report.to_mapping()))
     assert before_start.run.prompts.position == 0
+
+
+@pytest.mark.parametrize("texts", [("cat", "cat", "cat", "cat", "dog"), ("cat",)])
+def test_a_run_whose_next_prompts_have_one_text_starts(fixed_precision, before_start, tmp_path, texts):
+    config, _ = fixed_precision
+    lines = tmp_path / "train.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    (tmp_path / "heldout.txt").write_text("red\n")
+    data = replace(config.data, path=str(lines), heldout_path=str(tmp_path / "heldout.txt"))
+    prompts = [Prompt(text=text) for text in texts]
+    stream = before_start.run.prompts = PromptStream(prompts, seed=0)
+    while len({prompt.text for prompt in stream.peek(examination.NUM_PROMPTS)}) > 1:
+        stream.next(1)
+    before_start.start(replace(config, data=data))
+    (report,) = before_start
+    assert report.failed() == []
+    assert (finding_of(report, "batch_shape").status == "SKIP") == (len(set(texts)) == 1)
 
 
 def test_a_failure_in_float32_stops_the_run_with_its_findings_on_disk(

@@ -7,7 +7,7 @@ from flowcorr import sde
 from flowcorr.diagnostics import examine
 from flowcorr.diagnostics.doctor.plants import returning
 from flowcorr.diagnostics.doctor.trials import MOVE, run_trials, velocity_gap
-from flowcorr.errors import BackendError, BatchError
+from flowcorr.errors import BackendError
 
 
 def test_weights_come_back_where_the_engine_fails(small_run):
@@ -47,13 +47,6 @@ def test_velocity_gap_is_that_of_the_velocities(small_run):
     scaled = trial.still + 1.25 * (trial.means - trial.still)
     assert velocity_gap(scaled, trial.means, trial.still) == pytest.approx(0.25, rel=1e-5)
     assert rollout.num_steps == trial.means.shape[1]
-
-
-def test_one_prompt_is_too_few(small_run):
-    run = small_run(stirred=False)
-    one = {name: rows[:1] for name, rows in run.conditioning.items()}
-    with pytest.raises(BatchError, match="examine at least 2"):
-        examine(run.actor, run.engine, one)
 
 
 def test_an_engine_without_step_means_cannot_be_examined(small_run):

@@ -187,6 +187,33 @@ def test_bands_in_bypass_mode_are_those_of_the_steps_before():
         assert torch.equal(replay(stack([step]), settings_of_run, correction, bands).corrected.keep, keep)
 
 
+def test_bands_are_measured_by_terms_that_were_scored_before_the_first_update():
+    """The other half holds what its step learned, a hundred times the noise."""
+    correction = RolloutCorrectionConfig.bypass_ppo_clip_auto_rs()
+    settings_of_run = config.load("tiny_jpeg_lora")
+    draw = torch.Generator().manual_seed(0)
+    first, found, expected = slice(0, 32), MeasuredBands(settings_of_run), MeasuredBands(settings_of_run)
+    for _ in range(4):
+        terms = terms_of(64, 2)
+        gap = 1e-4 * torch.randn(64, 2, generator=draw)
+        gap[32:] *= 100
+        before = (torch.arange(64) < 32).long()[:, None].expand(-1, 2)
+        terms = replace(
+            terms, bypass=True, rollout_log_probs=terms.current_log_probs - gap, before_update=before
+        )
+        steps = stack([terms], of_flowcorr=True)
+        replay(steps, settings_of_run, correction, found)
+        replay(stack([rows_of(terms, first)]), settings_of_run, correction, expected)
+    for mode, noise in found.noise.items():
+        assert noise.spread[:2].isfinite().all()
+        assert torch.equal(noise.spread[:2], expected.noise[mode].spread[:2])
+
+
+def rows_of(terms, rows):
+    """A part of the samples."""
+    return replace(terms, **{name: value[rows] for name, value in terms.tensors().items()})
+
+
 def test_steps_of_samples_with_windows_of_their_own_are_told_by_their_noise_levels(tmp_path):
     schedule = torch.tensor([1.0, 0.9, 0.7, 0.5])
     own = torch.stack([schedule[start : start + 2] for start in [0, 1, 2, 1] * 8])

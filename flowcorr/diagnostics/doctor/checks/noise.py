@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.diagnostics.doctor.exam import Exam, rms
-from flowcorr.diagnostics.doctor.findings import Finding, judged
+from flowcorr.diagnostics.doctor.findings import Finding, judged, skipped
 from flowcorr.diagnostics.doctor.trials import Trial
 from flowcorr.diagnostics.health import skew
 from flowcorr.records import Rollout
@@ -77,6 +77,11 @@ def check_determinism(exam: Exam) -> Finding:
 
 def check_batch_shape(exam: Exam) -> Finding:
     """Whether a prompt gives the same latents alone and in a batch."""
+    if exam.trials.num_prompts == 1:
+        return skipped(
+            "there is one prompt only, which shows neither whether the engine mixes prompts up nor whether a batch "
+            "changes the latents"
+        )
     alone, limit = exam.trials.alone, max(SHAPE_GAP, exam.usual_gap)
     gap = _trajectory_gap(exam.trials.base.rollout.select(slice(-alone.num_samples, None)), alone)
     return judged(

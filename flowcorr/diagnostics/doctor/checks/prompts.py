@@ -93,10 +93,11 @@ def _mistakes(conditioning: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Co
             for shift in range(1, count)
         ]
 
-    yield "other prompts of the batch", of_others(list(conditioning))
-    for name in conditioning:
-        if len(conditioning) > 1 and not name.startswith("negative_"):
-            yield f"{name} of another prompt", of_others([name])
+    if count > 1:
+        yield "other prompts of the batch", of_others(list(conditioning))
+        for name in conditioning:
+            if len(conditioning) > 1 and not name.startswith("negative_"):
+                yield f"{name} of another prompt", of_others([name])
     sequences = [name for name, rows in conditioning.items() if rows.dim() == 3 or name.endswith("_mask")]
     length = max((conditioning[name].shape[1] for name in sequences), default=0)
     for kept in _lengths(length):

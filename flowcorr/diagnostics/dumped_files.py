@@ -1,0 +1,148 @@
+"""The files of a folder of dumped steps: which can be read, whether they are of one run, and what they tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowcorr import dumps
+from flowcorr.config.schema import Config
+from flowcorr.dumps import DumpedTerms, LoggedLoss
+from flowcorr.dumps.checks import MAX_SCHEDULE
+from flowcorr.errors import ConfigError
+from flowcorr.trainer.run_config import CONFIG_FILE
+
+_ROUNDING = 2.0**-8  # relative; noise levels may have been rounded to bfloat16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpedFile:
+    """What the file of a step tells of its run.
+
+    Attributes:
+        path: the file.
+        loss: its loss.
+        window: SDE steps a sample, `T`.
+        num_elements: `D`, where known.
+        last_index: its highest step index, where known.
+        has_levels: whether it tells noise levels.
+        scored: `scored_columns`.
+    """
+
+    path: Path
+    loss: LoggedLoss
+    window: int
+    num_elements: int | None
+    last_index: int | None
+    has_levels: bool
+    scored: Tensor
+
+    def num_steps(self, levels: Tensor | None) -> int:
+        """Steps of a schedule that its terms are of, as `completed` counts them."""
+        if self.last_index is not None:
+            return self.last_index + 1
+        return self.window if levels is None or not self.has_levels else len(levels)
+
+
+def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, DumpedFile], list[str]]:
+    """The files that can be read, and a note on the others.
+
+    Args:
+        files: by training step.
+        config: the run's, where known; a file with step indices outside its schedule cannot be read.
+
+    Raises:
+        ConfigError: the files are of different runs.
+    """
+    if config is not None and config.sampling.num_inference_steps > MAX_SCHEDULE:
+        raise ConfigError(
+            f"sampling.num_inference_steps={config.sampling.num_inference_steps} of {CONFIG_FILE} must be at most "
+            f"{MAX_SCHEDULE}"
+        )
+    found: dict[int, DumpedFile] = {}
+    problems = []
+    for step, path in files.items():
+        try:
+            found[step] = _examined(path, config)
+        except ConfigError as error:
+            problems.append(str(error))
+    _check_alike(list(found.values()))
+    if not problems:
+        return found, []
+    return found, [f"{len(problems)} of {len(files)} dumped steps cannot be read; the first: {problems[0]}"]
+
+
+def _examined(path: Path, config: Config | None) -> DumpedFile:
+    terms, loss = dumps.load(path), dumps.load_loss(path)
+    window = terms.rollout_log_probs.shape[1]
+    last = None if terms.step_indices is None else int(terms.step_indices.max())
+    highest = window - 1 if last is None else last
+    clip = loss.clip_ratio if config is None else config.actor.clip_ratio
+    limits = {"the schedule": MAX_SCHEDULE if config is None else config.sampling.num_inference_steps}
+    if isinstance(clip, Sequence):
+        limits["clip_ratio"] = len(clip)
+    for name, steps in limits.items():
+        if highest >= steps:
+            raise ConfigError(
+                f"{path}: step_indices reaches {highest}, and {name} has {steps} steps; it is of another run"
+            )
+    return DumpedFile(
+        path=path,
+        loss=loss,
+        window=window,
+        num_elements=terms.num_elements,
+        last_index=last,
+        has_levels=terms.sigmas is not None,
+        scored=scored_columns(terms),
+    )
+
+
+def _check_alike(found: Sequence[DumpedFile]) -> None:
+    """Refuse files whose windows or latents differ in size, where their sizes are known."""
+    for name, what in (("window", "SDE steps a sample"), ("num_elements", "num_elements")):
+        known = [file for file in found if getattr(file, name) is not None]
+        for file in known[1:]:
+            sizes = [getattr(one, name) for one in (known[0], file)]
+            if sizes[0] != sizes[1]:
+                raise ConfigError(
+                    f"{known[0].path} and {file.path} are of different runs: {what}={sizes[0]} and {what}={sizes[1]}; "
+                    "give each run a folder of its own"
+                )
+
+
+def noise_levels(paths: Sequence[Path]) -> Tensor | None:
+    """The noise levels of all steps, highest first, to within the rounding of bfloat16; None where none are needed.
+
+    None too where they are not those of a schedule, but lie anywhere. Samples may have windows of their own, so that a
+    step's place within its window does not tell which step it is.
+    """
+    if not paths or dumps.load(paths[0]).step_indices is not None:
+        return None
+    seen = [terms.sigmas.unique() for terms in map(dumps.load, paths) if terms.sigmas is not None]
+    if not seen:
+        return None
+    levels = torch.cat(seen).unique().flip(0)
+    new = torch.cat([levels.new_ones(1).bool(), levels[1:] < levels[:-1] * (1 - _ROUNDING)])
+    highest, lowest = levels[new], levels[new.roll(-1)]  # of those that are one but for rounding
+    is_schedule = len(highest) <= MAX_SCHEDULE and bool((lowest >= highest * (1 - 2 * _ROUNDING)).all())
+    return highest if is_schedule else None
+
+
+def scored_in(found: Iterable[DumpedFile]) -> Tensor:
+    """`[T]` bool, steps of the window of which the trainer has a finite log-prob in any of the files."""
+    return torch.stack([file.scored for file in found]).any(0)
+
+
+def scored_columns(dumped: DumpedTerms) -> Tensor:
+    """`[T]` bool, steps of the window of which the trainer has a finite log-prob in any sample."""
+    return trained_log_probs(dumped).isfinite().any(0)
+
+
+def trained_log_probs(dumped: DumpedTerms) -> Tensor:
+    """`[B, T]`, the trainer's log-probs in the gap: of the old policy, in bypass mode of the current one if dumped."""
+    current = dumped.current_log_probs
+    return current if dumped.bypass and current is not None else dumped.old_log_probs

@@ -1,0 +1,68 @@
+"""The best evaluation of a run, by `trainer.best_metric`, whose checkpoint is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from flowcorr.config.run import TrainerConfig
+from flowcorr.trainer import checkpoint, run_folder
+from flowcorr.trainer.checkpoint import TrainingState
+from flowcorr.trainer.evaluate import check_best_metric
+
+logger = logging.getLogger(__name__)
+
+Best = tuple[int, float]
+"""The step of an evaluation and its score."""
+
+
+def best_so_far(best: Best | None, name: str, step: int, metrics: Mapping[str, float]) -> Best | None:
+    """The best evaluation up to `step`.
+
+    Args:
+        best: the best one before; None if there is none.
+        name: `trainer.best_metric`.
+        step: the training steps done.
+        metrics: the evaluation after them.
+
+    Raises:
+        ConfigError: the first evaluation of a run does not yield `name`. Of a later one, that is a warning.
+    """
+    if step == 0:
+        check_best_metric(name, metrics)
+    if name not in metrics:
+        logger.warning(
+            "the evaluation at step %d has no %s (trainer.best_metric), so it cannot be the best", step, name
+        )
+        return best
+    return (step, metrics[name]) if best is None or metrics[name] > best[1] else best
+
+
+def best_checkpoint(folder: Path, trainer: TrainerConfig, state: TrainingState) -> Best | None:
+    """Step and score of the best checkpoint of a resumed run; None if there is none yet.
+
+    If `trainer.best_metric` has changed, it is the best by `metrics.jsonl` of the checkpoints that exist. A warning
+    names it, and the earlier best checkpoint, which is no longer kept.
+
+    Args:
+        folder: the run's folder.
+        trainer: the keys of the resumed run.
+        state: the checkpoint that the run is resumed from.
+    """
+    earlier_metric, earlier = state.facts["config"]["trainer"]["best_metric"], state.facts["best"]
+    if trainer.best_metric == earlier_metric:
+        return None if earlier is None else (earlier[0], earlier[1])
+    steps = {step for step in checkpoint.steps(folder / run_folder.CHECKPOINTS) if step <= state.step}
+    scores = [(record["step"], record.get(trainer.best_metric)) for record in run_folder.metrics_of(folder)]
+    known = [(step, score) for step, score in scores if step in steps and score is not None]
+    best = max(known, key=lambda pair: pair[1], default=None)
+    found = (
+        "no checkpoint has a score of it, so the next evaluation is the best"
+        if best is None
+        else f"the best checkpoint is that of step {best[0]}, with {best[1]:.4g}"
+    )
+    if earlier is not None and (best is None or earlier[0] != best[0]):
+        found += f"; that of step {earlier[0]}, the best by {earlier_metric}, is no longer kept"
+    logger.warning("trainer.best_metric was %s and is now %s: %s", earlier_metric, trainer.best_metric, found)
+    return best

@@ -1,0 +1,110 @@
+"""The files of a folder: damaged ones, those of two runs, and what they tell together."""
+
+import math
+
+import pytest
+import torch
+from diagnostics.dumped_runs import terms_of, write_run
+from diagnostics.foreign_dumps import draw_steps
+
+import flowcorr
+from flowcorr import dumps
+from flowcorr.diagnostics.diagnosis import diagnose
+from flowcorr.diagnostics.dumped import completed, read_dumped, records, step_terms
+from flowcorr.errors import ConfigError
+from tests.odd_files import BATCH, write_step
+
+
+def test_noise_levels_stand_for_step_indices(tmp_path):
+    """Windows of each sample's own; one noise level was rounded to bfloat16."""
+    schedule = torch.tensor([1.0, 0.9, 0.7, 0.5])
+    own = torch.stack([schedule[start : start + 2] for start in [0, 1, 2, 1] * 8])
+    draw_steps(tmp_path, steps=1, without=("step_indices",), sigmas=own)
+    rounded = torch.where(own == 0.9, own.bfloat16().float(), own)
+    flowcorr.dump(tmp_path, 2, rollout_log_probs=own, old_log_probs=own, advantages=own[:, 0], sigmas=rounded)
+    run = read_dumped(tmp_path)
+    assert run.levels.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5], rel=1e-2)
+    assert run.config.sampling.num_inference_steps == 4
+    found = [completed(dumps.load(path), run.levels).step_index for path in run.files.values()]
+    assert torch.equal(found[0], found[1])
+    assert found[0][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
+    assert "rollout_corr/step_3/kl" in records(run)[0]
+
+
+def test_of_six_files_a_damaged_one_is_left_out(tmp_path):
+    draw_steps(tmp_path, steps=6)
+    path = tmp_path / "step_000003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="1 of 6 dumped steps cannot be read; the first: ") as caught:
+        run = read_dumped(tmp_path)
+    assert str(path) in str(caught[0].message)
+    assert list(run.files) == [1, 2, 4, 5, 6]
+    assert run.notes == (str(caught[0].message),)
+    assert [record["step"] for record in records(run)] == [1, 2, 4, 5, 6]
+
+
+def test_if_no_file_can_be_read_the_first_is_named(tmp_path):
+    for step in (1, 2):
+        write_step(tmp_path, step, metadata={"loss_mode": None})
+    with pytest.raises(
+        ConfigError, match=r"2 of 2 dumped steps cannot be read.*step_000001.safetensors is damaged"
+    ):
+        read_dumped(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        (
+            {"num_elements": "65"},
+            {},
+            "are of different runs: num_elements=64 and num_elements=65; give each run a",
+        ),
+        (
+            {},
+            {
+                "rollout_log_probs": torch.zeros(BATCH, 3),
+                "old_log_probs": torch.zeros(BATCH, 3),
+                **dict.fromkeys(("current_log_probs", "step_indices", "sigmas")),
+            },
+            "are of different runs: SDE steps a sample=2 and SDE steps a sample=3",
+        ),
+    ],
+)
+def test_files_of_two_runs_are_told_apart(metadata, tensors, message, tmp_path):
+    write_step(tmp_path, 1)
+    write_step(tmp_path, 2, metadata=metadata, tensors=tensors)
+    with pytest.raises(ConfigError, match=message):
+        read_dumped(tmp_path)
+
+
+def test_step_indices_stay_within_the_schedule(tmp_path):
+    run_dir = write_run(tmp_path / "run", [terms_of(), terms_of(steps=11)], "sampling.num_inference_steps=10")
+    with pytest.warns(UserWarning, match="step_indices reaches 10, and the schedule has 10 steps"):
+        assert list(read_dumped(run_dir).files) == [1]
+    write_step(tmp_path / "foreign", metadata={"clip_ratio": "[0.1, 0.1]"})
+    with pytest.raises(ConfigError, match="step_indices reaches 3, and clip_ratio has 2 steps"):
+        read_dumped(tmp_path / "foreign")
+
+
+def test_sigmas_that_lie_anywhere_are_no_schedule(tmp_path):
+    """A trainer that draws a noise level for each sample has no steps to count by."""
+    sigmas = torch.rand(2000, 2, generator=torch.Generator().manual_seed(0))
+    flowcorr.dump(
+        tmp_path, 1, rollout_log_probs=sigmas, old_log_probs=sigmas, advantages=sigmas[:, 0], sigmas=sigmas
+    )
+    run = read_dumped(tmp_path)
+    assert (run.levels, run.config.sampling.num_inference_steps) == (None, 2)
+    assert run.notes[-1] == "sigmas are not those of a schedule, so steps are counted within the window"
+
+
+def test_a_step_that_was_scored_before_and_is_no_more_is_a_fault(tmp_path):
+    draw_steps(tmp_path)
+    last, path = max(dumps.files(tmp_path).items())
+    terms = dumps.load(path)
+    terms.old_log_probs[:, 1] = math.nan
+    dumps.save(path.parent, last, terms, dumps.load_loss(path))
+    run = read_dumped(tmp_path)
+    assert records(run)[-1]["rollout_corr/nonfinite_fraction"] == 0.5
+    (found,) = diagnose(step_terms(run))
+    assert found.verdict.endswith(f"since training step {last}")
