@@ -264,7 +264,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PATH|RECIPE",
         help="of a dump: the pipeline that replays its samples, or a recipe with it",
     )
-    doctor.add_argument("--prompts", type=int, default=3, metavar="N", help="prompts to sample (default: 3)")
+    doctor.add_argument("--prompts", type=int, metavar="N", help="prompts to sample (default: 3)")
     drills = doctor.add_mutually_exclusive_group()
     drills.add_argument(
         "--plant", metavar="NAME[=SIZE]", help="plant this fault in an engine in process, and examine that"

@@ -92,6 +92,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Examine two stacks, a known fault in one, or a dump's samples; the exit code is that of the worst finding."""
     from flowcorr.cli.doctor import show_drill, show_planted, show_report
     from flowcorr.diagnostics import diagnose
+    from flowcorr.diagnostics.doctor.examination import NUM_PROMPTS
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
@@ -99,6 +100,11 @@ def doctor(arguments: argparse.Namespace) -> int:
         if arguments.drill or arguments.plant is not None:
             raise ConfigError(
                 f"--drill and --plant put faults into the stacks of a recipe; {arguments.recipe} is a folder"
+            )
+        if arguments.prompts is not None or arguments.float32 is not None:
+            raise ConfigError(
+                f"--prompts and --float32 have no effect on {arguments.recipe}, a folder whose samples are replayed as "
+                "they are; leave them out"
             )
         return _replay(arguments)
     if arguments.model is not None:
@@ -110,9 +116,10 @@ def doctor(arguments: argparse.Namespace) -> int:
         raise ConfigError("--json has no effect on --drill, which prints a table; leave one of the two out")
     config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
+    prompts = NUM_PROMPTS if arguments.prompts is None else arguments.prompts
+    options = {"num_prompts": prompts, "float32": arguments.float32}
     if arguments.drill:
-        return show_drill(config, num_prompts=arguments.prompts, float32=arguments.float32)
-    options = {"num_prompts": arguments.prompts, "float32": arguments.float32}
+        return show_drill(config, **options)
     if arguments.plant is None:
         report = diagnose(config, **options)
     else:

@@ -129,6 +129,12 @@ def test_a_drill_prints_no_json(capsys):
     )
 
 
+@pytest.mark.parametrize("option", [["--prompts", "2"], ["--float32"], ["--no-float32"]])
+def test_options_of_an_examination_are_none_of_a_replay(option, tmp_path, capsys):
+    assert main(["doctor", str(tmp_path), *option]) == 2
+    assert "--prompts and --float32 have no effect on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [["--drill"], ["--plant", "noise_large"]])
 def test_faults_are_planted_in_stacks_and_not_in_a_dump(option, tmp_path, capsys):
     assert main(["doctor", str(tmp_path), *option]) == 2
