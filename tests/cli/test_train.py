@@ -11,6 +11,7 @@ import time
 import pytest
 
 from flowcorr.cli import main
+from flowcorr.trainer import checkpoint
 from flowcorr.trainer.events import read_events
 
 SMALL = [
@@ -90,7 +91,8 @@ def test_the_signal_by_which_a_scheduler_warns_asks_for_the_job_again(tmp_path, 
     keys = ("trainer.total_steps=10000", "trainer.eval_every=0", "trainer.requeue=75")
     assert train(out, *keys, "--resume") == code
     killer.join()
-    assert train(out, *keys, "trainer.total_steps=1", "trainer.requeue=null", "--resume") == 0
+    (*_, step) = checkpoint.steps(out / "checkpoints")
+    assert train(out, *keys, f"trainer.total_steps={step}", "trainer.requeue=null", "--resume") == 0
 
 
 def test_a_signal_while_the_model_loads_asks_for_the_job_again(tmp_path, capsys):
