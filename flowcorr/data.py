@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,12 +106,13 @@ def read_prompts(
     return prompts
 
 
-def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """SHA-256, in hex, of the text, target and tag of each prompt in order; the same on every machine."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.text, prompt.target, prompt.tag]).encode() + b"\n")
-    return digest.hexdigest()
+def prompts_digest(prompts: PromptSet) -> str:
+    """SHA-256, in hex, of all fields of the training prompts and of the held-out ones; the same on every machine."""
+    parts = [
+        [[prompt.text, prompt.target, prompt.tag, dict(prompt.metadata)] for prompt in part]
+        for part in (prompts.train, prompts.heldout)
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class PromptStream:

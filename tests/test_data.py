@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcorr.config import DataConfig
-from flowcorr.data import PromptStream, load_prompts, prompts_digest, read_prompts
+from flowcorr.data import PromptSet, PromptStream, load_prompts, prompts_digest, read_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
 from flowcorr.words import is_heldout
@@ -246,23 +246,35 @@ def test_different_texts_are_looked_for_in_a_whole_epoch(position, n):
     assert len(found) == min(n, 2)
 
 
-def test_the_digest_is_that_of_text_target_and_tag_in_order():
-    prompts = [Prompt(text="a caf\u00e9", target="menu", tag="sign"), Prompt(text="b")]
-    digest = "e29c664511f64d0d2b8b122e40f61f02d11ba0c785b78c32115a76b27ccb6f1a"
-    assert prompts_digest(prompts) == digest
-    elsewhere = [replace(prompt, place="other.txt:7", metadata={"style": "neon"}) for prompt in prompts]
-    assert prompts_digest(elsewhere) == digest
+def test_the_digest_is_that_of_all_fields_in_order():
+    def digest_of(parts):
+        train, heldout = parts
+        return prompts_digest(PromptSet(train=train, heldout=heldout))
+
+    first = Prompt(text="a caf\u00e9", target="menu", tag="sign", metadata={"tag": "sign", "style": "ink"})
+    second, held = Prompt(text="b"), Prompt(text="c")
+    expected = "9ed53417b8edb19d45df91900a342790c8bdced5f88468350547d6dc82206338"
+    assert digest_of(((first, second), (held,))) == expected
+    assert digest_of(((replace(first, place="other.txt:7"), second), (held,))) == expected
     others = (
-        prompts[:1],
-        prompts[::-1],
-        [replace(prompts[0], text="a cafe"), prompts[1]],
-        [replace(prompts[0], target=None), prompts[1]],
-        [replace(prompts[0], target="sign", tag="menu"), prompts[1]],
-        [prompts[0], replace(prompts[1], target="")],
+        ((first,), (held,)),
+        ((second, first), (held,)),
+        ((first,), (second, held)),
+        ((first, second, held), ()),
+        *(
+            ((other, second), (held,))
+            for other in (
+                replace(first, text="a cafe"),
+                replace(first, target=None),
+                replace(first, target="sign", tag="menu"),
+                replace(first, metadata={"tag": "sign", "style": "neon"}),
+            )
+        ),
+        ((first, replace(second, target="")), (held,)),
     )
-    digests = {prompts_digest(other) for other in others}
+    digests = {digest_of(other) for other in others}
     assert len(digests) == len(others)
-    assert digest not in digests
+    assert expected not in digests
 
 
 def test_empty_stream_is_refused():

@@ -312,8 +312,13 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
     """
     studies = {name: Study(of_phase) for name, of_phase in rows.items()}
     texts = {"table.md": table(studies["screen"], studies["confirm"])}
-    if studies["bypass"].runs:
-        texts["bypass.md"] = "\n".join(_confirmed(studies["bypass"], "Rejection in bypass mode")) + "\n"
+    titles = {
+        "bypass": "Rejection in bypass mode",
+        "bypass_again": "Rejection in bypass mode, on other seeds",
+    }
+    for name, title in titles.items():
+        if studies[name].runs:
+            texts[f"{name}.md"] = "\n".join(_confirmed(studies[name], title)) + "\n"
     if studies["quantized"].runs:
         texts["quantized.md"] = quantized(rows["quantized"]) + "\n"
     if studies["equivalence"].runs:
@@ -321,7 +326,7 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
         texts["equivalence.md"] = equivalence(both) + "\n"
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    for name in ("screen", "confirm", "bypass"):
+    for name in ("screen", "confirm", *titles):
         if studies[name].runs:
             draw(studies[name], folder / f"{name}.png")
     return "\n".join(texts.values())

@@ -3,13 +3,14 @@
     python examples/mismatch_study/run.py all --jobs 2 --out runs/study
 
 `screen` trains the arms of `arms.py` on two seeds; `confirm` those of `arms.yaml`, chosen from the screen before any of
-them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejection in bypass mode; `quantized` those of
-`arms_quantized.yaml`, on a trainer in NF4 beside an engine on the unquantized base; `equivalence` adds seeds to the
-first two arms of `confirm`, to tell whether int4 does harm that is worth a name. `analyse` writes a table and a picture
-of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs that have rows
-are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to four CPU-hours,
-`bypass` two, `equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`,
-`quantized` also `'.[quantized]'`.
+them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejection in bypass mode; `bypass_again` two
+settings of these once more, on twelve other seeds; `quantized` those of `arms_quantized.yaml`, on a trainer in NF4
+beside an engine on the unquantized base; `equivalence` adds seeds to the first two arms of `confirm`, to tell whether
+int4 does harm that is worth a name. `analyse` writes a table and a picture of each. A run is one arm with one seed. Its
+rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an interrupted study
+goes on where it was. `screen` and `confirm` take three to four CPU-hours, `bypass` and `bypass_again` two each,
+`equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized`
+also `'.[quantized]'`.
 """
 
 import argparse
@@ -49,7 +50,7 @@ METRICS = {  # column -> metric, meaned over the training steps since the last e
     "clipped": "actor/pg_clipfrac",
     "grad_norm": "actor/grad_norm",
 }
-PHASE_NAMES = ("screen", "confirm", "bypass", "quantized", "equivalence")
+PHASE_NAMES = ("screen", "confirm", "bypass", "bypass_again", "quantized", "equivalence")
 Row = dict[str, object]
 
 
@@ -60,7 +61,7 @@ class Phase:
     Attributes:
         name: of its file.
         arms: what is compared.
-        seeds: training seeds; every arm gets all of them, and no two phases share one.
+        seeds: training seeds; every arm gets all of them. `bypass` has those of `confirm`; no other phases share one.
         words: held-out words of an evaluation.
         steps: training steps by window; evaluated half way and at the end.
         overrides: configuration keys for all its runs.
@@ -104,6 +105,11 @@ def bypass() -> Phase:
     """Longer runs, as the first three steps of a band only measure."""
     arms = tuple(chosen(HERE / "arms_bypass.yaml"))
     return Phase(name="bypass", arms=arms, seeds=tuple(range(10, 18)), words=512, steps={"two": 18})
+
+
+def bypass_again() -> Phase:
+    arms = tuple(chosen(HERE / "arms_bypass_again.yaml"))
+    return replace(bypass(), name="bypass_again", arms=arms, seeds=tuple(range(44, 56)))
 
 
 def quantized() -> Phase:
@@ -302,6 +308,8 @@ if __name__ == "__main__":
         do(confirm(), arguments.out, arguments.jobs)
     if arguments.phase in ("bypass", "all"):
         do(bypass(), arguments.out, arguments.jobs)
+    if arguments.phase in ("bypass_again", "all"):
+        do(bypass_again(), arguments.out, arguments.jobs)
     if arguments.phase in ("quantized", "all"):
         do(quantized(), arguments.out, arguments.jobs)
     if arguments.phase in ("equivalence", "all"):

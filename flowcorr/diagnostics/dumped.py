@@ -43,7 +43,8 @@ class DumpedRun:
         left_out: names of its own code that was not imported, see `RunConfig`.
         notes: what was not dumped and what it would give, and what was left out, a line each.
         levels: noise levels of all steps, highest first, where they have to stand for step indices; else None.
-        scored: `[T]` bool, steps of the window of which the trainer has a finite log-prob in any file.
+        scored: `[T]` bool, steps of the window that the trainer scores; None where in some training steps it scores
+            others. flowcorr's own scores all.
     """
 
     folder: Path
@@ -98,7 +99,7 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
             of_flowcorr=True,
             left_out=run.left_out,
             notes=(*notes, *run_config.notes(run.left_out)),
-            scored=scored_in(found.values()),
+            scored=torch.ones(next(iter(found.values())).window, dtype=torch.bool),
         )
     return _of_another_trainer(folder, paths, list(found.values()), notes, frozenset(allow_imports))
 
@@ -145,7 +146,7 @@ def _of_another_trainer(
         left_out=left_out,
         notes=tuple(notes),
         levels=levels,
-        scored=scored_in(found),
+        scored=scored_in([file.scored for file in found]),
     )
 
 
@@ -246,7 +247,7 @@ def gap_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor 
     Args:
         dumped: a training step.
         levels: as in `completed`.
-        scored: `[T]` bool, steps of the window that other training steps scored: NaN there is a fault.
+        scored: `[T]` bool, steps of the window that the trainer scores: NaN there is a fault.
     """
     terms = completed(dumped, levels)
     target = trained_log_probs(dumped)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,9 +132,15 @@ def noise_levels(paths: Sequence[Path]) -> Tensor | None:
     return highest if is_schedule else None
 
 
-def scored_in(found: Iterable[DumpedFile]) -> Tensor:
-    """`[T]` bool, steps of the window of which the trainer has a finite log-prob in any of the files."""
-    return torch.stack([file.scored for file in found]).any(0)
+def scored_in(columns: Sequence[Tensor]) -> Tensor | None:
+    """`[T]` bool, steps of the window that the trainer scores; None where in some training steps it scores others.
+
+    Args:
+        columns: `scored_columns` of each training step.
+    """
+    each = torch.stack(list(columns))
+    scored = each.any(0)
+    return scored if (each == scored).all(1).any() else None
 
 
 def scored_columns(dumped: DumpedTerms) -> Tensor:

@@ -1,6 +1,6 @@
 """Watches another trainer's run while it trains: `rollout_corr/*` for its own logger, and each finding once.
 
-The metrics and the findings are those that `flowcorr report` makes of a dump of the same terms. Nothing is written.
+The metrics and the findings are those that `flowcorr report` makes of a dump of the steps so far. Nothing is written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from flowcorr import dumps
 from flowcorr.diagnostics.diagnosis import Cause, diagnose
 from flowcorr.diagnostics.dumped import config_of, step_metrics, terms_of_step
-from flowcorr.diagnostics.dumped_files import scored_columns
+from flowcorr.diagnostics.dumped_files import scored_columns, scored_in
 from flowcorr.diagnostics.health import HealthMonitor, Level, units_of
 from flowcorr.errors import BatchError
 
@@ -52,7 +52,7 @@ class Watch:
     def __init__(self) -> None:
         self._monitor: HealthMonitor | None = None
         self._told: set[Cause] = set()
-        self._scored: Tensor | None = None  # steps of the window that the trainer has scored so far
+        self._columns: list[Tensor] = []  # steps of the window that the trainer scored, once each
 
     def __call__(self, step: int, **terms: Any) -> tuple[dict[str, float], list[WatchFinding]]:
         """The metrics and the new findings of a training step.
@@ -76,7 +76,7 @@ class Watch:
                 "recomputes them, or current_log_probs"
             )
         config = config_of(dumped, loss)
-        scored = self._scored_so_far(dumped)
+        scored = self._scored(dumped)
         metrics = step_metrics(dumped, config, scored=scored)
         if self._monitor is None:
             self._monitor = HealthMonitor(units_of(config, dumped.num_elements))
@@ -101,12 +101,11 @@ class Watch:
         ]
         return {name: value for name, value in metrics.items() if name.startswith(PREFIX)}, findings
 
-    def _scored_so_far(self, dumped: dumps.DumpedTerms) -> Tensor:
-        scored = scored_columns(dumped)
-        if self._scored is not None and self._scored.shape == scored.shape:
-            scored = scored | self._scored
-        self._scored = scored
-        return scored
+    def _scored(self, dumped: dumps.DumpedTerms) -> Tensor | None:
+        new = scored_columns(dumped)
+        self._columns = [known for known in self._columns if known.shape == new.shape and known.ne(new).any()]
+        self._columns.append(new)
+        return scored_in(self._columns)
 
 
 watch = Watch()

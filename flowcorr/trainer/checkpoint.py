@@ -26,9 +26,7 @@ from flowcorr.private import open_private
 
 logger = logging.getLogger(__name__)
 
-FORMAT = (
-    2  # what `save` writes and `load` reads; a change of the files that `load` could not read needs a new one
-)
+FORMAT = 3  # of what `save` writes and `load` reads; a change of the files that `load` could not read needs a new one
 MANIFEST = "manifest.json"
 _TENSORS, _FACTS = "state.safetensors", "state.json"
 _STEP, _PARTIAL = "step_{:06d}", ".partial_"

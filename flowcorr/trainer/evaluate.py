@@ -56,6 +56,7 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
     """Sample one image for each held-out prompt and score it; the ranks share the prompts.
 
     The noise depends only on a prompt's index, so evaluations of all steps and runs are paired, on any number of ranks.
+    The global generators are seeded, for rewards that draw from them.
     With `trainer.eval_on: both`, images and scores are of the trained base, and metrics of both bases. With
     `reward.on_error: drop_group`, images on which a reward failed are left out of the means of scores, and counted as
     `eval/failed_samples`.

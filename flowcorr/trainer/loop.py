@@ -53,7 +53,8 @@ def train(
 
     If torchrun or accelerate started several ranks, they share the work of each step, with the result of one rank. The
     main rank writes the folder and calls the observer; another rank writes only its failure, as `failure_rank1.txt`. A
-    signal to any rank, or a failure of one, ends all. All ranks need access to the folder.
+    signal to any rank, or a failure of one, ends all. All ranks need access to the folder. The global generators of
+    torch, NumPy and `random` are seeded at each step, for code of one's own that draws from them.
 
     Args:
         config: the configuration.
@@ -87,7 +88,7 @@ def train(
         events = resources.enter_context(EventLog(folder))
         if resume:  # also of a failure before a checkpoint is restored
             events.step = max(checkpoint.steps(folder / run_folder.CHECKPOINTS), default=0)
-        with run_folder.failure_noted(folder, events):
+        with run_folder.failure_noted(folder, events, keep_earlier=resume):
             shown = observer if observer is not None and distributed.is_main() else Silent()
             loop = _Loop(config, folder, resume, shown, events)
         return loop.train(before_start, signals)
@@ -173,10 +174,10 @@ class _Loop:
         self.step = self.events.step = self.step + 1
         values = result.metrics.compute()
         with self._kept(values):
-            self.observer.on_step(self.step, values)
-            self._warn_of_idle_bands(values)
             if trainer.dump_log_probs:
                 save_terms(self.out_dir / dumps.FOLDER, self.step, result.terms, self.config.actor)
+            self.observer.on_step(self.step, values)
+            self._warn_of_idle_bands(values)
             self._evaluate_and_log(values)
             if trainer.image_every and self.step % trainer.image_every == 0:
                 self._log_images(result)

@@ -147,8 +147,14 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def failure_noted(folder: Path, events: EventLog) -> Iterator[None]:
+def failure_noted(folder: Path, events: EventLog, *, keep_earlier: bool = False) -> Iterator[None]:
     """If a run fails, write the reason to its folder and tell the other ranks.
+
+    Args:
+        folder: the run's.
+        events: its log.
+        keep_earlier: whether the reason for which the run failed before stays in the file where a configuration or a
+            checkpoint is refused, which then is an event alone.
 
     Raises:
         BackendError: code that the run called raised `SystemExit` or another exception that would end it silently.
@@ -158,7 +164,9 @@ def failure_noted(folder: Path, events: EventLog) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        write_failure(folder, traceback.format_exc())
+        refused = isinstance(error, ConfigError | CheckpointError)
+        if not (keep_earlier and refused and (folder / FAILURE_FILE).is_file()):
+            write_failure(folder, traceback.format_exc())
         failure = (
             error if isinstance(error, Exception) else BackendError(f"{error!r} was raised during the run")
         )

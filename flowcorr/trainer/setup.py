@@ -124,7 +124,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
         engine=stacks.engine,
         cache=stacks.cache,
         prompts=PromptStream(prompts.train, seed=config.trainer.seed),
-        prompts_digest=prompts_digest([*prompts.train, *prompts.heldout]),
+        prompts_digest=prompts_digest(prompts),
         reward=reward,
         gold=gold,
         on_event=on_event,

@@ -15,7 +15,7 @@ from flowcorr.config.text_file import read_text
 from flowcorr.errors import ConfigError
 from flowcorr.plan.preflight import check_settings
 from flowcorr.translate import flow_factory, flow_grpo, verl_omni
-from flowcorr.translate.hydra import check_defaults, flat, read_overrides, resolved
+from flowcorr.translate.hydra import check_defaults, flat, overridden, read_overrides, resolved
 from flowcorr.translate.python_config import read_config, read_functions
 from flowcorr.translate.recipe import recipe_text
 from flowcorr.translate.shell import read_command
@@ -81,7 +81,7 @@ def _of_flow_grpo(path: Path, function: str, overrides: Sequence[str], gpus: int
     table = flow_grpo.TABLE
     keep = (*table.sections, *(f"config.{section}" for section in table.sections))
     changed = {key.removeprefix("config."): value for key, value in read_overrides(overrides, keep).items()}
-    given = dict(flat(config, table.sections)) | changed
+    given = overridden(dict(flat(config, table.sections)), changed)
     given["gpus"] = names_there.get("gpu_number") if gpus is None else gpus
     script = flow_grpo.as_script(given, function)
     origin = f"{path.name}:{function} ({table.name}, as scripts/{script} runs it)"
@@ -99,7 +99,7 @@ def _of_yaml(path: Path, overrides: Sequence[str]) -> str:
     if isinstance(train, dict) and isinstance(model, dict) and "model_name_or_path" in model:
         table = flow_factory.TABLE
         changed = read_overrides(overrides, table.sections)
-        given = dict(flat(config, table.sections)) | changed
+        given = overridden(dict(flat(config, table.sections)), changed)
         return _recipe(given, table, f"{path.name} ({table.name})", changed)
     known = {key.partition(".")[0] for key in verl_omni.TABLE.defaults}
     if not names & known:
@@ -107,8 +107,7 @@ def _of_yaml(path: Path, overrides: Sequence[str]) -> str:
             f"it holds no key of verl-omni or Flow-Factory (it has: {', '.join(sorted(names))})"
         )
     check_defaults(config)
-    given = dict(flat(config, verl_omni.TABLE.sections))
-    changed = read_overrides(overrides, verl_omni.TABLE.sections)
+    given, changed = dict(flat(config)), read_overrides(overrides)
     check_required({**given, **changed}, OF_A_FILE, "verl-omni's diffusion trainer")
     return _of_verl_omni(given, path, changed)
 
@@ -127,9 +126,8 @@ def _of_script(path: Path, overrides: Sequence[str]) -> str:
     if _MODULE not in text and (reason := other_trainer(text)):
         raise ConfigError(reason)
     command = read_command(text, _MODULE)
-    sections = verl_omni.TABLE.sections
-    given = {"main": command.module} | read_overrides(command.words, sections)
-    return _of_verl_omni(given, path, read_overrides(overrides, sections), command.not_read)
+    given = {"main": command.module} | read_overrides(command.words)
+    return _of_verl_omni(given, path, read_overrides(overrides), command.not_read)
 
 
 def _of_verl_omni(

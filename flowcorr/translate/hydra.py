@@ -64,12 +64,18 @@ def read_overrides(words: Iterable[str | Unread], keep: tuple[str, ...] = ()) ->
 
     Args:
         words: see `read_override`; the last of a key counts.
-        keep: sections that are a value of their own, as in `flat`.
+        keep: sections that are a value of their own, as in `flat`; given whole, one replaces what was given in it.
     """
     given: dict[str, Any] = {}
     for key, value in map(read_override, words):
-        given |= flat({key: value}, keep)
+        given = overridden(given, dict(flat({key: value}, keep)))
     return given
+
+
+def overridden(given: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with those that `changed` has; what it gives whole replaces all keys of that section."""
+    sections = tuple(f"{key}." for key in changed)
+    return {key: value for key, value in given.items() if not key.startswith(sections)} | dict(changed)
 
 
 def resolved(given: Mapping[str, Any]) -> dict[str, Any]:

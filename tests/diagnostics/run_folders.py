@@ -48,7 +48,7 @@ def write_run(folder: Path, *overrides, steps=4, scale=1.0, images=0, events=())
     return folder
 
 
-def dump(folder: Path, *, bypass=False, scale=1e-3, steps=2) -> None:
+def dump(folder: Path, *, bypass=False, scale=1e-3, steps=2, before_update=None) -> None:
     """Terms of 64 samples, two steps each; their ratios are 1 for the first half."""
     draw = torch.Generator().manual_seed(0)
     for step in range(1, steps + 1):
@@ -76,6 +76,7 @@ def dump(folder: Path, *, bypass=False, scale=1e-3, steps=2) -> None:
             policy_versions=torch.arange(64),
             num_elements=512,
             bypass=bypass,
+            before_update=None if before_update is None else before_update.long(),
             current_old_kl=torch.full((64, 2), 2e-3),
         )
         dumps.save(folder / dumps.FOLDER, step, terms, LoggedLoss())

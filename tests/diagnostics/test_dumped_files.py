@@ -108,3 +108,28 @@ def test_a_step_that_was_scored_before_and_is_no_more_is_a_fault(tmp_path):
     assert records(run)[-1]["rollout_corr/nonfinite_fraction"] == 0.5
     (found,) = diagnose(step_terms(run))
     assert found.verdict.endswith(f"since training step {last}")
+
+
+def test_trained_steps_that_move_are_no_fault(tmp_path):
+    """As of MixGRPO, whose window slides; a dump holds the whole schedule."""
+    for step in range(1, 5):
+        draw = torch.Generator().manual_seed(step)
+        rollout = torch.randn(32, 4, generator=draw)
+        old = rollout + 1e-4 * torch.randn(32, 4, generator=draw)
+        first = (step + 1) // 2 - 1
+        old[:, :first] = old[:, first + 2 :] = math.nan
+        flowcorr.dump(tmp_path, step, rollout_log_probs=rollout, old_log_probs=old, advantages=rollout[:, 0])
+    run = read_dumped(tmp_path)
+    assert run.scored is None
+    assert [record["rollout_corr/nonfinite_fraction"] for record in records(run)] == [0] * 4
+    assert not diagnose(step_terms(run))
+
+
+def test_a_step_of_flowcorrs_own_that_is_broken_from_the_start_is_a_fault(tmp_path):
+    terms = [terms_of(seed=seed) for seed in (0, 1)]
+    for one in terms:
+        one.old_log_probs[:, 1] = math.nan
+    run = read_dumped(write_run(tmp_path / "own", terms))
+    assert [record["rollout_corr/nonfinite_fraction"] for record in records(run)] == [0.5] * 2
+    (found,) = diagnose(step_terms(run))
+    assert found.verdict.endswith("since training step 1")

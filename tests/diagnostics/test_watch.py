@@ -105,6 +105,17 @@ def test_a_step_that_was_scored_before_and_is_no_more_is_a_finding():
     assert "non_finite" not in {finding.rule for finding in findings}  # nobody trains it
 
 
+def test_trained_steps_that_move_are_no_finding():
+    watch = Watch()
+    for step, column in enumerate((0, 0, 1, 0), start=1):
+        terms = terms_of(seed=step)
+        old = terms.old_log_probs.clone()
+        old[:, column] = torch.nan
+        metrics, findings = watch(step, **given(replace(terms, old_log_probs=old)))
+        assert metrics["rollout_corr/nonfinite_fraction"] == 0
+        assert "non_finite" not in {finding.rule for finding in findings}
+
+
 def test_grpo_guards_clip_range_is_not_held_against_another_ratio():
     terms = terms_of()
     steps = [

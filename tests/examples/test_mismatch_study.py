@@ -236,7 +236,13 @@ def test_random_rejection_takes_its_share(study):
 def test_arms_in_bypass_mode_load_and_each_control_follows_its_band(study, tmp_path):
     from flowcorr import config
 
-    phase = study.run.bypass()
+    phase, again = study.run.bypass(), study.run.bypass_again()
+    assert set(again.arms) < set(phase.arms)
+    assert not set(again.seeds) & {
+        seed
+        for other in ("screen", "confirm", "bypass", "quantized", "equivalence")
+        for seed in getattr(study.run, other)().seeds
+    }
     for arm in phase.arms:
         assert study.arms.Arm.parse(str(arm)) == arm
         assert config.load(study.run.RECIPE, arm.overrides()).algorithm.rollout_correction.mode == "bypass"
@@ -249,8 +255,10 @@ def test_arms_in_bypass_mode_load_and_each_control_follows_its_band(study, tmp_p
     rows = study.run.read(tmp_path / "bypass.csv")
     assert [row["arm"] for row in rows] == [str(arm) for arm in chosen]
     assert study.run.rejected_share(rows, chosen[1], 10) == float(rows[0]["rejected"]) == 0
-    found = study.analysis.analyse({name: [] for name in study.run.PHASE_NAMES} | {"bypass": rows}, tmp_path)
-    assert "## Rejection in bypass mode" in found
+    none = {name: [] for name in study.run.PHASE_NAMES}
+    found = study.analysis.analyse(none | {"bypass": rows, "bypass_again": rows}, tmp_path)
+    assert "## Rejection in bypass mode\n" in found
+    assert "## Rejection in bypass mode, on other seeds\n" in found
 
 
 def test_an_unquantized_engine_is_exact_for_the_adapter_and_apart_from_the_quantized_trainer(study):

@@ -54,10 +54,10 @@ def rewrite(folder, **facts):
     ("found", "message"),
     [
         (
-            3,
-            "step_000003 has format 3, and this flowcorr reads format 2: a newer .*; update flowcorr to continue",
+            4,
+            "step_000003 has format 4, and this flowcorr reads format 3: a newer .*; update flowcorr to continue",
         ),
-        (1, "step_000003 has format 1, and this flowcorr reads format 2: an older flowcorr wrote it"),
+        (1, "step_000003 has format 1, and this flowcorr reads format 3: an older flowcorr wrote it"),
         (
             None,
             "step_000003 has no format, .* an older flowcorr wrote it; .* or start a new run in another folder",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowcorr import trainer
+from flowcorr import dumps, trainer
 from flowcorr.errors import BackendError, BatchError, CheckpointError, ConfigError, MissingExtraError
 from flowcorr.rewards import RewardOutput
 from flowcorr.rewards.jpeg import JpegCompressibility
@@ -119,11 +119,12 @@ def test_a_step_that_cannot_be_shown_is_kept(plain_runs, tmp_path, step, error):
     def fail():
         raise error("standard output is closed")
 
-    settings = small_config("trainer.save_every=99")
+    settings = small_config("trainer.save_every=99", "trainer.dump_log_probs=true")
     with pytest.raises(error, match="standard output is closed"):
         trainer.train(settings, tmp_path, observer=Recorder(step, fail))
     trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
     assert recorder.steps == list(range(step + 1, 5))
+    assert list(dumps.files(tmp_path)) == [1, 2, 3, 4]
     assert records(tmp_path) == records(plain_runs[0])
 
 

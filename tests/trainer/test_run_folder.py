@@ -62,6 +62,13 @@ def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(finished):
     assert (failure["kind"], failure["step"]) == ("failure", 4)
 
 
+def test_a_resume_that_is_refused_leaves_the_reason_of_the_failure_before(finished):
+    (finished / "failure.txt").write_text("the first reason")
+    with pytest.raises(ConfigError, match=r"trainer\.total_steps=1 is below"):
+        trainer.train(small_config("trainer.total_steps=1"), finished, resume=True)
+    assert (finished / "failure.txt").read_text() == "the first reason"
+
+
 def test_a_run_without_its_checkpoints_is_not_started_again(finished):
     shutil.rmtree(finished / "checkpoints")
     before = (finished / "metrics.jsonl").read_bytes()
@@ -149,7 +156,7 @@ def test_files_that_may_hold_a_secret_are_their_owners(tmp_path):
         (tmp_path / name).chmod(0o644)
     config = small_config("trainer.total_steps=1", "reward.terms=[{name: http, options: {api_key: s3cret}}]")
     with pytest.raises(ConfigError, match="reward http with options api_key"):
-        trainer.train(config, tmp_path, resume=True)
+        trainer.train(config, tmp_path)
     written = {path.name: path for path in tmp_path.iterdir()}
     assert {"config.yaml", "events.jsonl", "failure.txt"} <= written.keys()
     for name in ("config.yaml", "events.jsonl", "failure.txt"):

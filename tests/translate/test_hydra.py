@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.translate.hydra import check_defaults, flat, read_override, read_overrides, resolved
+from flowcorr.translate.hydra import check_defaults, flat, overridden, read_override, read_overrides, resolved
 from flowcorr.translate.unread import Unread
 
 
@@ -67,6 +67,17 @@ def test_an_override_of_a_section_is_one_of_each_of_its_keys():
         "f": {"g": 4},
         "h": Unread("{i: $X}", "why"),
     }
+
+
+def test_the_later_of_a_section_and_a_key_in_it_counts():
+    whole, key = "a.b={c: 1}", "a.b.c=2"
+    assert read_overrides([whole, key]) == {"a.b.c": 2}
+    assert read_overrides([key, whole]) == {"a.b.c": 1}
+    assert read_overrides(["a.b.d=3", whole]) == {"a.b.d": 3, "a.b.c": 1}  # Hydra merges
+    assert read_overrides([key, "a.bc=3", "a.b=null"]) == {"a.bc": 3, "a.b": None}
+    kept = read_overrides(["a.b.d=3", whole, "a.b.e=4"], keep=("a.b",))
+    assert list(kept.items()) == [("a.b", {"c": 1}), ("a.b.e", 4)]
+    assert overridden({"a.b.d": 3, "e": 1}, {"a.b": {"c": 1}}) == {"e": 1, "a.b": {"c": 1}}
 
 
 def test_references_are_replaced():

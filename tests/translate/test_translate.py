@@ -259,6 +259,27 @@ def test_an_override_may_be_of_one_reward(grpo, tmp_path, override, terms):
     assert [(term.name, term.weight) for term in found.reward.terms] == terms
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.reward_functions.jpeg.weight=3",
+        "reward.reward_functions.jpeg={weight: 3}",
+        "reward.reward_functions={jpeg: {weight: 3}}",
+    ],
+)
+def test_an_override_of_a_reward_counts_beside_the_scripts_own(tmp_path, override):
+    functions = "+reward.reward_functions.jpeg"
+    script = tmp_path / "run.sh"
+    words = (
+        "reward.reward_manager.name=MultiVisualRewardManager",
+        f"{functions}.path=verl_omni/jpeg_compressibility.py",
+        f"{functions}.weight=1.0",
+    )
+    script.write_text(SCRIPT.format(" ".join(words)), encoding="utf-8")
+    (term,) = loaded(tmp_path, translate(str(script), [override])).reward.terms
+    assert (term.name, term.weight) == ("jpeg_compressibility", 3 / 500)
+
+
 def test_an_override_of_an_entry_of_a_list_is_refused(tmp_path):
     path = tmp_path / "factory.yaml"
     path.write_text(factory_yaml(), encoding="utf-8")

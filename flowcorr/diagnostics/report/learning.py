@@ -13,7 +13,7 @@ Change = Literal["rose", "fell", "did not move", "unknown"]
 # Standard errors beyond which a change is no chance. The errors are taken as independent although both evaluations use
 # the same prompts and noise, so that a change that is called one is more certain than that.
 _ERRORS = 2.0
-_SCORE, _SPREAD = "eval/reward", "eval/reward_std"
+_SCORE, _SPREAD, _FAILED = "eval/reward", "eval/reward_std", "eval/failed_samples"
 _REWARD, _REWARD_SPREAD = "reward/mean", "reward/std"
 CONSTANT = "the reward was the same number for all images, so nothing can be learned from it"
 
@@ -42,10 +42,11 @@ def learning_of(run: Run) -> Learning:
     before, after = float(first[_SCORE]), float(last[_SCORE])
     values = f"the held-out reward went from {before:.3g} to {after:.3g}"
     steps = f"between step {first['step']} and {last['step']}"
-    spreads = [float(record[_SPREAD]) for record in (first, last) if record.get(_SPREAD) is not None]
-    if len(spreads) < 2:
+    found = [_standard_error(record, run.config.data.num_heldout) for record in (first, last)]
+    errors = [error for error in found if error is not None]
+    if len(errors) < 2:
         return Learning(change="unknown", text=f"{values} {steps}; its standard error was not logged")
-    error = math.hypot(*spreads) / math.sqrt(run.config.data.num_heldout)
+    error = math.hypot(*errors)
     change: Change = "did not move"
     if abs(after - before) > _ERRORS * error:
         change = "rose" if after > before else "fell"
@@ -54,6 +55,13 @@ def learning_of(run: Run) -> Learning:
     if best[_SCORE] - after > _ERRORS * error and change != "fell":
         peak = f"; it had been {best[_SCORE]:.3g} at step {best['step']}"
     return Learning(change=change, text=f"{values} {steps} (standard error {error:.2g}){peak}")
+
+
+def _standard_error(record: Mapping[str, Any], num_heldout: int) -> float | None:
+    """Of the mean score of an evaluation; None where its spread was not logged."""
+    if record.get(_SPREAD) is None:
+        return None
+    return float(record[_SPREAD]) / math.sqrt(num_heldout - (record.get(_FAILED) or 0))
 
 
 def _without_scores(run: Run) -> str:

@@ -59,6 +59,8 @@ def read_spread(group: Group) -> Spread | None:
     for dumped in loaded:
         terms = gap_terms(dumped, levels)
         delta = trained_log_probs(dumped) - terms.rollout_log_prob
+        if terms.keep is not None:
+            delta = delta.where(terms.keep, torch.nan)
         for index in terms.step_index.unique().tolist():
             mismatch.setdefault(index, []).append(delta[terms.step_index == index])
     return Spread(

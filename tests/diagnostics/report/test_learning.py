@@ -27,6 +27,12 @@ def test_a_change_is_one_beyond_two_standard_errors(last, change):
     assert f"went from 0.5 to {last:.3g} between step 0 and 20 (standard error 0.057)" in found.text
 
 
+def test_images_on_which_the_reward_failed_are_none_of_its_error():
+    half = {"eval/failed_samples": 50}
+    text = learning_of(run_of(evaluated(0, 0.5) | half, evaluated(20, 0.61) | half)).text
+    assert "(standard error 0.08)" in text  # .057 sqrt(2)
+
+
 def test_a_score_that_was_lost_again_is_told():
     text = learning_of(run_of(evaluated(0, 0.5), evaluated(10, 0.9), evaluated(20, 0.7))).text
     assert text.endswith("; it had been 0.9 at step 10")

@@ -60,6 +60,14 @@ def test_ratios_are_those_that_the_loss_clips(overrides, dumped, expected, tmp_p
     assert expected in captions(folder)
 
 
+def test_the_mismatch_of_bypass_is_of_what_was_scored_before_an_update(tmp_path):
+    folder = write_run(tmp_path / "a", f"{CORRECTION}.preset=bypass_ppo_clip")
+    dump(folder, bypass=True)  # of the second half of its samples, the policy has moved
+    assert "mean ± std" in captions(folder)
+    dump(folder, bypass=True, before_update=torch.arange(64)[:, None].expand(64, 2) < 32)
+    assert "0 everywhere: both stacks score alike" in captions(folder)
+
+
 def test_of_many_steps_some_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(report_runs, "MAX_STEPS", 3)
     folder = write_run(tmp_path / "a")
