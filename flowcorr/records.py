@@ -361,7 +361,11 @@ RecordT = TypeVar("RecordT")
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise `BatchError` unless `tensor` has exactly `shape`."""
+    """Raise `BatchError` unless `tensor` is one, of exactly `shape`."""
+    if not isinstance(tensor, Tensor):
+        raise BatchError(
+            f"{name} is of type {type(tensor).__name__}; it must be a torch tensor of shape {list(shape)}"
+        )
     if tuple(tensor.shape) != shape:
         raise BatchError(
             f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}, as nothing is broadcast"

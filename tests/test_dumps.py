@@ -31,7 +31,7 @@ def terms(**changes):
     )
     values = {name: WINDOW + place for place, name in enumerate(names)}
     values |= {"advantages": ROWS / 2, "rewards": ROWS / 4, "group_ids": ROWS, "policy_versions": ROWS}
-    values |= {"worker_ids": ROWS}
+    values |= {"worker_ids": ROWS, "sigmas": WINDOW.abs(), "sigmas_next": WINDOW.abs() / 2}
     values |= {"step_indices": torch.tensor([[0, 1], [1, 2]]), "num_elements": 12, "bypass": False}
     return DumpedTerms(**(values | changes))
 

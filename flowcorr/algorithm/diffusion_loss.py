@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowcorr.algorithm.apply import correct
+from flowcorr.algorithm.apply import correct, sees_windows
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.correction.robust import Noise
@@ -27,9 +27,9 @@ def diffusion_loss(
 ) -> LossOutput:
     """Policy loss of single steps `[b]`, or of whole windows `[b, T]`, as a sum.
 
-    In bypass mode the terms are first corrected on current against rollout log-probs: each on its own for
-    `[b]`, over its trajectory for `[b, T]`. With `ppo_clip` they are only rejected, as the ratio is the
-    importance weight; with `reinforce` they are weighed as well.
+    In bypass mode the terms are first corrected on current against rollout log-probs: each on its own with
+    `bypass_scope: step`, over its trajectory with `trajectory`. With `ppo_clip` they are only rejected, as the ratio is
+    the importance weight; with `reinforce` they are weighed as well.
 
     Args:
         terms: the numbers of the steps; `old_log_prob` and `old_kl` are of the proximal policy.
@@ -46,6 +46,8 @@ def diffusion_loss(
     """
     measured, judged = Metrics(), None
     if correction_config.mode == "bypass":
+        if not sees_windows(actor_config, correction_config):
+            terms = terms.per_term()
         judged = replace(terms, log_prob=terms.log_prob.detach(), old_kl=None, reference_kl=None)
         terms, measured = correct(
             terms, correction_config, actor_config=actor_config, num_steps=num_steps, noise=noise

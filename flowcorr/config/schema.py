@@ -351,6 +351,8 @@ class ActorConfig:
     ema: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.clip_ratio, list):
+            object.__setattr__(self, "clip_ratio", tuple(self.clip_ratio))
         for key in ("adv_clip_max", "kl_threshold", "importance_cap", "lr", "eps", "grad_clip"):
             above(f"actor.{key}", getattr(self, key), 0)
         for clip in self.clip_ratio if isinstance(self.clip_ratio, tuple) else (self.clip_ratio,):

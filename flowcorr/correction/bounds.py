@@ -228,9 +228,13 @@ def scale_factor(scale: str | float, num_elements: int | None) -> float:
 
     Raises:
         ConfigError: the scale is unknown, or not positive.
-        BatchError: the scale needs `num_elements`, and it is not given.
+        BatchError: the scale needs `num_elements`, and it is not given; or that is no number of elements.
     """
     check_scale(scale)
+    if num_elements is not None and not num_elements >= 1:
+        raise BatchError(
+            f"num_elements={num_elements!r} must be the number of latent elements of a sample, 1 or more"
+        )
     if not isinstance(scale, str):
         return float(scale)
     if scale == "mean":

@@ -85,7 +85,8 @@ def compute_rollout_correction_and_rejection_mask(
             sample's steps: the KL of its window, by the chain rule) and the bookkeeping check.
         step_indices: `[B, T]`, places in the schedule; adds a row of metrics for each.
         num_elements: `D`, latent elements of a sample.
-        num_steps: length of the schedule; without it, `step_indices` cost a host read.
+        num_steps: length of the schedule; without it, `step_indices` cost a host read. On a CPU they are checked
+            against it; elsewhere that would cost a read, too.
         noise: by mode, the noise of earlier training steps, from which `auto` bounds and z-scores are taken in place of
             this batch's; needs `step_indices`. A mode or a step that it lacks rejects nothing.
         slack: `[B, T]`, by how much log-ratios may lie beyond such bounds, nats per latent element; None for 0.
@@ -93,7 +94,8 @@ def compute_rollout_correction_and_rejection_mask(
 
     Raises:
         ConfigError: a choice or threshold is bad.
-        BatchError: shapes differ (nothing is broadcast), or a tensor that a choice needs is missing.
+        BatchError: shapes differ (nothing is broadcast), a tensor that a choice needs is missing, or `step_indices` are
+            no places in the schedule.
     """
     tensors = {
         "rollout_log_prob": rollout_log_prob,
@@ -112,8 +114,7 @@ def compute_rollout_correction_and_rejection_mask(
             )
     veto = parse_veto(rollout_token_veto_threshold)
     scale = scale_factor(log_ratio_scale, num_elements)
-    if num_steps is None:
-        num_steps = 0 if step_indices is None else max(step_indices.flatten().tolist(), default=-1) + 1
+    num_steps = _schedule_length(step_indices, num_steps)
 
     # The drift
     ratios = log_ratios(target_log_prob, rollout_log_prob, mask, step_kl, scale=scale)
@@ -168,12 +169,30 @@ def compute_rollout_correction_and_rejection_mask(
     return Correction(weights=applied, keep=keep, metrics=Metrics.from_stats(metrics))
 
 
-def _check_shapes(target: Tensor, tensors: Mapping[str, object], *, may_be_empty: bool) -> None:
+def _schedule_length(step_indices: Tensor | None, num_steps: int | None) -> int:
+    """`num_steps`, or one more than the largest index; raises `BatchError` where an index is no place in a schedule."""
+    if step_indices is None:
+        return num_steps or 0
+    if step_indices.is_floating_point() or step_indices.dtype == torch.bool:
+        raise BatchError(f"step_indices has dtype {step_indices.dtype}; it must be of integers")
+    if num_steps is not None and step_indices.device.type != "cpu":
+        return num_steps
+    found = step_indices.flatten().tolist()
+    length = max(found, default=-1) + 1 if num_steps is None else num_steps
+    if found and (min(found) < 0 or max(found) >= length):
+        raise BatchError(
+            f"step_indices reaches from {min(found)} to {max(found)}, and the schedule has num_steps={length}; give "
+            "places from 0 on, and the length of the whole schedule"
+        )
+    return length
+
+
+def _check_shapes(target: Tensor, tensors: Mapping[str, Tensor | None], *, may_be_empty: bool) -> None:
     shape = tuple(target.shape)
     if len(shape) != 2 or 0 in (shape[1:] if may_be_empty else shape):
         raise BatchError(f"target_log_prob has shape {list(shape)}; it must be [B, T] with at least one term")
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
+        if tensor is not None:
             check_shape(name, tensor, shape)
 
 

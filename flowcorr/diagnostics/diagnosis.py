@@ -6,6 +6,7 @@ and says how sure that is; a cause without a trace here is left to `flowcorr doc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,16 +16,24 @@ from torch import Tensor
 
 from flowcorr.dumps import DumpedTerms
 
-Cause = Literal["non_finite", "summed", "one_step", "stale"]
+Cause = Literal["non_finite", "summed", "one_step", "shared_shift", "few_samples", "stale"]
+HIDING: frozenset[Cause] = frozenset({"summed", "one_step", "shared_shift", "few_samples"})
+"""Causes beside which no advice on the gap's correction can hold."""
 
 # Mean-pooled log-probs are `-log s - 1.42` on average, so -1.4 to 12 for any std of 6e-6 to 1; sums are D times that.
 _LARGEST_MEAN = 25.0
 # Two stacks that score alike to float32 rounding differ by less than this, relative to a log-prob.
 _ROUNDING = 5e-6
-# A step beside the next largest one. Rounding grows towards late steps too: int4 on the embedded model by 25.
+# A step beside the next largest one. Rounding grows towards late steps too: int4 on the embedded model by 25. Also a
+# sample beside the median one.
 _ALONE = 30.0
 # Mean beside spread of a step's differences: a shift that all samples share, instead of one that varies with them.
 _SHARED = 2.0
+# `D var / 2` beside the mean, as in `audit.dumped.estimated_kl`: 1 for two densities whose means differ, .25 or more
+# where their stds do, `2 s^2` for log-probs in units of `2 s^2` nats.
+_TOO_EVEN = 1e-3
+_FEWEST = 8  # samples of a step that tell whether they share a shift
+_FEW = 0.25  # of the samples; more are no exceptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,7 @@ class StepTerms:
         step_indices: places in the schedule.
         ages: `[B]`, versions that the weights which sampled were behind; None where that is not known.
         keep: `[B, T]` bool, the terms that are judged; None for all.
+        num_elements: `D`, where known.
     """
 
     step: int
@@ -70,6 +80,7 @@ class StepTerms:
     step_indices: Tensor
     ages: Tensor | None = None
     keep: Tensor | None = None
+    num_elements: int | None = None
 
     @property
     def delta(self) -> Tensor:
@@ -117,7 +128,13 @@ def diagnose(steps: Sequence[StepTerms]) -> list[Diagnosis]:
     """
     trained = trained_columns(steps)
     steps = [one.columns(trained) for one in steps]
-    found = [_non_finite(steps), _summed(steps), _one_step(steps), _stale(steps)]
+    found = [
+        _non_finite(steps),
+        _summed(steps),
+        _one_step(steps) or _shared_shift(steps),
+        _few_samples(steps),
+        _stale(steps),
+    ]
     return [diagnosis for diagnosis in found if diagnosis is not None]
 
 
@@ -147,33 +164,38 @@ def _non_finite(steps: Sequence[StepTerms]) -> Diagnosis | None:
 
 
 def _summed(steps: Sequence[StepTerms]) -> Diagnosis | None:
-    values = torch.cat([one.rollout_log_probs.double().flatten() for one in steps])
-    size = float(values[values.isfinite()].abs().median()) if values.isfinite().any() else 0.0
-    if size <= _LARGEST_MEAN:
+    sizes = {
+        side: _typical(torch.cat([getattr(one, name).double().flatten() for one in steps]))
+        for side, name in (("the engine's", "rollout_log_probs"), ("the trainer's", "log_probs"))
+    }
+    summed = {side: size for side, size in sizes.items() if size > _LARGEST_MEAN}
+    if not summed:
         return None
+    whose = "these" if len(summed) == len(sizes) else " and ".join(summed)
     return Diagnosis(
         cause="summed",
-        verdict="these log-probs are sums over the latent, where means are expected",
-        evidence=f"the median of |log p| is {size:.3g}; a mean over latent elements lies below {_LARGEST_MEAN:g} for "
-        "every std that samples images",
-        remedy="divide them by num_elements, or take mean() over the latent in place of sum(), on both sides; until "
-        "then no limit of these pages fits",
+        verdict=f"{whose} log-probs are sums over the latent, where means are expected",
+        evidence=f"the median of |log p| is {' and '.join(f'{size:.3g}' for size in sizes.values())} on the engine's "
+        f"and the trainer's side; a mean over latent elements lies below {_LARGEST_MEAN:g} for every std that samples "
+        "images",
+        remedy="divide them by num_elements, or take mean() over the latent in place of sum(); until then no limit of "
+        "these pages fits",
     )
 
 
+def _typical(values: Tensor) -> float:
+    """The median size of those that are finite, 0 where none is."""
+    known = values[values.isfinite()].abs()
+    return float(known.median()) if len(known) else 0.0
+
+
 def _one_step(steps: Sequence[StepTerms]) -> Diagnosis | None:
-    delta = torch.cat([one.delta.flatten() for one in steps])
-    level = torch.cat([one.rollout_log_probs.double().flatten().abs() for one in steps])
-    place = torch.cat([one.step_indices.flatten() for one in steps])
-    known = delta.isfinite()
-    delta, level, place = delta[known], level[known], place[known]
-    gaps = {int(index): float(delta[place == index].abs().median()) for index in place.unique()}
+    by_step, rounding = _by_step(steps), _rounding_of(steps)
+    gaps = {index: float(delta.abs().median()) for index, delta in by_step.items()}
     if len(gaps) < 2:
         return None
     index, *_ = ranked = sorted(gaps, key=lambda one: gaps[one], reverse=True)
-    here = delta[place == index]
-    mean, spread = float(here.mean()), float(here.std(correction=0))
-    rounding = _ROUNDING * max(1.0, float(level.median()))
+    mean, spread = _mean_and_spread(by_step[index])
     if gaps[index] <= max(_ALONE * gaps[ranked[1]], rounding) or abs(mean) <= _SHARED * spread:
         return None
     exact = gaps[ranked[1]] <= rounding
@@ -185,6 +207,87 @@ def _one_step(steps: Sequence[StepTerms]) -> Diagnosis | None:
         remedy=f"compare sigma, the next sigma and the timestep of step {index} in both stacks, and the noise level "
         "that each uses there; no correction repairs this",
         sure=exact,
+    )
+
+
+def _shared_shift(steps: Sequence[StepTerms]) -> Diagnosis | None:
+    """A shift of log-probs that no two densities have: with `p` the sampler's, `E[log q - log p] <= 0` (Jensen)."""
+    size, rounding = steps[0].num_elements, _rounding_of(steps)
+    found: dict[int, tuple[float, float]] = {}
+    for index, delta in _by_step(steps).items():
+        mean, spread = _mean_and_spread(delta)
+        too_even = size is not None and size * spread**2 / 2 < _TOO_EVEN * abs(mean)
+        if (
+            len(delta) >= _FEWEST
+            and abs(mean) > max(_SHARED * spread, rounding)
+            and abs(mean) * (size or math.inf) > 1
+            and (mean > 0 or too_even)
+        ):
+            found[index] = mean, spread
+    if not found:
+        return None
+    shifts = ", ".join(
+        f"{mean:.2g} +- {spread:.1g} at step {index}" for index, (mean, spread) in found.items()
+    )
+    return Diagnosis(
+        cause="shared_shift",
+        verdict=f"the trainer's log-probs and the engine's differ by a number that all samples share, at "
+        f"{_named('step', list(found))} of the schedule",
+        evidence=f"delta log p is {shifts}; the log-densities of one sample differ by another number for each, and on "
+        "average the sampler's is the larger",
+        remedy="compare how both stacks compute a log-prob: the terms -log s and -log(2 pi)/2, the std s with its "
+        "sigmas, and whether it is rounded, as to bfloat16; no correction repairs this",
+    )
+
+
+def _few_samples(steps: Sequence[StepTerms]) -> Diagnosis | None:
+    """A few samples whose gap is far from that of the others, which rounding is not.
+
+    Those of older weights are not looked at.
+    """
+    if not steps[0].rollout_log_probs.shape[1]:
+        return None
+    found: list[tuple[int, Tensor]] = []
+    for one in steps:
+        gap = one.delta.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+        found.append((one.step, gap if one.ages is None else gap[one.ages <= 0]))
+    every = torch.cat([gap for _, gap in found])
+    if len(every) < 2 * _FEWEST:
+        return None
+    typical = float(every.median())
+    limit = max(_ALONE * typical, _rounding_of(steps))
+    odd = every[every > limit]
+    if not len(odd) or len(odd) > _FEW * len(every):
+        return None
+    hit = [step for step, gap in found if (gap > limit).any()]
+    return Diagnosis(
+        cause="few_samples",
+        verdict=f"the gap lies in {len(odd)} of {len(every)} samples alone, since training step {hit[0]}",
+        evidence=f"the largest |delta log p| of a sample is {float(odd.min()):.2g} or more in these and typically "
+        f"{typical:.1g} in the others, in {len(hit)} of {len(steps)} training steps. Rounding spreads over all samples",
+        remedy="look for what these samples have alone: their prompts, worker, place in a batch, older weights. Until "
+        "then rejection takes them out: rollout_rs=step_z, rollout_rs_threshold=6",
+        sure=False,
+    )
+
+
+def _by_step(steps: Sequence[StepTerms]) -> dict[int, Tensor]:
+    """The finite differences at each step of the schedule."""
+    delta = torch.cat([one.delta.flatten() for one in steps])
+    place = torch.cat([one.step_indices.flatten() for one in steps])
+    known = delta.isfinite()
+    delta, place = delta[known], place[known]
+    return {int(index): delta[place == index] for index in place.unique()}
+
+
+def _mean_and_spread(delta: Tensor) -> tuple[float, float]:
+    return float(delta.mean()), float(delta.std(correction=0))
+
+
+def _rounding_of(steps: Sequence[StepTerms]) -> float:
+    """What float32 rounding of both stacks explains."""
+    return _ROUNDING * max(
+        1.0, _typical(torch.cat([one.rollout_log_probs.double().flatten() for one in steps]))
     )
 
 

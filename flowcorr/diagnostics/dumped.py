@@ -277,6 +277,7 @@ def terms_of_step(
         step_indices=terms.step_index,
         ages=ages_of(dumped),
         keep=terms.keep,
+        num_elements=dumped.num_elements,
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from flowcorr.losses.terms import (
     MaskedTerms,
     RatioLevel,
+    check_positive,
     exp_ratio,
     mask_terms,
     output,
@@ -46,6 +47,7 @@ def flow_grpo(
 
     Raises:
         BatchError: shapes differ.
+        ConfigError: `clip_ratio` or `adv_clip_max` is not positive.
     """
     terms = mask_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
@@ -61,6 +63,7 @@ def clipped(
         check_shape("clip_ratio", clip_ratio, tuple(log_ratio.shape))
         clip = clip_ratio.to(log_ratio.dtype)
     else:
+        check_positive("clip_ratio", clip_ratio)
         clip = log_ratio.new_full((), clip_ratio)
     low, high = 1 - clip, 1 + clip
     ratio, minus_a = exp_ratio(log_ratio), -terms.advantage

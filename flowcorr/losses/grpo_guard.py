@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.losses.flow_grpo import clipped
-from flowcorr.losses.terms import RatioLevel, mask_terms, output, pool_log_ratio, with_kl
+from flowcorr.losses.terms import RatioLevel, mask_terms, masked, output, pool_log_ratio, with_kl
 from flowcorr.records import LossOutput, check_shape
 
 
@@ -43,11 +43,15 @@ def grpo_guard(
     for name, column in (("std", std), ("step", step)):
         check_shape(name, column, tuple(log_prob.shape))
     terms = mask_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
-    terms, bias = with_kl(terms, kl)
+    terms, bias = with_kl(masked(terms, _positive(std) & _positive(step)), kl)
     normalized = normalized_log_ratio(terms.log_ratio, bias, torch.where(terms.keep, std, 0.0))
     log_ratio = pool_log_ratio(normalized, terms.keep, ratio_level)
     loss, stats = clipped(terms, log_ratio, clip_ratio)
     return output(loss / torch.where(terms.keep, step, 1.0), terms, stats)
+
+
+def _positive(column: Tensor) -> Tensor:
+    return torch.isfinite(column) & (column > 0)
 
 
 def normalized_log_ratio(delta: Tensor, kl: Tensor, std: Tensor) -> Tensor:

@@ -52,8 +52,10 @@ def mask_terms(
     A mask after `exp` would be too late: the gradient of a masked term would be 0 times infinity.
 
     Raises:
-        BatchError: a shape is not that of `log_prob`.
+        BatchError: a shape is not that of `log_prob`, or `keep` is not of bools.
+        ConfigError: `adv_clip_max` is not positive.
     """
+    check_positive("adv_clip_max", adv_clip_max)
     shape = tuple(log_prob.shape)
     if log_prob.dim() not in (1, 2):
         raise BatchError(f"log_prob has shape {list(shape)}; it must be [b] or [b, T]")
@@ -70,6 +72,10 @@ def mask_terms(
         valid = valid & torch.isfinite(weight)
     if keep is not None:
         check_shape("keep", keep, shape)
+        if keep.dtype != torch.bool:
+            raise BatchError(
+                f"keep has dtype {keep.dtype}; it must be bool: give keep != 0 if 1 keeps a term"
+            )
     log_ratio = torch.where(valid, log_prob, 0.0) - torch.where(valid, old_log_prob.detach(), 0.0)
     weight = torch.ones_like(advantage) if weight is None else weight.detach()
     terms = MaskedTerms(
@@ -80,6 +86,12 @@ def mask_terms(
         keep=valid if keep is None else valid & keep,
     )
     return masked(terms, valid)
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise `ConfigError` unless a setting is a positive number, which may be infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{name}={value!r} must be a positive number")
 
 
 def masked(terms: MaskedTerms, valid: Tensor) -> MaskedTerms:

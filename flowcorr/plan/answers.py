@@ -292,7 +292,8 @@ class Plan:
             return (f"The engine has GPUs of its own, and needs {gigabytes(memory.engine)} on each.",)
         if self.fits(memory.shared):
             return (f"Trainer and engine can share a GPU: together {gigabytes(memory.shared)}, {engine}.",)
-        start = f"Trainer and engine cannot share a GPU: together {gigabytes(memory.shared)}, {engine}"
+        needed = f"{gigabytes(memory.shared)}, with the margin {gigabytes(memory.shared * MARGIN)}"
+        start = f"Trainer and engine cannot share a GPU: together {needed}, {engine}"
         if room := self.largest_shared_micro_batch():
             return (f"{start}; with actor.micro_batch_size={room} they can.",)
         another = "if the run sees another GPU, the engine takes that one"

@@ -21,6 +21,7 @@ from flowcorr.records import check_shape
 
 SdeType = Literal["sde", "cps", "dance_sde"]
 NOISE_LEVEL_KEY = "sampling.noise_level"
+_HIGHEST = 1.001  # noise level, which is 1 but for rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,7 @@ def transition(
 
     Raises:
         ConfigError: `kind` is unknown, or a number given as `noise_level` is outside its range.
-        BatchError: shapes differ, or sigmas on the CPU do not descend. On other devices the values are not
+        BatchError: shapes differ, or sigmas on the CPU do not descend from 1 to 0. On other devices the values are not
             read, as that would wait for the device; `check_schedule` checks their table beforehand.
     """
     if kind not in TRANSITIONS:
@@ -195,6 +196,11 @@ def _check_descending(kind: str, sigma: Tensor, sigma_next: Tensor) -> None:
         raise BatchError(
             f"sigma={sigma.flatten().tolist()} does not descend to "
             f"sigma_next={sigma_next.flatten().tolist()}; every step needs sigma > sigma_next"
+        )
+    if bool((sigma > _HIGHEST).any()) or bool((sigma_next < 0).any()):
+        raise BatchError(
+            f"sigma={sigma.flatten().tolist()} and sigma_next={sigma_next.flatten().tolist()} must be noise levels "
+            "between 1 and 0; timesteps are num_train_timesteps times as large, mostly 1000"
         )
     if kind == "cps" and not bool((sigma_next > 0).all()):
         raise BatchError(

@@ -93,6 +93,14 @@ def test_bypass_by_steps_rejects_each_term_on_its_own():
     assert metrics["rollout_corr/kl"] == pytest.approx(-0.31 / 6, abs=1e-6)
 
 
+def test_bypass_by_steps_judges_the_steps_of_a_window_alone():
+    terms = steps()
+    config = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.2)
+    whole, alone = (diffusion_loss(one, ACTOR, config) for one in (terms, terms.per_term()))
+    assert whole.loss_sum == alone.loss_sum
+    assert (whole.count_kept, whole.count_all) == (alone.count_kept, alone.count_all) == (5, 6)
+
+
 def test_bypass_by_trajectories_rejects_whole_windows():
     terms = steps()
     config = RolloutCorrectionConfig(

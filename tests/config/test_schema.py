@@ -54,3 +54,7 @@ def test_lag():
 def test_values_out_of_range(section, keys, message):
     with pytest.raises(ConfigError, match=message):
         section(**keys)
+
+
+def test_clip_ranges_by_step_may_be_given_as_a_list():
+    assert ActorConfig(clip_ratio=[1e-3, 2e-3]) == ActorConfig(clip_ratio=(1e-3, 2e-3))

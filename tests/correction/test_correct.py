@@ -316,6 +316,41 @@ def test_scale_by_elements_needs_their_number():
         correct(torch.zeros(1, 1), torch.zeros(1, 1), log_ratio_scale="sum")
 
 
+@pytest.mark.parametrize("num_elements", [0, -5])
+def test_a_size_that_is_none_is_refused(num_elements):
+    with pytest.raises(
+        BatchError, match=f"num_elements={num_elements} must be the number of latent elements"
+    ):
+        correct(torch.zeros(1, 1), torch.zeros(1, 1), log_ratio_scale="sum", num_elements=num_elements)
+
+
+@pytest.mark.parametrize(
+    ("indices", "num_steps", "message"),
+    [
+        (
+            [[5, 6], [6, 7]],
+            3,
+            r"step_indices reaches from 5 to 7, and the schedule has num_steps=3; give places",
+        ),
+        ([[-2, 1], [0, 1]], 4, "step_indices reaches from -2 to 1, and the schedule has num_steps=4"),
+        ([[-2, 1], [0, 1]], None, "step_indices reaches from -2 to 1, and the schedule has num_steps=2"),
+        ([[0.0, 1.0], [0.0, 1.0]], None, r"step_indices has dtype torch\.float32; it must be of integers"),
+    ],
+)
+def test_indices_that_are_no_places_are_refused(indices, num_steps, message):
+    values = torch.zeros(2, 2)
+    with pytest.raises(BatchError, match=message):
+        correct(values, values, step_indices=torch.tensor(indices), num_steps=num_steps)
+
+
+def test_what_is_no_tensor_is_named():
+    values = torch.zeros(2, 2)
+    with pytest.raises(
+        BatchError, match=r"rollout_log_prob is of type ndarray; it must be a torch tensor of shape"
+    ):
+        correct(values, values.numpy())
+
+
 # Ranks ----------------------------------------------------------------------------------------------------
 
 RANK_BOUNDS = {

@@ -94,3 +94,68 @@ def test_older_weights_are_told_by_their_versions(ages, expected):
 def test_the_age_is_told_in_numbers():
     (found,) = diagnose(clean(ages=torch.tensor([2] * (B // 2) + [4] * (B // 2))))
     assert found.verdict == "the weights that sampled were 3 versions old on average, 4 at most"
+
+
+@pytest.mark.parametrize("side", ["log_probs", "rollout_log_probs"])
+def test_sums_on_one_side_are_told_by_that_side(side):
+    steps = clean()
+    for one in steps:
+        getattr(one, side).mul_(D)
+    found = diagnose(steps)[0]
+    assert found.cause == "summed"
+    assert found.verdict.startswith("the trainer's" if side == "log_probs" else "the engine's")
+
+
+@pytest.mark.parametrize("num_elements", [D, None])
+def test_a_number_that_all_samples_share_is_no_gap_of_densities(num_elements):
+    """As where one side leaves out the normaliser; without D, only a shift up is impossible."""
+    steps = [replace(one, num_elements=num_elements) for one in clean()]
+    for one in steps:
+        one.log_probs.add_(torch.tensor([-0.4, 0.0, 0.3, 0.0]))
+    (found,) = diagnose(steps)
+    assert (found.cause, found.sure) == ("shared_shift", True)
+    assert found.verdict.endswith(
+        "at steps 0, 2 of the schedule" if num_elements else "at step 2 of the schedule"
+    )
+    assert "-log s and -log(2 pi)/2" in found.remedy
+
+
+@pytest.mark.parametrize("k", [0.3, 0.8, 1.2, 2.0])
+def test_another_std_leaves_the_trace_of_a_density(k):
+    """`log k - (k^2 - 1) mean(e^2) / 2` with a std that is smaller by `k`."""
+    steps = [replace(one, num_elements=D) for one in clean()]
+    draw = torch.Generator().manual_seed(9)
+    for one in steps:
+        square = 1 + math.sqrt(2 / D) * torch.randn(B, T, generator=draw, dtype=torch.float64)
+        one.log_probs.copy_(one.rollout_log_probs + math.log(k) - (k**2 - 1) * square / 2)
+    assert diagnose(steps) == []
+
+
+def test_few_samples_shared_by_a_step_tell_nothing():
+    steps = [replace(one, num_elements=D) for one in clean(steps=1)]
+    steps[0].log_probs.add_(torch.tensor([-0.4, 0.0, 0.3, 0.0]))
+    few = replace(
+        steps[0],
+        **{name: getattr(steps[0], name)[:7] for name in ("log_probs", "rollout_log_probs", "step_indices")},
+    )
+    assert diagnose([few]) == []
+
+
+@pytest.mark.parametrize("r", [(0, 0, 0, 0), (0.01,) * 4])
+def test_a_gap_of_a_few_samples_is_theirs_alone(r):
+    steps = clean(r)
+    for one in steps[1:]:
+        one.log_probs[[3, 9], :2] -= 0.5
+    (found,) = diagnose(steps)
+    assert (found.cause, found.sure) == ("few_samples", False)
+    assert found.verdict == "the gap lies in 4 of 96 samples alone, since training step 2"
+    assert "rollout_rs=step_z" in found.remedy
+
+
+def test_samples_of_older_weights_are_no_fault():
+    ages = torch.zeros(B, dtype=torch.long)
+    ages[[3, 9]] = 2
+    steps = clean((0, 0, 0, 0), ages=ages)
+    for one in steps:
+        one.log_probs[[3, 9]] -= 0.5
+    assert causes(steps) == ["stale"]

@@ -145,7 +145,7 @@ def test_a_cause_is_told_once():
     watch = Watch()
     found = watch(1, **given(summed))[1]
     assert found[0].rule == "summed"
-    assert "these log-probs are sums over the latent" in str(found[0])
+    assert "the engine's log-probs are sums over the latent" in str(found[0])
     assert "summed" not in [finding.rule for finding in watch(2, **given(summed))[1]]
 
 

@@ -110,6 +110,7 @@ def test_a_file_of_no_format_version_is_another_programs(tmp_path):
         ({"step_indices": WINDOW.long() - 1}, "step_indices holds -1"),
         ({"sigmas": WINDOW + torch.nan}, "sigmas holds nan; it must lie from 0"),
         ({"sigmas": WINDOW - 1}, "sigmas holds -1"),
+        ({"sigmas": WINDOW + 900}, "sigmas holds 900; it must lie from 0 to 1"),
         ({"stds": WINDOW}, "stds holds 0"),
         ({"old_log_probs": WINDOW + 2e30}, "old_log_probs holds 2e+30; it must lie from -1e+30 to 1e+30"),
         ({"rewards": ROWS - 2e30}, "rewards holds -2e+30"),

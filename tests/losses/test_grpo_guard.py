@@ -104,3 +104,15 @@ def test_a_step_without_a_density_leaves_the_gradient_finite():
     result.loss_sum.backward()
     assert mean.grad[0].tolist() == [0.0, 0.0]
     assert (mean.grad[1] != 0).all()
+
+
+@pytest.mark.parametrize("column", ["std", "step"])
+@pytest.mark.parametrize("bad", [math.nan, 0.0, -0.1, math.inf])
+def test_a_step_without_a_size_is_not_finite_and_takes_no_part(column, bad):
+    columns = {"kl": torch.zeros(2), "std": torch.ones(2), "step": torch.ones(2)}
+    columns[column] = torch.tensor([bad, 1.0])
+    log_prob = torch.zeros(2).requires_grad_()
+    result = grpo_guard(log_prob, torch.zeros(2), torch.ones(2), **columns, **OPTIONS)
+    (slope,) = torch.autograd.grad(result.loss_sum, log_prob)
+    assert (result.count_kept, result.loss_sum, slope.tolist()) == (1, -1, [0, -1])
+    assert result.metrics.compute()["actor/nonfinite_fraction"] == 0.5

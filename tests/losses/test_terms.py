@@ -111,3 +111,18 @@ def test_unknown_ratio_level():
         ConfigError, match=r"actor\.ratio_level='trajectory'.*choose from step, trajectory_mean"
     ):
         loss(tensor(0.1), tensor(1.0), ratio_level="trajectory")
+
+
+@pytest.mark.parametrize("value", [-5.0, 0.0, math.nan, True])
+@pytest.mark.parametrize("name", ["clip_ratio", "adv_clip_max"])
+def test_settings_that_no_loss_can_have(name, value):
+    values = torch.zeros(2)
+    with pytest.raises(ConfigError, match=f"^{name}={value} must be a positive number"):
+        flow_grpo(values, values, values, **({"clip_ratio": 0.1, "adv_clip_max": 5.0} | {name: value}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+def test_a_mask_is_of_bools(dtype):
+    values = torch.zeros(2)
+    with pytest.raises(BatchError, match="keep has dtype .*; it must be bool: give keep != 0"):
+        flow_grpo(values, values, values, clip_ratio=0.1, adv_clip_max=5.0, keep=torch.ones(2, dtype=dtype))

@@ -228,6 +228,14 @@ def test_steps_must_descend(kind):
         transition(kind, latents, velocity, column(0.5, 0.4), column(0.4, 0.4), 0.7)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("sigma", "sigma_next"), [(900.0, 800.0), (0.1, -0.1)])
+def test_timesteps_are_no_noise_levels(kind, sigma, sigma_next):
+    latents, velocity = problem(1, 2)
+    with pytest.raises(BatchError, match="must be noise levels between 1 and 0; timesteps are"):
+        transition(kind, latents, velocity, column(sigma), column(sigma_next), 0.7)
+
+
 def test_cps_cannot_take_the_last_step():
     latents, velocity = problem(1, 2)
     with pytest.raises(BatchError, match="sigma_next=0"):

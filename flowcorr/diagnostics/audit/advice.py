@@ -206,7 +206,7 @@ def _verdict(kind: Kind, bypass: bool) -> str:
 def _about_gap(facts: Facts, kind: Kind) -> str:
     gap = (
         f"The step means differ by r = {facts.r:.1e} stds. Over {facts.num_steps} steps with D = {facts.num_elements} "
-        f"that is {facts.joint_nats:.2g} joint nats: importance weights would leave {100 * facts.exact_ess:.2g} % "
+        f"that is {facts.joint_nats:.2g} joint nats: importance weights would leave {100 * facts.exact_ess:.3g} % "
         "effective samples."
     )
     match kind:

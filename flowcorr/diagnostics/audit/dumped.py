@@ -83,7 +83,8 @@ def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]
     """The gap with each step's mean KL estimated from its log-ratios, and what is to be said about that.
 
     For a gap of one size, `delta` is normal with mean `-r^2 / 2` and variance `r^2 / D`, and the KL is `r^2 / 2`: both
-    moments tell it, the variance more surely. The larger is taken.
+    moments tell it, the variance more surely. The larger is taken. Where they disagree the gap is not of one size, and
+    the mean is taken, which is the KL of any two densities.
     """
     log_ratio = delta(gap)
     kl = torch.empty_like(log_ratio)
@@ -91,15 +92,16 @@ def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]
     for index in gap.step_index.unique().tolist():
         here = gap.step_index == index
         values = log_ratio[here]
-        of_mean = max(0.0, -float(values.mean()))
+        mean = float(values.mean())
         of_spread = 0.0 if num_elements is None else num_elements * float(values.var(correction=0)) / 2
-        kl[here] = max(of_mean, of_spread)
         error = float(values.std(correction=0)) / math.sqrt(len(values)) + of_spread * math.sqrt(
             2 / len(values)
         )
-        if num_elements is not None and abs(of_spread + float(values.mean())) > _DISAGREEMENT * error:
+        disagree = num_elements is not None and abs(of_spread + mean) > _DISAGREEMENT * error
+        kl[here] = abs(mean) if disagree else max(-mean, of_spread)
+        if disagree:
             notes.append(
-                f"step {index}: delta log p has mean {values.mean():.1e}, and noise of its spread would have "
+                f"step {index}: delta log p has mean {mean:.1e}, and noise of its spread would have "
                 f"{-of_spread:.1e}: not rounding alone; compare sigmas, timesteps and num_elements of both stacks"
             )
     return replace(gap, old_rollout_kl=kl), notes

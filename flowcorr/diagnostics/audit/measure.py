@@ -32,7 +32,7 @@ from flowcorr.diagnostics.audit.tables import (
     worth_of_weights,
 )
 from flowcorr.diagnostics.clip_noise import ratio_distance
-from flowcorr.diagnostics.diagnosis import Diagnosis
+from flowcorr.diagnostics.diagnosis import HIDING, Diagnosis
 from flowcorr.diagnostics.dumped import UNBOUNDED
 from flowcorr.errors import ConfigError
 from flowcorr.losses import clip_by_term, resolve_loss
@@ -136,7 +136,7 @@ class AuditReport:
     @property
     def hidden(self) -> bool:
         """Whether what is wrong hides the gap, so that no advice on its correction can hold."""
-        return any(diagnosis.cause in ("summed", "one_step") for diagnosis in self.diagnoses)
+        return any(diagnosis.cause in HIDING for diagnosis in self.diagnoses)
 
     @property
     def assumes_newest(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from html import unescape
 
 import pytest
 import torch
@@ -67,6 +68,10 @@ PLANTED = {
         "the gap lies in step 1 of the schedule alone",
     ),
     "not finite": ({"rollout_log_probs": NAN}, "log-probs are not finite in 3 of 96 samples"),
+    "a shared number": (
+        {"rollout_log_probs": ROLLOUT, "old_log_probs": ROLLOUT + column([0.27, 0.35])},
+        "the trainer's log-probs and the engine's differ by a number that all samples share, at steps 1, 3",
+    ),
     "sums": (
         {"rollout_log_probs": D * (1 + ROLLOUT), "old_log_probs": D * (1 + ROLLOUT) + 0.1},
         "these log-probs are sums over the latent",
@@ -83,12 +88,22 @@ def test_audit_and_report_give_one_verdict(planted, tmp_path, capsys):
     assert first.startswith(verdict)
     assert "take the engine's log-probs as the old ones" not in " ".join(others)
     assert main(["report", str(folder), "--out", str(tmp_path / "report.html")]) == 0
-    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    html = unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert f"{verdict[0].upper()}{verdict[1:]}" in html
     assert "no rule was broken" not in html
 
 
-@pytest.mark.parametrize("planted", ["one sigma", "sums"])
+def test_of_a_gap_of_a_few_samples_the_mean_is_its_kl(tmp_path):
+    """The variance, which two of 96 samples make, would be 90 times as much."""
+    old = ROLLOUT.clone()
+    old[7] -= 2.0
+    report = audit_folder(draw_steps(tmp_path, rollout_log_probs=ROLLOUT, old_log_probs=old))
+    assert report.joint_nats == pytest.approx(2 * D * 2.0 / 32, rel=1e-3)
+    assert report.verdict == "the gap lies in 3 of 96 samples alone, since training step 1"
+    assert report.hidden
+
+
+@pytest.mark.parametrize("planted", ["one sigma", "sums", "a shared number"])
 def test_where_a_fault_hides_the_gap_there_is_no_advice(planted, tmp_path):
     report = audit_folder(draw_steps(tmp_path, **PLANTED[planted][0]))
     assert report.hidden

@@ -8,27 +8,46 @@ from pathlib import Path
 import torch
 
 from flowcorr import dumps
+from flowcorr.diagnostics.diagnosis import diagnose
 from flowcorr.diagnostics.doctor.replayed.legs import Legs
 from flowcorr.diagnostics.doctor.replayed.verdicts import Verdict
+from flowcorr.diagnostics.dumped import terms_of_step
 
 _CENTRED = 0.05  # mean of advantages, in their standard deviations: filtered samples shift it a little
 _ERRORS = 3.0  # standard errors of that mean, where the other samples of a group were not dumped
 
 
-def examine_convention(legs: Legs, step: int) -> Verdict | None:
-    """What the engine's log-probs are; None where they are what flowcorr expects, or nothing tells."""
+def examine_convention(legs: Legs, step: int, terms: Path | None = None) -> Verdict | None:
+    """What the engine's log-probs are; None where they are what flowcorr expects, or nothing tells.
+
+    Args:
+        legs: the replay.
+        step: the training step.
+        terms: the step's dumped terms, which tell the trainer's log-probs.
+    """
     convention = legs.convention
     if convention is None or (
         convention.scaled and not convention.summed and convention.normaliser == "full"
     ):
         return None
     harmless = convention.scaled and not convention.summed
+    if harmless and terms is not None and (shift := _shared_shift(terms, step)):
+        return Verdict(
+            part="log_probs",
+            status="FAIL",
+            step=step,
+            cause="log_probs_normaliser",
+            confidence="certain",
+            message=f"they are {convention.name}, and the trainer's are not",
+            evidence=shift,
+            remedy="add these terms to the engine's log-probs, or leave them out of the trainer's",
+        )
     if harmless:
         return Verdict(
             part="log_probs",
             status="PASS",
             step=step,
-            message=f"they are {convention.name}, which cancels in every ratio",
+            message=f"they are {convention.name}, which cancels in every ratio of two that lack it",
         )
     cause = "summed" if convention.summed else "unscaled"
     return Verdict(
@@ -43,6 +62,12 @@ def examine_convention(legs: Legs, step: int) -> Verdict | None:
         if convention.summed
         else "divide by 2 s^2, or read clip ranges and gaps in that unit",
     )
+
+
+def _shared_shift(terms: Path, step: int) -> str:
+    """By how much the trainer's log-probs differ from the engine's in all samples; empty where they do not."""
+    found = diagnose([terms_of_step(step, dumps.load(terms))])
+    return next((one.evidence for one in found if one.cause in ("shared_shift", "one_step")), "")
 
 
 def examine_advantages(files: Mapping[int, Path]) -> Verdict:

@@ -12,7 +12,7 @@ from flowcorr.config.schema import Config, ModelConfig
 from flowcorr.diagnostics.doctor.replayed.conventions import examine_advantages, examine_convention
 from flowcorr.diagnostics.doctor.replayed.images import examine_images, examine_reward
 from flowcorr.diagnostics.doctor.replayed.inputs import examine_inputs
-from flowcorr.diagnostics.doctor.replayed.legs import Legs
+from flowcorr.diagnostics.doctor.replayed.legs import Legs, rounding_notes
 from flowcorr.diagnostics.doctor.replayed.schedules import examine_noise, examine_schedule
 from flowcorr.diagnostics.doctor.replayed.stack import Stack, prompt_pool
 from flowcorr.diagnostics.doctor.replayed.verdicts import ReplayReport, Verdict, worst
@@ -44,19 +44,21 @@ def examine_dump(folder: Path, model: str | Config, *, device: torch.device | st
     config = model if isinstance(model, Config) else None
     of_model = ModelConfig(path=str(model)) if config is None else config.model
     family = load_family(of_model, device)
-    chosen = _spread(list(captured))
+    chosen, terms = _spread(list(captured)), dumps.files(folder)
     verdicts: list[Verdict] = []
     for step in chosen:
         earlier = {number: samples for number, samples in captured.items() if number < step}
-        verdicts += _examine_step(family, captured[step], step, earlier, prompt_pool(captured), config)
-    verdicts.append(examine_advantages(dumps.files(folder)))
-    missing = captured[chosen[-1]].missing()
+        verdicts += _examine_step(
+            family, captured[step], step, earlier, prompt_pool(captured), config, terms.get(step)
+        )
+    verdicts.append(examine_advantages(terms))
+    last = captured[chosen[-1]]
     return ReplayReport(
         folder=str(folder),
         model=of_model.path,
         steps=chosen,
         verdicts=worst(verdicts),
-        notes=missing,
+        notes=[*last.missing(), *rounding_notes(last)],
     )
 
 
@@ -67,10 +69,11 @@ def _examine_step(
     earlier: Mapping[int, ReplaySamples],
     pool: Sequence[str],
     config: Config | None,
+    terms: Path | None,
 ) -> list[Verdict]:
     stack = Stack(family, samples)
     legs = Legs(stack)
-    convention = examine_convention(legs, step)
+    convention = examine_convention(legs, step, terms)
     inputs = examine_inputs(stack, legs, pool, step)
     if convention is not None:
         inputs = [verdict for verdict in inputs if verdict.part != "log_probs" or verdict.status != "PASS"]

@@ -199,7 +199,7 @@ def _explained(
             step=step,
             message=differs,
             evidence=evidence,
-            remedy=_more(stack),
+            remedy=_odd_samples(failing) + _more(stack),
         )
         return agree + [replace(unclear, part=leg, samples=tuple(scores[leg].tolist())) for leg in bad]
     cause = Verdict(
@@ -224,6 +224,15 @@ def _row(scores: Tensor) -> str:
 def _holds(one: _Tried, failing: Tensor) -> bool:
     """Whether it holds for the samples that agree anyway, where all samples would have been made so."""
     return not one.hypothesis.whole or bool((one.score <= 1).all()) or bool(failing.all())
+
+
+def _odd_samples(failing: Tensor) -> str:
+    """What a few samples that differ suggest."""
+    places = failing.nonzero().flatten().tolist()
+    if 2 * len(places) >= len(failing):
+        return ""
+    named = f"sample{'s'[: len(places) != 1]} {', '.join(map(str, places))}"
+    return f"look for what {named} of {len(failing)} alone had: a worker, its weights, a place in the batch; "
 
 
 def _more(stack: Stack) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from flowcorr.diagnostics.doctor.findings import EXIT_CODES, Status
@@ -52,6 +52,7 @@ CAUSES: Mapping[str, str] = {
     "noise_reused": "noise was drawn twice",
     "noise_scale": "noise is not standard normal",
     "log_probs_summed": "log-probs are sums over the latent, where means are expected",
+    "log_probs_normaliser": "log-probs lack `- log s` or `- log(2 pi) / 2`, and the trainer's have it",
     "log_probs_unscaled": "log-probs lack the factor `1 / (2 s^2)`",
     "swapped_images": "images and latents of different samples are paired",
     "images_of_step_before": "images and latents of different training steps are paired",
@@ -128,14 +129,34 @@ class ReplayReport:
         return {"exit_code": self.exit_code, **asdict(self)}
 
 
+_INPUTS: frozenset[Part] = frozenset({"prompts", "guidance", "adapter"})
 _WEIGHT: dict[Status, int] = {"FAIL": 3, "WARN": 2, "PASS": 1, "SKIP": 0}
 
 
 def worst(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict a part, of those of several training steps: the worst, and the first of equal ones."""
+    """One verdict a part, of those of several training steps: the worst, and the first of equal ones.
+
+    Where a step's replay differs and no cause explains it, its inputs have no verdict. Theirs of other steps are then
+    no sign that they were right in all.
+    """
     found: dict[Part, Verdict] = {}
+    judged: dict[Part, set[int]] = {}
     for verdict in verdicts:
+        judged.setdefault(verdict.part, set()).add(verdict.step)
         known = found.get(verdict.part)
         if known is None or _WEIGHT[verdict.status] > _WEIGHT[known.status]:
             found[verdict.part] = verdict
+    unclear = {verdict.step for verdict in verdicts if verdict.status == "WARN"}
+    for part in _INPUTS & found.keys():
+        if found[part].status == "PASS" and unclear - judged[part]:
+            found[part] = _of_some_steps(found[part], judged[part], unclear - judged[part])
     return [found[part] for part in PARTS if part in found]
+
+
+def _of_some_steps(verdict: Verdict, judged: set[int], unclear: set[int]) -> Verdict:
+    at, others = (", ".join(map(str, sorted(steps))) for steps in (judged, unclear))
+    return replace(
+        verdict,
+        status="SKIP",
+        message=f"{verdict.message} at training step {at}; not judged at {others}, where the replay differs",
+    )

@@ -25,6 +25,19 @@ def test_log_probs(scale, normaliser, status, cause, stack_of):
     assert found is None or found.cause == cause
 
 
+@pytest.mark.parametrize(("both", "status"), [(True, "PASS"), (False, "FAIL")])
+def test_a_normaliser_that_one_side_lacks_cancels_in_no_ratio(both, status, stack_of, tmp_path):
+    legs = Legs(stack_of())
+    plain = (-legs.square / 2).repeat(8, 1)
+    trainer = plain if both else plain - legs.std.log().repeat(8, 1) - 0.9189385332046727
+    flowcorr.dump(
+        tmp_path, 0, rollout_log_probs=plain, old_log_probs=trainer, advantages=plain[:, 0], num_elements=512
+    )
+    captured = Legs(stack_of(log_probs=torch.cat([plain[: len(legs.square)]] * 2)))
+    found = examine_convention(captured, 0, dumps.files(tmp_path)[0])
+    assert (found.status, found.cause) == (status, "" if both else "log_probs_normaliser")
+
+
 def dumped(folder, advantages):
     for step, values in enumerate(advantages):
         rollout = torch.zeros(len(values), 2)

@@ -27,6 +27,26 @@ def test_the_worst_of_each_part_is_kept_in_order():
     ]
 
 
+def test_inputs_of_steps_that_differ_are_not_judged_by_others():
+    found = worst(
+        [
+            verdict("before", "PASS"),
+            verdict("adapter", "PASS"),
+            verdict("noise", "PASS"),
+            verdict("before", "WARN", step=3),
+            verdict("prompts", "PASS", step=3),
+            verdict("prompts", "SKIP"),
+        ]
+    )
+    assert {one.part: one.status for one in found} == {
+        "noise": "PASS",
+        "before": "WARN",
+        "prompts": "PASS",
+        "adapter": "SKIP",
+    }
+    assert found[-1].message == "PASS at training step 0; not judged at 3, where the replay differs"
+
+
 @pytest.mark.parametrize(
     ("statuses", "code"), [(("PASS", "SKIP"), 0), (("PASS", "WARN"), 1), (("WARN", "FAIL"), 2)]
 )
