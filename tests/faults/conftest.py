@@ -105,11 +105,12 @@ class Bench:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """A run's records, without what depends on the clock."""
+    """A run's records, without what depends on the clock, or on which worker a group went to."""
     from flowcorr.trackers.jsonl import read_metrics
 
+    varying = ("timing/", "perf/", "rollout_corr/worker_")
     return [
-        {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
+        {name: value for name, value in record.items() if not name.startswith(varying)}
         for record in read_metrics(folder / "metrics.jsonl")
     ]
 

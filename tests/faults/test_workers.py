@@ -79,7 +79,7 @@ def test_a_worker_that_is_slow_holds_up_nothing_but_itself(bench, ray_cluster, t
     train(bench, tmp_path, {2: pause})
     assert time.monotonic() - begin > 3
     bench.assert_same(tmp_path, bench.whole())
-    assert set(events(tmp_path)) == {"start", "checkpoint", "end"}
+    assert set(events(tmp_path)) == {"start", "workers", "checkpoint", "end"}
 
 
 @pytest.mark.faults
@@ -116,7 +116,8 @@ def test_where_workers_die_again_and_again_the_run_ends_and_later_goes_on(
         hunters.append(threading.Thread(target=hunt, args=(parts,)))
         hunters[0].start()
 
-    message = r"sampling of groups .* of training step 4 failed 3 times, the last time in rollout worker \d .* on node "
+    # Step 4 may have been sampled before the first of them dies.
+    message = r"sampling of groups .* of training step [45] failed 3 times, the last time in rollout worker \d .* on node "
     try:
         with pytest.raises(BackendError, match=message):
             train(bench, tmp_path, {4: doom})
