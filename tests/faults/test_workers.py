@@ -129,7 +129,8 @@ def test_where_workers_die_again_and_again_the_run_ends_and_later_goes_on(
 
     trainer.train(bench.settings(*WORKERS), tmp_path, resume=True)
     bench.assert_same(tmp_path, bench.whole())
-    assert [event["step"] for event in events(tmp_path, "resume")] == [3]
+    (resumed,) = events(tmp_path, "resume")
+    assert resumed["step"] in (3, 4)
 
 
 @pytest.mark.faults
