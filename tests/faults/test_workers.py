@@ -117,7 +117,8 @@ def test_where_workers_die_again_and_again_the_run_ends_and_later_goes_on(
         hunters[0].start()
 
     # Step 4 may have been sampled before the first of them dies.
-    message = r"sampling of groups .* of training step [45] failed 3 times, the last time in rollout worker \d .* on node "
+    failed = r"sampling of groups .* of training step [45] failed 3 times"
+    message = rf"{failed}, the last time in rollout worker \d .* on node "
     try:
         with pytest.raises(BackendError, match=message):
             train(bench, tmp_path, {4: doom})
