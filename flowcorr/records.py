@@ -360,6 +360,10 @@ class LossOutput:
 RecordT = TypeVar("RecordT")
 
 
+HIGHEST_NOISE_LEVEL = 1.001
+"""Of a sigma, which is 1 but for rounding."""
+
+
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise `BatchError` unless `tensor` is one, of exactly `shape`."""
     if not isinstance(tensor, Tensor):

@@ -8,9 +8,9 @@ policy still is the old one. They do not depend on micro-batches, ranks or worke
 The first `WARM_UP` training steps measure only, and a band begins at their median, which one bad step among them does
 not move. From then on it follows what is measured, slowly: in a training step neither its centre nor its half-width
 changes by more than a tenth of that width. So a gap that grows with the adapter is followed. A fault of a quarter of
-the terms that lies 12 standard deviations of the noise away, or more, stays rejected. A larger one moves the median and
-the spread, is rejected at once, and learned in some 15 training steps, or the run would stand still for good; an update
-of which more than half would be rejected is not taken.
+the terms that lies 12 standard deviations of the noise away, or more, stays rejected. A fault of two fifths moves
+median and spread: it is rejected at once, and learned in some 15 training steps. One of more than half has to be
+learned, or the run would stand still for good; an update of which more than half would be rejected is not taken.
 
 Within a training step the policy leaves that of the rollout by what it learns, too, which is the clip's to bound. So
 the correction adds the loss's clip range to the band (`apply.slack_of`).

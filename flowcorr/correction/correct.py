@@ -175,14 +175,14 @@ def _schedule_length(step_indices: Tensor | None, num_steps: int | None) -> int:
         return num_steps or 0
     if step_indices.is_floating_point() or step_indices.dtype == torch.bool:
         raise BatchError(f"step_indices has dtype {step_indices.dtype}; it must be of integers")
-    if num_steps is not None and step_indices.device.type != "cpu":
-        return num_steps
-    found = step_indices.flatten().tolist()
-    length = max(found, default=-1) + 1 if num_steps is None else num_steps
-    if found and (min(found) < 0 or max(found) >= length):
+    if not step_indices.numel() or (num_steps is not None and step_indices.device.type != "cpu"):
+        return num_steps or 0
+    first, last = torch.stack(torch.aminmax(step_indices)).tolist()
+    length = last + 1 if num_steps is None else num_steps
+    if first < 0 or last >= length:
         raise BatchError(
-            f"step_indices reaches from {min(found)} to {max(found)}, and the schedule has num_steps={length}; give "
-            "places from 0 on, and the length of the whole schedule"
+            f"step_indices reaches from {first} to {last}, and the schedule has num_steps={length}; give places from 0 "
+            "on, and the length of the whole schedule"
         )
     return length
 

@@ -57,7 +57,7 @@ class Diagnosis:
     @property
     def level(self) -> Literal["serious", "warning"]:
         """Its severity."""
-        return "warning" if self.cause == "stale" else "serious"
+        return "warning" if self.cause in ("few_samples", "stale") else "serious"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

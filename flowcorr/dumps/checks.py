@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowcorr.records import HIGHEST_NOISE_LEVEL
+
 MAX_SCHEDULE = 1000
 """Steps of the longest schedule that a file may be of, and so of the longest window."""
 MAX_TERMS, MAX_ELEMENTS, MAX_BYTES = 2**24, 10**9, 2**32
@@ -29,7 +31,6 @@ _WHOLE_DTYPES, REAL_DTYPES = ("I64", "I32"), ("F64", "F32", "F16", "BF16")  # as
 _REQUIRED_METADATA = ("step", "mode", "loss_mode")
 _MODES = ("decoupled", "bypass")
 _MAX_TEXT, _MAX_JSON, _LARGEST = 200, 2**16, 1e30
-_HIGHEST_SIGMA = 1.001  # which is 1 but for rounding
 
 
 def problem_of_metadata(metadata: Mapping[str, str]) -> str:
@@ -145,8 +146,8 @@ _METADATA: dict[str, tuple[str, Callable[[str], bool]]] = {
 _RANGES: dict[str, tuple[float, float, Literal["", "nan", "not finite"]]] = {
     "step_indices": (0, MAX_SCHEDULE - 1, ""),
     "before_update": (0, 1, ""),
-    "sigmas": (0, _HIGHEST_SIGMA, ""),
-    "sigmas_next": (0, _HIGHEST_SIGMA, ""),
+    "sigmas": (0, HIGHEST_NOISE_LEVEL, ""),
+    "sigmas_next": (0, HIGHEST_NOISE_LEVEL, ""),
     "stds": (1 / _LARGEST, _LARGEST, "nan"),
     **dict.fromkeys(_KLS, (0, _LARGEST, "not finite")),
     **dict.fromkeys(_LOG_PROBS, (-_LARGEST, _LARGEST, "not finite")),

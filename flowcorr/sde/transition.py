@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
-from flowcorr.records import check_shape
+from flowcorr.records import HIGHEST_NOISE_LEVEL, check_shape
 
 SdeType = Literal["sde", "cps", "dance_sde"]
 NOISE_LEVEL_KEY = "sampling.noise_level"
-_HIGHEST = 1.001  # noise level, which is 1 but for rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +77,7 @@ def transition(
         latents, sigma, sigma_next, noise_level, sigma_max
     )
     if sigma.device.type == "cpu":
-        _check_descending(kind, sigma, sigma_next)
+        _check_levels(kind, sigma, sigma_next)
     mean, std = TRANSITIONS[kind](latents, velocity, sigma, sigma_next, noise_level, sigma_max)
     return Transition(mean=mean, std=std, step=sigma - sigma_next)
 
@@ -191,13 +190,13 @@ def check_noise_level(kind: str, noise_level: float) -> None:
         )
 
 
-def _check_descending(kind: str, sigma: Tensor, sigma_next: Tensor) -> None:
+def _check_levels(kind: str, sigma: Tensor, sigma_next: Tensor) -> None:
     if not bool((sigma > sigma_next).all()):
         raise BatchError(
             f"sigma={sigma.flatten().tolist()} does not descend to "
             f"sigma_next={sigma_next.flatten().tolist()}; every step needs sigma > sigma_next"
         )
-    if bool((sigma > _HIGHEST).any()) or bool((sigma_next < 0).any()):
+    if bool((sigma > HIGHEST_NOISE_LEVEL).any()) or bool((sigma_next < 0).any()):
         raise BatchError(
             f"sigma={sigma.flatten().tolist()} and sigma_next={sigma_next.flatten().tolist()} must be noise levels "
             "between 1 and 0; timesteps are num_train_timesteps times as large, mostly 1000"

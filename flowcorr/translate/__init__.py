@@ -108,7 +108,7 @@ def _of_yaml(path: Path, overrides: Sequence[str]) -> str:
         )
     check_defaults(config)
     given, changed = dict(flat(config)), read_overrides(overrides)
-    check_required({**given, **changed}, OF_A_FILE, "verl-omni's diffusion trainer")
+    check_required(overridden(given, changed), OF_A_FILE, "verl-omni's diffusion trainer")
     return _of_verl_omni(given, path, changed)
 
 
@@ -135,7 +135,7 @@ def _of_verl_omni(
 ) -> str:
     values = {
         key: _file_name(value) if key.endswith(".path") else value
-        for key, value in resolved({**given, **changed}).items()
+        for key, value in resolved(overridden(given, changed)).items()
     }
     table = verl_omni.TABLE
     return _recipe(values, table, f"{path.name} ({table.name})", changed, not_read)

@@ -347,3 +347,13 @@ def test_the_command(grpo, tmp_path, capsys):
     ):
         assert main(["translate", source]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_section_may_be_overridden_with_nothing(tmp_path):
+    script = tmp_path / "run.sh"
+    words = "+reward.reward_functions.jpeg.path=verl_omni/jpeg.py +reward.reward_functions.jpeg.weight=1.0"
+    script.write_text(SCRIPT.format(words), encoding="utf-8")
+    plain = tmp_path / "plain.sh"
+    plain.write_text(SCRIPT.format(""), encoding="utf-8")
+    found = loaded(tmp_path, translate(str(script), ["reward.reward_functions=null"]))
+    assert found.reward == loaded(tmp_path, translate(str(plain))).reward

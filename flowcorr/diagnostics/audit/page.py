@@ -108,7 +108,7 @@ def preset_row(outcome: PresetOutcome) -> tuple[str, ...]:
 def level(report: AuditReport) -> str:
     """How bad the verdict is: `healthy`, `note`, `warning` or `serious`."""
     if report.diagnoses:
-        return "warning" if report.diagnoses[0].cause == "stale" else "serious"
+        return report.diagnoses[0].level
     return "note" if report.advice is None else _LEVELS[report.advice.kind]
 
 

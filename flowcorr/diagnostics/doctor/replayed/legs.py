@@ -35,10 +35,8 @@ _BEYOND = 1e9  # limits, of values that are not finite
 _PATH_FACTOR = 50.0
 _NOISE_ERRORS = 6.0  # standard errors of the spread of noise
 # Four times the rounding of stored latents: velocities follow the latents, on the embedded model by up to 3 times that.
-_STORED = {
-    torch.bfloat16: 2.0**-6,
-    torch.float16: 2.0**-9,
-}  # the coarser first: float16 holds most of its values
+# The coarser first, as float16 holds most values of bfloat16.
+_STORED = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
