@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowcorr.diagnostics.stored import rounding_of
 from flowcorr.dumps import DumpedTerms
 
 Cause = Literal["non_finite", "summed", "one_step", "shared_shift", "few_samples", "stale"]
@@ -34,6 +35,8 @@ _SHARED = 2.0
 _TOO_EVEN = 1e-3
 _FEWEST = 8  # samples of a step that tell whether they share a shift
 _FEW = 0.25  # of the samples; more are no exceptions
+# Between these and the others; a gap whose size varies among samples, however much, leaves no such void.
+_VOID = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,14 +259,16 @@ def _few_samples(steps: Sequence[StepTerms]) -> Diagnosis | None:
         return None
     typical = float(every.median())
     limit = max(_ALONE * typical, _rounding_of(steps))
-    odd = every[every > limit]
-    if not len(odd) or len(odd) > _FEW * len(every):
+    ranked = every.sort().values[-int(_FEW * len(every)) - 1 :]
+    apart = (ranked[1:] > limit) & (ranked[1:] > _VOID * ranked[:-1])
+    if not apart.any():
         return None
-    hit = [step for step, gap in found if (gap > limit).any()]
+    odd = ranked[1:][int(apart.int().argmax()) :]
+    hit = [step for step, gap in found if (gap >= odd[0]).any()]
     return Diagnosis(
         cause="few_samples",
         verdict=f"the gap lies in {len(odd)} of {len(every)} samples alone, since training step {hit[0]}",
-        evidence=f"the largest |delta log p| of a sample is {float(odd.min()):.2g} or more in these and typically "
+        evidence=f"the largest |delta log p| of a sample is {float(odd[0]):.2g} or more in these and typically "
         f"{typical:.1g} in the others, in {len(hit)} of {len(steps)} training steps. Rounding spreads over all samples",
         remedy="look for what these samples have alone: their prompts, worker, place in a batch, older weights. Until "
         "then rejection takes them out: rollout_rs=step_z, rollout_rs_threshold=6",
@@ -285,10 +290,13 @@ def _mean_and_spread(delta: Tensor) -> tuple[float, float]:
 
 
 def _rounding_of(steps: Sequence[StepTerms]) -> float:
-    """What float32 rounding of both stacks explains."""
-    return _ROUNDING * max(
-        1.0, _typical(torch.cat([one.rollout_log_probs.double().flatten() for one in steps]))
-    )
+    """What float32 rounding of both stacks explains, or the half precision that log-probs were stored in."""
+    sides = [
+        torch.cat([getattr(one, name).double().flatten() for one in steps])
+        for name in ("rollout_log_probs", "log_probs")
+    ]
+    relative = max(rounding_of(side, _ROUNDING) for side in sides)
+    return relative * max(1.0, _typical(sides[0]))
 
 
 def _stale(steps: Sequence[StepTerms]) -> Diagnosis | None:

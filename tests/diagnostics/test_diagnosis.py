@@ -159,3 +159,30 @@ def test_samples_of_older_weights_are_no_fault():
     for one in steps:
         one.log_probs[[3, 9]] -= 0.5
     assert causes(steps) == ["stale"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gaps_of_many_sizes_are_none_of_a_few_samples(seed):
+    """The size of the gap varies among samples, by a factor of e in a standard deviation."""
+    draw = torch.Generator().manual_seed(seed)
+    steps = clean((0, 0, 0, 0), steps=4)
+    for one in steps:
+        size = 0.01 * torch.randn(B, 1, generator=draw, dtype=torch.float64).exp()
+        noise = torch.randn(B, T, generator=draw, dtype=torch.float64)
+        one.log_probs.add_(size / math.sqrt(D) * noise - size**2 / 2)
+    assert diagnose(steps) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_where_log_probs_were_rounded_those_that_moved_by_a_unit_are_no_few_samples(dtype):
+    steps = clean((1e-3,) * 4)
+    rounded = [
+        replace(
+            one,
+            log_probs=one.log_probs.to(dtype).double(),
+            rollout_log_probs=one.rollout_log_probs.to(dtype).double(),
+        )
+        for one in steps
+    ]
+    assert torch.cat([one.delta.abs().amax(1) > 0 for one in rounded]).double().mean() > 0
+    assert diagnose(rounded) == []

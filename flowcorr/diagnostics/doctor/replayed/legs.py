@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.diagnostics.doctor.replayed.stack import Inputs, Stack
+from flowcorr.diagnostics.stored import rounding_of, stored_in
 from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 from flowcorr.sde.transition import mean_over_elements
@@ -35,8 +36,6 @@ _BEYOND = 1e9  # limits, of values that are not finite
 _PATH_FACTOR = 50.0
 _NOISE_ERRORS = 6.0  # standard errors of the spread of noise
 # Four times the rounding of stored latents: velocities follow the latents, on the embedded model by up to 3 times that.
-# The coarser first, as float16 holds most values of bfloat16.
-_STORED = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,7 @@ class Legs:
         self._log_probs = None if log_probs is None else log_probs.double().to(stack.device)
         self.num_samples = len(samples.prompts)
         captured = [value for value in (self._before, self._after, self._final) if value is not None]
-        self._stored = max((_rounding_of(value) for value in captured), default=_ULP / 2)
+        self._stored = max((rounding_of(value, _ULP / 2) for value in captured), default=_ULP / 2)
         known: list[LegName] = []
         has_schedule = samples.guidance_scale is not None and stack.own is not None
         if self._before is not None and has_schedule:
@@ -246,21 +245,10 @@ def _in_limits(gap: Tensor, limit: Tensor | float) -> Tensor:
 def rounding_notes(samples: ReplaySamples) -> list[str]:
     """A line where latents were stored in half precision, which the replay then allows for."""
     tensors = samples.tensors()
-    found = [_stored_in(tensors[name]) for name in ("latents", "next_latents") if name in tensors]
+    found = [stored_in(tensors[name]) for name in ("latents", "next_latents") if name in tensors]
     names = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in found if dtype is not None)
     return [
         f"latents were stored in {name}: differences below that rounding are not seen, such as log-probs of the "
         "latents before it"
         for name in names
     ]
-
-
-def _rounding_of(value: Tensor) -> float:
-    """The relative rounding of the precision in which latents were stored."""
-    dtype = _stored_in(value)
-    return _ULP / 2 if dtype is None else _STORED[dtype]
-
-
-def _stored_in(value: Tensor) -> torch.dtype | None:
-    """The half precision that latents were stored in; None where it was none."""
-    return next((dtype for dtype in _STORED if torch.equal(value.to(dtype).to(value.dtype), value)), None)
