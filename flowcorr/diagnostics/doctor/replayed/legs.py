@@ -35,7 +35,6 @@ _BEYOND = 1e9  # limits, of values that are not finite
 # Rounding of latents adds to that of a velocity on a leg; float32 stacks stay below a tenth of this.
 _PATH_FACTOR = 50.0
 _NOISE_ERRORS = 6.0  # standard errors of the spread of noise
-# Four times the rounding of stored latents: velocities follow the latents, on the embedded model by up to 3 times that.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
