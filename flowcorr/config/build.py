@@ -23,6 +23,8 @@ KINDS = {
     dict: "a section of keys",
 }
 """The kinds of values in words, for messages."""
+_NO_CACHE = "caching of blocks was removed, since its images are those of another sampler; leave this key out"
+_REMOVED = {"rollout.cache": _NO_CACHE, "rollout.cache_threshold": _NO_CACHE}
 _LISTS: dict[Any, str] = {
     tuple[int, int]: "a list of 2 whole numbers, such as [0, 4]",
     tuple[float, float]: "a list of 2 numbers, such as [0.9, 0.99]",
@@ -63,11 +65,14 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def _unknown_key(section: type, name: str, key: str) -> str:
+    dotted = _join(key, name)
+    if dotted in _REMOVED:
+        return f"{dotted}: {_REMOVED[dotted]}"
     places = [] if key else _places(section, name)
     if places:
         sections = ", ".join(_field_names(section))
         return f"key={name!r} is unknown (did you mean {' or '.join(places)}?); choose from {sections}"
-    return unknown_choice("key", _join(key, name), [_join(key, known) for known in _field_names(section)])
+    return unknown_choice("key", dotted, [_join(key, known) for known in _field_names(section)])
 
 
 def _places(section: type, name: str, key: str = "") -> list[str]:

@@ -18,7 +18,6 @@ class Engine:
         shares_weights: whether it can sample with the trained transformer itself; else it keeps weights of its own.
         own_processes: whether it samples in processes of its own, which have GPUs of their own.
         takes_probe: whether it is built with the actor's velocity at one point, to compare its own after each sync.
-        caches_steps: whether `rollout.cache` works, which leaves the steps of SDE windows exact.
         takes_options: whether it reads `rollout.engine`.
         compiles: whether its transformer is compiled, and computes adapters beside the weights unless
             `rollout.engine.weight_sync` is `merged`.
@@ -30,7 +29,6 @@ class Engine:
     shares_weights: bool = False
     own_processes: bool = False
     takes_probe: bool = False
-    caches_steps: bool = False
     takes_options: bool = True
     compiles: bool = False
     sleeps: bool = False
@@ -41,7 +39,6 @@ ENGINES = {
     "in_process": Engine(
         build="flowcorr.rollout.in_process:build",
         shares_weights=True,
-        caches_steps=True,
         takes_options=False,
     ),
     "vllm_omni": Engine(

@@ -31,7 +31,6 @@ def check(config: Config) -> None:
     _check_mini_batches(config)
     _check_fsdp(config)
     _check_quantization(config)
-    _check_cache(config)
     _check_unscaled(config)
 
 
@@ -189,29 +188,6 @@ def _check_bypass_of_coarse_weights(config: Config) -> None:
         )
 
 
-def _check_cache(config: Config) -> None:
-    cache = config.rollout.cache
-    if cache == "none":
-        return
-    if not resolve_engine(config.rollout.name).caches_steps:
-        raise ConfigError(
-            f"rollout.cache={cache!r} cannot be used with rollout.name={config.rollout.name!r}, whose caches cannot "
-            "leave chosen steps exact; set rollout.cache: none, or rollout.name: in_process"
-        )
-    for key in ("fsdp", "compile"):
-        if getattr(config.actor, key):
-            raise ConfigError(
-                f"rollout.cache={cache!r} hooks blocks of the transformer, which actor.{key}=true replaces; set "
-                f"rollout.cache: none, or actor.{key}: false"
-            )
-    if config.trainer.doctor is True:
-        raise ConfigError(
-            "trainer.doctor=True compares a prompt alone with the same prompt in a batch, but "
-            f"rollout.cache={cache!r} decides for the whole batch which blocks to skip; run `flowcorr doctor` first, "
-            "which samples without the cache"
-        )
-
-
 def _check_unscaled(config: Config) -> None:
     if config.sampling.cps_unscaled and resolve_loss(config.actor).needs_densities:
         raise ConfigError(
@@ -309,8 +285,6 @@ def _unused_by_placement(config: Config) -> Iterator[tuple[str, str]]:
     engine = resolve_engine(config.rollout.name)
     if not engine.takes_options:
         yield "rollout.engine", f"rollout.name={config.rollout.name} has no options"
-    if config.rollout.cache == "none":
-        yield "rollout.cache_threshold", "rollout.cache=none leaves nothing out"
     if config.rollout.placement == "local":
         yield "rollout.scheduling", "rollout.placement=local has no workers"
         if not engine.own_processes:

@@ -42,7 +42,7 @@ class TrainerConfig:
             `doctor.json`, and stop if a check fails. `auto` does so where the engine has processes or a model of its
             own (any `rollout.name` but `in_process`, or `rollout.placement: ray`), which takes a minute or more;
             `in_process` samples with the trainer's own code and weights, be they rounded or older ones, and needs no
-            exam. `auto` leaves it out with `rollout.cache`, and where ranks share a transformer (`actor.fsdp`).
+            exam. `auto` leaves it out where ranks share a transformer (`actor.fsdp`).
         dump_log_probs: write the log-probs of every training step to `log_probs/`, which `flowcorr lab` replays and
             `flowcorr report` draws; some 50 bytes a term.
     """

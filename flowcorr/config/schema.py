@@ -195,10 +195,6 @@ class RolloutConfig:
         max_staleness: sampling overlaps with training and runs this many training steps ahead, with weights that are as
             many steps old; 0 alternates. It needs `placement: ray`.
         dtype: dtype of the engine's weights and arithmetic.
-        cache: `first_block` leaves out blocks of the transformer at Euler steps where little changes. The steps of SDE
-            windows stay exact, and the gap with them. Images and rewards are those of another sampler. It needs
-            `name: in_process`.
-        cache_threshold: relative change of what the first block adds, below which a step leaves out the others.
         emulate: round the engine's weights to this format, which produces a real mismatch on any machine.
         staleness: sample with weights that are this many training steps old, to study staleness.
         drift_every: with stale weights, training steps between measurements that split the gap into the part of the
@@ -224,8 +220,6 @@ class RolloutConfig:
     timeout: float = 900.0
     max_staleness: int = 0
     dtype: Dtype = "float32"
-    cache: Literal["none", "first_block"] = "none"
-    cache_threshold: float = 0.2
     emulate: Literal["none", "fp8", "int8", "int4"] = "none"
     staleness: int = 0
     drift_every: int = 10
@@ -255,7 +249,6 @@ class RolloutConfig:
                 f"rollout.scheduling={self.scheduling!r} is unknown; choose from default, spread, or the id of a node "
                 "(56 hexadecimal digits, as ray.nodes() lists it)"
             )
-        above("rollout.cache_threshold", self.cache_threshold, 0)
         at_least("rollout.max_staleness", self.max_staleness, 0)
         if self.max_staleness and self.placement != "ray":
             raise ConfigError(

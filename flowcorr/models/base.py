@@ -112,7 +112,6 @@ class ModelFamily(ABC):
         template_tokens: tokens that the pipeline adds to each prompt and keeps, for a family whose conditioning is cut
             to the longest prompt; else None.
         encodes_to_longest: whether its encoder reads prompts padded to the longest one, and not to the limit.
-        blocks_can_be_cached: whether diffusers can hook the transformer's blocks for `rollout.cache`.
         vllm_omni: how that engine computes the family; None where it cannot.
         checkpoint_pattern: a regular expression that finds the family in a checkpoint's name in lower case.
         linear_layers: ends of the names of all linear layers of the transformer, and of nothing else; empty if not
@@ -128,7 +127,6 @@ class ModelFamily(ABC):
     default_text_tokens: ClassVar[int] = 512
     template_tokens: ClassVar[int | None] = None
     encodes_to_longest: ClassVar[bool] = False
-    blocks_can_be_cached: ClassVar[bool] = True
     vllm_omni: ClassVar[InVllmOmni | None] = None
     checkpoint_pattern: ClassVar[str | None] = None
     linear_layers: ClassVar[tuple[str, ...]] = ()

@@ -47,7 +47,6 @@ class Flux2Klein(PackedFamily):
         "ff_context.linear_in",
         "ff_context.linear_out",
     )
-    blocks_can_be_cached = False  # diffusers 0.42.1 has registered them, but cannot hook them
     vllm_omni = InVllmOmni(pipeline="FlowcorrFlux2KleinPipeline")
     checkpoint_pattern = r"flux[.\-_]?2.*klein"
 

@@ -50,7 +50,6 @@ class ZImage(ModelFamily):
     )
     guidance_offset = 1.0
     template_tokens = 8
-    blocks_can_be_cached = False  # diffusers 0.42.1 has registered them, but cannot hook them
     vllm_omni = InVllmOmni(pipeline="FlowcorrZImagePipeline")
     checkpoint_pattern = r"z-?image"
 

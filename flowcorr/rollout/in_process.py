@@ -7,9 +7,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from flowcorr.models import DTYPES, ModelFamily, SamplingPlan
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import Merge, OnImages, Weights, attention_name, ignore_images
 from flowcorr.rollout.emulate import round_weight
-from flowcorr.rollout.sampler import BeforeStep, decode, sample_sde_window
+from flowcorr.rollout.sampler import decode, sample_sde_window
 
 CPU_TOKENS = 5000
 """Tokens of a pass for each thread of a CPU, those of both halves of guidance: with more, an image takes longer."""
@@ -65,10 +63,6 @@ class InProcessEngine:
         self._copy = None if self.shared else _frozen_copy(base, _device(family.transformer), self.dtype)
         self._history: deque[Weights] = deque(maxlen=rollout.staleness + 1)
         self._loaded: Weights | None = None
-        if rollout.cache != "none":
-            from flowcorr.rollout.step_cache import check_cached
-
-            check_cached(family)
 
     @property
     def version(self) -> int:
@@ -193,14 +187,6 @@ class InProcessEngine:
                 stored.pop(name).copy_(round_weight(value, self.config.emulate))
             assert not stored, "the merged weights are those of a whole transformer"
 
-    def _step_cache(self) -> AbstractContextManager[BeforeStep | None]:
-        """The cache of `rollout.cache`, between the windows of one batch."""
-        if self.config.cache == "none":
-            return contextlib.nullcontext()
-        from flowcorr.rollout.step_cache import around_windows, first_block_cache
-
-        return around_windows(partial(first_block_cache, self.transformer, self.config.cache_threshold))
-
     def _sample(
         self,
         conditioning: Mapping[str, Tensor],
@@ -231,18 +217,16 @@ class InProcessEngine:
             owners, places = [groups[row] for row in rows], [members[row] for row in rows]
             return self.step_noise(owners, places, **key, step_index=step_index).to(device)
 
-        with self._step_cache() as before_step:
-            window, log_probs, final = sample_sde_window(
-                velocity,
-                initial.to(device),
-                plan.schedule,
-                plan.sampling,
-                windows.to(device),
-                noise,
-                twins=groups if self.config.same_initial_noise else None,
-                with_means=with_means,
-                before_step=before_step,
-            )
+        window, log_probs, final = sample_sde_window(
+            velocity,
+            initial.to(device),
+            plan.schedule,
+            plan.sampling,
+            windows.to(device),
+            noise,
+            twins=groups if self.config.same_initial_noise else None,
+            with_means=with_means,
+        )
         return Rollout(
             window=window,
             log_probs=log_probs,

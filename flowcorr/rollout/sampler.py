@@ -22,8 +22,6 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 """`(latents [B, *L], timesteps [B]) -> velocity [B, *L]`."""
 VelocityOf = Callable[[Tensor, Tensor, Tensor | slice], Tensor]
 """`(latents [b, *L], timesteps [b], rows) -> velocity [b, *L]`, of the samples that `rows` picks from the batch."""
-BeforeStep = Callable[[bool], None]
-"""Called before each step with whether it is stochastic for some sample of the batch."""
 
 
 @torch.no_grad()
@@ -72,7 +70,6 @@ def sample_sde_window(
     *,
     twins: Sequence[int] | None = None,
     with_means: bool = False,
-    before_step: BeforeStep | None = None,
 ) -> tuple[Window, Tensor, Tensor]:
     """Trajectories with SDE steps in their windows and in `sampling.sde_noise_range`, and Euler steps elsewhere.
 
@@ -88,7 +85,6 @@ def sample_sde_window(
         noise: `(step index, rows)` -> standard normal noise `[b, *L]` of those `b` samples of the batch.
         twins: a number for each sample, equal for those of the same initial noise and conditioning; None if none are.
         with_means: also keep the step means.
-        before_step: see `BeforeStep`; a cache turns itself off and on there.
 
     Returns:
         The windows, their log-probs `[B, T]`, and the final latents `[B, *L]`.
@@ -106,8 +102,6 @@ def sample_sde_window(
     latents = initial
     for index in range(len(schedule.timesteps)):
         members = [row for row, window in enumerate(steps) if index in noisy or index in window]
-        if before_step is not None:
-            before_step(bool(members))
         first, places = _distinct(twins, starts, index)
         if len(first) < len(latents):
             chosen = torch.tensor(first, device=latents.device)

@@ -21,7 +21,6 @@ SDE steps of a leg (`sampling.sde_noise_range`) repeat the rollout's noise, whic
 Rounding moves every step a little, in the window and outside. So the unit of `before`, `between` and `after` is the gap
 inside the window, which the ratio sees: about 1 whatever the precision, the guidance and the model. A gap inside the
 window that no precision explains is no unit: the largest one that the precision explains takes its place.
-`rollout.cache` changes these legs on purpose, so they are not logged with it.
 """
 
 from __future__ import annotations
@@ -126,14 +125,13 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
     units = sum(min(max(gap.window, NO_GAP), healthy) for gap in gaps)
     stats = {
         "rollout_corr/replay/window": mean(sum(gap.window for gap in gaps), len(gaps)),
+        "rollout_corr/replay/before": mean(sum(gap.before for gap in gaps), units),
+        "rollout_corr/replay/after": mean(sum(gap.after for gap in gaps), units),
         "rollout_corr/replay/decode": maximum(max(gap.decode for gap in gaps)),
         "rollout_corr/replay/reward": maximum(_reward_gap(run, images, prompts, scored.scores, places)),
     }
-    if run.config.rollout.cache == "none":
-        stats["rollout_corr/replay/before"] = mean(sum(gap.before for gap in gaps), units)
-        stats["rollout_corr/replay/after"] = mean(sum(gap.after for gap in gaps), units)
-        if rollout.num_steps > 1:
-            stats["rollout_corr/replay/between"] = mean(sum(gap.between for gap in gaps), units)
+    if rollout.num_steps > 1:
+        stats["rollout_corr/replay/between"] = mean(sum(gap.between for gap in gaps), units)
     return Metrics.from_stats(stats)
 
 

@@ -3,7 +3,7 @@
     python tests/benchmarks/false_alarms.py --seeds 9001 9002
 
 Examines the embedded model and trains it for some steps, with an engine that has weights of its own, in 17
-configurations: precisions, guidance, cache, windows, samplers, modes, stale weights. Prints a row for each
+configurations: precisions, guidance, windows, samplers, modes, stale weights. Prints a row for each
 configuration and seed with every check that did not pass and every rule that spoke. That the noise of a coarse engine
 exceeds the clip range, and that rewards are alike, is true and no alarm; it stands in parentheses.
 """
@@ -33,7 +33,7 @@ CLEAN = {
     "bfloat16, guidance": ["model.dtype=bfloat16", "rollout.emulate=none", "sampling.guidance_scale=4"],
     "fp8, guidance": ["rollout.emulate=fp8", "sampling.guidance_scale=4"],
     "int4, guidance": ["rollout.emulate=int4", "sampling.guidance_scale=4"],
-    "cache": ["rollout.emulate=none", "rollout.cache=first_block", "sampling.num_inference_steps=28"],
+    "28 steps": ["rollout.emulate=none", "sampling.num_inference_steps=28"],
     "scattered": [
         "rollout.emulate=none",
         "sampling.sde_window_layout=scattered",

@@ -8,7 +8,7 @@ from flowcorr.errors import ConfigError
 MODULE = """
 from flowcorr.config import Engine
 mine = Engine(build="my_engines:build")
-shared = Engine(build="my_engines:build", shares_weights=True, caches_steps=True, takes_options=False)
+shared = Engine(build="my_engines:build", shares_weights=True, takes_options=False)
 other = object()
 """
 
@@ -47,11 +47,6 @@ def test_rules_ask_the_row(module):
     ):
         load_mapping({**fsdp, "rollout": {"name": "my_engines:mine"}})
     load_mapping({**fsdp, "rollout": {"name": "my_engines:shared"}})
-    with pytest.raises(
-        ConfigError, match=r"rollout\.cache='first_block' cannot be used with .*my_engines:mine"
-    ):
-        load_mapping({"rollout": {"name": "my_engines:mine", "cache": "first_block"}})
-    load_mapping({"rollout": {"name": "my_engines:shared", "cache": "first_block"}})
     load_mapping({"rollout": {"name": "my_engines:mine", "engine": {"speed": 3}}})
     with pytest.warns(
         UserWarning, match=r"rollout\.engine=.* has no effect: rollout\.name=my_engines:shared has no"

@@ -197,6 +197,7 @@ def test_infinite_cap_round_trips(recipe):
         ("actor.clip_ratio=0", r"actor\.clip_ratio=0\.0 is out of range; it must be above 0"),
         ("actor.clip_ratio=[0.1, x]", r"actor\.clip_ratio\[1\]='x' must be a number"),
         ("actor.clip_ratio=[0.1, -1]", r"actor\.clip_ratio=-1\.0 is out of range; it must be above 0"),
+        ("rollout.cache=first_block", r"rollout\.cache: caching of blocks was removed.*leave this key out"),
         ("actor.clip_center=drift", r"key='actor\.clip_center' is unknown.*; choose from actor\.loss_mode, "),
         ("actor.old_policy=currant", r"actor\.old_policy='currant' is unknown \(did you mean current\?"),
         ("actor.compile=1", r"actor\.compile=1 must be true or false"),

@@ -21,7 +21,6 @@ ON_RAY = {
 }
 STALE = {"rollout": {"staleness": 1, "drift_every": 5}}
 SHARDED = {"actor": {"fsdp": True}, "model": {"lora": {"rank": 0}}}
-CACHED = {"cache": "first_block"}
 QWEN = {"path": "some/pipeline", "family": "qwen_image"}
 NF4, INT8 = {"model": {"quantization": "nf4"}}, {"model": {"quantization": "int8"}}
 OMNI = {"rollout": {"name": "vllm_omni"}}
@@ -76,10 +75,6 @@ MERGED = {"rollout": {"name": "vllm_omni", "engine": {"weight_sync": "merged"}}}
             r"weights in int8 .* clips them at 0\.001",
         ),
         ({"actor": {"fsdp": True}, "trainer": {"doctor": True}}, r"run `flowcorr doctor` with actor\.fsdp=false"),
-        ({"rollout": {**CACHED, "name": "vllm_omni"}}, r"cannot be used with rollout\.name='vllm_omni'"),
-        ({**SHARDED, "rollout": CACHED}, r"hooks blocks of the transformer, which actor\.fsdp=true replaces"),
-        ({"actor": {"compile": True}, "rollout": CACHED}, r"set rollout\.cache: none, or actor\.compile: false"),
-        ({"trainer": {"doctor": True}, "rollout": CACHED}, r"doctor=True compares .* run `flowcorr doctor` first"),
     ],
 )  # fmt: skip
 def test_contradictions_between_sections(values, message):
@@ -90,7 +85,6 @@ def test_contradictions_between_sections(values, message):
 @pytest.mark.parametrize(
     "values",
     [
-        {"rollout": {**CACHED, "cache_threshold": 0.1}},
         {**DECOUPLED, "actor": {"ratio_level": "trajectory_mean"}},
         {
             "actor": {"ratio_level": "trajectory_mean"},
@@ -171,7 +165,6 @@ def test_sound_combinations_are_silent(values):
             "data.heldout_fraction=0.5",
         ),
         ({"rollout": {"engine": {"max_num_seqs": 4}}}, "rollout.engine={'max_num_seqs': 4}"),
-        ({"rollout": {"cache_threshold": 0.1}}, "rollout.cache_threshold=0.1"),
         ({"rollout": {"calculate_log_probs": False}}, "rollout.calculate_log_probs=False"),
         ({"rollout": {"num_workers": 2}}, "rollout.num_workers=2"),
         ({"rollout": {"worker_resources": {"num_gpus": 1}}}, "rollout.worker_resources={'num_gpus': 1}"),

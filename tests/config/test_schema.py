@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.config import load, load_mapping
-from flowcorr.config.schema import ActorConfig, RolloutConfig
+from flowcorr.config.schema import ActorConfig
 from flowcorr.errors import ConfigError
 
 
@@ -48,7 +48,6 @@ def test_lag():
         (ActorConfig, {"betas": (0.9, 1.0)}, r"^actor\.betas=\[0\.9, 1\.0\] is out of range; each must be in"),
         (ActorConfig, {"ema": 1.0}, r"^actor\.ema=1\.0 is out of range; use a decay in \(0, 1\), or null$"),
         (ActorConfig, {"clip_ratio": (1e-4, 0.0)}, r"^actor\.clip_ratio=0\.0 is out of range"),
-        (RolloutConfig, {"cache_threshold": 0.0}, r"^rollout\.cache_threshold=0\.0 is out of range; it must be above"),
     ],
 )  # fmt: skip
 def test_values_out_of_range(section, keys, message):

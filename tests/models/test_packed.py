@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_pipelines import connect, stir
+from tiny_pipelines import connect
 
 from flowcorr.errors import ConfigError
 from tests.models.learning import (
@@ -21,7 +21,6 @@ from tests.models.packed import (
     assert_velocity_is_the_pipelines,
     noise,
 )
-from tests.tolerances import LATENTS, LOG_PROBS
 
 FAMILIES = (FLUX, QWEN)
 GUIDED = [
@@ -127,21 +126,6 @@ def test_log_probs_equal_an_independent_loop(packed, path, make_config, guidance
     assert_log_probs_are_those_of_a_loop(
         connected, PROMPTS, schedule, lambda *inputs: packed.velocity(*inputs, guidance)
     )
-
-
-def test_cached_steps_leave_the_log_probs_of_the_window_exact(packed, path, make_config):
-    rollouts = []
-    for cache in ("none", "first_block"):
-        sections = packed.sections(path, num_inference_steps=7, **packed.sampling)
-        sections["rollout"] = {**sections.get("rollout", {}), "cache": cache, "cache_threshold": 1e9}
-        _, actor, engine, conditioning = connect(make_config(**sections), PROMPTS)
-        stir(actor)
-        rollouts.append(engine.sample(conditioning, [0, 1], training_step=1, with_means=False))
-        torch.testing.assert_close(
-            actor.log_probs(rollouts[-1]).log_probs, rollouts[-1].log_probs, **LOG_PROBS
-        )
-    plain, cached = rollouts
-    assert (plain.final_latents - cached.final_latents).abs().max() > LATENTS["atol"]
 
 
 def test_one_update_and_its_adapter_loads_into_a_pipeline(packed, path, family, make_config, tmp_path):

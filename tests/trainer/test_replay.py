@@ -175,13 +175,6 @@ def test_nothing_is_named_where_only_rounding_differs(rollout, sampling, step, m
         assert values["rollout_corr/replay/after"] > 0.1  # rounding in the window is a unit of that outside
 
 
-def test_legs_that_a_cache_changes_are_left_out(make_training):
-    run = make_training(cache="first_block", cache_threshold=1e9)
-    values = replayed(run)
-    assert sorted(values) == [f"rollout_corr/replay/{leg}" for leg in ("decode", "reward", "window")]
-    assert judged(run, values) == []
-
-
 def truncated(run):
     """The model gets timesteps that are half a unit of 1000 too small, as truncation to integers makes them."""
     feeding(lambda timesteps: timesteps - 0.5)(run.engine)

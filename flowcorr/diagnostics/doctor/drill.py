@@ -85,7 +85,6 @@ class Bench:
                 placement="local",
                 emulate=emulate,  # type: ignore[arg-type]
                 engine={},
-                cache="none",
                 n=min(rollout.n, MAX_IMAGES),
                 prompts_per_step=num_prompts,
             ),

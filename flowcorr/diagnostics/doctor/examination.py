@@ -83,8 +83,7 @@ def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | 
     An engine that cannot change its precision is started in float32 first, and then as the configuration has it.
 
     Args:
-        config: the run's configuration; of `rollout.n` images a prompt, at most `MAX_IMAGES` are sampled, without
-            `rollout.cache`.
+        config: the run's configuration; of `rollout.n` images a prompt, at most `MAX_IMAGES` are sampled.
         num_prompts: how many prompts, at least 2; fewer are taken if the training prompts have fewer texts.
         float32: see `examine`.
 
@@ -129,8 +128,8 @@ def _room(config: Config) -> tuple[torch.device, bool]:
 
 
 def _shortened(config: Config) -> Config:
-    """The run with fewer images a prompt, and without a cache between steps."""
-    rollout = replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES), cache="none")
+    """The run with fewer images a prompt."""
+    rollout = replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES))
     return replace(config, rollout=rollout)
 
 
@@ -193,8 +192,7 @@ def examines_before_start(config: Config) -> bool:
     Not where the ranks share the transformer's shards: an exam makes another number of forward passes on each.
     """
     if config.trainer.doctor == "auto":
-        exam = not _changes_precision(config) and config.rollout.cache == "none"
-        return exam and not shards_weights(config)
+        return not _changes_precision(config) and not shards_weights(config)
     return config.trainer.doctor
 
 

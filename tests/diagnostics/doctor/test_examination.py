@@ -207,7 +207,6 @@ def test_a_failure_in_float32_stops_the_run_with_its_findings_on_disk(
         ({"emulate": "fp8", "staleness": 1, "dtype": "bfloat16"}, "auto", False),
         ({"placement": "ray"}, "auto", True),
         ({"name": "vllm_omni"}, "auto", True),
-        ({"placement": "ray", "cache": "first_block"}, "auto", False),
         ({}, True, True),
         ({"name": "vllm_omni"}, False, False),
     ],
