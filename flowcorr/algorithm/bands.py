@@ -183,11 +183,11 @@ def _described(criterion: Criterion, history: _History, ratios: LogRatios, steps
     noise, mode = history.in_force, criterion.mode
     unmeasured = ratios.valid & noise.centre.isnan()[steps]
     metrics = {"rollout_corr/rollout_rs_unmeasured_fraction": ratios.terms.share(unmeasured)}
-    if mode.bounds != "z":
+    if mode.needs != "z":
         prefix = f"rollout_corr/step_{{}}/rollout_rs_{criterion.name}_threshold_"
         reach = OUTLIER_Z * noise.spread
         low, high = noise.centre - reach, noise.centre + reach
-        if mode.bounds == "ratio":
+        if mode.bounds.is_band:
             metrics[prefix + "low"] = _known(torch.exp(-high))
             metrics[prefix + "high"] = _known(torch.exp(-low))
         else:

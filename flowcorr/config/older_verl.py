@@ -320,7 +320,7 @@ def older_metrics(
 def _mask_band(config: RolloutCorrectionConfig) -> Band | None:
     """The band of ratios outside of which a correction masks weights that have no cap; else None."""
     cap = parse_weights(config.rollout_is, config.rollout_is_threshold)
-    bands = [mode for mode in config.criteria if mode.mode.bounds == "ratio" and not mode.auto]
+    bands = [mode for mode in config.criteria if mode.mode.bounds.is_band and not mode.auto]
     if config.rollout_is is None or cap != math.inf or not bands:
         return None
     return math.exp(-bands[0].upper), math.exp(-bands[0].lower)

@@ -135,7 +135,7 @@ def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple
     if not modes:
         return ()
     if threshold is None:
-        wanted = "; ".join(f"for {name} {_WANTED[mode.bounds]}" for name, mode in modes.items())
+        wanted = "; ".join(f"for {name} {mode.bounds.threshold}" for name, mode in modes.items())
         raise ConfigError(f"{key} is missing for {SECTION}.rollout_rs={rollout_rs!r}; give {wanted}")
     entries = _entries(threshold)
     if len(entries) not in (1, len(modes)):
@@ -170,25 +170,16 @@ def _entries(threshold: Threshold) -> list[object]:
     return [threshold]
 
 
-_UPPER = "one upper bound, or auto, or inf, which only measures"
-_WANTED = {
-    "ratio": "a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, or auto",
-    "square": _UPPER,
-    "exponential": _UPPER,
-    "z": "one upper bound in robust standard deviations, such as 6, or auto",
-}
-
-
 def _criterion(name: str, mode: Mode, entry: object, key: str) -> Criterion:
     label = name.rpartition(":")[2]  # of a mode of the user's own, its name in its module
     if entry == AUTO:
-        if mode.bounds == "z":
+        if mode.needs == "z":
             return Criterion(label, mode, -math.inf, OUTLIER_Z)
         return Criterion(label, mode, -math.inf, math.inf, auto=True)
     band = parse_band(entry, key)
-    if mode.bounds != "ratio":
+    if not mode.bounds.is_band:
         if isinstance(band, tuple):
-            raise ConfigError(f"{_label(key)}={entry!r} is a band, but {name} takes {_WANTED[mode.bounds]}")
+            raise ConfigError(f"{_label(key)}={entry!r} is a band, but {name} takes {mode.bounds.threshold}")
         return Criterion(label, mode, -math.inf, band)
     if isinstance(band, float):
         if band <= 1.0:

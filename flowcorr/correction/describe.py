@@ -123,7 +123,7 @@ def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor, rejecte
     widest bounds of its steps.
     """
     terms, samples, low, high = ratios.terms, ratios.samples, criterion.lower, criterion.upper
-    of_ratio = criterion.mode.bounds == "ratio"  # a band of `exp(-value)`
+    of_ratio = criterion.mode.bounds.is_band  # a band of `exp(-value)`
 
     def described(over: Over, value: Tensor, low: Bound, high: Bound) -> Stats:
         beyond = outside(over, -value, -high, -low) if of_ratio else outside(over, value, low, high)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowcorr.correction.bounds import Criterion
 from flowcorr.correction.ratios import LogRatios, log_ratios, one_sample
-from flowcorr.correction.rejection import from_near_normal, near_normal
+from flowcorr.correction.rejection import from_near_normal, near_normal, widened
 from flowcorr.correction.robust import OUTLIER_Z, Noise, noise_of_rows
 from flowcorr.distributed import gather_rows
 
@@ -100,23 +100,12 @@ def judged_by(
         return replace(ratios, z=torch.where(ratios.valid, z, 0.0)), criterion
     centre, reach = noise.centre[rows], OUTLIER_Z * noise.spread[rows]
     lower, upper = criterion.lower, centre + reach
-    if mode.bounds == "ratio":
+    if mode.bounds.is_band:
         lower, upper = centre - reach - slack, upper + slack
         lower = lower.where(lower.isfinite(), -math.inf)
     else:
-        upper = _widened(criterion, from_near_normal(mode, upper), slack)
+        upper = widened(mode, from_near_normal(mode, upper), slack)
     return ratios, replace(criterion, lower=lower, upper=upper.where(upper.isfinite(), math.inf))
-
-
-def _widened(criterion: Criterion, upper: Tensor, slack: Tensor) -> Tensor:
-    """An upper bound of squares for log-ratios that are longer by the slack: `(sqrt(upper) + sqrt(slack))^2`.
-
-    By the triangle inequality no sum of squares within the bound leaves it by such a shift. Of k3, which is close to a
-    square where it is small, `log(1 + k3)` is taken first.
-    """
-    if criterion.mode.bounds == "exponential":
-        return (upper.log1p().sqrt() + slack.log1p().sqrt()).square().expm1()
-    return (upper.sqrt() + slack.sqrt()).square()
 
 
 def _noise(

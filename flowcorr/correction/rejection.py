@@ -12,11 +12,65 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from flowcorr.correction.ratios import LogRatios, k3
 from flowcorr.correction.robust import outlier_band
 from flowcorr.distributed import Group
+
+_UPPER = "one upper bound, or auto, or inf, which only measures"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The kind of threshold that a mode takes: a band of ratios, or an upper bound of the value.
+
+    Noise of log-ratios is nearly normal, but a divergence of them is not. `length` maps a value to the size of the
+    log-ratio that causes it. On this scale bounds are measured (`auto`), and bypass mode adds what learning may move.
+
+    Attributes:
+        threshold: what the threshold has to be, in words.
+        length: the size of the log-ratio behind a value that is not negative; it increases from 0. None if the value
+            is itself a log-ratio with its sign: then a band bounds `exp(-value)` from both sides.
+        value: the inverse of `length`.
+    """
+
+    threshold: str = _UPPER
+    length: Callable[[Tensor], Tensor] | None = None
+    value: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def is_band(self) -> bool:
+        return self.length is None
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+def _log_root(value: Tensor) -> Tensor:
+    return value.log1p().sqrt()
+
+
+def _exp_square(length: Tensor) -> Tensor:
+    return length.square().expm1()
+
+
+RATIO = Bounds(threshold="a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, or auto")
+"""For a log-ratio with its sign, as in k1."""
+ABSOLUTE = Bounds(length=_itself, value=_itself)
+"""For `|d|`, or a mean or maximum of it."""
+SQUARE = Bounds(length=torch.sqrt, value=torch.square)
+"""For `d^2`, or a sum, mean or maximum of it, as in k2 and the exact KL."""
+EXPONENTIAL = Bounds(length=_log_root, value=_exp_square)
+"""For a value that is near a square where it is small and grows as `exp(d)` where it is large, as in k3."""
+Z_SCORE = Bounds(
+    threshold="one upper bound in robust standard deviations, such as 6, or auto",
+    length=_itself,
+    value=_itself,
+)
+"""For a number of standard deviations; its `auto` is 6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +80,14 @@ class Mode:
     Attributes:
         level: whether it judges each step, or whole samples.
         value: the divergence, `[B, T]` of steps or `[B]` of samples; 0 where a term is not valid.
-        bounds: `ratio` bounds `exp(-value)` by a band. The others bound the value from above; they differ in how a
-            bound is measured (`auto`): a `square` or an `exponential` of near-normal numbers, or a `z` score.
+        bounds: the kind of its threshold: `RATIO`, `ABSOLUTE`, `SQUARE`, `EXPONENTIAL`, `Z_SCORE`, or a `Bounds` of
+            your own.
         needs: the field of `LogRatios` that `value` reads and that a batch may lack.
     """
 
     level: Literal["step", "sample"]
     value: Callable[[LogRatios], Tensor]
-    bounds: Literal["ratio", "square", "exponential", "z"] = "square"
+    bounds: Bounds
     needs: Literal["step_kl", "z"] | None = None
 
 
@@ -60,20 +114,22 @@ def _z(ratios: LogRatios) -> Tensor:
 
 
 RS_MODES: dict[str, Mode] = {
-    "token_k1": Mode(level="step", value=_k1, bounds="ratio"),
-    "token_k2": Mode(level="step", value=_k2),
-    "token_k3": Mode(level="step", value=_k3, bounds="exponential"),
-    "seq_sum_k1": Mode(level="sample", value=lambda ratios: _k1(ratios).sum(1), bounds="ratio"),
-    "seq_sum_k2": Mode(level="sample", value=lambda ratios: _k2(ratios).sum(1)),
-    "seq_sum_k3": Mode(level="sample", value=lambda ratios: _k3(ratios).sum(1), bounds="exponential"),
-    "seq_mean_k1": Mode(level="sample", value=lambda ratios: ratios.mean(_k1(ratios)), bounds="ratio"),
-    "seq_mean_k2": Mode(level="sample", value=lambda ratios: ratios.mean(_k2(ratios))),
-    "seq_mean_k3": Mode(level="sample", value=lambda ratios: ratios.mean(_k3(ratios)), bounds="exponential"),
-    "seq_max_k2": Mode(level="sample", value=lambda ratios: _k2(ratios).amax(1)),
-    "seq_max_k3": Mode(level="sample", value=lambda ratios: _k3(ratios).amax(1), bounds="exponential"),
-    "step_kl": Mode(level="step", value=_step_kl, needs="step_kl"),
-    "seq_kl": Mode(level="sample", value=lambda ratios: _step_kl(ratios).sum(1), needs="step_kl"),
-    "step_z": Mode(level="step", value=_z, bounds="z", needs="z"),
+    "token_k1": Mode(level="step", value=_k1, bounds=RATIO),
+    "token_k2": Mode(level="step", value=_k2, bounds=SQUARE),
+    "token_k3": Mode(level="step", value=_k3, bounds=EXPONENTIAL),
+    "seq_sum_k1": Mode(level="sample", value=lambda ratios: _k1(ratios).sum(1), bounds=RATIO),
+    "seq_sum_k2": Mode(level="sample", value=lambda ratios: _k2(ratios).sum(1), bounds=SQUARE),
+    "seq_sum_k3": Mode(level="sample", value=lambda ratios: _k3(ratios).sum(1), bounds=EXPONENTIAL),
+    "seq_mean_k1": Mode(level="sample", value=lambda ratios: ratios.mean(_k1(ratios)), bounds=RATIO),
+    "seq_mean_k2": Mode(level="sample", value=lambda ratios: ratios.mean(_k2(ratios)), bounds=SQUARE),
+    "seq_mean_k3": Mode(level="sample", value=lambda ratios: ratios.mean(_k3(ratios)), bounds=EXPONENTIAL),
+    "seq_max_k2": Mode(level="sample", value=lambda ratios: _k2(ratios).amax(1), bounds=SQUARE),
+    "seq_max_k3": Mode(level="sample", value=lambda ratios: _k3(ratios).amax(1), bounds=EXPONENTIAL),
+    "step_kl": Mode(level="step", value=_step_kl, bounds=SQUARE, needs="step_kl"),
+    "seq_kl": Mode(
+        level="sample", value=lambda ratios: _step_kl(ratios).sum(1), bounds=SQUARE, needs="step_kl"
+    ),
+    "step_z": Mode(level="step", value=_z, bounds=Z_SCORE, needs="z"),
 }
 
 
@@ -91,8 +147,7 @@ def measured_bounds(
 
     Log-ratios of noise are nearly normal. Their squares, and sums of a few squares, are not, but the cube roots of
     these are: Wilson and Hilferty, "The Distribution of Chi-Square", PNAS 17 (1931). Without the cube root, 96 of 100
-    clean batches of 96 terms would have outliers. k3 is close to a square where it is small, and grows as `exp(d)`
-    where it is large; `log(1 + k3)` is taken first.
+    clean batches of 96 terms would have outliers.
 
     Args:
         value: its value for each step or sample of the batch.
@@ -105,24 +160,36 @@ def measured_bounds(
         valid, rows = valid.any(1), rows[:, 0]
     normal, floor = near_normal(mode, value), near_normal(mode, floor)
     low, high = outlier_band(normal, valid, rows, num_rows, floor=floor, group=group)
-    if mode.bounds == "ratio":
+    if mode.bounds.is_band:
         return low, high
     return -math.inf, from_near_normal(mode, high)
 
 
 def near_normal(mode: Mode, value: Tensor) -> Tensor:
     """A mode's values on the scale on which those of noise are nearly normal, see `measured_bounds`."""
-    if mode.bounds == "ratio":
-        return value
-    if mode.bounds == "exponential":
-        value = value.log1p()
-    return value.clamp(min=0.0).pow(1 / 3)
+    length = mode.bounds.length
+    return value if length is None else length(value.clamp(min=0.0)).pow(2 / 3)
 
 
 def from_near_normal(mode: Mode, normal: Tensor) -> Tensor:
     """The inverse of `near_normal`, never below the value that it came from."""
-    if mode.bounds == "ratio":
+    of_length = mode.bounds.value
+    if of_length is None:
         return normal
     # A value may be the bound itself, and the cube of its cube root an ulp smaller.
-    value = normal.clamp(min=0.0).pow(3) * (1 + 1e-12)
-    return value.expm1() if mode.bounds == "exponential" else value
+    return of_length(normal.clamp(min=0.0).pow(3 / 2)) * (1 + 1e-12)
+
+
+def widened(mode: Mode, upper: Tensor, slack: Tensor) -> Tensor:
+    """An upper bound for log-ratios that are longer by a slack.
+
+    By the triangle inequality no value within `upper` leaves this bound by such a shift.
+
+    Args:
+        upper: the bound of the mode's value, which has no band.
+        slack: the value of the shift alone.
+    """
+    length, of_length = mode.bounds.length, mode.bounds.value
+    assert length is not None, "a band is widened on both sides"
+    assert of_length is not None
+    return of_length(length(upper) + length(slack))

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcorr.correction import RS_MODES, Mode
+from flowcorr.correction import ABSOLUTE, RS_MODES, SQUARE, Bounds, Mode
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
+from flowcorr.correction.rejection import widened
 from flowcorr.errors import BatchError, ConfigError
 
 MODES = [name for name, mode in RS_MODES.items() if mode.needs is None]
@@ -127,5 +128,38 @@ def test_a_mode_of_ones_own_may_divide_by_a_samples_steps():
     assert values["rollout_corr/rollout_rs_MEAN_SQUARE_mean"] == pytest.approx(0.05)
 
 
-MEAN_SQUARE = Mode(level="sample", value=lambda ratios: ratios.delta.square().sum(1) / ratios.valid.sum(1))
-LATER_STEPS = Mode(level="sample", value=lambda ratios: ratios.scaled.sum(1) - ratios.scaled[:, 0])
+@pytest.mark.parametrize("name", ["DISTANCE", "FOURTH_POWER"])
+def test_measured_bounds_of_ones_own_divergence(name):
+    """As with `token_k2`, no clean batch of 96 normal terms has an outlier, and a term at 15 deviations is one."""
+    options = {"rollout_rs": f"{__name__}:{name}", "rollout_rs_threshold": "auto"}
+    for seed in range(40):
+        draw = torch.Generator().manual_seed(seed)
+        delta = 1e-3 * torch.randn(48, 2, generator=draw, dtype=torch.float64)
+        assert bool(correct(delta, torch.zeros_like(delta), **options).keep.all()), seed
+        delta[0, 0] = 1.5e-2
+        kept = correct(delta, torch.zeros_like(delta), **options).keep
+        assert not kept[0, 0]
+        assert kept.sum() == 95
+
+
+def test_a_bound_for_longer_log_ratios_adds_their_lengths():
+    upper, slack = torch.tensor([16.0]), torch.tensor([1.0])
+    assert widened(FOURTH_POWER, upper, slack).item() == pytest.approx(81.0)  # (2 + 1)^4
+    assert widened(DISTANCE, upper, slack).item() == pytest.approx(17.0)
+    assert widened(RS_MODES["token_k2"], upper, slack).item() == pytest.approx(25.0)
+    k3 = widened(RS_MODES["token_k3"], upper, slack).item()
+    assert k3 == pytest.approx(math.exp((math.log(17) ** 0.5 + math.log(2) ** 0.5) ** 2) - 1)
+
+
+DISTANCE = Mode(level="step", value=lambda ratios: ratios.scaled.abs(), bounds=ABSOLUTE)
+FOURTH_POWER = Mode(
+    level="step",
+    value=lambda ratios: ratios.scaled**4,
+    bounds=Bounds(length=lambda value: value ** (1 / 4), value=lambda length: length**4),
+)
+MEAN_SQUARE = Mode(
+    level="sample", value=lambda ratios: ratios.delta.square().sum(1) / ratios.valid.sum(1), bounds=SQUARE
+)
+LATER_STEPS = Mode(
+    level="sample", value=lambda ratios: ratios.scaled.sum(1) - ratios.scaled[:, 0], bounds=ABSOLUTE
+)

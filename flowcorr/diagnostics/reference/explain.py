@@ -27,12 +27,6 @@ _BY_LABEL = {label: name for name, label in PROGRESS_LABELS.items()}
 _CHECKS = {name: (check, blockers) for name, check, blockers in CHECKS}
 _FAULTS = {fault.name: fault for fault in FAULTS}
 _RULES = {rule.name: rule.metric for rule in RULES} | {image_drift.RULE.name: image_drift.RULE.metric}
-_BOUNDS = {
-    "ratio": "a band of ratios, such as 0.999_1.001",
-    "z": "robust standard deviations, such as 6",
-    "square": "an upper bound",
-    "exponential": "an upper bound",
-}
 
 
 def explanation(name: str) -> str:
@@ -156,7 +150,7 @@ def _fault(name: str) -> Iterator[str]:
 def _mode(name: str) -> Iterator[str]:
     mode = RS_MODES[name]
     yield f"{name} (rejection mode)"
-    yield f"  Judges {'each step' if mode.level == 'step' else 'whole samples'}; takes {_BOUNDS[mode.bounds]}."
+    yield f"  Judges {'each step' if mode.level == 'step' else 'whole samples'}; takes {mode.bounds.threshold}."
     yield from _watched("rollout_corr/rejected_ratio")
 
 

@@ -19,7 +19,7 @@ def test_every_row_has_a_meaning(name):
         ("call", "rollout_is_threshold", "`2.0`"),
         ("loss", "objective", ""),
         ("loss", "log_ratio", "`plain_log_ratio`"),
-        ("mode", "bounds", "`'square'`"),
+        ("mode", "bounds", ""),
         ("engine", "extra", "`None`"),
         ("engine_methods", "history", ""),
         ("engine_methods", "sample()", ""),
