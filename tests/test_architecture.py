@@ -146,7 +146,7 @@ def test_bare_import_and_help_do_not_import_torch():
 def test_public_names_resolve():
     for name in flowcorr.__all__:
         assert getattr(flowcorr, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+    with pytest.raises(AttributeError, match="nonsense"):
         flowcorr.nonsense  # noqa: B018
 
 
