@@ -8,7 +8,8 @@ from .algorithm import (
 from .config import Config, load
 from .correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from .diagnostics.watch import Watch, watch
-from .dumps import ReplaySamples, dump
+from .dumps import dump
+from .dumps.replay import ReplaySamples
 from .trainer import train
 
 __all__ = [
