@@ -34,7 +34,7 @@ class TrainerConfig:
             again: one that `RequeueExit` of Slurm lists, or that the job's script looks for; null is 128 + the signal.
         best_metric: the `eval/` metric by which the best checkpoint is chosen (higher is better).
         image_every: training steps between saved sample images; 0 is off.
-        trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`, or `package.module:name` of your own.
+        trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`, `swanlab`, or your own `package.module:name`.
         device: `auto` takes CUDA if there is any.
         num_threads: CPU threads of torch; null leaves torch's own choice.
         collective_timeout: seconds that a rank waits for the others before it gives up.

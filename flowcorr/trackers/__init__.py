@@ -1,4 +1,4 @@
-"""Trackers: the run folder always, TensorBoard and Weights & Biases where asked for."""
+"""Trackers: the run folder always, and TensorBoard, Weights & Biases and SwanLab on request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.trackers.base import Tracker
 from flowcorr.trackers.jsonl import IMAGES_FOLDER, METRICS_FILE, JsonlTracker, checked_metrics, read_metrics
+from flowcorr.trackers.swanlab import SwanLabTracker
 from flowcorr.trackers.tensorboard import TensorBoardTracker
 from flowcorr.trackers.wandb import WandbTracker
 
@@ -15,6 +16,7 @@ TRACKERS: Mapping[str, Callable[[], Tracker]] = {
     "jsonl": JsonlTracker,
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
+    "swanlab": SwanLabTracker,
 }
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "METRICS_FILE",
     "TRACKERS",
     "JsonlTracker",
+    "SwanLabTracker",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",

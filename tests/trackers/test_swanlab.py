@@ -1,0 +1,53 @@
+import io
+import sys
+from types import ModuleType
+
+import pytest
+from PIL import Image
+
+from flowcorr.errors import BackendError, MissingExtraError
+from flowcorr.trackers import SwanLabTracker, build_trackers
+
+
+def test_a_missing_package_is_said_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    with pytest.raises(MissingExtraError, match=r"tracker swanlab needs swanlab; .*flowcorr\[swanlab\]"):
+        build_trackers(["swanlab"])
+
+
+def test_finish_without_start_does_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", ModuleType("swanlab"))
+    SwanLabTracker().finish()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # swanlab's own
+def test_offline_run_goes_on_under_its_id(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    ids = []
+    for resume_step in (None, 1):
+        tracker = SwanLabTracker()
+        tracker.start("a run", tmp_path, resume_step=resume_step)
+        tracker.log_config({"lr": 1e-4, "api_key": "do-not-write-me"})
+        tracker.log({"actor/loss": 0.5}, 2)
+        tracker.log_images({"samples": [Image.new("RGB", (4, 3))]}, 2)
+        tracker.finish()
+        ids.append((tmp_path / "swanlab_run_id.txt").read_text())
+    assert ids[0] == ids[1]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(path.suffix == ".swanlab" for path in files) == 2
+    assert sum(path.suffix == ".png" for path in files) == 2
+    assert not any(b"do-not-write-me" in path.read_bytes() for path in files)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_without_a_login_the_remedy_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "online")
+    monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path))
+    monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # on a terminal it asks for a key
+    with pytest.raises(BackendError, match=r"SWANLAB_MODE=offline"):
+        SwanLabTracker().start("a run", tmp_path)
