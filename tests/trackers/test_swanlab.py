@@ -47,6 +47,6 @@ def test_without_a_login_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("SWANLAB_MODE", "online")
     monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path))
     monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
-    monkeypatch.setattr("os.isatty", lambda _: False)  # on a terminal it asks for a key
+    monkeypatch.setenv("SWANLAB_INTERACTIVE", "false")  # else it asks for a key
     with pytest.raises(BackendError, match=r"SWANLAB_MODE=offline"):
         SwanLabTracker().start("a run", tmp_path)
