@@ -17,11 +17,11 @@ FLOORS = {
     "processes": 0,
     "sde": 1, "correction": 1, "losses": 1, "advantages": 1,
     "config": 2,
-    "algorithm": 3,
+    "algorithm": 3, "translate": 3,
     "models": 4, "rewards": 4, "data": 4, "words": 4, "trackers": 4, "lora": 4,
     "actor": 5, "rollout": 5, "workers": 5,
     "trainer": 6, "plan": 6,
-    "diagnostics": 7, "integrations": 7, "translate": 7,
+    "diagnostics": 7, "integrations": 7,
     "cli": 8, "__main__": 9,
 }  # fmt: skip
 LONGEST_FILE = 450

@@ -11,7 +11,6 @@ WITHOUT_A_FILE = {
         f"diagnostics/reference/of_{rows}.py": "rows of metrics, which `test_metric.py` and `test_metrics.py` read"
         for rows in ("gap", "correction", "run")
     },
-    "translate/verl_omni_defaults.py": "a table of constants, which `translate/test_table.py` holds against its rows",
 }
 """Modules whose behaviour is tested elsewhere, with the reason."""
 LONGEST_FILE = 500

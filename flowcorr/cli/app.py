@@ -150,19 +150,22 @@ examples:
   flowcorr config tiny_ocr_lora actor.lr=1e-4 > my_recipe.yaml
 """
 _TRANSLATE = """\
-Translate the configuration of another trainer into a recipe and print it. Comments name the source of each line, the
-defaults that differ, the keys without an equivalent in flowcorr, and differences in the maths. The source is read, not
-executed, and neither is your environment. An error says why a configuration cannot be read, or why flowcorr cannot run
-it. Overrides are in the other trainer's keys; one from which no line of the recipe follows is a warning.
+Translate the configuration of another trainer into a recipe and print it. The other tool resolves its configuration;
+this one reads what it wrote, executes nothing, and reads no variable of your environment. Comments name the source of
+each line, the keys that are not carried over and may change learning, sampling or rewards, and differences in the
+maths. An error says why flowcorr cannot run a configuration. Overrides are in the other trainer's keys; one from which
+no line of the recipe follows is a warning.
 
-  verl-omni      a shell script that runs verl_omni.trainer.main_diffusion, or the YAML that Hydra saved with a run
-  flow_grpo      FILE.py:NAME, a function of a Python file that returns a configuration
-  Flow-Factory   a YAML file
+  verl-omni      what Hydra prints: bash run.sh --cfg job --resolve > resolved.yaml, also with other output around it;
+                 or the config.yaml that Hydra saves with a run, under .hydra
+  flow_grpo      its configuration as JSON, which one line writes: flowcorr translate config/grpo.py:NAME shows it
+  Flow-Factory   its YAML file
+  W&B            the config.yaml of a run of one of them, under wandb/
 
 examples:
-  flowcorr translate run_qwen_image_ocr_lora.sh > my_recipe.yaml && flowcorr config my_recipe.yaml
-  flowcorr translate outputs/.hydra/config.yaml actor_rollout_ref.rollout.n=8
-  flowcorr translate config/grpo.py:general_ocr_sd3 --gpus 8
+  flowcorr translate resolved.yaml > my_recipe.yaml && flowcorr config my_recipe.yaml
+  flowcorr translate outputs/.hydra/config.yaml actor_rollout_ref.rollout.n=8 --all
+  flowcorr translate general_ocr_sd3.json --gpus 8
 """
 _EXPLAIN = """\
 Explain what the tools print: a metric, a configuration key, a preset, a check or cause of the doctor, a leg of a
@@ -335,9 +338,12 @@ def build_parser() -> argparse.ArgumentParser:
         _TRANSLATE,
         commands.translate,
     )
-    translating.add_argument("source", metavar="SOURCE", help="a .sh, a .yaml, or FILE.py:NAME")
+    translating.add_argument("source", metavar="SOURCE", help="a resolved configuration, as YAML or JSON")
+    translating.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of a flow_grpo run")
     translating.add_argument(
-        "--gpus", type=int, metavar="N", help="number of GPUs of a flow_grpo run, if its file does not say"
+        "--all",
+        action="store_true",
+        help="list all keys that are not carried over, also those that change nothing",
     )
     _add_overrides(translating)
     _add(subparsers, "presets", "list the presets of rollout correction", _PRESETS, commands.presets)

@@ -263,9 +263,15 @@ def config(arguments: argparse.Namespace) -> int:
 
 def translate(arguments: argparse.Namespace) -> int:
     """Print the recipe that another trainer's configuration becomes."""
+    from flowcorr.config.load import load_text
+    from flowcorr.plan.preflight import check_settings
     from flowcorr.translate import translate as translated
 
-    print(translated(arguments.source, arguments.overrides, gpus=arguments.gpus), end="")
+    text = translated(arguments.source, arguments.overrides, gpus=arguments.gpus, all_keys=arguments.all)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `flowcorr train` says them
+        check_settings(load_text(text))
+    print(text, end="")
     return 0
 
 

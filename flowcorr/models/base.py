@@ -20,11 +20,6 @@ from flowcorr.errors import ConfigError
 Conditioning = dict[str, Tensor]
 GUIDANCE_KEYS = ("guidance_scale", "true_cfg_scale")
 """Keys of `sampling` that turn guidance on; a family reads one of them."""
-JOINT_LAYERS = (
-    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-    *("net.0.proj", "net.2", "linear_1", "linear_2", "norm_out.linear", "proj_out"),
-)
-"""Ends of the names of linear layers that transformers with joint attention have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,30 +101,23 @@ class ModelFamily(ABC):
         pipeline_class: the pipeline's class in diffusers.
         lora_targets: ends of the names of the layers that get an adapter.
         guidance_key: the key of `sampling` that turns guidance on, one of `GUIDANCE_KEYS`.
-        guidance_offset: the scale of guidance here, minus the same scale as the pipeline counts it.
         encodes_negative: whether guidance needs the encoded negative prompt.
         default_text_tokens: tokens of the long text encoder, where `model.max_sequence_length` is null.
         template_tokens: tokens that the pipeline adds to each prompt and keeps, for a family whose conditioning is cut
             to the longest prompt; else None.
         encodes_to_longest: whether its encoder reads prompts padded to the longest one, and not to the limit.
         vllm_omni: how that engine computes the family; None where it cannot.
-        checkpoint_pattern: a regular expression that finds the family in a checkpoint's name in lower case.
-        linear_layers: ends of the names of all linear layers of the transformer, and of nothing else; empty if not
-            known.
     """
 
     name: ClassVar[str]
     pipeline_class: ClassVar[str]
     lora_targets: ClassVar[tuple[str, ...]]
     guidance_key: ClassVar[str] = "guidance_scale"
-    guidance_offset: ClassVar[float] = 0.0
     encodes_negative: ClassVar[bool] = True
     default_text_tokens: ClassVar[int] = 512
     template_tokens: ClassVar[int | None] = None
     encodes_to_longest: ClassVar[bool] = False
     vllm_omni: ClassVar[InVllmOmni | None] = None
-    checkpoint_pattern: ClassVar[str | None] = None
-    linear_layers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, pipeline: Any, *, dtype: torch.dtype, max_sequence_length: int | None = None) -> None:
         self.pipeline = pipeline

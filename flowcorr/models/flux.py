@@ -41,7 +41,6 @@ class Flux(PackedFamily):
     )
     encodes_negative = False
     vllm_omni = InVllmOmni(pipeline="FlowcorrFluxPipeline")
-    checkpoint_pattern = r"flux[.\-_]?1|flux-?(dev|schnell)|(^|[^a-z])flux$"
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

@@ -48,7 +48,6 @@ class Flux2Klein(PackedFamily):
         "ff_context.linear_out",
     )
     vllm_omni = InVllmOmni(pipeline="FlowcorrFlux2KleinPipeline")
-    checkpoint_pattern = r"flux[.\-_]?2.*klein"
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

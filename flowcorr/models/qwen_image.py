@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowcorr.models.base import (
-    JOINT_LAYERS,
     Conditioning,
     Guidance,
     InVllmOmni,
@@ -56,8 +55,6 @@ class QwenImage(PackedFamily):
     template_tokens = 5
     encodes_to_longest = True
     vllm_omni = InVllmOmni(pipeline="FlowcorrQwenImagePipeline", layer_suffix=(".to_out.0", ".to_out"))
-    checkpoint_pattern = r"qwen-?image"
-    linear_layers = (*JOINT_LAYERS, "img_mod.1", "txt_mod.1", "img_in", "txt_in")
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

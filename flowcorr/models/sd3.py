@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from flowcorr.models.base import (
-    JOINT_LAYERS,
     Conditioning,
     Guidance,
     InVllmOmni,
@@ -40,8 +39,6 @@ class SD3(ModelFamily):
     )
     default_text_tokens = 256
     vllm_omni = InVllmOmni(pipeline="FlowcorrSD3Pipeline", quantizes=False)  # of vllm-omni 0.30
-    checkpoint_pattern = r"stable-diffusion-3|(^|[^a-z])sd-?3"
-    linear_layers = (*JOINT_LAYERS, "norm1.linear", "norm1_context.linear", "context_embedder")
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

@@ -48,10 +48,8 @@ class ZImage(ModelFamily):
         "feed_forward.w2",
         "feed_forward.w3",
     )
-    guidance_offset = 1.0
     template_tokens = 8
     vllm_omni = InVllmOmni(pipeline="FlowcorrZImagePipeline")
-    checkpoint_pattern = r"z-?image"
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

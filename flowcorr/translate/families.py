@@ -1,28 +1,73 @@
-"""Model families by the names of their checkpoints, as far as a name tells them."""
+"""Model families by the names of their checkpoints, and how other trainers' configurations speak of them."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from flowcorr.models import FAMILIES, ModelFamily
+from flowcorr.errors import ConfigError
 
 _OTHERS = r"edit|kontext|layered|omni|fill|redux|depth|canny|control|inpaint|video|i2v|tts"
+_JOINT_LAYERS = (
+    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    *("net.0.proj", "net.2", "linear_1", "linear_2", "norm_out.linear", "proj_out"),
+)
 
 
-def family_of(path: str) -> type[ModelFamily] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A model family.
+
+    Attributes:
+        checkpoint: a regular expression that finds the family in a checkpoint's name in lower case.
+        guidance_key: the key of `sampling` that turns guidance on.
+        guidance_offset: the scale of guidance here, minus the same scale as the pipeline counts it.
+        linear_layers: ends of the names of all linear layers of the transformer, and of nothing else.
+    """
+
+    checkpoint: str
+    guidance_key: str = "guidance_scale"
+    guidance_offset: float = 0.0
+    linear_layers: tuple[str, ...] = ()
+
+
+FAMILIES = {
+    "sd3": Family(
+        checkpoint=r"stable-diffusion-3|(^|[^a-z])sd-?3",
+        linear_layers=(*_JOINT_LAYERS, "norm1.linear", "norm1_context.linear", "context_embedder"),
+    ),
+    "qwen_image": Family(
+        checkpoint=r"qwen-?image",
+        guidance_key="true_cfg_scale",
+        linear_layers=(*_JOINT_LAYERS, "img_mod.1", "txt_mod.1", "img_in", "txt_in"),
+    ),
+    "flux": Family(checkpoint=r"flux[.\-_]?1|flux-?(dev|schnell)|(^|[^a-z])flux$"),
+    "flux2_klein": Family(checkpoint=r"flux[.\-_]?2.*klein"),
+    "z_image": Family(checkpoint=r"z-?image", guidance_offset=1.0),
+}
+
+
+def family_of(path: str) -> str | None:
     """The family that a hub name or path tells; None if it tells none, or a model of another kind."""
     for name in reversed(path.lower().split("/")):
         if re.search(_OTHERS, name):
             return None
-        for family in FAMILIES.values():
-            if family.checkpoint_pattern is not None and re.search(family.checkpoint_pattern, name):
+        for family, facts in FAMILIES.items():
+            if re.search(facts.checkpoint, name):
                 return family
     return None
 
 
-def not_known(key: str, path: str) -> str:
-    """Message for a model whose name tells no family."""
-    return (
-        f"{key}={path} names no model of the families that flowcorr knows: {', '.join(FAMILIES)}; if it is one under "
-        "another name, give the name of its base model as an override, and set model.path in the recipe"
-    )
+def require_family(key: str, path: str, known: tuple[str, ...]) -> str:
+    """The family of a checkpoint.
+
+    Raises:
+        ConfigError: its name tells none of the `known` ones.
+    """
+    family = family_of(path)
+    if family is None or family not in known:
+        raise ConfigError(
+            f"{key}={path} names no model of the families that are translated: {', '.join(known)}; if it is one under "
+            "another name, give the name of its base model as an override, and set model.path in the recipe"
+        )
+    return family

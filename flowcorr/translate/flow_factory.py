@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flowcorr.translate import rewards
-from flowcorr.translate.flow_factory_checks import refuse
+from flowcorr.translate.families import FAMILIES, family_of
 from flowcorr.translate.flow_factory_values import (
-    DEFAULTS,
-    KINDS,
+    ABSENT,
+    MODELS,
     REQUIRED,
     SDE_TYPES,
     WHOLE_RUN,
     adapted,
+    batches,
     bound,
     computes_in_autocast,
     draws,
-    dtype,
     ema,
     family,
     gold_functions,
@@ -22,6 +24,7 @@ from flowcorr.translate.flow_factory_values import (
     prompts,
     prompts_file,
     reward_functions,
+    sde_steps,
     sigmas_note,
     size,
     targets,
@@ -33,275 +36,313 @@ from flowcorr.translate.flow_factory_values import (
     window_range,
     window_size,
 )
-from flowcorr.translate.table import Get, Row, Table, same
+from flowcorr.translate.table import Given, Left, Row, Table, dtype_of
+
+_MOST_STEPS = 1000
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "train.advantage_aggregation": ("sum", "gdpo"),
+    "train.ema_decay_schedule": ("power", "constant"),
+    "model.finetune_type": ("lora", "full"),
+    "model.target_components": ("transformer", ["transformer"]),
+    "model.resume_type": (None, "lora"),
+    "scheduler.dynamics_type": tuple(SDE_TYPES),
+    "data.sampler_type": ("auto", "group_contiguous", "distributed_k_repeat"),
+}
+"""Values that have an equivalent."""
+
+
+def _refuse(get: Given) -> str:
+    """Why flowcorr cannot run a configuration, or an empty string."""
+    trainer, kind = get("train.trainer_type", str), get("model.model_type", str).lower()
+    if trainer.lower() == "grpo-guard":
+        return "train.trainer_type=grpo-guard weighs no step by its length, as flowcorr's grpo_guard does"
+    if trainer.lower() != "grpo":
+        return f"train.trainer_type={trainer} has no equivalent here; flowcorr translates grpo"
+    if kind not in MODELS:
+        return f"model.model_type={kind} belongs to no family that flowcorr knows: {', '.join(MODELS)}"
+    path = get("model.model_name_or_path", str)
+    named = family_of(path)
+    if named is not None and named != family(get):
+        return f"model.model_name_or_path={path} is no model of model.model_type={kind}"
+    for name in ("train_steps", "num_train_steps"):
+        if get(f"scheduler.{name}") is not None:
+            return (
+                f"scheduler.{name}={get(f'scheduler.{name}')} is of Flow-Factory before February 2026, which had other "
+                f"defaults; write scheduler.{name.replace('train', 'sde')}, and train.advantage_aggregation: sum"
+            )
+    for key, values in _ONLY.items():
+        if get(key) not in values:
+            known = ", ".join(str(value) for value in values if value)
+            return f"{key}={get(key)} has no equivalent here; flowcorr translates {known}"
+    if get("train.kl_beta") > 0:
+        return (
+            f"train.kl_beta={get('train.kl_beta')} weighs the distance of velocities or latents, but flowcorr an exact "
+            "KL; set it to 0, and actor.kl_coef in the recipe"
+        )
+    return _refuse_weights(get) or _refuse_numbers(get)
+
+
+def _refuse_weights(get: Given) -> str:
+    if adapted(get):
+        if get("model.lora_rank") < 1:
+            return f"model.lora_rank={get('model.lora_rank')} makes no adapter; use at least 1, or finetune_type=full"
+        if get("model.target_modules") == "all":
+            return "model.target_modules=all adapts every linear layer; name the layers in a list"
+        return ""
+    if get("model.resume_path") is not None:
+        return "model.resume_path is of a run that trains all weights; start from its model instead, as model.path"
+    if weights_dtype(get) != dtype_of(get, "mixed_precision") and not computes_in_autocast(get):
+        return (
+            f"model.master_weight_dtype={get('model.master_weight_dtype')} with mixed_precision="
+            f"{get('mixed_precision')} has no equivalent here; flowcorr casts float32 to bfloat16"
+        )
+    return ""
+
+
+def _refuse_numbers(get: Given) -> str:
+    if get("num_processes", int | None) is None:
+        return "num_processes is not set, which decides the prompts per step; give it"
+    whole = ("group_size", "per_device_batch_size", "unique_sample_num_per_epoch", "gradient_step_per_epoch")
+    for key in ("num_processes", *(f"train.{name}" for name in (*whole, "num_inner_epochs"))):
+        if get(key, int) < 1:
+            return f"{key}={get(key)} must be at least 1"
+    if not 2 <= get("train.num_inference_steps") <= _MOST_STEPS:
+        return f"train.num_inference_steps={get('train.num_inference_steps')} must be 2 to {_MOST_STEPS}"
+    if not 0 <= get("train.ema_decay") < 1:
+        return f"train.ema_decay={get('train.ema_decay')} must be in [0, 1)"
+    if get("train.group_size") < 2:
+        return f"train.group_size={get('train.group_size')} gives an image no other to be compared with; use 2 or more"
+    steps, number = sde_steps(get), get("scheduler.num_sde_steps", int | None)
+    if not steps or steps != list(range(steps[0], steps[-1] + 1)):
+        return f"scheduler.sde_steps={get('scheduler.sde_steps')} has gaps, but flowcorr draws from a range of steps"
+    if not (number is None or (type(number) is int and number >= 1)):
+        return f"scheduler.num_sde_steps={number!r} must be a whole number of at least 1, or null"
+    accumulated = get("train.gradient_accumulation_steps")
+    if accumulated != "auto" and (
+        type(accumulated) is not int
+        or accumulated < 1
+        or accumulated % window_size(get)
+        or batches(get) * window_size(get) % accumulated
+    ):
+        return (
+            f"train.gradient_accumulation_steps={accumulated} splits a batch's SDE steps or an epoch; use "
+            f"a multiple of {window_size(get)} that divides {batches(get) * window_size(get)}"
+        )
+    if updates(get) > prompts(get):
+        return (
+            f"{updates(get)} updates of an epoch have {prompts(get)} prompts, but flowcorr never splits a group; "
+            "use fewer updates"
+        )
+    return ""
+
 
 _ALL_PROMPTS = 100_000
-_WIDTH = "Flow-Factory uses the width of the resolution, whatever it says"
 
 
 def _guidance(key: str) -> Row:
     return Row(
-        key=f"sampling.{key}",
-        value=lambda get: guidance(get) if family(get).guidance_key == key else None,
-        sources=("train.guidance_scale",),
-        note=lambda get: "one more than its pipeline counts" if family(get).guidance_offset else "",
+        "train.guidance_scale",
+        f"sampling.{key}",
+        guidance,
+        "of Z-Image one more than its pipeline counts",
+        when=lambda get: FAMILIES[family(get)].guidance_key == key,
     )
 
 
-def _total_steps(get: Get) -> int:
-    epochs = get("train.max_epochs")
+def _total_steps(get: Given) -> int:
+    epochs = get("train.max_epochs", int | None)
     return WHOLE_RUN if epochs is None or epochs < 0 else epochs
 
 
 ROWS = (
-    same("model.model_name_or_path", "model.path"),
+    Row("model.model_name_or_path", "model.path"),
+    Row("model.model_type", "model.family", lambda get: family(get)),
+    Row(("mixed_precision", "model.master_weight_dtype"), "model.dtype", weights_dtype),
+    Row("model.attn_backend", "model.attention"),
+    Row((), "model.max_sequence_length", tokens),
     Row(
-        key="model.family",
-        value=lambda get: family(get).name,
-        sources=("model.model_type",),
+        ("model.lora_rank", "model.finetune_type"),
+        "model.lora.rank",
+        lambda get: get("model.lora_rank"),
+        when=adapted,
     ),
     Row(
-        key="model.dtype",
-        value=weights_dtype,
-        sources=("mixed_precision", "model.master_weight_dtype"),
-    ),
-    same("model.attn_backend", "model.attention"),
-    Row(key="model.max_sequence_length", value=tokens),
-    Row(
-        key="model.lora.rank",
-        value=lambda get: get("model.lora_rank") if adapted(get) else None,
-        sources=("model.lora_rank", "model.finetune_type"),
+        ("model.finetune_type", "model.target_modules"),
+        "model.lora.rank",
+        lambda get: 0,
+        "there only weights whose names contain an entry of target_modules, unless it is all; here all weights",
+        when=lambda get: not adapted(get),
     ),
     Row(
-        key="model.lora.rank",
-        value=lambda get: None if adapted(get) else 0,
-        sources=("model.finetune_type", "model.target_modules"),
-        note=lambda get: (
-            ""
-            if get("model.target_modules") == "all"
-            else f"there only weights whose names contain one of {get('model.target_modules')}; here all weights"
-        ),
+        "model.lora_alpha",
+        "model.lora.alpha",
+        lambda get: get("model.lora_alpha", float | None) or 2.0 * get("model.lora_rank"),
+        when=adapted,
     ),
     Row(
-        key="model.lora.alpha",
-        value=lambda get: (get("model.lora_alpha") or 2.0 * get("model.lora_rank")) if adapted(get) else None,
-        sources=("model.lora_alpha",),
+        ("model.target_modules", "model.target_components"),
+        "model.lora.targets",
+        targets,
+        "default of Qwen-Image: without img_mlp.net.2.proj and txt_mlp.net.2.proj, which name no layer",
     ),
     Row(
-        key="model.lora.targets",
-        value=targets,
-        sources=("model.target_modules", "model.target_components"),
-        note=lambda get: (
-            "without img_mlp.net.2.proj and txt_mlp.net.2.proj, which name no layer"
-            if get("model.target_modules") == "default" and family(get).name == "qwen_image"
-            else ""
-        ),
+        "model.master_weight_dtype",
+        "model.lora.dtype",
+        lambda get: dtype_of(get, "model.master_weight_dtype"),
+        when=adapted,
+    ),
+    Row("model.resume_path", "model.lora.warm_start"),
+    Row(
+        "scheduler.dynamics_type", "sampling.sde_type", lambda get: SDE_TYPES[get("scheduler.dynamics_type")]
     ),
     Row(
-        key="model.lora.dtype",
-        value=lambda get: dtype(get, "model.master_weight_dtype") if adapted(get) else None,
-        sources=("model.master_weight_dtype",),
+        (),
+        "sampling.cps_unscaled",
+        lambda get: True,
+        "its cps log-probs lack 1 / (2 s^2)",
+        when=lambda get: get("scheduler.dynamics_type") == "CPS",
     ),
-    same("model.resume_path", "model.lora.warm_start"),
+    Row("scheduler.noise_level", "sampling.noise_level"),
+    Row("train.num_inference_steps", "sampling.num_inference_steps", None, sigmas_note),
+    Row("scheduler.num_sde_steps", "sampling.sde_window_size", window_size),
     Row(
-        key="sampling.sde_type",
-        value=lambda get: SDE_TYPES[get("scheduler.dynamics_type")],
-        sources=("scheduler.dynamics_type",),
+        "scheduler.sde_steps",
+        "sampling.sde_window_range",
+        window_range,
+        "it draws once an epoch for all samples; here for each prompt",
     ),
-    Row(
-        key="sampling.cps_unscaled",
-        value=lambda get: True if get("scheduler.dynamics_type") == "CPS" else None,
-        note="its cps log-probs lack 1 / (2 s^2)",
-    ),
-    same("scheduler.noise_level", "sampling.noise_level"),
-    same("train.num_inference_steps", "sampling.num_inference_steps", sigmas_note),
-    Row(key="sampling.sde_window_size", value=window_size, sources=("scheduler.num_sde_steps",)),
-    Row(
-        key="sampling.sde_window_range",
-        value=window_range,
-        sources=("scheduler.sde_steps",),
-        note="it draws once an epoch for all samples; here for each prompt",
-    ),
-    Row(
-        key="sampling.sde_window_layout",
-        value=lambda get: "scattered" if draws(get) else None,
-        note="any of the steps",
-    ),
+    Row((), "sampling.sde_window_layout", lambda get: "scattered", "any of the steps", when=draws),
     _guidance("guidance_scale"),
     _guidance("true_cfg_scale"),
+    Row(("train.resolution", "train.height"), "sampling.height", lambda get: size(get, "train", 0)),
+    Row("train.resolution", "sampling.width", lambda get: size(get, "train", 1)),
+    Row("mixed_precision", "rollout.dtype", lambda get: dtype_of(get, "mixed_precision")),
     Row(
-        key="sampling.height",
-        value=lambda get: size(get, "train", 0),
-        sources=("train.resolution", "train.height"),
-    ),
-    Row(
-        key="sampling.width",
-        value=lambda get: size(get, "train", 1),
-        sources=("train.resolution",),
-    ),
-    Row(
-        key="rollout.dtype",
-        value=lambda get: dtype(get, "mixed_precision"),
-        sources=("mixed_precision",),
-    ),
-    Row(
-        key="rollout.prompts_per_step",
-        value=prompts,
-        sources=(
-            *("train.unique_sample_num_per_epoch", "num_processes", "data.sampler_type"),
-            *("train.per_device_batch_size", "train.gradient_step_per_epoch"),
+        (
+            "train.unique_sample_num_per_epoch",
+            "num_processes",
+            "data.sampler_type",
+            "train.per_device_batch_size",
+            "train.gradient_step_per_epoch",
         ),
-        note="rounded up there too, until batches, processes and updates come out even",
+        "rollout.prompts_per_step",
+        prompts,
+        "rounded up there too, until batches, processes and updates come out even",
     ),
-    same("train.group_size", "rollout.n"),
-    same("train.per_device_batch_size", "rollout.batch_size"),
-    Row(key="rollout.same_initial_noise", value=lambda get: False),
+    Row("train.group_size", "rollout.n"),
+    Row("train.per_device_batch_size", "rollout.batch_size"),
+    Row((), "rollout.same_initial_noise", lambda get: False),
+    Row("train.trainer_type", "actor.loss_mode", lambda get: "flow_grpo"),
+    Row("train.clip_range", "actor.clip_ratio", lambda get: bound(get, "train.clip_range")),
+    Row("train.adv_clip_range", "actor.adv_clip_max", lambda get: bound(get, "train.adv_clip_range")),
+    Row("train.kl_beta", "actor.kl_coef"),
+    Row("train.learning_rate", "actor.lr"),
+    Row("train.adam_betas", "actor.betas"),
+    Row("train.adam_epsilon", "actor.eps"),
+    Row("train.adam_weight_decay", "actor.weight_decay"),
+    Row("train.max_grad_norm", "actor.grad_clip"),
+    Row("train.num_inner_epochs", "actor.epochs"),
     Row(
-        key="actor.loss_mode",
-        value=lambda get: "flow_grpo",
-        sources=("train.trainer_type",),
+        ("train.gradient_step_per_epoch", "train.gradient_accumulation_steps"),
+        "actor.mini_batches",
+        updates,
+        "updates of an epoch; groups are never split here",
     ),
+    Row("train.per_device_batch_size", "actor.micro_batch_size"),
+    Row("mixed_precision", "actor.autocast", computes_in_autocast),
+    Row("train.enable_gradient_checkpointing", "actor.gradient_checkpointing"),
     Row(
-        key="actor.clip_ratio",
-        value=lambda get: bound(get, "train.clip_range"),
-        sources=("train.clip_range",),
-    ),
-    Row(
-        key="actor.adv_clip_max",
-        value=lambda get: bound(get, "train.adv_clip_range"),
-        sources=("train.adv_clip_range",),
-    ),
-    same("train.kl_beta", "actor.kl_coef"),
-    same("train.learning_rate", "actor.lr"),
-    same("train.adam_betas", "actor.betas"),
-    same("train.adam_epsilon", "actor.eps"),
-    same("train.adam_weight_decay", "actor.weight_decay"),
-    same("train.max_grad_norm", "actor.grad_clip"),
-    same("train.num_inner_epochs", "actor.epochs"),
-    Row(
-        key="actor.mini_batches",
-        value=updates,
-        sources=("train.gradient_step_per_epoch", "train.gradient_accumulation_steps"),
-        note="updates of an epoch; groups are never split here",
-    ),
-    same("train.per_device_batch_size", "actor.micro_batch_size"),
-    Row(
-        key="actor.autocast",
-        value=computes_in_autocast,
-        sources=("mixed_precision",),
-    ),
-    same("train.enable_gradient_checkpointing", "actor.gradient_checkpointing"),
-    Row(
-        key="actor.ema",
-        value=ema,
-        sources=("train.ema_decay", "train.ema_update_interval", "train.ema_decay_schedule"),
-        note=lambda get: (
-            f"{get('train.ema_decay')} every {get('train.ema_update_interval')} epochs there; this is the decay of one "
-            "update"
-        ),
+        ("train.ema_decay", "train.ema_update_interval", "train.ema_decay_schedule"),
+        "actor.ema",
+        ema,
+        "of every few epochs there, of one update here",
     ),
     Row(
-        key="algorithm.advantage_std",
-        value=lambda get: (
+        ("train.global_std", "train.advantage_aggregation"),
+        "algorithm.advantage_std",
+        lambda get: (
             "global" if get("train.global_std") or get("train.advantage_aggregation") == "gdpo" else "group"
         ),
-        sources=("train.global_std", "train.advantage_aggregation"),
-        note=lambda get: (
-            "gdpo divides each reward by its group's std, and their sum by that of all"
-            if get("train.advantage_aggregation") == "gdpo"
-            else ""
-        ),
+        "gdpo divides each reward by its group's std, and their sum by that of all",
     ),
+    Row((), "algorithm.rollout_correction.bypass_mode", lambda get: True, "old log-probs are the rollout's"),
     Row(
-        key="algorithm.rollout_correction.bypass_mode",
-        value=lambda get: True,
-        note="old log-probs are the rollout's",
-    ),
-    Row(
-        key="reward.terms",
-        value=lambda get: rewards.terms(
+        "rewards",
+        "reward.terms",
+        lambda get: rewards.terms(
             reward_functions(get),
             normalize="group" if get("train.advantage_aggregation") == "gdpo" else "none",
         ),
-        sources=("rewards",),
-        note=lambda get: rewards.note(reward_functions(get)),
+        lambda get: rewards.note(reward_functions(get)),
     ),
     Row(
-        key="reward.gold",
-        value=lambda get: rewards.terms(gold_functions(get)) or None,
-        sources=("eval_rewards",),
-        note=lambda get: rewards.note(gold_functions(get)),
+        "eval_rewards",
+        "reward.gold",
+        lambda get: rewards.terms(gold_functions(get)) or None,
+        lambda get: rewards.note(gold_functions(get)),
     ),
     Row(
-        key="reward.gold_every",
-        value=lambda get: "evaluation" if gold_functions(get) else None,
-        note="only its evaluations score them",
+        (),
+        "reward.gold_every",
+        lambda get: "evaluation",
+        "only its evaluations score them",
+        when=gold_functions,
     ),
     Row(
-        key="data.path",
-        value=lambda get: prompts_file(get, "train"),
-        sources=("data.dataset_dir",),
-        note="train.jsonl if there is one",
+        "data.dataset_dir", "data.path", lambda get: prompts_file(get, "train"), "train.jsonl if there is one"
     ),
+    Row("data.dataset_dir", "data.heldout_path", lambda get: prompts_file(get, "test")),
+    Row((), "data.num_heldout", lambda get: _ALL_PROMPTS, "all of them are evaluated"),
     Row(
-        key="data.heldout_path",
-        value=lambda get: prompts_file(get, "test"),
-        sources=("data.dataset_dir",),
+        "train.max_epochs",
+        "trainer.total_steps",
+        _total_steps,
+        "without max_epochs it trains until it is stopped",
     ),
-    Row(key="data.num_heldout", value=lambda get: _ALL_PROMPTS, note="all of them are evaluated"),
+    Row("train.seed", "trainer.seed"),
+    Row("eval.eval_freq", "trainer.eval_every", None, "epochs"),
+    Row("eval.num_inference_steps", "trainer.eval_num_inference_steps", None, sigmas_note),
+    Row(("eval.resolution", "eval.height"), "trainer.eval_height", lambda get: size(get, "eval", 0)),
+    Row("eval.resolution", "trainer.eval_width", lambda get: size(get, "eval", 1)),
     Row(
-        key="trainer.total_steps",
-        value=_total_steps,
-        sources=("train.max_epochs",),
-        note=lambda get: "" if _total_steps(get) < WHOLE_RUN else "it trains until it is stopped",
+        "log.save_freq",
+        "trainer.save_every",
+        lambda get: get("log.save_freq") if get("log.save_freq") > 0 else _total_steps(get),
+        "epochs; 0 there is never, here at least the last step",
     ),
-    same("train.seed", "trainer.seed"),
-    same("eval.eval_freq", "trainer.eval_every", "epochs"),
-    same("eval.num_inference_steps", "trainer.eval_num_inference_steps", sigmas_note),
-    Row(
-        key="trainer.eval_height",
-        value=lambda get: size(get, "eval", 0),
-        sources=("eval.resolution", "eval.height"),
-    ),
-    Row(
-        key="trainer.eval_width",
-        value=lambda get: size(get, "eval", 1),
-        sources=("eval.resolution",),
-    ),
-    Row(
-        key="trainer.save_every",
-        value=lambda get: get("log.save_freq") if get("log.save_freq") > 0 else _total_steps(get),
-        sources=("log.save_freq",),
-        note=lambda get: "epochs" if get("log.save_freq") > 0 else "never there; the last step here",
-    ),
-    Row(
-        key="trainer.trackers",
-        value=trackers,
-        sources=("log.logging_backend", "logging_backend"),
-        note=trackers_note,
-    ),
+    Row(("log.logging_backend", "logging_backend"), "trainer.trackers", trackers, trackers_note),
 )
 
-NO_PLACE = {
-    "train.width": _WIDTH,
-    "eval.width": _WIDTH,
-    "eval.guidance_scale": "evaluations use the guidance of sampling",
-    "eval.*": "evaluations are deterministic: one image per prompt",
-    "scheduler.seed": "windows are drawn from trainer.seed",
-    "data.max_dataset_size": "shorten the file of prompts",
-    "data.*": "prompts come from a file",
-    "log.*": "belongs to its tracker and folders; give --out",
-    "model.*": "belongs to other kinds of weights",
-    "train.kl_type": "without kl_beta there is no KL",
-    "train.ref_param_device": "the reference is the model without its adapter",
-    "train.*condition*": "belongs to models that edit images",
-    "train.*": "belongs to its memory, or to trainers that are not used",
-    "launcher": "see flowcorr train --help, and rollout.placement",
-    "config_file": "see actor.fsdp",
-    "project": "belongs to its tracker and folders; give --out",
-    "run_name": "belongs to its tracker and folders; give --out",
-    "main_process_port": "belongs to its launcher",
-}
+LEFT = (
+    Left("*.width", "Flow-Factory uses the width of the resolution, whatever it says"),
+    Left("train.kl_type", "without kl_beta there is no KL", ("v-based", "x-based")),
+    Left("scheduler.seed", "windows are drawn from trainer.seed", (42,)),
+    Left("data.max_dataset_size", "shorten the file of prompts"),
+    Left("eval.guidance_scale", "evaluations use the guidance of sampling"),
+    Left("train.latent_storage_dtype", "latents are stored in float32", ("float32", "fp32")),
+    Left("config_file", "how it shards; see actor.fsdp"),
+)
+APART = (
+    *(
+        "eval.*",
+        "data.*",
+        "log.*",
+        "model.*",
+        "train.width",
+        "train.ref_param_device",
+        "train.*condition*",
+        "train.*",
+    ),
+    *(
+        "launcher",
+        "project",
+        "run_name",
+        "main_process_port",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+    ),
+)
 
 DIFFERENCES = (
     "Flow-Factory's advantages use the population std, which is sqrt((n - 1) / n) of the std here",
@@ -313,12 +354,12 @@ DIFFERENCES = (
 
 TABLE = Table(
     name="Flow-Factory",
-    defaults=DEFAULTS,
-    kinds=KINDS,
     required=REQUIRED,
-    sections=("rewards", "eval_rewards"),
+    absent=ABSENT,
+    only={},
+    refuse=_refuse,
     rows=ROWS,
-    no_place=NO_PLACE,
+    left=LEFT,
+    apart=APART,
     differences=DIFFERENCES,
-    refuse=refuse,
 )

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.models import FAMILIES, ModelFamily
+from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
-from flowcorr.translate.rewards import Given
-from flowcorr.translate.table import Get, decay_of_one
+from flowcorr.translate.families import FAMILIES
+from flowcorr.translate.rewards import Reward
+from flowcorr.translate.table import Given, decay_of_one, dtype_of
 
-DEFAULTS: dict[str, Any] = {
+ABSENT: dict[str, Any] = {
     "num_processes": None,
     "mixed_precision": "bf16",
     "rewards": None,
@@ -73,29 +73,7 @@ DEFAULTS: dict[str, Any] = {
     "log.logging_backend": None,
     "logging_backend": None,
 }
-KINDS: dict[str, type] = {
-    "num_processes": int,
-    "rewards": object,  # a section, or a list of them
-    "eval_rewards": object,
-    "model.target_components": object,  # a name, or a list of names
-    "model.target_modules": object,
-    "model.lora_alpha": float,
-    "model.resume_path": str,
-    "model.resume_type": str,
-    "model.attn_backend": str,
-    "train.resolution": object,  # a number, or a list of one or two
-    "train.height": int,
-    "train.max_epochs": int,
-    "train.gradient_accumulation_steps": object,  # a number, or `auto`
-    "train.clip_range": object,  # a number, or a pair
-    "train.adv_clip_range": object,
-    "scheduler.num_sde_steps": object,  # a number, or null
-    "scheduler.sde_steps": list,
-    "eval.resolution": object,
-    "eval.height": int,
-    "log.logging_backend": str,
-    "logging_backend": str,
-}
+"""The values of keys that a file may lack, in Flow-Factory since February 2026."""
 REQUIRED = (
     "model.model_name_or_path",
     "model.model_type",
@@ -146,54 +124,37 @@ MODELS = {
         others=("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
     ),
 }
-_DTYPES = {
-    "no": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float32": "float32",
-}
 _KNOWN = {"pickscore": rewards.PICKSCORE, "ocr": rewards.OCR}
 _OWN_ENTRIES = ("name", "reward_model", "weight")
 _OF_ITS_WORKERS = ("batch_size", "device", "dtype", "async_reward", "num_workers")
 _TRACKERS = ("tensorboard", "wandb")
 
 
-def family(get: Get) -> type[ModelFamily]:
+def family(get: Given) -> str:
     """The model's family."""
-    return FAMILIES[_model(get).family]
+    return _model(get).family
 
 
-def _model(get: Get) -> _Model:
-    return MODELS[get("model.model_type").lower()]
+def _model(get: Given) -> _Model:
+    return MODELS[get("model.model_type", str).lower()]
 
 
-def adapted(get: Get) -> bool:
+def adapted(get: Given) -> bool:
     """Whether it trains an adapter."""
     return bool(get("model.finetune_type") == "lora")
 
 
-def dtype(get: Get, key: str) -> str:
-    """A dtype by its name here; raises `ConfigError` for none."""
-    name = "no" if get(key) is None else str(get(key))
-    if name not in _DTYPES:
-        raise ConfigError(unknown_choice(key, name, _DTYPES))
-    return _DTYPES[name]
-
-
-def weights_dtype(get: Get) -> str:
+def weights_dtype(get: Given) -> str:
     """The dtype of the transformer's weights."""
-    return dtype(get, "mixed_precision" if adapted(get) else "model.master_weight_dtype")
+    return dtype_of(get, "mixed_precision" if adapted(get) else "model.master_weight_dtype")
 
 
-def computes_in_autocast(get: Get) -> bool:
+def computes_in_autocast(get: Given) -> bool:
     """Whether weights of float32 are cast to bfloat16 to compute with."""
-    return weights_dtype(get) == "float32" and dtype(get, "mixed_precision") == "bfloat16"
+    return weights_dtype(get) == "float32" and dtype_of(get, "mixed_precision") == "bfloat16"
 
 
-def targets(get: Get) -> list[str] | None:
+def targets(get: Given) -> list[str] | None:
     """Names of the layers that get an adapter; None without one."""
     given = get("model.target_modules")
     if not adapted(get):
@@ -203,14 +164,14 @@ def targets(get: Get) -> list[str] | None:
     return given if isinstance(given, list) else [given]
 
 
-def tokens(get: Get) -> int:
+def tokens(get: Given) -> int:
     """Tokens of the long text encoder."""
     return _model(get).tokens
 
 
-def sigmas_note(get: Get) -> str:
+def sigmas_note(get: Given) -> str:
     """How its sigmas of a number of steps differ from those here."""
-    if family(get).name != "sd3":
+    if family(get) != "sd3":
         return ""
     return (
         "its N sigmas are linspace(1, 1 / N, N), shifted; here those of diffusers' SD3 pipeline, which end lower: at "
@@ -218,14 +179,14 @@ def sigmas_note(get: Get) -> str:
     )
 
 
-def guidance(get: Get) -> float:
+def guidance(get: Given) -> float:
     """The scale of guidance as it counts here."""
-    return get("train.guidance_scale") + family(get).guidance_offset
+    return get("train.guidance_scale") + FAMILIES[family(get)].guidance_offset
 
 
-def size(get: Get, section: str, side: int) -> int:
+def size(get: Given, section: str, side: int) -> int:
     """Height (side 0) or width (1) in pixels; the key of the height counts before the resolution."""
-    height = get(f"{section}.height")
+    height = get(f"{section}.height", int | None)
     if side == 0 and height is not None:
         return height
     given = get(f"{section}.resolution")
@@ -235,9 +196,9 @@ def size(get: Get, section: str, side: int) -> int:
     return sides[min(side, len(sides) - 1)]
 
 
-def sde_steps(get: Get) -> list[int]:
+def sde_steps(get: Given) -> list[int]:
     """The steps that may be SDE steps: without a list, all but the last."""
-    given = get("scheduler.sde_steps")
+    given = get("scheduler.sde_steps", list | None)
     if given is None:
         return list(range(get("train.num_inference_steps") - 1))
     if not all(type(step) is int for step in given):
@@ -245,26 +206,30 @@ def sde_steps(get: Get) -> list[int]:
     return sorted(given)
 
 
-def window_size(get: Get) -> int:
+def window_size(get: Given) -> int:
     """SDE steps of a trajectory."""
-    number, steps = get("scheduler.num_sde_steps"), sde_steps(get)
+    number, steps = get("scheduler.num_sde_steps", int | None), sde_steps(get)
     return len(steps) if number is None else min(number, len(steps))
 
 
-def window_range(get: Get) -> list[int]:
+def window_range(get: Given) -> list[int]:
     """The half-open range of the steps that may be SDE steps."""
     steps = sde_steps(get)
     return [steps[0], steps[-1] + 1]
 
 
-def draws(get: Get) -> bool:
+def draws(get: Given) -> bool:
     """Whether a window can take several places that are not consecutive."""
     return 1 < window_size(get) < len(sde_steps(get))
 
 
-def prompts(get: Get) -> int:
+def prompts(get: Given) -> int:
     """Prompts of an epoch, after it has made batches, ranks and updates come out even."""
-    ranks, batch, group = get("num_processes"), get("train.per_device_batch_size"), get("train.group_size")
+    ranks, batch, group = (
+        get("num_processes", int),
+        get("train.per_device_batch_size"),
+        get("train.group_size"),
+    )
     wanted = get("train.unique_sample_num_per_epoch")
     step = ranks * batch // math.gcd(group, ranks * batch)
     if get("train.gradient_accumulation_steps") == "auto":
@@ -274,25 +239,27 @@ def prompts(get: Get) -> int:
     return -(-wanted // step) * step
 
 
-def _groups_stay_together(get: Get) -> bool:
+def _groups_stay_together(get: Given) -> bool:
     """Whether all images of a prompt are made by one rank."""
     sampler = get("data.sampler_type")
     if sampler != "auto":
         every = (*_entries("rewards", get("rewards")), *_entries("eval_rewards", get("eval_rewards") or []))
         return bool(sampler == "group_contiguous" or any(entries.get("async_reward") for entries in every))
-    wanted, ranks = get("train.unique_sample_num_per_epoch"), get("num_processes")
+    wanted, ranks = get("train.unique_sample_num_per_epoch"), get("num_processes", int)
     tiled = wanted // ranks * get("train.group_size") % get("train.per_device_batch_size") == 0
     return wanted % ranks == 0 or not tiled
 
 
-def batches(get: Get) -> int:
+def batches(get: Given) -> int:
     """Batches of a rank in an epoch."""
     return (
-        prompts(get) * get("train.group_size") // (get("num_processes") * get("train.per_device_batch_size"))
+        prompts(get)
+        * get("train.group_size")
+        // (get("num_processes", int) * get("train.per_device_batch_size"))
     )
 
 
-def updates(get: Get) -> int:
+def updates(get: Given) -> int:
     """Optimizer updates a pass: by default gradient_step_per_epoch, else by the backward passes of an update."""
     accumulated = get("train.gradient_accumulation_steps")
     if accumulated == "auto":
@@ -300,7 +267,7 @@ def updates(get: Get) -> int:
     return batches(get) * window_size(get) // accumulated
 
 
-def ema(get: Get) -> float | None:
+def ema(get: Given) -> float | None:
     """The decay of one update; it averages every few epochs there."""
     decay, interval = get("train.ema_decay"), get("train.ema_update_interval")
     if decay == 0 or interval < 1:
@@ -308,7 +275,7 @@ def ema(get: Get) -> float | None:
     return decay_of_one(decay, interval * updates(get) * get("train.num_inner_epochs"))
 
 
-def bound(get: Get, key: str) -> float:
+def bound(get: Given, key: str) -> float:
     """A symmetric range by its bound; raises `ConfigError` for another."""
     given = get(key)
     low, high = given if isinstance(given, list | tuple) and len(given) == 2 else (given, given)
@@ -327,7 +294,7 @@ def _entries(key: str, given: Any) -> list[Mapping[str, Any]]:
     return listed
 
 
-def reward_functions(get: Get) -> list[Given]:
+def reward_functions(get: Given) -> list[Reward]:
     """Its rewards; raises `ConfigError` if one is malformed, or there is none."""
     listed = _entries("rewards", get("rewards"))
     if not listed:
@@ -335,7 +302,7 @@ def reward_functions(get: Get) -> list[Given]:
     return [_function(f"rewards[{number}]", entries) for number, entries in enumerate(listed)]
 
 
-def gold_functions(get: Get) -> list[Given]:
+def gold_functions(get: Given) -> list[Reward]:
     """The rewards of its evaluations that it does not train on."""
     trained = [(reward.name, reward.options) for reward in reward_functions(get)]
     listed = _entries("eval_rewards", get("eval_rewards") or [])
@@ -343,14 +310,14 @@ def gold_functions(get: Get) -> list[Given]:
     return [replace(reward, weight=1.0) for reward in scored if (reward.name, reward.options) not in trained]
 
 
-def _function(key: str, entries: Mapping[str, Any]) -> Given:
+def _function(key: str, entries: Mapping[str, Any]) -> Reward:
     model = entries["reward_model"]
     known = _KNOWN.get(model.lower())
     options = {
         name: value for name, value in entries.items() if name not in (*_OWN_ENTRIES, *_OF_ITS_WORKERS)
     }
     left = [name for name in entries if name in _OF_ITS_WORKERS or (known is not None and name in options)]
-    return Given(
+    return Reward(
         name=model.rpartition(".")[2] if known is None else model,
         known=known,
         weight=rewards.number(f"{key}.weight", entries.get("weight", 1.0)),
@@ -359,23 +326,23 @@ def _function(key: str, entries: Mapping[str, Any]) -> Given:
     )
 
 
-def prompts_file(get: Get, split: str) -> str:
+def prompts_file(get: Given, split: str) -> str:
     """The file of a split: `.jsonl`, or `.txt` if there is none."""
-    stem = os.path.join(get("data.dataset_dir"), split)
+    stem = os.path.join(get("data.dataset_dir", str), split)
     return f"{stem}.{'jsonl' if os.path.isfile(os.path.expanduser(f'{stem}.jsonl')) else 'txt'}"
 
 
-def trackers(get: Get) -> list[str]:
+def trackers(get: Given) -> list[str]:
     """The trackers that flowcorr has too."""
     return [name for name in _TRACKERS if name == _tracker(get)]
 
 
-def trackers_note(get: Get) -> str:
+def trackers_note(get: Given) -> str:
     """The tracker that it lacks."""
     name = _tracker(get)
     return "" if name in (None, "none", *_TRACKERS) else f"without {name}"
 
 
-def _tracker(get: Get) -> str | None:
+def _tracker(get: Given) -> str | None:
     given = get("log.logging_backend")
     return get("logging_backend") if given is None else given

@@ -11,55 +11,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.models import ModelFamily
 from flowcorr.translate import rewards
-from flowcorr.translate.families import family_of, not_known
-from flowcorr.translate.rewards import Given
-from flowcorr.translate.table import Get, Row, Table, decay_of_one, same
+from flowcorr.translate.families import FAMILIES, family_of, require_family
+from flowcorr.translate.rewards import Reward
+from flowcorr.translate.table import Given, Left, Row, Table, decay_of_one, dtype_of
 
-SCRIPT = "script"
-_BASE: dict[str, Any] = {
-    "pretrained.model": "runwayml/stable-diffusion-v1-5",
-    "seed": 42,
-    "resolution": 768,
-    "mixed_precision": "fp16",
-    "use_lora": True,
-    "dataset": "",
-    "reward_fn": {},
-    "save_freq": 20,
-    "eval_freq": 20,
-    "num_checkpoint_limit": 5,
-    "per_prompt_stat_tracking": True,
-    "prompt_fn": "imagenet_animals",
-    "sample.num_steps": 40,
-    "sample.eval_num_steps": 40,
-    "sample.guidance_scale": 4.5,
-    "sample.train_batch_size": 1,
-    "sample.num_image_per_prompt": 1,
-    "sample.num_batches_per_epoch": 2,
-    "sample.global_std": True,
-    "sample.noise_level": 0.7,
-    "train.batch_size": 1,
-    "train.learning_rate": 3e-4,
-    "train.use_8bit_adam": False,
-    "train.adam_beta1": 0.9,
-    "train.adam_beta2": 0.999,
-    "train.adam_weight_decay": 1e-4,
-    "train.adam_epsilon": 1e-8,
-    "train.gradient_accumulation_steps": 1,
-    "train.max_grad_norm": 1.0,
-    "train.num_inner_epochs": 1,
-    "train.cfg": True,
-    "train.adv_clip_max": 5.0,
-    "train.clip_range": 1e-4,
-    "train.timestep_fraction": 1.0,
-    "train.beta": 0.0,
-    "train.ema": False,
-}
-"""The keys in `config/base.py` of every revision, with their values."""
-DEFAULTS: dict[str, Any] = _BASE | {
+_REQUIRED = (
+    *("pretrained.model", "resolution", "mixed_precision", "use_lora", "dataset", "prompt_fn", "reward_fn"),
+    *(
+        "sample.num_steps",
+        "sample.num_image_per_prompt",
+        "sample.num_batches_per_epoch",
+        "train.learning_rate",
+    ),
+)
+_ABSENT: dict[str, Any] = {
     "gpus": None,
-    SCRIPT: "train_sd3.py",
     "rationorm": False,
     "activation_checkpointing": False,
     "sample.sde_window_size": 0,
@@ -68,9 +35,13 @@ DEFAULTS: dict[str, Any] = _BASE | {
     "sample.same_latent": False,
     "train.algorithm": "grpo",
     "train.lora_path": None,
+    "train.ema": False,
 }
-KINDS: dict[str, type] = {"gpus": int, "sample.sde_window_range": list, "train.lora_path": str}
-_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Keys that not every version of flow_grpo has, with the values that count without them."""
+_SCRIPTS = (
+    *("train_sd3.py", "train_sd3_fast.py", "train_sd3_GRPO_Guard.py", "train_flux.py", "train_flux_fast.py"),
+    "train_qwenimage.py",
+)
 _RANKS = {"sd3": 32, "flux": 64, "qwen_image": 64}
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 _LAYERS = {
@@ -90,94 +61,102 @@ _KNOWN = {
 }
 
 
-def as_script(given: Mapping[str, Any], function: str) -> str:
-    """The training script of a configuration, by its keys and the name of its function."""
-    family = family_of(str(given.get("pretrained.model", "")))
-    if family is not None and family.name == "qwen_image":
-        return "train_qwenimage.py"
-    if given.get("rationorm"):
-        return "train_sd3_GRPO_Guard.py"
-    fast = "_fast" if "fast" in function or "sample.sde_type" in given else ""
-    return f"train_{'flux' if family is not None and family.name == 'flux' else 'sd3'}{fast}.py"
+def with_script(values: Mapping[str, Any], name: str, gpus: int | None) -> dict[str, Any]:
+    """The configuration with `gpus` and the training script that reads it, by its keys and its name.
+
+    Raises:
+        ConfigError: two scripts may read it, and draw other windows.
+    """
+    family = family_of(str(values.get("pretrained", {}).get("model", "")))
+    sample = values.get("sample") or {}
+    script = values.get("script")
+    if script is None:
+        model = "flux" if family == "flux" else "sd3"
+        fast = "fast" in name or "sde_type" in sample
+        if family == "qwen_image":
+            script = "train_qwenimage.py"
+        elif values.get("rationorm"):
+            script = "train_sd3_GRPO_Guard.py"
+        elif sample.get("sde_window_size") and not fast:
+            raise ConfigError(
+                f"sample.sde_window_size={sample['sde_window_size']} is read by train_{model}_fast.py and not by "
+                f"train_{model}.py; say which one runs it: script=train_{model}_fast.py"
+            )
+        else:
+            script = f"train_{model}{'_fast' if fast else ''}.py"
+    if script not in _SCRIPTS:
+        raise ConfigError(unknown_choice("script", script, _SCRIPTS))
+    return {**values, "script": script} | ({} if gpus is None else {"gpus": gpus})
 
 
-def _family(get: Get) -> type[ModelFamily]:
-    family = family_of(get("pretrained.model"))
-    assert family is not None, "a configuration of another family has been refused"
-    return family
+def _family(get: Given) -> str:
+    return require_family("pretrained.model", get("pretrained.model", str), tuple(_RANKS))
 
 
-def _draws_windows(get: Get) -> bool:
-    return get(SCRIPT).endswith(("_fast.py", "qwenimage.py"))
+def _draws_windows(get: Given) -> bool:
+    return get("script").endswith(("_fast.py", "qwenimage.py"))
 
 
-def _prompts(get: Get) -> float:
-    images = get("gpus") * get("sample.train_batch_size") * get("sample.num_batches_per_epoch")
-    return images / get("sample.num_image_per_prompt")
+def _prompts(get: Given) -> float:
+    images = get("gpus", int) * get("sample.train_batch_size", int) * get("sample.num_batches_per_epoch", int)
+    return images / get("sample.num_image_per_prompt", int)
 
 
-def _updates(get: Get) -> int:
+def _updates(get: Given) -> int:
     """Optimizer updates a step."""
-    return get("sample.num_batches_per_epoch") // get("train.gradient_accumulation_steps")
+    return get("sample.num_batches_per_epoch", int) // get("train.gradient_accumulation_steps", int)
 
 
-def _window(get: Get) -> tuple[int, list[int]]:
+def _window(get: Given) -> tuple[int, list[int]]:
     """Size and range of the SDE window; without a window, all steps that are trained on."""
-    steps = get("sample.num_steps")
-    if _draws_windows(get) and get("sample.sde_window_size") > 0:
-        return get("sample.sde_window_size"), list(get("sample.sde_window_range") or (0, 5))
-    trained = steps - 1 if _draws_windows(get) else int(steps * get("train.timestep_fraction"))
+    steps = get("sample.num_steps", int)
+    if _draws_windows(get) and get("sample.sde_window_size", int) > 0:
+        return get("sample.sde_window_size", int), get("sample.sde_window_range", list | None) or [0, 5]
+    trained = steps - 1 if _draws_windows(get) else int(steps * get("train.timestep_fraction", float))
     return trained, [0, trained]
 
 
-def _sde_type(get: Get) -> str:
+def _sde_type(get: Given) -> str:
     """The transition; only scripts whose name ends in `_fast` read it."""
-    return str(get("sample.sde_type")) if get(SCRIPT).endswith("_fast.py") else "sde"
+    return str(get("sample.sde_type")) if get("script").endswith("_fast.py") else "sde"
 
 
-def _noise_range(get: Get) -> list[int] | None:
+def _noise_range(get: Given) -> list[int] | None:
     """A script without windows adds noise in every step, trained on or not."""
-    steps = get("sample.num_steps")
+    steps = get("sample.num_steps", int)
     return None if _draws_windows(get) or steps <= _window(get)[0] else [0, steps]
 
 
-def _dtype(get: Get) -> str:
-    """The dtype that its script computes in; raises `ConfigError` for one that flowcorr does not have."""
-    name = get("mixed_precision")
-    if name not in _DTYPES:
-        raise ConfigError(unknown_choice("mixed_precision", name, _DTYPES))
-    return _DTYPES[name]
+def _dtype(get: Given) -> str:
+    return dtype_of(get, "mixed_precision")
 
 
-def _weights_dtype(get: Get) -> str:
+def _weights_dtype(get: Given) -> str:
     """The dtype of the weights; all of them are trained in float32, but those of Qwen-Image."""
-    return _dtype(get) if get("use_lora") or _family(get).name == "qwen_image" else "float32"
+    return _dtype(get) if get("use_lora") or _family(get) == "qwen_image" else "float32"
 
 
-def _ema(get: Get) -> float | None:
+def _ema(get: Given) -> float | None:
     """The decay of one update: the scripts average every eighth update, once for each of its batches."""
-    if not get("train.ema") or get(SCRIPT) == "train_qwenimage.py":
+    if not get("train.ema") or get("script") == "train_qwenimage.py":
         return None
-    return decay_of_one(_EMA_DECAY, _EMA_INTERVAL / get("train.gradient_accumulation_steps"))
+    return decay_of_one(_EMA_DECAY, _EMA_INTERVAL / get("train.gradient_accumulation_steps", int))
 
 
-def _rewards(get: Get) -> list[Given]:
+def _rewards(get: Given) -> list[Reward]:
     return [
-        Given(name=name, known=_KNOWN.get(name), weight=rewards.number(f"reward_fn.{name}", weight))
-        for name, weight in get("reward_fn").items()
+        Reward(name=name, known=_KNOWN.get(name), weight=rewards.number(f"reward_fn.{name}", weight))
+        for name, weight in get("reward_fn", dict).items()
     ]
 
 
-def _prompts_file(get: Get, split: str) -> str:
+def _prompts_file(get: Given, split: str) -> str:
     name = f"{split}_metadata.jsonl" if get("prompt_fn") == "geneval" else f"{split}.txt"
-    return os.path.join(get("dataset"), name)
+    return os.path.join(get("dataset", str), name)
 
 
-def _refuse(get: Get) -> str:
-    model, algorithm = get("pretrained.model"), get("train.algorithm")
-    family = family_of(model)
-    if family is None or family.name not in _RANKS:
-        return not_known("pretrained.model", model)
+def _refuse(get: Given) -> str:
+    family, algorithm = _family(get), get("train.algorithm")
     if algorithm != "grpo":
         return f"train.algorithm={algorithm} has no equivalent here; flowcorr has only policy gradients"
     if get("prompt_fn") not in ("general_ocr", "geneval"):
@@ -188,19 +167,21 @@ def _refuse(get: Get) -> str:
         return (
             "per_prompt_stat_tracking=False compares images of all prompts, but flowcorr those of one prompt"
         )
-    if not get("train.cfg") and get("sample.guidance_scale") > 1 and family.name == "sd3":
+    if not get("train.cfg") and get("sample.guidance_scale", float) > 1 and family == "sd3":
         return "train.cfg=False trains without the guidance that it samples with, but flowcorr trains what it samples"
     if get("gpus") is None:
-        return "the file does not contain the number of GPUs, which decides the prompts per step; give it with --gpus N"
+        return (
+            "it does not hold the number of GPUs, which decides the prompts per step; give it with --gpus N"
+        )
     for key in (
         "gpus",
         "train.gradient_accumulation_steps",
         "sample.train_batch_size",
         "sample.num_batches_per_epoch",
     ):
-        if get(key) < 1:
+        if get(key, int) < 1:
             return f"{key}={get(key)} must be at least 1"
-    if get("sample.num_image_per_prompt") < 2:
+    if get("sample.num_image_per_prompt", int) < 2:
         return (
             f"sample.num_image_per_prompt={get('sample.num_image_per_prompt')} gives an image no other to be compared "
             "with; use 2 or more"
@@ -208,14 +189,21 @@ def _refuse(get: Get) -> str:
     return _refuse_numbers(get)
 
 
-def _refuse_numbers(get: Get) -> str:
-    gpus, batch, images = get("gpus"), get("sample.train_batch_size"), get("sample.num_image_per_prompt")
+def _refuse_numbers(get: Given) -> str:
+    gpus, batch, images = (
+        get("gpus", int),
+        get("sample.train_batch_size", int),
+        get("sample.num_image_per_prompt", int),
+    )
     if gpus * batch % images:
         return (
             f"{gpus} GPUs x sample.train_batch_size={batch} images are no multiple of "
             f"sample.num_image_per_prompt={images}, as flow_grpo needs; give the right number of GPUs with --gpus N"
         )
-    batches, accumulated = get("sample.num_batches_per_epoch"), get("train.gradient_accumulation_steps")
+    batches, accumulated = (
+        get("sample.num_batches_per_epoch", int),
+        get("train.gradient_accumulation_steps", int),
+    )
     if batches % accumulated:
         return (
             f"sample.num_batches_per_epoch={batches} is no multiple of train.gradient_accumulation_steps={accumulated}"
@@ -225,205 +213,177 @@ def _refuse_numbers(get: Get) -> str:
 
 
 ROWS = (
-    same("pretrained.model", "model.path"),
+    Row("pretrained.model", "model.path"),
     Row(
-        key="model.dtype",
-        value=_weights_dtype,
-        sources=("mixed_precision", "use_lora"),
-        note=lambda get: (
+        ("mixed_precision", "use_lora"),
+        "model.dtype",
+        _weights_dtype,
+        lambda get: (
             "of float32 weights in autocast there, of the weights themselves here" if get("use_lora") else ""
         ),
     ),
+    Row((), "model.max_sequence_length", lambda get: 512 if _family(get) == "qwen_image" else 128),
+    Row("use_lora", "model.lora.rank", lambda get: _RANKS[_family(get)] if get("use_lora") else 0),
+    Row((), "model.lora.alpha", lambda get: 2.0 * _RANKS[_family(get)], when=lambda get: get("use_lora")),
     Row(
-        key="model.max_sequence_length",
-        value=lambda get: 512 if _family(get).name == "qwen_image" else 128,
+        (),
+        "model.lora.targets",
+        lambda get: [*(f"attn.{layer}" for layer in _ATTENTION), *_LAYERS[_family(get)]],
+        when=lambda get: get("use_lora"),
     ),
+    Row("train.lora_path", "model.lora.warm_start"),
+    Row("sample.sde_type", "sampling.sde_type", _sde_type),
     Row(
-        key="model.lora.rank",
-        value=lambda get: _RANKS[_family(get).name] if get("use_lora") else 0,
-        sources=("use_lora",),
+        (),
+        "sampling.cps_unscaled",
+        lambda get: True,
+        "its cps log-probs lack 1 / (2 s^2)",
+        when=lambda get: _sde_type(get) == "cps",
     ),
+    Row("sample.noise_level", "sampling.noise_level"),
+    Row("sample.num_steps", "sampling.num_inference_steps"),
     Row(
-        key="model.lora.alpha",
-        value=lambda get: 2.0 * _RANKS[_family(get).name] if get("use_lora") else None,
-    ),
-    Row(
-        key="model.lora.targets",
-        value=lambda get: (
-            [*(f"attn.{layer}" for layer in _ATTENTION), *_LAYERS[_family(get).name]]
-            if get("use_lora")
-            else None
-        ),
-    ),
-    same("train.lora_path", "model.lora.warm_start"),
-    Row(
-        key="sampling.sde_type",
-        value=_sde_type,
-        sources=("sample.sde_type",),
-    ),
-    Row(
-        key="sampling.cps_unscaled",
-        value=lambda get: True if _sde_type(get) == "cps" else None,
-        note="its cps log-probs lack 1 / (2 s^2)",
-    ),
-    same("sample.noise_level", "sampling.noise_level"),
-    same("sample.num_steps", "sampling.num_inference_steps"),
-    Row(
-        key="sampling.sde_window_size",
-        value=lambda get: _window(get)[0],
-        sources=("sample.sde_window_size", "train.timestep_fraction"),
-        note=lambda get: (
-            f"{get(SCRIPT)} draws one window for each batch"
+        ("sample.sde_window_size", "train.timestep_fraction"),
+        "sampling.sde_window_size",
+        lambda get: _window(get)[0],
+        lambda get: (
+            f"{get('script')} draws one window for each batch"
             if _draws_windows(get)
-            else f"{get(SCRIPT)} draws no windows: it trains on the first timestep_fraction of the steps"
+            else f"{get('script')} draws no windows: it trains on the first timestep_fraction of the steps"
         ),
     ),
+    Row("sample.sde_window_range", "sampling.sde_window_range", lambda get: _window(get)[1]),
     Row(
-        key="sampling.sde_window_range",
-        value=lambda get: _window(get)[1],
-        sources=("sample.sde_window_range",),
+        "train.timestep_fraction",
+        "sampling.sde_noise_range",
+        _noise_range,
+        "noise in every step, trained on or not",
     ),
     Row(
-        key="sampling.sde_noise_range",
-        value=_noise_range,
-        sources=("train.timestep_fraction",),
-        note="noise in every step, trained on or not",
+        "sample.guidance_scale",
+        "sampling.guidance_scale",
+        lambda get: get("sample.guidance_scale", float),
+        when=lambda get: FAMILIES[_family(get)].guidance_key == "guidance_scale",
     ),
     Row(
-        key="sampling.guidance_scale",
-        value=lambda get: (
-            get("sample.guidance_scale") if _family(get).guidance_key == "guidance_scale" else None
-        ),
-        sources=("sample.guidance_scale",),
+        "sample.guidance_scale",
+        "sampling.true_cfg_scale",
+        lambda get: get("sample.guidance_scale", float),
+        when=lambda get: FAMILIES[_family(get)].guidance_key == "true_cfg_scale",
     ),
     Row(
-        key="sampling.true_cfg_scale",
-        value=lambda get: (
-            get("sample.guidance_scale") if _family(get).guidance_key == "true_cfg_scale" else None
-        ),
-        sources=("sample.guidance_scale",),
+        (),
+        "sampling.negative_prompt",
+        lambda get: " ",
+        when=lambda get: _family(get) == "qwen_image" and get("sample.guidance_scale", float) > 1,
+    ),
+    Row("resolution", "sampling.height"),
+    Row("resolution", "sampling.width"),
+    Row("mixed_precision", "rollout.dtype", _dtype),
+    Row(
+        ("gpus", "sample.train_batch_size", "sample.num_batches_per_epoch"),
+        "rollout.prompts_per_step",
+        lambda get: round(_prompts(get)),
+        "GPUs * batch * batches / images per prompt",
+    ),
+    Row("sample.num_image_per_prompt", "rollout.n"),
+    Row("sample.train_batch_size", "rollout.batch_size"),
+    Row("sample.same_latent", "rollout.same_initial_noise"),
+    Row("rationorm", "actor.loss_mode", lambda get: "grpo_guard" if get("rationorm") else "flow_grpo"),
+    Row("train.clip_range", "actor.clip_ratio"),
+    Row("train.adv_clip_max", "actor.adv_clip_max"),
+    Row("train.beta", "actor.kl_coef"),
+    Row(
+        (),
+        "actor.kl_weighting",
+        lambda get: "flow_grpo",
+        "its KL of sde steps is divided by the length of a step, that of cps steps is exact",
+        when=lambda get: get("train.beta") and _sde_type(get) == "sde",
     ),
     Row(
-        key="sampling.negative_prompt",
-        value=lambda get: (
-            " " if _family(get).name == "qwen_image" and get("sample.guidance_scale") > 1 else None
-        ),
+        "train.use_8bit_adam",
+        "actor.optimizer",
+        lambda get: "adamw_8bit" if get("train.use_8bit_adam") else "adamw",
+        "AdamW of bitsandbytes in both",
     ),
-    same("resolution", "sampling.height"),
-    same("resolution", "sampling.width"),
-    Row(key="rollout.dtype", value=_dtype, sources=("mixed_precision",)),
+    Row("train.learning_rate", "actor.lr"),
     Row(
-        key="rollout.prompts_per_step",
-        value=lambda get: round(_prompts(get)),
-        sources=("gpus", "sample.train_batch_size", "sample.num_batches_per_epoch"),
-        note="GPUs * batch * batches / images per prompt",
+        ("train.adam_beta1", "train.adam_beta2"),
+        "actor.betas",
+        lambda get: [get("train.adam_beta1"), get("train.adam_beta2")],
     ),
-    same("sample.num_image_per_prompt", "rollout.n"),
-    same("sample.train_batch_size", "rollout.batch_size"),
-    same("sample.same_latent", "rollout.same_initial_noise"),
+    Row("train.adam_weight_decay", "actor.weight_decay"),
+    Row("train.adam_epsilon", "actor.eps"),
+    Row("train.max_grad_norm", "actor.grad_clip"),
+    Row("train.num_inner_epochs", "actor.epochs"),
     Row(
-        key="actor.loss_mode",
-        value=lambda get: "grpo_guard" if get("rationorm") else "flow_grpo",
-        sources=("rationorm",),
+        "train.gradient_accumulation_steps",
+        "actor.mini_batches",
+        _updates,
+        "updates per step: batches / gradient_accumulation_steps; groups are never split here",
     ),
-    same("train.clip_range", "actor.clip_ratio"),
-    same("train.adv_clip_max", "actor.adv_clip_max"),
-    same("train.beta", "actor.kl_coef"),
+    Row("train.batch_size", "actor.micro_batch_size"),
     Row(
-        key="actor.kl_weighting",
-        value=lambda get: "flow_grpo" if get("train.beta") and _sde_type(get) == "sde" else None,
-        note="its KL of sde steps is divided by the length of a step, that of cps steps is exact",
+        "mixed_precision",
+        "actor.autocast",
+        lambda get: _weights_dtype(get) == "float32" and _dtype(get) == "bfloat16",
     ),
+    Row("activation_checkpointing", "actor.gradient_checkpointing"),
     Row(
-        key="actor.optimizer",
-        value=lambda get: "adamw_8bit" if get("train.use_8bit_adam") else "adamw",
-        sources=("train.use_8bit_adam",),
-        note="AdamW of bitsandbytes in both",
-    ),
-    same("train.learning_rate", "actor.lr"),
-    Row(
-        key="actor.betas",
-        value=lambda get: [get("train.adam_beta1"), get("train.adam_beta2")],
-        sources=("train.adam_beta1", "train.adam_beta2"),
-    ),
-    same("train.adam_weight_decay", "actor.weight_decay"),
-    same("train.adam_epsilon", "actor.eps"),
-    same("train.max_grad_norm", "actor.grad_clip"),
-    same("train.num_inner_epochs", "actor.epochs"),
-    Row(
-        key="actor.mini_batches",
-        value=_updates,
-        sources=("train.gradient_accumulation_steps",),
-        note="updates per step: batches / gradient_accumulation_steps; groups are never split here",
-    ),
-    same("train.batch_size", "actor.micro_batch_size"),
-    Row(
-        key="actor.autocast",
-        value=lambda get: _weights_dtype(get) == "float32" and _dtype(get) == "bfloat16",
-        sources=("mixed_precision",),
-    ),
-    same("activation_checkpointing", "actor.gradient_checkpointing"),
-    Row(
-        key="actor.ema",
-        value=_ema,
-        sources=("train.ema",),
-        note=lambda get: (
-            f"{_EMA_DECAY} there, {get('train.gradient_accumulation_steps')} times at every {_EMA_INTERVAL}th update; "
-            "this is the decay of one update"
-        ),
+        "train.ema",
+        "actor.ema",
+        _ema,
+        f"{_EMA_DECAY} there at every {_EMA_INTERVAL}th update, once for each of its batches; here of one update",
     ),
     Row(
-        key="algorithm.advantage_std",
-        value=lambda get: "global" if get("sample.global_std") else "group",
-        sources=("sample.global_std",),
+        "sample.global_std",
+        "algorithm.advantage_std",
+        lambda get: "global" if get("sample.global_std") else "group",
     ),
+    Row((), "algorithm.rollout_correction.bypass_mode", lambda get: True, "old log-probs are the rollout's"),
     Row(
-        key="algorithm.rollout_correction.bypass_mode",
-        value=lambda get: True,
-        note="old log-probs are the rollout's",
+        "reward_fn",
+        "reward.terms",
+        lambda get: rewards.terms(_rewards(get)),
+        lambda get: rewards.note(_rewards(get)),
     ),
+    Row(("dataset", "prompt_fn"), "data.path", lambda get: _prompts_file(get, "train")),
+    Row(("dataset", "prompt_fn"), "data.heldout_path", lambda get: _prompts_file(get, "test")),
+    Row((), "data.num_heldout", lambda get: _ALL_PROMPTS, "all of them are evaluated"),
     Row(
-        key="reward.terms",
-        value=lambda get: rewards.terms(_rewards(get)),
-        sources=("reward_fn",),
-        note=lambda get: rewards.note(_rewards(get)),
+        (),
+        "trainer.total_steps",
+        lambda get: _WHOLE_RUN,
+        "it trains until it is stopped; a lower number ends the run",
     ),
-    Row(key="data.path", value=lambda get: _prompts_file(get, "train"), sources=("dataset", "prompt_fn")),
-    Row(
-        key="data.heldout_path",
-        value=lambda get: _prompts_file(get, "test"),
-        sources=("dataset", "prompt_fn"),
-    ),
-    Row(key="data.num_heldout", value=lambda get: _ALL_PROMPTS, note="all of them are evaluated"),
-    Row(
-        key="trainer.total_steps",
-        value=lambda get: _WHOLE_RUN,
-        note="it trains until it is stopped; a lower number ends the run",
-    ),
-    same("seed", "trainer.seed"),
-    same("eval_freq", "trainer.eval_every", "epochs"),
-    same("sample.eval_num_steps", "trainer.eval_num_inference_steps"),
-    same("save_freq", "trainer.save_every", "epochs"),
-    same("num_checkpoint_limit", "trainer.keep_checkpoints"),
-    Row(key="trainer.trackers", value=lambda get: ["wandb"]),
+    Row("seed", "trainer.seed"),
+    Row("eval_freq", "trainer.eval_every", None, "epochs"),
+    Row("sample.eval_num_steps", "trainer.eval_num_inference_steps"),
+    Row("save_freq", "trainer.save_every", None, "epochs"),
+    Row("num_checkpoint_limit", "trainer.keep_checkpoints"),
+    Row((), "trainer.trackers", lambda get: ["wandb"]),
 )
 
-NO_PLACE = {
-    "sample.eval_guidance_scale": "evaluations use the guidance of sampling",
-    "sample.*": "its script does not read it, or rollout.batch_size sets the size of batches",
-    "train.*": "its script does not read it",
-    "prompt_fn*": "prompts come from the file data.path",
-    "save_dir": "give --out",
-    "logdir": "give --out",
-    "run_name": "give --out",
-    "run_project": "belongs to its tracker",
-    "num_epochs": "flow_grpo trains until it is stopped; see trainer.total_steps",
-    "resume_from": "give --resume",
-    "pretrained.revision": "flowcorr loads the newest revision",
-    "allow_tf32": "set it in torch",
-    "fsdp_optimizer_offload": "an adapter's optimizer is small; for the weights see actor.fsdp",
-    "debug": "belongs to its script",
-}
+LEFT = (
+    Left("sample.eval_guidance_scale", "evaluations use the guidance of sampling"),
+    Left("prompt_fn_kwargs*", "prompts come from the file data.path"),
+    Left("pretrained.revision", "flowcorr loads the newest revision", ("main",)),
+)
+APART = (
+    *("sample.*", "train.*"),  # its script does not read them, or rollout.batch_size sets the size of batches
+    *(
+        "save_dir",
+        "logdir",
+        "run_name",
+        "run_project",
+        "num_epochs",
+        "resume_from",
+        "allow_tf32",
+        "debug",
+        "script",
+    ),
+    *("fsdp_optimizer_offload", "per_prompt_stat_tracking"),
+)
 
 DIFFERENCES = (
     "flow_grpo's advantages use the population std, which is sqrt((n - 1) / n) of the std here",
@@ -434,12 +394,12 @@ DIFFERENCES = (
 
 TABLE = Table(
     name="flow_grpo",
-    defaults=DEFAULTS,
-    kinds=KINDS,
-    required=tuple(_BASE),
-    sections=("reward_fn",),
-    rows=ROWS,
-    no_place=NO_PLACE,
-    differences=DIFFERENCES,
+    required=_REQUIRED,
+    absent=_ABSENT,
+    only={},
     refuse=_refuse,
+    rows=ROWS,
+    left=LEFT,
+    apart=APART,
+    differences=DIFFERENCES,
 )

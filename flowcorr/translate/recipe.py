@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowcorr.config.load import without_interpolation
+from flowcorr.config.load import redact_override, without_interpolation
 from flowcorr.translate.table import Line, Translation
 
 _WIDTH = 110
@@ -15,29 +17,44 @@ _PLAIN = re.compile(r"[A-Za-z~/][\w./~-]*", re.ASCII)
 _WORDS = ("true", "false", "null", "yes", "no", "on", "off", "nan", "inf", "~")
 
 
-def recipe_text(translation: Translation, origin: str, not_read: Sequence[str] = ()) -> str:
+def recipe_text(translation: Translation, origin: str, *, all_keys: bool = False) -> str:
     """The recipe as YAML.
 
     Args:
-        translation: the lines of the recipe, and the keys without an equivalent.
+        translation: the lines of the recipe, and the keys that are not carried over.
         origin: the translated file, for the first line.
-        not_read: what the file does before, and may change it.
+        all_keys: list the keys that change nothing too, instead of their number.
     """
     parts = [
         f"# Translated by flowcorr translate from {_one_line(origin)}.",
         "# Each comment names the source of its line. Defaults that differ from flowcorr's are written out.",
         *_section(_tree(translation.lines), 0),
     ]
-    if translation.no_line:
-        parts += _comment("as here anyway, or without effect beside other keys:", translation.no_line)
-    for reason, keys in translation.no_place.items():
-        parts += _comment(f"no equivalent here ({reason}):", keys)
-    if translation.unknown:
-        parts += _comment("unknown to flowcorr translate:", translation.unknown)
-    if not_read:
-        parts += _comment("not read, and may change what is above:", not_read)
+    for reason, keys in translation.left.items():
+        parts += _comment(f"not carried over ({reason}):", keys)
+    rest = translation.without_effect
+    if all_keys and rest:
+        parts += _comment(
+            "not carried over, and without effect on learning, sampling and rewards here:", rest
+        )
+    elif rest:
+        counts = Counter(_section_of(key) for key in rest)
+        shown = ", ".join(f"{section} {count}" for section, count in counts.items())
+        parts += [
+            f"# not carried over, and without effect on learning, sampling and rewards here: {len(rest)} keys",
+            *(
+                f"# {line}"
+                for line in textwrap.wrap(f"({shown}; --all lists them)", _WIDTH, break_long_words=False)
+            ),
+        ]
     parts += ["# differs in any case:", *(f"#   {difference}" for difference in translation.differences)]
     return "\n".join(parts) + "\n"
+
+
+def _section_of(entry: str) -> str:
+    """The section of `a.b.c=value`, two names of it where a third follows."""
+    names = entry.partition("=")[0].split(".")[:-1]
+    return ".".join(names[:2]) or "top level"
 
 
 def _tree(lines: Mapping[str, Line]) -> dict[str, Any]:
@@ -70,7 +87,7 @@ def _value(value: Any) -> str:
 
 
 def _comment(title: str, entries: Sequence[str]) -> list[str]:
-    return [f"# {title}", *(f"#   {_one_line(entry)[:_WIDTH]}" for entry in entries)]
+    return [f"# {title}", *(f"#   {_one_line(redact_override(entry))[:_WIDTH]}" for entry in entries)]
 
 
 def _one_line(text: str) -> str:

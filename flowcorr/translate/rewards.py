@@ -49,7 +49,7 @@ JUDGED_OCR = Known(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Reward:
     """One reward of a source.
 
     Attributes:
@@ -67,7 +67,7 @@ class Given:
     without: Sequence[str] = ()
 
 
-def terms(given: Sequence[Given], *, normalize: str = "none") -> list[dict[str, Any]]:
+def terms(given: Sequence[Reward], *, normalize: str = "none") -> list[dict[str, Any]]:
     """The value of `reward.terms`; a reward that flowcorr lacks becomes a function that the user writes."""
     made = []
     for reward in given:
@@ -81,7 +81,7 @@ def terms(given: Sequence[Given], *, normalize: str = "none") -> list[dict[str, 
     return made
 
 
-def note(given: Sequence[Given]) -> str:
+def note(given: Sequence[Reward]) -> str:
     """A note to the user about the terms."""
     notes = [reward.known.note for reward in given if reward.known is not None]
     if any(reward.known is None for reward in given):

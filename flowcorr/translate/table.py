@@ -3,41 +3,134 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import UnionType
 from typing import Any
 
-from flowcorr.config import Config, to_mapping, yaml_text
+from flowcorr.config import load_mapping, to_mapping
 from flowcorr.config.build import KINDS
-from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.errors import ConfigError
-from flowcorr.translate.unread import unread_in
+from flowcorr.errors import ConfigError, unknown_choice
 
-Get = Callable[[str], Any]
+_MISSING = object()
 _SHOWN = 4
-_CORRECTION = {"algorithm.rollout_correction": to_mapping(RolloutCorrectionConfig())}
+_DTYPES = {
+    "no": "float32",
+    "fp32": "float32",
+    "float32": "float32",
+    "fp16": "float16",
+    "float16": "float16",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+}
+_OURS = to_mapping(load_mapping({"algorithm": {"rollout_correction": {}}}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One key of a recipe.
+class Given:
+    """A configuration of another trainer: `given("train.seed")` is the value of a key.
 
     Attributes:
-        key: the dotted key of the recipe.
-        sources: the other trainer's keys from which it follows; none if that trainer always behaves so.
-        value: computes its value from `get`, which returns the value of a key of the other trainer; None leaves the
-            line out.
-        note: an addition to the comment, or a function that makes it from `get`.
-        always: write the line even if the value is flowcorr's default.
+        asked: the keys that were asked for.
     """
 
+    def __init__(self, values: Mapping[str, Any], absent: Mapping[str, Any], trainer: str) -> None:
+        self.asked: set[str] = set()
+        self._values, self._absent, self._trainer = values, absent, trainer
+
+    def __contains__(self, key: str) -> bool:
+        return _at(self._values, key) is not _MISSING
+
+    def __call__(self, key: str, kind: Any = object) -> Any:
+        """The value of a key, or the one that counts where it is absent.
+
+        Args:
+            key: a dotted key, of a value or of a section.
+            kind: the type that it must have, such as `int`, or `int | None` where it may be null. By default that of
+                the number that counts where the key is absent, or any.
+
+        Raises:
+            ConfigError: the key is absent and has no default, or its value is not resolved, not finite or not a `kind`.
+        """
+        self.asked.add(key)
+        value, default = _at(self._values, key), self._absent.get(key)
+        if value is _MISSING:
+            if key not in self._absent:
+                raise ConfigError(
+                    f"it does not hold {key}, as every resolved configuration of {self._trainer} does"
+                )
+            return self._absent[key]
+        for part in _leaves(value):
+            if isinstance(part, str) and ("$" in part or part == "???"):
+                raise ConfigError(f"{key}={part} is not resolved; give its value as an override, {key}=VALUE")
+            if isinstance(part, float) and not math.isfinite(part):
+                raise ConfigError(f"{key}={part} must be a finite number")
+        if isinstance(kind, UnionType):
+            if value is None:
+                return None
+            kind = kind.__args__[0]
+        if kind is object and isinstance(default, int | float) and not isinstance(value, list | dict):
+            kind = type(default)
+        if isinstance(value, kind) and not (isinstance(value, bool) and kind in (int, float)):
+            return value
+        if kind is float and type(value) is int:
+            return float(value)
+        if kind is int and type(value) is float and value.is_integer():
+            return int(value)
+        if kind is bool and value in (0, 1):
+            return bool(value)
+        if kind is list and value is not None:
+            return [value]
+        raise ConfigError(f"{key}={value!r} must be {KINDS[kind]}")
+
+
+How = Callable[[Given], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key of a recipe: from, to, how.
+
+    Attributes:
+        sources: the other trainer's keys from which it follows; none if that trainer always behaves so.
+        key: the dotted key of the recipe.
+        how: computes its value; without it, the value of the one source is taken. None leaves the line out.
+        note: an addition to the comment, or a function that makes it.
+        when: whether the line has a meaning beside the other keys; else it is left out.
+    """
+
+    sources: str | tuple[str, ...]
     key: str
-    value: Callable[[Get], Any]
-    sources: tuple[str, ...] = ()
-    note: str | Callable[[Get], str] = ""
-    always: bool = False
+    how: How | None = None
+    note: str | Callable[[Given], str] = ""
+    when: Callable[[Given], Any] = lambda get: True
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The sources."""
+        return (self.sources,) if isinstance(self.sources, str) else self.sources
+
+    def value(self, get: Given) -> Any:
+        """The value of the line; None leaves it out."""
+        if not self.when(get):
+            return None
+        return get(self.keys[0]) if self.how is None else self.how(get)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Keys without an equivalent that may change learning, sampling or rewards.
+
+    Attributes:
+        pattern: a pattern of their names.
+        reason: why they are left out, or where it is set here.
+        neutral: values that change nothing, besides null, false, 0 and what is empty.
+    """
+
+    pattern: str
+    reason: str
+    neutral: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,25 +139,25 @@ class Table:
 
     Attributes:
         name: name of the trainer.
-        defaults: default values of the keys that are read; a given value must be of the same type.
-        kinds: types of keys where the default does not tell it; `object` is any.
-        required: keys that every configuration of the trainer holds.
-        sections: keys that hold a section of names which the user chooses, read as a whole.
-        rows: the keys that are translated.
-        no_place: patterns of keys without an equivalent, with the reason; the first match counts.
-        differences: differences in the maths that no configuration removes.
+        required: keys that tell a configuration of the trainer from others.
+        absent: values of keys that a configuration may lack.
+        only: values with an equivalent, of keys that have no other.
         refuse: returns why flowcorr cannot run a configuration, or an empty string.
+        rows: the keys that are translated.
+        left: keys that are not, and may change learning, sampling or rewards; the first match counts.
+        apart: patterns of keys that change none of these: workers, folders, profiling, other algorithms.
+        differences: differences in the maths that no configuration removes.
     """
 
     name: str
-    defaults: Mapping[str, Any]
-    kinds: Mapping[str, type]
     required: Sequence[str]
-    sections: tuple[str, ...]
+    absent: Mapping[str, Any]
+    only: Mapping[str, tuple[Any, ...]]
+    refuse: Callable[[Given], str]
     rows: Sequence[Row]
-    no_place: Mapping[str, str]
+    left: Sequence[Left]
+    apart: Sequence[str]
     differences: Sequence[str]
-    refuse: Callable[[Get], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,79 +175,85 @@ class Translation:
     Attributes:
         lines: the lines of the recipe, by dotted key.
         sources: the other trainer's keys, given or not, from which these lines follow.
-        no_line: given keys that are read, and are as they are here anyway, or without effect beside the others.
-        no_place: given keys without an equivalent, by reason.
-        unknown: given keys that are not in the table.
+        left: given keys that are not carried over and may matter, by reason.
+        without_effect: the other given keys: neutral, of no effect beside others, or of nothing that is learned.
         differences: see `Table`.
     """
 
     lines: Mapping[str, Line]
     sources: AbstractSet[str]
-    no_line: Sequence[str]
-    no_place: Mapping[str, Sequence[str]]
-    unknown: Sequence[str]
+    left: Mapping[str, Sequence[str]]
+    without_effect: Sequence[str]
     differences: Sequence[str] = field(default_factory=tuple)
 
 
-def translate_values(given: Mapping[str, Any], table: Table) -> Translation:
-    """Translate the `given` keys with a table.
+def translate_values(values: Mapping[str, Any], table: Table) -> Translation:
+    """Translate a configuration, nested sections of keys, with a table.
 
     Raises:
-        ConfigError: it is no configuration of that trainer, flowcorr cannot run it, or a value that it needs is unread;
-            the message says why.
+        ConfigError: it is no configuration of that trainer, flowcorr cannot run it, or a value that it needs is not
+            resolved; the message says why.
     """
-
-    def get(key: str) -> Any:
-        default = table.defaults[key]
-        value = given.get(key, default)
-        if unread := next(unread_in(value), None):
-            raise ConfigError(f"{key} is not known: {unread.reason}")
-        if value is None and default is None:
-            return None
-        return _typed(key, value, table.kinds.get(key, object if default is None else type(default)))
-
-    check_required(given, table.required, table.name)
+    get = Given(values, table.absent, table.name)
+    if missing := [key for key in table.required if key not in get]:
+        shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        raise ConfigError(f"it is no configuration of {table.name}, which would hold {shown}")
+    for key, known in table.only.items():
+        if get(key) not in known:
+            names = ", ".join(str(value) for value in known if value)
+            raise ConfigError(
+                f"{key}={get(key)} has no equivalent here{f'; flowcorr has {names}' if names else ''}"
+            )
     if reason := table.refuse(get):
         raise ConfigError(reason)
-    ours = _flat({**to_mapping(Config()), **_CORRECTION})
     lines: dict[str, Line] = {}
     sources: set[str] = set()
     for row in table.rows:
-        value = row.value(get)
-        there = [source for source in row.sources if source in given]
-        if value is None or (value == ours.get(row.key) and not there and not row.always):
+        value, ours = row.value(get), _at(_OURS, row.key)
+        there = [source for source in row.keys if source in get]
+        if value is None or (value == ours and not there):
             continue
         note = row.note if isinstance(row.note, str) else row.note(get)
-        lines[row.key] = Line(value=value, comment=_comment(row, there, ours.get(row.key), table.name, note))
-        sources |= {*row.sources}
-    no_line: list[str] = []
-    no_place: dict[str, list[str]] = {}
-    unknown: list[str] = []
-    for key, value in given.items():
-        if key in sources:
+        lines[row.key] = Line(value=value, comment=_comment(row, there, ours, table.name, note))
+        sources.update(row.keys)
+    read: set[str] = get.asked.union(*(row.keys for row in table.rows))
+    left: dict[str, list[str]] = {}
+    without_effect = []
+    for key, value in flat(values):
+        if covers(sources, key):
             continue
-        why = next((text for pattern, text in table.no_place.items() if fnmatchcase(key, pattern)), None)
-        if key in table.defaults:
-            no_line.append(f"{key}={value}")
-        elif why is None:
-            unknown.append(f"{key}={value}")
+        reason = "" if covers(read, key) else _reason(key, value, table)
+        shown = f"{key}={value}"
+        if reason:
+            left.setdefault(reason, []).append(shown)
         else:
-            no_place.setdefault(why, []).append(f"{key}={value}")
+            without_effect.append(shown)
     return Translation(
-        lines=lines,
-        sources=sources,
-        no_line=no_line,
-        no_place=no_place,
-        unknown=unknown,
-        differences=table.differences,
+        lines=lines, sources=sources, left=left, without_effect=without_effect, differences=table.differences
     )
 
 
-def check_required(given: Mapping[str, Any], required: Sequence[str], name: str) -> None:
-    """Refuse a configuration that lacks keys which every one of a trainer holds, so that it is of something else."""
-    if missing := [key for key in required if key not in given]:
-        shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-        raise ConfigError(f"it is no configuration of {name}, which would hold {shown}")
+def covers(keys: AbstractSet[str], key: str) -> bool:
+    """Whether a key, or a section that it is in, is among `keys`."""
+    parts = key.split(".")
+    return any(".".join(parts[:count]) in keys for count in range(1, len(parts) + 1))
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of nested mappings by their dotted keys, but for the classes that Hydra makes of sections."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        elif key != "_target_":
+            yield f"{prefix}{key}", value
+
+
+def dtype_of(get: Given, key: str) -> str:
+    """A dtype by its name here; null is float32. Raises `ConfigError` for none."""
+    name = "no" if get(key) is None else str(get(key)).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(unknown_choice(key, name, _DTYPES))
+    return _DTYPES[name]
 
 
 def decay_of_one(decay: float, updates: float) -> float:
@@ -162,52 +261,43 @@ def decay_of_one(decay: float, updates: float) -> float:
     return min(round(decay ** (1 / updates), 6), 0.999999)
 
 
-def same(source: str, key: str, note: str | Callable[[Get], str] = "") -> Row:
-    """A key of a recipe that has the value of a key of the other trainer."""
-    return Row(key=key, value=lambda get: get(source), sources=(source,), note=note)
-
-
-def _typed(key: str, value: Any, kind: type) -> Any:
-    """A value as what its key needs: whole numbers for numbers, a list for the text of one.
-
-    Raises:
-        ConfigError: it is of another type, or a number that is not finite.
-    """
-    if kind is float and type(value) is float and not math.isfinite(value):
-        raise ConfigError(f"{key}={value!r} must be a finite number")
-    if kind in (object, type(value)):
-        return value
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is int and type(value) is float and value.is_integer():
-        return int(value)
-    if kind is bool and value in (0, 1):
-        return bool(value)
-    if kind is list and isinstance(value, tuple):
-        return list(value)
-    if kind is list and isinstance(value, str):
-        found = yaml_text.parse(value) if value.startswith("[") else value
-        return found if isinstance(found, list) else [found]
-    raise ConfigError(f"{key}={value!r} must be {KINDS[kind]}")
+def _reason(key: str, value: Any, table: Table) -> str:
+    """Why a key that may matter is not carried over; empty if its value changes nothing."""
+    rule = next((rule for rule in table.left if fnmatchcase(key, rule.pattern)), None)
+    if rule is None and any(fnmatchcase(key, pattern) for pattern in table.apart):
+        return ""
+    if not value or (rule is not None and value in rule.neutral):
+        return ""
+    return "unknown to flowcorr translate" if rule is None else rule.reason
 
 
 def _comment(row: Row, there: Sequence[str], ours: Any, name: str, note: str) -> str:
-    if not row.sources:
+    if not row.keys:
         text = f"{name} always does this; default here: {_text(ours)}"
     elif there:
         text = ", ".join(there)
     else:
-        text = f"{name}'s default of {row.sources[0]}; default here: {_text(ours)}"
+        text = f"{name}'s default of {row.keys[0]}; default here: {_text(ours)}"
     return f"{text} ({note})" if note else text
 
 
 def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value in (None, _MISSING) else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
-    return flat
+def _at(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        if not isinstance(values, Mapping) or name not in values:
+            return _MISSING
+        values = values[name]
+    return values
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(part)
+    else:
+        yield value

@@ -1,49 +1,45 @@
-"""The table for verl-omni's configuration, by its Hydra keys."""
+"""The table for verl-omni's configuration, as Hydra resolves it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from flowcorr.translate import rewards
-from flowcorr.translate.table import Get, Row, Table, same
-from flowcorr.translate.verl_omni_checks import LOSSES, refuse
-from flowcorr.translate.verl_omni_defaults import (
+from flowcorr.translate.table import Given, How, Left, Row, Table, dtype_of
+from flowcorr.translate.verl_omni_values import (
     ACTOR,
     ALGO,
     CORRECTION,
-    DEFAULTS,
-    ENGINE,
+    FUNCTION,
+    FUNCTIONS,
     JUDGE,
-    KINDS,
     LOSS,
+    LOSSES,
     MODEL,
+    OPTIM,
     PIPELINE,
-    REWARD,
-    REWARDS,
     ROLLOUT,
+    TRACKERS,
     VALIDATION,
-)
-from flowcorr.translate.verl_omni_values import (
     adapted,
     adapter_dtype,
+    adapter_init,
     advantage_std,
-    computes_in_autocast,
+    autocast,
     corrects,
-    dtype,
-    engine,
+    engine_options,
+    facts,
     family,
-    grad_clip,
     guidance,
-    is_mix,
-    is_veomni,
-    loss,
+    kl_coef,
+    lacking_trackers,
+    loss_of,
     pair,
+    refuse,
     reward_functions,
     rewards_note,
     targets,
     text_file,
-    trackers,
-    trackers_note,
     updates,
     warmup,
     weights_dtype,
@@ -51,212 +47,222 @@ from flowcorr.translate.verl_omni_values import (
     window_size,
 )
 
-_ALL_PROMPTS = 100_000
-_NO_CLAMP = 1e6
+_ALL_PROMPTS, _NO_CLAMP = 100_000, 1e6
+_ABSENT: dict[str, Any] = {
+    "model_engine": "dp_diffusion",
+    "distillation.enabled": False,
+    "trainer.use_v1": False,
+    "trainer.max_actor_ckpt_to_keep": None,
+    "reward.reward_manager.name": "VisualRewardManager",
+    "reward.aggregation": "weighted_sum",
+    FUNCTIONS: {},
+    f"{FUNCTION}.reward_kwargs": {},
+    f"{MODEL}.target_parameters": None,
+    f"{MODEL}.exclude_modules": None,
+    f"{MODEL}.lora_dtype": None,
+    f"{MODEL}.lora_adapter_path": None,
+    f"{PIPELINE}.num_frames": 1,
+    f"{PIPELINE}.output_type": None,
+    f"{ALGO}.sample_strategy": "random",
+    f"{ROLLOUT}.quantization": None,
+    f"{ACTOR}.use_distill_loss": False,
+    f"{OPTIM}.eps": 1e-8,
+    f"{OPTIM}.grad_clip": None,
+    f"{OPTIM}.lr_warmup_steps": -1,
+    f"{OPTIM}.min_lr_ratio": 0.0,
+    f"{OPTIM}.num_cycles": 0.5,
+    f"{OPTIM}.override_optimizer_config": None,
+}
+"""Keys that not every version or engine of verl-omni has, with the values that count without them."""
+_ONLY: dict[str, tuple[Any, ...]] = {
+    f"{MODEL}.model_type": ("diffusion_model",),
+    f"{MODEL}.algorithm": tuple(LOSSES),
+    f"{LOSS}.loss_mode": (None, *LOSSES),
+    "algorithm.adv_estimator": (None, *LOSSES),
+    "algorithm.trainer_type": ("policy_gradient",),
+    "algorithm.sample_source": ("online",),
+    "distillation.enabled": (False,),
+    f"{ACTOR}.use_distill_loss": (False,),
+    f"{ALGO}.sample_strategy": ("random",),
+    f"{OPTIM}.optimizer": ("AdamW", "AdamW8bit", "adamw"),
+    f"{OPTIM}.override_optimizer_config": (None, {}),
+    f"{OPTIM}.num_cycles": (0.5,),
+    "reward.aggregation": ("weighted_sum",),
+    "reward.reward_manager.name": ("VisualRewardManager", "MultiVisualRewardManager"),
+    "model_engine": ("dp_diffusion", "veomni_diffusion"),
+}
 
 
 def _correction(key: str, *, belongs_to: str = "") -> Row:
     source = f"{CORRECTION}.{key}"
 
-    def value(get: Get) -> Any:
+    def value(get: Given) -> Any:
         in_use = not belongs_to or get(f"{CORRECTION}.{belongs_to}") is not None
         return get(source) if in_use and corrects(get) else None
 
-    return Row(key=source, value=value, sources=(source,), always=key == "bypass_mode")
+    return Row(source, source, value)
 
 
 def _guidance(key: str) -> Row:
     return Row(
-        key=f"sampling.{key}",
-        value=lambda get: guidance(get) if family(get).guidance_key == key else None,
-        sources=(f"{PIPELINE}.{key}",),
+        f"{PIPELINE}.{key}", f"sampling.{key}", guidance, when=lambda get: facts(get).guidance_key == key
     )
 
 
+def _eval_size(side: str) -> How:
+    def value(get: Given) -> Any:
+        size = get(f"{VALIDATION}.{side}")
+        return None if size == get(f"{PIPELINE}.{side}") else size
+
+    return value
+
+
 ROWS = (
-    same(f"{MODEL}.path", "model.path"),
+    Row(f"{MODEL}.path", "model.path"),
     Row(
-        key="model.dtype",
-        value=weights_dtype,
-        sources=(
-            *(f"{ACTOR}.fsdp_config.model_dtype", f"{ACTOR}.veomni_config.model_dtype"),
-            *(f"{ACTOR}.strategy", ENGINE),
+        (
+            *(f"{ACTOR}.{key}_config.model_dtype" for key in ("fsdp", "veomni")),
+            f"{ACTOR}.strategy",
+            "model_engine",
         ),
-        note=lambda get: "of veomni_config" if is_veomni(get) else "",
+        "model.dtype",
+        weights_dtype,
+        "of veomni_config with VeOmni",
     ),
-    same(f"{PIPELINE}.max_sequence_length", "model.max_sequence_length"),
-    same(f"{MODEL}.lora_rank", "model.lora.rank", "0 trains all weights"),
+    Row(f"{PIPELINE}.max_sequence_length", "model.max_sequence_length"),
+    Row(f"{MODEL}.lora_rank", "model.lora.rank", None, "0 trains all weights"),
     Row(
-        key="model.lora.alpha",
-        value=lambda get: float(get(f"{MODEL}.lora_alpha")) if adapted(get) else None,
-        sources=(f"{MODEL}.lora_alpha",),
-    ),
-    Row(
-        key="model.lora.targets",
-        value=targets,
-        sources=(f"{MODEL}.target_modules", f"{MODEL}.target_parameters", f"{MODEL}.exclude_modules"),
-        note=lambda get: "every linear layer" if get(f"{MODEL}.target_modules") == "all-linear" else "",
+        f"{MODEL}.lora_alpha", "model.lora.alpha", lambda get: get(f"{MODEL}.lora_alpha", float), when=adapted
     ),
     Row(
-        key="model.lora.dtype",
-        value=adapter_dtype,
-        sources=(f"{MODEL}.lora_dtype",),
-        note="that of the weights unless it is set",
+        (f"{MODEL}.target_modules", f"{MODEL}.target_parameters", f"{MODEL}.exclude_modules"),
+        "model.lora.targets",
+        targets,
+        "all-linear is every linear layer",
     ),
+    Row(f"{MODEL}.lora_dtype", "model.lora.dtype", adapter_dtype, "that of the weights unless it is set"),
+    Row(f"{MODEL}.lora_init_weights", "model.lora.init", adapter_init),
+    Row(f"{MODEL}.lora_adapter_path", "model.lora.warm_start"),
+    Row(f"{ALGO}.sde_type", "sampling.sde_type"),
+    Row(f"{ALGO}.noise_level", "sampling.noise_level"),
+    Row(f"{PIPELINE}.num_inference_steps", "sampling.num_inference_steps"),
+    Row(f"{ALGO}.sde_window_size", "sampling.sde_window_size", window_size),
+    Row(f"{ALGO}.sde_window_range", "sampling.sde_window_range", window_range),
     Row(
-        key="model.lora.init",
-        value=lambda get: (
-            ("gaussian" if get(f"{MODEL}.lora_init_weights") == "gaussian" else "kaiming")
-            if adapted(get)
-            else None
-        ),
-        sources=(f"{MODEL}.lora_init_weights",),
-    ),
-    same(f"{MODEL}.lora_adapter_path", "model.lora.warm_start"),
-    same(f"{ALGO}.sde_type", "sampling.sde_type"),
-    same(f"{ALGO}.noise_level", "sampling.noise_level"),
-    same(f"{PIPELINE}.num_inference_steps", "sampling.num_inference_steps"),
-    Row(key="sampling.sde_window_size", value=window_size, sources=(f"{ALGO}.sde_window_size",)),
-    Row(key="sampling.sde_window_range", value=window_range, sources=(f"{ALGO}.sde_window_range",)),
-    Row(
-        key="sampling.window_per",
-        value=lambda get: "group" if is_mix(get) else "sample",
-        sources=(f"{MODEL}.algorithm",),
-        note=lambda get: (
-            "mix_grpo draws one window for all samples of an iteration; one for each prompt is the closest"
-            if is_mix(get)
-            else ""
-        ),
+        f"{MODEL}.algorithm",
+        "sampling.window_per",
+        lambda get: "group" if get(f"{MODEL}.algorithm") == "mix_grpo" else "sample",
+        "mix_grpo draws one window for all samples of an iteration; the closest here is one for each prompt",
     ),
     _guidance("guidance_scale"),
     _guidance("true_cfg_scale"),
     Row(
-        key="sampling.negative_prompt",
-        value=lambda get: " " if family(get).name == "qwen_image" and guidance(get) > 1 else None,
-        note="verl-omni reads it from its data, where its examples of Qwen-Image write this",
+        (),
+        "sampling.negative_prompt",
+        lambda get: " ",
+        "verl-omni reads it from its data, where its examples of Qwen-Image write this",
+        when=lambda get: family(get) == "qwen_image" and guidance(get) > 1,
     ),
-    same(f"{PIPELINE}.height", "sampling.height"),
-    same(f"{PIPELINE}.width", "sampling.width"),
+    Row(f"{PIPELINE}.height", "sampling.height"),
+    Row(f"{PIPELINE}.width", "sampling.width"),
     Row(
-        key="sampling.cps_unscaled",
-        value=lambda get: True if get(f"{ALGO}.sde_type") == "cps" else None,
-        note="verl-omni's cps log-probs lack 1 / (2 s^2)",
+        (),
+        "sampling.cps_unscaled",
+        lambda get: True,
+        "verl-omni's cps log-probs lack 1 / (2 s^2)",
+        when=lambda get: get(f"{ALGO}.sde_type") == "cps",
     ),
-    same(f"{ROLLOUT}.name", "rollout.name"),
+    Row(f"{ROLLOUT}.name", "rollout.name"),
     Row(
-        key="rollout.engine",
-        value=engine,
-        sources=tuple(
+        tuple(
             f"{ROLLOUT}.{key}"
             for key in ("tensor_model_parallel_size", "gpu_memory_utilization", "quantization")
         ),
+        "rollout.engine",
+        engine_options,
+    ),
+    Row(f"{ROLLOUT}.dtype", "rollout.dtype", lambda get: dtype_of(get, f"{ROLLOUT}.dtype")),
+    Row("data.train_batch_size", "rollout.prompts_per_step", None, "prompts"),
+    Row(f"{ROLLOUT}.n", "rollout.n"),
+    Row((), "rollout.same_initial_noise", lambda get: False),
+    Row((f"{LOSS}.loss_mode", f"{MODEL}.algorithm"), "actor.loss_mode", lambda get: LOSSES[loss_of(get)]),
+    Row(f"{LOSS}.clip_ratio", "actor.clip_ratio", when=lambda get: loss_of(get) != "flow_dppo"),
+    Row(
+        (f"{LOSS}.kl_mask_threshold", f"{LOSS}.add_kl_coefficient"),
+        "actor.kl_threshold",
+        lambda get: get(f"{LOSS}.kl_mask_threshold"),
+        when=lambda get: loss_of(get) == "flow_dppo",
     ),
     Row(
-        key="rollout.dtype",
-        value=lambda get: dtype(get, f"{ROLLOUT}.dtype"),
-        sources=(f"{ROLLOUT}.dtype",),
-    ),
-    same("data.train_batch_size", "rollout.prompts_per_step", "prompts"),
-    same(f"{ROLLOUT}.n", "rollout.n"),
-    Row(key="rollout.same_initial_noise", value=lambda get: False),
-    Row(
-        key="actor.loss_mode",
-        value=lambda get: LOSSES[loss(get)],
-        sources=(f"{LOSS}.loss_mode", f"{MODEL}.algorithm"),
+        f"{LOSS}.adv_clip_max",
+        "actor.adv_clip_max",
+        lambda get: _NO_CLAMP if loss_of(get) == "flow_dppo" else get(f"{LOSS}.adv_clip_max"),
+        "its flow_dppo clamps no advantages",
     ),
     Row(
-        key="actor.clip_ratio",
-        value=lambda get: None if loss(get) == "flow_dppo" else get(f"{LOSS}.clip_ratio"),
-        sources=(f"{LOSS}.clip_ratio",),
+        (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss"),
+        "actor.kl_coef",
+        kl_coef,
+        "only used with use_kl_loss",
     ),
     Row(
-        key="actor.kl_threshold",
-        value=lambda get: get(f"{LOSS}.kl_mask_threshold") if loss(get) == "flow_dppo" else None,
-        sources=(f"{LOSS}.kl_mask_threshold", f"{LOSS}.add_kl_coefficient"),
+        (),
+        "actor.kl_weighting",
+        lambda get: "flow_grpo",
+        "its KL of sde steps is divided by the length of a step, that of cps and dance_sde is exact",
+        when=lambda get: kl_coef(get) and get(f"{ALGO}.sde_type") == "sde",
     ),
     Row(
-        key="actor.adv_clip_max",
-        value=lambda get: _NO_CLAMP if loss(get) == "flow_dppo" else get(f"{LOSS}.adv_clip_max"),
-        sources=(f"{LOSS}.adv_clip_max",),
-        note=lambda get: "its flow_dppo clamps no advantages" if loss(get) == "flow_dppo" else "",
+        (f"{OPTIM}.optimizer", f"{OPTIM}.optimizer_impl"),
+        "actor.optimizer",
+        lambda get: "adamw_8bit" if get(f"{OPTIM}.optimizer") == "AdamW8bit" else "adamw",
+        "AdamW of torch, in 8 bits of bitsandbytes",
+    ),
+    Row(f"{OPTIM}.lr", "actor.lr"),
+    Row(f"{OPTIM}.betas", "actor.betas", lambda get: pair(f"{OPTIM}.betas", get(f"{OPTIM}.betas"))),
+    Row(f"{OPTIM}.eps", "actor.eps"),
+    Row(f"{OPTIM}.weight_decay", "actor.weight_decay"),
+    Row(
+        (f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"),
+        "actor.warmup_steps",
+        warmup,
+        "its training steps times the updates of one",
+    ),
+    Row(f"{OPTIM}.lr_scheduler_type", "actor.lr_schedule", None, "by training steps there, by updates here"),
+    Row(
+        f"{OPTIM}.min_lr_ratio",
+        "actor.lr_min_ratio",
+        lambda get: get(f"{OPTIM}.min_lr_ratio", float | None) or 0.0,
+        when=lambda get: get(f"{OPTIM}.lr_scheduler_type") != "constant",
     ),
     Row(
-        key="actor.kl_coef",
-        value=lambda get: get(f"{ACTOR}.kl_loss_coef") if get(f"{ACTOR}.use_kl_loss") else 0.0,
-        sources=(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss"),
-        note="only used with use_kl_loss",
-    ),
-    Row(
-        key="actor.kl_weighting",
-        value=lambda get: (
-            "flow_grpo"
-            if get(f"{ACTOR}.use_kl_loss")
-            and get(f"{ACTOR}.kl_loss_coef")
-            and get(f"{ALGO}.sde_type") == "sde"
-            else None
+        (f"{OPTIM}.clip_grad", f"{OPTIM}.grad_clip"),
+        "actor.grad_clip",
+        lambda get: (
+            get(f"{OPTIM}.clip_grad") if get(f"{OPTIM}.grad_clip") is None else get(f"{OPTIM}.grad_clip")
         ),
-        note="its KL of sde steps is divided by the length of a step, that of cps and dance_sde is exact",
+    ),
+    Row(f"{ACTOR}.ppo_epochs", "actor.epochs"),
+    Row(
+        f"{ACTOR}.ppo_mini_batch_size",
+        "actor.mini_batches",
+        updates,
+        "updates per step: train_batch_size / ppo_mini_batch_size",
+    ),
+    Row(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor.micro_batch_size"),
+    Row(f"{ACTOR}.fsdp_config.dtype", "actor.autocast", autocast, "FSDP's mixed precision"),
+    Row(f"{MODEL}.enable_gradient_checkpointing", "actor.gradient_checkpointing"),
+    Row(
+        ("algorithm.global_std", "algorithm.norm_adv_by_std_in_grpo"),
+        "algorithm.advantage_std",
+        advantage_std,
     ),
     Row(
-        key="actor.optimizer",
-        value=lambda get: "adamw_8bit" if get(f"{ACTOR}.optim.optimizer") == "AdamW8bit" else "adamw",
-        sources=(f"{ACTOR}.optim.optimizer", f"{ACTOR}.optim.optimizer_impl"),
-        note="AdamW of torch, in 8 bits of bitsandbytes",
-    ),
-    same(f"{ACTOR}.optim.lr", "actor.lr"),
-    Row(
-        key="actor.betas",
-        value=lambda get: pair(f"{ACTOR}.optim.betas", get(f"{ACTOR}.optim.betas")),
-        sources=(f"{ACTOR}.optim.betas",),
-    ),
-    same(f"{ACTOR}.optim.eps", "actor.eps"),
-    same(f"{ACTOR}.optim.weight_decay", "actor.weight_decay"),
-    Row(
-        key="actor.warmup_steps",
-        value=warmup,
-        sources=(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"),
-        note="its training steps times the updates of one",
-    ),
-    same(f"{ACTOR}.optim.lr_scheduler_type", "actor.lr_schedule", "by training steps there, by updates here"),
-    Row(
-        key="actor.lr_min_ratio",
-        value=lambda get: (
-            None
-            if get(f"{ACTOR}.optim.lr_scheduler_type") == "constant"
-            else float(get(f"{ACTOR}.optim.min_lr_ratio") or 0)
-        ),
-        sources=(f"{ACTOR}.optim.min_lr_ratio",),
-    ),
-    Row(
-        key="actor.grad_clip",
-        value=grad_clip,
-        sources=(f"{ACTOR}.optim.clip_grad", f"{ACTOR}.optim.grad_clip"),
-    ),
-    same(f"{ACTOR}.ppo_epochs", "actor.epochs"),
-    Row(
-        key="actor.mini_batches",
-        value=updates,
-        sources=(f"{ACTOR}.ppo_mini_batch_size",),
-        note="updates per step: train_batch_size / ppo_mini_batch_size",
-    ),
-    same(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor.micro_batch_size"),
-    Row(
-        key="actor.autocast",
-        value=computes_in_autocast,
-        sources=(f"{ACTOR}.fsdp_config.dtype",),
-        note="FSDP's mixed precision",
-    ),
-    same(f"{MODEL}.enable_gradient_checkpointing", "actor.gradient_checkpointing"),
-    Row(
-        key="algorithm.advantage_std",
-        value=advantage_std,
-        sources=("algorithm.global_std", "algorithm.norm_adv_by_std_in_grpo"),
-    ),
-    Row(
-        key=f"{CORRECTION}.preset",
-        value=lambda get: None if corrects(get) else "disabled",
-        sources=(f"{ROLLOUT}.calculate_log_probs",),
-        note="it corrects nothing; this measures the gap",
+        f"{ROLLOUT}.calculate_log_probs",
+        f"{CORRECTION}.preset",
+        lambda get: "disabled",
+        "it corrects nothing; this measures the gap",
+        when=lambda get: not corrects(get),
     ),
     _correction("bypass_mode"),
     _correction("loss_type"),
@@ -266,122 +272,140 @@ ROWS = (
     _correction("rollout_rs"),
     _correction("rollout_rs_threshold", belongs_to="rollout_rs"),
     Row(
-        key=f"{CORRECTION}.rollout_rs_denominator",
-        value=lambda get: "all" if corrects(get) and get(f"{CORRECTION}.rollout_rs") else None,
-        note="verl-omni's losses divide by all terms",
+        (),
+        f"{CORRECTION}.rollout_rs_denominator",
+        lambda get: "all",
+        "verl-omni's losses divide by all terms",
+        when=lambda get: corrects(get) and get(f"{CORRECTION}.rollout_rs"),
     ),
     Row(
-        key="reward.terms",
-        value=lambda get: rewards.terms(reward_functions(get)),
-        sources=(
-            *(f"{REWARD}.path", f"{REWARD}.name", f"{REWARD}.reward_kwargs", REWARDS, JUDGE),
+        (
+            *(f"{FUNCTION}.path", f"{FUNCTION}.name", f"{FUNCTION}.reward_kwargs", FUNCTIONS, JUDGE),
             *("reward.reward_manager.name", "reward.aggregation", f"{PIPELINE}.output_type"),
         ),
-        note=rewards_note,
+        "reward.terms",
+        lambda get: rewards.terms(reward_functions(get)),
+        rewards_note,
     ),
     Row(
-        key="data.path",
-        value=lambda get: text_file(get, "data.train_files"),
-        sources=("data.train_files",),
-        note="the prompts as text, such as the train.txt from which the parquet file was made",
+        "data.train_files",
+        "data.path",
+        text_file("data.train_files"),
+        "the prompts as text, such as the train.txt from which the parquet file was made",
+    ),
+    Row("data.val_files", "data.heldout_path", text_file("data.val_files")),
+    Row(
+        "data.val_max_samples",
+        "data.num_heldout",
+        lambda get: get("data.val_max_samples") if get("data.val_max_samples", int) > 0 else _ALL_PROMPTS,
+        "-1 there is all of them",
     ),
     Row(
-        key="data.heldout_path",
-        value=lambda get: text_file(get, "data.val_files"),
-        sources=("data.val_files",),
+        ("trainer.total_training_steps", "trainer.total_epochs"),
+        "trainer.total_steps",
+        lambda get: get("trainer.total_training_steps"),
+        "total_epochs would end it before, if the prompts are few",
     ),
+    Row("data.seed", "trainer.seed"),
     Row(
-        key="data.num_heldout",
-        value=lambda get: get("data.val_max_samples") if get("data.val_max_samples") > 0 else _ALL_PROMPTS,
-        sources=("data.val_max_samples",),
-        note=lambda get: "" if get("data.val_max_samples") > 0 else "all of them",
+        "trainer.test_freq",
+        "trainer.eval_every",
+        lambda get: max(0, get("trainer.test_freq", int)),
+        "-1 there is never; 0 here is at the start and the end",
     ),
+    Row(f"{VALIDATION}.num_inference_steps", "trainer.eval_num_inference_steps"),
+    Row(f"{VALIDATION}.height", "trainer.eval_height", _eval_size("height"), "null is the size of sampling"),
+    Row(f"{VALIDATION}.width", "trainer.eval_width", _eval_size("width"), "null is the size of sampling"),
     Row(
-        key="trainer.total_steps",
-        value=lambda get: get("trainer.total_training_steps"),
-        sources=("trainer.total_training_steps", "trainer.total_epochs"),
-        note="total_epochs would end it before, if the prompts are few",
-    ),
-    same("data.seed", "trainer.seed"),
-    Row(
-        key="trainer.eval_every",
-        value=lambda get: max(0, get("trainer.test_freq")),
-        sources=("trainer.test_freq",),
-        note=lambda get: "" if get("trainer.test_freq") > 0 else "never there; at the start and the end here",
-    ),
-    same(f"{VALIDATION}.pipeline.num_inference_steps", "trainer.eval_num_inference_steps"),
-    same(f"{VALIDATION}.pipeline.height", "trainer.eval_height"),
-    same(f"{VALIDATION}.pipeline.width", "trainer.eval_width"),
-    Row(
-        key="trainer.save_every",
-        value=lambda get: (
-            get("trainer.save_freq") if get("trainer.save_freq") > 0 else get("trainer.total_training_steps")
+        "trainer.save_freq",
+        "trainer.save_every",
+        lambda get: get(
+            "trainer.save_freq" if get("trainer.save_freq", int) > 0 else "trainer.total_training_steps"
         ),
-        sources=("trainer.save_freq",),
-        note=lambda get: "" if get("trainer.save_freq") > 0 else "never there; the last step here",
+        "-1 there is never; here at least the last step",
     ),
-    same("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints"),
+    Row("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints"),
     Row(
-        key="trainer.trackers",
-        value=trackers,
-        sources=("trainer.logger",),
-        note=trackers_note,
+        "trainer.logger",
+        "trainer.trackers",
+        lambda get: [name for name in TRACKERS if name in get("trainer.logger", list)],
+        lacking_trackers,
     ),
 )
 
-
-NO_PLACE = {
-    f"{ALGO}.sde_contiguous": "its pipelines of SD3 and Qwen-Image sample consecutive windows whatever it says",
-    f"{ALGO}.s*": "windows are drawn from trainer.seed",
-    f"{ALGO}.iters_per_group": "windows are drawn from trainer.seed",
-    f"{VALIDATION}.*": "evaluations are deterministic: one image per prompt, with the recipe's guidance",
-    f"{ACTOR}.optim.*": "the optimizer is AdamW",
-    f"{ACTOR}.fsdp_config.*": "sharding does not change the numbers; see actor.fsdp",
-    f"{ACTOR}.veomni_config.*": "sharding does not change the numbers; see actor.fsdp",
-    f"{ACTOR}.rollout_correction.*": "read from algorithm.rollout_correction",
-    f"{ACTOR}.*loss*": "belongs to losses that are not used, or that flowcorr does not have",
-    f"{ACTOR}.*": "belongs to its workers: strategy, offloading, profiling, order of batches",
-    "actor_rollout_ref.ref.*": "the reference is the model without its adapter",
-    f"{PIPELINE}.*": "belongs to videos, or to its pipeline",
-    f"{ROLLOUT}.engine_kwargs.*": "options of its engine; set them in rollout.engine",
-    f"{ROLLOUT}.rollout_attn_backend": "the engine's own choice; see diffusion_attention_config in rollout.engine",
-    f"{ROLLOUT}.*": "belongs to its engine and workers; see rollout.engine, placement and num_workers",
-    f"{MODEL}.attn_backend": "diffusers' own choice; see model.attention",
-    f"{MODEL}.*": "read from the pipeline itself, or belongs to its workers",
-    "actor_rollout_ref.*": "belongs to its workers",
-    "algorithm.*": "belongs to algorithms that flowcorr does not have",
-    "reward.*": "see reward.placement; a judge is served apart",
-    "data.train_max_samples": "shorten the file of prompts",
-    "data.shuffle": "prompts are shuffled anew in every pass",
-    "data.*": "prompts come from a file; text encoders read model.max_sequence_length tokens",
-    "trainer.v1.*": "to sample ahead of training: rollout.placement=ray with rollout.max_staleness",
-    "trainer.use_v1": "to sample ahead of training: rollout.placement=ray with rollout.max_staleness",
-    "trainer.*": "belongs to its trainer: names, folders (--out), devices, validation",
-    "critic.*": "there is no critic",
-    "distillation.*": "flowcorr does not distil",
-    "ray_kwargs.*": "see rollout.ray_address",
-    "global_profiler.*": "belongs to its profiler",
-    "transfer_queue.*": "belongs to its workers",
-    "skip.*": "belongs to its workers",
-    "hydra.*": "belongs to Hydra",
-    "diffusion.*": "belongs to Hydra",
-    "model_engine": "belongs to Hydra",
-}
-
+_KERNEL = "another attention kernel rounds otherwise; see model.attention and rollout.engine"
+_AHEAD = "to sample ahead of training: rollout.placement=ray with rollout.max_staleness"
+LEFT = (
+    Left(f"{OPTIM}.warmup_style", "an older name of lr_scheduler_type"),
+    Left(f"{ACTOR}.loss_scale_factor", "losses are divided by the number of terms"),
+    Left(f"{ACTOR}.shuffle", "batches keep the order of their prompts"),
+    Left(f"{ALGO}.sde_window_seed", "windows are drawn from trainer.seed"),
+    Left(f"{ROLLOUT}.rollout_attn_backend", _KERNEL),
+    Left(f"{MODEL}.attn_backend", _KERNEL),
+    Left(f"{ROLLOUT}.engine_kwargs.*", "options of its engine; set them in rollout.engine", ({},)),
+    Left(f"{ROLLOUT}.external_lib", "code of its user"),
+    Left(f"{MODEL}.external_lib", "code of its user"),
+    Left(f"{MODEL}.custom_chat_template", "prompts are encoded as the pipeline does"),
+    Left(f"{MODEL}.transformer_subfolder", "the pipeline's transformer is trained", ("transformer",)),
+    Left("data.train_max_samples", "shorten the file of prompts", (-1,)),
+    Left("data.shuffle", "prompts are shuffled anew in every pass", (True,)),
+    Left("data.custom_cls.*", "code of its user"),
+    Left("data.sampler.*", "code of its user"),
+    Left("data.apply_chat_template_kwargs*", "prompts are encoded as the pipeline does"),
+    Left("data.filter_overlong_prompts", "prompts are cut to model.max_sequence_length tokens"),
+    Left("trainer.use_v1", _AHEAD),
+    Left("trainer.v1.trainer_mode", _AHEAD, ("sync",)),
+)
+APART = (
+    f"{ALGO}.*",  # contiguous windows and groups of iterations, which its pipelines of images do not read
+    f"{ROLLOUT}.val_kwargs.*",  # evaluations here are deterministic
+    *(f"{OPTIM}.{key}" for key in ("total_training_steps", "zero_indexed_step", "fused", "lr_*")),
+    *(
+        f"{ACTOR}.{key}"
+        for key in ("fsdp_config.*", "veomni_config.*", "rollout_correction.*", "*loss*", "rollout_n")
+    ),
+    *(
+        f"{ACTOR}.{key}"
+        for key in ("strategy", "profiler.*", "checkpoint.*", "data_loader_seed", "grad_clip")
+    ),
+    *("actor_rollout_ref.ref.*", f"{MODEL}.pipeline.*", f"{MODEL}.algo.*", f"{ROLLOUT}.*", f"{MODEL}.*"),
+    *(
+        "actor_rollout_ref.hybrid_engine",
+        "actor_rollout_ref.nccl_timeout",
+        "algorithm.*",
+        "reward.*",
+        "data.*",
+    ),
+    *(
+        "trainer.*",
+        "critic.*",
+        "distillation.*",
+        "ray_kwargs.*",
+        "global_profiler.*",
+        "transfer_queue.*",
+        "skip.*",
+    ),
+    "hydra.*",
+)
 DIFFERENCES = (
     "verl applies an asymmetric k1 band to the reciprocal ratio; here the band is of exp(delta)",
     "verl-omni's grpo_guard uses the mean std of a step over the batch; here each sample has its own",
     "verl-omni keeps all checkpoints unless max_actor_ckpt_to_keep is set; here trainer.keep_checkpoints",
 )
-
 TABLE = Table(
     name="verl-omni",
-    defaults=DEFAULTS,
-    kinds=KINDS,
-    required=(),
-    sections=(REWARDS, f"{REWARD}.reward_kwargs", f"{ACTOR}.optim.override_optimizer_config"),
-    rows=ROWS,
-    no_place=NO_PLACE,
-    differences=DIFFERENCES,
+    required=(
+        f"{MODEL}.path",
+        f"{MODEL}.lora_rank",
+        f"{PIPELINE}.height",
+        f"{ALGO}.noise_level",
+        f"{LOSS}.clip_ratio",
+    ),
+    absent=_ABSENT,
+    only=_ONLY,
     refuse=refuse,
+    rows=ROWS,
+    left=LEFT,
+    apart=APART,
+    differences=DIFFERENCES,
 )

@@ -1,4 +1,4 @@
-"""Values that several of verl-omni's keys give together."""
+"""Values that several of verl-omni's keys give together, and configurations that flowcorr cannot run."""
 
 from __future__ import annotations
 
@@ -6,113 +6,104 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.models import ModelFamily
+from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
-from flowcorr.translate.families import family_of
-from flowcorr.translate.rewards import Given
-from flowcorr.translate.table import Get
-from flowcorr.translate.verl_omni_defaults import (
-    ACTOR,
-    ALGO,
-    CORRECTION,
-    ENGINE,
-    JUDGE,
-    LOSS,
-    MODEL,
-    PIPELINE,
-    REWARD,
-    REWARDS,
-    ROLLOUT,
+from flowcorr.translate.families import FAMILIES, Family, require_family
+from flowcorr.translate.rewards import Reward
+from flowcorr.translate.table import Given, dtype_of
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+LOSS, PIPELINE, ALGO, OPTIM = (
+    f"{ACTOR}.diffusion_loss",
+    f"{ROLLOUT}.pipeline",
+    f"{ROLLOUT}.algo",
+    f"{ACTOR}.optim",
+)
+VALIDATION, CORRECTION = f"{ROLLOUT}.val_kwargs.pipeline", "algorithm.rollout_correction"
+FUNCTION, FUNCTIONS, JUDGE = (
+    "reward.custom_reward_function",
+    "reward.reward_functions",
+    "reward.reward_model.model_path",
 )
 
-_DTYPES = {
-    "fp16": "float16",
-    "float16": "float16",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp32": "float32",
-    "float32": "float32",
+LOSSES = {
+    "flow_grpo": "flow_grpo",
+    "mix_grpo": "flow_grpo",
+    "dance_grpo": "flow_grpo",
+    "grpo_guard": "grpo_guard",
+    "flow_dppo": "flow_dppo",
 }
-_KNOWN = {
+_ONLY_OF_ADAPTERS: dict[str, tuple[Any, ...]] = {
+    f"{MODEL}.target_parameters": (None, []),
+    f"{MODEL}.exclude_modules": (None, []),
+    f"{MODEL}.lora_init_weights": ("gaussian", True, "default", "kaiming"),
+}
+_REWARD_FILES = {
     "jpeg_compressibility": rewards.JPEG,
     "pickscore_reward": rewards.PICKSCORE,
     "genrm_ocr": rewards.JUDGED_OCR,
 }
-"""Files of reward functions."""
-_OWN_ENTRIES = ("path", "name", "weight", "required")
-_TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "wandb")
 
 
-def family(get: Get) -> type[ModelFamily]:
-    """The model's family; a configuration without one has been refused."""
-    found = family_of(get(f"{MODEL}.path"))
-    assert found is not None, "a configuration of another family has been refused"
-    return found
+def family(get: Given) -> str:
+    """The name of the model's family."""
+    return require_family(f"{MODEL}.path", get(f"{MODEL}.path", str), ("sd3", "qwen_image"))
 
 
-def loss(get: Get) -> str:
+def facts(get: Given) -> Family:
+    """The family."""
+    return FAMILIES[family(get)]
+
+
+def loss_of(get: Given) -> str:
     """Name of the loss."""
-    return get(f"{LOSS}.loss_mode") or get(f"{MODEL}.algorithm")
+    return str(get(f"{LOSS}.loss_mode") or get(f"{MODEL}.algorithm"))
 
 
-def is_mix(get: Get) -> bool:
-    """Whether its pipeline is that of MixGRPO."""
-    return get(f"{MODEL}.algorithm") == "mix_grpo"
-
-
-def adapted(get: Get) -> bool:
+def adapted(get: Given) -> bool:
     """Whether it trains an adapter."""
-    return bool(get(f"{MODEL}.lora_rank"))
+    return bool(get(f"{MODEL}.lora_rank", int))
 
 
-def is_veomni(get: Get) -> bool:
+def is_veomni(get: Given) -> bool:
     """Whether VeOmni holds the weights, instead of FSDP."""
-    return "veomni" in (get(f"{ACTOR}.strategy"), get(ENGINE).removesuffix("_diffusion"))
+    return "veomni" in (get(f"{ACTOR}.strategy"), get("model_engine").removesuffix("_diffusion"))
 
 
-def dtype(get: Get, key: str) -> str:
-    """A dtype by its name here.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    name = str(get(key)).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ConfigError(unknown_choice(key, name, _DTYPES))
-    return _DTYPES[name]
-
-
-def weights_dtype(get: Get) -> str:
+def weights_dtype(get: Given) -> str:
     """The dtype of the model's weights."""
-    return dtype(get, f"{ACTOR}.{'veomni' if is_veomni(get) else 'fsdp'}_config.model_dtype")
+    return dtype_of(get, f"{ACTOR}.{'veomni' if is_veomni(get) else 'fsdp'}_config.model_dtype")
 
 
-def adapter_dtype(get: Get) -> str | None:
-    """The dtype of the adapter's weights, that of the model's unless a key says so; None without an adapter."""
+def adapter_dtype(get: Given) -> str | None:
+    """The dtype of the adapter's weights; None without one."""
     if not adapted(get):
         return None
-    return weights_dtype(get) if get(f"{MODEL}.lora_dtype") is None else dtype(get, f"{MODEL}.lora_dtype")
+    return weights_dtype(get) if get(f"{MODEL}.lora_dtype") is None else dtype_of(get, f"{MODEL}.lora_dtype")
 
 
-def computes_in_autocast(get: Get) -> bool:
+def adapter_init(get: Given) -> str | None:
+    """How the adapter begins; None without one."""
+    if not adapted(get):
+        return None
+    return "gaussian" if get(f"{MODEL}.lora_init_weights") == "gaussian" else "kaiming"
+
+
+def autocast(get: Given) -> bool:
     """Whether weights of float32 are cast to bfloat16 to compute with."""
     precise = weights_dtype(get) == "float32"
-    return precise and (is_veomni(get) or dtype(get, f"{ACTOR}.fsdp_config.dtype") == "bfloat16")
+    return precise and (is_veomni(get) or dtype_of(get, f"{ACTOR}.fsdp_config.dtype") == "bfloat16")
 
 
-def targets(get: Get) -> list[str] | None:
-    """Names of the layers that get an adapter; None without one.
-
-    Raises:
-        ConfigError: they are given as a pattern.
-    """
+def targets(get: Given) -> list[str] | None:
+    """Names of the layers that get an adapter; None without one. Raises `ConfigError` for a pattern."""
     if not adapted(get):
         return None
     key = f"{MODEL}.target_modules"
     given = get(key)
     if given == "all-linear":
-        return list(family(get).linear_layers)
+        return list(facts(get).linear_layers)
     if not isinstance(given, list):
         raise ConfigError(
             f"{key}={given} is a pattern of whole names to peft; give a list, such as ['to_q','to_k']"
@@ -120,91 +111,92 @@ def targets(get: Get) -> list[str] | None:
     return given
 
 
-def pair(key: str, values: list[Any]) -> list[Any]:
-    """A list of two numbers.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if len(values) != 2 or not all(isinstance(value, int | float) for value in values):
+def pair(key: str, values: Any) -> list[Any]:
+    """A list of two numbers; raises `ConfigError` for another value."""
+    if (
+        not isinstance(values, list)
+        or len(values) != 2
+        or not all(type(part) in (int, float) for part in values)
+    ):
         raise ConfigError(f"{key}={values} must be a list of 2 numbers")
     return values
 
 
-def window_range(get: Get) -> list[int]:
+def window_range(get: Given) -> list[int]:
     """Without a window size, every step but the last is an SDE step; with one, the default range is 0 to 5."""
-    steps = get(f"{PIPELINE}.num_inference_steps")
-    if not get(f"{ALGO}.sde_window_size"):
+    steps = get(f"{PIPELINE}.num_inference_steps", int)
+    if not get(f"{ALGO}.sde_window_size", int | None):
         return [0, steps - 1]
     key = f"{ALGO}.sde_window_range"
     low, high = pair(key, get(key) or [0, 5])
     return [low, min(high, steps)]
 
 
-def window_size(get: Get) -> int:
+def window_size(get: Given) -> int:
     """Steps of the SDE window."""
     low, high = window_range(get)
-    return get(f"{ALGO}.sde_window_size") or high - low
+    return get(f"{ALGO}.sde_window_size", int | None) or high - low
 
 
-def guidance(get: Get) -> float:
+def guidance(get: Given) -> float:
     """The scale of guidance that its pipeline of the family reads."""
-    key = family(get).guidance_key
-    return get(f"{PIPELINE}.{key}") or 1.0
+    return get(f"{PIPELINE}.{facts(get).guidance_key}", float | None) or 1.0
 
 
-def corrects(get: Get) -> bool:
+def corrects(get: Given) -> bool:
     """Whether verl-omni measures the gap itself."""
-    return bool(get(f"{CORRECTION}.bypass_mode") or get(f"{ROLLOUT}.calculate_log_probs"))
+    return bool(get(f"{CORRECTION}.bypass_mode", bool) or get(f"{ROLLOUT}.calculate_log_probs", bool))
 
 
-def updates(get: Get) -> int:
+def updates(get: Given) -> int:
     """Optimizer updates a pass."""
-    return get("data.train_batch_size") // get(f"{ACTOR}.ppo_mini_batch_size")
+    return get("data.train_batch_size", int) // get(f"{ACTOR}.ppo_mini_batch_size", int)
 
 
-def warmup(get: Get) -> int:
+def warmup(get: Given) -> int:
     """Optimizer updates of the warm-up: its learning rate changes once a training step.
 
     Without `lr_warmup_steps`, or with 0, the ratio of the training steps counts, rounded down.
     """
-    steps = get(f"{ACTOR}.optim.lr_warmup_steps")
+    steps = get(f"{OPTIM}.lr_warmup_steps", int)
     if steps <= 0:
-        steps = int(get(f"{ACTOR}.optim.lr_warmup_steps_ratio") * get("trainer.total_training_steps"))
-    return steps * updates(get) * get(f"{ACTOR}.ppo_epochs")
+        ratio = get(f"{OPTIM}.lr_warmup_steps_ratio", float)
+        steps = int(ratio * get("trainer.total_training_steps", int))
+    return steps * updates(get) * get(f"{ACTOR}.ppo_epochs", int)
 
 
-def grad_clip(get: Get) -> float:
-    """The largest norm of a gradient; the older of its two keys counts, if it is set."""
-    older = get(f"{ACTOR}.optim.grad_clip")
-    return get(f"{ACTOR}.optim.clip_grad") if older is None else older
+def kl_coef(get: Given) -> float:
+    """The coefficient of the KL to the reference."""
+    return get(f"{ACTOR}.kl_loss_coef", float) if get(f"{ACTOR}.use_kl_loss", bool) else 0.0
 
 
-def advantage_std(get: Get) -> str:
+def advantage_std(get: Given) -> str:
     """The std that advantages are divided by."""
-    if not get("algorithm.norm_adv_by_std_in_grpo"):
+    if not get("algorithm.norm_adv_by_std_in_grpo", bool):
         return "none"
-    return "global" if get("algorithm.global_std") else "group"
+    return "global" if get("algorithm.global_std", bool) else "group"
 
 
-def reward_functions(get: Get) -> list[Given]:
+def reward_functions(get: Given) -> list[Reward]:
     """Its reward functions.
 
     Raises:
         ConfigError: one is malformed, or none is named.
     """
     if get("reward.reward_manager.name") == "MultiVisualRewardManager":
-        given = get(REWARDS)
+        given = get(FUNCTIONS, dict | None)
         if not given:
             raise ConfigError(
-                f"{REWARDS} is empty, but reward.reward_manager.name=MultiVisualRewardManager adds them"
+                f"{FUNCTIONS} is empty, but reward.reward_manager.name=MultiVisualRewardManager adds them"
             )
-        return [_function(get, f"{REWARDS}.{name}", name, entries) for name, entries in given.items()]
-    path = get(f"{REWARD}.path")
+        return [_reward(get, f"{FUNCTIONS}.{name}", name, entries) for name, entries in given.items()]
+    path = get(f"{FUNCTION}.path", str | None)
     if path is None:  # its data chooses among the rewards that it brings, of which there is one
-        return [Given(name="jpeg", known=rewards.JPEG)]
-    name = get(f"{REWARD}.name") if _stem(path) == "multi" else _stem(path)
-    return [_function(get, REWARD, name, {"path": path, **get(f"{REWARD}.reward_kwargs")})]
+        return [Reward(name="jpeg", known=rewards.JPEG)]
+    name = get(f"{FUNCTION}.name") if _stem(path) == "multi" else _stem(path)
+    return [
+        _reward(get, FUNCTION, name, {"path": path, **(get(f"{FUNCTION}.reward_kwargs", dict | None) or {})})
+    ]
 
 
 def _stem(path: str) -> str:
@@ -212,61 +204,56 @@ def _stem(path: str) -> str:
     return re.split(r"[/.]", path.removesuffix(".py"))[-1]
 
 
-def _function(get: Get, key: str, name: str, entries: Any) -> Given:
+def _reward(get: Given, key: str, name: str, entries: Any) -> Reward:
     if not isinstance(entries, Mapping) or not isinstance(entries.get("path"), str):
         raise ConfigError(f"{key}={entries!r} must be a section with the path of a file")
     weight = rewards.number(f"{key}.weight", entries.get("weight", 1.0))
-    options = {entry: value for entry, value in entries.items() if entry not in _OWN_ENTRIES}
-    known = _KNOWN.get(_stem(entries["path"]))
+    options = {
+        entry: value
+        for entry, value in entries.items()
+        if entry not in ("path", "name", "weight", "required")
+    }
+    known = _REWARD_FILES.get(_stem(entries["path"]))
     if known is None:
-        return Given(name=name, known=None, weight=weight, options=options)
-    asks = {"model": _judge(get)} if known is rewards.JUDGED_OCR else {}
-    return Given(
+        return Reward(name=name, known=None, weight=weight, options=options)
+    asks = {}
+    if known is rewards.JUDGED_OCR:
+        asks["model"] = get(JUDGE, str | None)
+        if asks["model"] is None:
+            raise ConfigError(f"{JUDGE} is not set, but genrm_ocr.py asks a model; give its name")
+    return Reward(
         name=name, known=known, weight=weight, options=asks, without=[f"{key}.{entry}" for entry in options]
     )
 
 
-def _judge(get: Get) -> str:
-    model = get(JUDGE)
-    if model is None:
-        raise ConfigError(f"{JUDGE} is not set, but genrm_ocr.py asks a model; give its name")
-    return model
-
-
-def rewards_note(get: Get) -> str:
+def rewards_note(get: Given) -> str:
     """A note to the user about the reward functions."""
     scored = get(f"{PIPELINE}.output_type")
     latent = "" if scored is None else f"; {PIPELINE}.output_type={scored} scores latents there, images here"
     return rewards.note(reward_functions(get)) + latent
 
 
-def text_file(get: Get, key: str) -> str:
-    """The file of prompts that belongs to a parquet file.
+def text_file(key: str) -> Any:
+    """The file of prompts as text that belongs to a parquet file."""
 
-    Raises:
-        ConfigError: it is not one file.
-    """
-    given = get(key)
-    paths = given if isinstance(given, list) else [given]
-    if paths in ([], [None]):
-        raise ConfigError(f"{key} is not set; give the file")
-    if len(paths) > 1 or not isinstance(paths[0], str):
-        raise ConfigError(f"{key}={given} must be one file, since flowcorr reads one; join them")
-    return re.sub(r"\.parquet$", ".txt", paths[0])
+    def value(get: Given) -> str:
+        paths = get(key, list | None) or [None]
+        if paths == [None]:
+            raise ConfigError(f"{key} is not set; give the file")
+        if len(paths) > 1 or not isinstance(paths[0], str):
+            raise ConfigError(f"{key}={paths} must be one file, since flowcorr reads one; join them")
+        return re.sub(r"\.parquet$", ".txt", paths[0])
 
-
-def trackers(get: Get) -> list[str]:
-    """The trackers that flowcorr has too."""
-    return [name for name in _TRACKERS if name in get("trainer.logger")]
+    return value
 
 
-def trackers_note(get: Get) -> str:
-    """The trackers that it lacks."""
-    lacks = [str(name) for name in get("trainer.logger") if name not in (*_TRACKERS, "console")]
+def lacking_trackers(get: Given) -> str:
+    """A note on the trackers that flowcorr lacks."""
+    lacks = [str(name) for name in get("trainer.logger", list) if name not in (*TRACKERS, "console")]
     return f"without {', '.join(lacks)}" if lacks else ""
 
 
-def engine(get: Get) -> dict[str, Any] | None:
+def engine_options(get: Given) -> dict[str, Any] | None:
     """Options of the rollout's engine."""
     if get(f"{ROLLOUT}.name") != "vllm_omni":
         return None
@@ -275,3 +262,49 @@ def engine(get: Get) -> dict[str, Any] | None:
         "tensor_parallel_size": get(f"{ROLLOUT}.tensor_model_parallel_size"),
         "gpu_memory_utilization": get(f"{ROLLOUT}.gpu_memory_utilization"),
     } | ({} if quantization is None else {"quantization": quantization})
+
+
+def refuse(get: Given) -> str:
+    """Why flowcorr cannot run a configuration, or an empty string."""
+    if get(f"{PIPELINE}.num_frames", int) > 1:
+        return f"{PIPELINE}.num_frames={get(f'{PIPELINE}.num_frames')} makes videos, but flowcorr trains on images"
+    family(get)
+    for key, values in _ONLY_OF_ADAPTERS.items() if adapted(get) else ():
+        if get(key) not in values:
+            return f"{key}={get(key)} has no equivalent here"
+    if get(f"{ROLLOUT}.name") is None:
+        return f"{ROLLOUT}.name is not set, which verl-omni needs"
+    if get(f"{ROLLOUT}.n", int) < 2:
+        return f"{ROLLOUT}.n={get(f'{ROLLOUT}.n')} gives an image no other to be compared with; use 2 or more"
+    if get("trainer.total_training_steps", int | None) is None:
+        return (
+            "trainer.total_training_steps is not set, so that the number of prompts decides; give it: "
+            f"total_epochs={get('trainer.total_epochs')} times the prompts / data.train_batch_size"
+        )
+    prompts, mini = get("data.train_batch_size", int), get(f"{ACTOR}.ppo_mini_batch_size", int)
+    if mini < 1:
+        return f"{ACTOR}.ppo_mini_batch_size={mini} must be at least 1"
+    if prompts % mini or prompts < 1:
+        return f"data.train_batch_size={prompts} must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}"
+    if loss_of(get) == "flow_dppo" and not get(f"{LOSS}.add_kl_coefficient", bool):
+        return f"{LOSS}.add_kl_coefficient=false bounds a squared distance, but flowcorr's flow_dppo bounds an exact KL"
+    if loss_of(get) in ("grpo_guard", "flow_dppo") and get(f"{ALGO}.sde_type") != "sde":
+        return (
+            f"{ALGO}.sde_type={get(f'{ALGO}.sde_type')} gives {loss_of(get)} a std multiplied by sqrt(step) twice, so "
+            "its numbers have another unit; flowcorr translates it with sde"
+        )
+    sync = "trainer.v1.separate_async.parameter_sync_step"
+    if get("trainer.use_v1", bool) and get("trainer.v1.trainer_mode") == "separate_async" and get(sync) != 1:
+        return f"{sync}={get(sync)} counts as many batches as one step, but flowcorr counts each; translate it with 1"
+    schedule = get(f"{OPTIM}.lr_scheduler_type")
+    if schedule not in (("constant",) if is_veomni(get) else ("constant", "cosine")):
+        return (
+            f"{OPTIM}.lr_scheduler_type={schedule} is no schedule of verl-omni with FSDP (constant, cosine), or falls "
+            "otherwise with VeOmni than here; flowcorr translates constant"
+        )
+    computed = f"{ACTOR}.fsdp_config.dtype"
+    if not is_veomni(get) and dtype_of(get, computed) != weights_dtype(get) and not autocast(get):
+        return (
+            f"{computed}={get(computed)} with weights of {weights_dtype(get)} has no equivalent; use the same"
+        )
+    return ""

@@ -1,38 +1,40 @@
 """Scripts and files of other trainers."""
 
+import json
+
 import pytest
 
 from flowcorr.translate import translate
-from tests.translate.configs import GRPO, SCRIPT, factory_yaml, loaded
+from tests.translate.configs import GRPO, factory_yaml, loaded, omni_yaml
 
 
 @pytest.fixture
 def omni(tmp_path):
-    """`omni(*overrides)` is the recipe of the script with more overrides, and its text."""
+    """`omni(*overrides)` is the recipe of verl-omni's configuration with overrides, and its text."""
 
-    def make(*overrides):
-        script = tmp_path / "run.sh"
-        script.write_text(SCRIPT.format(" ".join(overrides)), encoding="utf-8")
-        text = translate(str(script))
+    def make(*overrides, **options):
+        path = tmp_path / "resolved.yaml"
+        path.write_text(omni_yaml(*overrides), encoding="utf-8")
+        text = translate(str(path), **options)
         return loaded(tmp_path, text), text
 
     return make
 
 
 @pytest.fixture
-def omni_script(tmp_path):
-    """The path of the script."""
-    script = tmp_path / "run.sh"
-    script.write_text(SCRIPT.format(""), encoding="utf-8")
-    return str(script)
+def omni_file(tmp_path):
+    """The path of verl-omni's configuration."""
+    path = tmp_path / "resolved.yaml"
+    path.write_text(omni_yaml(), encoding="utf-8")
+    return str(path)
 
 
 @pytest.fixture
 def grpo(tmp_path):
-    """A file of flow_grpo; its configuration is `get`."""
-    path = tmp_path / "grpo.py"
-    path.write_text(GRPO, encoding="utf-8")
-    return path
+    """The path of flow_grpo's configuration, as its `to_json_best_effort()` writes it."""
+    path = tmp_path / "general_ocr_sd3.json"
+    path.write_text(json.dumps(GRPO), encoding="utf-8")
+    return str(path)
 
 
 @pytest.fixture

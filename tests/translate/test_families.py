@@ -4,8 +4,9 @@ import diffusers
 import pytest
 import torch
 
-from flowcorr.models import FAMILIES
-from flowcorr.translate.families import family_of, not_known
+from flowcorr import models
+from flowcorr.errors import ConfigError
+from flowcorr.translate.families import FAMILIES, family_of, require_family
 
 
 @pytest.mark.parametrize(
@@ -33,14 +34,21 @@ from flowcorr.translate.families import family_of, not_known
     ],
 )
 def test_the_family_that_a_name_tells(path, family):
-    found = family_of(path)
-    assert (found and found.name) == family
+    assert family_of(path) == family
 
 
 def test_a_name_that_tells_none_is_named_with_its_key():
-    assert not_known("model.path", "a/b").startswith(
-        "model.path=a/b names no model of the families that flowcorr knows: sd3"
-    )
+    assert require_family("model.path", "a/sd3", ("sd3",)) == "sd3"
+    with pytest.raises(
+        ConfigError, match="^model.path=a/b names no model of the families that are translated: sd3"
+    ):
+        require_family("model.path", "a/b", ("sd3",))
+
+
+def test_the_facts_of_families_are_those_of_the_models():
+    assert {name: facts.guidance_key for name, facts in FAMILIES.items()} == {
+        name: models.FAMILIES[name].guidance_key for name in FAMILIES
+    }
 
 
 def test_the_linear_layers_of_a_family():

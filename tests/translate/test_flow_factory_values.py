@@ -2,16 +2,16 @@
 
 import pytest
 
-from flowcorr.translate.flow_factory_values import DEFAULTS, MODELS, batches, prompts, updates
+from flowcorr.translate.flow_factory_values import ABSENT, MODELS, batches, prompts, updates
+from flowcorr.translate.table import Given
 from tests.translate.configs import FACTORY
 
 ZERO = {"num_processes": 8, "rewards": FACTORY["rewards"]}
 
 
-def got(**changes):
-    """`get` of the values of a configuration, by the defaults and changes of `train`."""
-    values = {**DEFAULTS, **ZERO, **{f"train.{key}": value for key, value in changes.items()}}
-    return lambda key: values[key]
+def got(others=None, **changes):
+    """A configuration: the defaults with changes of `train`, and others."""
+    return Given({**ZERO, "train": changes, **(others or {})}, ABSENT, "Flow-Factory")
 
 
 @pytest.mark.parametrize(
@@ -27,21 +27,18 @@ def got(**changes):
     ],
 )
 def test_prompts_are_rounded_up_as_there(ranks, batch, group, wanted, sampler, found):
-    get = got(per_device_batch_size=batch, group_size=group, unique_sample_num_per_epoch=wanted)
-    values = {"num_processes": ranks, "data.sampler_type": sampler}
-    assert prompts(lambda key: values.get(key, get(key))) == found
+    others = {"num_processes": ranks, "data": {"sampler_type": sampler}}
+    sizes = {"per_device_batch_size": batch, "group_size": group, "unique_sample_num_per_epoch": wanted}
+    assert prompts(got(others, **sizes)) == found
 
 
 @pytest.mark.parametrize("key", ["rewards", "eval_rewards"])
 def test_rewards_that_are_scored_while_it_samples_keep_groups_on_a_rank(key):
-    get = got(per_device_batch_size=1, group_size=16, unique_sample_num_per_epoch=50)
-    values = {
-        key: [{"reward_model": "a.B", "async_reward": True}],
-        "data.sampler_type": "distributed_k_repeat",
-    }
-    assert prompts(lambda name: values.get(name, get(name))) == 56
-    del values[key]
-    assert prompts(lambda name: values.get(name, get(name))) == 50
+    sizes = {"per_device_batch_size": 1, "group_size": 16, "unique_sample_num_per_epoch": 50}
+    others = {"data": {"sampler_type": "distributed_k_repeat"}}
+    asynchronous = {key: [{"reward_model": "a.B", "async_reward": True}]}
+    assert prompts(got({**others, **asynchronous}, **sizes)) == 56
+    assert prompts(got(others, **sizes)) == 50
 
 
 def test_updates_by_backward_passes():

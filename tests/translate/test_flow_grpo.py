@@ -1,17 +1,19 @@
 """flow_grpo's keys."""
 
+import json
+
 import pytest
 
 from flowcorr.errors import ConfigError
 from flowcorr.translate import translate
-from flowcorr.translate.flow_grpo import as_script
-from tests.translate.configs import GRPO, loaded, value_at
+from flowcorr.translate.flow_grpo import with_script
+from tests.translate.configs import GRPO, loaded, nested, value_at
 
 SD3, FLUX, QWEN = "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev", "Qwen/Qwen-Image"
 
 
 def test_flow_grpos_values(grpo, tmp_path):
-    text = translate(f"{grpo}:get")
+    text = translate(grpo, gpus=4)
     found = loaded(tmp_path, text)
     assert (found.rollout.prompts_per_step, found.rollout.n, found.actor.mini_batches) == (16, 16, 2)
     assert (found.sampling.sde_window_size, found.sampling.sde_window_range) == (9, (0, 9))
@@ -30,15 +32,14 @@ def test_flow_grpos_values(grpo, tmp_path):
     assert found.trainer.total_steps > 100 * found.trainer.eval_every
     assert "total_steps: 100000  # flow_grpo always does this; default here: 30 (it trains until" in text
     assert text.startswith(
-        "# Translated by flowcorr translate from grpo.py:get (flow_grpo, as scripts/train_sd3.py"
+        "# Translated by flowcorr translate from general_ocr_sd3.json, as scripts/train_sd3.py runs it (flow_grpo)."
     )
 
 
 def test_flow_grpo_needs_its_gpus(grpo, tmp_path):
-    grpo.write_text(GRPO.replace("gpu_number = 4", "number = 4"), encoding="utf-8")
     with pytest.raises(ConfigError, match="give it with --gpus N"):
-        translate(f"{grpo}:get")
-    assert loaded(tmp_path, translate(f"{grpo}:get", gpus=2)).rollout.prompts_per_step == 8
+        translate(grpo)
+    assert loaded(tmp_path, translate(grpo, gpus=2)).rollout.prompts_per_step == 8
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,21 @@ def test_flow_grpo_needs_its_gpus(grpo, tmp_path):
     ],
 )
 def test_the_script_that_reads_a_configuration(given, function, script):
-    assert as_script(given, function) == script
+    assert with_script(nested(given), function, 8)["script"] == script
 
 
-@pytest.mark.filterwarnings("ignore:no line of the recipe follows from train.ema")
+def test_a_window_that_only_one_of_two_scripts_reads_needs_its_name():
+    given = nested({"pretrained.model": SD3, "sample.sde_window_size": 2})
+    with pytest.raises(
+        ConfigError, match="^sample.sde_window_size=2 is read by train_sd3_fast.py and not by"
+    ):
+        with_script(given, "config", 8)
+    assert with_script({**given, "script": "train_sd3.py"}, "config", 8)["script"] == "train_sd3.py"
+    with pytest.raises(ConfigError, match="^script='train.py' is unknown .*choose from train_sd3.py"):
+        with_script({**given, "script": "train.py"}, "config", 8)
+
+
+@pytest.mark.filterwarnings("ignore:no line of the recipe follows from")
 @pytest.mark.parametrize(
     ("overrides", "key", "value"),
     [
@@ -79,7 +91,11 @@ def test_the_script_that_reads_a_configuration(given, function, script):
         (["sample.sde_type=sde"], "actor.kl_weighting", "flow_grpo"),
         (["sample.sde_type=sde", "sample.sde_window_size=2"], "sampling.sde_window_size", 2),
         (["sample.sde_type=sde", "sample.sde_window_size=2"], "sampling.sde_window_range", (0, 5)),
-        (["sample.sde_window_size=2"], "sampling.sde_window_size", 9),  # its script draws no windows
+        (
+            ["sample.sde_window_size=2", "script=train_sd3.py"],
+            "sampling.sde_window_size",
+            9,
+        ),  # it draws no windows
         (["train.timestep_fraction=0.5"], "sampling.sde_window_range", (0, 5)),
         ([f"pretrained.model={FLUX}"], "model.lora.rank", 64),
         ([f"pretrained.model={QWEN}"], "sampling.true_cfg_scale", 4.5),
@@ -95,7 +111,7 @@ def test_the_script_that_reads_a_configuration(given, function, script):
     ],
 )
 def test_keys_that_depend_on_others(grpo, tmp_path, overrides, key, value):
-    found = loaded(tmp_path, translate(f"{grpo}:get", overrides))
+    found = loaded(tmp_path, translate(grpo, overrides, gpus=4))
     if key.startswith("reward.terms.0."):
         assert getattr(found.reward.terms[0], key.rpartition(".")[2]) == value
     else:
@@ -124,7 +140,7 @@ def test_keys_that_depend_on_others(grpo, tmp_path, overrides, key, value):
             "is no multiple of train.gradient_accumulation_steps=3, so that",
         ),
         ("train.gradient_accumulation_steps=0", "^train.gradient_accumulation_steps=0 must be at least 1"),
-        ("mixed_precision=fp8", "^mixed_precision='fp8' is unknown; choose from no, fp16, bf16 "),
+        ("mixed_precision=fp8", "^mixed_precision='fp8' is unknown; choose from no, fp32, "),
         ("train.timestep_fraction=.nan", "^train.timestep_fraction=nan must be a finite number"),
         ("sample.num_batches_per_epoch=true", "^sample.num_batches_per_epoch=True must be a whole number"),
         ("reward_fn={ocr: much}", "^reward_fn.ocr='much' must be a number"),
@@ -132,20 +148,13 @@ def test_keys_that_depend_on_others(grpo, tmp_path, overrides, key, value):
 )
 def test_what_is_no_run_of_flowcorr_is_refused(grpo, override, message):
     with pytest.raises(ConfigError, match=message):
-        translate(f"{grpo}:get", [override])
+        translate(grpo, [override], gpus=4)
 
 
 def test_a_file_of_another_trainer_is_refused_by_the_keys_that_it_lacks(tmp_path):
-    path = tmp_path / "other.py"
-    lines = (
-        "import ml_collections",
-        "def get():",
-        "    config = ml_collections.ConfigDict()",
-        "    return config",
-    )
-    path.write_text("\n".join(lines), encoding="utf-8")
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"pretrained": GRPO["pretrained"], "seed": 1}), encoding="utf-8")
     with pytest.raises(
-        ConfigError,
-        match=r"^it is no configuration of flow_grpo, which would hold pretrained\.model, seed, .*, \.\.\. \(",
+        ConfigError, match=r"^it is no configuration of flow_grpo, which would hold resolution, .*, \.\.\. \("
     ):
-        translate(f"{path}:get", gpus=8)
+        translate(str(path), gpus=8)

@@ -3,68 +3,50 @@
 import pytest
 
 from flowcorr.translate import translate
-from flowcorr.translate.flow_factory import TABLE as FLOW_FACTORY
-from flowcorr.translate.flow_grpo import TABLE as FLOW_GRPO
+from flowcorr.translate.table import flat
 from flowcorr.translate.verl_omni import TABLE as VERL_OMNI
-from tests.translate.configs import FACTORY, GRPO, OMNI, SCRIPT, factory_yaml, loaded
+from tests.translate.configs import FACTORY, GRPO, OMNI, RESOLVED, factory_yaml, loaded
 
-ASYNC = "trainer.v1.separate_async.parameter_sync_step"
+
+def named(text, values):
+    """The keys of a configuration that its recipe does not name."""
+    return [
+        key
+        for key, _ in flat(values)
+        if key not in text and key.partition(".")[0] not in ("rewards", "reward_fn")
+    ]
 
 
 def keys_without_place(table):
     """A key for each pattern of the table."""
-    return [pattern.replace("*", "some_key") for pattern in table.no_place]
+    return [
+        pattern.replace("*", "some_key") for pattern in (*(rule.pattern for rule in table.left), *table.apart)
+    ]
 
 
 def test_of_verl_omni(omni):
-    """All that it reads with their defaults, and a key for each of those that have no place."""
-    given = {key: value for key, value in VERL_OMNI.defaults.items() if key != "main"}
-    given = {key: value for key, value in given.items() if key not in SCRIPT and value is not None}
-    others = dict.fromkeys(keys_without_place(VERL_OMNI), 1)
-    words = [f"'+{key}={value}'" for key, value in {**given, **others, "unheard.of": 1}.items()]
-    keep = [f"{OMNI}rollout.algo.sde_window_size=2", f"{OMNI}rollout.pipeline.output_type=latent"]
-    _, text = omni(*words, *keep)
-    for key in (*given, *others, "unheard.of", "main", f"{OMNI}model.lora_dtype", "data.train_files"):
-        assert key in text, key
+    others = [
+        key for key in keys_without_place(VERL_OMNI) if not key.endswith(("lr_some_key", "v1.trainer_mode"))
+    ]
+    _, text = omni(*(f"{key}=5" for key in others if "use_v1" not in key), "unheard.of=1", all_keys=True)
+    assert named(text, RESOLVED) == []
+    assert [key for key in (*others, "unheard.of") if key not in text] == []
 
 
-@pytest.mark.filterwarnings("ignore:no line of the recipe follows")
 def test_of_flow_grpo(grpo, tmp_path):
-    others = keys_without_place(FLOW_GRPO)
-    words = [f"{key}=1" for key in (*others, "unheard_of")]
-    read = {
-        "rationorm": False,
-        "activation_checkpointing": True,
-        "sample.sde_type": "sde",
-        "sample.sde_window_size": 0,
-    }
-    read |= {"sample.same_latent": False, "train.algorithm": "grpo", "train.ema": True}
-    text = translate(f"{grpo}:get", [*words, *(f"{key}={value}" for key, value in read.items())])
+    text = translate(grpo, gpus=4, all_keys=True)
     loaded(tmp_path, text)
-    for key in (*FLOW_GRPO.required, *others, *read, "unheard_of", "gpus"):
-        assert key in text, key
+    assert named(text, GRPO) == []
+    assert "gpus" in text
 
 
-@pytest.mark.filterwarnings("ignore:no line of the recipe follows")
-def test_of_flow_factory(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text(factory_yaml(), encoding="utf-8")
-    others = keys_without_place(FLOW_FACTORY)
-    there = [
-        f"{section}.{key}" for section, part in FACTORY.items() if isinstance(part, dict) for key in part
-    ]
-    given = {
-        key: value
-        for key, value in FLOW_FACTORY.defaults.items()
-        if value is not None and key not in (*there, "model.finetune_type", "rewards")
-    }
-    words = [
-        f"{key}={value}" for key, value in {**given, **dict.fromkeys((*others, "unheard.of"), 1)}.items()
-    ]
-    text = translate(str(path), words)
-    loaded(tmp_path, text)
-    for key in (*there, *given, *others, "rewards", "eval_rewards", "unheard.of"):
-        assert key in text or key == "eval_rewards", key
+def test_of_flow_factory(factory):
+    path_text = factory_yaml(unheard_of=1)
+    assert "unheard_of" in path_text
+    _, text = factory(unheard_of=1)
+    lost = named(text, FACTORY)
+    assert [key for key in lost if not key.startswith(("launcher", "data.max", "rewards"))] == []
+    assert "unheard_of=1" in text
 
 
 @pytest.mark.parametrize(
@@ -80,13 +62,16 @@ def test_of_flow_factory(tmp_path):
         # Prompts there, updates here.
         ([f"{OMNI}actor.ppo_mini_batch_size=8"], "mini_batches: 4  #"),
         # None there, the last step here.
-        (["trainer.save_freq=-1"], "save_every: 300  # trainer.save_freq (never there; the last step here)"),
+        (["trainer.save_freq=-1"], "save_every: 300  # trainer.save_freq (-1 there is never;"),
         (
             ["trainer.test_freq=-1"],
-            "eval_every: 0  # trainer.test_freq (never there; at the start and the end here)",
+            "eval_every: 0  # trainer.test_freq (-1 there is never;",
         ),
         # All of them there, a number here.
-        (["data.val_max_samples=-1"], "num_heldout: 100000  # data.val_max_samples (all of them)"),
+        (
+            ["data.val_max_samples=-1"],
+            "num_heldout: 100000  # data.val_max_samples (-1 there is all of them)",
+        ),
     ],
 )
 def test_units_of_verl_omni(omni, overrides, line):
@@ -96,21 +81,20 @@ def test_units_of_verl_omni(omni, overrides, line):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"reward_fn": "{'jpeg_compressibility': 2.0}"}, '{"name": "jpeg_compressibility", "weight": 0.004}'),
+        (
+            {"reward_fn": "{jpeg_compressibility: 2.0}"},
+            '{"name": "jpeg_compressibility", "weight": 0.004}',
+        ),
         # 0.9 at every eighth update there, 4 times.
-        ({"train.ema": True}, "ema: 0.948683  # train.ema (0.9 there, 4 times at every 8th update"),
+        ({"train.ema": True}, "ema: 0.948683  # train.ema (0.9 there at every 8th update"),
         # A share of the steps there, a range here.
         ({"train.timestep_fraction": 0.5}, "sde_window_range: [0, 5]"),
         ({"sample.num_batches_per_epoch": 4}, "prompts_per_step: 8  #"),
     ],
 )
 def test_units_of_flow_grpo(grpo, changes, line):
-    text = GRPO.replace(
-        "    return",
-        "".join(f"    config.{key} = {value}\n" for key, value in changes.items()) + "    return",
-    )
-    grpo.write_text(text, encoding="utf-8")
-    assert line in translate(f"{grpo}:get")
+    words = [f"{key}={value}" for key, value in changes.items()]
+    assert line in translate(grpo, words, gpus=4)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +102,14 @@ def test_units_of_flow_grpo(grpo, changes, line):
     [
         (
             {},
-            "ema: 0.986916  # train.ema_decay, train.ema_update_interval (0.9 every 4 epochs there; this is",
+            "ema: 0.986916  # train.ema_decay, train.ema_update_interval (of every few epochs there",
         ),
         (
             {"model__model_type": "z-image", "model__model_name_or_path": "a/Z-Image"},
-            "guidance_scale: 5.5  # train.guidance_scale (one more than its pipeline counts)",
+            "guidance_scale: 5.5  # train.guidance_scale (of Z-Image one more than its pipeline counts)",
         ),
         ({"train__unique_sample_num_per_epoch": 40}, "prompts_per_step: 48  #"),
-        ({"log__save_freq": 0}, "save_every: 100000  # log.save_freq (never there; the last step here)"),
+        ({"log__save_freq": 0}, "save_every: 100000  # log.save_freq (epochs; 0 there is never"),
     ],
 )
 def test_units_of_flow_factory(factory, changes, line):

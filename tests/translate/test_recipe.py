@@ -8,10 +8,10 @@ from flowcorr.translate.recipe import recipe_text
 from flowcorr.translate.table import Line, Translation
 
 
-def text_of(values, **parts):
+def text_of(values, *, all_keys=False, **parts):
     lines = {key: Line(value=value, comment="there") for key, value in values.items()}
-    empty = {"sources": set(), "no_line": [], "no_place": {}, "unknown": [], "differences": ()}
-    return recipe_text(Translation(lines=lines, **{**empty, **parts}), "run.sh (other)")
+    empty = {"sources": set(), "left": {}, "without_effect": [], "differences": ()}
+    return recipe_text(Translation(lines=lines, **{**empty, **parts}), "run.sh (other)", all_keys=all_keys)
 
 
 def test_every_value_reads_back_as_it_was():
@@ -48,34 +48,31 @@ def test_text_that_looks_like_an_interpolation_is_escaped(value):
 
 
 def test_comments_stay_comments():
-    text = text_of({}, unknown=["x=a\nb: 1", "y=\x00\x85\u2028c"])
+    text = text_of({}, left={"why": ["x=a\nb: 1", "y=\x00\x85\u2028c"]})
     assert "#   x=a b: 1\n#   y=? c\n" in text
     assert parse(text) is None
 
 
-def test_what_is_not_read_is_listed():
-    translation = Translation(lines={}, sources=set(), no_line=(), no_place={}, unknown=(), differences=())
-    text = recipe_text(translation, "a\nb.sh", ["line 1: source env.sh"])
-    assert text.startswith("# Translated by flowcorr translate from a b.sh.\n")
-    assert "# not read, and may change what is above:\n#   line 1: source env.sh\n" in text
-
-
 def test_every_key_stands_in_a_comment():
-    text = text_of(
-        {},
-        no_line=["z=0"],
-        no_place={"no such thing": ["x=1"]},
-        unknown=[f"key{index}=1" for index in range(40)],
-        differences=["the std, " * 20 + "at last"],
-    )
-    assert "# as here anyway, or without effect beside other keys:\n#   z=0\n" in text
-    assert "# no equivalent here (no such thing):\n#   x=1\n" in text
-    assert "# unknown to flowcorr translate:\n#   key0=1\n" in text
+    parts = {
+        "left": {
+            "no such thing": ["x=1"],
+            "unknown to flowcorr translate": [f"key{index}=1" for index in range(40)],
+        },
+        "without_effect": ["a.b.c=1", "a.b.d=2", "e=3"],
+        "differences": ["the std, " * 20 + "at last"],
+    }
+    text = text_of({}, **parts)
+    assert "# not carried over (no such thing):\n#   x=1\n" in text
+    assert "# not carried over (unknown to flowcorr translate):\n#   key0=1\n" in text
     assert "#   key39=1\n" in text
+    assert "rewards here: 3 keys\n# (a.b 2, top level 1; --all lists them)\n" in text
     assert "# differs in any case:\n#   the std, " in text
     assert text.endswith("at last\n")
+    assert "rewards here:\n#   a.b.c=1\n#   a.b.d=2\n#   e=3\n" in text_of({}, all_keys=True, **parts)
 
 
-def test_a_long_value_is_cut():
-    text = text_of({}, unknown=["key=" + "x" * 1000])
-    assert len(text.splitlines()[-2]) < 120
+def test_a_long_value_is_cut_and_a_secret_is_not_written():
+    text = text_of({}, left={"why": ["key=" + "x" * 1000, "env.WANDB_API_KEY=abc123"]})
+    assert max(map(len, text.splitlines())) < 120
+    assert "env.WANDB_API_KEY=***" in text

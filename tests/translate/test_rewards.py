@@ -4,15 +4,15 @@ import pytest
 
 from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
-from flowcorr.translate.rewards import Given, note, number, terms
+from flowcorr.translate.rewards import Reward, note, number, terms
 
 
 def test_a_reward_that_flowcorr_has_keeps_its_unit():
     given = [
-        Given(name="pick", known=rewards.PICKSCORE),
-        Given(name="jpeg", known=rewards.JPEG, weight=0.5),
-        Given(name="text", known=rewards.OCR, weight=2.0),
-        Given(name="judge", known=rewards.JUDGED_OCR, options={"model": "a/b"}),
+        Reward(name="pick", known=rewards.PICKSCORE),
+        Reward(name="jpeg", known=rewards.JPEG, weight=0.5),
+        Reward(name="text", known=rewards.OCR, weight=2.0),
+        Reward(name="judge", known=rewards.JUDGED_OCR, options={"model": "a/b"}),
     ]
     assert terms(given) == [
         {"name": "pickscore"},
@@ -29,7 +29,7 @@ def test_a_reward_that_flowcorr_has_keeps_its_unit():
 
 def test_another_reward_becomes_a_function_that_the_user_writes():
     given = [
-        Given(name="ocr-server", known=None, options={"server_url": "http://a:1"}, without=["x.required"])
+        Reward(name="ocr-server", known=None, options={"server_url": "http://a:1"}, without=["x.required"])
     ]
     assert terms(given, normalize="group") == [
         {"name": "my_rewards:ocr_server", "options": {"server_url": "http://a:1"}, "normalize": "group"}
