@@ -4,38 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowcorr.translate import flow_factory_values as there
 from flowcorr.translate import rewards
 from flowcorr.translate.families import FAMILIES, family_of
-from flowcorr.translate.flow_factory_values import (
-    ABSENT,
-    MODELS,
-    REQUIRED,
-    SDE_TYPES,
-    WHOLE_RUN,
-    adapted,
-    batches,
-    bound,
-    computes_in_autocast,
-    draws,
-    ema,
-    family,
-    gold_functions,
-    guidance,
-    prompts,
-    prompts_file,
-    reward_functions,
-    sde_steps,
-    sigmas_note,
-    size,
-    targets,
-    tokens,
-    trackers,
-    trackers_note,
-    updates,
-    weights_dtype,
-    window_range,
-    window_size,
-)
+from flowcorr.translate.flow_factory_values import ABSENT, MODELS, REQUIRED, SDE_TYPES, WHOLE_RUN
 from flowcorr.translate.table import Given, Left, Row, Table, dtype_of
 
 _MOST_STEPS = 1000
@@ -62,7 +34,7 @@ def _refuse(get: Given) -> str:
         return f"model.model_type={kind} belongs to no family that flowcorr knows: {', '.join(MODELS)}"
     path = get("model.model_name_or_path", str)
     named = family_of(path)
-    if named is not None and named != family(get):
+    if named is not None and named != there.family(get):
         return f"model.model_name_or_path={path} is no model of model.model_type={kind}"
     for name in ("train_steps", "num_train_steps"):
         if get(f"scheduler.{name}") is not None:
@@ -83,7 +55,7 @@ def _refuse(get: Given) -> str:
 
 
 def _refuse_weights(get: Given) -> str:
-    if adapted(get):
+    if there.adapted(get):
         if get("model.lora_rank") < 1:
             return f"model.lora_rank={get('model.lora_rank')} makes no adapter; use at least 1, or finetune_type=full"
         if get("model.target_modules") == "all":
@@ -91,7 +63,7 @@ def _refuse_weights(get: Given) -> str:
         return ""
     if get("model.resume_path") is not None:
         return "model.resume_path is of a run that trains all weights; start from its model instead, as model.path"
-    if weights_dtype(get) != dtype_of(get, "mixed_precision") and not computes_in_autocast(get):
+    if there.weights_dtype(get) != dtype_of(get, "mixed_precision") and not there.computes_in_autocast(get):
         return (
             f"model.master_weight_dtype={get('model.master_weight_dtype')} with mixed_precision="
             f"{get('mixed_precision')} has no equivalent here; flowcorr casts float32 to bfloat16"
@@ -112,7 +84,7 @@ def _refuse_numbers(get: Given) -> str:
         return f"train.ema_decay={get('train.ema_decay')} must be in [0, 1)"
     if get("train.group_size") < 2:
         return f"train.group_size={get('train.group_size')} gives an image no other to be compared with; use 2 or more"
-    steps, number = sde_steps(get), get("scheduler.num_sde_steps", int | None)
+    steps, number = there.sde_steps(get), get("scheduler.num_sde_steps", int | None)
     if not steps or steps != list(range(steps[0], steps[-1] + 1)):
         return f"scheduler.sde_steps={get('scheduler.sde_steps')} has gaps, but flowcorr draws from a range of steps"
     if not (number is None or (type(number) is int and number >= 1)):
@@ -121,17 +93,17 @@ def _refuse_numbers(get: Given) -> str:
     if accumulated != "auto" and (
         type(accumulated) is not int
         or accumulated < 1
-        or accumulated % window_size(get)
-        or batches(get) * window_size(get) % accumulated
+        or accumulated % there.window_size(get)
+        or there.batches(get) * there.window_size(get) % accumulated
     ):
         return (
             f"train.gradient_accumulation_steps={accumulated} splits a batch's SDE steps or an epoch; use "
-            f"a multiple of {window_size(get)} that divides {batches(get) * window_size(get)}"
+            f"a multiple of {there.window_size(get)} that divides {there.batches(get) * there.window_size(get)}"
         )
-    if updates(get) > prompts(get):
+    if there.updates(get) > there.prompts(get):
         return (
-            f"{updates(get)} updates of an epoch have {prompts(get)} prompts, but flowcorr never splits a group; "
-            "use fewer updates"
+            f"{there.updates(get)} updates of an epoch have {there.prompts(get)} prompts, but flowcorr never splits a "
+            "group; use fewer updates"
         )
     return ""
 
@@ -143,9 +115,9 @@ def _guidance(key: str) -> Row:
     return Row(
         "train.guidance_scale",
         f"sampling.{key}",
-        guidance,
+        there.guidance,
         "of Z-Image one more than its pipeline counts",
-        when=lambda get: FAMILIES[family(get)].guidance_key == key,
+        when=lambda get: FAMILIES[there.family(get)].guidance_key == key,
     )
 
 
@@ -156,40 +128,40 @@ def _total_steps(get: Given) -> int:
 
 ROWS = (
     Row("model.model_name_or_path", "model.path"),
-    Row("model.model_type", "model.family", lambda get: family(get)),
-    Row(("mixed_precision", "model.master_weight_dtype"), "model.dtype", weights_dtype),
+    Row("model.model_type", "model.family", lambda get: there.family(get)),
+    Row(("mixed_precision", "model.master_weight_dtype"), "model.dtype", there.weights_dtype),
     Row("model.attn_backend", "model.attention"),
-    Row((), "model.max_sequence_length", tokens),
+    Row((), "model.max_sequence_length", there.tokens),
     Row(
         ("model.lora_rank", "model.finetune_type"),
         "model.lora.rank",
         lambda get: get("model.lora_rank"),
-        when=adapted,
+        when=there.adapted,
     ),
     Row(
         ("model.finetune_type", "model.target_modules"),
         "model.lora.rank",
         lambda get: 0,
         "there only weights whose names contain an entry of target_modules, unless it is all; here all weights",
-        when=lambda get: not adapted(get),
+        when=lambda get: not there.adapted(get),
     ),
     Row(
         "model.lora_alpha",
         "model.lora.alpha",
         lambda get: get("model.lora_alpha", float | None) or 2.0 * get("model.lora_rank"),
-        when=adapted,
+        when=there.adapted,
     ),
     Row(
         ("model.target_modules", "model.target_components"),
         "model.lora.targets",
-        targets,
+        there.targets,
         "default of Qwen-Image: without img_mlp.net.2.proj and txt_mlp.net.2.proj, which name no layer",
     ),
     Row(
         "model.master_weight_dtype",
         "model.lora.dtype",
         lambda get: dtype_of(get, "model.master_weight_dtype"),
-        when=adapted,
+        when=there.adapted,
     ),
     Row("model.resume_path", "model.lora.warm_start"),
     Row(
@@ -203,19 +175,19 @@ ROWS = (
         when=lambda get: get("scheduler.dynamics_type") == "CPS",
     ),
     Row("scheduler.noise_level", "sampling.noise_level"),
-    Row("train.num_inference_steps", "sampling.num_inference_steps", None, sigmas_note),
-    Row("scheduler.num_sde_steps", "sampling.sde_window_size", window_size),
+    Row("train.num_inference_steps", "sampling.num_inference_steps", None, there.sigmas_note),
+    Row("scheduler.num_sde_steps", "sampling.sde_window_size", there.window_size),
     Row(
         "scheduler.sde_steps",
         "sampling.sde_window_range",
-        window_range,
+        there.window_range,
         "it draws once an epoch for all samples; here for each prompt",
     ),
-    Row((), "sampling.sde_window_layout", lambda get: "scattered", "any of the steps", when=draws),
+    Row((), "sampling.sde_window_layout", lambda get: "scattered", "any of the steps", when=there.draws),
     _guidance("guidance_scale"),
     _guidance("true_cfg_scale"),
-    Row(("train.resolution", "train.height"), "sampling.height", lambda get: size(get, "train", 0)),
-    Row("train.resolution", "sampling.width", lambda get: size(get, "train", 1)),
+    Row(("train.resolution", "train.height"), "sampling.height", lambda get: there.size(get, "train", 0)),
+    Row("train.resolution", "sampling.width", lambda get: there.size(get, "train", 1)),
     Row("mixed_precision", "rollout.dtype", lambda get: dtype_of(get, "mixed_precision")),
     Row(
         (
@@ -226,15 +198,15 @@ ROWS = (
             "train.gradient_step_per_epoch",
         ),
         "rollout.prompts_per_step",
-        prompts,
+        there.prompts,
         "rounded up there too, until batches, processes and updates come out even",
     ),
     Row("train.group_size", "rollout.n"),
     Row("train.per_device_batch_size", "rollout.batch_size"),
     Row((), "rollout.same_initial_noise", lambda get: False),
     Row("train.trainer_type", "actor.loss_mode", lambda get: "flow_grpo"),
-    Row("train.clip_range", "actor.clip_ratio", lambda get: bound(get, "train.clip_range")),
-    Row("train.adv_clip_range", "actor.adv_clip_max", lambda get: bound(get, "train.adv_clip_range")),
+    Row("train.clip_range", "actor.clip_ratio", lambda get: there.bound(get, "train.clip_range")),
+    Row("train.adv_clip_range", "actor.adv_clip_max", lambda get: there.bound(get, "train.adv_clip_range")),
     Row("train.kl_beta", "actor.kl_coef"),
     Row("train.learning_rate", "actor.lr"),
     Row("train.adam_betas", "actor.betas"),
@@ -245,16 +217,16 @@ ROWS = (
     Row(
         ("train.gradient_step_per_epoch", "train.gradient_accumulation_steps"),
         "actor.mini_batches",
-        updates,
+        there.updates,
         "updates of an epoch; groups are never split here",
     ),
     Row("train.per_device_batch_size", "actor.micro_batch_size"),
-    Row("mixed_precision", "actor.autocast", computes_in_autocast),
+    Row("mixed_precision", "actor.autocast", there.computes_in_autocast),
     Row("train.enable_gradient_checkpointing", "actor.gradient_checkpointing"),
     Row(
         ("train.ema_decay", "train.ema_update_interval", "train.ema_decay_schedule"),
         "actor.ema",
-        ema,
+        there.ema,
         "of every few epochs there, of one update here",
     ),
     Row(
@@ -270,28 +242,31 @@ ROWS = (
         "rewards",
         "reward.terms",
         lambda get: rewards.terms(
-            reward_functions(get),
+            there.reward_functions(get),
             normalize="group" if get("train.advantage_aggregation") == "gdpo" else "none",
         ),
-        lambda get: rewards.note(reward_functions(get)),
+        lambda get: rewards.note(there.reward_functions(get)),
     ),
     Row(
         "eval_rewards",
         "reward.gold",
-        lambda get: rewards.terms(gold_functions(get)) or None,
-        lambda get: rewards.note(gold_functions(get)),
+        lambda get: rewards.terms(there.gold_functions(get)) or None,
+        lambda get: rewards.note(there.gold_functions(get)),
     ),
     Row(
         (),
         "reward.gold_every",
         lambda get: "evaluation",
         "only its evaluations score them",
-        when=gold_functions,
+        when=there.gold_functions,
     ),
     Row(
-        "data.dataset_dir", "data.path", lambda get: prompts_file(get, "train"), "train.jsonl if there is one"
+        "data.dataset_dir",
+        "data.path",
+        lambda get: there.prompts_file(get, "train"),
+        "train.jsonl if there is one",
     ),
-    Row("data.dataset_dir", "data.heldout_path", lambda get: prompts_file(get, "test")),
+    Row("data.dataset_dir", "data.heldout_path", lambda get: there.prompts_file(get, "test")),
     Row((), "data.num_heldout", lambda get: _ALL_PROMPTS, "all of them are evaluated"),
     Row(
         "train.max_epochs",
@@ -301,16 +276,16 @@ ROWS = (
     ),
     Row("train.seed", "trainer.seed"),
     Row("eval.eval_freq", "trainer.eval_every", None, "epochs"),
-    Row("eval.num_inference_steps", "trainer.eval_num_inference_steps", None, sigmas_note),
-    Row(("eval.resolution", "eval.height"), "trainer.eval_height", lambda get: size(get, "eval", 0)),
-    Row("eval.resolution", "trainer.eval_width", lambda get: size(get, "eval", 1)),
+    Row("eval.num_inference_steps", "trainer.eval_num_inference_steps", None, there.sigmas_note),
+    Row(("eval.resolution", "eval.height"), "trainer.eval_height", lambda get: there.size(get, "eval", 0)),
+    Row("eval.resolution", "trainer.eval_width", lambda get: there.size(get, "eval", 1)),
     Row(
         "log.save_freq",
         "trainer.save_every",
         lambda get: get("log.save_freq") if get("log.save_freq") > 0 else _total_steps(get),
         "epochs; 0 there is never, here at least the last step",
     ),
-    Row(("log.logging_backend", "logging_backend"), "trainer.trackers", trackers, trackers_note),
+    Row(("log.logging_backend", "logging_backend"), "trainer.trackers", there.trackers, there.trackers_note),
 )
 
 LEFT = (

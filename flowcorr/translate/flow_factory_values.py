@@ -12,7 +12,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
 from flowcorr.translate.families import FAMILIES
 from flowcorr.translate.rewards import Reward
-from flowcorr.translate.table import Given, decay_of_one, dtype_of
+from flowcorr.translate.table import TRACKERS, Given, decay_of_one, dtype_of
 
 ABSENT: dict[str, Any] = {
     "num_processes": None,
@@ -127,7 +127,6 @@ MODELS = {
 _KNOWN = {"pickscore": rewards.PICKSCORE, "ocr": rewards.OCR}
 _OWN_ENTRIES = ("name", "reward_model", "weight")
 _OF_ITS_WORKERS = ("batch_size", "device", "dtype", "async_reward", "num_workers")
-_TRACKERS = ("tensorboard", "wandb")
 
 
 def family(get: Given) -> str:
@@ -334,13 +333,13 @@ def prompts_file(get: Given, split: str) -> str:
 
 def trackers(get: Given) -> list[str]:
     """The trackers that flowcorr has too."""
-    return [name for name in _TRACKERS if name == _tracker(get)]
+    return [name for name in TRACKERS if name == _tracker(get)]
 
 
 def trackers_note(get: Given) -> str:
     """The tracker that it lacks."""
     name = _tracker(get)
-    return "" if name in (None, "none", *_TRACKERS) else f"without {name}"
+    return "" if name in (None, "none", *TRACKERS) else f"without {name}"
 
 
 def _tracker(get: Given) -> str | None:

@@ -29,7 +29,7 @@ _SCRIPT = re.compile(
 _OF_WANDB = ("_wandb", "wandb_version")
 _CHOSEN = ("reward_fn", "rewards", "eval_rewards", "reward.reward_functions")
 """Sections of names that the user chooses; an override of one replaces it."""
-_MAX_VALUES, _MAX_JOINED = 20_000, 24
+_MAX_VALUES, _MAX_LEVELS, _MAX_JOINED = 20_000, 50, 24
 
 
 def printed_by(script: Path | str) -> str:
@@ -149,20 +149,24 @@ def _other_references_as_text(value: Any, counts: list[int]) -> Any:
     return value
 
 
-def _plain(node: DictConfig | ListConfig, counts: list[int]) -> Any:
+def _plain(node: DictConfig | ListConfig, counts: list[int], level: int = 0) -> Any:
     """Plain data with references replaced, and kept where they lead nowhere; adds the number of values to `counts`."""
     names = list(node) if isinstance(node, DictConfig) else range(len(node))
     found = {}
     for name in names:
         counts[0] += 1
-        if counts[0] > _MAX_VALUES:
-            raise ConfigError(f"with its references it holds more than {_MAX_VALUES} values")
+        if counts[0] > _MAX_VALUES or level > _MAX_LEVELS:
+            raise ConfigError(
+                f"with its references it holds more than {_MAX_VALUES} values, or {_MAX_LEVELS} levels"
+            )
         try:
             value = node[name]
         except OmegaConfBaseException:  # missing, or a reference that leads nowhere
             raw: Any = OmegaConf.to_container(node)
             value = raw[name]
-        found[name] = _plain(value, counts) if isinstance(value, DictConfig | ListConfig) else value
+        found[name] = (
+            _plain(value, counts, level + 1) if isinstance(value, DictConfig | ListConfig) else value
+        )
     return found if isinstance(node, DictConfig) else list(found.values())
 
 

@@ -15,6 +15,8 @@ from flowcorr.config.build import KINDS
 from flowcorr.errors import ConfigError, unknown_choice
 
 _MISSING = object()
+TRACKERS = ("tensorboard", "wandb", "swanlab")
+"""Trackers that flowcorr has too, under the same names."""
 _SHOWN = 4
 _DTYPES = {
     "no": "float32",
@@ -125,7 +127,7 @@ class Left:
     Attributes:
         pattern: a pattern of their names.
         reason: why they are left out, or where it is set here.
-        neutral: values that change nothing, besides null, false, 0 and what is empty.
+        neutral: values that change nothing, besides null; without them, false, 0 and what is empty do not.
     """
 
     pattern: str
@@ -266,7 +268,8 @@ def _reason(key: str, value: Any, table: Table) -> str:
     rule = next((rule for rule in table.left if fnmatchcase(key, rule.pattern)), None)
     if rule is None and any(fnmatchcase(key, pattern) for pattern in table.apart):
         return ""
-    if not value or (rule is not None and value in rule.neutral):
+    changes = value not in (None, *rule.neutral) if rule is not None and rule.neutral else bool(value)
+    if not changes:
         return ""
     return "unknown to flowcorr translate" if rule is None else rule.reason
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flowcorr.translate import rewards
-from flowcorr.translate.table import Given, How, Left, Row, Table, dtype_of
+from flowcorr.translate import verl_omni_values as there
+from flowcorr.translate.table import TRACKERS, Given, How, Left, Row, Table, dtype_of
 from flowcorr.translate.verl_omni_values import (
     ACTOR,
     ALGO,
@@ -19,32 +20,7 @@ from flowcorr.translate.verl_omni_values import (
     OPTIM,
     PIPELINE,
     ROLLOUT,
-    TRACKERS,
     VALIDATION,
-    adapted,
-    adapter_dtype,
-    adapter_init,
-    advantage_std,
-    autocast,
-    corrects,
-    engine_options,
-    facts,
-    family,
-    guidance,
-    kl_coef,
-    lacking_trackers,
-    loss_of,
-    pair,
-    refuse,
-    reward_functions,
-    rewards_note,
-    targets,
-    text_file,
-    updates,
-    warmup,
-    weights_dtype,
-    window_range,
-    window_size,
 )
 
 _ALL_PROMPTS, _NO_CLAMP = 100_000, 1e6
@@ -98,14 +74,17 @@ def _correction(key: str, *, belongs_to: str = "") -> Row:
 
     def value(get: Given) -> Any:
         in_use = not belongs_to or get(f"{CORRECTION}.{belongs_to}") is not None
-        return get(source) if in_use and corrects(get) else None
+        return get(source) if in_use and there.corrects(get) else None
 
     return Row(source, source, value)
 
 
 def _guidance(key: str) -> Row:
     return Row(
-        f"{PIPELINE}.{key}", f"sampling.{key}", guidance, when=lambda get: facts(get).guidance_key == key
+        f"{PIPELINE}.{key}",
+        f"sampling.{key}",
+        there.guidance,
+        when=lambda get: there.facts(get).guidance_key == key,
     )
 
 
@@ -126,28 +105,33 @@ ROWS = (
             "model_engine",
         ),
         "model.dtype",
-        weights_dtype,
+        there.weights_dtype,
         "of veomni_config with VeOmni",
     ),
     Row(f"{PIPELINE}.max_sequence_length", "model.max_sequence_length"),
     Row(f"{MODEL}.lora_rank", "model.lora.rank", None, "0 trains all weights"),
     Row(
-        f"{MODEL}.lora_alpha", "model.lora.alpha", lambda get: get(f"{MODEL}.lora_alpha", float), when=adapted
+        f"{MODEL}.lora_alpha",
+        "model.lora.alpha",
+        lambda get: get(f"{MODEL}.lora_alpha", float),
+        when=there.adapted,
     ),
     Row(
         (f"{MODEL}.target_modules", f"{MODEL}.target_parameters", f"{MODEL}.exclude_modules"),
         "model.lora.targets",
-        targets,
+        there.targets,
         "all-linear is every linear layer",
     ),
-    Row(f"{MODEL}.lora_dtype", "model.lora.dtype", adapter_dtype, "that of the weights unless it is set"),
-    Row(f"{MODEL}.lora_init_weights", "model.lora.init", adapter_init),
+    Row(
+        f"{MODEL}.lora_dtype", "model.lora.dtype", there.adapter_dtype, "that of the weights unless it is set"
+    ),
+    Row(f"{MODEL}.lora_init_weights", "model.lora.init", there.adapter_init),
     Row(f"{MODEL}.lora_adapter_path", "model.lora.warm_start"),
     Row(f"{ALGO}.sde_type", "sampling.sde_type"),
     Row(f"{ALGO}.noise_level", "sampling.noise_level"),
     Row(f"{PIPELINE}.num_inference_steps", "sampling.num_inference_steps"),
-    Row(f"{ALGO}.sde_window_size", "sampling.sde_window_size", window_size),
-    Row(f"{ALGO}.sde_window_range", "sampling.sde_window_range", window_range),
+    Row(f"{ALGO}.sde_window_size", "sampling.sde_window_size", there.window_size),
+    Row(f"{ALGO}.sde_window_range", "sampling.sde_window_range", there.window_range),
     Row(
         f"{MODEL}.algorithm",
         "sampling.window_per",
@@ -161,7 +145,7 @@ ROWS = (
         "sampling.negative_prompt",
         lambda get: " ",
         "verl-omni reads it from its data, where its examples of Qwen-Image write this",
-        when=lambda get: family(get) == "qwen_image" and guidance(get) > 1,
+        when=lambda get: there.family(get) == "qwen_image" and there.guidance(get) > 1,
     ),
     Row(f"{PIPELINE}.height", "sampling.height"),
     Row(f"{PIPELINE}.width", "sampling.width"),
@@ -179,30 +163,32 @@ ROWS = (
             for key in ("tensor_model_parallel_size", "gpu_memory_utilization", "quantization")
         ),
         "rollout.engine",
-        engine_options,
+        there.engine_options,
     ),
     Row(f"{ROLLOUT}.dtype", "rollout.dtype", lambda get: dtype_of(get, f"{ROLLOUT}.dtype")),
     Row("data.train_batch_size", "rollout.prompts_per_step", None, "prompts"),
     Row(f"{ROLLOUT}.n", "rollout.n"),
     Row((), "rollout.same_initial_noise", lambda get: False),
-    Row((f"{LOSS}.loss_mode", f"{MODEL}.algorithm"), "actor.loss_mode", lambda get: LOSSES[loss_of(get)]),
-    Row(f"{LOSS}.clip_ratio", "actor.clip_ratio", when=lambda get: loss_of(get) != "flow_dppo"),
+    Row(
+        (f"{LOSS}.loss_mode", f"{MODEL}.algorithm"), "actor.loss_mode", lambda get: LOSSES[there.loss_of(get)]
+    ),
+    Row(f"{LOSS}.clip_ratio", "actor.clip_ratio", when=lambda get: there.loss_of(get) != "flow_dppo"),
     Row(
         (f"{LOSS}.kl_mask_threshold", f"{LOSS}.add_kl_coefficient"),
         "actor.kl_threshold",
         lambda get: get(f"{LOSS}.kl_mask_threshold"),
-        when=lambda get: loss_of(get) == "flow_dppo",
+        when=lambda get: there.loss_of(get) == "flow_dppo",
     ),
     Row(
         f"{LOSS}.adv_clip_max",
         "actor.adv_clip_max",
-        lambda get: _NO_CLAMP if loss_of(get) == "flow_dppo" else get(f"{LOSS}.adv_clip_max"),
+        lambda get: _NO_CLAMP if there.loss_of(get) == "flow_dppo" else get(f"{LOSS}.adv_clip_max"),
         "its flow_dppo clamps no advantages",
     ),
     Row(
         (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss"),
         "actor.kl_coef",
-        kl_coef,
+        there.kl_coef,
         "only used with use_kl_loss",
     ),
     Row(
@@ -210,7 +196,7 @@ ROWS = (
         "actor.kl_weighting",
         lambda get: "flow_grpo",
         "its KL of sde steps is divided by the length of a step, that of cps and dance_sde is exact",
-        when=lambda get: kl_coef(get) and get(f"{ALGO}.sde_type") == "sde",
+        when=lambda get: there.kl_coef(get) and get(f"{ALGO}.sde_type") == "sde",
     ),
     Row(
         (f"{OPTIM}.optimizer", f"{OPTIM}.optimizer_impl"),
@@ -219,13 +205,13 @@ ROWS = (
         "AdamW of torch, in 8 bits of bitsandbytes",
     ),
     Row(f"{OPTIM}.lr", "actor.lr"),
-    Row(f"{OPTIM}.betas", "actor.betas", lambda get: pair(f"{OPTIM}.betas", get(f"{OPTIM}.betas"))),
+    Row(f"{OPTIM}.betas", "actor.betas", lambda get: there.pair(f"{OPTIM}.betas", get(f"{OPTIM}.betas"))),
     Row(f"{OPTIM}.eps", "actor.eps"),
     Row(f"{OPTIM}.weight_decay", "actor.weight_decay"),
     Row(
         (f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"),
         "actor.warmup_steps",
-        warmup,
+        there.warmup,
         "its training steps times the updates of one",
     ),
     Row(f"{OPTIM}.lr_scheduler_type", "actor.lr_schedule", None, "by training steps there, by updates here"),
@@ -246,23 +232,23 @@ ROWS = (
     Row(
         f"{ACTOR}.ppo_mini_batch_size",
         "actor.mini_batches",
-        updates,
+        there.updates,
         "updates per step: train_batch_size / ppo_mini_batch_size",
     ),
     Row(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor.micro_batch_size"),
-    Row(f"{ACTOR}.fsdp_config.dtype", "actor.autocast", autocast, "FSDP's mixed precision"),
+    Row(f"{ACTOR}.fsdp_config.dtype", "actor.autocast", there.autocast, "FSDP's mixed precision"),
     Row(f"{MODEL}.enable_gradient_checkpointing", "actor.gradient_checkpointing"),
     Row(
         ("algorithm.global_std", "algorithm.norm_adv_by_std_in_grpo"),
         "algorithm.advantage_std",
-        advantage_std,
+        there.advantage_std,
     ),
     Row(
         f"{ROLLOUT}.calculate_log_probs",
         f"{CORRECTION}.preset",
         lambda get: "disabled",
         "it corrects nothing; this measures the gap",
-        when=lambda get: not corrects(get),
+        when=lambda get: not there.corrects(get),
     ),
     _correction("bypass_mode"),
     _correction("loss_type"),
@@ -276,7 +262,7 @@ ROWS = (
         f"{CORRECTION}.rollout_rs_denominator",
         lambda get: "all",
         "verl-omni's losses divide by all terms",
-        when=lambda get: corrects(get) and get(f"{CORRECTION}.rollout_rs"),
+        when=lambda get: there.corrects(get) and get(f"{CORRECTION}.rollout_rs"),
     ),
     Row(
         (
@@ -284,16 +270,16 @@ ROWS = (
             *("reward.reward_manager.name", "reward.aggregation", f"{PIPELINE}.output_type"),
         ),
         "reward.terms",
-        lambda get: rewards.terms(reward_functions(get)),
-        rewards_note,
+        lambda get: rewards.terms(there.reward_functions(get)),
+        there.rewards_note,
     ),
     Row(
         "data.train_files",
         "data.path",
-        text_file("data.train_files"),
+        there.text_file("data.train_files"),
         "the prompts as text, such as the train.txt from which the parquet file was made",
     ),
-    Row("data.val_files", "data.heldout_path", text_file("data.val_files")),
+    Row("data.val_files", "data.heldout_path", there.text_file("data.val_files")),
     Row(
         "data.val_max_samples",
         "data.num_heldout",
@@ -329,7 +315,7 @@ ROWS = (
         "trainer.logger",
         "trainer.trackers",
         lambda get: [name for name in TRACKERS if name in get("trainer.logger", list)],
-        lacking_trackers,
+        there.lacking_trackers,
     ),
 )
 
@@ -340,6 +326,14 @@ LEFT = (
     Left(f"{ACTOR}.loss_scale_factor", "losses are divided by the number of terms"),
     Left(f"{ACTOR}.shuffle", "batches keep the order of their prompts"),
     Left(f"{ALGO}.sde_window_seed", "windows are drawn from trainer.seed"),
+    Left(
+        f"{ALGO}.sde_contiguous", "its pipelines of images draw consecutive windows whatever it says", (True,)
+    ),
+    Left(f"{ALGO}.iters_per_group", "belongs to progressive windows", (1,)),
+    Left(f"{ALGO}.*", "may belong to its sampling"),
+    Left(f"{PIPELINE}.frame_rate", "belongs to videos", (24.0,)),
+    Left(f"{PIPELINE}.video_flow_shift", "belongs to videos", (12.0,)),
+    Left(f"{PIPELINE}.*", "may belong to its sampling"),
     Left(f"{ROLLOUT}.rollout_attn_backend", _KERNEL),
     Left(f"{MODEL}.attn_backend", _KERNEL),
     Left(f"{ROLLOUT}.engine_kwargs.*", "options of its engine; set them in rollout.engine", ({},)),
@@ -357,22 +351,27 @@ LEFT = (
     Left("trainer.v1.trainer_mode", _AHEAD, ("sync",)),
 )
 APART = (
-    f"{ALGO}.*",  # contiguous windows and groups of iterations, which its pipelines of images do not read
     f"{ROLLOUT}.val_kwargs.*",  # evaluations here are deterministic
     *(f"{OPTIM}.{key}" for key in ("total_training_steps", "zero_indexed_step", "fused", "lr_*")),
     *(
         f"{ACTOR}.{key}"
-        for key in ("fsdp_config.*", "veomni_config.*", "rollout_correction.*", "*loss*", "rollout_n")
+        for key in ("fsdp_config.*", "veomni_config.*", "rollout_correction.*", "distill_loss_*", "rollout_n")
     ),
     *(
         f"{ACTOR}.{key}"
         for key in ("strategy", "profiler.*", "checkpoint.*", "data_loader_seed", "grad_clip")
     ),
-    *("actor_rollout_ref.ref.*", f"{MODEL}.pipeline.*", f"{MODEL}.algo.*", f"{ROLLOUT}.*", f"{MODEL}.*"),
+    *(
+        f"{LOSS}.{key}" for key in ("mix_beta", "ref_kl_coef", "adaptive_weight_min", "dpo_beta")
+    ),  # of other losses
+    *("actor_rollout_ref.ref.*", f"{MODEL}.*", f"{ROLLOUT}.*"),
     *(
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.nccl_timeout",
-        "algorithm.*",
+        "algorithm.old_policy_*",
+        "algorithm.timestep_fraction",
+        "algorithm.adv_mode",
+        "algorithm.paired_preference",
         "reward.*",
         "data.*",
     ),
@@ -403,7 +402,7 @@ TABLE = Table(
     ),
     absent=_ABSENT,
     only=_ONLY,
-    refuse=refuse,
+    refuse=there.refuse,
     rows=ROWS,
     left=LEFT,
     apart=APART,

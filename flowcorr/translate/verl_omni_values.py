@@ -10,7 +10,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
 from flowcorr.translate.families import FAMILIES, Family, require_family
 from flowcorr.translate.rewards import Reward
-from flowcorr.translate.table import Given, dtype_of
+from flowcorr.translate.table import TRACKERS, Given, dtype_of
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 LOSS, PIPELINE, ALGO, OPTIM = (
@@ -43,7 +43,6 @@ _REWARD_FILES = {
     "pickscore_reward": rewards.PICKSCORE,
     "genrm_ocr": rewards.JUDGED_OCR,
 }
-TRACKERS = ("tensorboard", "wandb")
 
 
 def family(get: Given) -> str:

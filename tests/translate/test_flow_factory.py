@@ -59,7 +59,7 @@ def test_flow_factorys_values_and_defaults(factory):
         ({"train__adam_betas": [0.8, 0.9]}, "actor.betas", (0.8, 0.9)),
         ({"log__save_freq": 0, "train__max_epochs": 30}, "trainer.save_every", 30),
         ({"eval__eval_freq": 0}, "trainer.eval_every", 0),
-        ({"log__logging_backend": "swanlab"}, "trainer.trackers", ()),
+        ({"log__logging_backend": "trackio"}, "trainer.trackers", ()),
         ({"log__logging_backend": None, "logging_backend": "wandb"}, "trainer.trackers", ("wandb",)),
         ({"model__lora_alpha": 8}, "model.lora.alpha", 8),
         ({"model__attn_backend": "native"}, "model.attention", "native"),
@@ -113,8 +113,8 @@ def test_a_width_without_effect_is_named(factory):
 
 def test_a_tracker_that_flowcorr_lacks_is_named(factory):
     assert (
-        "trackers: []  # log.logging_backend (without swanlab)\n"
-        in factory(log__logging_backend="swanlab")[1]
+        "trackers: []  # log.logging_backend (without trackio)\n"
+        in factory(log__logging_backend="trackio")[1]
     )
     assert "trackers: []  # log.logging_backend\n" in factory(log__logging_backend="none")[1]
 

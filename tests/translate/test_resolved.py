@@ -136,5 +136,8 @@ def test_references_are_bounded():
     sections = {"a0": {"x": 1}} | {
         f"a{n}": {"x": f"${{a{n - 1}}}", "y": f"${{a{n - 1}}}"} for n in range(1, 41)
     }
-    with pytest.raises(ConfigError, match="^with its references it holds more than 20000 values$"):
-        resolved(sections, {})
+    for values in (sections, {"a": {"b": "${c}"}, "c": {"d": "${a}"}}):
+        with pytest.raises(
+            ConfigError, match="^with its references it holds more than 20000 values, or 50 levels$"
+        ):
+            resolved(values, {})

@@ -45,7 +45,7 @@ def table(**changes):
         "only": {},
         "refuse": lambda get: "",
         "rows": rows,
-        "left": (Left("optim.*", "another optimizer", (1e-8,)),),
+        "left": (Left("optim.eps", "another optimizer", (1e-8,)), Left("optim.*", "another optimizer")),
         "apart": ("workers.*",),
         "differences": ("the std",),
     }
@@ -71,6 +71,12 @@ def test_what_is_neutral_is_only_counted(value):
     given = {"optim": {"eps": 1e-8, "other": value, "_target_": "a.B"}, "unheard_of": value}
     found = translate_values({**given, "workers": {"number": 3}}, table())
     assert (found.left, len(found.without_effect)) == ({}, 4)
+
+
+@pytest.mark.parametrize(("value", "named"), [(True, False), (None, False), (False, True), (0.5, True)])
+def test_a_rule_may_have_a_neutral_value_of_its_own(value, named):
+    found = translate_values({"data": {"shuffle": value}}, table(left=(Left("data.*", "why", (True,)),)))
+    assert ("why" in found.left) == named
 
 
 def test_a_key_that_makes_no_line_is_counted():

@@ -132,9 +132,9 @@ def test_veomni_has_a_dtype_of_its_own(omni):
 
 
 def test_trackers_that_flowcorr_lacks_are_named(omni):
-    found, text = omni("trainer.logger=[console,wandb,swanlab]")
+    found, text = omni("trainer.logger=[console,wandb,trackio]")
     assert found.trainer.trackers == ("wandb",)
-    assert "(without swanlab)" in text
+    assert "(without trackio)" in text
 
 
 @pytest.mark.parametrize(
