@@ -19,7 +19,7 @@ from flowcorr.config.load import without_interpolation
 from flowcorr.errors import ConfigError
 
 _ROOT = "actor_rollout_ref:"
-_SECTION = re.compile(r"'?[a-z_][a-z0-9_]*'?:(\s|$)")
+_SECTION = re.compile(r"'?[a-z_][a-z0-9_]*'?:( \S+)?\s*$")
 _INSIDE = re.compile(r"\s+\S|- |\s*$")
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?[\w./\-\[\] ]+(?:,[^${}]*)?\}")
 _OVERRIDE = re.compile(r"\+{0,2}(\w[\w/-]*(?:\.[\w/-]+)*)=(.*)", re.DOTALL)
@@ -74,13 +74,15 @@ def _printed_block(text: str) -> str:
         raise ConfigError(
             f"lines {', '.join(str(root + 1) for root in roots)} all begin a configuration; leave the one to translate"
         )
-    first = last = roots[0]
+    first, last = roots[0], roots[0] + 1
     while first and (_SECTION.match(lines[first - 1]) or _INSIDE.match(lines[first - 1])):
         first -= 1
+    while first < roots[0] and not _SECTION.match(lines[first]):  # the end of what the script printed before
+        first += 1
     while last < len(lines) and (_SECTION.match(lines[last]) or _INSIDE.match(lines[last])):
         last += 1
     for number, line in enumerate(lines[last:], last):
-        if re.match(r"\s+['\w]+:(\s|$)", line) or _SECTION.fullmatch(line):
+        if re.match(r"\s+['\w]+:(\s|$)", line) or _SECTION.match(line):
             raise ConfigError(
                 f"line {last + 1}, {lines[last][:60]!r}, stands inside the configuration, which goes on in line "
                 f"{number + 1}; leave out all lines that the script itself prints"

@@ -7,8 +7,8 @@ from flowcorr.errors import ConfigError
 from flowcorr.translate.resolved import read_overrides, read_sections, resolved
 from tests.translate.configs import omni_yaml
 
-BEFORE = "+ set -x\n+ export A=1\nLogging to outputs/a.log\nRay: started\n"
-AFTER = "FAIL: nothing\n+ check_leak_monitor\nFlowGRPO e2e test passed\n"
+BEFORE = "+ set -x\nLogging to outputs/a.log\nsite.py:12: UserWarning: old\n  warnings.warn(\n\n"
+AFTER = "wandb: Find logs at: ./wandb\n+ check_leak_monitor\nFlowGRPO e2e test passed\n"
 
 
 def test_a_configuration_is_found_in_what_a_script_prints():
