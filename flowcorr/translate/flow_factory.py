@@ -128,7 +128,7 @@ def _total_steps(get: Given) -> int:
 
 ROWS = (
     Row("model.model_name_or_path", "model.path"),
-    Row("model.model_type", "model.family", lambda get: there.family(get)),
+    Row("model.model_type", "model.family", there.family),
     Row(("mixed_precision", "model.master_weight_dtype"), "model.dtype", there.weights_dtype),
     Row("model.attn_backend", "model.attention"),
     Row((), "model.max_sequence_length", there.tokens),

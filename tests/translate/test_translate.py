@@ -30,7 +30,8 @@ def of_wandb(values):
 def test_what_hydra_saves_and_what_it_prints_are_one_recipe(omni, tmp_path):
     """Saved values refer to each other; printed ones stand between other output."""
     found, text = omni()
-    assert "oc.select" in omni_yaml() and found.actor.loss_mode == "flow_grpo"
+    assert "oc.select" in omni_yaml()
+    assert found.actor.loss_mode == "flow_grpo"
     printed = f"+ python3 -m verl_omni.trainer.main_diffusion\nLogging to a.log\n{omni_yaml()}done\n"
     again = translate(written(tmp_path, printed, "resolved.yaml"))
     assert again == text
