@@ -85,10 +85,12 @@ class AutocastEngine:
             noise,
             with_means=with_means,
         )
+        images, finite_images = decode(self.family, final, on_images)
         rollout = Rollout(
             window=window,
             log_probs=log_probs,
-            images=decode(self.family, final, on_images),
+            images=images,
+            finite_images=finite_images,
             final_latents=final,
             group_ids=torch.tensor(owners, device=self.device),
             policy_versions=torch.full((len(owners),), self.weights.version, device=self.device),

@@ -13,7 +13,7 @@ import torch
 
 from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, ModelFamily, Schedule, load_family
-from flowcorr.models.base import check_size, guided, to_images, with_negative
+from flowcorr.models.base import check_size, guided, with_negative
 from flowcorr.rollout import sample_ode
 
 
@@ -64,7 +64,7 @@ class AuraFlow(ModelFamily):
     @torch.no_grad()
     def decode(self, latents):
         vae = self.pipeline.vae
-        return to_images(vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0])
+        return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
 
 
 def check(path: str, *, height: int | None = None, width: int | None = None) -> float:

@@ -84,6 +84,8 @@ class Rollout:
         conditioning_rows: `[B]` int64, the row of each sample; None only where there is no conditioning.
         images: `[B, H, W, 3]` uint8, or None where nothing was decoded.
         final_latents: `[B, *L]` float32, the latents that were decoded, or None likewise.
+        finite_images: `[B]` bool, whether the decoder's pixels were finite before they became integers. None where
+            nothing was decoded, or the engine does not know.
     """
 
     window: Window
@@ -95,6 +97,7 @@ class Rollout:
     conditioning_rows: Tensor | None = None
     images: Tensor | None = None
     final_latents: Tensor | None = None
+    finite_images: Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -136,8 +139,9 @@ class Rollout:
             check_shape(f"Window.{name}", column, (samples, steps, *shape))
         for name in ("group_ids", "policy_versions"):
             check_shape(f"Rollout.{name}", getattr(self, name), (samples,))
-        if self.worker_ids is not None:
-            check_shape("Rollout.worker_ids", self.worker_ids, (samples,))
+        for name in ("worker_ids", "finite_images"):
+            if getattr(self, name) is not None:
+                check_shape(f"Rollout.{name}", getattr(self, name), (samples,))
         if self.final_latents is not None:
             check_shape("Rollout.final_latents", self.final_latents, (samples, *self.latent_shape))
         if self.conditioning:

@@ -239,7 +239,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Images `[B, H, W, 3]` uint8 of final latents `[B, *L]`."""
+        """Pixels `[B, 3, H, W]` of final latents `[B, *L]`, from -1 to 1, neither clamped nor rounded."""
 
     def save_lora(
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
@@ -390,16 +390,10 @@ def check_size(
             )
 
 
-def to_images(pixels: Tensor) -> Tensor:
-    """A VAE's pixels `[B, 3, H, W]` in [-1, 1] as images `[B, H, W, 3]` uint8."""
-    levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round()
-    return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous()
-
-
 def decode_scaled(vae: Any, latents: Tensor) -> Tensor:
-    """Images `[B, H, W, 3]` uint8 of latents `[B, C, h, w]`, by a VAE that scales its latents by one number."""
+    """Pixels `[B, 3, H, W]` of latents `[B, C, h, w]`, by a VAE that scales its latents by one number."""
     latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-    return to_images(vae.decode(latents.to(vae.dtype), return_dict=False)[0])
+    return vae.decode(latents.to(vae.dtype), return_dict=False)[0]
 
 
 def positions(*sizes: int, device: torch.device) -> Tensor:

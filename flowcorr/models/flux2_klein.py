@@ -19,7 +19,6 @@ from flowcorr.models.base import (
     guided,
     linear_schedule,
     positions,
-    to_images,
     with_negative,
 )
 
@@ -112,4 +111,4 @@ class Flux2Klein(PackedFamily):
         vae = self.pipeline.vae
         std = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
         spatial = self.unpack(latents * std + vae.bn.running_mean)
-        return to_images(vae.decode(spatial.to(vae.dtype), return_dict=False)[0])
+        return vae.decode(spatial.to(vae.dtype), return_dict=False)[0]

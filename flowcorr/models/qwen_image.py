@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,6 @@ from flowcorr.models.base import (
     Schedule,
     TextShapes,
     guided,
-    to_images,
     with_negative,
 )
 
@@ -127,7 +127,15 @@ class QwenImage(PackedFamily):
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         frames = self.unpack(latents)[:, :, None] * std + mean
-        return to_images(vae.decode(frames.to(vae.dtype), return_dict=False)[0][:, :, 0])
+        decoded: list[Tensor] = []
+        hook = vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.append(pixels))
+        try:
+            pixels = vae.decode(frames.to(vae.dtype), return_dict=False)[0]
+        finally:
+            hook.remove()
+        # diffusers clamps this decoder's pixels, which makes an infinite one a white or a black one.
+        finite = torch.stack([part.isfinite().flatten(1).all(1) for part in decoded]).all(0)
+        return pixels[:, :, 0].masked_fill(~finite.view(-1, 1, 1, 1), math.nan)
 
 
 def guided_at_equal_norm(velocity: Tensor, scale: float) -> Tensor:

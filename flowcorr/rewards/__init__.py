@@ -1,7 +1,15 @@
 """Rewards: callables from images and prompts to scores."""
 
 from flowcorr.rewards.aesthetic import Aesthetic
-from flowcorr.rewards.base import OnError, Reward, RewardOutput, as_reward_output, reward_name, score_batch
+from flowcorr.rewards.base import (
+    OnError,
+    Reward,
+    RewardOutput,
+    as_reward_output,
+    report_broken,
+    reward_name,
+    score_batch,
+)
 from flowcorr.rewards.combine import (
     REWARDS,
     WeightedSum,
@@ -41,6 +49,7 @@ __all__ = [
     "check_targets",
     "check_terms",
     "known_scores",
+    "report_broken",
     "reward_name",
     "score_batch",
     "scored_ahead",

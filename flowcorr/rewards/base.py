@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -113,7 +113,12 @@ def as_reward_output(value: Any, batch_size: int, name: str) -> RewardOutput:
 
 
 def score_batch(
-    reward: Reward, images: np.ndarray, prompts: list[Prompt], *, on_error: OnError = "fail"
+    reward: Reward,
+    images: np.ndarray,
+    prompts: list[Prompt],
+    *,
+    on_error: OnError = "fail",
+    broken: Collection[int] = (),
 ) -> tuple[RewardOutput, np.ndarray]:
     """Score a batch, and find the samples that cannot be scored.
 
@@ -126,6 +131,7 @@ def score_batch(
         images: `[B, H, W, 3]` uint8.
         prompts: the `B` prompts of the images.
         on_error: `fail` raises at the first failed sample; `drop_group` marks all of them.
+        broken: places of samples without a picture, which have failed already, see `report_broken`.
 
     Returns:
         The output, NaN where a sample failed, and `[B]` bool, True where it did.
@@ -137,9 +143,57 @@ def score_batch(
     """
     _check_images(images, prompts)
     name = reward_name(reward)
+    rows = np.array([row for row in range(len(prompts)) if row not in broken], dtype=int)
+    output = RewardOutput(scores=np.full(len(prompts), np.nan))
+    causes: dict[int, Exception | str] = {}
+    if len(rows):
+        whole = images if not broken else images[rows]
+        scored, found = _score_whole(reward, whole, [prompts[row] for row in rows], name, on_error)
+        output = scored if not broken else scored.at(rows, len(prompts))
+        causes = {int(rows[place]): cause for place, cause in found.items()}
+    for index in rows[~np.isfinite(output.scores[rows])].tolist():
+        causes.setdefault(index, output.errors.get(index) or f"it returned {_scores_of(output, index)}")
+    if causes:
+        _report(name, prompts, causes, on_error)
+    failed = np.zeros(len(prompts), dtype=bool)
+    failed[[*causes, *broken]] = True
+    return _with_nan(output, failed), failed
+
+
+def report_broken(prompts: Sequence[Prompt], broken: Mapping[int, str], on_error: OnError) -> None:
+    """Treat samples without a picture as `reward.on_error` says: raise, or log the first of them.
+
+    Args:
+        prompts: of all samples.
+        broken: why a sample has no picture, by its place.
+        on_error: see `score_batch`, which then leaves these samples out.
+
+    Raises:
+        BackendError: there is such a sample, under `fail`.
+    """
+    if not broken:
+        return
+    index = min(broken)
+    message = f"sample {index} (prompt {prompts[index].text!r}) failed: {broken[index]}"
+    if on_error == "fail":
+        raise BackendError(
+            f"{message} ({len(broken)} of {len(prompts)} samples); or set reward.on_error: drop_group to drop the "
+            "groups of such samples"
+        )
+    logger.warning("%s; %d of %d samples failed and are left out", message, len(broken), len(prompts))
+
+
+def reward_name(reward: Any) -> str:
+    """The name of a reward in messages: its `name`, or that of its function or class."""
+    return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
+
+
+def _score_whole(
+    reward: Reward, images: np.ndarray, prompts: list[Prompt], name: str, on_error: OnError
+) -> tuple[RewardOutput, dict[int, Exception | str]]:
+    """The scores of a batch, and why single samples raised, by place."""
     try:
-        output = as_reward_output(reward(images, prompts), len(prompts), name)
-        causes: dict[int, Exception | str] = {}
+        return as_reward_output(reward(images, prompts), len(prompts), name), {}
     except _NO_SAMPLES_FAULT:
         raise
     except Exception as error:
@@ -149,18 +203,7 @@ def score_batch(
                 f"reward {name} raised {_describe(error)} for the batch of {len(prompts)} samples, though it "
                 f"scores each of them alone; {_REMEDY}"
             ) from error
-    for index in np.flatnonzero(~np.isfinite(output.scores)).tolist():
-        causes.setdefault(index, output.errors.get(index) or f"it returned {_scores_of(output, index)}")
-    if causes:
-        _report(name, prompts, causes, on_error)
-    failed = np.zeros(len(prompts), dtype=bool)
-    failed[list(causes)] = True
-    return _with_nan(output, failed), failed
-
-
-def reward_name(reward: Any) -> str:
-    """The name of a reward in messages: its `name`, or that of its function or class."""
-    return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
+        return output, causes
 
 
 def _score_one_by_one(

@@ -88,6 +88,7 @@ class ScoredAhead:
     def __init__(self, reward: ThreadReward, prompts: list[Prompt]) -> None:
         self.name = reward.name
         self._reward, self._prompts = reward, prompts
+        self._num_samples = len(prompts)
         self._scores: list[Future[RewardOutput]] = []
 
     def add(self, images: Tensor) -> None:
@@ -97,14 +98,16 @@ class ScoredAhead:
             self._scores.append(self._reward.submit(images[: len(prompts)].cpu().numpy(), prompts))
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
-        """The scores of images `[B, H, W, 3]` uint8: of all samples at the first call, of any at later ones."""
+        """The scores of images `[B, H, W, 3]` uint8, as they were scored ahead if these are all samples.
+
+        Where a sample has no picture, the others are scored again, without it.
+        """
         scores, self._scores = self._scores, []
-        if scores:
-            try:
+        if scores and len(prompts) == self._num_samples:
+            with contextlib.suppress(Exception):  # raised again below, by one call for all images
                 return RewardOutput.concatenate([score.result() for score in scores])
-            except Exception:
-                for score in scores:
-                    score.cancel()
+        for score in scores:
+            score.cancel()
         return self._reward(images, prompts)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from flowcorr import distributed, sde
 from flowcorr.config.schema import Config, RolloutConfig, SamplingConfig
-from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, ModelFamily, SamplingPlan
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import Merge, OnImages, Weights, attention_name, ignore_images
@@ -106,19 +105,9 @@ class InProcessEngine:
             drawn.append(
                 self._sample(chunk, owners[rows], members[rows], training_step, with_means, on_images)
             )
-        rollout = replace(
+        return replace(
             Rollout.concatenate(drawn), conditioning=dict(conditioning), conditioning_rows=own
         ).validate()
-        assert rollout.final_latents is not None
-        # After the last chunk, as ranks that sample with sharded weights wait for each other's forward passes.
-        bad = (~rollout.final_latents.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
-        if bad:
-            raise BatchError(
-                f"the final latents are not finite for image {members[bad[0]]} of prompt {owners[bad[0]]} of training "
-                f"step {training_step}: the weights have diverged, or rollout.dtype={self.config.dtype} overflows; "
-                "lower actor.lr, or use another rollout.dtype"
-            )
-        return rollout
 
     def _batch_size(self, conditioning: Mapping[str, Tensor], images: int) -> int:
         """Images of a forward pass where the configuration leaves it open: all, or as many as suit a CPU.
@@ -227,10 +216,12 @@ class InProcessEngine:
             twins=groups if self.config.same_initial_noise else None,
             with_means=with_means,
         )
+        images, finite_images = decode(self.family, final, on_images)
         return Rollout(
             window=window,
             log_probs=log_probs,
-            images=decode(self.family, final, on_images),
+            images=images,
+            finite_images=finite_images,
             final_latents=final,
             group_ids=torch.tensor(groups, device=device),
             policy_versions=torch.full((len(groups),), self.version, device=device),

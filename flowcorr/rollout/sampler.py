@@ -16,6 +16,7 @@ from flowcorr.rollout.base import OnImages, ignore_images
 from flowcorr.sde.transition import over_elements
 
 DECODE_BATCH = 16  # images that the VAE decodes at a time at most: on a CPU more of them take longer
+MISSING = (255, 0, 255)  # red, green and blue of a picture that is not finite, which nobody takes for one
 DECODE_ELEMENTS = 2**18  # latent elements that it decodes at a time: those of an image of 1024 x 1024 pixels
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
@@ -145,14 +146,33 @@ def sample_sde_window(
 
 
 @torch.no_grad()
-def decode(family: ModelFamily, final: Tensor, on_images: OnImages = ignore_images) -> Tensor:
-    """Images `[B, H, W, 3]` uint8 of final latents `[B, *L]`, of which a few are decoded at a time."""
+def decode(family: ModelFamily, final: Tensor, on_images: OnImages = ignore_images) -> tuple[Tensor, Tensor]:
+    """Decode final latents `[B, *L]`, a few at a time.
+
+    Returns:
+        Images `[B, H, W, 3]` uint8, and whether the pixels of each were finite, `[B]` bool. Integers cannot say that:
+        without it, an image that overflowed would be an arbitrary one, with a reward.
+    """
     size = decoded_together(math.prod(final.shape[1:]))
-    decoded = []
+    decoded: list[Tensor] = []
+    known: list[Tensor] = []
     for part in final.split(DECODE_BATCH):
-        decoded.append(torch.cat([family.decode(latents) for latents in part.split(size)]))
+        images, finite = zip(
+            *(to_images(family.decode(latents)) for latents in part.split(size)), strict=True
+        )
+        decoded.append(torch.cat(images))
+        known += finite
         on_images(decoded[-1])
-    return torch.cat(decoded)
+    return torch.cat(decoded), torch.cat(known)
+
+
+def to_images(pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """A VAE's pixels `[B, 3, H, W]` in [-1, 1] as images `[B, H, W, 3]` uint8, and whether they are finite, `[B]`."""
+    finite = pixels.isfinite().flatten(1).all(1)
+    levels = (pixels.float().clamp(-1, 1) + 1) * 127.5
+    missing = levels.new_tensor(MISSING).view(1, 3, 1, 1)
+    levels = torch.where(finite.view(-1, 1, 1, 1), levels, missing)
+    return levels.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous(), finite
 
 
 def decoded_together(num_elements: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from flowcorr import distributed
 from flowcorr.algorithm import needs_rollout_means
-from flowcorr.errors import BackendError, BatchError
+from flowcorr.config.schema import Config
+from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean, total
 from flowcorr.models import windows_of
 from flowcorr.records import Prompt, Rollout
-from flowcorr.rewards import Reward, RewardOutput, score_batch, scored_ahead
+from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
+from flowcorr.rollout.broken import decoder_dtype, find_broken
 from flowcorr.trainer.run import PendingStep, TrainingRun
 from flowcorr.workers.reward import RayReward
 from flowcorr.workers.rollout import RayRollout
@@ -31,6 +34,7 @@ class Samples:
         images: `[B, H, W, 3]` uint8.
         prompts: `B`, one for each image.
         group_ids: `[B]`.
+        broken: why a sample has no picture, by its place among all.
         reward: the reward to call with all images, which may already be scoring them.
         metrics: age of the weights, and the time spent waiting for workers.
     """
@@ -40,6 +44,7 @@ class Samples:
     images: np.ndarray
     prompts: list[Prompt]
     group_ids: np.ndarray
+    broken: Mapping[int, str]
     reward: Reward
     metrics: Metrics
 
@@ -83,7 +88,6 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
 
     Raises:
         BackendError: every sample comes from weights that are too old, or from a version that was never sent.
-        BatchError: latents are not finite.
     """
     pending = run.in_flight.pop(step, None)
     prompts = [drawn[group] for group in groups for _ in range(run.config.rollout.n)]
@@ -103,7 +107,6 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
         metrics = Metrics.from_stats({"timing/rollout_wait": maximum(time.perf_counter() - begin)})
         on_images(rollout.decoded)
     rollout = rollout.to(run.actor.device)
-    check_latents(rollout, prompts)
     metrics = metrics.merge(_window_metrics(run, rollout, groups, step))
     stale, age_metrics = _find_stale(run, rollout)
     fresh = whole_groups(rollout.group_ids, stale)
@@ -113,26 +116,23 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
         images=rollout.decoded.cpu().numpy(),
         prompts=prompts,
         group_ids=rollout.group_ids.cpu().numpy(),
+        broken=_find_broken(run.config, rollout),
         reward=reward,
         metrics=metrics.merge(age_metrics),
     )
 
 
-def check_latents(rollout: Rollout, prompts: list[Prompt]) -> None:
-    """Check the latents of the window and the final ones: not finite, they would be an arbitrary image with a reward.
-
-    Raises:
-        BatchError: latents are not finite; the message names the first such sample.
-    """
-    parts = (rollout.window.latents, rollout.window.next_latents, rollout.final_latents)
-    finite = [part.isfinite().flatten(1).all(1) for part in parts if part is not None]
-    bad = (~torch.stack(finite).all(0)).nonzero().squeeze(1).tolist()
-    if bad:
-        raise BatchError(
-            f"the rollout's latents are not finite for sample {bad[0]} (prompt {prompts[bad[0]].text!r}), "
-            f"{len(bad)} of {len(prompts)} samples: the weights have diverged, or rollout.dtype overflows; "
-            "lower actor.lr, or use another rollout.dtype"
-        )
+def _find_broken(config: Config, rollout: Rollout) -> dict[int, str]:
+    """Why each sample without a picture has none, and which image of which group it is, by its place."""
+    latents = (rollout.window.latents, rollout.window.next_latents, rollout.final_latents)
+    broken = find_broken(
+        [part for part in latents if part is not None],
+        rollout.finite_images,
+        samples_in=f"rollout.dtype={config.rollout.dtype}",
+        decodes_in=decoder_dtype(config),
+    )
+    groups, count = rollout.group_ids.tolist(), config.rollout.n
+    return {place: f"image {place % count} of group {groups[place]}: {why}" for place, why in broken.items()}
 
 
 def _window_metrics(run: TrainingRun, rollout: Rollout, groups: range, step: int) -> Metrics:
@@ -154,10 +154,15 @@ def whole_groups(group_ids: Tensor, failed: np.ndarray) -> Tensor:
 
 
 def score(run: TrainingRun, samples: Samples) -> tuple[RewardOutput, np.ndarray]:
-    """Score a batch, handle failures as `reward.on_error` says, and record them as events; see `score_batch`."""
+    """Score a batch, handle failures as `reward.on_error` says, and record them as events; see `score_batch`.
+
+    A sample without a picture has failed, and no reward sees it.
+    """
+    on_error = run.config.reward.on_error
     try:
+        report_broken(samples.prompts, samples.broken, on_error)
         scored, failed = score_batch(
-            samples.reward, samples.images, samples.prompts, on_error=run.config.reward.on_error
+            samples.reward, samples.images, samples.prompts, on_error=on_error, broken=samples.broken
         )
     except BackendError as error:
         run.on_event("reward_failed", error=str(error))

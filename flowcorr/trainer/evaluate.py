@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.config.run import SERVED
-from flowcorr.errors import BackendError, BatchError, CheckpointError, ConfigError, unknown_choice
+from flowcorr.errors import BackendError, CheckpointError, ConfigError, unknown_choice
 from flowcorr.imports import source_of
 from flowcorr.records import Prompt
-from flowcorr.rewards import Reward, score_batch, scored_ahead
+from flowcorr.rewards import Reward, report_broken, score_batch, scored_ahead
 from flowcorr.rollout import OnImages, decode, sample_ode
 from flowcorr.rollout.base import actor_dtype
+from flowcorr.rollout.broken import find_broken
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.image_statistics import image_statistics
@@ -58,13 +60,13 @@ def evaluate(run: TrainingRun, prompts: Sequence[Prompt]) -> Evaluation:
     The noise depends only on a prompt's index, so evaluations of all steps and runs are paired, on any number of ranks.
     The global generators are seeded, for rewards that draw from them.
     With `trainer.eval_on: both`, images and scores are of the trained base, and metrics of both bases. With
-    `reward.on_error: drop_group`, images on which a reward failed are left out of the means of scores, and counted as
-    `eval/failed_samples`.
+    `reward.on_error: drop_group`, images on which a reward failed, or whose latents or pixels are not finite, are left
+    out of the means of scores, and counted as `eval/failed_samples`.
 
     Raises:
-        BatchError: the model's latents are not finite.
-        BackendError: a reward failed on an image under `reward.on_error: fail`, or left no image for `eval/reward` or
-            `trainer.best_metric` under `drop_group`; or the unquantized base does not fit on the device.
+        BackendError: an image is not finite, or a reward failed on it, under `reward.on_error: fail`; or that left no
+            image for `eval/reward` or `trainer.best_metric` under `drop_group`; or the unquantized base does not fit
+            on the device.
     """
     with run.actor.weights.averaged():
         trained = _evaluate(run, prompts, run.actor.weights.transformer)
@@ -91,17 +93,14 @@ def _evaluate(run: TrainingRun, prompts: Sequence[Prompt], transformer: Any) -> 
     with distributed.fail_together("an evaluation", has_collectives=run.actor.weights.sharded):
         step = min(BATCH_SIZE, run.config.rollout.batch_size or BATCH_SIZE)
         batches = [indices[begin : begin + step] for begin in range(0, size, step)]
-        drawn, finite = zip(
-            *(_sample(run, prompts, batch, transformer, on_images) for batch in batches), strict=True
-        )
-        if not all(finite):
-            raise BatchError(
-                "the evaluation's latents are not finite: the weights have diverged, or model.path is damaged; "
-                "lower actor.lr, or check the model's files"
-            )
-        images = np.concatenate(drawn)[: len(own)]
+        drawn = [_sample(run, prompts, batch, transformer, on_images) for batch in batches]
+        images = np.concatenate([part for part, _, _ in drawn])[: len(own)]
         if own:
-            own_scores = _score(run, reward, images, own_prompts)
+            final, finite = (torch.cat(parts)[: len(own)] for parts in list(zip(*drawn, strict=True))[1:])
+            model = f"model.dtype={run.config.model.dtype}"
+            broken = find_broken([final], finite, samples_in=model, decodes_in=model)
+            broken = {place: f"held-out image {own[place]}: {why}" for place, why in broken.items()}
+            own_scores = _score(run, reward, images, own_prompts, broken)
     by_rank = [scores for scores in distributed.gather(own_scores, "the scores of an evaluation") if scores]
     gathered = distributed.gather_on_main(images, "the images of an evaluation")
     names = dict.fromkeys(name for scores in by_rank for name in scores)
@@ -114,18 +113,28 @@ def _evaluate(run: TrainingRun, prompts: Sequence[Prompt], transformer: Any) -> 
 
 
 def _score(
-    run: TrainingRun, reward: Reward, images: np.ndarray, prompts: list[Prompt]
+    run: TrainingRun,
+    reward: Reward,
+    images: np.ndarray,
+    prompts: list[Prompt],
+    broken: Mapping[int, str],
 ) -> dict[str, np.ndarray]:
-    """Scores and statistics `[b]` of images, and where a reward failed: all scores are NaN there."""
+    """Scores and statistics `[b]` of images, and where a sample failed: all scores are NaN there.
+
+    Statistics are NaN where there is no picture, which `broken` says by place.
+    """
     on_error = run.config.reward.on_error
-    output, failed = score_batch(reward, images, prompts, on_error=on_error)
+    report_broken(prompts, broken, on_error)
+    output, failed = score_batch(reward, images, prompts, on_error=on_error, broken=broken)
     scores = {"reward": output.scores, **output.extra}
     if run.gold is not None:
-        gold, gold_failed = score_batch(run.gold, images, prompts, on_error=on_error)
+        gold, gold_failed = score_batch(run.gold, images, prompts, on_error=on_error, broken=broken)
         scores |= gold.extra
         failed |= gold_failed
     scores = {name: np.where(failed, np.nan, values) for name, values in scores.items()}
     statistics = {f"image/{name}": values for name, values in image_statistics(images).items()}
+    for values in statistics.values():
+        values[list(broken)] = np.nan
     return {**scores, **statistics, _FAILED: failed}
 
 
@@ -142,9 +151,8 @@ def _metrics(run: TrainingRun, scores: Mapping[str, np.ndarray]) -> dict[str, fl
     for name in ("reward", best):
         if num_failed and name in finite and not len(finite[name]):
             raise BackendError(
-                f"eval/{name} has no score: a reward failed on {num_failed} of {num_images} held-out images, and the "
-                "log says why; fix the reward, or give prompts that it can score in data.heldout_path, then resume the "
-                "run"
+                f"eval/{name} has no score: {num_failed} of {num_images} held-out images failed, and the log says why; "
+                "mend that, or give prompts that the reward can score in data.heldout_path, then resume the run"
             )
     metrics = {f"eval/{name}": float(values.mean()) for name, values in finite.items() if len(values)}
     metrics["eval/reward_std"] = float(finite["reward"].std(ddof=1)) if len(finite["reward"]) > 1 else 0.0
@@ -202,8 +210,8 @@ def _sample(
     indices: Sequence[int],
     transformer: Any,
     on_images: OnImages,
-) -> tuple[np.ndarray, bool]:
-    """Images `[b, H, W, 3]` uint8 of the prompts at `indices`, and whether their latents are finite."""
+) -> tuple[np.ndarray, Tensor, Tensor]:
+    """Images `[b, H, W, 3]` uint8 of the prompts at `indices`, their latents, and whether their pixels are finite."""
     actor, sampling, trainer = run.actor, run.config.sampling, run.config.trainer
     family = actor.family
     shape = _latent_shape(run)
@@ -213,7 +221,8 @@ def _sample(
     final = sample_ode(
         actor.velocity(conditioning, transformer), noise.to(actor.device), family.schedule(steps, shape)
     )
-    return decode(family, final, on_images).cpu().numpy(), bool(torch.isfinite(final).all())
+    images, finite = decode(family, final, on_images)
+    return images.cpu().numpy(), final, finite
 
 
 def _latent_shape(run: TrainingRun) -> tuple[int, ...]:

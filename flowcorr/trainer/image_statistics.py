@@ -42,6 +42,8 @@ def diversity(images: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 def image_metrics(images: np.ndarray, groups: np.ndarray) -> Metrics:
     """`reward/image/*`: means over the first `PER_GROUP` images `[B, H, W, 3]` uint8 of each of the `groups` `[B]`."""
+    if not len(images):
+        return Metrics()
     rows = np.concatenate([np.flatnonzero(groups == group)[:PER_GROUP] for group in np.unique(groups)])
     images, groups = images[rows], groups[rows]
     values = image_statistics(images) | {"diversity": diversity(images, groups)}

@@ -26,9 +26,10 @@ def sample_metrics(samples: Samples, scored: RewardOutput, failed: np.ndarray) -
         failed: `[B]` bool, samples without a score.
     """
     num_elements = {"rollout/num_elements": maximum(samples.rollout.num_elements)}
+    whole = [place for place in range(len(samples.images)) if place not in samples.broken]
     return Metrics.merged(
         [
-            image_metrics(samples.images, samples.group_ids),
+            image_metrics(samples.images[whole], samples.group_ids[whole]),
             reward_metrics(scored, failed, samples.group_ids),
             Metrics.from_stats(num_elements),
         ]

@@ -120,7 +120,11 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
         with behaviour_weights(run.actor, run.engine.history, version):
             # One by one: whatever their windows, all ranks make equally many forward passes, as sharded weights need.
             for place in (chosen.policy_versions == version).nonzero().flatten().tolist():
-                gaps.append(_replay(run, chosen.select(slice(place, place + 1)), members[place], step))
+                gap = _replay(run, chosen.select(slice(place, place + 1)), members[place], step)
+                if places[place] not in samples.broken:
+                    gaps.append(gap)
+    if not gaps:
+        return Metrics()
     healthy = usual_gap(run.config, distilled=run.actor.family.distills_guidance)
     units = sum(min(max(gap.window, NO_GAP), healthy) for gap in gaps)
     stats = {
@@ -165,7 +169,7 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
         _Leg(begin=begin, end=end, steps=range(*part))
         for begin, end, part in zip(begins, ends, parts, strict=True)
     )
-    image = decode(actor.family, final)
+    image, _ = decode(actor.family, final)  # one that is not finite is `MISSING`, far from any picture
     return ImageGaps(
         window=_window_gap(actor, sample, torch.stack([noise[index] for index in indices], dim=1)),
         before=path_gap([before]),

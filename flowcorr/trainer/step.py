@@ -125,5 +125,5 @@ def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> torch.Tensor:
     """
     kept = whole_groups(rollout.group_ids, failed)
     if not sum(distributed.gather(len(kept), "the rewards that succeeded")):
-        raise BackendError("the reward failed on every group of this step, so nothing is left to train on")
+        raise BackendError("a sample failed in every group of this step, so nothing is left to train on")
     return kept

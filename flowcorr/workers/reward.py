@@ -88,7 +88,7 @@ class RayReward:
             score: Future[Answer] = Future()
             shard.add_done_callback(partial(self._score_shard, shard_prompts, score))
             scores.append(score)
-        return _PendingReward(self, scores)
+        return _PendingReward(self, scores, sum(map(len, prompts)))
 
     @property
     def places(self) -> list[Mapping[str, Any]]:
@@ -115,18 +115,21 @@ class RayReward:
 class _PendingReward:
     """The reward of samples that workers are already scoring.
 
-    The first call waits for these scores. If one failed, `score_batch` calls again with single samples, which are
-    scored anew.
+    The first call waits for these scores, if it is for all samples. If one failed, `score_batch` calls again with
+    single samples, which are scored anew. So are the others where a sample has no picture.
     """
 
-    def __init__(self, reward: RayReward, scores: list[Future[Answer]]) -> None:
+    def __init__(self, reward: RayReward, scores: list[Future[Answer]], num_samples: int) -> None:
         self.name = reward.name
         self._reward = reward
+        self._num_samples = num_samples
         self.scores = scores
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
         scores, self.scores = self.scores, []
-        return concatenated(scores) if scores else self._reward(images, prompts)
+        if scores and len(prompts) == self._num_samples:
+            return concatenated(scores)
+        return self._reward(images, prompts)
 
 
 class RewardWorker:

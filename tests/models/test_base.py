@@ -14,7 +14,6 @@ from flowcorr.models.base import (
     linear_schedule,
     positions,
     repeated_blocks,
-    to_images,
     with_negative,
 )
 from flowcorr.models.qwen_image import QwenImage
@@ -64,13 +63,6 @@ def test_sizes_are_multiples_and_the_error_names_one():
         ConfigError, match=r"^trainer\.eval_height=80 is larger than .* allow; use at most 64$"
     ):
         check_size(80, None, 16, largest=64, section="trainer.eval_")
-
-
-def test_pixels_are_rounded_and_clamped():
-    pixels = torch.tensor([-2.0, -1.0, 0.0, 1.0, 3.0]).expand(1, 3, 1, 5)
-    images = to_images(pixels)
-    assert images.shape == (1, 1, 5, 3)
-    assert images[0, 0, :, 0].tolist() == [0, 0, 128, 255, 255]
 
 
 def test_places_run_along_the_rows():

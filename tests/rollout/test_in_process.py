@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
-from flowcorr.rollout import InProcessEngine, in_process
+from flowcorr.rollout import InProcessEngine, decode, in_process
 from tests.tolerances import LATENTS, LOG_PROBS
 
 EMULATED = ["int8", "fp8", "int4"]
@@ -47,7 +47,9 @@ def test_shapes_and_owners(make_run):
 def test_images_are_those_of_the_final_latents(make_run):
     run = make_run(sampling={"num_inference_steps": 2, "sde_window_range": (0, 2)})
     rollout = run.sample()
-    assert torch.equal(rollout.images, run.family.decode(rollout.window.next_latents[:, -1]))
+    images, finite = decode(run.family, rollout.window.next_latents[:, -1])
+    assert torch.equal(rollout.images, images)
+    assert torch.equal(rollout.finite_images, finite)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch.distributions import Normal
@@ -6,6 +8,7 @@ from flowcorr.config import ModelConfig
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import decode, sample_ode, sample_sde_window
+from flowcorr.rollout.sampler import MISSING, to_images
 from tests.tolerances import LATENTS, LOG_PROBS
 
 PROMPTS = ["cat", "dog"]
@@ -36,12 +39,32 @@ def test_the_larger_the_images_the_fewer_are_decoded_at_a_time(shape, images, si
     class Family:
         def decode(self, latents):
             decoded.append(len(latents))
-            return latents
+            return torch.zeros(len(latents), 3, 8, 16)
 
     decoded = []
-    latents = torch.zeros(images, *shape)
-    assert decode(Family(), latents).shape == latents.shape
+    found, finite = decode(Family(), torch.zeros(images, *shape))
+    assert found.shape == (images, 8, 16, 3)
+    assert finite.tolist() == [True] * images
     assert decoded == sizes
+
+
+def test_pixels_are_rounded_and_clamped():
+    pixels = torch.tensor([-2.0, -1.0, 0.0, 1.0, 3.0]).expand(1, 3, 1, 5)
+    images, finite = to_images(pixels)
+    assert images.shape == (1, 1, 5, 3)
+    assert images[0, 0, :, 0].tolist() == [0, 0, 128, 255, 255]
+    assert finite.tolist() == [True]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_pixel_that_is_not_finite_leaves_no_picture(bad, dtype):
+    pixels = torch.zeros(3, 3, 4, 5, dtype=dtype)
+    pixels[1, 2, 3, 4] = bad
+    images, finite = to_images(pixels)
+    assert finite.tolist() == [True, False, True]
+    assert (images[1] == torch.tensor(MISSING)).all()
+    assert (images[[0, 2]] == 128).all()
 
 
 def bound_velocity(family, guidance):

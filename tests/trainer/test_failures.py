@@ -214,7 +214,7 @@ def test_drop_group_trains_on_the_rest(fragile, tmp_path):
 
 
 def test_diverged_weights_stop_the_run(tmp_path):
-    with pytest.raises(BatchError, match="latents are not finite for image 0 of prompt 0"):
+    with pytest.raises(BackendError, match="failed: image 0 of group 0: its latents are not finite"):
         trainer.train(small_config("actor.lr=1e30", "trainer.eval_every=0"), tmp_path)
     assert "not finite" in (tmp_path / "failure.txt").read_text()
 

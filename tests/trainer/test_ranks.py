@@ -348,8 +348,9 @@ def test_a_failure_of_any_rank_ends_all_with_its_reason(ended):
 
 def test_latents_that_diverge_on_one_rank_leave_no_rank_waiting(ended):
     first, second = (ending["diverged"] for ending in ended[1])
-    assert second.startswith("BatchError: the final latents are not finite for image 0 of prompt ")
-    assert first == f"RankError: rank 1 failed during the rollout: {second}"
+    assert second.startswith("BackendError: sample 0 (prompt ")
+    assert "failed: image 0 of group 1: its latents are not finite: " in second
+    assert first == f"RankError: rank 1 failed during the rewards: {second}"
 
 
 def test_a_rank_that_waits_in_a_sharded_forward_pass_is_told_why(tmp_path):

@@ -307,4 +307,4 @@ def decoded_flipped(engine: InProcessEngine) -> None:
     """Images with their channels in reverse order."""
     engine.family.pipeline.vae = copy.copy(engine.family.pipeline.vae)
     decode = engine.family.decode
-    engine.family.decode = lambda latents: decode(latents).flip(-1)  # type: ignore[method-assign]
+    engine.family.decode = lambda latents: decode(latents).flip(1)  # type: ignore[method-assign]

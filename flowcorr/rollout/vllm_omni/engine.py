@@ -309,6 +309,7 @@ def _rollout(
         conditioning={name: rows.cpu() for name, rows in conditioning.items()},
         conditioning_rows=own,
         images=torch.stack([output.images[0] for output in outputs]),
+        finite_images=stacked("finite_images"),
         final_latents=stacked("final"),
         group_ids=torch.tensor([job.group for job in jobs]),
         policy_versions=torch.tensor([trajectory["policy_version"] for trajectory in trajectories]),

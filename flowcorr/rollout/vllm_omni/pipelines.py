@@ -136,8 +136,8 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
             noise,
             with_means=plan.with_means,
         )
-        images = decode(self.family, final)
-        kept = {**window.columns(), "log_probs": log_probs, "final": final}
+        images, finite_images = decode(self.family, final)
+        kept = {**window.columns(), "log_probs": log_probs, "final": final, "finite_images": finite_images}
         return [
             _output(
                 images[row],

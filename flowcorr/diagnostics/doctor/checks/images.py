@@ -9,7 +9,7 @@ from flowcorr import sde
 from flowcorr.diagnostics.doctor.exam import WARN_FACTOR, Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, skipped
 from flowcorr.diagnostics.doctor.trials import TRAINING_STEP
-from flowcorr.rollout.sampler import step_outside
+from flowcorr.rollout.sampler import decode, step_outside
 
 IMAGE_ROUNDING = 0.5  # grey levels of 255: images are rounded to integers
 DECODER_ROUNDING = 1.0  # grey levels of a VAE in lower precision than float32
@@ -30,7 +30,14 @@ def check_images(exam: Exam) -> Finding:
     rollout = exam.trials.base.rollout
     if rollout.images is None:
         return skipped("the engine decodes no images")
-    expected, usual = _expected(exam)
+    expected, finite, usual = _expected(exam)
+    if not bool(finite.all()):
+        return failed(
+            f"the actor decodes {int((~finite).sum())} of {len(finite)} images to pixels that are not finite, and the "
+            "engine does not say so of its own",
+            f"the VAE overflows in model.dtype={exam.config.model.dtype}, or its weights are damaged: try float32 "
+            "there, and return Rollout.finite_images",
+        )
     found = rollout.images.to(expected.device).float()
     if found.shape != expected.shape:
         return failed(
@@ -81,29 +88,32 @@ def find_exchanged(gaps: Tensor) -> tuple[int, int] | None:
 
 
 @torch.no_grad()
-def _expected(exam: Exam) -> tuple[Tensor, float]:
-    """The actor's images `[B, H, W, 3]` of the engine's trajectories, float, and the gap that precision explains.
+def _expected(exam: Exam) -> tuple[Tensor, Tensor, float]:
+    """The actor's images `[B, H, W, 3]` float of the engine's trajectories, which are finite `[B]`, and the usual gap.
 
     That gap is measured: latents are decoded again with noise of the size that the precision of both sides causes in
     the steps after the window.
     """
-    rollout, decode = exam.trials.base.rollout, exam.actor.family.decode
+    rollout, family = exam.trials.base.rollout, exam.actor.family
     members = rollout.num_samples // exam.trials.num_prompts
-    images, shifts = [], []
+    images, known, shifts = [], [], []
     for member in range(members):  # one image of each prompt at a time, since all together may not fit
         rows = torch.arange(member, rollout.num_samples, members, device=rollout.window.latents.device)
         final = _continued(exam, rows, member)
         moved = (final - rollout.window.next_latents[rows, -1]).square().mean().sqrt()
         draw = torch.Generator().manual_seed(member)
         noise = torch.randn(final.shape, generator=draw).to(final)
-        image = decode(final).float()
-        shifts.append((decode(final + exam.usual_gap * moved * noise).float() - image).abs().mean())
-        images.append(image)
+        image, finite = decode(family, final)
+        shifted, _ = decode(family, final + exam.usual_gap * moved * noise)
+        shifts.append((shifted.float() - image.float()).abs().mean())
+        images.append(image.float())
+        known.append(finite)
     rounding = IMAGE_ROUNDING
     if {exam.config.model.dtype, exam.config.rollout.dtype} != {"float32"}:
         rounding += DECODER_ROUNDING
-    ordered = torch.stack(images, 1).flatten(0, 1)  # in the rollout's order, prompt by prompt
-    return ordered, rounding + SMOOTH * float(torch.stack(shifts).max())
+    # In the rollout's order, prompt by prompt.
+    ordered, finite = (torch.stack(parts, 1).flatten(0, 1) for parts in (images, known))
+    return ordered, finite, rounding + SMOOTH * float(torch.stack(shifts).max())
 
 
 def _continued(exam: Exam, rows: Tensor, member: int) -> Tensor:

@@ -8,13 +8,14 @@ from torch import Tensor
 from flowcorr.diagnostics.doctor.exam import Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, passed
 from flowcorr.diagnostics.doctor.trials import TRAINING_STEP, asked_windows
+from flowcorr.rollout.broken import decoder_dtype
 
 SIGMA_TOLERANCE = 1e-5  # float32 tables agree within 6e-8; bfloat16 sigmas differ by 1e-3
 STD_TOLERANCE = 1e-4  # float32 stds agree within 1e-7; a noise level of 0.8 instead of 0.7 gives 0.14
 
 
 def check_finite(exam: Exam) -> Finding:
-    """Whether all numbers of both sides are finite."""
+    """Whether all numbers of both sides are finite, the pixels before they became integers among them."""
     trials = exam.trials
     for trial in (trials.base, trials.bare, trials.moved):
         for who, tensors in (
@@ -23,6 +24,7 @@ def check_finite(exam: Exam) -> Finding:
                 (
                     trial.rollout.window.latents,
                     trial.rollout.window.next_latents,
+                    *([] if trial.rollout.final_latents is None else [trial.rollout.final_latents]),
                     trial.engine_means,
                     trial.rollout.log_probs,
                 ),
@@ -34,7 +36,16 @@ def check_finite(exam: Exam) -> Finding:
                     f"the {who} returns values that are not finite",
                     remedy=f"the {who}'s dtype overflows, or its weights are broken: try float32 there",
                 )
-    return passed("latents, means and log-probs are finite")
+        undecoded = trial.rollout.finite_images
+        if undecoded is not None and not bool(undecoded.all()):
+            bad = (~undecoded).nonzero().flatten().tolist()
+            return failed(
+                f"the engine's latents are finite, and the pixels decoded from them are not: {len(bad)} of "
+                f"{len(undecoded)} images, the first is that of sample {bad[0]}",
+                remedy=f"its VAE overflows in {decoder_dtype(exam.config)}, or its weights are damaged: try float32 "
+                "there, or check the model's files",
+            )
+    return passed("latents, means, log-probs and decoded pixels are finite")
 
 
 def check_schedule(exam: Exam) -> Finding:

@@ -40,7 +40,17 @@ def examine_images(stack: Stack, step: int, earlier: Mapping[int, ReplaySamples]
         )
     images = _pixels(stack.samples)
     limit = _LIMITS[stack.samples.dtype or "bfloat16"]
-    decoded = decode(stack.family, final).cpu().float()
+    images_of, finite = decode(stack.family, final)
+    if not bool(finite.all()):
+        return Verdict(
+            part="decode",
+            status="SKIP",
+            step=step,
+            message="cannot tell: the captured latents decode to pixels that are not finite",
+            remedy="the VAE overflows in the dtype of this replay, or its weights are damaged: give --model a recipe "
+            "of model.dtype: float32, or check the model's files",
+        )
+    decoded = images_of.cpu().float()
     table = _distances(decoded, images) / limit  # [decoded, captured]
     own = table.diag()
     others = table + torch.diag(torch.full_like(own, torch.inf))
@@ -117,7 +127,7 @@ def _rivals(
         known = [_pixels(samples)]
         if past is not None and past[0].numel() == final[0].numel():
             latents = past.reshape(-1, *final.shape[1:]).float().to(final.device)
-            known.append(decode(stack.family, latents).cpu().float())
+            known.append(decode(stack.family, latents)[0].cpu().float())
         same = [values for values in known if values.shape[1:] == images.shape[1:]]
         if same:
             yield (
@@ -128,7 +138,7 @@ def _rivals(
             )
     with _without_scaling(stack.family) as changed:
         if changed:
-            plain = decode(stack.family, final).cpu().float()
+            plain = decode(stack.family, final)[0].cpu().float()
             yield (
                 "decoder_unscaled",
                 "the latents were decoded without the VAE's scaling and shift",

@@ -1,0 +1,45 @@
+"""Samples without a picture: their latents, or the pixels decoded from them, are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flowcorr.config.engines import resolve_engine
+from flowcorr.config.schema import Config
+
+
+def find_broken(
+    latents: Sequence[Tensor], finite_images: Tensor | None, *, samples_in: str, decodes_in: str
+) -> dict[int, str]:
+    """Why each sample without a picture has none, by its place in the batch.
+
+    A reward would score an arbitrary image of such a sample, so it fails like one that a reward cannot score.
+
+    Args:
+        latents: `[B, ...]` tensors of the trajectories.
+        finite_images: `[B]` bool, see `Rollout`; None if not known.
+        samples_in: key and value of the dtype that the transformer samples in, such as `rollout.dtype=float16`.
+        decodes_in: likewise of the VAE, see `decoder_dtype`.
+    """
+    lost = ~torch.stack([part.isfinite().flatten(1).all(1) for part in latents]).all(0)
+    undecoded = torch.zeros_like(lost) if finite_images is None else ~finite_images.to(lost.device) & ~lost
+    diverged = (
+        f"its latents are not finite: the weights have diverged, or {samples_in} overflows; lower actor.lr, or use "
+        "another dtype"
+    )
+    overflowed = (
+        f"its latents are finite and its decoded pixels are not: the VAE overflows in {decodes_in}, or its weights are "
+        "damaged; use another dtype, or check the model's files"
+    )
+    causes = dict.fromkeys(lost.nonzero().flatten().tolist(), diverged)
+    return causes | dict.fromkeys(undecoded.nonzero().flatten().tolist(), overflowed)
+
+
+def decoder_dtype(config: Config) -> str:
+    """Key and value of the dtype that the rollout engine's VAE decodes in, such as `model.dtype=bfloat16`."""
+    if resolve_engine(config.rollout.name).own_processes:
+        return f"rollout.dtype={config.rollout.dtype}"
+    return f"model.dtype={config.model.dtype}"

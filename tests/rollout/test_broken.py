@@ -1,0 +1,78 @@
+"""Decoders that overflow, of the classes and in the dtypes of real ones, leave no picture behind."""
+
+import pytest
+import tiny_pipelines
+import torch
+
+from flowcorr.config import ModelConfig
+from flowcorr.config.schema import Config, RolloutConfig
+from flowcorr.models import DTYPES, load_family
+from flowcorr.rollout import decode
+from flowcorr.rollout.broken import decoder_dtype, find_broken
+from flowcorr.rollout.sampler import MISSING
+from tests.overflow import overflow, overflow_one
+
+FAMILIES = {
+    "sd3": tiny_pipelines.SD3_SIZE,
+    "sd35": tiny_pipelines.SD3_SIZE,
+    "qwen_image": tiny_pipelines.QWEN_SIZE,
+    "flux": tiny_pipelines.FLUX_SIZE,
+    "flux2_klein": tiny_pipelines.FLUX2_KLEIN_SIZE,
+    "z_image": tiny_pipelines.Z_IMAGE_SIZE,
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: str(getattr(tiny_pipelines, f"build_tiny_{name}")(folder / name)) for name in FAMILIES}
+
+
+def loaded(paths, name, dtype, samples=3):
+    family = load_family(ModelConfig(path=paths[name], dtype=dtype), text_encoders=False)
+    draw = torch.Generator().manual_seed(0)
+    return family, torch.randn(samples, *family.latent_shape(*FAMILIES[name]), generator=draw)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", ["conv_in", "conv_out"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_decoder_that_overflows_leaves_no_picture(paths, name, dtype, layer):
+    family, latents = loaded(paths, name, dtype)
+    assert decode(family, latents)[1].tolist() == [True] * 3
+    overflow(family.pipeline.vae, layer)
+    images, finite = decode(family, latents)
+    assert finite.tolist() == [False] * 3
+    assert (images == torch.tensor(MISSING)).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_image_of_a_batch_may_overflow_alone(paths, name, dtype):
+    family, latents = loaded(paths, name, dtype)
+    place = overflow_one(family, latents)
+    images, finite = decode(family, latents)
+    assert (~finite).nonzero().flatten().tolist() == [place]
+    missing = (images == torch.tensor(MISSING)).flatten(1).all(1)
+    assert missing.nonzero().flatten().tolist() == [place]
+
+
+def test_latents_come_before_pixels():
+    latents = torch.zeros(4, 2, 3)
+    latents[1, 0, 0], latents[3, 1, 2] = torch.nan, torch.inf
+    images = torch.tensor([True, False, False, True])
+    broken = find_broken([torch.zeros(4, 5), latents], images, samples_in="rollout.dtype=a", decodes_in="b")
+    assert sorted(broken) == [1, 2, 3]
+    assert all("rollout.dtype=a overflows" in broken[place] for place in (1, 3))
+    assert "the VAE overflows in b" in broken[2]
+    known = find_broken([latents], None, samples_in="a", decodes_in="b")
+    assert sorted(known) == [1, 3]
+
+
+def test_the_decoder_is_that_of_the_process_that_samples():
+    rollout, model = RolloutConfig(dtype="float16"), ModelConfig(dtype="bfloat16")
+    assert decoder_dtype(Config(model=model, rollout=rollout)) == "model.dtype=bfloat16"
+    vllm_omni = RolloutConfig(dtype="float16", name="vllm_omni")
+    assert decoder_dtype(Config(model=model, rollout=vllm_omni)) == "rollout.dtype=float16"
