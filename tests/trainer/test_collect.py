@@ -65,7 +65,9 @@ def test_its_group_is_left_out_under_drop_group(prepared, placement, caplog):
     assert np.flatnonzero(np.isnan(result.scores)).tolist() == [place]
     assert all(np.isfinite(value) for value in values.values())
     assert values["rollout_corr/replay/decode"] == 0
-    assert any(not torch.equal(before.tensors[name], now) for name, now in run.actor.weights.parameters.items())
+    assert any(
+        not torch.equal(before.tensors[name], now) for name, now in run.actor.weights.parameters.items()
+    )
     assert labelled(result.images, result.prompts, result.scores)[place].getpixel((5, 5)) == (255, 0, 255)
 
 
@@ -109,7 +111,9 @@ def test_latents_that_are_not_finite_fail_like_pixels(prepared, bad):
     run.engine.sample = spoiled
     samples = collect(run, run.prompts.next(2), range(2), 1)
     assert sorted(samples.broken) == [0, 1]
-    assert "its latents are not finite: the weights have diverged, or rollout.dtype=float32" in samples.broken[0]
+    assert (
+        "its latents are not finite: the weights have diverged, or rollout.dtype=float32" in samples.broken[0]
+    )
     assert score(run, samples)[1].tolist() == [True, True, False, False]
 
 
@@ -130,7 +134,9 @@ def test_an_evaluation_follows_the_same_rule():
     statistics = image_statistics(np.delete(evaluation.images, place, axis=0))
     assert evaluation.metrics["eval/image/saturated"] == statistics["saturated"].mean()
     run.config = replace(run.config, reward=replace(run.config.reward, on_error="fail"))
-    message = rf"sample {place} .*failed: held-out image {place}: its latents are finite.*model\.dtype=float32"
+    message = (
+        rf"sample {place} .*failed: held-out image {place}: its latents are finite.*model\.dtype=float32"
+    )
     with pytest.raises(BackendError, match=message):
         evaluate(run, data.heldout)
     run.config = replace(run.config, reward=replace(run.config.reward, on_error="drop_group"))

@@ -1,10 +1,18 @@
 import pytest
 import torch
-from diagnostics.doctor.faults import assert_named, check, no_vae_scaling, separate, vae_scaling_off
+from diagnostics.doctor.faults import (
+    assert_named,
+    check,
+    finding_of,
+    no_vae_scaling,
+    separate,
+    vae_scaling_off,
+)
 
 from flowcorr.diagnostics.doctor.checks.images import find_exchanged
 from flowcorr.diagnostics.doctor.mistakes import exchanged
 from flowcorr.diagnostics.doctor.plants import another_vae, returning
+from tests.overflow import overflow
 
 FAULTS = {
     "another VAE": another_vae(0.5),
@@ -40,6 +48,15 @@ def test_one_wrong_image_among_right_ones(recorded):
 def test_images_of_another_size(recorded):
     returning(images=lambda rollout: rollout.images[:, ::2])(recorded.engine)
     assert_named(check(recorded, recorded.engine), "images", "images are [16, 64, 3] in the engine")
+
+
+def test_an_engine_that_does_not_say_that_its_decoder_overflows(small_run):
+    run = small_run()
+    overflow(run.family.pipeline.vae)
+    returning(finite_images=lambda rollout: None)(run.engine)
+    report = check(run, run.engine)
+    assert_named(report, "images", "the actor decodes 4 of 4 images to pixels that are not finite")
+    assert "model.dtype=float32" in finding_of(report, "images").remedy
 
 
 def gaps_of(own, among, elsewhere):

@@ -1,11 +1,20 @@
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from diagnostics.doctor.faults import assert_named, check, rounded_after_scoring, separate, shifted
+from diagnostics.doctor.faults import (
+    assert_named,
+    check,
+    finding_of,
+    rounded_after_scoring,
+    separate,
+    shifted,
+)
 
 from flowcorr.diagnostics.doctor.mistakes import spoiled
 from flowcorr.diagnostics.doctor.plants import returning, rounded, sampling_with, scheduled
+from tests.overflow import overflow, overflow_one
 
 RETURNED = {
     "values that are not finite": ("finite", {"latents": spoiled}, ""),
@@ -79,6 +88,42 @@ def test_returned_values(recorded, fault):
     name, changes, message = RETURNED[fault]
     returning(**changes)(recorded.engine)
     assert_named(check(recorded, recorded.engine), name, message)
+
+
+@pytest.mark.parametrize("layer", ["conv_in", "conv_out"])
+def test_a_decoder_that_overflows(small_run, layer):
+    run = small_run()
+    engine = separate(run)
+    engine.family.pipeline.vae = copy.deepcopy(engine.family.pipeline.vae)
+    overflow(engine.family.pipeline.vae, layer)
+    report = check(run, engine)
+    assert_named(
+        report,
+        "finite",
+        "and the pixels decoded from them are not: 4 of 4 images, the first is that of sample 0",
+    )
+    assert "its VAE overflows in model.dtype=float32" in finding_of(report, "finite").remedy
+
+
+def test_a_decoder_that_overflows_in_half_precision_alone(small_run):
+    """In float32 nothing is wrong; the report is that of the run's own precision."""
+    run = small_run(model={"dtype": "float16"}, rollout={"dtype": "float16", "n": 2})
+    final = run.engine.sample(run.conditioning, range(2), training_step=0, with_means=False).final_latents
+    overflow_one(run.family, final)
+    report = check(run, run.engine)
+    assert report.failed() == ["finite"]
+    assert finding_of(report, "float32").status == "PASS"
+    assert "its VAE overflows in model.dtype=float16" in finding_of(report, "finite").remedy
+
+
+def test_final_latents_that_are_not_finite(recorded):
+    def lost(rollout):
+        final = rollout.final_latents.clone()
+        final[1, 0, 0, 0] = torch.inf
+        return final
+
+    returning(final_latents=lost)(recorded.engine)
+    assert_named(check(recorded, recorded.engine), "finite", "the engine returns values that are not finite")
 
 
 @pytest.mark.parametrize("fault", SAMPLED)
