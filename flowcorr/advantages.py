@@ -20,6 +20,9 @@ from flowcorr.records import check_shape
 
 AdvantageStd = Literal["group", "global", "none"]
 ADVANTAGE_STDS = ("group", "global", "none")
+LARGEST = (
+    1e100  # of a reward: squares of larger ones overflow, and a std that is infinite makes every advantage 0
+)
 
 
 def group_advantages(
@@ -43,7 +46,7 @@ def group_advantages(
 
     Raises:
         ConfigError: `std` is unknown.
-        BatchError: shapes differ, or a reward is not finite.
+        BatchError: shapes differ, or a reward is not finite or beyond `LARGEST`.
     """
     if std not in ADVANTAGE_STDS:
         raise ConfigError(unknown_choice("algorithm.advantage_std", std, ADVANTAGE_STDS))
@@ -147,9 +150,9 @@ def _check(rewards: Tensor, group_ids: Tensor) -> None:
     if rewards.dim() != 1:
         raise BatchError(f"rewards has shape {list(rewards.shape)}; it must be [B]")
     check_shape("group_ids", group_ids, tuple(rewards.shape))
-    bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
+    bad = (~(rewards.abs() <= LARGEST)).nonzero().flatten().tolist()
     if bad:
         raise BatchError(
             f"the reward of sample {bad[0]} is {rewards[bad[0]].item()} ({len(bad)} of {rewards.numel()} are "
-            "not finite); fix the reward function, or set reward.on_error=drop_group"
+            f"not finite, or beyond {LARGEST:g}); fix the reward function, or set reward.on_error=drop_group"
         )

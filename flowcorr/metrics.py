@@ -23,10 +23,10 @@ Parts = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How the parts of two batches merge, and the value of merged parts; NaN if there was no term."""
+    """How the parts of two batches merge, and the value of merged parts; None if there was no term."""
 
     merge: Callable[[Parts, Parts], Parts]
-    value: Callable[..., float]
+    value: Callable[..., float | None]
 
 
 def _add(one: Parts, other: Parts) -> Parts:
@@ -44,24 +44,24 @@ def _merge_moments(one: Parts, other: Parts) -> Parts:
     return count, mean, squares_a + squares_b + shift * shift * count_a * count_b / count
 
 
-def _mean(total: float, count: float) -> float:
-    return total / count if count else math.nan
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None
 
 
-def _std(count: float, mean: float, squares: float) -> float:
+def _std(count: float, mean: float, squares: float) -> float | None:
     if count < 2:
-        return 0.0 if count else math.nan
+        return 0.0 if count else None
     return math.sqrt(squares / (count - 1))
 
 
-def _effective_sample_size(count: float, mean: float, squares: float) -> float:
+def _effective_sample_size(count: float, mean: float, squares: float) -> float | None:
     """`(sum w)^2 / (n sum w^2)` from the mean and the variance of weights, neither of which cancels."""
     second_moment = mean * mean + squares / count if count else 0.0
-    return mean * mean / second_moment if second_moment else math.nan
+    return mean * mean / second_moment if second_moment else None
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 KINDS: dict[str, Kind] = {
@@ -71,7 +71,7 @@ KINDS: dict[str, Kind] = {
     "sum": Kind(_add, _finite),
     "max": Kind(lambda one, other: (max(*one, *other),), _finite),
     "min": Kind(lambda one, other: (min(*one, *other),), _finite),
-    "counts": Kind(_add, lambda count: math.nan),  # not logged; read by `Metrics.counts`
+    "counts": Kind(_add, lambda count: None),  # not logged; read by `Metrics.counts`
 }
 
 
@@ -187,13 +187,13 @@ class Metrics:
         return Metrics.merged(Metrics(stats) for stats in gather(self.on_host()._stats, "the metrics", group))
 
     def compute(self) -> dict[str, float]:
-        """All values, by one copy to the host; metrics that saw no term are left out."""
+        """All values, by one copy to the host; metrics that saw no term are left out, and NaN is told from that."""
         values = {
             name.replace("{}", str(index)): KINDS[kind].value(*parts)
             for name, (kind, rows) in self._by_name().items()
             for index, parts in enumerate(rows)
         }
-        return {name: value for name, value in values.items() if not math.isnan(value)}
+        return {name: value for name, value in values.items() if value is not None}
 
     def counts(self, name: str) -> list[float]:
         """The stat `name`, of kind `counts`, added up."""

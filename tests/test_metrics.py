@@ -111,6 +111,11 @@ def test_metrics_that_saw_no_term_are_left_out():
     assert empty.merge(describe([3.0])).compute() == describe([3.0]).compute()
 
 
+def test_a_mean_that_is_not_finite_is_no_missing_one():
+    values = Metrics.from_stats({"mean": metrics.mean(math.nan, 3)})
+    assert math.isnan(values.merge(Metrics.from_stats({"mean": metrics.mean(1.0, 1)})).compute()["mean"])
+
+
 def test_one_term_has_a_std_of_zero():
     assert describe([2.0]).compute()["std"] == 0.0
 

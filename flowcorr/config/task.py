@@ -50,8 +50,8 @@ class RewardConfig:
             sum rises and they fall, the policy exploits the reward.
         gold_every: score the gold rewards at every training `step` and evaluation, or at every `evaluation` alone, as
             pays for a slow one; the trainer's process then computes them.
-        on_error: `fail` stops the run at a reward that raises or is not finite; `drop_group` leaves the group out, and
-            of an evaluation the image.
+        on_error: `fail` stops the run at a sample whose latents, pixels or reward are not finite, or whose reward
+            raises; `drop_group` leaves its group out, and of an evaluation the image.
         placement: `local` scores all images of a step in one call; `thread` scores images as they come, in a thread
             beside sampling and the recomputation of old log-probs; `ray` does so in workers. These two score a few
             images at a time, not all of a step together. `auto` takes `thread` where all rewards say that they may, as

@@ -273,6 +273,8 @@ def _problem_of_schedule(tensors: Mapping[str, Tensor]) -> str:
     sigmas, timesteps, indices = (tensors.get(name) for name in ("sigmas", "timesteps", "step_indices"))
     if sigmas is not None and (sigmas.dim() != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all())):
         return f"sigmas={checks.shown(str(sigmas.tolist()))} must descend from the first noise level to the image's"
+    if timesteps is not None and not bool(timesteps.isfinite().all()):
+        return f"timesteps={checks.shown(str(timesteps.tolist()))} must be finite"
     if sigmas is not None and timesteps is not None and timesteps.shape != sigmas[1:].shape:
         allowed = f"with {len(sigmas)} sigmas it must be {list(sigmas[1:].shape)}"
         return f"timesteps has shape {list(timesteps.shape)}; {allowed}"

@@ -1,9 +1,11 @@
 """Values that a section of the configuration refuses, and what follows from those it takes."""
 
+from dataclasses import fields, is_dataclass
+
 import pytest
 
 from flowcorr.config import load, load_mapping
-from flowcorr.config.schema import ActorConfig
+from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.errors import ConfigError
 
 
@@ -57,3 +59,18 @@ def test_values_out_of_range(section, keys, message):
 
 def test_clip_ranges_by_step_may_be_given_as_a_list():
     assert ActorConfig(clip_ratio=[1e-3, 2e-3]) == ActorConfig(clip_ratio=(1e-3, 2e-3))
+
+
+def numbers(section, prefix=""):
+    for entry in fields(section):
+        value = getattr(section, entry.name)
+        if is_dataclass(value):
+            yield from numbers(value, f"{prefix}{entry.name}.")
+        elif "float" in str(entry.type) or "int" in str(entry.type):
+            yield prefix + entry.name
+
+
+@pytest.mark.parametrize("key", list(numbers(Config())))
+def test_no_number_of_a_configuration_is_nan(bare, key):
+    with pytest.raises(ConfigError):
+        load(bare, [f"{key}=.nan"])

@@ -122,7 +122,7 @@ RUN = (
             "share",
             label="exact match",
         ),
-        row("failed_samples", "Samples on which the reward failed.", "samples"),
+        row("failed_samples", "Samples that are not finite, or on which the reward failed.", "samples"),
         *_IMAGE_STATISTICS,
         row("image/diversity", "Mean std of a pixel over the images of a prompt.", "of the largest value"),
         row("<name>", "Mean of a reward term, of one of its extra scores, or of a `gold` reward."),
@@ -133,7 +133,8 @@ RUN = (
         row("reward_std", "Standard deviation of that reward over held-out prompts.", "of the reward"),
         row(
             "failed_samples",
-            "`reward.on_error: drop_group`: held-out images on which a reward failed, left out of the means.",
+            "`reward.on_error: drop_group`: held-out images that are not finite, or on which a reward failed; left "
+            "out of the means.",
             "images",
         ),
         *_IMAGE_STATISTICS,

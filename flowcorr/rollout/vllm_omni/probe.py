@@ -48,6 +48,19 @@ class Velocities:
         """The relative difference: norm of the difference over the norm of the actor's velocity."""
         return float((self.engine - self.actor).norm() / self.actor.norm().clamp(min=1e-12))
 
+    def check_finite(self) -> None:
+        """Refuse velocities that are not finite, of which no difference says anything.
+
+        Raises:
+            BackendError: the message names the side.
+        """
+        for side, velocity in (("engine", self.engine), ("actor", self.actor)):
+            if not bool(velocity.isfinite().all()):
+                raise BackendError(
+                    f"the {side}'s velocity is not finite: the weights have diverged, or its dtype overflows; lower "
+                    "actor.lr, or use another model.dtype or rollout.dtype"
+                )
+
 
 def probe_point(
     family: ModelFamily, guidance: Guidance, schedule: Schedule, latent_shape: tuple[int, ...]
@@ -164,6 +177,7 @@ class MoveCheck:
     """
 
     def __init__(self, start: Velocities, *, disagreement: tuple[float, float]) -> None:
+        start.check_finite()
         if not start.gap() <= LARGEST_GAP:
             raise BackendError(
                 f"before training, the velocities of engine and actor differ by {start.gap():.0%}: they hold different "
@@ -177,8 +191,9 @@ class MoveCheck:
         """Compare the changes since the last conclusive check.
 
         Raises:
-            BackendError: the engine's velocity did not change as the actor's did.
+            BackendError: the engine's velocity did not change as the actor's did, or one is not finite.
         """
+        reached.check_finite()
         engine, actor = reached.engine - self._anchor.engine, reached.actor - self._anchor.actor
         moved, off = float(actor.norm()), float((engine - actor).norm())
         if not off <= 0.5 * moved + 2 * self._noise:

@@ -27,8 +27,15 @@ def test_a_move_must_be_the_actors():
     for engine in ([1.0, 0.0], [1.0, -0.1], [1.0, 0.3]):
         with pytest.raises(BackendError, match="did not take effect"):
             MoveCheck(start, disagreement=FLOAT32).check(velocities(engine, [1.0, 0.1]))
-    with pytest.raises(BackendError, match="did not take effect"):
-        MoveCheck(start, disagreement=FLOAT32).check(velocities([1.0, float("nan")], [1.0, 0.1]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_velocities_that_are_not_finite_are_no_lost_sync(bad):
+    start, broken = velocities([1.0, 0.0], [1.0, 0.0]), velocities([1.0, bad], [1.0, 0.1])
+    with pytest.raises(BackendError, match="the engine's velocity is not finite"):
+        MoveCheck(start, disagreement=FLOAT32).check(broken)
+    with pytest.raises(BackendError, match="the actor's velocity is not finite"):
+        MoveCheck(velocities([1.0, 0.0], [bad, 0.0]), disagreement=FLOAT32)
 
 
 def test_moves_within_the_noise_add_up_until_they_prove_something():
