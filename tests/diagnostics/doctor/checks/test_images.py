@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from diagnostics.doctor.faults import (
@@ -52,6 +54,7 @@ def test_images_of_another_size(recorded):
 
 def test_an_engine_that_does_not_say_that_its_decoder_overflows(small_run):
     run = small_run()
+    run.family.pipeline.vae = copy.deepcopy(run.family.pipeline.vae)  # runs share it
     overflow(run.family.pipeline.vae)
     returning(finite_images=lambda rollout: None)(run.engine)
     report = check(run, run.engine)

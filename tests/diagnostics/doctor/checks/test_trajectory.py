@@ -109,6 +109,7 @@ def test_a_decoder_that_overflows_in_half_precision_alone(small_run):
     """In float32 nothing is wrong; the report is that of the run's own precision."""
     run = small_run(model={"dtype": "float16"}, rollout={"dtype": "float16", "n": 2})
     final = run.engine.sample(run.conditioning, range(2), training_step=0, with_means=False).final_latents
+    run.family.pipeline.vae = copy.deepcopy(run.family.pipeline.vae)  # runs share it
     overflow_one(run.family, final)
     report = check(run, run.engine)
     assert report.failed() == ["finite"]
