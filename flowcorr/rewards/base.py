@@ -27,7 +27,8 @@ class RewardOutput:
 
     Attributes:
         scores: `[B]` float64, the numbers that the policy is trained on; not finite where a sample failed.
-        extra: `[B]` float64 arrays that are only logged, such as `exact_match`.
+        extra: `[B]` float64 arrays that are only logged, such as `exact_match`; NaN where a sample has none, and an
+            infinite one makes it fail.
         terms: `[B]` float64, the score of each term of a sum, before its weight.
         errors: why a sample failed, by its place in the batch; a reward that knows says it here.
     """
@@ -151,7 +152,9 @@ def score_batch(
         scored, found = _score_whole(reward, whole, [prompts[row] for row in rows], name, on_error)
         output = scored if not broken else scored.at(rows, len(prompts))
         causes = {int(rows[place]): cause for place, cause in found.items()}
-    for index in rows[~np.isfinite(output.scores[rows])].tolist():
+    infinite = [np.isinf(array) for array in output.extra.values()]
+    unusable = ~np.isfinite(output.scores) | np.any(infinite, axis=0)
+    for index in rows[unusable[rows]].tolist():
         causes.setdefault(index, output.errors.get(index) or f"it returned {_scores_of(output, index)}")
     if causes:
         _report(name, prompts, causes, on_error)

@@ -6,7 +6,7 @@ import torch
 
 from flowcorr.errors import BackendError, BatchError, MissingExtraError
 from flowcorr.records import Prompt
-from flowcorr.rewards import RewardOutput, as_reward_output, score_batch
+from flowcorr.rewards import RewardOutput, as_reward_output, report_broken, score_batch
 
 PROMPTS = [Prompt(text=f"prompt {index}") for index in range(4)]
 IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None] * np.ones((4, 2, 2, 3), dtype=np.uint8)
@@ -112,6 +112,34 @@ def test_infinite_scores_and_their_extras_become_nan():
     assert failed.tolist() == [False, False, False, True]
     np.testing.assert_array_equal(output.scores, [0.0, 1.0, 2.0, np.nan])
     np.testing.assert_array_equal(output.extra["raw"], [1.0, 1.0, 1.0, np.nan])
+
+
+def test_an_infinite_extra_is_a_failure_and_a_missing_one_is_none():
+    def partly_known(images, prompts):
+        return RewardOutput(scores=np.arange(4.0), extra={"raw": np.array([1.0, np.nan, np.inf, 2.0])})
+
+    _, failed = score_batch(partly_known, IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, False, True, False]
+
+
+def test_samples_without_a_picture_are_left_to_no_reward(caplog):
+    broken = {2: "image 2 of group 0: nothing"}
+    with pytest.raises(
+        BackendError, match=r"^sample 2 \(prompt 'prompt 2'\) failed: image 2 of group 0: nothing"
+    ):
+        report_broken(PROMPTS, broken, "fail")
+    with caplog.at_level(logging.WARNING):
+        report_broken(PROMPTS, broken, "drop_group")
+    assert "1 of 4 samples failed" in caplog.text
+    output, failed = score_batch(dislikes_two, IMAGES, PROMPTS, broken=broken)  # it would raise on that one
+    assert failed.tolist() == [False, False, True, False]
+    np.testing.assert_array_equal(output.scores, [0.0, 1.0, np.nan, 3.0])
+    np.testing.assert_array_equal(output.extra["square"], [0.0, 1.0, np.nan, 9.0])
+
+
+def test_a_failure_beside_a_missing_picture_keeps_its_place():
+    with pytest.raises(BackendError, match=r"failed on sample 2 \(prompt 'prompt 2'\)"):
+        score_batch(dislikes_two, IMAGES, PROMPTS, broken=[0])
 
 
 def test_drop_group_marks_all_when_all_raise():
