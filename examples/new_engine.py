@@ -41,7 +41,7 @@ class AutocastEngine:
             )
         self.dtype = DTYPES[rollout.engine.get("computes_in", "bfloat16")]
         self.config, self.family, self.merge = config, family, merge
-        self.plan = SamplingPlan.of(family, config.sampling, self.dtype)
+        self.plan = SamplingPlan.of(family, config.sampling)
         self.device = next(family.transformer.parameters()).device
         self.transformer = copy.deepcopy(base).to(self.device)
         self.weights = None
@@ -79,7 +79,7 @@ class AutocastEngine:
         window, log_probs, final = sample_sde_window(
             velocity,
             start.to(self.device),
-            plan.schedule,
+            self.family.in_dtype(plan.schedule, self.dtype),
             plan.sampling,
             plan.windows(owners, members, **seeds).to(self.device),
             noise,

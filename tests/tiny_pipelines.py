@@ -18,6 +18,7 @@ import torch
 
 TEXT_WIDTH = 32
 SD3_SIZE = (64, 64)
+SD35_SIZE = (32, 32)
 QWEN_SIZE = (32, 48)
 FLUX_SIZE = (16, 24)
 FLUX2_KLEIN_SIZE = (16, 24)
@@ -224,6 +225,22 @@ def build_tiny_aura_flow(path, dtype: torch.dtype = torch.float32, seed: int = 0
             tokenizer=tokenizer,
         )
         return _save(pipeline, path, dtype)
+
+
+BUILDERS = {
+    "sd3": (build_tiny_sd3, SD3_SIZE),
+    "sd35": (build_tiny_sd35, SD35_SIZE),
+    "qwen_image": (build_tiny_qwen_image, QWEN_SIZE),
+    "flux": (build_tiny_flux, FLUX_SIZE),
+    "flux2_klein": (build_tiny_flux2_klein, FLUX2_KLEIN_SIZE),
+    "z_image": (build_tiny_z_image, Z_IMAGE_SIZE),
+}
+"""Builder and image size of each pipeline, by the beginning of its recipes' names."""
+
+
+def of_recipe(recipe: str):
+    """The builder and image size that fit a recipe for a large model."""
+    return BUILDERS[max((name for name in BUILDERS if recipe.startswith(f"{name}_")), key=len)]
 
 
 def qwen_tokenizer():
@@ -446,22 +463,15 @@ def overrides(path, size: tuple[int, int], dtype: str) -> list[str]:
 
 def main() -> None:
     """Build the pipeline that the command line names."""
-    builders = {
-        "sd3": (build_tiny_sd3, SD3_SIZE),
-        "qwen_image": (build_tiny_qwen_image, QWEN_SIZE),
-        "flux": (build_tiny_flux, FLUX_SIZE),
-        "flux2_klein": (build_tiny_flux2_klein, FLUX2_KLEIN_SIZE),
-        "z_image": (build_tiny_z_image, Z_IMAGE_SIZE),
-    }
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("family", choices=builders)
+    parser.add_argument("family", choices=BUILDERS)
     parser.add_argument("folder", type=Path)
     # Not the recipes' bfloat16, whose matrix instructions not every virtual machine lets through.
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
-    build, size = builders[arguments.family]
+    build, size = BUILDERS[arguments.family]
     folder = build(arguments.folder, getattr(torch, arguments.dtype))
     print(*overrides(folder, size, arguments.dtype))
 

@@ -12,7 +12,7 @@ from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.update import PolicyOptimizer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
-from flowcorr.models import DTYPES, Guidance, ModelFamily
+from flowcorr.models import Guidance, ModelFamily
 
 
 class DiffusionActor:
@@ -26,22 +26,24 @@ class DiffusionActor:
         weights: the trained weights, with their average and their files.
         scorer: scores SDE steps under the weights.
         optimizer: learns the weights.
-        guidance: of the run's sampling, which is part of the policy, as an engine of `rollout.dtype` computes with it.
         score, log_probs: those of `Scorer`.
         update: that of `PolicyOptimizer`.
     """
 
     def __init__(self, family: ModelFamily, config: Config) -> None:
         self.family, self.config = family, config
-        dtype = DTYPES[config.rollout.dtype]
-        self.guidance = family.guidance_in_dtype(Guidance.of(config.sampling), dtype)
         self.weights = TrainedWeights(family, config)
         if config.actor.gradient_checkpointing:
             self.weights.transformer.enable_gradient_checkpointing()
-        self.scorer = Scorer(family, self.weights, self.guidance, config)
+        self.scorer = Scorer(family, self.weights, config)
         self.optimizer = PolicyOptimizer(self.weights, self.scorer, config)
         self.score, self.log_probs = self.scorer.score, self.scorer.log_probs
         self.update = self.optimizer.update
+
+    @property
+    def guidance(self) -> Guidance:
+        """Guidance of the run's sampling, see `Scorer.guidance`."""
+        return self.scorer.guidance
 
     @property
     def device(self) -> torch.device:

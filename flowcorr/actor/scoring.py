@@ -16,7 +16,7 @@ from flowcorr.actor.passes import Passes, passes_of
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
 from flowcorr.errors import BatchError
-from flowcorr.models import Guidance, ModelFamily
+from flowcorr.models import DTYPES, Guidance, ModelFamily
 from flowcorr.models.base import repeated_blocks
 from flowcorr.records import Rollout, Scores
 
@@ -30,17 +30,14 @@ class Scorer:
     Args:
         family: the pipeline.
         weights: its trained weights.
-        guidance: of the run's sampling.
         config: the run's configuration.
 
     Attributes:
         rows: images at one step that a pass may have, where `auto` keys depend on it; None until `bound_passes`.
     """
 
-    def __init__(
-        self, family: ModelFamily, weights: TrainedWeights, guidance: Guidance, config: Config
-    ) -> None:
-        self.family, self.weights, self.guidance, self.config = family, weights, guidance, config
+    def __init__(self, family: ModelFamily, weights: TrainedWeights, config: Config) -> None:
+        self.family, self.weights, self.config = family, weights, config
         self._transformer: Any = weights.transformer
         self.rows: int | None = None
         if config.actor.compile:
@@ -50,6 +47,12 @@ class Scorer:
             limits.recompile_limit = max(limits.recompile_limit, 64)
             for block in repeated_blocks(self._transformer):
                 block.compile(dynamic=True)
+
+    @property
+    def guidance(self) -> Guidance:
+        """Guidance of the run's sampling: part of the policy, as an engine of `rollout.dtype` computes with it."""
+        guidance = Guidance.of(self.config.sampling)
+        return self.family.guidance_in_dtype(guidance, DTYPES[self.config.rollout.dtype])
 
     def score(self, rollout: Rollout, *, guidance: Guidance | None = None) -> Scores:
         """Score every step of `rollout` under the current policy, with gradients.

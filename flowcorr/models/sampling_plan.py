@@ -1,11 +1,10 @@
-"""How all samples of a run are drawn: its `sampling` section on one model, in the precision of its rollout engine."""
+"""How all samples of a run are drawn: its `sampling` section on one model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from flowcorr import sde
@@ -20,7 +19,7 @@ class SamplingPlan:
     Attributes:
         sampling: transition, noise level, windows.
         guidance: as `sampling` states it.
-        schedule: the sigma table, with the timesteps that a transformer of the engine's dtype computes with.
+        schedule: the sigma table, not rounded; an engine samples with `ModelFamily.in_dtype` of it.
         latent_shape: `L`.
     """
 
@@ -30,14 +29,14 @@ class SamplingPlan:
     latent_shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, family: ModelFamily, sampling: SamplingConfig, dtype: torch.dtype) -> SamplingPlan:
-        """The plan of a run whose engine computes in `dtype`.
+    def of(cls, family: ModelFamily, sampling: SamplingConfig) -> SamplingPlan:
+        """The plan of a run.
 
         Raises:
             ConfigError: the model cannot make images of this size, or a step that can be stochastic has no density.
         """
         shape = family.latent_shape(sampling.height, sampling.width)
-        schedule = family.in_dtype(family.schedule(sampling.num_inference_steps, shape), dtype)
+        schedule = family.schedule(sampling.num_inference_steps, shape)
         sde.check_schedule(
             sampling.sde_type,
             schedule.sigmas,

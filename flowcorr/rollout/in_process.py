@@ -55,7 +55,7 @@ class InProcessEngine:
         self.config = rollout
         self.seed = seed
         self.dtype = DTYPES[rollout.dtype]
-        self.plan = SamplingPlan.of(family, sampling, self.dtype)
+        self.plan = SamplingPlan.of(family, sampling)
         alike = self.dtype == family.dtype and rollout.emulate == "none" and rollout.max_weight_age == 0
         self.shared = shares and alike
         self.merge = merge
@@ -209,7 +209,7 @@ class InProcessEngine:
         window, log_probs, final = sample_sde_window(
             velocity,
             initial.to(device),
-            plan.schedule,
+            self.family.in_dtype(plan.schedule, self.dtype),
             plan.sampling,
             windows.to(device),
             noise,

@@ -154,7 +154,8 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
         for index in {*indices, *config.sampling.noisy_steps}
     }
     # The timesteps that a transformer of `rollout.dtype` computes with, by the training stack's own schedule.
-    schedule = SamplingPlan.of(actor.family, config.sampling, DTYPES[config.rollout.dtype]).schedule
+    plan = SamplingPlan.of(actor.family, config.sampling)
+    schedule = actor.family.in_dtype(plan.schedule, DTYPES[config.rollout.dtype])
     velocity = actor.velocity(sample.sample_conditioning())
     final, num_steps = sample.final_latents, len(schedule.timesteps)
 

@@ -20,14 +20,14 @@ def sampling(**changes):
 
 
 def test_a_plan_holds_shape_schedule_and_guidance(family):
-    plan = SamplingPlan.of(family, sampling(guidance_scale=3.0, negative_prompt="bad"), torch.float32)
+    plan = SamplingPlan.of(family, sampling(guidance_scale=3.0, negative_prompt="bad"))
     assert plan.latent_shape == (4, 8, 16)
     assert plan.schedule == family.schedule(6, plan.latent_shape)
     assert plan.guidance == Guidance(guidance_scale=3.0, negative_prompt="bad")
 
 
 def test_windows_follow_the_sampling_section(family):
-    plan = SamplingPlan.of(family, sampling(sde_window_size=3, window_per="sample"), torch.float32)
+    plan = SamplingPlan.of(family, sampling(sde_window_size=3, window_per="sample"))
     windows = plan.windows([0] * 8, range(8), seed=1, training_step=2)
     assert windows.shape == (8, 3)
     assert windows.max() < 4
@@ -44,4 +44,4 @@ def test_windows_follow_the_sampling_section(family):
 )
 def test_what_cannot_be_sampled_is_refused(family, changes, message):
     with pytest.raises(ConfigError, match=message):
-        SamplingPlan.of(family, sampling(**changes), torch.float32)
+        SamplingPlan.of(family, sampling(**changes))

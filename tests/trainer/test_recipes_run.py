@@ -31,13 +31,6 @@ def with_marks(recipes):
     return [pytest.param(name, marks=marks(name)) for name in recipes]
 
 
-FAMILIES = {
-    "sd35": (tiny_pipelines.build_tiny_sd35, (32, 32)),
-    "qwen": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
-    "flux": (tiny_pipelines.build_tiny_flux, tiny_pipelines.FLUX_SIZE),
-    "flux2": (tiny_pipelines.build_tiny_flux2_klein, tiny_pipelines.FLUX2_KLEIN_SIZE),
-    "z": (tiny_pipelines.build_tiny_z_image, tiny_pipelines.Z_IMAGE_SIZE),
-}
 # On images of noise OCR reads nothing, and equal rewards teach nothing: this one tells them apart.
 JPEG = RewardTerm(name="jpeg_incompressibility")
 SMALL = (
@@ -62,7 +55,7 @@ def tiny_model(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
 
     def get(recipe):
-        build, size = FAMILIES[recipe.split("_")[0]]
+        build, size = tiny_pipelines.of_recipe(recipe)
         folder = root / build.__name__
         if not folder.exists():
             build(folder, dtype=torch.bfloat16)

@@ -128,12 +128,12 @@ def at_steps(which: Callable[[InProcessEngine], range], change: Callable[..., Te
 
     def plant(engine: InProcessEngine) -> None:
         steps = which(engine)
-        table = engine.plan.schedule.timesteps
-        chosen = torch.tensor([table[step] for step in steps])
+        table = torch.tensor(engine.plan.schedule.timesteps)
 
         def at(velocity: Any, transformer: Any, latents: Tensor, timesteps: Tensor, *rest: Any) -> Tensor:
-            at_step = bool(torch.isin(timesteps[:1].float().cpu(), chosen).all()) if len(chosen) else False
-            call = change if at_step else _as_it_is
+            # The nearest one, as the engine rounds its timesteps to its dtype.
+            nearest = int((table - timesteps[0].cpu()).abs().argmin())
+            call = change if nearest in steps else _as_it_is
             return call(velocity, transformer, latents, timesteps, *rest)
 
         seeing(at)(engine)

@@ -61,7 +61,7 @@ class VllmOmniEngine:
         self.family = family
         self.config = config
         self._dtype = DTYPES[config.rollout.dtype]
-        self.plan = SamplingPlan.of(family, config.sampling, self._dtype)
+        self.plan = SamplingPlan.of(family, config.sampling)
         options, self.weight_sync = engine_options(config, family)
         self.sleeps = bool(options.get("enable_sleep_mode"))
         self._merge = merge
@@ -211,7 +211,7 @@ class VllmOmniEngine:
         windows = self.plan.windows(owners, members, seed=seed, training_step=training_step)
         plan = Plan(
             sampling=self.plan.sampling,
-            schedule=self.plan.schedule,
+            schedule=self.family.in_dtype(self.plan.schedule, self._dtype),
             latent_shape=self.plan.latent_shape,
             with_means=with_means,
         )

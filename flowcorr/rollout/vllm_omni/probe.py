@@ -133,10 +133,10 @@ class ComputedProbe:
 
     def __init__(self, family: ModelFamily, config: Config, tensors: Mapping[str, Tensor]) -> None:
         dtype = DTYPES[config.rollout.dtype]
-        plan = SamplingPlan.of(family, config.sampling, dtype)
+        plan = SamplingPlan.of(family, config.sampling)
         guidance = family.guidance_in_dtype(plan.guidance, dtype)
         self._family = family
-        self.point = probe_point(family, guidance, plan.schedule, plan.latent_shape)
+        self.point = probe_point(family, guidance, family.in_dtype(plan.schedule, dtype), plan.latent_shape)
         self.start = actor_velocity(family, untrained(tensors), self.point)
 
     def velocity(self, weights: Weights) -> Tensor:

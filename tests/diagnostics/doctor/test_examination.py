@@ -94,7 +94,7 @@ def test_everything_is_as_before(small_run, rollout):
     after = run.actor.weights.snapshot()
     assert all(torch.equal(after.tensors[name], value) for name, value in before.tensors.items())
     assert after.version == before.version
-    assert run.actor.guidance is guidance
+    assert run.actor.guidance == guidance
     assert all(parameter.grad is None for parameter in run.actor.weights.parameters.values())
     assert [weights.version for weights in run.engine.history] == [weights.version for weights in history]
     assert torch.equal(run.sample().log_probs, expected.log_probs)

@@ -32,7 +32,6 @@ def measure(hour: Hour, family: str) -> None:
     Scorer(
         actor.family,
         actor.weights,
-        actor.guidance,
         replace(config, actor=replace(config.actor, compile=True)),
     )
     first = meter.seconds_once(hour.device, lambda: actor.log_probs(rollout))

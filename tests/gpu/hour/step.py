@@ -111,7 +111,7 @@ def _folded_or_not(hour: Hour, actor: DiffusionActor, batch: ActorBatch) -> None
     config = actor.config
     folded = config.actor.fold_steps
     other = replace(config, actor=replace(config.actor, fold_steps=not folded))
-    scorer = Scorer(actor.family, actor.weights, actor.guidance, other)
+    scorer = Scorer(actor.family, actor.weights, other)
     optimizer = PolicyOptimizer(actor.weights, scorer, other)
     correction = AutoMode.of(config).correction
     of_recipe, of_other = (each.log_probs(batch.rollout).log_probs for each in (actor.scorer, scorer))

@@ -99,8 +99,7 @@ def _mistakes(conditioning: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Co
             if len(conditioning) > 1 and not name.startswith("negative_"):
                 yield f"{name} of another prompt", of_others([name])
     sequences = [name for name, rows in conditioning.items() if rows.dim() == 3 or name.endswith("_mask")]
-    length = max((conditioning[name].shape[1] for name in sequences), default=0)
-    for kept in _lengths(length):
+    for kept in _lengths(_longest([conditioning[name] for name in sequences])):
         cut = {name: conditioning[name][:, :kept] for name in sequences}
         yield f"prompts cut after {kept} tokens", [{**conditioning, **cut}]
         blank = {
@@ -109,6 +108,14 @@ def _mistakes(conditioning: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Co
             if not name.startswith("negative_")
         }
         yield f"prompts blank after {kept} tokens", [{**conditioning, **blank}]
+
+
+def _longest(sequences: Sequence[Tensor]) -> int:
+    """Tokens of the longest prompt; padding that a mask leaves out can be cut without an effect."""
+    masks = [rows for rows in sequences if rows.dim() == 2]
+    if masks:
+        return max(int(mask.any(0).nonzero().max()) + 1 for mask in masks)
+    return max((rows.shape[1] for rows in sequences), default=0)
 
 
 def _lengths(length: int) -> list[int]:

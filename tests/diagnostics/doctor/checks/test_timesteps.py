@@ -51,6 +51,13 @@ def test_rounding_that_is_to_be_replayed_warns(small_run, plant, rollout):
     assert statuses(report, "WARN") == ["timesteps"]
 
 
+def test_a_float32_table_made_in_another_order_is_the_schedule(small_run):
+    run = small_run(**FRACTIONS)
+    engine = separate(run)
+    scheduled(with_timesteps(lambda timesteps: timesteps * (1 + 2**-23)))(engine)
+    assert finding_of(check(run, engine), "timesteps").status == "PASS"
+
+
 def test_ways_that_these_steps_cannot_tell_apart_are_all_named(small_run):
     """Timesteps 1000 and 800.2 become 1000 and 800 either way."""
     run = small_run(sampling={"num_inference_steps": 6, "sde_window_range": (0, 2)})
