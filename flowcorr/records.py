@@ -366,6 +366,8 @@ RecordT = TypeVar("RecordT")
 
 HIGHEST_NOISE_LEVEL = 1.001
 """Of a sigma, which is 1 but for rounding."""
+LOWEST_NOISE_LEVEL = 1e-4
+"""A sigma up to here counts as 0: the noise of such a step would drown in the float32 rounding of the latents."""
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

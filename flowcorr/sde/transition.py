@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
-from flowcorr.records import HIGHEST_NOISE_LEVEL, check_shape
+from flowcorr.records import HIGHEST_NOISE_LEVEL, LOWEST_NOISE_LEVEL, check_shape
 
 SdeType = Literal["sde", "cps", "dance_sde"]
 NOISE_LEVEL_KEY = "sampling.noise_level"
+# A first sigma that is 1 but for rounding: within one spacing of bfloat16, and much closer to 1 than to the next sigma.
+# Second sigmas of flow-match Euler tables that begin at 1 are never so close, up to a shift of 256.
+_BELOW_ONE = 2.0**-8
+_SHARE_OF_STEP = 0.4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,8 +61,8 @@ def transition(
         sigma: `[B]` or `[B, T]`, noise level before the step; its axes are the batch axes of `latents`.
         sigma_next: like `sigma`, noise level after the step, smaller.
         noise_level: `eta`, a number or a tensor like `sigma`.
-        sigma_max: stands in for `sigma` in the denominator of `sde` where `sigma` is 1, a number below 1 or
-            a tensor like `sigma`; `sigma_next` by default.
+        sigma_max: stands in for `sigma` in the denominator of `sde` where `sigma` is 1, or so near that the table
+            was rounded or begins at .9999; a number below 1 or a tensor like `sigma`; `sigma_next` by default.
 
     Returns:
         The transition, in float32, or in float64 if `latents` or `velocity` are.
@@ -100,8 +104,9 @@ def _flow_grpo_sde(
     """Flow-GRPO, arXiv:2505.05470, section 4.2: an SDE with the flow's marginals, by Euler-Maruyama."""
     step = sigma - sigma_next
     # c is infinite at sigma = 1, so that the first step borrows its denominator.
+    at_one = 1 - sigma <= (_SHARE_OF_STEP * step).clamp(max=_BELOW_ONE)
     ceiling = sigma_next if sigma_max is None else sigma_max
-    c = eta * torch.sqrt(sigma / (1 - torch.where(sigma == 1, ceiling, sigma)))
+    c = eta * torch.sqrt(sigma / (1 - torch.where(at_one, ceiling, sigma)))
     drift = c.square() * step / (2 * sigma)
     mean = over_elements(1 - drift, x) * x - over_elements(step + (1 - sigma) * drift, x) * v
     return mean, c * torch.sqrt(step)
@@ -201,8 +206,14 @@ def _check_levels(kind: str, sigma: Tensor, sigma_next: Tensor) -> None:
             f"sigma={sigma.flatten().tolist()} and sigma_next={sigma_next.flatten().tolist()} must be noise levels "
             "between 1 and 0; timesteps are num_train_timesteps times as large, mostly 1000"
         )
-    if kind == "cps" and not bool((sigma_next > 0).all()):
+    if bool((sigma_next >= 1).any()) or bool((sigma <= LOWEST_NOISE_LEVEL).any()):
         raise BatchError(
-            "a cps step ends at sigma_next=0, where it adds no noise and has no density; "
+            f"a step goes from sigma={sigma.flatten().tolist()} to sigma_next={sigma_next.flatten().tolist()}, and has "
+            f"no density above 1 or below {LOWEST_NOISE_LEVEL:g}; keep the table of sigmas in float32, and leave such "
+            "steps out of sampling.sde_window_range"
+        )
+    if kind == "cps" and not bool((sigma_next > LOWEST_NOISE_LEVEL).all()):
+        raise BatchError(
+            f"a cps step ends at sigma_next={float(sigma_next.min()):g}, where it adds no noise and has no density; "
             "end sampling.sde_window_range before the last step"
         )

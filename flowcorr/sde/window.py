@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
+from flowcorr.records import HIGHEST_NOISE_LEVEL, LOWEST_NOISE_LEVEL
 from flowcorr.sde.noise import stable_seed
 from flowcorr.sde.transition import TRANSITIONS, SdeType, check_noise_level
 
@@ -53,6 +55,12 @@ def check_schedule(
     if kind not in TRANSITIONS:
         raise ConfigError(unknown_choice("sampling.sde_type", kind, TRANSITIONS))
     check_noise_level(kind, noise_level)
+    for index, (sigma, sigma_next) in enumerate(itertools.pairwise(sigmas)):
+        if not 0.0 <= sigma_next < sigma <= HIGHEST_NOISE_LEVEL:
+            raise BatchError(
+                f"the schedule goes from sigma={sigma} to {sigma_next} at step {index}; "
+                "noise levels must lie within [0, 1] and descend"
+            )
     _check_steps(kind, sigmas, window_range, "sampling.sde_window_range")
     if noise_range is not None:
         _check_steps(kind, sigmas, noise_range, "sampling.sde_noise_range")
@@ -64,14 +72,14 @@ def _check_steps(kind: SdeType, sigmas: Sequence[float], steps: tuple[int, int],
     start, end = steps
     for index in range(start, end):
         sigma, sigma_next = float(sigmas[index]), float(sigmas[index + 1])
-        if not 0.0 <= sigma_next < sigma <= 1.0:
-            raise BatchError(
-                f"the schedule goes from sigma={sigma} to {sigma_next} at step {index}; "
-                "noise levels must lie within [0, 1] and descend"
-            )
-        if kind == "cps" and sigma_next == 0.0:
+        if sigma_next >= 1.0 or sigma <= LOWEST_NOISE_LEVEL:
             raise ConfigError(
-                f"{key}=[{start}, {end}] holds step {index}, which ends at sigma=0, "
+                f"{key}=[{start}, {end}] holds step {index} from sigma={sigma:g} to {sigma_next:g}, which has no "
+                f"density above 1 or below {LOWEST_NOISE_LEVEL:g}; leave it out of the range"
+            )
+        if kind == "cps" and sigma_next <= LOWEST_NOISE_LEVEL:
+            raise ConfigError(
+                f"{key}=[{start}, {end}] holds step {index}, which ends at sigma={sigma_next:g}, "
                 f"where sampling.sde_type=cps adds no noise; end the range at {index}, "
                 "or choose sde or dance_sde"
             )

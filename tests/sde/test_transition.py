@@ -63,6 +63,47 @@ def test_sigma_max_stands_in_only_where_sigma_is_one():
     assert far.std[1] == near.std[1]
 
 
+def shifted(shift, num_steps):
+    """The table of a flow-match Euler scheduler with a constant shift."""
+    levels = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
+    levels = shift * levels / (1 + (shift - 1) * levels)
+    return torch.cat([levels, levels.new_zeros(1)]).float()
+
+
+def std_of(sigmas, kind="sde"):
+    """The stds of all steps of a table, at noise level 0.7."""
+    flat = torch.zeros(len(sigmas) - 1, 2)
+    return transition(kind, flat, flat, sigmas[:-1], sigmas[1:], 0.7).std
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 4, 8, 20, 50, 200])
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 12.0, 60.0])
+def test_tables_that_begin_at_one_have_the_std_of_the_paper_to_the_bit(shift, num_steps):
+    table = shifted(shift, num_steps)
+    sigma, after = table[:-1], table[1:]
+    c = 0.7 * torch.sqrt(sigma / (1 - torch.where(sigma == 1, after, sigma)))
+    assert torch.equal(std_of(table), c * torch.sqrt(sigma - after))
+
+
+@pytest.mark.parametrize(
+    "first", [0.9999, 0.999999, 1 - 2**-24, 1 - 2**-11, 1 - 2**-8, 0.999, 1.0000001, 1.0005]
+)
+@pytest.mark.parametrize("num_steps", [4, 10])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_first_level_that_is_nearly_one_counts_as_one(shift, num_steps, first):
+    table = shifted(shift, num_steps)
+    nearly = torch.cat([torch.tensor([first]), table[1:]])
+    assert std_of(nearly)[0].item() == pytest.approx(std_of(table)[0].item(), rel=0.1)
+    assert torch.equal(std_of(nearly)[1:], std_of(table)[1:])
+
+
+@given(first=st.floats(1 - 2**-8, 1.001), step=st.floats(1e-4, 1))
+def test_no_std_near_one_explodes(first, step):
+    first = first if step > 1e-2 else min(first, 1.0)
+    after = max(0.0, min(first, 1.0) - step)
+    assert std_of(torch.tensor([first, after])).item() <= 1.6 * 0.7
+
+
 def euler(latents, velocity, sigma, sigma_next):
     return latents - (sigma - sigma_next)[:, None] * velocity
 
@@ -236,10 +277,19 @@ def test_timesteps_are_no_noise_levels(kind, sigma, sigma_next):
         transition(kind, latents, velocity, column(sigma), column(sigma_next), 0.7)
 
 
-def test_cps_cannot_take_the_last_step():
+@pytest.mark.parametrize("last", [0.0, 1e-8, 1e-5])
+def test_cps_cannot_take_the_last_step(last):
     latents, velocity = problem(1, 2)
-    with pytest.raises(BatchError, match="sigma_next=0"):
-        transition("cps", latents, velocity, column(0.5), column(0.0), 0.7)
+    with pytest.raises(BatchError, match="sigma_next="):
+        transition("cps", latents, velocity, column(0.5), column(last), 0.7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("sigma", "sigma_next"), [(1.0005, 1.0), (1e-5, 0.0), (1e-6, 1e-7)])
+def test_steps_above_one_or_below_all_noise_are_refused(kind, sigma, sigma_next):
+    latents, velocity = problem(1, 2)
+    with pytest.raises(BatchError, match="has no density above 1 or below"):
+        transition(kind, latents, velocity, column(sigma), column(sigma_next), 0.7)
 
 
 @settings(max_examples=50)

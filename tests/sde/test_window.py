@@ -150,6 +150,25 @@ def test_schedules_with_bad_settings(kind, window_range, noise_level, message):
         check_schedule(kind, SCHEDULE, window_range, noise_level)
 
 
+def test_a_first_level_is_one_but_for_rounding():
+    check_schedule("sde", [1.0005, 0.7, 0.4, 0.0], (0, 3), 0.7)
+
+
+@pytest.mark.parametrize("kind", ["sde", "cps", "dance_sde"])
+@pytest.mark.parametrize(
+    ("sigmas", "steps"), [([1.0005, 1.0, 0.4, 0.0], (0, 2)), ([1.0, 0.5, 1e-6, 0.0], (1, 3))]
+)
+def test_stochastic_steps_above_one_or_below_all_noise(kind, sigmas, steps):
+    with pytest.raises(ConfigError, match=r"sampling\.sde_window_range"):
+        check_schedule(kind, sigmas, steps, 0.7)
+
+
+def test_steps_outside_the_window_descend_too():
+    for tail in ([0.4, 0.4, 0.0], [0.4, 0.5, 0.0], [0.4, float("nan"), 0.0]):
+        with pytest.raises(BatchError, match="must lie within"):
+            check_schedule("sde", [1.0, 0.7, *tail], (0, 2), 0.7)
+
+
 @pytest.mark.parametrize(
     "sigmas", [[1.0, 0.5, 0.5, 0.0], [0.5, 0.9, 0.1, 0.0], [1.5, 0.9, 0.1, 0.0], [1.0, float("nan"), 0.1, 0]]
 )
