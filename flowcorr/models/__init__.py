@@ -24,6 +24,7 @@ from flowcorr.models.quantized import quantize_blocks
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sampling_plan import SamplingPlan, windows_of
 from flowcorr.models.sd3 import SD3
+from flowcorr.models.step_rule import check_step_rule
 from flowcorr.models.z_image import ZImage
 
 FAMILIES: dict[str, type[ModelFamily]] = {
@@ -110,8 +111,8 @@ def load_family(
         transformer_on_host: leave the transformer in host memory, from where it is sharded.
 
     Raises:
-        ConfigError: the folder holds no pipeline with weights in safetensors, its family is unknown, or its attention
-            cannot be computed so, or its layers not quantized.
+        ConfigError: the folder holds no pipeline with weights in safetensors, its family is unknown, its scheduler
+            takes other steps than Euler's, or its attention cannot be computed so, or its layers not quantized.
         MissingExtraError: `model.quantization` needs bitsandbytes.
     """
     import diffusers
@@ -128,10 +129,11 @@ def load_family(
             pipeline = pipeline_class.from_pretrained(
                 location, torch_dtype=dtype, use_safetensors=True, **dict.fromkeys(omitted)
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
         message = f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {' '.join(str(error).split())}"
         hint = f". {CONVERT.format(path)}" if "safetensors" in message else ""
         raise ConfigError(message + hint) from error
+    check_step_rule(pipeline.scheduler, path)
     pipeline.set_progress_bar_config(disable=True)
     if model.attention is not None:
         _set_attention(pipeline.transformer, model.attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -299,11 +300,20 @@ def linear_schedule(
         num_inference_steps: of the schedule.
         num_tokens: image tokens of one sample. Where the scheduler shifts dynamically, its shift grows with them.
         shift: takes the place of that shift.
+
+    Raises:
+        ConfigError: the scheduler does not take sigmas and a shift, as the pipeline hands them over.
     """
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     scheduler = type(scheduler).from_config(scheduler.config)
     config = scheduler.config
+    accepted = inspect.signature(scheduler.set_timesteps).parameters
+    if not {"sigmas", "mu"} <= accepted.keys() or config.get("use_flow_sigmas"):
+        raise ConfigError(
+            f"the model's scheduler {type(scheduler).__name__} does not take the sigmas of its pipeline; replace it by "
+            "FlowMatchEulerDiscreteScheduler in model_index.json and scheduler/scheduler_config.json"
+        )
     if shift is None:
         shift = calculate_shift(
             num_tokens,

@@ -71,7 +71,7 @@ class SD3(ModelFamily):
         scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
         config = scheduler.config
         options = {}
-        if config.use_dynamic_shifting:
+        if config.get("use_dynamic_shifting"):
             options["mu"] = calculate_shift(
                 self.image_tokens(latent_shape),
                 config.base_image_seq_len,
@@ -81,7 +81,7 @@ class SD3(ModelFamily):
             )
         scheduler.set_timesteps(num_inference_steps, **options)
         return Schedule(
-            sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.tolist())
+            sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.float().tolist())
         )
 
     @torch.no_grad()
