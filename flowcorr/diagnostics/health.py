@@ -9,14 +9,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from flowcorr.config.schema import Config
-from flowcorr.correction.bounds import scale_factor
 from flowcorr.diagnostics import image_drift, replicas
 from flowcorr.diagnostics.clip_noise import clip_key
 from flowcorr.diagnostics.jumps import Jump, JumpDetector
 from flowcorr.diagnostics.reference.metric import DOCTOR, Metric, Rule
 from flowcorr.diagnostics.reference.metrics import METRICS, RULES
 from flowcorr.diagnostics.replicas import OddWorker, ReplicaMonitor
-from flowcorr.rollout.precision import usual_gap
+from flowcorr.rollout.precision import LARGEST_DISTANCE, step_distance, usual_gap
 
 NUM_ELEMENTS = "rollout/num_elements"
 """The metric that is `D`."""
@@ -32,9 +31,6 @@ class Units:
     """The settings of a run that its limits depend on.
 
     Attributes:
-        scale: `algorithm.rollout_correction.log_ratio_scale`.
-        factor: that scale as a factor on mean-pooled log-ratios; None if it depends on `D` and the run did not log
-            `D`. Then drift is not judged.
         cap: cap of the importance weights; None without weights or without a single cap.
         weighted: whether weights multiply the loss; otherwise they are only logged.
         bypass: whether the ratio that PPO clips contains drift 1, so that noise can fill the clip range.
@@ -43,10 +39,9 @@ class Units:
         num_elements: `D`; None if the run did not log it. Then step noise is not judged.
         densities: whether log-probs are densities, so that their differences bound the distance of the step means.
         usual_gap: the largest gap of both stacks' velocities that their precision explains.
+        usual_distance: the largest distance of both stacks' step means, in stds, that their precision explains.
     """
 
-    scale: str | float = "mean"
-    factor: float | None = 1.0
     cap: float | None = None
     weighted: bool = True
     bypass: bool = False
@@ -55,6 +50,7 @@ class Units:
     num_elements: int | None = None
     densities: bool = True
     usual_gap: float = math.inf
+    usual_distance: float = LARGEST_DISTANCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +61,7 @@ class HealthFinding:
         rule: name of the rule.
         level: severity.
         metric: full name of the metric.
-        value: the judged value, for drift multiplied by the scale.
+        value: the judged value.
         threshold: the limit that `value` crossed.
         message: what is wrong, with both numbers.
         advice: what to do.
@@ -84,6 +80,7 @@ class HealthFinding:
     num_steps: int = 1
 
 
+_ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
 _NOISE_ERRORS = 6.0  # standard errors; chance exceeds this once in 5e8 steps
 _TAILS_OF_GAP = 30.0  # mean fourth power of a gap's elements beside `r^4`: 3 if they are normal
 _LIKE_WINDOW = ("replay_before", "replay_between", "replay_after")
@@ -96,12 +93,13 @@ _JUMP_ADVICE = (
 )
 
 
-def units_of(config: Config, num_elements: int | None) -> Units:
+def units_of(config: Config, num_elements: int | None, *, precision_known: bool = True) -> Units:
     """The units in which a run of this configuration is judged.
 
     Args:
         config: the run's configuration.
         num_elements: `D`; None if the run did not log it.
+        precision_known: whether `config` tells the precision of both stacks; another trainer's dump does not.
     """
     correction = config.algorithm.rollout_correction
     terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
@@ -113,14 +111,12 @@ def units_of(config: Config, num_elements: int | None) -> Units:
         "densities": not config.sampling.cps_unscaled,
         "usual_gap": usual_gap(config, distilled=False),
     }
+    if precision_known and num_elements is not None and not config.rollout.max_weight_age:
+        every_run["usual_distance"] = step_distance(config.sampling, every_run["usual_gap"])
     if correction.mode == "off":
         return Units(**every_run)
-    cap, scale = correction.rollout_is_threshold, correction.log_ratio_scale
+    cap = correction.rollout_is_threshold
     return Units(
-        scale=scale,
-        factor=None
-        if scale in ("sqrt", "sum") and num_elements is None
-        else scale_factor(scale, num_elements),
         cap=cap if correction.applies_weights and isinstance(cap, float) else None,
         bypass=correction.mode == "bypass" and correction.loss_type == "ppo_clip",
         weighted=correction.applies_weights,
@@ -143,14 +139,7 @@ def healthy_range(metric: str, units: Units) -> tuple[float, float]:
         units: the run's units.
     """
     row = _row_of(metric)
-    if row is None or row.rule is None:
-        drawn = None if row is None or units.factor != 1.0 else row.drawn_range
-        return _UNBOUNDED if drawn is None else drawn
-    rule = row.rule
-    low, high = _limits(rule, units)
-    if not rule.drift:
-        return low, high
-    return _UNBOUNDED if units.factor is None else (-high / units.factor, high / units.factor)
+    return _UNBOUNDED if row is None or row.rule is None else _limits(row.rule, units)
 
 
 def serious_limit(metric: str) -> float:
@@ -289,10 +278,6 @@ def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> HealthFind
     value = metrics.get(metric)
     if value is None:
         return None
-    if rule.drift:
-        if units.factor is None:
-            return None
-        value = abs(value) * units.factor
     low, high = _limits(rule, units, _mean_gap(metrics, units))
     if low <= value <= high:
         return None
@@ -306,7 +291,7 @@ def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> HealthFind
         value=value,
         threshold=threshold,
         message=f"{rule.what} is {value:.3g}, {'below' if value < low else 'above'} {threshold:.3g}"
-        f"{_unit(rule, units)}{_noise(rule, metrics, units)}",
+        f"{_noise(rule, metrics, units)}",
         advice=_advice(rule, units),
     )
 
@@ -350,6 +335,8 @@ def _logged_name(rule: Rule, metrics: Mapping[str, Any]) -> str:
 
 def _limits(rule: Rule, units: Units, mean_gap: float = 0.0) -> tuple[float, float]:
     """The range of a metric, where the step means of both policies are at most `mean_gap` stds apart."""
+    if rule.name == "kl":
+        return _kl_limits(units)
     if rule.name == "cap":
         return -math.inf, math.inf if units.cap is None else units.cap
     if rule.name == "replay_window":
@@ -359,6 +346,16 @@ def _limits(rule: Rule, units: Units, mean_gap: float = 0.0) -> tuple[float, flo
     if rule.name == "bookkeeping" and not units.densities:
         return _UNBOUNDED
     return rule.low, rule.high
+
+
+def _kl_limits(units: Units) -> tuple[float, float]:
+    """The range of the mean of `-delta`, whose step means are at most `usual_distance` stds apart, and its error."""
+    distance = units.usual_distance
+    error = 0.0
+    if units.num_elements is not None:
+        error = _NOISE_ERRORS * distance / math.sqrt(units.num_elements * units.num_terms)
+    high = distance**2 / 2 + error + _ROUNDED
+    return -high, high
 
 
 def _mean_gap(metrics: Mapping[str, Any], units: Units) -> float:
@@ -409,8 +406,8 @@ def _level(rule: Rule, value: float, units: Units) -> Level:
 def _advice(rule: Rule, units: Units) -> str:
     if rule.name == "clip_noise" and not units.bypass:
         return (
-            "harmless in decoupled mode, where ratios start at 1, and with reinforce, which does not clip; in bypass "
-            "mode with ppo_clip, noise decides which terms are clipped"
+            "where old log-probs are recomputed, ratios start at 1, and reinforce does not clip; in bypass mode with "
+            "ppo_clip, this gap decides which terms are clipped"
         )
     if _only_shown(rule, units):
         return (
@@ -422,10 +419,6 @@ def _advice(rule: Rule, units: Units) -> str:
 def _only_shown(rule: Rule, units: Units) -> bool:
     """Whether the rule is about weights that are only logged."""
     return rule.name in _OF_WEIGHTS and not units.weighted
-
-
-def _unit(rule: Rule, units: Units) -> str:
-    return f" at log_ratio_scale {units.scale}, a factor of {units.factor:.4g}" if rule.drift else ""
 
 
 def _noise(rule: Rule, metrics: Mapping[str, Any], units: Units) -> str:

@@ -10,14 +10,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
@@ -35,9 +32,6 @@ PHASES = {
     "sync": ("sync",),
 }
 """The phases that a run times, and those of a plan in each. Rewards overlap with others, and may be on any machine."""
-CPU_BANDWIDTH = 20e9
-"""Bytes per second of a CPU's memory: a rough value."""
-_PRODUCT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +42,7 @@ class MeasuredPhase:
         name: as in `timing/<name>`.
         planned, measured: seconds.
         tflops: 1e12 floating point operations a second of one rank; None for a phase without arithmetic.
-        share: of the device's peak.
+        share: of the device's peak; None where that is not known, as an impossible share says.
     """
 
     name: str
@@ -118,7 +112,7 @@ def beside(plan: Plan, config: Config, steps: Sequence[Mapping[str, Any]]) -> Me
                 planned=plan.seconds(*parts),
                 measured=seconds,
                 tflops=None if rate is None else rate / 1e12,
-                share=None if rate is None else rate / peak,
+                share=None if rate is None or rate > peak else rate / peak,
             )
         )
     step = measured("timing/step") or 0.0
@@ -141,7 +135,7 @@ def beside(plan: Plan, config: Config, steps: Sequence[Mapping[str, Any]]) -> Me
 
 def measure_apart(folder: Path) -> Mapping[str, Any] | None:
     """`measure_run` in a process of its own, as `flowcorr plan RUN --json` prints it; None where it has no answer."""
-    if "device" not in _noted(folder):
+    if _noted(folder).get("device", "cpu") == "cpu":  # its speeds depend on the machine and on its load
         return None
     outcome = subprocess.run(
         [sys.executable, "-m", "flowcorr", "plan", str(folder), "--json"],
@@ -151,20 +145,6 @@ def measure_apart(folder: Path) -> Mapping[str, Any] | None:
         check=False,
     )
     return json.loads(outcome.stdout) if outcome.returncode == 0 else None
-
-
-def measured_cpu(memory: float) -> Gpu:
-    """This CPU as a device, whose peak is that of one measured matrix product."""
-    left, right = torch.randn(_PRODUCT, _PRODUCT), torch.randn(_PRODUCT, _PRODUCT)
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        left @ right
-        times.append(time.perf_counter() - begin)
-    peak = 2 * _PRODUCT**3 / min(times)
-    return Gpu(
-        name="cpu", memory=memory, bandwidth=CPU_BANDWIDTH, bf16=peak, float32=peak, link=CPU_BANDWIDTH
-    )
 
 
 def _peak(config: Config, gpu: Gpu) -> float:
@@ -189,8 +169,6 @@ def _noted(folder: Path) -> Mapping[str, Any]:
 
 
 def _device(folder: Path, noted: Mapping[str, Any]) -> Gpu:
-    if noted.get("device") == "cpu":
-        return measured_cpu(noted["memory"])
     known = known_gpu(noted["device"], noted["memory"]) if "device" in noted else None
     if known is None:
         name = noted.get("device", "a device that it did not note")

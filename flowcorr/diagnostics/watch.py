@@ -79,7 +79,7 @@ class Watch:
         scored = self._scored(dumped)
         metrics = step_metrics(dumped, config, scored=scored)
         if self._monitor is None:
-            self._monitor = HealthMonitor(units_of(config, dumped.num_elements))
+            self._monitor = HealthMonitor(units_of(config, dumped.num_elements, precision_known=False))
         told = diagnose([terms_of_step(step, dumped, scored=scored)])
         diagnoses = [found for found in told if found.cause not in self._told]
         self._told.update(found.cause for found in diagnoses)
@@ -98,6 +98,7 @@ class Watch:
                 level=found.level, rule=found.rule, step=step, message=found.message, advice=found.advice
             )
             for found in self._monitor.update(metrics)
+            if not (told and found.level == "note")  # noise is no news beside a fault
         ]
         return {name: value for name, value in metrics.items() if name.startswith(PREFIX)}, findings
 

@@ -137,7 +137,7 @@ def test_what_is_unhealthy_is_told_once(console):
             observer.on_step(step, {"rollout_corr/kl": 0.5, "rollout_corr/clip_noise_fraction": 0.9})
     text = console.file.getvalue()
     assert text.count("warning: ") == 1
-    assert "|KL| of old and rollout policy is 0.5, above 0.1" in text
+    assert "KL of old and rollout policy, nats a latent element, is 0.5, above 0.0" in text
     assert "(rollout_corr/kl); " in text
 
 

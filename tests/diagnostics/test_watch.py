@@ -134,7 +134,7 @@ def test_a_finding_comes_once():
     watch = Watch()
     (first,) = [finding for finding in watch(7, **given(terms))[1] if finding.rule == "kl"]
     assert (first.step, first.level) == (7, "warning")
-    assert str(first).startswith("warning at step 7: |KL| of old and rollout policy is ")
+    assert str(first).startswith("warning at step 7: KL of old and rollout policy, ")
     assert watch(8, **given(terms))[1] == []
     assert [finding.rule for finding in Watch()(8, **given(terms))[1]].count("kl") == 1
 

@@ -20,9 +20,6 @@ from flowcorr.diagnostics.reference.metrics import METRICS, PROGRESS_LABELS, RUL
 from flowcorr.diagnostics.reference.pages import healthy
 from flowcorr.errors import ConfigError
 
-_DRIFT_ADVICE = (
-    "find the cause with `flowcorr doctor`; inside, clip_noise_fraction says whether the gap matters"
-)
 _BY_LABEL = {label: name for name, label in PROGRESS_LABELS.items()}
 _CHECKS = {name: (check, blockers) for name, check, blockers in CHECKS}
 _FAULTS = {fault.name: fault for fault in FAULTS}
@@ -104,11 +101,9 @@ def _metric(name: str, metric: Metric) -> Iterator[str]:
     yield f"{name} (metric{f', {metric.unit}' if metric.unit else ''})"
     yield f"  {metric.meaning}"
     if limits := healthy(metric):
-        yield f"  healthy at log_ratio_scale mean: {limits}"
+        yield f"  healthy: {limits}"
     if metric.rule is not None:
         yield f"  outside: {metric.rule.advice}"
-    elif limits:
-        yield f"  outside: {_DRIFT_ADVICE}"
 
 
 def _labelled(label: str) -> Iterator[str]:

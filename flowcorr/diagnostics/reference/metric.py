@@ -16,9 +16,8 @@ PERSISTENT = 3  # consecutive steps; a single one may be chance
 class Rule:
     """The healthy range of a metric.
 
-    The limits are common in rollout correction of language models, where a log-ratio belongs to a token. Here
-    log-ratios are means over latent elements. Weights and rejection are judged as they were applied. Drift (KL,
-    log-perplexity) is multiplied by `log_ratio_scale` first.
+    Weights and rejection are judged as they were applied, by limits that are common in rollout correction of language
+    models. What depends on the run, such as its precision, has no number here: see `health.limits`.
 
     Attributes:
         name: name of the rule.
@@ -26,7 +25,6 @@ class Rule:
         low, high: the healthy range.
         serious: limit above which the finding is serious.
         advice: what to do outside the range.
-        drift: judge the absolute value, multiplied by the scale.
         applied: judge the metric of the whole update, `actor/rollout_corr/`, if it is logged; charts show both.
         patience: consecutive steps outside the range that make a finding.
         metric: the full name of the metric, which its row sets.
@@ -38,7 +36,6 @@ class Rule:
     low: float = -math.inf
     high: float = math.inf
     serious: float = math.inf
-    drift: bool = False
     applied: bool = False
     patience: int = 1
     metric: str = ""
@@ -69,8 +66,6 @@ class Metric:
         meaning: its explanation.
         unit: unit of the value; empty for a plain number.
         rule: its healthy range, with advice; None if nothing judges it.
-        drawn_range: a range that charts show although no rule judges it, since the rules of `kl` and `log_ppl_diff` say
-            the same. It is not linear in log-ratios, and holds at `log_ratio_scale: mean` only.
         chart: its chart in the report; None for none of its own.
         label: its name after each step of `flowcorr train`; empty if it is not shown there.
     """
@@ -79,7 +74,6 @@ class Metric:
     meaning: str
     unit: str = ""
     rule: Rule | None = None
-    drawn_range: tuple[float, float] | None = None
     chart: Drawn | None = None
     label: str = ""
 

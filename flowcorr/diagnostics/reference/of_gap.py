@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from flowcorr.diagnostics.reference.metric import DOCTOR, NATS, PERSISTENT, Drawn, Rule, row, under
 
 # In clean runs (bf16, fp8, int8, int4, guidance) this error is at most 1.8 times that of the window.
@@ -15,15 +13,15 @@ DRIFT = under(
     "rollout_corr/",
     row(
         "kl",
-        "Mean of rollout minus target log-prob: the plain estimate of the KL divergence of a step.",
+        "Mean of rollout minus target log-prob: the plain estimate of the KL divergence of a step. Healthy up to what "
+        "the precision of both stacks explains at the steps of the window, times three in velocity; the range given "
+        "here is that of a run whose precision is not known, or whose weights are stale.",
         NATS,
         chart=Drawn(section="drift", title="KL of rollout and old policy, K1"),
         rule=Rule(
             name="kl",
-            what="|KL| of old and rollout policy",
-            high=0.1,
-            drift=True,
-            advice=f"the stacks score the same trajectory differently: {DOCTOR}",
+            what="KL of old and rollout policy, nats a latent element,",
+            advice=f"the stacks score the same trajectory differently, by more than their precision explains: {DOCTOR}",
         ),
     ),
     row(
@@ -35,16 +33,14 @@ DRIFT = under(
     row(
         "k3_kl",
         "Mean of `exp(delta) - 1 - delta`: never negative, about half the mean square of `delta`. "
-        "With mean-pooled log-probs it is not the KL divergence; that is `exact_kl`. At scale `mean` "
-        "its range only shows broken runs: a `delta` of 1e-3 gives 5e-7. For smaller gaps watch "
-        "`clip_noise_fraction`.",
+        "With mean-pooled log-probs it is not the KL divergence; that is `exact_kl`. A `delta` of 1e-3 "
+        "gives 5e-7.",
         NATS,
         chart=Drawn(
             section="drift",
             title="K3",
             remark="of mean-pooled ratios: about half the mean square of Δ log p; not a KL",
         ),
-        drawn_range=(-math.inf, 0.1),
     ),
     row(
         "logprob_abs_diff_mean",
@@ -56,15 +52,8 @@ DRIFT = under(
     row("logprob_abs_diff_max", "Largest absolute difference of the two log-probs.", NATS),
     row(
         "log_ppl_diff",
-        "Mean over samples of rollout minus target mean log-prob.",
+        "Mean over samples of rollout minus target mean log-prob; `kl`, unless terms are left out.",
         NATS,
-        rule=Rule(
-            name="log_ppl",
-            what="|difference of log-perplexities|",
-            high=1.0,
-            drift=True,
-            advice=f"log-probs differ by more than rounding explains: {DOCTOR} (schedule, timesteps, latents)",
-        ),
     ),
     row("log_ppl_abs_diff", "Mean over samples of the absolute difference of mean log-probs.", NATS),
     row("log_ppl_diff_max", "Largest difference of mean log-probs over samples.", NATS),
@@ -73,7 +62,6 @@ DRIFT = under(
         "ppl_ratio",
         "Mean over samples of `exp(log_ppl_diff)`; 1 without drift.",
         chart=Drawn(section="drift", title="Perplexity ratio", remark="training / rollout"),
-        drawn_range=(math.exp(-1), math.e),
     ),
     row("training_ppl", "Perplexity of the target policy, `exp(-mean log-prob)`, averaged over samples."),
     row("training_log_ppl", "Minus the mean log-prob of the target policy.", NATS),
@@ -84,13 +72,11 @@ DRIFT = under(
         "Estimate of the chi-squared divergence over steps, `mean(exp(2 delta)) - 1`; by chance it "
         "may be slightly negative.",
         chart=Drawn(section="drift", title="χ² of one step", remark="of mean-pooled ratios"),
-        drawn_range=(-math.inf, 1.0),
     ),
     row(
         "chi2_seq",
         "The same over samples, from the sum of `delta` over their steps; it may be slightly negative too.",
         chart=Drawn(section="drift", title="χ² of the window", remark="of mean-pooled ratios"),
-        drawn_range=(-math.inf, 1.0),
     ),
     row(
         "nonfinite_fraction",

@@ -70,7 +70,7 @@ def causes_table() -> str:
 
 
 def healthy(metric: Metric) -> str:
-    """The healthy range of a metric at `log_ratio_scale: mean`, or nothing where no rule judges it."""
+    """The healthy range of a metric, or nothing where no rule judges it by a number alone."""
     low, high = healthy_range(metric.name, Units())
     bounds = [f"≥ {low:.3g}"] * (low > -float("inf")) + [f"≤ {high:.3g}"] * (high < float("inf"))
     return ", ".join(bounds)

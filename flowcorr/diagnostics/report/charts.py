@@ -212,7 +212,7 @@ def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom:
         for index, band in bands.items()
     ]
     ranges = {healthy_range(metric, groups[index].units) for index in bands}
-    healthy, limits = (-math.inf, math.inf), "its healthy range depends on log_ratio_scale"
+    healthy, limits = (-math.inf, math.inf), "its limits differ between the runs"
     if len(ranges) == 1:
         healthy = ranges.pop()
         limits = _healthy_text(curves, healthy, serious_limit(metric), zoom)

@@ -259,6 +259,8 @@ def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
         )
     broken = examine_run(run.records, group.units, places_of(run.folder))
     for finding in broken:
+        if run.diagnoses and finding.level == "note":  # noise is no news beside a fault
+            continue
         yield Finding(
             level=finding.level,
             runs=run.name,

@@ -46,6 +46,7 @@ class Run:
         name: the end of `folder` that tells it from the other runs.
         started: the day on which it began, `YYYY-MM-DD`; empty where that is not known.
         dumped: files of dumped steps, at most `MAX_STEPS` from the first to the last of them.
+        precision_known: whether `config` tells the precision of both stacks.
         diagnoses: what is wrong with the log-probs that it dumped.
         notes: what was left out; of another trainer's dump, what it lacks and what that would give.
     """
@@ -58,6 +59,7 @@ class Run:
     name: str
     started: str = ""
     dumped: Sequence[Path] = ()
+    precision_known: bool = True
     diagnoses: Sequence[Diagnosis] = ()
     notes: Sequence[str] = ()
 
@@ -96,7 +98,7 @@ class Group:
     @property
     def units(self) -> Units:
         """The units in which its runs are judged."""
-        return units_of(self.config, self.num_elements)
+        return units_of(self.config, self.num_elements, precision_known=self.runs[0].precision_known)
 
     def band(self, metric: str) -> list[BandPoint]:
         """Mean, smallest and largest value over the runs that logged a step."""
@@ -163,6 +165,7 @@ def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
         ending="",
         name=_readable(os.path.basename(os.path.realpath(folder))),
         dumped=list(_spread_out(dumped.files).values()),
+        precision_known=dumped.of_flowcorr,
         diagnoses=diagnose(step_terms(dumped)),
         notes=dumped.notes,
     )

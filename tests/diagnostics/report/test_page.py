@@ -183,11 +183,11 @@ def test_findings_are_in_words(runs, tmp_path):
     assert "0 everywhere: both stacks score alike" in text
 
 
-def test_limits_follow_the_scale(tmp_path):
-    folder = write_run(tmp_path / "a", f"{CORRECTION}={{preset: decoupled_seq_is, log_ratio_scale: sum}}")
-    text = Page(write_report([folder], tmp_path / "report.html")).text
-    assert "|KL| of old and rollout policy is 1.28, above 0.1 at log_ratio_scale sum" in text
-    assert f"healthy from {-0.1 / 320:.3g} to {0.1 / 320:.3g}" in text
+def test_limits_follow_the_precision(tmp_path):
+    same = write_run(tmp_path / "same", "rollout.emulate=none")
+    assert "KL of old and rollout policy" in Page(write_report([same], tmp_path / "same.html")).text
+    fp8 = write_run(tmp_path / "fp8", "rollout.emulate=fp8")
+    assert "KL of old and rollout policy, nats" not in Page(write_report([fp8], tmp_path / "fp8.html")).text
 
 
 def test_a_run_that_was_just_begun_has_a_page(tmp_path):
