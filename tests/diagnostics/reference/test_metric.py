@@ -17,7 +17,7 @@ CASES = {
     "weight_std": ("rollout_corr/rollout_is_std", [0.0, 1.0], [1.01]),
     "effective_sample_size": ("rollout_corr/rollout_is_eff_sample_size", [0.3, 1.0], [0.29]),
     "cap": ("rollout_corr/rollout_is_raw_max", [1.0, 2.0], [2.1]),
-    "kl": ("rollout_corr/kl", [-0.045, 0.0, 0.045], [-0.05, 0.05]),
+    "kl": ("rollout_corr/kl", [-0.08, 0.0, 0.08], [-0.09, 0.09]),
     "veto": ("rollout_corr/rollout_is_veto_fraction", [0.0, 0.1], [0.11]),
     "catastrophic": ("rollout_corr/rollout_is_catastrophic_token_fraction", [0.01], [0.011]),
     "masked": ("rollout_corr/rollout_rs_masked_fraction", [0.3], [0.31]),

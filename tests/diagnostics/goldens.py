@@ -1,0 +1,101 @@
+"""What the instruments say of stored runs, as data: numbers, causes and exit codes, whatever their form."""
+
+import json
+
+import torch
+from diagnostics.foreign_dumps import D
+from diagnostics.run_folders import write_run
+
+from flowcorr.cli import main
+from flowcorr.diagnostics.health import examine_run
+from flowcorr.diagnostics.lab import replay_run
+from flowcorr.diagnostics.report.charts import chart_sections
+from flowcorr.diagnostics.report.learning import learning_of
+from flowcorr.diagnostics.report.runs import group_by_seed, read_run
+from flowcorr.diagnostics.watch import Watch
+
+SMALL = [
+    "rollout.emulate=int4",
+    "rollout.prompts_per_step=2",
+    "rollout.n=4",
+    "sampling.num_inference_steps=4",
+    "actor.mini_batches=1",
+]
+
+
+def audited(arguments, out, capsys):
+    """The numbers and causes of an audit."""
+    code = main(["audit", *map(str, arguments), "--out", str(out), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    numbers = ("joint_nats", "outside_clip", "outliers", "outlier_band", "num_samples", "num_elements")
+    return {
+        "exit": code,
+        "mode": report["advice"]["mode"] if report["advice"] else None,
+        "kind": report["advice"]["kind"] if report["advice"] else None,
+        **{name: report[name] for name in numbers},
+        "causes": [found["cause"] for found in report["diagnoses"]],
+        "steps": [[step["step_index"], step["exact_kl"], step["clip_needed"]] for step in report["steps"]],
+        "scales": [[row["scale"], row["level"], row["expected_ess"]] for row in report["scales"]],
+        "presets": {row["name"]: [row["rejected_terms"], row["mean_weight"]] for row in report["presets"]},
+    }
+
+
+def compared(folder):
+    """What presets would have made of a dump: cosine, length, rejected and changed terms."""
+    report = replay_run(folder)
+    return {
+        replay.name: None
+        if (outcome := replay.outcome) is None
+        else [outcome.cosine, outcome.relative_norm, outcome.rejected_terms, outcome.changed_terms]
+        for replay in report.replays
+    }
+
+
+def reported(folder):
+    """Findings, charts and learning of a report."""
+    run = read_run(folder)
+    groups = group_by_seed([run])
+    found = [(found.level, found.cause) for found in run.diagnoses]
+    found += [(found.level, found.rule) for found in examine_run(run.records, groups[0].units)]
+    return {
+        "findings": sorted(map(list, found)),
+        "charts": [chart.name for section in chart_sections(groups) for chart in section.charts],
+        "learned": learning_of(run).change,
+    }
+
+
+def watched():
+    """Which rule speaks at which step, of a run in which one fault after another begins."""
+    draw = torch.Generator().manual_seed(5)
+    watch, told = Watch(), {}
+    for step in range(20):
+        rollout = torch.randn(32, 2, generator=draw, dtype=torch.float64) / 100
+        old = rollout - 2e-4 + 0.02 / D**0.5 * torch.randn(32, 2, generator=draw, dtype=torch.float64)
+        rewards = torch.zeros(32) if 4 <= step < 9 else torch.arange(32.0)
+        if step >= 8:  # a part of the engine broke
+            old = old + 0.1 * torch.randn(32, 2, generator=draw, dtype=torch.float64)
+        if step >= 12:  # and now its log-probs are of another step
+            old = old + torch.tensor([0.0, 3.0])
+        if step >= 16:
+            rollout[0, 0] = float("nan")
+        _, findings = watch(
+            step,
+            rollout_log_probs=rollout,
+            old_log_probs=old,
+            advantages=torch.randn(32, generator=draw),
+            rewards=rewards,
+            group_ids=torch.arange(32) // 4,
+            step_indices=[1, 3],
+            policy_versions=[step - (step >= 18)] * 32,
+            version=step,
+            num_elements=D,
+            clip_ratio=1e-3,
+        )
+        if findings:
+            told[str(step)] = sorted(finding.rule for finding in findings)
+    return told
+
+
+def own_run(folder):
+    """A run of flowcorr with a rejected tenth and a gap that its precision does not explain."""
+    return write_run(folder, "rollout.emulate=none")
