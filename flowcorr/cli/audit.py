@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flowcorr.cli.printer import console_of, show_table
 from flowcorr.diagnostics.audit import AuditReport, page
+from flowcorr.instruments.terminal import console_of, show_table
 
 _STYLES = {"healthy": "bold green", "note": "bold", "warning": "bold yellow", "serious": "bold red"}
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowcorr.cli.printer import console_of, show_table
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.terminal import console_of, show_table
 from flowcorr.processes import StopRequest
 
 if TYPE_CHECKING:

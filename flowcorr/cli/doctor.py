@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from flowcorr.cli.printer import Cell, console_of, show_table
 from flowcorr.diagnostics.clip_noise import QUANTILES, clip_text
 from flowcorr.diagnostics.doctor.findings import DoctorReport, Finding, Status
+from flowcorr.instruments.terminal import Cell, console_of, show_table
 
 if TYPE_CHECKING:
     from flowcorr.config import Config

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from flowcorr.cli.audit import saved
-from flowcorr.cli.printer import console_of, show_table
 from flowcorr.diagnostics.lab import LabReport, page
+from flowcorr.instruments.terminal import console_of, show_table
 
 
 def show_lab(report: LabReport, files: Sequence[Path], console: Console | None = None) -> None:

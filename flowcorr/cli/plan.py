@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from flowcorr.cli.printer import console_of, show_table
+from flowcorr.instruments.terminal import console_of, show_table
 
 if TYPE_CHECKING:
     from flowcorr.diagnostics.measured import MeasuredRun

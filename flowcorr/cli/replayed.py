@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.text import Text
 
 from flowcorr.cli.doctor import STYLES
-from flowcorr.cli.printer import Cell, console_of, show_table
 from flowcorr.diagnostics.doctor.replayed.verdicts import ReplayReport, Verdict
+from flowcorr.instruments.terminal import Cell, console_of, show_table
 
 
 def show_replay(report: ReplayReport, console: Console | None = None) -> None:

@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 from diagnostics.foreign_dumps import draw_steps
-from diagnostics.html_pages import Page
+from instruments.html_pages import Page
 from PIL import Image
 
 from flowcorr.cli import main

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from diagnostics.dumped_runs import terms_of, write_run
-from diagnostics.html_pages import Page
+from instruments.html_pages import Page
 
 from flowcorr.cli import main
 from tests.odd_files import write_step

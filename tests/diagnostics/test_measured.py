@@ -5,8 +5,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from diagnostics.html_pages import Page
 from diagnostics.run_folders import write_run
+from instruments.html_pages import Page
 
 from flowcorr.cli import main
 from flowcorr.config import load, to_yaml

@@ -15,9 +15,9 @@ from flowcorr.diagnostics.audit.advice import BASIS, WORDS, Kind, as_overrides, 
 from flowcorr.diagnostics.audit.measure import NO_ADVICE, AuditReport
 from flowcorr.diagnostics.audit.tables import PresetOutcome, ScaleWorth, StepGap
 from flowcorr.diagnostics.clip_noise import QUANTILES, clip_text
-from flowcorr.diagnostics.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
-from flowcorr.diagnostics.pages import render, save_page
-from flowcorr.diagnostics.plots import draw_bars
+from flowcorr.instruments.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
+from flowcorr.instruments.page import render, save_page
+from flowcorr.instruments.plots import draw_bars
 
 STEP_HEADER = (
     "step",

@@ -10,10 +10,10 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from flowcorr.diagnostics.drawing import PALETTE, Chart
 from flowcorr.diagnostics.lab.compare import THIS_RUN, LabReport, Outcome, Replay
-from flowcorr.diagnostics.pages import render, save_page
-from flowcorr.diagnostics.plots import Curve, Dot, draw_curves, draw_dots
+from flowcorr.instruments.drawing import PALETTE, Chart
+from flowcorr.instruments.page import render, save_page
+from flowcorr.instruments.plots import Curve, Dot, draw_curves, draw_dots
 
 HEADER = (
     "preset",

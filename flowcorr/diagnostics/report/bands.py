@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from flowcorr.diagnostics.drawing import PALETTE, Chart
-from flowcorr.diagnostics.plots import BandPoint, Curve, draw_curves
 from flowcorr.diagnostics.report.runs import Group
 from flowcorr.diagnostics.report.thinning import steps_a_point
+from flowcorr.instruments.drawing import PALETTE, Chart
+from flowcorr.instruments.plots import BandPoint, Curve, draw_curves
 
 MAX_BANDS = len(PALETTE)  # of a chart
 _THRESHOLD = re.compile(r"rollout_corr/step_([0-9]{1,3})/rollout_rs_(\w{1,40})_threshold_high")

@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from flowcorr.config.run import SERVED
-from flowcorr.diagnostics.drawing import HEIGHT, PALETTE, Chart
 from flowcorr.diagnostics.health import healthy_range, serious_limit
-from flowcorr.diagnostics.plots import (
+from flowcorr.diagnostics.reference.metrics import METRICS
+from flowcorr.diagnostics.report.bands import band_charts
+from flowcorr.diagnostics.report.heat_maps import ROUNDING, heat_maps
+from flowcorr.diagnostics.report.runs import Group
+from flowcorr.diagnostics.report.terms import Spread, reach, read_spread, shares
+from flowcorr.diagnostics.report.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
+from flowcorr.instruments.drawing import HEIGHT, PALETTE, Chart
+from flowcorr.instruments.plots import (
     BandPoint,
     Curve,
     draw_bars,
@@ -22,12 +28,6 @@ from flowcorr.diagnostics.plots import (
     draw_histograms,
     limit_in_view,
 )
-from flowcorr.diagnostics.reference.metrics import METRICS
-from flowcorr.diagnostics.report.bands import band_charts
-from flowcorr.diagnostics.report.heat_maps import ROUNDING, heat_maps
-from flowcorr.diagnostics.report.runs import Group
-from flowcorr.diagnostics.report.terms import Spread, reach, read_spread, shares
-from flowcorr.diagnostics.report.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
 from flowcorr.trainer.timing import PHASES
 
 _REPLAY_TEXT = (

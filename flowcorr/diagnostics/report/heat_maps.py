@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
-from flowcorr.diagnostics.drawing import HEIGHT, Chart
-from flowcorr.diagnostics.plots import draw_heat_map
 from flowcorr.diagnostics.report.runs import Group
 from flowcorr.diagnostics.report.thinning import rows_text, spread_out, steps_a_point, stride_text
+from flowcorr.instruments.drawing import HEIGHT, Chart
+from flowcorr.instruments.plots import draw_heat_map
 
 # Four units in the last place of a float32 log-prob near 1: two stacks that score alike to rounding differ by less.
 ROUNDING = 5e-7

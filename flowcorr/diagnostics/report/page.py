@@ -14,13 +14,13 @@ from typing import Any
 
 from flowcorr.diagnostics.health import examine_run, is_step
 from flowcorr.diagnostics.measured import measure_apart
-from flowcorr.diagnostics.pages import render, save_charts, write
 from flowcorr.diagnostics.replicas import places_of, worker_rows
 from flowcorr.diagnostics.report.charts import ChartSection, chart_sections, colours, marks
 from flowcorr.diagnostics.report.learning import Change, Learning, learning_of
 from flowcorr.diagnostics.report.pictures import pictures
 from flowcorr.diagnostics.report.runs import Group, Run, differences, group_by_seed, read_run
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.page import render, save_charts, write
 from flowcorr.trainer.run_folder import resume_command
 
 _HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")

@@ -17,9 +17,9 @@ from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped, step_terms
 from flowcorr.diagnostics.dumped import records as dumped_records
 from flowcorr.diagnostics.dumped_files import survey
 from flowcorr.diagnostics.health import NUM_ELEMENTS, Units, logged_num_elements, units_of
-from flowcorr.diagnostics.plots import BandPoint
 from flowcorr.dumps.checks import MAX_ELEMENTS
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plots import BandPoint
 from flowcorr.private import redact, redact_text, secrets_of
 from flowcorr.trackers import METRICS_FILE, checked_metrics
 from flowcorr.trainer import run_config

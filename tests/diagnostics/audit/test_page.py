@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from diagnostics.html_pages import Page, drawn
+from instruments.html_pages import Page, drawn
 
 from flowcorr.correction.presets import NAMES
 from flowcorr.diagnostics.audit import advice as rules

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from diagnostics.dumped_runs import CORRECTION, terms_of, write_run
-from diagnostics.html_pages import Page, drawn
+from instruments.html_pages import Page, drawn
 
 from flowcorr.diagnostics.lab import page, replay_run
 from flowcorr.errors import BackendError

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diagnostics.html_pages import drawn
 from diagnostics.run_folders import dump, write_run
+from instruments.html_pages import drawn
 from matplotlib.colors import to_hex
 
 import flowcorr
-from flowcorr.diagnostics.drawing import BLUE, INK
-from flowcorr.diagnostics.plots import SERIOUS, UNHEALTHY
 from flowcorr.diagnostics.report.charts import MAX_CHARTS, chart_sections, marks
 from flowcorr.diagnostics.report.runs import group_by_seed, read_run
 from flowcorr.diagnostics.report.thinning import MAX_ROWS
+from flowcorr.instruments.drawing import BLUE, INK
+from flowcorr.instruments.plots import SERIOUS, UNHEALTHY
 
 CORRECTION = "algorithm.rollout_correction"
 

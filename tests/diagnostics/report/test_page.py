@@ -9,8 +9,8 @@ import subprocess
 
 import numpy as np
 import pytest
-from diagnostics.html_pages import Page
 from diagnostics.run_folders import dump, write_run
+from instruments.html_pages import Page
 from PIL import Image
 
 from flowcorr.diagnostics.report.charts import chart_sections

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 
-from flowcorr.diagnostics.drawing import (
+from flowcorr.instruments.drawing import (
     BLUE,
     END_LABEL,
     INK,

@@ -79,8 +79,18 @@ class Chart:
     height: float = HEIGHT
     shaded: bool = False
 
+    def html(self) -> Markup:
+        """The chart in a page, with its title and its caption."""
+        caption = Markup("<br>").join(
+            filter(None, (self.caption, self.metric and Markup("<code>{}</code>").format(self.metric)))
+        )
+        return Markup(
+            '<figure class="card"><h3>{}</h3><div role="img" aria-label="{}">{}</div>'
+            "<figcaption>{}</figcaption></figure>"
+        ).format(self.title, self.title, self.svg(), caption)
+
     def svg(self) -> Markup:
-        """The chart for a page, which writes title and caption itself."""
+        """The chart alone."""
         with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self.name}):
             text = _saved(self._figure(self.height), "svg").decode()
         return _inline(text, self.title)

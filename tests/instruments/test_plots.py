@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from flowcorr.diagnostics.plots import Curve, Dot, draw_dots, draw_heat_map, heights, limit_in_view
+from flowcorr.instruments.plots import Curve, Dot, draw_dots, draw_heat_map, heights, limit_in_view
 
 ALL = (-math.inf, math.inf)
 

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from flowcorr.diagnostics.drawing import WIDTH, Chart, label_lines, number
-from flowcorr.diagnostics.plots import Curve, draw_curves
+from flowcorr.instruments.drawing import WIDTH, Chart, label_lines, number
+from flowcorr.instruments.plots import Curve, draw_curves
 
 POINTS = [(step, step / 4, step / 8, step / 2) for step in range(5)]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from flowcorr.cli.printer import console_of, show_table
+from flowcorr.instruments.terminal import console_of, show_table
 
 HEADER = ("preset", *(f"column {index}" for index in range(12)))
 ROWS = [

@@ -1,0 +1,1 @@
+"""Looking at runs and stacks: one `Finding`, one `Report`, one page."""

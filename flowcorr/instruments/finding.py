@@ -1,0 +1,251 @@
+"""What the instruments say: a `Finding` for each thing that was found, and a `Report` of all of it.
+
+An instrument is a function that returns a `Report`; `flowcorr.instruments.page` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from markupsafe import Markup
+
+from flowcorr.config import yaml_text
+
+Level = Literal["serious", "warning", "note", "healthy"]
+LEVELS: tuple[Level, ...] = ("serious", "warning", "note", "healthy")
+"""The worst first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was found; `str` makes a line for a log of it.
+
+    Attributes:
+        level: how bad it is.
+        cause: the name of the rule, check or fault, which `flowcorr explain` knows.
+        sentence: what was found, without a full stop.
+        numbers: what tells it, by name: values, limits, steps, the run.
+        remedy: what to do, without a full stop.
+        keys: lines of YAML that load on top of the recipe at hand.
+    """
+
+    level: Level
+    cause: str
+    sentence: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    remedy: str = ""
+    keys: str = ""
+
+    @property
+    def evidence(self) -> str:
+        """The numbers in words."""
+        return ", ".join(f"{name} {shown(value)}" for name, value in self.numbers.items())
+
+    def __str__(self) -> str:
+        text = f"{self.level}: {self.sentence}"
+        text += f" ({self.evidence})" if self.numbers else ""
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One number or name that was measured or is known.
+
+    Attributes:
+        name: its name in JSON.
+        value: a plain value.
+        text: the same as a sentence; empty where people need not read it.
+    """
+
+    name: str
+    value: Any
+    text: str = ""
+
+
+def shown(value: Any) -> str:
+    """A value in few characters; `-` for None."""
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: of its values in JSON.
+        heading: what people read; the name if it is empty.
+        show: makes a cell of a value; None is shown as `-`.
+        words: whether it holds words, which stand left; numbers stand right.
+    """
+
+    name: str
+    heading: str = ""
+    show: Callable[[Any], str] = shown
+    words: bool = False
+
+    def cell(self, value: Any) -> str:
+        """What people read of a value."""
+        return "-" if value is None else self.show(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of plain values under columns, those of words first.
+
+    Attributes:
+        name: its name in JSON.
+        title: its heading.
+        columns: one for each value of a row.
+        rows: the values.
+        note: a remark on it.
+        marks: for each row `this` where it stands for what is used now, `idle` where it tells nothing, or nothing;
+            empty for no marks. A terminal names idle rows and leaves their numbers out.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+    marks: Sequence[Literal["this", "idle", ""]] = ()
+
+    @property
+    def header(self) -> list[str]:
+        """The headings."""
+        return [column.heading or column.name for column in self.columns]
+
+    @property
+    def num_words(self) -> int:
+        """How many columns hold words."""
+        return sum(column.words for column in self.columns)
+
+    def cells(self, row: Sequence[Any]) -> list[str]:
+        """A row as people read it."""
+        return [column.cell(value) for column, value in zip(self.columns, row, strict=True)]
+
+    def mark(self, place: int) -> str:
+        """The mark of a row."""
+        return self.marks[place] if self.marks else ""
+
+
+class Picture(Protocol):
+    """A chart or an image of a page."""
+
+    @property
+    def title(self) -> str:
+        """What it shows."""
+
+    def html(self) -> Markup:
+        """It inside a page, with its title and its caption."""
+
+    def png(self, note: str = "") -> bytes | None:
+        """It as a file of its own, with `note` below it; None where it has a file already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charts:
+    """Charts or images under a heading.
+
+    Attributes:
+        title: the heading.
+        pictures: by name of their files.
+        text: a remark on all of them, or the reason why there are none.
+        legend: mark, name and colour of each line.
+        wide: whether each needs more room.
+    """
+
+    title: str
+    pictures: Mapping[str, Picture] = field(default_factory=dict)
+    text: str = ""
+    legend: Sequence[tuple[str, str, str]] = ()
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What an instrument has to say.
+
+    Attributes:
+        title: what was looked at.
+        verdict: the outcome, without a full stop: the first line everywhere.
+        facts: what was measured or is known.
+        tables: in order.
+        charts: in order.
+        findings: what was found, in the order in which it matters.
+    """
+
+    title: str
+    verdict: str
+    facts: Sequence[Fact] = ()
+    tables: Sequence[Table] = ()
+    charts: Sequence[Charts] = ()
+    findings: Sequence[Finding] = ()
+
+    @property
+    def level(self) -> Level:
+        """The worst level of the findings; `healthy` without any."""
+        return worst(finding.level for finding in self.findings)
+
+    def fact(self, name: str) -> Any:
+        """The value of a fact; None where it is not known."""
+        return next((fact.value for fact in self.facts if fact.name == name), None)
+
+    def table(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a table by column; none where there is no such table."""
+        return [
+            {column.name: value for column, value in zip(table.columns, row, strict=True)}
+            for table in self.tables
+            if table.name == name
+            for row in table.rows
+        ]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain, finite values for JSON."""
+        return _plain(
+            {
+                "title": self.title,
+                "verdict": self.verdict,
+                "level": self.level,
+                "findings": [
+                    {name: getattr(finding, name) for name in Finding.__dataclass_fields__}
+                    for finding in self.findings
+                ],
+                "facts": {fact.name: fact.value for fact in self.facts},
+                "tables": {table.name: self.table(table.name) for table in self.tables},
+            }
+        )
+
+
+def worst(levels: Iterable[Level]) -> Level:
+    """The worst of some levels; `healthy` without any."""
+    return min(levels, key=LEVELS.index, default="healthy")
+
+
+def as_overrides(keys: str) -> str:
+    """The keys of a finding as arguments of a command; a correction takes the place of the recipe's own."""
+    sections = yaml_text.parse(keys)
+    correction = sections.get("algorithm", {}).pop("rollout_correction", None)
+    given: dict[str, Any] = {}
+    if correction is not None:
+        given["algorithm.rollout_correction"] = None
+        given |= {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
+    own = {f"{section}.{key}": value for section, found in sections.items() for key, value in found.items()}
+    return shlex.join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in (own | given).items()
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

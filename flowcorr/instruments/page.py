@@ -1,0 +1,223 @@
+"""A `Report` on the terminal, as JSON, as one HTML page with charts beside it, and as an exit code.
+
+A page is one file without scripts, and every text in it is escaped. The verdict is the first line everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+import flowcorr
+from flowcorr.errors import BackendError
+from flowcorr.instruments.drawing import Chart
+from flowcorr.instruments.finding import Finding, Level, Report, Table, as_overrides
+from flowcorr.instruments.terminal import console_of, show_table
+
+STYLES: Mapping[Level, str] = {
+    "healthy": "bold green",
+    "note": "bold",
+    "warning": "bold yellow",
+    "serious": "bold red",
+}
+_EXIT_CODES: Mapping[Level, int] = {"serious": 2, "warning": 1}
+_MARKS = {"this": "bold", "idle": "dim", "": None}
+
+
+def exit_code(report: Report) -> int:
+    """0, or 1 where the worst finding is a warning, or 2 where it is serious, for an instrument that examines."""
+    return _EXIT_CODES.get(report.level, 0)
+
+
+def as_json(report: Report) -> str:
+    """The report as JSON, with the version that made it."""
+    return json.dumps({"flowcorr": flowcorr.__version__} | report.to_mapping(), indent=2, allow_nan=False)
+
+
+def html(report: Report) -> str:
+    """The page."""
+    return render("page.html", report=report, as_overrides=as_overrides)
+
+
+def save(report: Report, folder: Path, name: str) -> list[Path]:
+    """Write `<name>.json`, `<name>.html` and the charts as PNG; the folder is made if it is missing.
+
+    Raises:
+        BackendError: the folder cannot be written to.
+    """
+    files = {folder / f"{name}.json": as_json(report) + "\n", folder / f"{name}.html": html(report)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            write(path, text)
+        return [*files, *save_pictures(report, folder)]
+    except OSError as error:
+        raise BackendError(
+            f"the {name} cannot be written to {folder} ({error.strerror or error}); give another --out DIR"
+        ) from error
+
+
+def save_pictures(report: Report, folder: Path) -> list[Path]:
+    """Write every chart as PNG, with the names of its lines where it has several.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for section in report.charts:
+        note = "; ".join(f"{mark}: {name}" for mark, name, _ in section.legend if mark != name)
+        for name, picture in section.pictures.items():
+            data = picture.png(note)
+            if data is not None:
+                paths.append(folder / f"{name}.png")
+                write(paths[-1], data)
+    return paths
+
+
+def show(report: Report, files: Sequence[Path] = (), console: Console | None = None) -> None:
+    """Print the verdict, the findings, the facts, the tables, and where it was saved."""
+    console = console_of(console)
+    console.print(_line(report.verdict, STYLES[report.level]))
+    for finding in report.findings:
+        _show_finding(console, finding)
+    facts = [fact.text for fact in report.facts if fact.text]
+    if facts:
+        console.print()
+    for text in facts:
+        console.print(_line(text))
+    for table in report.tables:
+        _show_table(console, table)
+    if files:
+        console.print(f"\nsaved: {_saved(files)}", markup=False, soft_wrap=True)
+
+
+def _show_finding(console: Console, finding: Finding) -> None:
+    console.print()
+    quiet = "dim" if finding.level in ("note", "healthy") else ""
+    head = Text(finding.level, STYLES[finding.level]).append(
+        f" {finding.cause}: {_sentence(finding.sentence)}", quiet
+    )
+    console.print(head)
+    if finding.numbers:
+        console.print(Padding(_line(f"({finding.evidence})", "dim"), (0, 0, 0, 2)))
+    if finding.remedy:
+        console.print(
+            Padding(_line(f"-> {_sentence(finding.remedy)}", "" if quiet else "bold"), (0, 0, 0, 2))
+        )
+    if finding.keys:
+        console.print(f"\n{finding.keys.rstrip()}", markup=False, soft_wrap=True)
+        console.print(f"or, in a command: {as_overrides(finding.keys)}", markup=False, soft_wrap=True)
+
+
+def _show_table(console: Console, table: Table) -> None:
+    if not table.rows:
+        return
+    console.print()
+    shown = [place for place in range(len(table.rows)) if table.mark(place) != "idle"]
+    title = f"{table.title} ({table.note})" if table.note else table.title
+    rows = [table.cells(table.rows[place]) for place in shown]
+    if rows:
+        styles = [_MARKS[table.mark(place)] for place in shown]
+        show_table(console, table.header, rows, title=title, words=table.num_words, styles=styles)
+    idle = [table.cells(row)[0] for place, row in enumerate(table.rows) if place not in shown]
+    if idle:
+        console.print(_line(f"nothing to say of: {', '.join(idle)}", "dim"))
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def _saved(files: Sequence[Path]) -> str:
+    charts = sum(file.suffix == ".png" for file in files)
+    others = ", ".join(str(file) for file in files if file.suffix != ".png")
+    return f"{others} and {charts} chart{'s'[: charts != 1]} (.png) beside them" if charts else others
+
+
+def render(template: str, **values: Any) -> str:
+    """The page that a template makes of these values."""
+    return _environment().get_template(template).render(version=flowcorr.__version__, **values)
+
+
+def write(path: Path, data: str | bytes) -> None:
+    """Write a file completely or not at all; a link in its place, as in a stranger's folder, is replaced.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f".partial_{path.name}")
+    partial.unlink(missing_ok=True)
+    try:
+        # Names of files may hold bytes that are no text, and JSON half of a character.
+        partial.write_bytes(data if isinstance(data, bytes) else data.encode(errors="replace"))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_charts(charts: Iterable[Chart], folder: Path, *, note: str = "") -> list[Path]:
+    """Write each chart as `folder/<name>.png`, with `note` below it.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for chart in charts:
+        paths.append(folder / f"{chart.name}.png")
+        write(paths[-1], chart.png(note))
+    return paths
+
+
+def save_page(folder: Path, name: str, data: str, page: str, charts: Iterable[Chart]) -> list[Path]:
+    """Write `<name>.json`, `<name>.html` and the charts as PNG.
+
+    Args:
+        folder: made if it is missing.
+        name: of the tool.
+        data: JSON.
+        page: HTML.
+        charts: those of the page.
+
+    Returns:
+        The files written.
+
+    Raises:
+        BackendError: the folder cannot be written to.
+    """
+    files = {folder / f"{name}.json": data + "\n", folder / f"{name}.html": page}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            write(path, text)
+        return [*files, *save_charts(charts, folder)]
+    except OSError as error:
+        raise BackendError(
+            f"the {name} cannot be written to {folder} ({error.strerror or error}); give another --out DIR"
+        ) from error
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("flowcorr.instruments"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["sentence"] = _sentence
+    return environment
