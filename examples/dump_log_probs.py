@@ -4,7 +4,6 @@ Copy `dump_and_watch` and the function of your trainer, and call it where its do
 `rollout_corr/*` for the trainer's own logger, and prints each finding once. Then read the folder:
 
     flowcorr audit my_dump        # how large is the gap, and what to do about it
-    flowcorr lab my_dump          # what would each preset have done
     flowcorr report my_dump       # curves and findings
     flowcorr doctor my_dump --model PATH      # replays captured samples, and names the part that is wrong
 """

@@ -166,3 +166,16 @@ def test_terms_scored_before_the_first_update_are_marked(tmp_path):
     assert dumps.load(path).before_update.tolist() == [[1, 0], [1, 1]]
     with pytest.raises(BatchError, match="before_update holds 2; it must lie from 0 to 1"):
         flowcorr.dump(tmp_path, 0, **given, before_update=[[2, 0], [1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"old_log_prob": torch.zeros(2, 1)}, "old_log_prob.*did you mean old_log_probs"),
+        ({"advantages": None}, "missing: advantages"),
+    ],
+)
+def test_fields_that_are_unknown_or_missing_are_named(changes, message, tmp_path):
+    given = {"rollout_log_probs": torch.zeros(2, 1), "advantages": torch.zeros(2)} | changes
+    with pytest.raises(TypeError, match=message):
+        dumps.dump(tmp_path, 1, **given)

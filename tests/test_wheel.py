@@ -35,7 +35,7 @@ def test_wheel_runs_from_anywhere(tmp_path):
     assert {f"flowcorr/recipes/{name}.yaml" for name in recipe_names()} <= names
     assert "flowcorr/models/tiny_ocr/model_index.json" in names
     assert {f"flowcorr/plan/architectures/{file.name}" for file in SHIPPED.glob("*.json")} <= names
-    assert {f"flowcorr/instruments/templates/{name}" for name in ("report.html", "style.css")} <= names
+    assert {f"flowcorr/instruments/templates/{name}" for name in ("page.html", "style.css")} <= names
     command = [sys.executable, "-m", "flowcorr", "config", "tiny_ocr_lora"]
     outcome = subprocess.run(command, cwd=tmp_path / "site", capture_output=True, text=True, check=True)
     assert outcome.stdout.startswith("model:")

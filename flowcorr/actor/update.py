@@ -66,7 +66,12 @@ class PolicyOptimizer:
         # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
         self._measures_folding = weights.device.type == "cuda" and not weights.sharded
         self.loss_scale = LossScale(scales=config.model.dtype == "float16")
-        self.bands = MeasuredBands(config, weights.device)
+        self.bands = MeasuredBands(
+            actor,
+            num_steps=config.sampling.num_inference_steps,
+            window_size=config.sampling.sde_window_size,
+            device=weights.device,
+        )
 
     def update(
         self,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.algorithm.apply import sees_windows, slack_of
-from flowcorr.config.schema import Config
+from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import Criterion, scale_factor
 from flowcorr.correction.earlier import Units, measured_noise, measured_slack
@@ -90,13 +90,17 @@ class MeasuredBands:
     """The bands of `auto` thresholds, and the noise behind z-scores, in bypass mode.
 
     Args:
-        config: the run's configuration.
+        actor: the run's loss, whose clip range is added to the bands.
+        num_steps: steps of the schedule.
+        window_size: SDE steps a sample.
         device: of the terms.
     """
 
-    def __init__(self, config: Config, device: torch.device | str = "cpu") -> None:
-        self._config, self._device = config, torch.device(device)
-        self._num_steps = config.sampling.num_inference_steps
+    def __init__(
+        self, actor: ActorConfig, *, num_steps: int, window_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self._actor, self._device = actor, torch.device(device)
+        self._num_steps, self._window_size = num_steps, window_size
         self._history: dict[str, _History] = {}
 
     @property
@@ -163,9 +167,9 @@ class MeasuredBands:
         self, correction: RolloutCorrectionConfig, judged: Sequence[Terms], num_elements: int
     ) -> tuple[LogRatios, Tensor, Tensor]:
         """Log-ratios `[n, T]` of the terms, their steps of the schedule, and their slack."""
-        actor = self._config.actor
+        actor = self._actor
         if not judged:
-            width = self._config.sampling.sde_window_size if sees_windows(actor, correction) else 1
+            width = self._window_size if sees_windows(actor, correction) else 1
             nothing = torch.zeros(0, width, dtype=torch.float64, device=self._device)
             return log_ratios(nothing, nothing, step_kl=nothing), nothing.long(), nothing
         terms = Terms.concatenate([part.windows() for part in judged])

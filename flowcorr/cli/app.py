@@ -92,42 +92,25 @@ How to read it, where delta is the log-prob of the training stack minus that of 
   ESS            effective sample size, as a share of the batch, of weights at scale mean, sqrt or sum. At scale mean
                  it is near 1 whatever the gap, because these weights stay near 1
   rejected       the share of terms that each preset rejects; 0 may mean that its band is too wide to act
+  cosine         between a preset's coefficients d loss / d log_prob and those without weights and rejection, mean and
+                 lowest over training steps. At 1 it only changes the length of the gradient, which Adam ignores
+  norm           that length, as a multiple of the uncorrected one
+  changed        terms whose coefficient changes its sign, becomes 0, or is no longer 0
 
 examples:
   flowcorr audit tiny_ocr_lora
   flowcorr audit tiny_ocr_lora rollout.emulate=int4 --out runs/audit_int4
   flowcorr audit tiny_ocr_lora rollout.staleness=4 --batches 4
-  flowcorr audit tiny_ocr_lora --json | jq -r .advice.yaml
+  flowcorr audit tiny_ocr_lora --json | jq -r '.findings[0].keys'
+  flowcorr audit runs/int4 --scales sqrt,sum                # trained with trainer.dump_log_probs=true
 
-RECIPE may also be a folder of steps that any trainer wrote with flowcorr.dump. Then no model is loaded, and nothing
-is timed. DIR gets audit.json, audit.html (a self-contained page) and its charts as PNG.
+RECIPE may also be the folder of a run, or of steps that any trainer wrote with flowcorr.dump. Then no model is loaded,
+nothing is timed, and presets are replayed on these steps: the table shows their effect there, not how a run with them
+would have gone on. A run in bypass mode has no old log-probs for decoupled presets. Of a recipe, advantages are random.
+DIR gets audit.json, audit.html (a self-contained page) and its charts as PNG.
 If engine and training stack disagree by more than rounding, flowcorr doctor says which part is wrong.
 
 exit codes: 0 audited, whatever the advice; 1 failed; 2 bad configuration
-"""
-_LAB = """\
-Replay every preset of rollout correction on the log-probs of a run. For each preset the lab computes weights,
-rejection and loss, and compares the gradient with the uncorrected one, which has no weights and no rejection. The run
-must have been trained with trainer.dump_log_probs=true, or written by another trainer with flowcorr.dump. No model is
-loaded; 1,000 steps of 512 images take seconds.
-
-How to read it; shares are of terms, and a term is one SDE step of one sample:
-  cosine     between the coefficients d loss / d log_prob and the uncorrected ones, mean and lowest over steps. At 1 a
-             preset only changes the length of the gradient, which Adam ignores
-  norm       that length, as a multiple of the uncorrected one
-  changed    terms whose coefficient changes its sign, becomes 0, or is no longer 0
-  clipped    kept terms whose ratio lies outside the clip range
-All presets are replayed on the policies of this run. The table shows the effect of a preset on these steps, not how a
-run with it would have continued.
-
-examples:
-  flowcorr train tiny_jpeg_lora rollout.emulate=int4 trainer.dump_log_probs=true --out runs/int4
-  flowcorr lab runs/int4
-  flowcorr lab runs/int4 --presets decoupled_seq_is,bypass_ppo_clip --scales mean,sqrt,sum
-  flowcorr lab runs/int4 --json | jq -r .reading
-
-DIR gets lab.json, lab.html (a self-contained page) and its charts as PNG. Presets of decoupled mode need old
-log-probs, so for a run in bypass mode only the bypass presets are replayed.
 """
 _REPORT = """\
 Write one HTML page about runs, without scripts: findings with the number, its limit and a remedy; curves with healthy
@@ -291,6 +274,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="the folder to write (default: runs/RECIPE_audit, or the folder of dumped steps)",
     )
+    audit.add_argument(
+        "--scales",
+        metavar="SCALE,SCALE",
+        help="more scales to replay besides each preset's own: mean, sqrt, sum or a number",
+    )
     audit.add_argument("--json", action="store_true", help="print audit.json, and nothing else")
     _add_imports(audit)
 
@@ -299,18 +287,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_recipe(plan)
     planning.add_arguments(plan)
-
-    lab = _add(subparsers, "lab", "replay every preset on a run's dumped log-probs", _LAB, commands.lab)
-    lab.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run, or of dumped steps")
-    lab.add_argument("--presets", default="all", metavar="all|NAME,NAME", help="default: all")
-    lab.add_argument(
-        "--scales",
-        metavar="SCALE,SCALE",
-        help="more scales to replay besides each preset's own: mean, sqrt, sum or a number",
-    )
-    lab.add_argument("--out", metavar="DIR", help="the folder to write (default: RUN_DIR)")
-    lab.add_argument("--json", action="store_true", help="print lab.json, and nothing else")
-    _add_imports(lab)
 
     report = _add(subparsers, "report", "write one page about runs, with findings", _REPORT, commands.report)
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the folder of a run")

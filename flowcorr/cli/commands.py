@@ -167,16 +167,17 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def audit(arguments: argparse.Namespace) -> int:
     """Measure the gap between a recipe's two stacks, or of a dump, save what was found, and advise."""
-    from flowcorr.cli.audit import show_audit
     from flowcorr.config import redact_override
     from flowcorr.diagnostics.audit import audit as measure
-    from flowcorr.diagnostics.audit import page
-    from flowcorr.diagnostics.audit.dumped import audit_folder
+    from flowcorr.diagnostics.audit import audit_folder
     from flowcorr.diagnostics.audit.measure import NUM_BATCHES
+    from flowcorr.diagnostics.audit.presets import parse_scales
+    from flowcorr.instruments import page
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
     out_dir = _out_path(arguments.out)
+    scales = [] if arguments.scales is None else parse_scales(arguments.scales)
     if is_folder(Path(arguments.recipe)):
         out_dir = out_dir or Path(arguments.recipe)
         if arguments.overrides:
@@ -188,7 +189,7 @@ def audit(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--batches {arguments.batches} has no effect on a folder, whose steps are all read; leave it out"
             )
-        report = audit_folder(Path(arguments.recipe), allow_imports=_allowed(arguments))
+        report = audit_folder(Path(arguments.recipe), allow_imports=_allowed(arguments), scales=scales)
     elif arguments.allow_import:
         raise ConfigError(
             f"--allow-import {arguments.allow_import[0]} has no effect on a recipe, whose own code is imported anyway; "
@@ -198,50 +199,31 @@ def audit(arguments: argparse.Namespace) -> int:
         config = _checked(arguments)
         check_this_gpu(arguments.recipe, arguments.overrides, config)
         batches = NUM_BATCHES if arguments.batches is None else arguments.batches
-        report = measure(config, num_batches=batches)
-    title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
+        title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
+        report = measure(config, num_batches=batches, title=title, scales=scales)
     out_dir = out_dir or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
-    files = page.save(report, out_dir, title=title)
+    files = page.save(report, out_dir, "audit")
     if arguments.json:
-        print(page.as_json(report, title))
+        print(page.as_json(report))
     else:
-        show_audit(report, files)
+        page.show(report, files)
     return 0
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Write the page of some runs and say where it is; a folder gets the charts as PNG as well."""
+    """Write the page of some runs, and print what was found; a folder gets the charts as PNG as well."""
+    from flowcorr.diagnostics.report import report as make
     from flowcorr.diagnostics.report import write_report
+    from flowcorr.instruments import page
 
     folders = [Path(folder) for folder in arguments.run_dirs]
     out = _out_path(arguments.out) or folders[0] / "report.html"
     into_folder = out.suffix.lower() not in (".html", ".htm")
-    page = out / "report.html" if into_folder else out
-    charts = page.with_name(f"{page.stem}_charts") if arguments.png or into_folder else None
-    print(write_report(folders, page, charts=charts, allow_imports=_allowed(arguments)))
-    if charts is not None:
-        print(charts)
-    return 0
-
-
-def lab(arguments: argparse.Namespace) -> int:
-    """Replay presets on a run's dumped steps, print what they would have changed, and save it."""
-    from flowcorr.cli.lab import show_lab
-    from flowcorr.diagnostics.lab import page, parse_scales, replay_run
-
-    run_dir = Path(arguments.run_dir)
-    out_dir = _out_path(arguments.out) or run_dir
-    report = replay_run(
-        run_dir,
-        presets=[] if arguments.presets == "all" else [name.strip() for name in arguments.presets.split(",")],
-        scales=[] if arguments.scales is None else parse_scales(arguments.scales),
-        allow_imports=_allowed(arguments),
-    )
-    files = page.save(report, out_dir)
-    if arguments.json:
-        print(page.as_json(report))
-    else:
-        show_lab(report, files)
+    path = out / "report.html" if into_folder else out
+    charts = path.with_name(f"{path.stem}_charts") if arguments.png or into_folder else None
+    made = make(folders, allow_imports=_allowed(arguments))
+    write_report(made, path, charts=charts)
+    page.show(made, [path, *([] if charts is None else [charts])])
     return 0
 
 

@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,7 +14,6 @@ from rich.markup import escape
 from flowcorr.instruments.terminal import console_of, show_table
 
 if TYPE_CHECKING:
-    from flowcorr.diagnostics.measured import MeasuredRun
     from flowcorr.plan.answers import Plan
     from flowcorr.plan.layouts import PlannedLayout
 
@@ -31,7 +28,6 @@ examples:
   flowcorr plan flux_dev_pickscore_lora --gpu memory=48,bandwidth=864,bf16=362 --ranks 4
   flowcorr plan qwen_image_ocr_lora_decoupled --gpus 8           # the layouts of a run on 8 GPUs, and how to start them
   flowcorr plan qwen_image_ocr_lora_decoupled --gpus 1..64       # how a step shrinks, and where that ends
-  flowcorr plan runs/mine                                        # planned beside what this run measured
   flowcorr plan my_recipe.yaml model.path=/models/my_pipeline --json | jq -r '.answers[]'
 
 How to read it; a GB is 1e9 bytes, and an 80 GB H100 has 85:
@@ -86,8 +82,6 @@ def plan(arguments: argparse.Namespace) -> int:
     for option in ("ranks", "cores"):
         if getattr(arguments, option) < 1:
             raise ConfigError(f"--{option} {getattr(arguments, option)} must be at least 1")
-    if Path(arguments.recipe).is_dir():
-        return _measured_run(arguments)
     find_own_code()
     gpu = DEFAULT_GPU if arguments.gpu is None else arguments.gpu
     if arguments.gpus is not None:
@@ -179,51 +173,6 @@ def _plan_layouts(arguments: argparse.Namespace, gpu: str) -> int:
     if several:
         print(end_of_shrinking(found))
     return 0
-
-
-def _measured_run(arguments: argparse.Namespace) -> int:
-    from flowcorr.diagnostics.measured import measure_run
-    from flowcorr.errors import ConfigError
-
-    if arguments.overrides or arguments.gpus or arguments.ranks != 1:
-        raise ConfigError(
-            f"{arguments.recipe} is a run's folder, whose own config and ranks are planned; leave the overrides, "
-            "--ranks and --gpus out, or give a recipe"
-        )
-    run = measure_run(Path(arguments.recipe), arguments.gpu)
-    if arguments.json:
-        print(json.dumps(asdict(run), indent=2, allow_nan=False))
-    else:
-        show_measured(run, arguments.recipe)
-    return 0
-
-
-def show_measured(run: MeasuredRun, title: str, console: Console | None = None) -> None:
-    """Print planned beside measured: one row for each phase, then images a second and memory."""
-    from flowcorr.plan.answers import duration, gigabytes
-
-    console = console_of(console)
-    ranks = "1 rank" if run.ranks == 1 else f"{run.ranks} ranks"
-    console.print(f"{title} on {run.device}, {ranks}\n", style="bold", markup=False)
-    rows = [
-        (
-            phase.name,
-            duration(phase.planned),
-            duration(phase.measured),
-            "" if phase.tflops is None else f"{phase.tflops:.3g}",
-            "" if phase.share is None else f"{phase.share:.0%}",
-        )
-        for phase in run.phases
-    ]
-    show_table(console, ("phase", "planned", "measured", "TFLOP/s", "of the peak"), rows)
-    console.print(
-        f"\nimages a second: {run.planned_images:.3g} planned, {run.measured_images:.3g} measured",
-        markup=False,
-    )
-    if run.measured_memory is not None:
-        planned, measured = gigabytes(run.planned_memory), gigabytes(run.measured_memory)
-        console.print(f"peak memory in training: {planned} planned, {measured} measured", markup=False)
-    console.print(f"the peak is {run.peak / 1e12:.3g} TFLOP/s; medians without the first step", style="dim")
 
 
 def gpu_counts(text: str) -> list[int]:

@@ -150,7 +150,7 @@ class TerminalObserver:
             self._health = HealthMonitor(units, earlier=self._earlier(), places=places)
         for finding in self._health.update(metrics):
             if finding.level != "note":
-                self._say(f"{finding.level}: {finding.message} ({finding.metric}); {finding.advice}")
+                self._say(str(finding))
 
     def _earlier(self) -> Sequence[Mapping[str, float]]:
         """The records of a run that was resumed."""

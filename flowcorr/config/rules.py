@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from flowcorr.config.engines import resolve_engine, trains_coarser
 from flowcorr.config.schema import ActorConfig, Config
+from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 from flowcorr.losses import LOSS_KEYS, loss_of, resolve_loss
 
@@ -24,7 +25,7 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: sections that contradict each other.
     """
-    _check_loss(config)
+    check_loss(config.actor, config.algorithm.rollout_correction)
     _check_clip(config)
     _check_auto_mode(config)
     _check_log_probs(config)
@@ -49,8 +50,12 @@ def warn(config: Config) -> None:
             warnings.warn(f"{key}={value} has no effect: {reason}", UserWarning, stacklevel=2)
 
 
-def _check_loss(config: Config) -> None:
-    actor, correction = config.actor, config.algorithm.rollout_correction
+def check_loss(actor: ActorConfig, correction: RolloutCorrectionConfig) -> None:
+    """Check a loss against a correction.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
     if resolve_loss(actor).from_correction:
         raise ConfigError(
             f"actor.loss_mode={actor.loss_mode!r} cannot be set here, since the correction supplies its weights; "

@@ -43,8 +43,8 @@ class TrainerConfig:
             own (any `rollout.name` but `in_process`, or `rollout.placement: ray`), which takes a minute or more;
             `in_process` samples with the trainer's own code and weights, be they rounded or older ones, and needs no
             exam. `auto` leaves it out where ranks share a transformer (`actor.fsdp`).
-        dump_log_probs: write the log-probs of every training step to `log_probs/`, which `flowcorr lab` replays and
-            `flowcorr report` draws; some 50 bytes a term.
+        dump_log_probs: write the log-probs of every training step to `log_probs/`, which `flowcorr audit` replays
+            under other presets and `flowcorr report` draws; some 50 bytes a term.
     """
 
     total_steps: int = 30

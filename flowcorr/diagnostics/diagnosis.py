@@ -1,24 +1,23 @@
-"""Faults of the log-probs of dumped steps, which come before any question of a correction.
+"""Rules of the gap's terms: faults of log-probs, which come before any question of a correction.
 
-`flowcorr audit` and `flowcorr report` show the same findings. Each cause has a trace that rounding and learning lack,
-and says how sure that is; a cause without a trace here is left to `flowcorr doctor`.
+A gap is the `Terms` `[B, T]` of a training step whose `old_log_prob` is the trainer's. `audit`, `report` and `watch`
+apply the same rules. Each cause has a trace that rounding and learning lack; a cause without a trace here is left to
+`flowcorr doctor`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from flowcorr.diagnostics.stored import rounding_of
-from flowcorr.dumps import DumpedTerms
+from flowcorr.instruments.finding import Finding
+from flowcorr.records import Terms
 
-Cause = Literal["non_finite", "summed", "one_step", "shared_shift", "few_samples", "stale"]
-HIDING: frozenset[Cause] = frozenset({"summed", "one_step", "shared_shift", "few_samples"})
+HIDING = frozenset({"summed", "one_step", "shared_shift", "few_samples"})
 """Causes beside which no advice on the gap's correction can hold."""
 
 # Mean-pooled log-probs are `-log s - 1.42` on average, so -1.4 to 12 for any std of 6e-6 to 1; sums are D times that.
@@ -37,150 +36,91 @@ _FEWEST = 8  # samples of a step that tell whether they share a shift
 _FEW = 0.25  # of the samples; more are no exceptions
 # Between these and the others; a gap whose size varies among samples, however much, leaves no such void.
 _VOID = 10.0
+Ages = Mapping[int, Tensor]
+Rule = Callable[[Mapping[int, Terms], Ages], Finding | None]
+_SIDES = {"the engine's": "rollout_log_prob", "the trainer's": "old_log_prob"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """One cause, with the trace that it left.
-
-    Attributes:
-        cause: its name.
-        verdict: a sentence without its full stop: what is wrong, where, since when.
-        evidence: the numbers that tell, another sentence.
-        remedy: what to do, another sentence.
-        sure: whether nothing else is known to leave this trace.
-    """
-
-    cause: Cause
-    verdict: str
-    evidence: str
-    remedy: str
-    sure: bool = True
-
-    @property
-    def level(self) -> Literal["serious", "warning"]:
-        """Its severity."""
-        return "warning" if self.cause in ("few_samples", "stale") else "serious"
+def broken(gap: Terms) -> Tensor:
+    """`[B, T]` bool: terms that are judged and have no finite log-prob."""
+    bad = ~delta(gap).isfinite()
+    return bad if gap.keep is None else bad & gap.keep
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepTerms:
-    """The terms of one training step, `[B, T]`.
-
-    Attributes:
-        step: the training step.
-        log_probs: of the trainer's policy.
-        rollout_log_probs: of the policy that sampled.
-        step_indices: places in the schedule.
-        ages: `[B]`, versions that the weights which sampled were behind; None where that is not known.
-        keep: `[B, T]` bool, the terms that are judged; None for all.
-        num_elements: `D`, where known.
-    """
-
-    step: int
-    log_probs: Tensor
-    rollout_log_probs: Tensor
-    step_indices: Tensor
-    ages: Tensor | None = None
-    keep: Tensor | None = None
-    num_elements: int | None = None
-
-    @property
-    def delta(self) -> Tensor:
-        """Trainer less rollout, float64; NaN for a term that is left out."""
-        delta = self.log_probs.double() - self.rollout_log_probs.double()
-        return delta if self.keep is None else torch.where(self.keep, delta, torch.nan)
-
-    def columns(self, kept: Tensor) -> StepTerms:
-        """The steps of the window where the `[T]` bools are true."""
-        names = (
-            "log_probs",
-            "rollout_log_probs",
-            "step_indices",
-            *(("keep",) if self.keep is not None else ()),
-        )
-        return replace(self, **{name: getattr(self, name)[:, kept] for name in names})
-
-    @property
-    def broken(self) -> Tensor:
-        """`[B, T]` bool: terms that are judged and have no finite log-prob."""
-        broken = ~self.delta.isfinite()
-        return broken if self.keep is None else broken & self.keep
+def delta(gap: Terms) -> Tensor:
+    """Trainer less rollout, float64; NaN for a term that is left out."""
+    difference = gap.old_log_prob.double() - gap.rollout_log_prob.double()
+    return difference if gap.keep is None else torch.where(gap.keep, difference, torch.nan)
 
 
-def ages_of(terms: DumpedTerms) -> Tensor | None:
-    """How many versions the weights that sampled were behind the trainer's, `[B]`; None where that was not dumped."""
-    if terms.policy_versions is None or terms.version is None:
-        return None
-    return terms.version - terms.policy_versions
-
-
-def trained_columns(steps: Sequence[StepTerms]) -> Tensor:
+def trained_columns(gaps: Sequence[Terms]) -> Tensor:
     """`[T]` bool: steps of the window of which any training step judges a term."""
     judged = [
-        torch.ones_like(one.log_probs, dtype=torch.bool) if one.keep is None else one.keep for one in steps
+        torch.ones_like(gap.old_log_prob, dtype=torch.bool) if gap.keep is None else gap.keep for gap in gaps
     ]
     return torch.cat(judged).any(0)
 
 
-def diagnose(steps: Sequence[StepTerms]) -> list[Diagnosis]:
+def diagnose(gaps: Mapping[int, Terms], ages: Mapping[int, Tensor] | None = None) -> list[Finding]:
     """The causes that the log-probs tell, the one that hides the others first.
 
     Args:
-        steps: training steps in ascending order; steps of the window that nobody trained are left out.
+        gaps: by training step, in ascending order; steps of the window that nobody trained are left out.
+        ages: by training step, `[B]`, how many versions the weights that sampled were behind, where that is known.
     """
-    trained = trained_columns(steps)
-    steps = [one.columns(trained) for one in steps]
-    found = [
-        _non_finite(steps),
-        _summed(steps),
-        _one_step(steps) or _shared_shift(steps),
-        _few_samples(steps),
-        _stale(steps),
-    ]
-    return [diagnosis for diagnosis in found if diagnosis is not None]
+    trained = trained_columns(list(gaps.values()))
+    gaps = {step: gap.select((slice(None), trained)) for step, gap in gaps.items()}
+    found = {name: rule(gaps, ages or {}) for name, rule in RULES.items()}
+    if found["one_step"] is not None:  # the same shift, told more closely
+        found["shared_shift"] = None
+    return [finding for finding in found.values() if finding is not None]
 
 
-def _non_finite(steps: Sequence[StepTerms]) -> Diagnosis | None:
-    bad = [(one, one.broken) for one in steps]
-    hit = [(one, where) for one, where in bad if where.any()]
+def _non_finite(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
+    """Log-probs of the engine or the trainer are not finite."""
+    bad = {step: broken(gap) for step, gap in gaps.items()}
+    hit = {step: where for step, where in bad.items() if where.any()}
     if not hit:
         return None
-    samples, total = (sum(int(count) for count in counts) for counts in (
-        (where.any(1).sum() for _, where in hit), (len(where) for _, where in bad)
-    ))  # fmt: skip
-    places = sorted({int(index) for one, where in hit for index in one.step_indices[where]})
-    since = hit[0][0].step
+    places = sorted({int(index) for step, where in hit.items() for index in gaps[step].step_index[where]})
     sides = [
         name
-        for name, side in (("the engine's", "rollout_log_probs"), ("the trainer's", "log_probs"))
-        if any(not getattr(one, side)[where].isfinite().all() for one, where in hit)
+        for name, side in _SIDES.items()
+        if any(not getattr(gaps[step], side)[where].isfinite().all() for step, where in hit.items())
     ]
-    return Diagnosis(
+    return Finding(
+        level="serious",
         cause="non_finite",
-        verdict=f"log-probs are not finite in {samples} of {total} samples, since training step {since}",
-        evidence=f"{' and '.join(sides)} log-probs, at {_named('step', places)} of the schedule, in {len(hit)} of "
-        f"{len(steps)} training steps",
+        sentence=f"{' and '.join(sides)} log-probs are not finite in some samples, at {_named('step', places)} of the "
+        "schedule",
+        numbers={
+            "samples": sum(int(where.any(1).sum()) for where in hit.values()),
+            "of": sum(map(len, bad.values())),
+            "since training step": next(iter(hit)),
+            "training steps": len(hit),
+        },
         remedy="find the first one: weights that diverged (lower the learning rate), a precision that overflows, or a "
         "step whose std is 0; these samples are left out of all numbers here",
     )
 
 
-def _summed(steps: Sequence[StepTerms]) -> Diagnosis | None:
-    sizes = {
-        side: _typical(torch.cat([getattr(one, name).double().flatten() for one in steps]))
-        for side, name in (("the engine's", "rollout_log_probs"), ("the trainer's", "log_probs"))
-    }
+def _summed(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
+    """Log-probs are sums over the latent, where means are expected."""
+    sizes = {side: _typical(_column(gaps, name)) for side, name in _SIDES.items()}
     summed = {side: size for side, size in sizes.items() if size > _LARGEST_MEAN}
     if not summed:
         return None
     whose = "these" if len(summed) == len(sizes) else " and ".join(summed)
-    return Diagnosis(
+    return Finding(
+        level="serious",
         cause="summed",
-        verdict=f"{whose} log-probs are sums over the latent, where means are expected",
-        evidence=f"the median of |log p| is {' and '.join(f'{size:.3g}' for size in sizes.values())} on the engine's "
-        f"and the trainer's side; a mean over latent elements lies below {_LARGEST_MEAN:g} for every std that samples "
-        "images",
+        sentence=f"{whose} log-probs are sums over the latent, where means are expected: these are small for every std "
+        "that samples images",
+        numbers={
+            "median |log p| of the engine": sizes["the engine's"],
+            "of the trainer": sizes["the trainer's"],
+            "limit of a mean": _LARGEST_MEAN,
+        },
         remedy="divide them by num_elements, or take mean() over the latent in place of sum(); until then no limit of "
         "these pages fits",
     )
@@ -192,36 +132,43 @@ def _typical(values: Tensor) -> float:
     return float(known.median()) if len(known) else 0.0
 
 
-def _one_step(steps: Sequence[StepTerms]) -> Diagnosis | None:
-    by_step, rounding = _by_step(steps), _rounding_of(steps)
-    gaps = {index: float(delta.abs().median()) for index, delta in by_step.items()}
-    if len(gaps) < 2:
+def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
+    """The gap lies in one step of the schedule alone, nearly the same in all samples."""
+    by_step, rounding = _by_step(gaps), _rounding_of(gaps)
+    sizes = {index: float(found.abs().median()) for index, found in by_step.items()}
+    if len(sizes) < 2:
         return None
-    index, *_ = ranked = sorted(gaps, key=lambda one: gaps[one], reverse=True)
+    ranked = sorted(sizes, key=lambda one: sizes[one], reverse=True)
+    index = ranked[0]
     mean, spread = _mean_and_spread(by_step[index])
-    if gaps[index] <= max(_ALONE * gaps[ranked[1]], rounding) or abs(mean) <= _SHARED * spread:
+    if sizes[index] <= max(_ALONE * sizes[ranked[1]], rounding) or abs(mean) <= _SHARED * spread:
         return None
-    exact = gaps[ranked[1]] <= rounding
-    return Diagnosis(
+    sure = "" if sizes[ranked[1]] <= rounding else "; most likely a fault of that step"
+    return Finding(
+        level="serious",
         cause="one_step",
-        verdict=f"the gap lies in step {index} of the schedule alone",
-        evidence=f"delta log p there is {mean:.2g} +- {spread:.1g}, nearly the same in all samples; at the other steps "
-        f"|delta| is {gaps[ranked[1]]:.1g} or less. Rounding reaches all steps, and spreads over samples",
+        sentence=f"the gap lies in step {index} of the schedule alone, nearly the same in all samples; rounding "
+        f"reaches all steps, and spreads over samples{sure}",
+        numbers={
+            "step": index,
+            "mean delta log p": mean,
+            "spread": spread,
+            "|delta| of other steps": sizes[ranked[1]],
+        },
         remedy=f"compare sigma, the next sigma and the timestep of step {index} in both stacks, and the noise level "
         "that each uses there; no correction repairs this",
-        sure=exact,
     )
 
 
-def _shared_shift(steps: Sequence[StepTerms]) -> Diagnosis | None:
+def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     """A shift of log-probs that no two densities have: with `p` the sampler's, `E[log q - log p] <= 0` (Jensen)."""
-    size, rounding = steps[0].num_elements, _rounding_of(steps)
+    size, rounding = next(iter(gaps.values())).num_elements, _rounding_of(gaps)
     found: dict[int, tuple[float, float]] = {}
-    for index, delta in _by_step(steps).items():
-        mean, spread = _mean_and_spread(delta)
+    for index, values in _by_step(gaps).items():
+        mean, spread = _mean_and_spread(values)
         too_even = size is not None and size * spread**2 / 2 < _TOO_EVEN * abs(mean)
         if (
-            len(delta) >= _FEWEST
+            len(values) >= _FEWEST
             and abs(mean) > max(_SHARED * spread, rounding)
             and abs(mean) * (size or math.inf) > 1
             and (mean > 0 or too_even)
@@ -229,90 +176,115 @@ def _shared_shift(steps: Sequence[StepTerms]) -> Diagnosis | None:
             found[index] = mean, spread
     if not found:
         return None
-    shifts = ", ".join(
-        f"{mean:.2g} +- {spread:.1g} at step {index}" for index, (mean, spread) in found.items()
-    )
-    return Diagnosis(
+    return Finding(
+        level="serious",
         cause="shared_shift",
-        verdict=f"the trainer's log-probs and the engine's differ by a number that all samples share, at "
-        f"{_named('step', list(found))} of the schedule",
-        evidence=f"delta log p is {shifts}; the log-densities of one sample differ by another number for each, and on "
+        sentence=f"the trainer's log-probs and the engine's differ by a number that all samples share, at "
+        f"{_named('step', list(found))} of the schedule; log-densities differ by another number in each sample, and on "
         "average the sampler's is the larger",
+        numbers={
+            name: value
+            for index, (mean, spread) in found.items()
+            for name, value in ((f"delta log p at step {index}", mean), (f"spread at step {index}", spread))
+        },
         remedy="compare how both stacks compute a log-prob: the terms -log s and -log(2 pi)/2, the std s with its "
         "sigmas, and whether it is rounded, as to bfloat16; no correction repairs this",
     )
 
 
-def _few_samples(steps: Sequence[StepTerms]) -> Diagnosis | None:
+def _few_samples(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
     """A few samples whose gap is far from that of the others, which rounding is not.
 
     Those of older weights are not looked at.
     """
-    if not steps[0].rollout_log_probs.shape[1]:
+    if not next(iter(gaps.values())).rollout_log_prob.shape[1]:
         return None
-    found: list[tuple[int, Tensor]] = []
-    for one in steps:
-        gap = one.delta.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-        found.append((one.step, gap if one.ages is None else gap[one.ages <= 0]))
-    every = torch.cat([gap for _, gap in found])
+    found: dict[int, Tensor] = {}
+    for step, gap in gaps.items():
+        largest = delta(gap).abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+        found[step] = largest[ages[step] <= 0] if step in ages else largest
+    every = torch.cat(list(found.values()))
     if len(every) < 2 * _FEWEST:
         return None
     typical = float(every.median())
-    limit = max(_ALONE * typical, _rounding_of(steps))
+    limit = max(_ALONE * typical, _rounding_of(gaps))
     ranked = every.sort().values[-int(_FEW * len(every)) - 1 :]
     apart = (ranked[1:] > limit) & (ranked[1:] > _VOID * ranked[:-1])
     if not apart.any():
         return None
     odd = ranked[1:][int(apart.int().argmax()) :]
-    hit = [step for step, gap in found if (gap >= odd[0]).any()]
-    return Diagnosis(
+    hit = [step for step, largest in found.items() if (largest >= odd[0]).any()]
+    return Finding(
+        level="warning",
         cause="few_samples",
-        verdict=f"the gap lies in {len(odd)} of {len(every)} samples alone, since training step {hit[0]}",
-        evidence=f"the largest |delta log p| of a sample is {float(odd[0]):.2g} or more in these and typically "
-        f"{typical:.1g} in the others, in {len(hit)} of {len(steps)} training steps. Rounding spreads over all samples",
+        sentence="the gap lies in a few samples alone, most likely by a fault of theirs; rounding spreads over all",
+        numbers={
+            "samples": len(odd),
+            "of": len(every),
+            "since training step": hit[0],
+            "training steps": len(hit),
+            "their |delta log p|": float(odd[0]),
+            "typical of others": typical,
+        },
         remedy="look for what these samples have alone: their prompts, worker, place in a batch, older weights. Until "
         "then rejection takes them out: rollout_rs=step_z, rollout_rs_threshold=6",
-        sure=False,
     )
 
 
-def _by_step(steps: Sequence[StepTerms]) -> dict[int, Tensor]:
+def _column(gaps: Mapping[int, Terms], name: str) -> Tensor:
+    return torch.cat([getattr(gap, name).double().flatten() for gap in gaps.values()])
+
+
+def _by_step(gaps: Mapping[int, Terms]) -> dict[int, Tensor]:
     """The finite differences at each step of the schedule."""
-    delta = torch.cat([one.delta.flatten() for one in steps])
-    place = torch.cat([one.step_indices.flatten() for one in steps])
-    known = delta.isfinite()
-    delta, place = delta[known], place[known]
-    return {int(index): delta[place == index] for index in place.unique()}
+    values = torch.cat([delta(gap).flatten() for gap in gaps.values()])
+    place = torch.cat([gap.step_index.flatten() for gap in gaps.values()])
+    known = values.isfinite()
+    values, place = values[known], place[known]
+    return {int(index): values[place == index] for index in place.unique()}
 
 
-def _mean_and_spread(delta: Tensor) -> tuple[float, float]:
-    return float(delta.mean()), float(delta.std(correction=0))
+def _mean_and_spread(values: Tensor) -> tuple[float, float]:
+    return float(values.mean()), float(values.std(correction=0))
 
 
-def _rounding_of(steps: Sequence[StepTerms]) -> float:
+def _rounding_of(gaps: Mapping[int, Terms]) -> float:
     """What float32 rounding of both stacks explains, or the half precision that log-probs were stored in."""
-    sides = [
-        torch.cat([getattr(one, name).double().flatten() for one in steps])
-        for name in ("rollout_log_probs", "log_probs")
-    ]
+    sides = [_column(gaps, name) for name in _SIDES.values()]
     relative = max(rounding_of(side, _ROUNDING) for side in sides)
     return relative * max(1.0, _typical(sides[0]))
 
 
-def _stale(steps: Sequence[StepTerms]) -> Diagnosis | None:
-    ages = [one.ages.double() for one in steps if one.ages is not None]
+def _stale(_: Mapping[int, Terms], ages: Ages) -> Finding | None:
+    """The weights that sampled were older than the trainer's."""
     if not ages:
         return None
-    every = torch.cat(ages)
+    every = torch.cat([found.double() for found in ages.values()])
     if float(every.max()) <= 0:
         return None
-    return Diagnosis(
+    return Finding(
+        level="warning",
         cause="stale",
-        verdict=f"the weights that sampled were {every.mean():.2g} versions old on average, {every.max():g} at most",
-        evidence=f"policy_versions and version of {len(ages)} training steps",
+        sentence="the weights that sampled were older than the trainer's",
+        numbers={
+            "mean age in versions": float(every.mean()),
+            "largest": float(every.max()),
+            "training steps": len(ages),
+        },
         remedy="recompute old log-probs with the trainer's weights (decoupled): taken from stale weights, they hold "
         "the update back to these weights",
     )
+
+
+RULES: Mapping[str, Rule] = {
+    "non_finite": _non_finite,
+    "summed": _summed,
+    "one_step": _one_step,
+    "shared_shift": _shared_shift,
+    "few_samples": _few_samples,
+    "stale": _stale,
+}
+"""By cause, the one that hides the others first."""
 
 
 def _named(noun: str, numbers: Sequence[int]) -> str:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from flowcorr import dumps
 from flowcorr.algorithm.apply import correct
-from flowcorr.config.schema import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig
+from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.diagnostics.diagnosis import StepTerms, ages_of
+from flowcorr.diagnostics.diagnosis import diagnose
 from flowcorr.diagnostics.dumped_files import DumpedFile, noise_levels, scored_in, survey, trained_log_probs
+from flowcorr.diagnostics.setting import Setting
 from flowcorr.dumps import DumpedTerms, LoggedLoss
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.instruments.finding import Finding
 from flowcorr.losses import LOSSES, clip_by_term, flow_grpo, resolve_loss
 from flowcorr.metrics import Metrics, Over, maximum, mean
 from flowcorr.records import Terms
@@ -36,10 +38,10 @@ class DumpedRun:
 
     Attributes:
         folder: where they lie.
-        config: the run's; of another trainer's, what its files tell, and defaults.
-        loss_mode: the name of its loss, also where `config` has another that stands in for it.
+        setting: its loss, correction and schedule, as far as they are known.
+        config: the whole configuration of a run of flowcorr; None of another trainer's.
+        loss_mode: the name of its loss, also where `setting` has another that stands in for it.
         files: by training step, those that can be read.
-        of_flowcorr: whether flowcorr trained it, so that all of `config` is known.
         left_out: names of its own code that was not imported, see `RunConfig`.
         notes: what was not dumped and what it would give, and what was left out, a line each.
         levels: noise levels of all steps, highest first, where they have to stand for step indices; else None.
@@ -48,14 +50,19 @@ class DumpedRun:
     """
 
     folder: Path
-    config: Config
+    setting: Setting
+    config: Config | None
     loss_mode: str
     files: Mapping[int, Path]
-    of_flowcorr: bool
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     levels: Tensor | None = None
     scored: Tensor | None = None
+
+    @property
+    def of_flowcorr(self) -> bool:
+        """Whether flowcorr trained it."""
+        return self.config is not None
 
 
 def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedRun:
@@ -93,10 +100,10 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
     if run is not None:
         return DumpedRun(
             folder=folder,
+            setting=Setting.of(run.config),
             config=run.config,
             loss_mode=run.loss_mode,
             files=paths,
-            of_flowcorr=True,
             left_out=run.left_out,
             notes=(*notes, *run_config.notes(run.left_out)),
             scored=torch.ones(next(iter(found.values())).window, dtype=torch.bool),
@@ -139,10 +146,10 @@ def _of_another_trainer(
         steps = given
     return DumpedRun(
         folder=folder,
-        config=_config_of(terms, actor, steps),
+        setting=_setting(terms, actor, steps),
+        config=None,
         loss_mode=loss.loss_mode,
         files=paths,
-        of_flowcorr=False,
         left_out=left_out,
         notes=tuple(notes),
         levels=levels,
@@ -150,14 +157,14 @@ def _of_another_trainer(
     )
 
 
-def config_of(terms: DumpedTerms, loss: LoggedLoss) -> Config:
-    """The configuration of another trainer's run, as far as one step tells it; the rest are defaults.
+def setting_of(terms: DumpedTerms, loss: LoggedLoss) -> Setting:
+    """The setting of another trainer's run, as far as one step tells it.
 
     A loss of the run's own is not imported: it is judged as flow_grpo, as are losses that read step means.
     """
     known = ActorConfig(loss_mode=loss.loss_mode) if loss.loss_mode in LOSSES else ActorConfig()
     last = terms.rollout_log_probs.shape[1] - 1 if terms.step_indices is None else terms.step_indices.max()
-    return _config_of(terms, _as_dumped(known, loss), int(last) + 1)
+    return _setting(terms, _as_dumped(known, loss), int(last) + 1)
 
 
 def _as_dumped(actor: ActorConfig, loss: LoggedLoss) -> ActorConfig:
@@ -177,16 +184,13 @@ def _as_dumped(actor: ActorConfig, loss: LoggedLoss) -> ActorConfig:
     )
 
 
-def _config_of(terms: DumpedTerms, actor: ActorConfig, num_steps: int) -> Config:
-    samples, window = terms.rollout_log_probs.shape
-    groups = samples if terms.group_ids is None else len(terms.group_ids.unique())
-    return Config(
+def _setting(terms: DumpedTerms, actor: ActorConfig, num_steps: int) -> Setting:
+    return Setting(
         actor=actor,
-        sampling=SamplingConfig(
-            num_inference_steps=num_steps, sde_window_range=(0, num_steps), sde_window_size=window
-        ),
-        rollout=RolloutConfig(prompts_per_step=max(2, groups), n=max(2, samples // groups)),
-        algorithm=AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=terms.bypass)),
+        correction=RolloutCorrectionConfig(bypass_mode=terms.bypass),
+        num_steps=num_steps,
+        window_size=terms.rollout_log_probs.shape[1],
+        window_end=num_steps,
     )
 
 
@@ -260,25 +264,36 @@ def gap_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor 
     return terms if keep.all() else replace(terms, keep=keep)
 
 
-def step_terms(run: DumpedRun) -> list[StepTerms]:
-    """The log-probs of all dumped steps, as `diagnose` reads them."""
-    return [terms_of_step(step, dumps.load(path), run.levels, run.scored) for step, path in run.files.items()]
+def gap_of(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None) -> Terms:
+    """The gap of a step: `old_log_prob` is the trainer's, in bypass mode of its current policy.
 
-
-def terms_of_step(
-    step: int, dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None
-) -> StepTerms:
-    """The log-probs of one step, as `diagnose` reads them; `levels` and `scored` as in `gap_terms`."""
+    `levels` and `scored` are as in `gap_terms`. An exact KL that was not dumped is None.
+    """
     terms = gap_terms(dumped, levels, scored)
-    return StepTerms(
-        step=step,
-        log_probs=trained_log_probs(dumped),
-        rollout_log_probs=terms.rollout_log_prob,
-        step_indices=terms.step_index,
-        ages=ages_of(dumped),
-        keep=terms.keep,
-        num_elements=dumped.num_elements,
+    return replace(
+        terms,
+        old_log_prob=trained_log_probs(dumped),
+        old_kl=None,
+        rollout_kl=None,
+        old_rollout_kl=terms.rollout_kl if dumped.bypass else terms.old_rollout_kl,
     )
+
+
+def diagnosed(run: DumpedRun) -> list[Finding]:
+    """The faults of the log-probs of all dumped steps."""
+    steps = {step: dumps.load(path) for step, path in run.files.items()}
+    return diagnose(
+        {step: gap_of(dumped, run.levels, run.scored) for step, dumped in steps.items()}, ages_of(steps)
+    )
+
+
+def ages_of(steps: Mapping[int, DumpedTerms]) -> dict[int, Tensor]:
+    """By training step, how many versions the weights that sampled were behind, `[B]`, where that was dumped."""
+    return {
+        step: dumped.version - dumped.policy_versions
+        for step, dumped in steps.items()
+        if dumped.policy_versions is not None and dumped.version is not None
+    }
 
 
 def records(run: DumpedRun) -> list[dict[str, Any]]:
@@ -288,23 +303,23 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
         ConfigError: a file is damaged.
     """
     return [
-        {"step": step, **step_metrics(dumps.load(path), run.config, run.levels, run.scored)}
+        {"step": step, **step_metrics(dumps.load(path), run.setting, run.levels, run.scored)}
         for step, path in run.files.items()
     ]
 
 
 def step_metrics(
-    dumped: DumpedTerms, config: Config, levels: Tensor | None = None, scored: Tensor | None = None
+    dumped: DumpedTerms, setting: Setting, levels: Tensor | None = None, scored: Tensor | None = None
 ) -> dict[str, float]:
     """The metrics that training would have logged of one step, see `records`; `scored` as in `gap_terms`."""
-    terms, actor = completed(dumped, levels), config.actor
+    terms, actor = completed(dumped, levels), setting.actor
     # In bypass mode a current policy that may have learned from the batch already shows no noise.
     noisy = not dumped.bypass or dumped.before_update is not None
     _, metrics = correct(
         gap_terms(dumped, levels, scored),
-        config.algorithm.rollout_correction,
+        setting.correction,
         actor_config=actor if noisy and actor.clip_ratio != UNBOUNDED else None,
-        num_steps=config.sampling.num_inference_steps,
+        num_steps=setting.num_steps,
     )
     if terms.num_elements is not None:
         metrics = metrics.merge(Metrics.from_stats({"rollout/num_elements": maximum(terms.num_elements)}))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from flowcorr.config.schema import Config
 from flowcorr.diagnostics import image_drift, replicas
@@ -15,14 +15,14 @@ from flowcorr.diagnostics.jumps import Jump, JumpDetector
 from flowcorr.diagnostics.reference.metric import DOCTOR, Metric, Rule
 from flowcorr.diagnostics.reference.metrics import METRICS, RULES
 from flowcorr.diagnostics.replicas import OddWorker, ReplicaMonitor
+from flowcorr.diagnostics.setting import Setting
+from flowcorr.instruments.finding import LEVELS, Finding, Level
 from flowcorr.rollout.precision import LARGEST_DISTANCE, step_distance, usual_gap
 
 NUM_ELEMENTS = "rollout/num_elements"
 """The metric that is `D`."""
-Level = Literal["serious", "warning", "note"]
 JUMP = "jump"
 """The name of the rule that each measure of the gap stays within its spread of earlier steps."""
-LEVELS: tuple[Level, ...] = ("serious", "warning", "note")
 _UNBOUNDED = (-math.inf, math.inf)
 
 
@@ -53,33 +53,6 @@ class Units:
     usual_distance: float = LARGEST_DISTANCE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthFinding:
-    """One broken rule.
-
-    Attributes:
-        rule: name of the rule.
-        level: severity.
-        metric: full name of the metric.
-        value: the judged value.
-        threshold: the limit that `value` crossed.
-        message: what is wrong, with both numbers.
-        advice: what to do.
-        step: the step of `value`, the worst of the run; None for a single step.
-        num_steps: number of steps on which the rule was broken.
-    """
-
-    rule: str
-    level: Level
-    metric: str
-    value: float
-    threshold: float
-    message: str
-    advice: str
-    step: int | None = None
-    num_steps: int = 1
-
-
 _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
 _NOISE_ERRORS = 6.0  # standard errors; chance exceeds this once in 5e8 steps
 _TAILS_OF_GAP = 30.0  # mean fourth power of a gap's elements beside `r^4`: 3 if they are normal
@@ -93,26 +66,31 @@ _JUMP_ADVICE = (
 )
 
 
-def units_of(config: Config, num_elements: int | None, *, precision_known: bool = True) -> Units:
+def units_of(config: Config, num_elements: int | None) -> Units:
     """The units in which a run of this configuration is judged.
 
     Args:
         config: the run's configuration.
         num_elements: `D`; None if the run did not log it.
-        precision_known: whether `config` tells the precision of both stacks; another trainer's dump does not.
     """
-    correction = config.algorithm.rollout_correction
-    terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
-    if correction.mode in ("bypass", "auto"):
+    setting, gap = Setting.of(config), usual_gap(config, distilled=False)
+    terms = config.rollout.prompts_per_step * config.rollout.n * setting.window_size
+    if setting.correction.mode in ("bypass", "auto"):
         terms //= config.actor.mini_batches
+    units = replace(units_of_setting(setting, num_elements, num_terms=terms), usual_gap=gap)
+    if num_elements is None or setting.staleness:
+        return units
+    return replace(units, usual_distance=step_distance(config.sampling, gap))
+
+
+def units_of_setting(setting: Setting, num_elements: int | None, *, num_terms: int) -> Units:
+    """The units of a run whose precision is not known, such as another trainer's."""
     every_run: dict[str, Any] = {
-        "num_terms": terms,
+        "num_terms": num_terms,
         "num_elements": num_elements,
-        "densities": not config.sampling.cps_unscaled,
-        "usual_gap": usual_gap(config, distilled=False),
+        "densities": setting.densities,
     }
-    if precision_known and num_elements is not None and not config.rollout.max_weight_age:
-        every_run["usual_distance"] = step_distance(config.sampling, every_run["usual_gap"])
+    correction = setting.correction
     if correction.mode == "off":
         return Units(**every_run)
     cap = correction.rollout_is_threshold
@@ -120,7 +98,7 @@ def units_of(config: Config, num_elements: int | None, *, precision_known: bool 
         cap=cap if correction.applies_weights and isinstance(cap, float) else None,
         bypass=correction.mode == "bypass" and correction.loss_type == "ppo_clip",
         weighted=correction.applies_weights,
-        clip_range=clip_key(config.actor),
+        clip_range=clip_key(setting.actor),
         **every_run,
     )
 
@@ -150,7 +128,7 @@ def serious_limit(metric: str) -> float:
 
 def examine_step(
     metrics: Mapping[str, Any], units: Units, *, start: Mapping[str, Any] | None = None
-) -> list[HealthFinding]:
+) -> list[Finding]:
     """The findings of one step, without waiting for the rules' patience.
 
     Args:
@@ -159,9 +137,9 @@ def examine_step(
         start: the metrics of the run's first step; without them image drift is not judged.
     """
     findings = [_examine(rule, metrics, units) for rule in RULES]
-    broken = {finding.rule for finding in findings if finding is not None}
+    broken = {finding.cause for finding in findings if finding is not None}
     if "replay_window" in broken:  # the other legs have the same fault in them
-        findings = [finding for finding in findings if finding is None or finding.rule not in _LIKE_WINDOW]
+        findings = [finding for finding in findings if finding is None or finding.cause not in _LIKE_WINDOW]
     if start is not None:
         findings.append(_examine_images(metrics, start))
     return [finding for finding in findings if finding is not None]
@@ -169,26 +147,24 @@ def examine_step(
 
 def examine_run(
     records: Sequence[Mapping[str, Any]], units: Units, places: Mapping[int, str] = MappingProxyType({})
-) -> list[HealthFinding]:
+) -> list[Finding]:
     """The broken rules of a run, each once at its worst step, the most serious first."""
     monitor = HealthMonitor(units, places=places)
-    workers: list[HealthFinding] = []
-    broken: dict[str, list[HealthFinding]] = {}
+    workers: list[Finding] = []
+    broken: dict[str, list[Finding]] = {}
     lasting: set[str] = set()
     start = next(filter(is_step, records), None)
     for record in records:
         for finding in monitor.update(record):
-            lasting.add(finding.rule)
-            if finding.rule == JUMP:
-                broken.setdefault(JUMP, []).append(replace(finding, step=record.get("step")))
-            elif finding.rule == replicas.RULE.name:
-                workers.append(replace(finding, step=record.get("step")))
+            lasting.add(finding.cause)
+            if finding.cause == JUMP:
+                broken.setdefault(JUMP, []).append(_at(finding, record))
+            elif finding.cause == replicas.RULE.name:
+                workers.append(_at(finding, record))
         for finding in examine_step(record, units, start=start):
-            broken.setdefault(finding.rule, []).append(replace(finding, step=record.get("step")))
+            broken.setdefault(finding.cause, []).append(_at(finding, record))
     findings = [
-        replace(max(hits, key=_distance), num_steps=len(hits))
-        for rule, hits in broken.items()
-        if rule in lasting
+        _with(max(hits, key=_distance), steps=len(hits)) for rule, hits in broken.items() if rule in lasting
     ]
     findings += workers
     return sorted(findings, key=lambda finding: _rank(finding.level))
@@ -218,39 +194,49 @@ class HealthMonitor:
         self._streaks: dict[str, int] = {}
         self._reported: dict[str, int] = {}
 
-    def update(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
-        """The new findings after this step; records of evaluations alone are skipped."""
+    def update(self, metrics: Mapping[str, Any], faults: Sequence[Finding] = ()) -> list[Finding]:
+        """The new findings after this step; records of evaluations alone are skipped.
+
+        Args:
+            metrics: of the step.
+            faults: what `diagnose` found in its terms, where they are at hand.
+        """
         if not is_step(metrics):
             return []
+        told = [fault for fault in faults if fault.cause not in self._reported]
+        self._reported.update({fault.cause: _rank(fault.level) for fault in told})
         self._start = metrics if self._start is None else self._start
-        found = examine_step(metrics, self._units, start=self._start)
-        self._streaks = {finding.rule: self._streaks.get(finding.rule, 0) + 1 for finding in found}
+        found = beside(faults, examine_step(metrics, self._units, start=self._start))
+        self._streaks = {finding.cause: self._streaks.get(finding.cause, 0) + 1 for finding in found}
         lasting = [
-            finding for finding in found if self._streaks[finding.rule] >= _BY_NAME[finding.rule].patience
+            finding for finding in found if self._streaks[finding.cause] >= _BY_NAME[finding.cause].patience
         ]
         new = [
             finding
             for finding in lasting
-            if _rank(finding.level) < self._reported.get(finding.rule, len(LEVELS))
+            if _rank(finding.level) < self._reported.get(finding.cause, len(LEVELS))
         ]
-        self._reported.update({finding.rule: _rank(finding.level) for finding in new})
+        self._reported.update({finding.cause: _rank(finding.level) for finding in new})
         jump = self._jumps.update(metrics)
         odd = [one for one in self._replicas.update(metrics) if one.metric not in self._reported]
         self._reported.update({one.metric: _rank("warning") for one in odd})
-        return [*new, *([] if jump is None else [_jumped(jump)]), *(self._odd(one) for one in odd)]
+        return [*told, *new, *([] if jump is None else [_jumped(jump)]), *(self._odd(one) for one in odd)]
 
-    def _odd(self, odd: OddWorker) -> HealthFinding:
+    def _odd(self, odd: OddWorker) -> Finding:
         place = self._places.get(odd.worker)
-        return HealthFinding(
-            rule=replicas.RULE.name,
+        return Finding(
+            cause=replicas.RULE.name,
             level="warning",
-            metric=odd.metric,
-            value=odd.factor,
-            threshold=odd.limit,
-            message=f"the gap of rollout worker {odd.worker}{f' ({place})' if place else ''} is {odd.factor:.3g} times "
-            f"that of the others, above {odd.limit:.3g}",
-            advice=replicas.RULE.advice,
+            sentence=f"the gap of rollout worker {odd.worker}{f' ({place})' if place else ''} is larger than that "
+            "of the others",
+            numbers=_judged(odd.metric, odd.factor, odd.limit),
+            remedy=replicas.RULE.advice,
         )
+
+
+def beside(faults: Sequence[Finding], findings: Sequence[Finding]) -> list[Finding]:
+    """The findings that tell something beside these faults: that noise fills a clip range is no news then."""
+    return [finding for finding in findings if not (faults and finding.level == "note")]
 
 
 def rule_of(metric: str) -> Rule | None:
@@ -273,7 +259,7 @@ def is_step(metrics: Mapping[str, Any]) -> bool:
     return any(not name.startswith("eval/") for name in metrics if name != "step")
 
 
-def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> HealthFinding | None:
+def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> Finding | None:
     metric = _logged_name(rule, metrics)
     value = metrics.get(metric)
     if value is None:
@@ -284,47 +270,40 @@ def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> HealthFind
     threshold = low if value < low else high
     if value > rule.serious:
         threshold = rule.serious
-    return HealthFinding(
-        rule=rule.name,
+    return Finding(
+        cause=rule.name,
         level=_level(rule, value, units),
-        metric=metric,
-        value=value,
-        threshold=threshold,
-        message=f"{rule.what} is {value:.3g}, {'below' if value < low else 'above'} {threshold:.3g}"
-        f"{_noise(rule, metrics, units)}",
-        advice=_advice(rule, units),
+        sentence=f"{rule.what} is {'below' if value < low else 'above'} its limit",
+        numbers=_judged(metric, value, threshold) | _noise(rule, metrics, units),
+        remedy=_advice(rule, units),
     )
 
 
-def _jumped(jump: Jump) -> HealthFinding:
-    return HealthFinding(
-        rule=JUMP,
+def _jumped(jump: Jump) -> Finding:
+    return Finding(
+        cause=JUMP,
         level="warning",
-        metric=jump.metric,
-        value=jump.value,
-        threshold=jump.limit,
-        message=f"the gap of both stacks jumped to {jump.value:.3g}, from {jump.usual:.3g} in the {jump.num_earlier} "
-        f"steps before, whose spread ends at {jump.limit:.3g}",
-        advice=_JUMP_ADVICE,
+        sentence="the gap of both stacks jumped out of its spread in the steps before",
+        numbers=_judged(jump.metric, jump.value, jump.limit)
+        | {"usual": jump.usual, "steps before": jump.num_earlier},
+        remedy=_JUMP_ADVICE,
     )
 
 
-def _examine_images(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> HealthFinding | None:
+def _examine_images(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> Finding | None:
     """Whether the reward rises while the images drift far from their start."""
     drift = image_drift.largest_drift(metrics, start)
     before, now = start.get("reward/mean"), metrics.get("reward/mean")
     rule = image_drift.RULE
     if drift is None or drift.size <= rule.high or before is None or now is None or now <= before:
         return None
-    return HealthFinding(
-        rule=rule.name,
+    return Finding(
+        cause=rule.name,
         level="warning",
-        metric=drift.metric,
-        value=drift.size,
-        threshold=rule.high,
-        message=f"the reward rose from {before:.3g} to {now:.3g} while the image statistic {drift.statistic} went from "
-        f"{drift.start:.3g} to {drift.now:.3g}, {drift.size:.3g} times the limit of its change",
-        advice=rule.advice,
+        sentence=f"the reward rose while the image statistic {drift.statistic} changed by more than its limit",
+        numbers=_judged(drift.metric, drift.size, rule.high)
+        | {"at the start": drift.start, "now": drift.now, "reward then": before, "reward now": now},
+        remedy=rule.advice,
     )
 
 
@@ -421,13 +400,26 @@ def _only_shown(rule: Rule, units: Units) -> bool:
     return rule.name in _OF_WEIGHTS and not units.weighted
 
 
-def _noise(rule: Rule, metrics: Mapping[str, Any], units: Units) -> str:
+def _noise(rule: Rule, metrics: Mapping[str, Any], units: Units) -> dict[str, Any]:
     if rule.name != "clip_noise":
-        return ""
-    noise = metrics.get("rollout_corr/logprob_abs_diff_mean")
-    measured = "" if noise is None else f", and the noise, mean |delta log p|, is {noise:.2g}"
-    return f": {units.clip_range}{measured}"
+        return {}
+    return {
+        "clip range": units.clip_range,
+        "mean |delta log p|": metrics.get("rollout_corr/logprob_abs_diff_mean"),
+    }
 
 
-def _distance(finding: HealthFinding) -> float:
-    return abs(finding.value - finding.threshold)
+def _judged(metric: str, value: float, limit: float) -> dict[str, Any]:
+    return {"metric": metric, "value": value, "limit": limit}
+
+
+def _with(finding: Finding, **numbers: Any) -> Finding:
+    return replace(finding, numbers={**finding.numbers, **numbers})
+
+
+def _at(finding: Finding, record: Mapping[str, Any]) -> Finding:
+    return _with(finding, step=record.get("step"))
+
+
+def _distance(finding: Finding) -> float:
+    return abs(finding.numbers["value"] - finding.numbers["limit"])

@@ -19,6 +19,7 @@ from typing import Any
 
 from flowcorr.correction.robust import MAD_TO_STD, OUTLIER_Z
 from flowcorr.diagnostics.reference.metric import Rule
+from flowcorr.instruments.finding import Column, Table
 from flowcorr.trainer.events import EVENTS_FILE, read_events
 
 WINDOW = 8  # training steps that are looked at together
@@ -99,32 +100,44 @@ class ReplicaMonitor:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRow:
-    """A worker of a run, for a table: where it ran, and its mean gap in numbers that a reader sees."""
+def worker_table(
+    name: str, records: Sequence[Mapping[str, Any]], places: Mapping[int, str], number: int = 0
+) -> Table:
+    """A row for each worker of a run whose gap was measured: where it ran, and its mean gap.
 
-    worker: int
-    place: str
-    gap: str
-    relative: str
-
-
-def worker_rows(records: Sequence[Mapping[str, Any]], places: Mapping[int, str]) -> list[WorkerRow]:
-    """A row for each worker whose gap was measured."""
+    Args:
+        name: of the run.
+        records: its metrics.
+        places: where each worker ran.
+        number: of the run, among others.
+    """
     gaps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        for name, value in record.items():
-            if (match := _ANY.fullmatch(name)) and value is not None:
+        for metric, value in record.items():
+            if (match := _ANY.fullmatch(metric)) and value is not None:
                 gaps[int(match[1])][match[2]].append(value)
-    return [
-        WorkerRow(
-            worker=worker,
-            place=places.get(worker, "not known"),
-            gap=f"{fmean(found['logprob_abs_diff']):.3g}" if found["logprob_abs_diff"] else "–",
-            relative=f"{fmean(found['relative_gap']):.3g}" if found["relative_gap"] else "–",
-        )
-        for worker, found in sorted(gaps.items())
-    ]
+    return Table(
+        name=f"workers_{number}",
+        title=f"Rollout workers of {name}",
+        note="mean |Δ log p| of what each worker sampled, and compared with all workers' at the same steps",
+        columns=[
+            Column(name="worker", words=True),
+            Column(name="where", words=True),
+            Column(name="gap"),
+            Column(name="relative_gap", heading="relative"),
+        ],
+        rows=[
+            (
+                worker,
+                places.get(worker, "not known"),
+                *(
+                    fmean(values) if (values := found[key]) else None
+                    for key in ("logprob_abs_diff", "relative_gap")
+                ),
+            )
+            for worker, found in sorted(gaps.items())
+        ],
+    )
 
 
 def places_of(folder: Path) -> dict[int, str]:

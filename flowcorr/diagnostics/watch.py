@@ -5,41 +5,20 @@ The metrics and the findings are those that `flowcorr report` makes of a dump of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Unpack
 
 from torch import Tensor
 
 from flowcorr import dumps
-from flowcorr.diagnostics.diagnosis import Cause, diagnose
-from flowcorr.diagnostics.dumped import config_of, step_metrics, terms_of_step
+from flowcorr.diagnostics.diagnosis import diagnose
+from flowcorr.diagnostics.dumped import ages_of, gap_of, setting_of, step_metrics
 from flowcorr.diagnostics.dumped_files import scored_columns, scored_in
-from flowcorr.diagnostics.health import HealthMonitor, Level, units_of
+from flowcorr.diagnostics.health import HealthMonitor, units_of_setting
 from flowcorr.errors import BatchError
+from flowcorr.instruments.finding import Finding
 
 PREFIX = "rollout_corr/"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchFinding:
-    """What is wrong since a step; `str` makes a line for a log of it.
-
-    Attributes:
-        level: how severe it is.
-        rule: the name of the health rule, or of the cause.
-        step: the training step that told it.
-        message: a sentence without its full stop.
-        advice: what to do, another sentence.
-    """
-
-    level: Level
-    rule: str
-    step: int
-    message: str
-    advice: str
-
-    def __str__(self) -> str:
-        return f"{self.level} at step {self.step}: {self.message}; {self.advice}"
 
 
 class Watch:
@@ -51,15 +30,16 @@ class Watch:
 
     def __init__(self) -> None:
         self._monitor: HealthMonitor | None = None
-        self._told: set[Cause] = set()
         self._columns: list[Tensor] = []  # steps of the window that the trainer scored, once each
 
-    def __call__(self, step: int, **terms: Any) -> tuple[dict[str, float], list[WatchFinding]]:
+    def __call__(
+        self, step: int, **fields: Unpack[dumps.StepFields]
+    ) -> tuple[dict[str, float], list[Finding]]:
         """The metrics and the new findings of a training step.
 
         Args:
             step: the training step.
-            terms: what `flowcorr.dump` takes, under its names. Without `step_indices`, steps are counted within the
+            fields: of the step, as `flowcorr.dump` takes them. Without `step_indices`, steps are counted within the
                 window.
 
         Returns:
@@ -69,37 +49,21 @@ class Watch:
         Raises:
             BatchError: a shape or value is not allowed, or the trainer's own log-probs are missing.
         """
-        dumped, loss = dumps.described(step, **terms)
+        dumped, loss = dumps.described(step, **fields)
         if dumped.bypass and dumped.current_log_probs is None:
             raise BatchError(
                 "flowcorr.watch got the rollout's log-probs alone; give the trainer's as well: old_log_probs where it "
                 "recomputes them, or current_log_probs"
             )
-        config = config_of(dumped, loss)
+        setting = setting_of(dumped, loss)
         scored = self._scored(dumped)
-        metrics = step_metrics(dumped, config, scored=scored)
+        metrics = step_metrics(dumped, setting, scored=scored)
         if self._monitor is None:
-            self._monitor = HealthMonitor(units_of(config, dumped.num_elements, precision_known=False))
-        told = diagnose([terms_of_step(step, dumped, scored=scored)])
-        diagnoses = [found for found in told if found.cause not in self._told]
-        self._told.update(found.cause for found in diagnoses)
-        findings = [
-            WatchFinding(
-                level=found.level,
-                rule=found.cause,
-                step=step,
-                message=f"{found.verdict} ({found.evidence})",
-                advice=found.remedy,
-            )
-            for found in diagnoses
-        ]
-        findings += [
-            WatchFinding(
-                level=found.level, rule=found.rule, step=step, message=found.message, advice=found.advice
-            )
-            for found in self._monitor.update(metrics)
-            if not (told and found.level == "note")  # noise is no news beside a fault
-        ]
+            count = dumped.rollout_log_probs.numel()
+            self._monitor = HealthMonitor(units_of_setting(setting, dumped.num_elements, num_terms=count))
+        faults = diagnose({step: gap_of(dumped, scored=scored)}, ages_of({step: dumped}))
+        findings = self._monitor.update(metrics, faults)
+        findings = [replace(found, numbers={"step": step, **found.numbers}) for found in findings]
         return {name: value for name, value in metrics.items() if name.startswith(PREFIX)}, findings
 
     def _scored(self, dumped: dumps.DumpedTerms) -> Tensor | None:

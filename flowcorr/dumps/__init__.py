@@ -1,7 +1,7 @@
 """Files with the log-probs of training steps, which any trainer can write: one `step_000123.safetensors` for each step.
 
-`dump` writes such a file from tensors or arrays; `trainer.dump_log_probs` writes the same format. `flowcorr lab`,
-`report` and `audit` read a folder of them. `GIVES` says what they use each optional field for.
+`dump` writes such a file from tensors or arrays; `trainer.dump_log_probs` writes the same format. `flowcorr
+report` and `audit` read a folder of them. `GIVES` says what they use each optional field for.
 
 `ReplaySamples` are a few samples of a step, for a replay by `flowcorr doctor`: see `flowcorr.dumps.replay`.
 
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Required, Self, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -31,21 +31,22 @@ from torch import Tensor
 from flowcorr.dumps import checks
 from flowcorr.dumps.files import damaged, opened, write
 from flowcorr.dumps.replay import ReplaySamples, save_replay
-from flowcorr.errors import BatchError, ConfigError
+from flowcorr.errors import BatchError, ConfigError, unknown_choice
 
 FOLDER = "log_probs"
 GIVES = {
-    "current_log_probs": "ratios after the first update (lab), and curves of the update (report)",
-    "before_update": "the gap without what was learned from the batch, in bypass mode (audit, lab, report)",
-    "clip_ratio": "clipped terms (lab), and noise beside the clip range (audit, report)",
-    "num_elements": "scales sqrt and sum and step_z (lab), and joint nats with advice on weights (audit)",
+    "current_log_probs": "ratios after the first update (audit), and curves of the update (report)",
+    "before_update": "the gap without what was learned from the batch, in bypass mode (audit, report)",
+    "clip_ratio": "clipped terms, and noise beside the clip range (audit, report)",
+    "num_elements": "scales sqrt and sum, step_z, and joint nats with advice on weights (audit)",
     "step_indices": "the gap by step of the schedule; else steps are counted by noise level, or within the window",
     "sigmas": "the noise level of each step (audit)",
     "rewards": "the curve of the reward (report)",
-    "group_ids": "groups with equal rewards (report), and rejection_groups (lab)",
+    "group_ids": "groups with equal rewards (report), and rejection_groups (audit)",
     "policy_versions": "together with version, the age of the weights that sampled (audit, report)",
 }
 """Optional fields of `dump`, and what each gives."""
+_OF_LOSS = ("loss_mode", "clip_ratio", "adv_clip_max")
 _STEP = "step_{:06d}.safetensors"
 _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
 
@@ -124,36 +125,10 @@ class LoggedLoss:
     adv_clip_max: float | None = None
 
 
-def dump(
-    folder: str | PathLike[str],
-    step: int,
-    *,
-    rollout_log_probs: Array,
-    advantages: Array,
-    old_log_probs: Array | None = None,
-    current_log_probs: Array | None = None,
-    before_update: Array | None = None,
-    rewards: Array | None = None,
-    group_ids: Array | None = None,
-    step_indices: Array | None = None,
-    sigmas: Array | None = None,
-    stds: Array | None = None,
-    old_rollout_kl: Array | None = None,
-    policy_versions: Array | None = None,
-    version: int | None = None,
-    num_elements: int | None = None,
-    clip_ratio: float | Sequence[float] | None = None,
-    loss_mode: str = "flow_grpo",
-    adv_clip_max: float | None = None,
-    replay: ReplaySamples | None = None,
-) -> Path:
-    """Write the log-probs of a training step of any trainer, for `flowcorr lab`, `report` and `audit`.
+class StepFields(TypedDict, total=False):
+    """What `flowcorr.dump` and `flowcorr.watch` take of a training step; a value that is None is not known.
 
-    Call it on one rank, with the samples of all ranks, for instance after `accelerator.gather`.
-
-    Args:
-        folder: the folder; created if missing.
-        step: the training step, from 0 on.
+    Attributes:
         rollout_log_probs: `[B, T]` of the policy that sampled, mean-pooled: nats per latent element.
         advantages: `[B]`, or `[B, T]` with one value a sample.
         old_log_probs: `[B, T]` of the old policy, recomputed by the trainer; None if the trainer took the rollout's
@@ -171,9 +146,45 @@ def dump(
         version: the version of the trainer's weights before the step's first update.
         num_elements: `D`, elements of a latent: channels times height times width.
         clip_ratio: PPO clip range of the loss.
-        loss_mode: flowcorr's name of the loss.
+        loss_mode: flowcorr's name of the loss, `flow_grpo` if it is left out.
         adv_clip_max: what the loss clamps advantages to.
+    """
+
+    rollout_log_probs: Required[Array]
+    advantages: Required[Array]
+    old_log_probs: Array | None
+    current_log_probs: Array | None
+    before_update: Array | None
+    rewards: Array | None
+    group_ids: Array | None
+    step_indices: Array | None
+    sigmas: Array | None
+    stds: Array | None
+    old_rollout_kl: Array | None
+    policy_versions: Array | None
+    version: int | None
+    num_elements: int | None
+    clip_ratio: float | Sequence[float] | None
+    loss_mode: str
+    adv_clip_max: float | None
+
+
+def dump(
+    folder: str | PathLike[str],
+    step: int,
+    *,
+    replay: ReplaySamples | None = None,
+    **fields: Unpack[StepFields],
+) -> Path:
+    """Write the log-probs of a training step of any trainer, for `flowcorr report` and `audit`.
+
+    Call it on one rank, with the samples of all ranks, for instance after `accelerator.gather`.
+
+    Args:
+        folder: the folder; created if missing.
+        step: the training step, from 0 on.
         replay: a few samples for `flowcorr doctor`, taken in the sampling loop.
+        fields: of the step, see `StepFields`; `rollout_log_probs` and `advantages` are required.
 
     Returns:
         The file of the log-probs.
@@ -181,69 +192,40 @@ def dump(
     Raises:
         BatchError: a shape does not fit, or a value is not allowed.
         BackendError: the folder cannot be written to.
+        TypeError: a field is unknown, or a required one is missing.
     """
-    terms, loss = described(
-        step,
-        rollout_log_probs=rollout_log_probs,
-        advantages=advantages,
-        old_log_probs=old_log_probs,
-        current_log_probs=current_log_probs,
-        before_update=before_update,
-        rewards=rewards,
-        group_ids=group_ids,
-        step_indices=step_indices,
-        sigmas=sigmas,
-        stds=stds,
-        old_rollout_kl=old_rollout_kl,
-        policy_versions=policy_versions,
-        version=version,
-        num_elements=num_elements,
-        clip_ratio=clip_ratio,
-        loss_mode=loss_mode,
-        adv_clip_max=adv_clip_max,
-    )
+    terms, loss = described(step, **fields)
     path = save(Path(folder), step, terms, loss)
     if replay is not None:
         save_replay(path.parent, step, replay)
     return path
 
 
-def described(
-    step: int,
-    *,
-    rollout_log_probs: Array,
-    old_log_probs: Array | None = None,
-    group_ids: Array | None = None,
-    version: int | None = None,
-    num_elements: int | None = None,
-    clip_ratio: float | Sequence[float] | None = None,
-    loss_mode: str = "flow_grpo",
-    adv_clip_max: float | None = None,
-    **others: Array | None,
-) -> tuple[DumpedTerms, LoggedLoss]:
-    """The terms and the loss of a step, checked, from what `dump` takes; `others` are its other arrays.
+def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, LoggedLoss]:
+    """The terms and the loss of a step, checked.
 
     Raises:
         BatchError: a shape does not fit, or a value is not allowed.
+        TypeError: a field is unknown, or a required one is missing.
     """
-    rollout = _numbers("rollout_log_probs", rollout_log_probs)
+    unknown = given.keys() - StepFields.__annotations__.keys()
+    if unknown:
+        raise TypeError(unknown_choice("field", min(unknown), StepFields.__annotations__))
+    known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if missing := [name for name in ("rollout_log_probs", "advantages") if name not in known]:
+        raise TypeError(f"missing: {', '.join(missing)}")
+    loss = LoggedLoss(**{name: known.pop(name) for name in _OF_LOSS if name in known})
+    numbers = {name: known.pop(name) for name in ("version", "num_elements") if name in known}
+    rollout = _numbers("rollout_log_probs", known["rollout_log_probs"])
     if problem := checks.problem_of_shape(rollout.shape):
         raise BatchError(problem)
-    groups = None if group_ids is None else np.unique(_plain(group_ids), return_inverse=True)[1]
-    given = {"old_log_probs": old_log_probs, "group_ids": groups, **others}
-    known: dict[str, Any] = {
-        name: _fitted(name, _numbers(name, value), rollout.shape)
-        for name, value in given.items()
-        if value is not None
+    if "group_ids" in known:
+        known["group_ids"] = np.unique(_plain(known["group_ids"]), return_inverse=True)[1]
+    tensors: dict[str, Any] = {
+        name: _fitted(name, _numbers(name, value), rollout.shape) for name, value in known.items()
     }
-    terms = DumpedTerms(
-        rollout_log_probs=rollout,
-        num_elements=num_elements,
-        version=version,
-        bypass=old_log_probs is None,
-        **{"old_log_probs": rollout, **known},
-    )
-    loss = LoggedLoss(loss_mode=loss_mode, clip_ratio=clip_ratio, adv_clip_max=adv_clip_max)
+    bypass = "old_log_probs" not in tensors
+    terms = DumpedTerms(bypass=bypass, **{"old_log_probs": rollout, **tensors}, **numbers)
     problem = checks.problem_of_metadata(_metadata(step, terms, loss))
     if problem := problem or checks.problem_of_values(terms.tensors()):
         raise BatchError(problem)

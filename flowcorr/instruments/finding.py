@@ -42,6 +42,11 @@ class Finding:
     keys: str = ""
 
     @property
+    def headline(self) -> str:
+        """The sentence up to its first semicolon."""
+        return self.sentence.partition(";")[0]
+
+    @property
     def evidence(self) -> str:
         """The numbers in words."""
         return ", ".join(f"{name} {shown(value)}" for name, value in self.numbers.items())

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
@@ -17,8 +16,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 import flowcorr
-from flowcorr.errors import BackendError
-from flowcorr.instruments.drawing import Chart
+from flowcorr.errors import BackendError, printable
 from flowcorr.instruments.finding import Finding, Level, Report, Table, as_overrides
 from flowcorr.instruments.terminal import console_of, show_table
 
@@ -44,7 +42,8 @@ def as_json(report: Report) -> str:
 
 def html(report: Report) -> str:
     """The page."""
-    return render("page.html", report=report, as_overrides=as_overrides)
+    template = _environment().get_template("page.html")
+    return template.render(version=flowcorr.__version__, report=report, as_overrides=as_overrides)
 
 
 def save(report: Report, folder: Path, name: str) -> list[Path]:
@@ -88,7 +87,7 @@ def show(report: Report, files: Sequence[Path] = (), console: Console | None = N
     console = console_of(console)
     console.print(_line(report.verdict, STYLES[report.level]))
     for finding in report.findings:
-        _show_finding(console, finding)
+        _show_finding(console, finding, heads=finding.sentence == report.verdict)
     facts = [fact.text for fact in report.facts if fact.text]
     if facts:
         console.print()
@@ -97,16 +96,17 @@ def show(report: Report, files: Sequence[Path] = (), console: Console | None = N
     for table in report.tables:
         _show_table(console, table)
     if files:
-        console.print(f"\nsaved: {_saved(files)}", markup=False, soft_wrap=True)
+        console.print()
+        console.print(_line(f"saved: {_saved(files)}"), soft_wrap=True)
 
 
-def _show_finding(console: Console, finding: Finding) -> None:
-    console.print()
+def _show_finding(console: Console, finding: Finding, *, heads: bool) -> None:
+    """Print a finding; without its sentence where it heads the report."""
     quiet = "dim" if finding.level in ("note", "healthy") else ""
-    head = Text(finding.level, STYLES[finding.level]).append(
-        f" {finding.cause}: {_sentence(finding.sentence)}", quiet
-    )
-    console.print(head)
+    if not heads:
+        head = _line(finding.level, STYLES[finding.level])
+        console.print()
+        console.print(head.append(_line(f" {finding.cause}: {_sentence(finding.sentence)}", quiet)))
     if finding.numbers:
         console.print(Padding(_line(f"({finding.evidence})", "dim"), (0, 0, 0, 2)))
     if finding.remedy:
@@ -123,18 +123,19 @@ def _show_table(console: Console, table: Table) -> None:
         return
     console.print()
     shown = [place for place in range(len(table.rows)) if table.mark(place) != "idle"]
-    title = f"{table.title} ({table.note})" if table.note else table.title
-    rows = [table.cells(table.rows[place]) for place in shown]
+    title = printable(f"{table.title} ({table.note})" if table.note else table.title)
+    rows = [list(map(printable, table.cells(table.rows[place]))) for place in shown]
     if rows:
         styles = [_MARKS[table.mark(place)] for place in shown]
         show_table(console, table.header, rows, title=title, words=table.num_words, styles=styles)
     idle = [table.cells(row)[0] for place, row in enumerate(table.rows) if place not in shown]
     if idle:
-        console.print(_line(f"nothing to say of: {', '.join(idle)}", "dim"))
+        console.print(_line(f"without effect here: {', '.join(idle)}", "dim"))
 
 
 def _line(text: str, style: str = "") -> Text:
-    return Text(text, style)
+    """A text whose names of files and runs, which may be a stranger's, hold no control characters."""
+    return Text(printable(text), style)
 
 
 def _sentence(text: str) -> str:
@@ -145,11 +146,6 @@ def _saved(files: Sequence[Path]) -> str:
     charts = sum(file.suffix == ".png" for file in files)
     others = ", ".join(str(file) for file in files if file.suffix != ".png")
     return f"{others} and {charts} chart{'s'[: charts != 1]} (.png) beside them" if charts else others
-
-
-def render(template: str, **values: Any) -> str:
-    """The page that a template makes of these values."""
-    return _environment().get_template(template).render(version=flowcorr.__version__, **values)
 
 
 def write(path: Path, data: str | bytes) -> None:
@@ -166,48 +162,6 @@ def write(path: Path, data: str | bytes) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def save_charts(charts: Iterable[Chart], folder: Path, *, note: str = "") -> list[Path]:
-    """Write each chart as `folder/<name>.png`, with `note` below it.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for chart in charts:
-        paths.append(folder / f"{chart.name}.png")
-        write(paths[-1], chart.png(note))
-    return paths
-
-
-def save_page(folder: Path, name: str, data: str, page: str, charts: Iterable[Chart]) -> list[Path]:
-    """Write `<name>.json`, `<name>.html` and the charts as PNG.
-
-    Args:
-        folder: made if it is missing.
-        name: of the tool.
-        data: JSON.
-        page: HTML.
-        charts: those of the page.
-
-    Returns:
-        The files written.
-
-    Raises:
-        BackendError: the folder cannot be written to.
-    """
-    files = {folder / f"{name}.json": data + "\n", folder / f"{name}.html": page}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
-            write(path, text)
-        return [*files, *save_charts(charts, folder)]
-    except OSError as error:
-        raise BackendError(
-            f"the {name} cannot be written to {folder} ({error.strerror or error}); give another --out DIR"
-        ) from error
 
 
 @functools.cache

@@ -53,7 +53,12 @@ def terms_of(delta, index, kl=None):
 def bands_of(scope="step"):
     sampling = {"num_inference_steps": STEPS, "sde_window_size": 2, "sde_window_range": (0, 4)}
     level = "step" if scope == "step" else "trajectory_mean"
-    return MeasuredBands(small_config(sampling=sampling, actor={"clip_ratio": CLIP, "ratio_level": level}))
+    config = small_config(sampling=sampling, actor={"clip_ratio": CLIP, "ratio_level": level})
+    return MeasuredBands(
+        config.actor,
+        num_steps=config.sampling.num_inference_steps,
+        window_size=config.sampling.sde_window_size,
+    )
 
 
 def observed(bands, correction, *parts):

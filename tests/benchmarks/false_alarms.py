@@ -19,7 +19,8 @@ import torch
 from flowcorr import config
 from flowcorr.config.schema import Config
 from flowcorr.diagnostics.doctor.examination import diagnose
-from flowcorr.diagnostics.health import HealthFinding, HealthMonitor, logged_num_elements, units_of
+from flowcorr.diagnostics.health import HealthMonitor, logged_num_elements, units_of
+from flowcorr.instruments.finding import Finding
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 
@@ -64,11 +65,11 @@ def said_of(run_config: Config, steps: int) -> Said:
             text = f"{finding.check} {finding.status}: {finding.message}"
             (sizes if finding.check in SIZES else alarms).append(text)
     for rule in _rules_that_speak(run_config, steps):
-        (sizes if rule.rule in SIZES else alarms).append(f"{rule.rule}: {rule.message}")
+        (sizes if rule.cause in SIZES else alarms).append(f"{rule.cause}: {rule}")
     return Said(alarms, sizes)
 
 
-def _rules_that_speak(run_config: Config, steps: int) -> Iterator[HealthFinding]:
+def _rules_that_speak(run_config: Config, steps: int) -> Iterator[Finding]:
     run, _ = build_run(run_config)
     try:
         run.engine.sync(run.actor.weights.for_engine())

@@ -10,8 +10,9 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config import load
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.diagnostics.audit.gap import measure_gap
-from flowcorr.diagnostics.audit.measure import report_of
+from flowcorr.diagnostics.audit.judge import report_of
 from flowcorr.diagnostics.doctor.plants import own_engine
+from flowcorr.diagnostics.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Terms
 from flowcorr.trainer.setup import load_model
@@ -44,7 +45,7 @@ def measured(*keys):
         rollout = engine.sample(cache(texts), range(len(texts)), training_step=step, with_means=True)
         rows = {name: rows.to(actor.family.dtype) for name, rows in rollout.conditioning.items()}
         gaps.append(measure_gap(actor, replace(rollout, conditioning=rows)))
-    return report_of(config, Terms.concatenate(gaps), rollout.num_elements)
+    return report_of("", Setting.of(config), Terms.concatenate(gaps), rollout.num_elements)
 
 
 def main():
@@ -55,10 +56,10 @@ def main():
     )
     for name, keys in ROWS.items():
         report = measured(*keys)
-        needed = max(step.clip_needed for step in report.steps)
+        needed = max(step["clip_needed"] for step in report.table("steps"))
         print(
-            f"| {name} | {report.joint_nats:.2g} | {report.outside_clip:.1%} | {needed:.1e} | {report.advice.kind}, "
-            f"{report.advice.mode} |",
+            f"| {name} | {report.fact('joint_nats'):.2g} | {report.fact('outside_clip'):.1%} | {needed:.1e} | "
+            f"{report.verdict} |",
             flush=True,
         )
 

@@ -8,7 +8,7 @@ from flowcorr.cli import main
 from flowcorr.config import recipe_names
 
 COMMANDS = [
-    "train", "eval", "doctor", "audit", "plan", "lab", "report", "config", "translate", "presets", "explain",
+    "train", "eval", "doctor", "audit", "plan", "report", "config", "translate", "presets", "explain",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from diagnostics.dumped_runs import terms_of, write_run
 from flowcorr.cli import main
 from flowcorr.config import load, recipe_names
 from flowcorr.correction import PRESETS
-from flowcorr.diagnostics.audit.advice import as_overrides
+from flowcorr.instruments.finding import as_overrides
 from tests.shallow import SHALLOW
 
 SMALL = [
@@ -32,13 +32,12 @@ def audit(*arguments):
 def test_a_recipe_without_a_gap(tmp_path, capsys):
     assert audit("--batches", "1", "--out", str(tmp_path)) == 0
     out = capsys.readouterr().out
+    assert out.startswith("no correction needed")
     assert "joint nats of a window" in out
-    assert "no correction needed" in out
     assert "of the three together (reward not counted)" in out
-    assert "weights without a cap (expected: from the exact KLs, for many samples; chi-squared: mean" in out
+    assert "Weights without a cap (expected: from the exact KLs, for many samples; chi-squared: mean" in out
     assert all(name in out for name in PRESETS)
-    assert max(map(len, out.splitlines()[:-1])) <= 140
-    assert f"{tmp_path / 'audit.html'} and 1 chart (.png) beside them" in out
+    assert f"{tmp_path / 'audit.html'} and 2 charts (.png) beside them" in out
 
 
 def test_json_is_what_is_saved(tmp_path, capsys):
@@ -46,21 +45,22 @@ def test_json_is_what_is_saved(tmp_path, capsys):
     printed = capsys.readouterr().out
     report = json.loads(printed)
     assert printed == (tmp_path / "audit.json").read_text(encoding="utf-8")
-    assert report["advice"]["kind"] != "none"
-    assert len(report["scales"]) == 6
-    assert [step["step_index"] for step in report["steps"]] == [0, 1]
+    assert report["findings"][0]["cause"] == "gap"
+    assert len(report["tables"]["scales"]) == 6
+    assert [step["step_index"] for step in report["tables"]["steps"]] == [0, 1]
     assert "tiny_jpeg_lora rollout.n=4" in (tmp_path / "audit.html").read_text(encoding="utf-8")
 
 
 def test_the_advice_can_be_trained_with(tmp_path, capsys):
     assert audit("rollout.emulate=int4", "--json", "--batches", "1", "--out", str(tmp_path)) == 0
-    advice = json.loads(capsys.readouterr().out)["advice"]
-    for name in ("yaml", "alternative"):
+    advice = json.loads(capsys.readouterr().out)["findings"]
+    for place, name in enumerate(("gap", "wider_clip")):
+        assert advice[place]["cause"] == name
         recipe = tmp_path / f"{name}.yaml"
-        recipe.write_text(advice[name], encoding="utf-8")
+        recipe.write_text(advice[place]["keys"], encoding="utf-8")
         loaded = load(recipe, SMALL)
-        assert loaded.algorithm.rollout_correction.bypass_mode == (name == "alternative")
-    pasted = yaml.safe_load(advice["alternative"])["actor"]["clip_ratio"]
+        assert loaded.algorithm.rollout_correction.bypass_mode == (name == "wider_clip")
+    pasted = yaml.safe_load(advice[1]["keys"])["actor"]["clip_ratio"]
     assert loaded.actor.clip_ratio == tuple(pasted)
     assert len(pasted) == 2
 
@@ -96,7 +96,7 @@ def test_dumps_of_one_name_keep_their_own_audits(tmp_path, monkeypatch):
     found = [
         json.loads((tmp_path / place / "dump" / "audit.json").read_text()) for place in ("first", "second")
     ]
-    assert found[1]["num_samples"] == 2 * found[0]["num_samples"]
+    assert found[1]["facts"]["num_samples"] == 2 * found[0]["facts"]["num_samples"]
 
 
 def test_a_folder_has_its_own_batches(tmp_path, capsys):
@@ -117,3 +117,25 @@ def test_help_teaches(capsys):
     text = capsys.readouterr().out
     for piece in ("flowcorr audit tiny_ocr_lora", "joint nats", "scale mean, sqrt or sum", "--batches", "jq"):
         assert piece in text
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ("summ", "did you mean sum?"),
+        ("", "--scales='' is unknown; choose from mean, sqrt, sum, a positive number"),
+    ],
+)
+def test_mistakes_in_scales_are_one_line(scales, message, tmp_path, capsys):
+    write_run(tmp_path / "dump", [terms_of()])
+    assert main(["audit", str(tmp_path / "dump"), "--scales", scales]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_more_scales_are_replayed(tmp_path, capsys):
+    write_run(tmp_path / "dump", [terms_of()])
+    assert main(["audit", str(tmp_path / "dump"), "--scales", "sqrt, 2", "--json"]) == 0
+    names = [row["preset"] for row in json.loads(capsys.readouterr().out)["tables"]["presets"]]
+    assert {"decoupled_seq_is", "decoupled_seq_is, sqrt", "decoupled_seq_is, 2"} <= set(names)

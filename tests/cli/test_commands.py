@@ -47,7 +47,7 @@ def test_config_prints_a_recipe_whose_prompts_are_elsewhere(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "tiny_ocr_lora"], ["audit", "tiny_ocr_lora"], ["lab", "x"], ["report", "x"]]
+    "arguments", [["train", "tiny_ocr_lora"], ["audit", "tiny_ocr_lora"], ["report", "x"]]
 )
 def test_an_out_without_a_name_is_refused(capsys, arguments):
     code, _, err = run(capsys, *arguments, "--out", "")

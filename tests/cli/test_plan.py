@@ -3,8 +3,7 @@ import json
 import pytest
 
 from flowcorr.cli import main
-from flowcorr.cli.plan import gpu_counts, show_measured
-from flowcorr.diagnostics.measured import MeasuredPhase, MeasuredRun
+from flowcorr.cli.plan import gpu_counts
 
 # The fake device has to be registered before a process computes its first gradient.
 pytestmark = pytest.mark.fake_device
@@ -76,21 +75,6 @@ def test_a_range_of_gpus_shows_how_a_step_shrinks(capsys):
 )
 def test_counts_of_gpus_double(text, counts):
     assert gpu_counts(text) == counts
-
-
-def test_a_run_is_shown_beside_its_plan(capsys):
-    phase = MeasuredPhase(name="update", planned=20.0, measured=25.0, tflops=300.0, share=0.303)
-    step = MeasuredPhase(name="step", planned=30.0, measured=40.0, tflops=None, share=None)
-    run = MeasuredRun(
-        device="h100-80gb", peak=989e12, ranks=2, phases=(phase, step), planned_images=3.2, measured_images=2.4,
-        planned_memory=40e9, measured_memory=38e9,
-    )  # fmt: skip
-    show_measured(run, "runs/mine")
-    out = capsys.readouterr().out
-    assert "runs/mine on h100-80gb, 2 ranks" in out
-    assert [*out.splitlines()[3].split()] == ["update", "20", "s", "25", "s", "300", "30%"]
-    assert "images a second: 3.2 planned, 2.4 measured" in out
-    assert "peak memory in training: 40.0 GB planned, 38.0 GB measured" in out
 
 
 def test_help_teaches_how_to_read_a_plan(capsys):

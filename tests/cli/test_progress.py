@@ -137,8 +137,8 @@ def test_what_is_unhealthy_is_told_once(console):
             observer.on_step(step, {"rollout_corr/kl": 0.5, "rollout_corr/clip_noise_fraction": 0.9})
     text = console.file.getvalue()
     assert text.count("warning: ") == 1
-    assert "KL of old and rollout policy, nats a latent element, is 0.5, above 0.0" in text
-    assert "(rollout_corr/kl); " in text
+    assert "KL of old and rollout policy" in text
+    assert "(metric rollout_corr/kl, value 0.5" in text
 
 
 def test_a_clip_range_below_the_noise_is_told_once(console):
@@ -149,7 +149,7 @@ def test_a_clip_range_below_the_noise_is_told_once(console):
             observer.on_step(step, noisy)
     text = console.file.getvalue()
     assert text.count("warning: ") == 1
-    assert "actor.clip_ratio=0.001, and the noise, mean |delta log p|, is 0.0047" in text
+    assert "clip range actor.clip_ratio=0.001, mean |delta log p| 0.0047" in text
     assert "range that `flowcorr audit` recommends" in text
 
 

@@ -1,4 +1,4 @@
-"""Runs and dumps of a stranger: `flowcorr report`, `lab`, `audit` and `eval` read them, and run nothing unasked."""
+"""Runs and dumps of a stranger: `flowcorr report`, `audit` and `eval` read them, and run nothing unasked."""
 
 import json
 import os
@@ -93,31 +93,22 @@ def test_a_page_names_the_loss_and_does_not_run_it(command, folder, tmp_path):
     assert "to import it, add --allow-import helpers_of_a_stranger:loss" in text
     if command == "audit":
         found = json.loads((tmp_path / "audit.json").read_text())
-        assert found["loss_mode"] == "helpers_of_a_stranger:loss"
+        assert found["facts"]["loss_mode"] == "helpers_of_a_stranger:loss"
     assert main([command, ".", "--out", str(tmp_path), *ALLOW_LOSS]) == 0
     assert ran(folder)
 
 
-def test_a_replay_asks_before_it_runs_the_loss(folder, tmp_path, capsys):
-    assert main(["lab", ".", "--out", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "actor.loss_mode='helpers_of_a_stranger:loss' is code of the run's own" in err
-    assert "to import it, add --allow-import helpers_of_a_stranger:loss" in err
+def test_presets_are_replayed_where_the_loss_may_be_imported(folder, tmp_path):
+    assert main(["audit", ".", "--out", str(tmp_path)]) == 0
+    assert "presets" not in json.loads((tmp_path / "audit.json").read_text())["tables"]
     assert not ran(folder)
-    assert main(["lab", ".", "--out", str(tmp_path), *ALLOW_LOSS, "--presets", "disabled"]) == 0
-    out = capsys.readouterr().out
-    assert "loss helpers_of_a_stranger:loss" in out
-    assert ("rollout_rs=helpers_of_a_stranger:mode is not imported" in out) == (folder.name == "run")
-    assert ran(folder)
-
-
-@pytest.mark.parametrize("folder", ["run"], indirect=True)
-def test_an_own_mode_is_replayed_where_it_is_allowed(folder, tmp_path):
     names = [*ALLOW_LOSS, "--allow-import", "helpers_of_a_stranger:mode"]
-    assert main(["lab", ".", "--out", str(tmp_path), *names, "--presets", "disabled"]) == 0
-    replays = json.loads((tmp_path / "lab.json").read_text())["replays"]
-    assert [replay["name"] for replay in replays if replay["of_run"]] == ["this run"]
+    assert main(["audit", ".", "--out", str(tmp_path), *names]) == 0
+    found = json.loads((tmp_path / "audit.json").read_text())
+    presets = [row["preset"] for row in found["tables"]["presets"]]
+    assert "disabled" in presets
+    assert ("this run" in presets) == (folder.name == "run")
+    assert ran(folder)
 
 
 @pytest.mark.parametrize("folder", ["run"], indirect=True)
@@ -160,7 +151,7 @@ def test_names_of_a_stranger_do_not_reach_the_terminal_raw(tmp_path, capsys):
     assert "eval_\\x1b[31m.png is not shown: it is no PNG" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["report", "lab", "audit", "eval"])
+@pytest.mark.parametrize("command", ["report", "audit", "eval"])
 def test_what_may_not_be_looked_into_is_one_line(command, tmp_path, capsys, monkeypatch):
     """Root may look into every folder, so the system's answer is made up."""
     stat = os.stat

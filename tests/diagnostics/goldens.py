@@ -7,11 +7,9 @@ from diagnostics.foreign_dumps import D
 from diagnostics.run_folders import write_run
 
 from flowcorr.cli import main
-from flowcorr.diagnostics.health import examine_run
-from flowcorr.diagnostics.lab import replay_run
-from flowcorr.diagnostics.report.charts import chart_sections
-from flowcorr.diagnostics.report.learning import learning_of
-from flowcorr.diagnostics.report.runs import group_by_seed, read_run
+from flowcorr.diagnostics.audit.dumped import replays_of
+from flowcorr.diagnostics.dumped import read_dumped
+from flowcorr.diagnostics.report import report
 from flowcorr.diagnostics.watch import Watch
 
 SMALL = [
@@ -23,44 +21,53 @@ SMALL = [
 ]
 
 
+KINDS = {"healthy": "none", "warning": "leave", "serious": "repair"}  # by the level of the advice
+FAULTS = {"non_finite", "summed", "one_step", "shared_shift", "few_samples", "stale"}
+
+
 def audited(arguments, out, capsys):
     """The numbers and causes of an audit."""
     code = main(["audit", *map(str, arguments), "--out", str(out), "--json"])
     report = json.loads(capsys.readouterr().out)
     numbers = ("joint_nats", "outside_clip", "outliers", "outlier_band", "num_samples", "num_elements")
+    advice = [found for found in report["findings"] if found["cause"] == "gap"]
+    tables = report["tables"]
     return {
         "exit": code,
-        "mode": report["advice"]["mode"] if report["advice"] else None,
-        "kind": report["advice"]["kind"] if report["advice"] else None,
-        **{name: report[name] for name in numbers},
-        "causes": [found["cause"] for found in report["diagnoses"]],
-        "steps": [[step["step_index"], step["exact_kl"], step["clip_needed"]] for step in report["steps"]],
-        "scales": [[row["scale"], row["level"], row["expected_ess"]] for row in report["scales"]],
-        "presets": {row["name"]: [row["rejected_terms"], row["mean_weight"]] for row in report["presets"]},
+        "mode": report["facts"].get("mode"),
+        "kind": KINDS[advice[0]["level"]] if advice else None,
+        **{name: report["facts"].get(name) for name in numbers},
+        "causes": [found["cause"] for found in report["findings"] if found["cause"] in FAULTS],
+        "steps": [[step["step_index"], step["exact_kl"], step["clip_needed"]] for step in tables["steps"]],
+        "scales": [[row["scale"], row["level"], row["expected_ess"]] for row in tables.get("scales", [])],
+        "presets": {
+            row["preset"].removesuffix(" (this run)"): [row["rejected_terms"], row["weight"]]
+            for row in tables["presets"]
+        },
     }
 
 
 def compared(folder):
     """What presets would have made of a dump: cosine, length, rejected and changed terms."""
-    report = replay_run(folder)
     return {
         replay.name: None
         if (outcome := replay.outcome) is None
         else [outcome.cosine, outcome.relative_norm, outcome.rejected_terms, outcome.changed_terms]
-        for replay in report.replays
+        for replay in replays_of(read_dumped(folder))
     }
 
 
 def reported(folder):
     """Findings, charts and learning of a report."""
-    run = read_run(folder)
-    groups = group_by_seed([run])
-    found = [(found.level, found.cause) for found in run.diagnoses]
-    found += [(found.level, found.rule) for found in examine_run(run.records, groups[0].units)]
+    made = report([folder])
+    others = ("learning", "files", "rules", "steps", "ending")
+    (learned,) = [found for found in made.findings if found.cause == "learning"]
     return {
-        "findings": sorted(map(list, found)),
-        "charts": [chart.name for section in chart_sections(groups) for chart in section.charts],
-        "learned": learning_of(run).change,
+        "findings": sorted(
+            [found.level, found.cause] for found in made.findings if found.cause not in others
+        ),
+        "charts": [name for section in made.charts for name in section.pictures],
+        "learned": learned.numbers["change"],
     }
 
 
@@ -92,7 +99,7 @@ def watched():
             clip_ratio=1e-3,
         )
         if findings:
-            told[str(step)] = sorted(finding.rule for finding in findings)
+            told[str(step)] = sorted(finding.cause for finding in findings)
     return told
 
 

@@ -1,27 +1,60 @@
 """Faults planted in drawn log-probs, and what `diagnose` makes of them."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from flowcorr.diagnostics.diagnosis import StepTerms, diagnose
+from flowcorr.diagnostics import diagnosis
+from flowcorr.records import Terms
 
 B, T, D = 32, 4, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What differs between the drawn training steps."""
+
+    log_probs: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    step_indices: torch.Tensor
+    ages: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
+    num_elements: int | None = None
+
+    def gap(self):
+        flat = torch.full_like(self.log_probs, math.nan)
+        return Terms(
+            log_prob=self.log_probs,
+            old_log_prob=self.log_probs,
+            rollout_log_prob=self.rollout_log_probs,
+            advantage=flat,
+            std=flat,
+            step=flat,
+            step_index=self.step_indices,
+            sigma=flat,
+            keep=self.keep,
+            num_elements=self.num_elements,
+        )
+
+
+def diagnose(steps):
+    """The faults of training steps, numbered from 1 on."""
+    ages = {number: one.ages for number, one in enumerate(steps, 1) if one.ages is not None}
+    return diagnosis.diagnose({number: one.gap() for number, one in enumerate(steps, 1)}, ages)
 
 
 def clean(r=(0.01, 0.012, 0.02, 0.04), *, steps=3, seed=0, ages=None):
     """Training steps whose gap is rounding: step means off by `r` stds, each sample in its own direction."""
     draw = torch.Generator().manual_seed(seed)
     found = []
-    for step in range(1, steps + 1):
+    for _ in range(steps):
         size = torch.tensor(r, dtype=torch.float64)
         rollout = 2 + 0.05 * torch.randn(B, T, generator=draw, dtype=torch.float64)
         noise = torch.randn(B, T, generator=draw, dtype=torch.float64)
         found.append(
-            StepTerms(
-                step=step,
+            Step(
                 log_probs=rollout - size**2 / 2 + size / math.sqrt(D) * noise,
                 rollout_log_probs=rollout,
                 step_indices=torch.arange(T).repeat(B, 1),
@@ -32,7 +65,7 @@ def clean(r=(0.01, 0.012, 0.02, 0.04), *, steps=3, seed=0, ages=None):
 
 
 def causes(steps):
-    return [diagnosis.cause for diagnosis in diagnose(steps)]
+    return [found.cause for found in diagnose(steps)]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -48,14 +81,16 @@ def test_rounding_is_no_fault(r, seed):
 def test_one_step_with_another_sigma_is_named():
     steps = clean(r=(1e-6, 1e-6, 0.3, 1e-6))
     (found,) = diagnose(steps)
-    assert (found.cause, found.sure) == ("one_step", True)
-    assert found.verdict == "the gap lies in step 2 of the schedule alone"
+    assert found.cause == "one_step"
+    assert "most likely" not in found.sentence
+    assert found.numbers["step"] == 2
     assert "sigma, the next sigma and the timestep of step 2" in found.remedy
 
 
 def test_beside_bfloat16_one_step_is_likely_and_not_sure():
     (found,) = diagnose(clean(r=(0.02, 0.02, 0.3, 0.02)))
-    assert (found.cause, found.sure) == ("one_step", False)
+    assert found.cause == "one_step"
+    assert "most likely" in found.sentence
 
 
 def test_non_finite_log_probs_are_counted_and_placed():
@@ -63,10 +98,9 @@ def test_non_finite_log_probs_are_counted_and_placed():
     steps[1].log_probs[3, 2] = math.nan
     steps[3].rollout_log_probs[5:7, 2] = math.inf
     (found,) = diagnose(steps)
-    assert found.verdict == "log-probs are not finite in 3 of 128 samples, since training step 2"
-    assert found.evidence.startswith(
-        "the engine's and the trainer's log-probs, at step 2 of the schedule, in 2 of 4"
-    )
+    assert found.numbers == {"samples": 3, "of": 128, "since training step": 2, "training steps": 2}
+    assert "the engine's and the trainer's log-probs" in found.sentence
+    assert "at step 2 of the schedule" in found.sentence
 
 
 def test_a_step_that_nobody_trained_is_no_fault():
@@ -93,7 +127,7 @@ def test_older_weights_are_told_by_their_versions(ages, expected):
 
 def test_the_age_is_told_in_numbers():
     (found,) = diagnose(clean(ages=torch.tensor([2] * (B // 2) + [4] * (B // 2))))
-    assert found.verdict == "the weights that sampled were 3 versions old on average, 4 at most"
+    assert (found.numbers["mean age in versions"], found.numbers["largest"]) == (3.0, 4.0)
 
 
 @pytest.mark.parametrize("side", ["log_probs", "rollout_log_probs"])
@@ -103,7 +137,7 @@ def test_sums_on_one_side_are_told_by_that_side(side):
         getattr(one, side).mul_(D)
     found = diagnose(steps)[0]
     assert found.cause == "summed"
-    assert found.verdict.startswith("the trainer's" if side == "log_probs" else "the engine's")
+    assert found.sentence.startswith("the trainer's" if side == "log_probs" else "the engine's")
 
 
 @pytest.mark.parametrize("num_elements", [D, None])
@@ -113,10 +147,9 @@ def test_a_number_that_all_samples_share_is_no_gap_of_densities(num_elements):
     for one in steps:
         one.log_probs.add_(torch.tensor([-0.4, 0.0, 0.3, 0.0]))
     (found,) = diagnose(steps)
-    assert (found.cause, found.sure) == ("shared_shift", True)
-    assert found.verdict.endswith(
-        "at steps 0, 2 of the schedule" if num_elements else "at step 2 of the schedule"
-    )
+    assert found.cause == "shared_shift"
+    places = "at steps 0, 2 of the schedule" if num_elements else "at step 2 of the schedule"
+    assert places in found.sentence
     assert "-log s and -log(2 pi)/2" in found.remedy
 
 
@@ -147,8 +180,8 @@ def test_a_gap_of_a_few_samples_is_theirs_alone(r):
     for one in steps[1:]:
         one.log_probs[[3, 9], :2] -= 0.5
     (found,) = diagnose(steps)
-    assert (found.cause, found.sure) == ("few_samples", False)
-    assert found.verdict == "the gap lies in 4 of 96 samples alone, since training step 2"
+    assert found.cause == "few_samples"
+    assert [found.numbers[name] for name in ("samples", "of", "since training step")] == [4, 96, 2]
     assert "rollout_rs=step_z" in found.remedy
 
 
@@ -184,5 +217,10 @@ def test_where_log_probs_were_rounded_those_that_moved_by_a_unit_are_no_few_samp
         )
         for one in steps
     ]
-    assert torch.cat([one.delta.abs().amax(1) > 0 for one in rounded]).double().mean() > 0
+    assert (
+        torch.cat([(one.log_probs - one.rollout_log_probs).abs().amax(1) > 0 for one in rounded])
+        .double()
+        .mean()
+        > 0
+    )
     assert diagnose(rounded) == []

@@ -8,13 +8,12 @@ from diagnostics.foreign_dumps import D, draw_steps
 
 import flowcorr
 from flowcorr import dumps
-from flowcorr.diagnostics.diagnosis import diagnose
 from flowcorr.diagnostics.dumped import (
     UNBOUNDED,
+    diagnosed,
     gap_terms,
     read_dumped,
     records,
-    step_terms,
 )
 from flowcorr.errors import ConfigError
 from tests.odd_files import BATCH, write_step
@@ -23,9 +22,8 @@ from tests.odd_files import BATCH, write_step
 def test_what_a_dump_tells_is_the_configuration(tmp_path):
     run = read_dumped(draw_steps(tmp_path))
     assert (run.of_flowcorr, run.notes) == (False, ())
-    assert (run.config.actor.clip_ratio, run.config.sampling.num_inference_steps) == (1e-4, 4)
-    assert (run.config.rollout.prompts_per_step, run.config.rollout.n) == (8, 4)
-    assert not run.config.algorithm.rollout_correction.bypass_mode
+    assert (run.setting.actor.clip_ratio, run.setting.num_steps, run.setting.window_size) == (1e-4, 4, 2)
+    assert not run.setting.correction.bypass_mode
 
 
 def test_records_are_those_of_training(tmp_path):
@@ -67,7 +65,7 @@ def test_what_is_missing_is_left_out(tmp_path):
         ),
         "policy_versions",
     ]
-    assert run.config.actor.clip_ratio == UNBOUNDED
+    assert run.setting.actor.clip_ratio == UNBOUNDED
     (first, *_) = records(run)
     assert {name.split("/")[0] for name in first} == {"step", "rollout_corr"}
     assert "rollout_corr/clip_noise_fraction" not in first
@@ -75,7 +73,7 @@ def test_what_is_missing_is_left_out(tmp_path):
 
 def test_in_bypass_the_drift_is_that_of_the_current_policy(tmp_path):
     run = read_dumped(draw_steps(tmp_path, without=("old_log_probs",), clip_ratio=[1e-4] * 4))
-    assert run.config.algorithm.rollout_correction.bypass_mode
+    assert run.setting.correction.bypass_mode
     (first, *_) = records(run)
     assert first["rollout_corr/kl"] == pytest.approx(0.02**2 / 2, rel=0.3)
     assert first["actor/pg_clipfrac"] > 0.5
@@ -83,9 +81,9 @@ def test_in_bypass_the_drift_is_that_of_the_current_policy(tmp_path):
 
 def test_a_loss_that_reads_step_means_is_judged_by_its_ratio(tmp_path):
     run = read_dumped(draw_steps(tmp_path, loss_mode="grpo_guard"))
-    assert run.config.actor.loss_mode == "flow_grpo"
+    assert run.setting.actor.loss_mode == "flow_grpo"
     assert "grpo_guard reads step means" in run.notes[0]
-    assert run.config.actor.clip_ratio == UNBOUNDED
+    assert run.setting.actor.clip_ratio == UNBOUNDED
     assert "rollout_corr/clip_noise_fraction" not in records(run)[0]
 
 
@@ -100,7 +98,7 @@ def test_files_of_two_losses_are_judged_by_the_first(tmp_path):
     write_step(tmp_path, 1)
     write_step(tmp_path, 2, metadata={"clip_ratio": "0.1"})
     run = read_dumped(tmp_path)
-    assert run.config.actor.clip_ratio == 1e-3
+    assert run.setting.actor.clip_ratio == 1e-3
     assert "differ in loss_mode, clip_ratio or adv_clip_max: judged by those of step_000001" in run.notes[-1]
 
 
@@ -116,8 +114,8 @@ def test_noise_levels_stay_within_the_clip_range(tmp_path):
 
 def test_a_clip_range_of_a_schedule_tells_its_length(tmp_path):
     write_step(tmp_path, metadata={"clip_ratio": str([1e-3] * 28)})
-    config = read_dumped(tmp_path).config
-    assert (config.sampling.num_inference_steps, len(config.actor.clip_ratio)) == (28, 28)
+    setting = read_dumped(tmp_path).setting
+    assert (setting.num_steps, len(setting.actor.clip_ratio)) == (28, 28)
 
 
 def test_a_loss_of_ones_own_is_named_and_not_imported(tmp_path, monkeypatch):
@@ -125,7 +123,7 @@ def test_a_loss_of_ones_own_is_named_and_not_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write_step(tmp_path, metadata={"loss_mode": "a_helper:loss"})
     run = read_dumped(tmp_path)
-    assert (run.loss_mode, run.config.actor.loss_mode) == ("a_helper:loss", "flow_grpo")
+    assert (run.loss_mode, run.setting.actor.loss_mode) == ("a_helper:loss", "flow_grpo")
     assert run.notes[-1].endswith("to import it, add --allow-import a_helper:loss")
     with pytest.raises(ConfigError, match="RuntimeError: imported"):
         read_dumped(tmp_path, allow_imports=["a_helper:loss"])
@@ -181,7 +179,7 @@ def test_what_was_learned_is_no_gap(tmp_path):
     assert first["rollout_corr/logprob_abs_diff_max"] < 1e-5
     assert first["rollout_corr/nonfinite_fraction"] == 0
     assert first["actor/ratio_mean"] == pytest.approx(1 + math.expm1(0.1) / 2, rel=1e-3)
-    assert diagnose(step_terms(run)) == []
+    assert diagnosed(run) == []
     terms = gap_terms(dumps.load(run.files[1]))
     assert torch.equal(terms.keep, FRESH)
 
@@ -208,7 +206,7 @@ def test_a_step_that_is_broken_in_every_sample_is_a_fault(engine, trainer, tmp_p
     draw_steps(tmp_path, rollout_log_probs=with_last(engine), old_log_probs=with_last(trainer))
     run = read_dumped(tmp_path)
     assert records(run)[0]["rollout_corr/nonfinite_fraction"] == 0.5
-    assert [found.cause for found in diagnose(step_terms(run))] == ["non_finite"]
+    assert [found.cause for found in diagnosed(run)] == ["non_finite"]
 
 
 def test_a_step_that_nobody_trained_is_left_out_of_the_gap(tmp_path):

@@ -9,8 +9,7 @@ from diagnostics.foreign_dumps import draw_steps
 
 import flowcorr
 from flowcorr import dumps
-from flowcorr.diagnostics.diagnosis import diagnose
-from flowcorr.diagnostics.dumped import completed, read_dumped, records, step_terms
+from flowcorr.diagnostics.dumped import completed, diagnosed, read_dumped, records
 from flowcorr.errors import ConfigError
 from tests.odd_files import BATCH, write_step
 
@@ -24,7 +23,7 @@ def test_noise_levels_stand_for_step_indices(tmp_path):
     flowcorr.dump(tmp_path, 2, rollout_log_probs=own, old_log_probs=own, advantages=own[:, 0], sigmas=rounded)
     run = read_dumped(tmp_path)
     assert run.levels.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5], rel=1e-2)
-    assert run.config.sampling.num_inference_steps == 4
+    assert run.setting.num_steps == 4
     found = [completed(dumps.load(path), run.levels).step_index for path in run.files.values()]
     assert torch.equal(found[0], found[1])
     assert found[0][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
@@ -94,7 +93,7 @@ def test_sigmas_that_lie_anywhere_are_no_schedule(tmp_path):
         tmp_path, 1, rollout_log_probs=sigmas, old_log_probs=sigmas, advantages=sigmas[:, 0], sigmas=sigmas
     )
     run = read_dumped(tmp_path)
-    assert (run.levels, run.config.sampling.num_inference_steps) == (None, 2)
+    assert (run.levels, run.setting.num_steps) == (None, 2)
     assert run.notes[-1] == "sigmas are not those of a schedule, so steps are counted within the window"
 
 
@@ -106,8 +105,8 @@ def test_a_step_that_was_scored_before_and_is_no_more_is_a_fault(tmp_path):
     dumps.save(path.parent, last, terms, dumps.load_loss(path))
     run = read_dumped(tmp_path)
     assert records(run)[-1]["rollout_corr/nonfinite_fraction"] == 0.5
-    (found,) = diagnose(step_terms(run))
-    assert found.verdict.endswith(f"since training step {last}")
+    (found,) = diagnosed(run)
+    assert found.numbers["since training step"] == last
 
 
 def test_trained_steps_that_move_are_no_fault(tmp_path):
@@ -122,7 +121,7 @@ def test_trained_steps_that_move_are_no_fault(tmp_path):
     run = read_dumped(tmp_path)
     assert run.scored is None
     assert [record["rollout_corr/nonfinite_fraction"] for record in records(run)] == [0] * 4
-    assert not diagnose(step_terms(run))
+    assert not diagnosed(run)
 
 
 def test_a_step_of_flowcorrs_own_that_is_broken_from_the_start_is_a_fault(tmp_path):
@@ -131,5 +130,5 @@ def test_a_step_of_flowcorrs_own_that_is_broken_from_the_start_is_a_fault(tmp_pa
         one.old_log_probs[:, 1] = math.nan
     run = read_dumped(write_run(tmp_path / "own", terms))
     assert [record["rollout_corr/nonfinite_fraction"] for record in records(run)] == [0.5] * 2
-    (found,) = diagnose(step_terms(run))
-    assert found.verdict.endswith("since training step 1")
+    (found,) = diagnosed(run)
+    assert found.numbers["since training step"] == 1

@@ -11,7 +11,9 @@ from flowcorr.diagnostics.health import (
     examine_run,
     examine_step,
     units_of,
+    units_of_setting,
 )
+from flowcorr.diagnostics.setting import Setting
 from flowcorr.rollout.precision import LARGEST_DISTANCE, MARGIN, ROUNDINGS
 
 SECTION = "algorithm.rollout_correction"
@@ -19,7 +21,7 @@ CAPPED = Units(cap=2.0, bypass=True, num_terms=2048, num_elements=1024)
 
 
 def rules(metrics, units=CAPPED):
-    return [finding.rule for finding in examine_step(metrics, units)]
+    return [finding.cause for finding in examine_step(metrics, units)]
 
 
 def test_what_was_not_measured_is_not_judged():
@@ -42,7 +44,7 @@ def test_the_kl_is_judged_by_what_the_precision_explains(emulate, clean, fault, 
 
 def test_where_the_precision_is_not_known_or_weights_are_stale_any_precision_passes():
     config = load("tiny_ocr_lora", ["rollout.emulate=none"])
-    known, foreign = units_of(config, 512), units_of(config, 512, precision_known=False)
+    known, foreign = units_of(config, 512), units_of_setting(Setting.of(config), 512, num_terms=192)
     stale = units_of(load("tiny_ocr_lora", ["rollout.emulate=none", "rollout.staleness=2"]), 512)
     assert known.usual_distance < 1e-5
     for units in (foreign, stale, units_of(config, None)):
@@ -78,23 +80,23 @@ def test_weights_that_multiply_nothing_are_noted_only():
         for name, value in zip(names, (3.0, 4.0, 2.0, 0.1), strict=True)
     }
     findings = examine_step(metrics, units)
-    assert {finding.rule for finding in findings} == {"mean_weight", "weight_std", "effective_sample_size"}
+    assert {finding.cause for finding in findings} == {"mean_weight", "weight_std", "effective_sample_size"}
     assert {finding.level for finding in findings} == {"note"}
-    assert all("these weights are only logged" in finding.advice for finding in findings)
+    assert all("these weights are only logged" in finding.remedy for finding in findings)
     acting = examine_step(metrics, replace(units, weighted=True))
     assert "note" not in {finding.level for finding in acting}
 
 
 def test_z_scores_of_log_probs_that_are_no_densities_are_not_judged():
     metrics = {"rollout_corr/bookkeeping_z_max": 7.0}
-    assert [finding.rule for finding in examine_step(metrics, Units())] == ["bookkeeping"]
+    assert [finding.cause for finding in examine_step(metrics, Units())] == ["bookkeeping"]
     assert examine_step(metrics, Units(densities=False)) == []
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.01, "warning"), (0.5, "serious")])
 def test_terms_that_are_not_finite_are_told(share, level):
     (finding,) = examine_step({"actor/nonfinite_fraction": share}, Units())
-    assert (finding.rule, finding.level) == ("nonfinite", level)
+    assert (finding.cause, finding.level) == ("nonfinite", level)
     assert examine_step({"actor/nonfinite_fraction": 0.0}, Units()) == []
 
 
@@ -120,14 +122,14 @@ def test_noise_beyond_the_clip_names_the_range_the_noise_and_what_to_do(actor, c
     metrics = {"rollout_corr/clip_noise_fraction": 0.9, "rollout_corr/logprob_abs_diff_mean": 4.7e-3}
     (finding,) = examine_step(metrics, units)
     assert finding.level == level
-    assert f": {clip_range}, and the noise, mean |delta log p|, is 0.0047" in finding.message
-    assert ("`flowcorr audit`" if level == "warning" else "reinforce does not clip") in finding.advice
+    assert (finding.numbers["clip range"], finding.numbers["mean |delta log p|"]) == (clip_range, 4.7e-3)
+    assert ("`flowcorr audit`" if level == "warning" else "reinforce does not clip") in finding.remedy
 
 
 def test_what_acted_on_the_update_is_judged_where_it_is_logged():
     metrics = {"rollout_corr/rejected_ratio": 0.0, "actor/rollout_corr/rejected_ratio": 0.2}
     (finding,) = examine_step(metrics, Units())
-    assert finding.metric == "actor/rollout_corr/rejected_ratio"
+    assert finding.numbers["metric"] == "actor/rollout_corr/rejected_ratio"
     drift = {"rollout_corr/kl": 0.0, "actor/rollout_corr/kl": 1.0}  # the latter contains what was learned
     assert examine_step(drift, Units()) == []
 
@@ -154,7 +156,7 @@ def test_a_monitor_waits_where_a_single_step_may_be_chance():
         {"eval/reward": 1.0} if share is None else {"reward/zero_std_group_fraction": share}
         for share in shares
     ]
-    told = [[finding.rule for finding in monitor.update(record)] for record in records]
+    told = [[finding.cause for finding in monitor.update(record)] for record in records]
     assert told == [[], [], [], [], [], [], ["flat_groups"], []]
 
 
@@ -165,7 +167,9 @@ def test_a_run_is_judged_by_its_worst_steps():
         for step, value in enumerate(kl, start=1)
     ]
     found = examine_run(records, Units())
-    assert [(finding.rule, finding.level, finding.step, finding.num_steps) for finding in found] == [
+    assert [
+        (finding.cause, finding.level, finding.numbers["step"], finding.numbers["steps"]) for finding in found
+    ] == [
         ("rejected", "serious", 4, 1),
         ("kl", "warning", 3, 3),
     ]

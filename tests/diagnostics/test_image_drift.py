@@ -43,11 +43,11 @@ def test_a_blank_image_is_far_from_any_start():
 )
 def test_images_are_judged_while_the_reward_rises(reward, dark, broken):
     found = examine_step(record(9, reward, dark=dark), Units(), start=START)
-    assert [finding.rule for finding in found] == ["reward_hacking"] * broken
+    assert [finding.cause for finding in found] == ["reward_hacking"] * broken
     if broken:
-        assert (
-            "rose from 0.5 to 0.9 while the image statistic dark went from 0.45 to 0.93" in found[0].message
-        )
+        numbers = found[0].numbers
+        assert (numbers["reward then"], numbers["reward now"]) == (0.5, 0.9)
+        assert (numbers["at the start"], numbers["now"]) == (0.45, 0.93)
         assert examine_step(record(9, reward, dark=dark), Units()) == []
 
 
@@ -59,7 +59,7 @@ def test_a_monitor_tells_it_once_after_three_steps_also_in_a_resumed_run():
     resumed = HealthMonitor(Units(), earlier=run[:1])
     assert [index for index, metrics in enumerate(run[4:], start=4) if resumed.update(metrics)] == [6]
     (finding,) = examine_run(run, Units())
-    assert (finding.rule, finding.step, finding.num_steps) == ("reward_hacking", 7, 5)
+    assert (finding.cause, finding.numbers["step"], finding.numbers["steps"]) == ("reward_hacking", 7, 5)
 
 
 def test_scores_that_a_reward_names_like_statistics_tell_nothing():

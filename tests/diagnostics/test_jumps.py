@@ -26,7 +26,7 @@ def told(values, **kwargs):
     return [
         record["step"]
         for record in records(values, **kwargs)
-        if any(finding.rule == "jump" for finding in monitor.update(record))
+        if any(finding.cause == "jump" for finding in monitor.update(record))
     ]
 
 
@@ -35,10 +35,10 @@ def test_a_gap_that_jumps_is_told_each_time():
     for step in (12, 15, 16):
         values[step - 1] *= 30
     assert told(values) == [12, 15, 16]
-    (finding,) = [found for found in examine_run(records(values), Units()) if found.rule == "jump"]
-    assert (finding.num_steps, finding.metric) == (3, GAP)
-    assert finding.threshold < finding.value
-    assert ", from 0.000" in finding.message
+    (finding,) = [found for found in examine_run(records(values), Units()) if found.cause == "jump"]
+    assert (finding.numbers["steps"], finding.numbers["metric"]) == (3, GAP)
+    assert finding.numbers["limit"] < finding.numbers["value"]
+    assert finding.numbers["usual"] < 1e-3
 
 
 def test_six_steps_are_enough():
@@ -75,7 +75,7 @@ def test_steps_are_compared_with_those_of_the_same_age_of_weights():
     for step, value in enumerate(gaps(60), start=1):
         age = float(step % 10 == 0)
         record = {"step": step, GAP: value * (20 if age else 1), "rollout/staleness_max": age}
-        jumps += [finding for finding in monitor.update(record) if finding.rule == "jump"]
+        jumps += [finding for finding in monitor.update(record) if finding.cause == "jump"]
     assert jumps == []
 
 
@@ -90,7 +90,7 @@ def test_a_new_level_becomes_usual():
 def test_a_resumed_run_knows_the_steps_before():
     values = gaps(12)
     resumed = HealthMonitor(Units(), earlier=records(values))
-    assert [finding.rule for finding in resumed.update({"step": 13, GAP: 10 * values[0]})] == ["jump"]
+    assert [finding.cause for finding in resumed.update({"step": 13, GAP: 10 * values[0]})] == ["jump"]
 
 
 def test_the_measure_that_jumps_furthest_is_told():

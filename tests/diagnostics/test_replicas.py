@@ -6,7 +6,7 @@ import random
 import pytest
 
 from flowcorr.diagnostics.health import HealthMonitor, Units, examine_run
-from flowcorr.diagnostics.replicas import ReplicaMonitor, places_of, worker_rows
+from flowcorr.diagnostics.replicas import ReplicaMonitor, places_of, worker_table
 
 WORKERS = 4
 
@@ -59,13 +59,12 @@ def test_the_finding_comes_once_and_says_where_the_worker_runs():
     steps = [step_of(step, [1.0, 4.0]) for step in range(12)]
     findings = [finding for step in steps for finding in monitor.update(step)]
     (finding,) = findings
-    assert finding.rule == "worker"
-    assert finding.metric == "rollout_corr/worker_1/relative_gap"
-    assert finding.message.startswith("the gap of rollout worker 1 (host a, process 7, GPU 3) is ")
-    assert "times that of the others" in finding.message
+    assert finding.cause == "worker"
+    assert finding.numbers["metric"] == "rollout_corr/worker_1/relative_gap"
+    assert "rollout worker 1 (host a, process 7, GPU 3)" in finding.sentence
     records = [step | {"step": number} for number, step in enumerate(steps, 1)]
     (of_run,) = examine_run(records, Units())
-    assert (of_run.rule, of_run.step, of_run.message.split(" is ")[0]) == (
+    assert (of_run.cause, of_run.numbers["step"], of_run.sentence.split(" is ")[0]) == (
         "worker",
         3,
         "the gap of rollout worker 1",
@@ -94,5 +93,6 @@ def test_a_row_for_each_worker():
         {"rollout_corr/worker_1/logprob_abs_diff": 3e-4, "rollout_corr/worker_0/relative_gap": None},
         {"rollout_corr/worker_0/relative_gap": 0.5},
     ]
-    rows = [(row.worker, row.place, row.gap, row.relative) for row in worker_rows(records, {0: "host a"})]
-    assert rows == [(0, "host a", "–", "0.5"), (1, "not known", "0.0002", "2")]
+    table = worker_table("a", records, {0: "host a"})
+    rows = [tuple(table.cells(row)) for row in table.rows]
+    assert rows == [("0", "host a", "-", "0.5"), ("1", "not known", "0.0002", "2")]

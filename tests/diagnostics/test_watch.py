@@ -1,6 +1,5 @@
 """Another trainer's run, watched: the values are those of training and of the report, and each finding comes once."""
 
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.diagnostics.dumped import completed
 from flowcorr.diagnostics.report.runs import read_run
 from flowcorr.diagnostics.watch import Watch
+from flowcorr.dumps import StepFields
 from flowcorr.errors import BatchError
 from flowcorr.trackers import read_metrics
 from tests.shallow import SHALLOW
@@ -100,9 +100,9 @@ def test_a_step_that_was_scored_before_and_is_no_more_is_a_finding():
     broken[:, 1] = torch.nan
     metrics, findings = watch(2, **given(replace(terms, old_log_probs=broken)))
     assert metrics["rollout_corr/nonfinite_fraction"] == 0.5
-    assert "non_finite" in {finding.rule for finding in findings}
+    assert "non_finite" in {finding.cause for finding in findings}
     _, findings = Watch()(1, **given(replace(terms, old_log_probs=broken)))
-    assert "non_finite" not in {finding.rule for finding in findings}  # nobody trains it
+    assert "non_finite" not in {finding.cause for finding in findings}  # nobody trains it
 
 
 def test_trained_steps_that_move_are_no_finding():
@@ -113,7 +113,7 @@ def test_trained_steps_that_move_are_no_finding():
         old[:, column] = torch.nan
         metrics, findings = watch(step, **given(replace(terms, old_log_probs=old)))
         assert metrics["rollout_corr/nonfinite_fraction"] == 0
-        assert "non_finite" not in {finding.rule for finding in findings}
+        assert "non_finite" not in {finding.cause for finding in findings}
 
 
 def test_grpo_guards_clip_range_is_not_held_against_another_ratio():
@@ -123,20 +123,20 @@ def test_grpo_guards_clip_range_is_not_held_against_another_ratio():
         for mode in ("flow_grpo", "grpo_guard")
     ]
     (_, plain), (metrics, guarded) = steps
-    assert "clip_noise" in {finding.rule for finding in plain}
+    assert "clip_noise" in {finding.cause for finding in plain}
     assert "rollout_corr/clip_noise_fraction" not in metrics
-    assert "clip_noise" not in {finding.rule for finding in guarded}
+    assert "clip_noise" not in {finding.cause for finding in guarded}
 
 
 def test_a_finding_comes_once():
     terms = terms_of()
     terms = replace(terms, old_log_probs=terms.rollout_log_probs - 0.5)
     watch = Watch()
-    (first,) = [finding for finding in watch(7, **given(terms))[1] if finding.rule == "kl"]
-    assert (first.step, first.level) == (7, "warning")
-    assert str(first).startswith("warning at step 7: KL of old and rollout policy, ")
+    (first,) = [finding for finding in watch(7, **given(terms))[1] if finding.cause == "kl"]
+    assert (first.numbers["step"], first.level) == (7, "warning")
+    assert str(first).startswith("warning: KL of old and rollout policy, ")
     assert watch(8, **given(terms))[1] == []
-    assert [finding.rule for finding in Watch()(8, **given(terms))[1]].count("kl") == 1
+    assert [finding.cause for finding in Watch()(8, **given(terms))[1]].count("kl") == 1
 
 
 def test_a_cause_is_told_once():
@@ -144,16 +144,16 @@ def test_a_cause_is_told_once():
     summed = replace(terms, rollout_log_probs=1000 + terms.rollout_log_probs)
     watch = Watch()
     found = watch(1, **given(summed))[1]
-    assert found[0].rule == "summed"
+    assert found[0].cause == "summed"
     assert "the engine's log-probs are sums over the latent" in str(found[0])
-    assert "summed" not in [finding.rule for finding in watch(2, **given(summed))[1]]
+    assert "summed" not in [finding.cause for finding in watch(2, **given(summed))[1]]
 
 
 def test_a_rule_with_patience_waits(tmp_path):
     """Groups whose rewards are equal are a finding on the third step."""
     terms = given(terms_of()) | {"rewards": torch.zeros(24)}
     watch = Watch()
-    rules = [[finding.rule for finding in watch(step, **terms)[1]] for step in range(4)]
+    rules = [[finding.cause for finding in watch(step, **terms)[1]] for step in range(4)]
     assert [("flat_groups" in found) for found in rules] == [False, False, True, False]
 
 
@@ -184,7 +184,6 @@ def test_the_log_probs_of_the_rollout_alone_are_refused():
 
 def test_it_takes_what_dump_takes_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    taken = {name for name in inspect.signature(flowcorr.dump).parameters if name not in ("folder", "replay")}
     terms = terms_of()
     everything = given(terms) | {
         "before_update": torch.ones(24, 2),
@@ -196,7 +195,7 @@ def test_it_takes_what_dump_takes_and_writes_nothing(tmp_path, monkeypatch):
         "loss_mode": "flow_grpo",
         "adv_clip_max": 5.0,
     }
-    assert taken == {"step", *everything}
+    assert StepFields.__annotations__.keys() == everything.keys()
     metrics, _ = flowcorr.watch(1, **everything)
     assert metrics["rollout_corr/exact_kl"] == 0
     assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,10 @@ def test_data_are_finite_and_under_their_names():
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ("actor:\n  clip_ratio: [1.0e-3, 2.0e-3, 1.0e-3, 1.0e-3]\n", {"actor.clip_ratio": (1e-3, 2e-3, 1e-3, 1e-3)}),
+        (
+            "actor:\n  clip_ratio: [1.0e-3, 2.0e-3, 1.0e-3, 1.0e-3]\n",
+            {"actor.clip_ratio": (1e-3, 2e-3, 1e-3, 1e-3)},
+        ),
         ("algorithm:\n  rollout_correction:\n    bypass_mode: true\n", {"mode": "bypass"}),
         ("trainer:\n  seed: 3\nalgorithm:\n  advantage_std: global\n", {"seed": 3, "std": "global"}),
     ],

@@ -257,7 +257,7 @@ def test_its_steps_are_dumped_for_a_diagnosis(run, tmp_path, capsys):
             return super()._update_actor(data)
 
     run(Trainer)
-    for command in ("audit", "lab", "report"):
+    for command in ("audit", "report"):
         assert main([command, str(tmp_path)]) == 0
     assert "32 samples of 2 SDE steps, D = 512" in capsys.readouterr().out
 

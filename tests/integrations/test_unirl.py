@@ -95,7 +95,7 @@ def test_a_record_of_unirl_is_judged(fault, examples, tmp_path):
     metrics = examples.dump_unirl(tmp_path, 3, track, old, 1e-4, replay)
     assert metrics["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(1e-6, rel=0.1)
     assert dumps.load(dumps.files(tmp_path)[3]).step_indices.tolist() == [[1, 3]] * len(PROMPTS)
-    assert audit_folder(tmp_path).num_samples == len(PROMPTS)
+    assert audit_folder(tmp_path).fact("num_samples") == len(PROMPTS)
     report = examine_dump(tmp_path, SHALLOW)
     assert set(report.causes) == FAULTS[fault]
 

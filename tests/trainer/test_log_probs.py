@@ -9,8 +9,8 @@ from torch.distributions import Normal, kl_divergence
 from flowcorr import config, dumps, trainer
 from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.diagnostics.audit.dumped import audit_folder
-from flowcorr.diagnostics.lab.compare import replay_run
+from flowcorr.diagnostics.audit.dumped import audit_folder, replays_of
+from flowcorr.diagnostics.dumped import read_dumped
 from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.log_probs import TermRecorder
@@ -202,7 +202,7 @@ def test_a_skipped_update_leaves_the_weights_as_they_were(make_run):
 
 
 def test_the_gap_of_a_bypass_run_holds_nothing_that_was_learned(tmp_path):
-    """Two updates a step: audit judges the terms before the first, lab replays them all as the loss used them."""
+    """Two updates a step: the gap is of terms before the first; presets are replayed on all of them."""
     bypass = f"{CORRECTION}.preset=bypass_ppo_clip"
     learning = (bypass, "actor.mini_batches=2", "actor.lr=1e-2", "trainer.dump_log_probs=true")
     trainer.train(small_config(*learning, "rollout.emulate=none", "trainer.total_steps=2"), tmp_path)
@@ -211,10 +211,9 @@ def test_the_gap_of_a_bypass_run_holds_nothing_that_was_learned(tmp_path):
     marked = torch.cat([terms.before_update for terms in steps]).bool()
     gap = torch.cat([terms.current_log_probs - terms.rollout_log_probs for terms in steps]).abs()
     assert gap[~marked].max() > 100 * gap[marked].max()
-    assert report.num_samples == marked.all(1).sum() == len(marked) / 2
-    assert any(
-        f"{int((~marked).sum())} terms were scored after the first update" in note for note in report.notes
-    )
-    (own,) = [found.outcome for found in replay_run(tmp_path).replays if found.of_run]
+    assert report.fact("num_samples") == marked.all(1).sum() == len(marked) / 2
+    told = f"{int((~marked).sum())} terms were scored after the first update"
+    assert any(told in finding.sentence for finding in report.findings)
+    (own,) = [found.outcome for found in replays_of(read_dumped(tmp_path)) if found.of_run]
     losses = [record["actor/loss"] for record in records(tmp_path) if "actor/loss" in record]
     assert own.loss == pytest.approx(sum(losses) / 2, rel=1e-4)

@@ -27,7 +27,7 @@ def named(run, values):
     terms = rollout.prompts_per_step * rollout.n * run.config.sampling.sde_window_size
     elements = run.engine.plan.latent_shape
     return [
-        finding.rule
+        finding.cause
         for finding in examine_step(values, Units(num_terms=terms, num_elements=math.prod(elements)))
     ]
 

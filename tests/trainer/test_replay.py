@@ -66,7 +66,7 @@ def named(run, step=STEP):
 
 
 def judged(run, metrics):
-    return [finding.rule for finding in examine_step(metrics, units_of(run.config, None))]
+    return [finding.cause for finding in examine_step(metrics, units_of(run.config, None))]
 
 
 # Faults ------------------------------------------------------------------------------------------------------

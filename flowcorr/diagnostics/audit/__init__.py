@@ -1,5 +1,6 @@
-"""`flowcorr audit`: how large the gap between rollout engine and actor is, and what to do about it."""
+"""`flowcorr audit`: how large the gap is, what each preset would make of it, and what to do about it."""
 
-from flowcorr.diagnostics.audit.measure import AuditReport, audit, examine_batches
+from flowcorr.diagnostics.audit.dumped import audit_folder
+from flowcorr.diagnostics.audit.measure import audit, examine_batches
 
-__all__ = ["AuditReport", "audit", "examine_batches"]
+__all__ = ["audit", "audit_folder", "examine_batches"]

@@ -7,23 +7,27 @@ is twice the joint nats of the window, exact weights keep `exp(-x)` of their sam
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, quantile
 
-from flowcorr.config import yaml_text
 from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.robust import OUTLIER_Z
 from flowcorr.diagnostics.clip_noise import clip_text
+from flowcorr.instruments.finding import Finding, Level
 from flowcorr.losses import Limit
 from flowcorr.rollout.precision import LARGEST_DISTANCE
 
 Kind = Literal["none", "leave", "correct", "repair"]
+LEVELS: Mapping[Kind, Level] = {
+    "none": "healthy",
+    "leave": "warning",
+    "correct": "warning",
+    "repair": "serious",
+}
 
 # Uncorrected bias, behind, is 28 sqrt(x / 0.1) % of the gradient: below 3 % at x = 1e-3, for any shift there is.
 NEGLIGIBLE_NATS = 5e-4
@@ -68,16 +72,21 @@ BASIS = "Limits and biases are those measured on a flow whose gradient is known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The facts that the rules look at; see `AuditReport` for what is not said here.
+    """The facts that the rules look at.
 
     Attributes:
+        num_steps: SDE steps of the window.
+        num_elements: `D`.
+        joint_nats: mean over samples of the exact KL of the whole window, `D` times its sum over steps.
+        outliers: share of terms that `step_z` would reject.
+        outlier_band: largest distance of a ratio from 1 that is no outlier at any step.
         exact_ess: share of samples that exact weights keep.
         stale_nats: joint nats of older weights alone, without the engine's part.
         clip_limit: how far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none.
         clip_by_step: clip range that bypass needs, by step index.
         window_end: one more than the last step index that the SDE window can reach.
         limit: the key of `actor` that `clip_limit` is from, None where the loss has none.
-        unscaled: whether log-probs are in units of `2 s^2` nats, as published cps ones.
+        densities: whether log-probs are densities; published cps ones are in units of `2 s^2` nats.
         recompute_share: of the time of rollout, recompute and update; None if it was not timed.
         older_weights: whether the weights that sample are older than those that learn.
         quantization: of the trainer's weights, where the engine's are not quantized; else `none`.
@@ -94,7 +103,7 @@ class Facts:
     loss_mode: str
     limit: Limit | None
     ratio_level: str
-    unscaled: bool
+    densities: bool
     outliers: float
     outlier_band: float
     recompute_share: float | None
@@ -134,40 +143,55 @@ class Facts:
         return not self.negligible and 0 < self.outliers <= MAX_OUTLIERS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """A recommendation.
+def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
+    """The advice on a gap with its keys, bypass by a wider clip range where that is another way, and the reasons.
 
-    Attributes:
-        kind: `none` needed, `leave` it uncorrected, `correct` it, or `repair` its source first.
-        mode: whether old log-probs are recomputed.
-        verdict: one line.
-        reasons: a sentence on each decision: gap, mode, clip range, weights, rejection.
-        yaml: lines for the recipe.
-        alternative: lines for bypass with a clip range above the noise, where the configured one is not; else empty.
+    Args:
+        facts: what was measured.
+        of_recipe: whether a recipe of flowcorr can take keys; another trainer's owner gets the same in words.
     """
+    kind, mode = kind_of(facts), mode_of(facts)
+    bypass = mode == "bypass"
+    reasons = {
+        "size": _about_gap(facts, kind),
+        "mode": _about_mode(facts, kind, bypass),
+        "weights": _about_weights(facts, kind),
+        "rejection": _about_rejection(facts, bypass),
+    }
+    found = [
+        Finding(
+            level=LEVELS[kind],
+            cause="gap",
+            sentence=_verdict(facts, kind, bypass),
+            numbers={
+                "r": facts.r,
+                "joint nats": facts.joint_nats,
+                "ESS of exact weights": facts.exact_ess,
+                "clip needed": facts.clip_needed,
+            },
+            remedy="" if of_recipe else WORDS[kind == "correct", mode],
+            keys=_yaml(_keys(facts, kind, bypass)) if of_recipe else "",
+        )
+    ]
+    wider = _alternative(facts, bypass)
+    if wider and of_recipe:
+        sentence = "or bypass, with a clip range above the noise"
+        found.append(Finding(level="note", cause="wider_clip", sentence=sentence, keys=wider))
+    return found + [Finding(level="note", cause=name, sentence=text) for name, text in reasons.items()]
 
-    kind: Kind
-    mode: Literal["bypass", "decoupled"]
-    verdict: str
-    reasons: tuple[str, ...]
-    yaml: str
-    alternative: str
+
+def kind_of(facts: Facts) -> Kind:
+    """`none` needed, `leave` it uncorrected, `correct` it, or `repair` its source first."""
+    if facts.negligible:
+        return "none"
+    if facts.systematic and facts.exact_ess >= MIN_ESS:
+        return "correct" if facts.densities else "leave"
+    return "repair" if facts.systematic or facts.r > LARGEST_DISTANCE else "leave"
 
 
-def advise(facts: Facts) -> Advice:
-    """Apply the rules."""
-    kind = _kind(facts)
-    bypass = facts.has_headroom and kind != "correct"
-    reasons = (_about_gap(facts, kind), _about_mode(facts, kind, bypass), _about_weights(facts, kind))
-    return Advice(
-        kind=kind,
-        mode="bypass" if bypass else "decoupled",
-        verdict=_verdict(facts, kind, bypass),
-        reasons=(*reasons, _about_rejection(facts, bypass)),
-        yaml=_yaml(_keys(facts, kind, bypass)),
-        alternative=_alternative(facts, bypass),
-    )
+def mode_of(facts: Facts) -> Literal["bypass", "decoupled"]:
+    """Whether old log-probs are to be recomputed."""
+    return "bypass" if facts.has_headroom and kind_of(facts) != "correct" else "decoupled"
 
 
 def limit_at(limit: float | Sequence[float], step_index: int) -> float:
@@ -186,14 +210,6 @@ def round_up(value: float) -> float:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.2g}")
-
-
-def _kind(facts: Facts) -> Kind:
-    if facts.negligible:
-        return "none"
-    if facts.systematic and facts.exact_ess >= MIN_ESS:
-        return "leave" if facts.unscaled else "correct"
-    return "repair" if facts.systematic or facts.r > LARGEST_DISTANCE else "leave"
 
 
 def _verdict(facts: Facts, kind: Kind, bypass: bool) -> str:
@@ -285,41 +301,37 @@ def _about_mode(facts: Facts, kind: Kind, bypass: bool) -> str:
 def _about_weights(facts: Facts, kind: Kind) -> str:
     if kind == "correct":
         return (
-            f"Weights: sequence TIS at scale sum, capped at {IS_CAP:g}; scales mean and sqrt correct next to nothing. "
+            f"sequence TIS at scale sum, capped at {IS_CAP:g}; scales mean and sqrt correct next to nothing. "
             f"It holds while exact weights keep {MIN_ESS:.0%} of the samples. It takes the bias away, at the price of "
             "noise: in a short training (examples/mismatch_study) runs without weights learned faster, so compare both."
         )
     if kind == "none":
-        return "Weights: none; they would be 1."
-    if facts.unscaled and facts.systematic:
+        return "none; they would be 1."
+    if not facts.densities and facts.systematic:
         return (
-            "Weights: none; with sampling.cps_unscaled differences of log-probs are no log-ratios of densities. Set it "
+            "none; with sampling.cps_unscaled differences of log-probs are no log-ratios of densities. Set it "
             "to false to correct this gap."
         )
     if facts.exact_ess < MIN_ESS:
-        return (
-            "Weights: none; at scales mean and sqrt they correct nothing, at scale sum too few samples count."
-        )
-    return "Weights: none; the shift is random, so they would add more variance than they remove bias."
+        return "none; at scales mean and sqrt they correct nothing, at scale sum too few samples count."
+    return "none; the shift is random, so they would add more variance than they remove bias."
 
 
 def _about_rejection(facts: Facts, bypass: bool) -> str:
     share = f"{facts.outliers:.2%} of terms lie beyond {OUTLIER_Z:g} robust standard deviations"
     if facts.negligible:
-        return "Rejection: none; there is nothing to reject."
+        return "none; there is nothing to reject."
     if facts.outliers > MAX_OUTLIERS:
-        return f"Rejection: none; {share}, too many for outliers. Find the cause first: flowcorr doctor."
+        return f"none; {share}, too many for outliers. Find the cause first: flowcorr doctor."
     if not facts.outliers:
         band = _band(facts.outlier_band)
-        return (
-            f"Rejection: none; there are no outliers. A token_k1 band that this noise stays inside is {band}."
-        )
+        return f"none; there are no outliers. A token_k1 band that this noise stays inside is {band}."
     how = f"{_BAND_MODES[facts.ratio_level]} with auto, a band around the noise,"
     if facts.ratio_level == "step":
         how = f"token_k1 with auto, a band around the noise (here {_band(facts.outlier_band)})"
     if not bypass:
         how = "step_z, which follows the noise,"
-    return f"Rejection: {share}; {how} removes them. To find their cause, run flowcorr doctor."
+    return f"{share}; {how} removes them. To find their cause, run flowcorr doctor."
 
 
 def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
@@ -348,18 +360,6 @@ def _alternative(facts: Facts, bypass: bool) -> str:
     if bypass or facts.has_headroom or facts.older_weights or facts.clip_limit is None:
         return ""
     return f"actor:\n  {_clip_line(facts)}\n" + _yaml(_keys(facts, "leave", bypass=True))
-
-
-def as_overrides(lines: str) -> str:
-    """Advised lines as arguments of a command, where they take the place of a recipe's own correction."""
-    sections = yaml_text.parse(lines)
-    correction = sections.pop("algorithm")["rollout_correction"]
-    own = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-    own["algorithm.rollout_correction"] = None
-    own |= {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
-    return shlex.join(
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items()
-    )
 
 
 def _clip_line(facts: Facts) -> str:

@@ -1,36 +1,43 @@
-"""The audit of a run's dumped log-probs: without its model, so without the time and the causes of the gap."""
+"""The audit of a run's dumped log-probs, without its model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from flowcorr import dumps
+from flowcorr.correction import OFF
 from flowcorr.diagnostics.audit.gap import delta
-from flowcorr.diagnostics.audit.measure import AuditReport, report_of
+from flowcorr.diagnostics.audit.judge import report_of
+from flowcorr.diagnostics.audit.presets import Replay, Scale, replay_presets
+from flowcorr.diagnostics.audit.replay import chunks
 from flowcorr.diagnostics.diagnosis import diagnose, trained_columns
-from flowcorr.diagnostics.dumped import DumpedRun, gap_terms, read_dumped, step_terms
-from flowcorr.diagnostics.dumped_files import trained_log_probs
+from flowcorr.diagnostics.dumped import DumpedRun, ages_of, gap_of, read_dumped
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.finding import Finding, Report
 from flowcorr.records import Terms
+from flowcorr.trainer.run_config import LOSS, MODES, how_to_allow
 
 # Standard errors between the two estimates of a step's KL beyond which noise of one size does not explain them.
 _DISAGREEMENT = 6.0
 
 
-def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditReport:
-    """Audit the gap between rollout and old policy in all dumped steps of a folder.
+def audit_folder(
+    folder: Path, *, allow_imports: Collection[str] = (), scales: Sequence[Scale] = ()
+) -> Report:
+    """Audit the gap between rollout and old policy in all dumped steps of a folder, and replay presets on them.
 
     Where exact KLs were not dumped, each step's is estimated from the spread of its log-ratios, see `estimated_kl`.
 
     Args:
         folder: a run's folder, or one of dumped steps.
         allow_imports: see `read_dumped`.
+        scales: see `replay_presets`.
 
     Raises:
         ConfigError: no dumped step can be read, or nothing tells the trainer's log-probs.
@@ -40,17 +47,20 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditR
     terms = {step: dumps.load(path) for step, path in run.files.items()}
     num_elements = next(filter(None, (one.num_elements for one in terms.values())), None)
     bypass = any(one.bypass for one in terms.values())
-    parts = [_gap(run, step, one) for step, one in terms.items()]
-    steps = step_terms(run)
-    trained, diagnoses = trained_columns(steps), diagnose(steps)
+    steps = {step: gap_of(one, run.levels, run.scored) for step, one in terms.items()}
+    ages = ages_of(terms)
+    trained, faults = trained_columns(list(steps.values())), diagnose(steps, ages)
     if not trained.all():
         notes.append(
             f"{int((~trained).sum())} steps of the window have no log-prob of the trainer in any sample: left out"
         )
+    parts = [_exact(run, step, terms[step], gap) for step, gap in steps.items()]
     gap = Terms.concatenate([part.select((slice(None), trained)) for part in parts])
     gap = gap.select(delta(gap).isfinite().all(1))
     if not len(gap.old_log_prob):
-        found = [f"{one.evidence}; {one.remedy}" for one in diagnoses if one.cause == "non_finite"]
+        found = [
+            f"{one.sentence} ({one.evidence}); {one.remedy}" for one in faults if one.cause == "non_finite"
+        ]
         found.append(
             "none was scored before the first update in all of its steps (before_update); dump a run that passes once "
             "over each batch (actor.epochs=1), or one that recomputes old log-probs"
@@ -64,19 +74,39 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> AuditR
         notes.append(
             "in bypass mode the gap is of the current policy, so it holds what was learned; dump before_update"
         )
-    assert gap.old_rollout_kl is not None, "`_gap` sets it"
+    assert gap.old_rollout_kl is not None, "`_exact` sets it"
     if not gap.old_rollout_kl.isfinite().all():
         gap, told = estimated_kl(gap, num_elements)
         notes += told
-    stale = any(diagnosis.cause == "stale" for diagnosis in diagnoses)
-    report = report_of(run.config, gap, num_elements, notes=tuple(notes), older_weights=stale)
-    return replace(
-        report,
+    if LOSS in run.left_out:
+        notes.append(
+            f"presets are not replayed: {LOSS}={run.loss_mode!r} is code of the run's own; "
+            f"{how_to_allow(run.loss_mode)}"
+        )
+    return report_of(
+        f"Audit of {folder}",
+        run.setting,
+        gap,
+        num_elements,
         loss_mode=run.loss_mode,
-        diagnoses=tuple(diagnoses),
+        replays=replays_of(run, scales),
+        steps=list(run.files),
+        faults=faults,
+        notes=[Finding(level="note", cause="dump", sentence=note) for note in notes],
         of_recipe=run.of_flowcorr,
-        ages_known=all(one.ages is not None for one in steps),
+        ages=ages if len(ages) == len(steps) else None,
     )
+
+
+def replays_of(run: DumpedRun, scales: Sequence[Scale] = ()) -> list[Replay]:
+    """Presets on the dumped steps; none where the loss is not to be imported."""
+    if LOSS in run.left_out:
+        return []
+    setting = run.setting
+    if not run.of_flowcorr or MODES in run.left_out:  # what corrected it is not known, or cannot be replayed
+        setting = replace(setting, correction=OFF)
+    parts = chunks(list(run.files.values()), run.levels, of_flowcorr=run.of_flowcorr)
+    return replay_presets(parts, setting, scales=scales)
 
 
 def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]]:
@@ -107,18 +137,15 @@ def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]
     return replace(gap, old_rollout_kl=kl), notes
 
 
-def _gap(run: DumpedRun, step: int, dumped: DumpedTerms) -> Terms:
+def _exact(run: DumpedRun, step: int, dumped: DumpedTerms, gap: Terms) -> Terms:
+    """The gap with NaN where a term is not judged, and where an exact KL is not known."""
     if dumped.bypass and dumped.current_log_probs is None:
         raise ConfigError(
             f"{run.files[step]} holds the rollout's log-probs alone; dump the trainer's as well: old_log_probs where "
             "it recomputes them, or current_log_probs"
         )
-    terms = gap_terms(dumped, run.levels, run.scored)
-    target = trained_log_probs(dumped)
-    kl = terms.rollout_kl if dumped.bypass else terms.old_rollout_kl
+    target, kl = gap.old_log_prob, gap.old_rollout_kl
     kl = torch.full_like(target, torch.nan) if kl is None else kl
-    if terms.keep is not None:
-        target = torch.where(terms.keep, target, torch.nan)
-    return replace(
-        terms, old_log_prob=target, old_kl=None, rollout_kl=None, old_rollout_kl=kl.double(), keep=None
-    )
+    if gap.keep is not None:
+        target = torch.where(gap.keep, target, torch.nan)
+    return replace(gap, old_log_prob=target, old_rollout_kl=kl.double(), keep=None)

@@ -1,29 +1,27 @@
-"""The tables of an audit: the gap by step of the schedule, what weights would be worth, what presets would do."""
+"""The tables of a gap: by step of the schedule, and what weights would be worth; and its chart."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from flowcorr.algorithm import MeasuredBands
-from flowcorr.algorithm.bands import WARM_UP
-from flowcorr.config import Config
-from flowcorr.correction import (
-    PRESETS,
-    RolloutCorrectionConfig,
-    compute_rollout_correction_and_rejection_mask,
-)
+from flowcorr.correction import compute_rollout_correction_and_rejection_mask
 from flowcorr.correction.bounds import SCALES, scale_factor
 from flowcorr.correction.robust import OUTLIER_Z, outlier_band
 from flowcorr.diagnostics.audit.advice import clip_needed, limit_at
 from flowcorr.diagnostics.audit.gap import delta
 from flowcorr.diagnostics.clip_noise import QUANTILES
-from flowcorr.diagnostics.corrected import corrected
+from flowcorr.instruments.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
+from flowcorr.instruments.finding import Column, Table
 from flowcorr.records import Terms
+
+_MAX_NAMES = 20  # of steps below a chart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,30 +66,6 @@ class ScaleWorth:
     ess: float
     chi2: float | None
     expected_ess: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PresetOutcome:
-    """The effect of a preset on the measured batches, at its own thresholds.
-
-    Attributes:
-        name: the preset's.
-        aliases: its other names.
-        rejected_terms, rejected_samples: shares; a sample counts if one of its terms is rejected.
-        mean_weight, ess: of the weights that multiply the loss; None where none do.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    rejected_terms: float
-    rejected_samples: float
-    mean_weight: float | None
-    ess: float | None
-
-    @property
-    def acts(self) -> bool:
-        """Whether it rejects anything here or has weights."""
-        return self.rejected_terms > 0 or self.mean_weight is not None
 
 
 def gap_by_step(gap: Terms, distance: Tensor, limit: float | Sequence[float] | None) -> list[StepGap]:
@@ -162,38 +136,6 @@ def _log_mean_exp(values: Tensor) -> float:
     return float(values.logsumexp(0)) - math.log(len(values))
 
 
-def preset_outcomes(gap: Terms, num_elements: int | None, config: Config) -> list[PresetOutcome]:
-    """The outcome of each preset on the measured terms of a run."""
-    outcomes = []
-    # At an audit, the current policy is the old one.
-    terms = replace(gap, log_prob=gap.old_log_prob, old_rollout_kl=None, num_elements=num_elements)
-    for name, preset in PRESETS.items():
-        correction = RolloutCorrectionConfig.from_preset(name)
-        after = corrected(terms, config, correction, bands=_bands(terms, config, correction))
-        counts, metrics = after.counts(), after.metrics.compute() if correction.applies_weights else {}
-        outcomes.append(
-            PresetOutcome(
-                name=name,
-                aliases=preset.aliases,
-                rejected_terms=counts["rejected_terms"] / counts["terms"],
-                rejected_samples=counts["rejected_samples"] / counts["samples"],
-                mean_weight=metrics.get("rollout_corr/rollout_is_mean"),
-                ess=metrics.get("rollout_corr/rollout_is_eff_sample_size"),
-            )
-        )
-    return outcomes
-
-
-def _bands(terms: Terms, config: Config, correction: RolloutCorrectionConfig) -> MeasuredBands | None:
-    """The bands by which a correction in bypass mode judges these terms, after training steps like them."""
-    if correction.mode != "bypass" or not correction.needs_batch or terms.num_elements is None:
-        return None
-    bands = MeasuredBands(config)
-    for _ in range(WARM_UP):
-        corrected(terms, config, correction, bands=bands)
-    return bands
-
-
 def outliers(gap: Terms, num_elements: int) -> tuple[float, float]:
     """The share of terms that `step_z` rejects, and the largest `|ratio - 1|` that is no outlier at any step."""
     keep = compute_rollout_correction_and_rejection_mask(
@@ -213,3 +155,93 @@ def outliers(gap: Terms, num_elements: int) -> tuple[float, float]:
 def fraction(where: Tensor) -> float:
     """Share of True in a bool tensor."""
     return float(where.double().mean())
+
+
+def step_table(steps: Sequence[StepGap]) -> Table:
+    """The gap by step of the schedule."""
+    size = "{:.1e}".format
+    return Table(
+        name="steps",
+        title="By step",
+        note="delta log p, in nats a latent element",
+        columns=[
+            Column(name="step_index", heading="step", words=True),
+            Column(name="sigma", show="{:.3f}".format),
+            Column(name="num_terms", heading="terms"),
+            Column(name="mean_delta", heading="mean", show=size),
+            *(
+                Column(name=f"abs_delta_{100 * level:.0f}", heading=f"|delta| {level:.0%}", show=size)
+                for level in QUANTILES
+            ),
+            Column(name="exact_kl", heading="exact KL", show=size),
+            Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
+            Column(name="clip_needed", heading="clip needed", show=size),
+        ],
+        rows=[
+            (
+                step.step_index,
+                step.sigma,
+                step.num_terms,
+                step.mean_delta,
+                *step.abs_delta,
+                step.exact_kl,
+                step.outside_clip,
+                step.clip_needed,
+            )
+            for step in steps
+        ],
+    )
+
+
+def scale_table(scales: Sequence[ScaleWorth]) -> Table:
+    """The worth of weights without a cap, by scale and level."""
+    return Table(
+        name="scales",
+        title="Weights without a cap",
+        note="expected: from the exact KLs, for many samples; chi-squared: mean square less 1, so it may be negative, "
+        "and - where it overflows",
+        columns=[
+            Column(name="scale", words=True),
+            Column(name="level", words=True),
+            Column(name="ess", heading="ESS", show="{:.3f}".format),
+            Column(name="expected_ess", heading="ESS expected", show="{:.3f}".format),
+            Column(name="chi2", heading="chi-squared", show="{:.2g}".format),
+        ],
+        rows=[(row.scale, row.level, row.ess, row.expected_ess, row.chi2) for row in scales],
+    )
+
+
+def gap_chart(steps: Sequence[StepGap], limit: float | Sequence[float] | None) -> Chart:
+    """The gap by step beside the clip range."""
+    quantiles = ", ".join(f"{level:.0%}" for level in QUANTILES)
+    return Chart(
+        name="audit_gap",
+        title="The gap by step of the schedule",
+        draw=partial(_draw_gap, steps=steps, limit=limit),
+        caption=f"{quantiles}: quantiles of |delta log p|, nats per latent element; needed: the clip range that "
+        "bypass needs" + ("; clip: the configured clip range" if limit is not None else ""),
+    )
+
+
+def _draw_gap(figure: Figure, steps: Sequence[StepGap], limit: float | Sequence[float] | None) -> None:
+    axes = figure.subplots()
+    places = range(len(steps))
+    lines = [
+        (f"{level:.0%}", [step.abs_delta[place] for step in steps], PALETTE[0], "-")
+        for place, level in enumerate(QUANTILES)
+    ]
+    lines.append(("needed", [step.clip_needed for step in steps], INK, "--"))
+    if limit is not None:
+        lines.append(("clip", [limit_at(limit, step.step_index) for step in steps], LIMIT, "-"))
+    for _, values, colour, style in lines:
+        axes.plot(places, values, f"o{style}", color=colour, clip_on=False)
+    if all(step.abs_delta[0] > 0 for step in steps):
+        axes.set_yscale("log")
+    style_axis(axes.yaxis)
+    names = [
+        f"step {step.step_index}" + ("" if step.sigma is None else f"\nσ {step.sigma:.2f}") for step in steps
+    ]
+    stride = math.ceil(len(names) / _MAX_NAMES)
+    axes.set_xticks(places[::stride], names[::stride])
+    axes.set_xlim(-0.3, len(steps) - 1)
+    label_lines(axes, [(values[-1], name, colour) for name, values, colour, _ in lines])

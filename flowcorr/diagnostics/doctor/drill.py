@@ -147,7 +147,7 @@ class Bench:
         )
         units = units_of(config, rollout.num_elements)
         found = examine_step(metrics.compute(), units)
-        return [finding.rule for finding in found if finding.level != "note"]
+        return [finding.cause for finding in found if finding.level != "note"]
 
     def _engine(self, plant: Plant | None) -> InProcessEngine:
         engine = own_engine(self.actor, self.config)

@@ -10,6 +10,7 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.presets import NAMES
 from flowcorr.correction.rejection import RS_MODES
 from flowcorr.diagnostics import image_drift
+from flowcorr.diagnostics.diagnosis import RULES as FAULTS_OF_TERMS
 from flowcorr.diagnostics.doctor.checks import CHECKS
 from flowcorr.diagnostics.doctor.planted import FAULTS
 from flowcorr.diagnostics.doctor.replayed.verdicts import CAUSES
@@ -71,6 +72,14 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
         yield _rule(name)
     if name in _CHECKS:
         yield _check(name)
+    if name in FAULTS_OF_TERMS:
+        yield iter(
+            (
+                f"{name} (fault of log-probs, in audit, report and watch)",
+                f"  {(inspect.getdoc(FAULTS_OF_TERMS[name]) or '').splitlines()[0]}",
+                "  worry: always: the finding has its numbers, and says what to do",
+            )
+        )
     if name in CAUSES:
         yield iter(
             (
@@ -177,4 +186,4 @@ def _watched(name: str) -> Iterator[str]:
 def _known() -> list[str]:
     names = [*_BY_LABEL, *WORDS, *NAMES, *(key.name for key in keys()), *(metric.name for metric in METRICS)]
     names += [metric.name.rpartition("/")[2] for metric in METRICS]
-    return list(dict.fromkeys([*names, *_CHECKS, *CAUSES, *_FAULTS, *_RULES, *RS_MODES]))
+    return list(dict.fromkeys([*names, *_CHECKS, *CAUSES, *FAULTS_OF_TERMS, *_FAULTS, *_RULES, *RS_MODES]))

@@ -1,5 +1,5 @@
 """`flowcorr report`: some runs on one page."""
 
-from flowcorr.diagnostics.report.page import write_report
+from flowcorr.diagnostics.report.page import report, write_report
 
-__all__ = ["write_report"]
+__all__ = ["report", "write_report"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 
@@ -20,6 +20,7 @@ from flowcorr.diagnostics.report.runs import Group
 from flowcorr.diagnostics.report.terms import Spread, reach, read_spread, shares
 from flowcorr.diagnostics.report.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
 from flowcorr.instruments.drawing import HEIGHT, PALETTE, Chart
+from flowcorr.instruments.finding import Charts
 from flowcorr.instruments.plots import (
     BandPoint,
     Curve,
@@ -49,60 +50,49 @@ _NO_TERMS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChartSection:
-    """Charts under a heading.
-
-    Attributes:
-        title: the heading.
-        text: a remark on all charts, or the reason why there are none.
-        charts: in order.
-        has_curves: whether the charts are curves in the colours of the runs.
-    """
-
-    title: str
-    text: str
-    charts: Sequence[Chart]
-    has_curves: bool = False
-
-
-def chart_sections(groups: Sequence[Group]) -> list[ChartSection]:
+def chart_sections(groups: Sequence[Group]) -> list[Charts]:
     """All sections that have something to say: did it learn, how far do the stacks drift apart, time, images."""
     sections = [
         _curves(groups, "Learning", _learning_metrics(groups, of_images=False), _learning_text(groups)),
         _curves(
             groups, "Drift between rollout and training", _rows_of("drift"), _drift_text(groups), zoom=True
         ),
-        ChartSection(
+        Charts(
             title="Drift by timestep",
             text="Mean |Δ log p| at each step of the sampling schedule, before anything was learned from the batch. "
             f"All maps have one scale; grey: below {ROUNDING:g}, the rounding of float32; white: not in the window.",
-            charts=heat_maps(groups),
+            pictures=_named(heat_maps(groups)),
         ),
         _curves(groups, "Outside the log-probs", _rows_of("replay"), _REPLAY_TEXT),
         _did(groups),
         _curves(groups, "The update", _rows_of("update"), ""),
     ]
-    timing = ChartSection(
+    timing = Charts(
         title="Where the time goes",
         text="Median seconds of each phase of a training step.",
-        charts=[
+        pictures=_named(
             chart
             for index, (group, colour) in enumerate(zip(groups, colours(groups), strict=True))
             if (chart := _timing(group, index, colour))
-        ],
+        ),
     )
     statistics = _curves(groups, "Image statistics", _learning_metrics(groups, of_images=True), _IMAGES_TEXT)
     return [
-        *(section for section in sections if section.charts),
+        *(section for section in sections if section.pictures),
         _histograms(groups),
-        *(section for section in (timing, statistics) if section.charts),
+        *(section for section in (timing, statistics) if section.pictures),
     ]
 
 
 def colours(groups: Sequence[Group]) -> list[str]:
     """The colour of each group."""
     return [PALETTE[index % len(PALETTE)] for index in range(len(groups))]
+
+
+def legend(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
+    """Mark, name and colour of each group's lines."""
+    names = [group.label for group in groups]
+    return list(zip(marks(groups), names, colours(groups), strict=True))
 
 
 def marks(groups: Sequence[Group]) -> list[str]:
@@ -180,10 +170,10 @@ def _drift_text(groups: Sequence[Group]) -> str:
     )
 
 
-def _did(groups: Sequence[Group]) -> ChartSection:
+def _did(groups: Sequence[Group]) -> Charts:
     """Charts of the correction, and of the bands that it measured."""
     section = _curves(groups, "What the correction did", _rows_of("correction"), "")
-    return replace(section, charts=[*section.charts, *band_charts(groups)])
+    return replace(section, pictures={**section.pictures, **_named(band_charts(groups))})
 
 
 def _curves(
@@ -193,11 +183,22 @@ def _curves(
     text: str,
     *,
     zoom: bool = False,
-) -> ChartSection:
+) -> Charts:
     charts = [chart for metric in metrics[:MAX_CHARTS] if (chart := _curve(groups, *metric, zoom=zoom))]
     if len(metrics) > MAX_CHARTS:
         text = f"{text} Of {len(metrics)} metrics, the first {MAX_CHARTS} are drawn.".strip()
-    return ChartSection(title=title, text=text, charts=charts, has_curves=True)
+    if any(chart.shaded for chart in charts):
+        text = f"{text} Shaded: outside the healthy range.".strip()
+    return Charts(
+        title=title,
+        text=f"{text} Across: training steps.".strip(),
+        pictures=_named(charts),
+        legend=legend(groups) if len(groups) > 1 else (),
+    )
+
+
+def _named(charts: Iterable[Chart]) -> dict[str, Chart]:
+    return {chart.name: chart for chart in charts}
 
 
 def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom: bool) -> Chart | None:
@@ -256,16 +257,16 @@ def _healthy_text(curves: Sequence[Curve], healthy: tuple[float, float], serious
 # Histograms ----------------------------------------------------------------------------------------------------
 
 
-def _histograms(groups: Sequence[Group]) -> ChartSection:
+def _histograms(groups: Sequence[Group]) -> Charts:
     charts = []
     for index, (group, colour) in enumerate(zip(groups, colours(groups), strict=True)):
         spread = read_spread(group)
         if spread is not None:
             charts += [chart(group, spread, index, colour) for chart in (_ratio_chart, _mismatch_chart)]
-    return ChartSection(
+    return Charts(
         title="Ratios and mismatch",
         text=_HISTOGRAMS if charts else _NO_TERMS,
-        charts=charts,
+        pictures=_named(charts),
     )
 
 

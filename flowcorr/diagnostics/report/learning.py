@@ -42,7 +42,8 @@ def learning_of(run: Run) -> Learning:
     before, after = float(first[_SCORE]), float(last[_SCORE])
     values = f"the held-out reward went from {before:.3g} to {after:.3g}"
     steps = f"between step {first['step']} and {last['step']}"
-    found = [_standard_error(record, run.config.data.num_heldout) for record in (first, last)]
+    heldout = None if run.config is None else run.config.data.num_heldout
+    found = [_standard_error(record, heldout) for record in (first, last)]
     errors = [error for error in found if error is not None]
     if len(errors) < 2:
         return Learning(change="unknown", text=f"{values} {steps}; its standard error was not logged")
@@ -57,9 +58,9 @@ def learning_of(run: Run) -> Learning:
     return Learning(change=change, text=f"{values} {steps} (standard error {error:.2g}){peak}")
 
 
-def _standard_error(record: Mapping[str, Any], num_heldout: int) -> float | None:
+def _standard_error(record: Mapping[str, Any], num_heldout: int | None) -> float | None:
     """Of the mean score of an evaluation; None where its spread was not logged."""
-    if record.get(_SPREAD) is None:
+    if num_heldout is None or record.get(_SPREAD) is None:
         return None
     return float(record[_SPREAD]) / math.sqrt(num_heldout - (record.get(_FAILED) or 0))
 

@@ -1,31 +1,25 @@
-"""Runs on one page: `write_report` makes a single HTML file without scripts, which loads nothing from anywhere.
-
-On request its charts lie beside it as PNG files, for where a page cannot go.
-"""
+"""Runs on one page: did they learn, which rules did they break, and their curves, times and images."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from flowcorr.diagnostics.health import examine_run, is_step
-from flowcorr.diagnostics.measured import measure_apart
-from flowcorr.diagnostics.replicas import places_of, worker_rows
-from flowcorr.diagnostics.report.charts import ChartSection, chart_sections, colours, marks
-from flowcorr.diagnostics.report.learning import Change, Learning, learning_of
+from flowcorr.diagnostics.health import beside, examine_run, is_step
+from flowcorr.diagnostics.replicas import places_of, worker_table
+from flowcorr.diagnostics.report.charts import chart_sections, legend, marks
+from flowcorr.diagnostics.report.learning import Change, learning_of
 from flowcorr.diagnostics.report.pictures import pictures
 from flowcorr.diagnostics.report.runs import Group, Run, differences, group_by_seed, read_run
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.page import render, save_charts, write
+from flowcorr.instruments import page
+from flowcorr.instruments.finding import LEVELS, Charts, Column, Fact, Finding, Level, Report, Table
 from flowcorr.trainer.run_folder import resume_command
 
 _HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")
-_LEVELS = ("serious", "warning", "note", "healthy")
-_LEARNED: Mapping[Change, str] = {
+_LEARNED: Mapping[Change, Level] = {
     "rose": "healthy",
     "did not move": "warning",
     "fell": "serious",
@@ -33,150 +27,82 @@ _LEARNED: Mapping[Change, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """How a group of runs is shown.
-
-    Attributes:
-        label: its name.
-        mark: what stands at the end of its lines, see `charts.marks`.
-        colour: of its lines.
-    """
-
-    label: str
-    mark: str
-    colour: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The report on some runs.
-
-    Attributes:
-        level: `healthy`, `note`, `warning` or `serious`.
-        runs: their names.
-        message: a sentence without its full stop.
-        where: at which steps.
-        advice: what to do, another sentence.
-        metric: that was judged.
-        command: that continues the run.
-    """
-
-    level: str
-    runs: str
-    message: str
-    where: str = ""
-    advice: str = ""
-    metric: str = ""
-    command: str = ""
-
-
-def write_report(
-    folders: Sequence[Path],
-    out: Path,
-    *,
-    charts: Path | None = None,
-    allow_imports: Collection[str] = (),
-) -> Path:
-    """Write the page of one or more runs; runs that differ by seed only are drawn as one, with a band.
+def report(folders: Sequence[Path], *, allow_imports: Collection[str] = ()) -> Report:
+    """The report on one or more runs; runs that differ by seed only are drawn as one, with a band.
 
     Args:
         folders: the runs' folders.
-        out: the file; its folder is made.
-        charts: a folder that gets every chart as PNG, or None for none.
         allow_imports: names of losses and rejection modes of the runs' own, `package.module:name`, that may be
             imported; nothing else of a run is.
 
     Raises:
-        ConfigError: a folder holds no run, or a file cannot be read or written.
+        ConfigError: a folder holds no run, or a file cannot be read.
     """
     different = {os.path.realpath(folder): folder for folder in folders}
     groups = group_by_seed([read_run(folder, allow_imports=allow_imports) for folder in different.values()])
-    sections = chart_sections(groups)
+    runs = [run for group in groups for run in group.runs]
+    learned = [_learned(run) for run in runs]
+    found = [finding for group in groups for run in group.runs for finding in _findings(run, group)]
+    findings = sorted([*learned, *found], key=lambda finding: LEVELS.index(finding.level))
+    workers = [
+        worker_table(run.name, run.records, places_of(run.folder), place) for place, run in enumerate(runs)
+    ]
+    return Report(
+        title=" · ".join(group.label for group in groups),
+        verdict=_verdict(learned, found),
+        facts=_facts(groups),
+        tables=[
+            _summary(groups),
+            *(table for table in workers if table.rows),
+            *([_differences(groups)] if len(groups) > 1 else []),
+        ],
+        charts=[*chart_sections(groups), *_images(groups)],
+        findings=findings,
+    )
+
+
+def write_report(made: Report, out: Path, *, charts: Path | None = None) -> None:
+    """Write a report as one page, and its charts as PNG into a folder if one is given.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write(out, report_page(groups, sections))
+        page.write(out, page.html(made))
         if charts is not None:
-            note = "; ".join(f"{key.mark}: {key.label}" for key in _keys(groups) if key.mark != key.label)
-            for section in sections:
-                save_charts(
-                    section.charts, charts, note=note if section.has_curves and len(groups) > 1 else ""
-                )
+            page.save_pictures(made, charts)
     except OSError as error:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror or error}); name another file"
         ) from error
-    return out
 
 
-def report_page(groups: Sequence[Group], sections: Sequence[ChartSection]) -> str:
-    """The page as HTML text."""
-    keys = _keys(groups)
-    seeds = max(len(group.runs) for group in groups) > 1
-    headlines = [name for name in _HEADLINES if any(group.band(name) for group in groups)]
-    runs = [run for group in groups for run in group.runs]
-    learned = [learning_of(run) for run in runs]
-    findings = _findings(groups)
-    of_learning = [
-        Finding(level=_LEARNED[one.change], runs=run.name, message=one.text)
-        for run, one in zip(runs, learned, strict=True)
-    ]
-    return render(
-        "report.html",
-        title=" · ".join(key.label for key in keys),
-        facts=_facts(groups),
-        level=min((finding.level for finding in [*of_learning, *findings]), key=_LEVELS.index),
-        verdict=_verdict(learned, findings),
-        keys=keys,
-        headlines=headlines,
-        summary=[_summary_row(group, key, headlines) for group, key in zip(groups, keys, strict=True)],
-        summary_note=_summary_note(groups),
-        findings=[*of_learning, *findings],
-        sections=sections,
-        measured=[
-            {"name": group.runs[0].name, **run}
-            for group in groups
-            if (run := measure_apart(group.runs[0].folder)) is not None
-        ],
-        workers=[
-            {"name": run.name, "rows": rows}
-            for run in runs
-            if (rows := worker_rows(run.records, places_of(run.folder)))
-        ],
-        pictures=[
-            {"name": group.runs[0].name, "pictures": found}
-            for group in groups
-            if (found := pictures(group.runs[0]))
-        ],
-        images_note="Of runs that differ by seed only, the images of the first one." if seeds else "",
-        differences=differences(groups),
-    )
-
-
-def _keys(groups: Sequence[Group]) -> list[Key]:
-    return [
-        Key(label=group.label, mark=mark, colour=colour)
-        for group, mark, colour in zip(groups, marks(groups), colours(groups), strict=True)
-    ]
-
-
-def _facts(groups: Sequence[Group]) -> str:
-    """Number of runs, models and dates, in a line."""
+def _facts(groups: Sequence[Group]) -> list[Fact]:
+    """Number of runs, models and dates."""
     runs = [run for group in groups for run in group.runs]
     models = sorted({path for run in runs if (path := run.settings.get("model.path")) is not None})
     dates = sorted({run.started for run in runs if run.started})
-    facts = [
-        _plural(len(runs), "run"),
-        _plural(len(groups), "configuration"),
-        f"model {', '.join(models)}" if models else "",
-        f"started {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "") if dates else "",
+    text = "; ".join(
+        filter(
+            None,
+            [
+                f"{_plural(len(runs), 'run')} in {_plural(len(groups), 'configuration')}",
+                f"model {', '.join(models)}" if models else "",
+                f"started {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "") if dates else "",
+            ],
+        )
+    )
+    return [
+        Fact(name="runs", value=len(runs), text=text),
+        Fact(name="models", value=models),
+        Fact(name="started", value=dates),
     ]
-    return "; ".join(filter(None, facts))
 
 
-def _verdict(learned: Sequence[Learning], findings: Sequence[Finding]) -> str:
+def _verdict(learned: Sequence[Finding], found: Sequence[Finding]) -> str:
     """Whether the runs learned, how many rules they broke, and the worst finding."""
-    changes = [one.change for one in learned]
+    changes = [finding.numbers["change"] for finding in learned]
     if len(changes) == 1:
         told = {"unknown": "whether it learned cannot be told"}.get(
             changes[0], f"the held-out reward {changes[0]}"
@@ -184,101 +110,131 @@ def _verdict(learned: Sequence[Learning], findings: Sequence[Finding]) -> str:
     else:
         counted = [(changes.count(change), change) for change in _LEARNED if change in changes]
         told = "held-out reward: " + ", ".join(f"{change} in {count} runs" for count, change in counted)
-    broken = [
-        (level, sum(finding.level == level for finding in findings)) for level in ("serious", "warning")
-    ]
+    broken = [(level, sum(finding.level == level for finding in found)) for level in ("serious", "warning")]
     counts = ", ".join(f"{count} of level {level}" for level, count in broken if count)
     if not counts:
         return f"{told}; no rule was broken"
-    worst = min(findings, key=lambda finding: _LEVELS.index(finding.level))
-    return f"{told}; findings: {counts}; first of all, {worst.runs}: {worst.message}"
+    first = min(found, key=lambda finding: LEVELS.index(finding.level))
+    return f"{told}; findings: {counts}; first of all, {first.numbers['run']}: {first.headline}"
 
 
-# Summary and health --------------------------------------------------------------------------------------------
+# Findings ------------------------------------------------------------------------------------------------------
 
 
-def _summary_row(group: Group, key: Key, headlines: Sequence[str]) -> dict[str, Any]:
-    last = sorted({run.last_step for run in group.runs})
-    return {
-        "key": key,
-        "correction": group.config.algorithm.rollout_correction.label,
-        "steps": f"{last[0]}–{last[-1]}" if len(last) > 1 else f"{last[0]}",
-        "changes": [_change(group, metric) for metric in headlines],
-    }
+def _learned(run: Run) -> Finding:
+    learned = learning_of(run)
+    return Finding(
+        level=_LEARNED[learned.change],
+        cause="learning",
+        sentence=learned.text,
+        numbers={"run": run.name, "change": learned.change},
+    )
 
 
-def _summary_note(groups: Sequence[Group]) -> str:
-    note = "First to last value; with several seeds their mean, and in brackets the smallest and largest last one."
+def _findings(run: Run, group: Group) -> Iterator[Finding]:
+    found = [*run.faults, *beside(run.faults, examine_run(run.records, group.units, places_of(run.folder)))]
+    if run.ending:
+        found.insert(0, _ending(run))
+    elif not any(map(is_step, run.records)):
+        text = "no training step was logged, so there is nothing to judge"
+        found.append(Finding(level="note", cause="steps", sentence=text))
+    elif not found:
+        text = "no rule was broken"
+        if run.setting.correction.mode == "off":
+            text += "; without rollout_correction, the gap was not measured"
+        found.append(Finding(level="healthy", cause="rules", sentence=text))
+    found += [Finding(level="note", cause="files", sentence=note) for note in run.notes]
+    for finding in found:
+        yield Finding(
+            level=finding.level,
+            cause=finding.cause,
+            sentence=finding.sentence,
+            numbers={"run": run.name, **finding.numbers},
+            remedy=finding.remedy,
+            keys=finding.keys,
+        )
+
+
+def _ending(run: Run) -> Finding:
+    planned = None if run.config is None else run.config.trainer.total_steps
+    return Finding(
+        level="serious" if run.failed else "note",
+        cause="ending",
+        sentence=f"the run {run.ending}",
+        numbers={"last logged step": run.last_step, "of": planned},
+        remedy=f"if it is not running, continue it with `{resume_command(run.folder)}`",
+    )
+
+
+# Tables --------------------------------------------------------------------------------------------------------
+
+
+def _summary(groups: Sequence[Group]) -> Table:
+    headlines = [name for name in _HEADLINES if any(group.band(name) for group in groups)]
+    note = "first to last value"
+    if max(len(group.runs) for group in groups) > 1:
+        note += "; with several seeds their mean, and in brackets the smallest and largest last one"
     if any(len({run.last_step for run in group.runs}) > 1 for group in groups):
-        note += " Last values are of the seeds that got furthest."
-    return note
+        note += "; last values are of the seeds that got furthest"
+    return Table(
+        name="summary",
+        title="Summary",
+        note=note,
+        columns=[
+            Column(name="runs", words=True),
+            Column(name="correction", words=True),
+            Column(name="steps"),
+            *(Column(name=name) for name in headlines),
+        ],
+        rows=[
+            (
+                f"{mark} {group.label}" if mark and mark != group.label else group.label,
+                group.setting.correction.label,
+                _range(sorted({run.last_step for run in group.runs})),
+                *(_change(group, name) for name in headlines),
+            )
+            for group, mark in zip(groups, marks(groups), strict=True)
+        ],
+    )
 
 
-def _change(group: Group, metric: str) -> str:
+def _range(steps: Sequence[int]) -> str:
+    return f"{steps[0]}–{steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
+
+
+def _change(group: Group, metric: str) -> str | None:
     band = group.band(metric)
     if not band:
-        return "–"
+        return None
     first, (_, mean, low, high) = band[0][1], band[-1]
     spread = f" ({low:.3g} to {high:.3g})" if len(group.runs) > 1 else ""
     return f"{first:.3g} → {mean:.3g}{spread}"
 
 
-def _findings(groups: Sequence[Group]) -> list[Finding]:
-    """Healthy runs first, then what is to be said about the others."""
-    found = [finding for group in groups for run in group.runs for finding in _findings_of(run, group)]
-    healthy = [finding for finding in found if finding.level == "healthy"]
-    alike = groupby(sorted(healthy, key=lambda finding: finding.message), lambda finding: finding.message)
-    return [
-        *(
-            Finding(level="healthy", message=message, runs=", ".join(finding.runs for finding in same))
-            for message, same in alike
-        ),
-        *(finding for finding in found if finding.level != "healthy"),
-    ]
+def _differences(groups: Sequence[Group]) -> Table:
+    rows: list[tuple[Any, ...]] = [(key, *values) for key, values in differences(groups).items()]
+    return Table(
+        name="configuration",
+        title="Configuration: what differs",
+        columns=[
+            Column(name="key", words=True),
+            *(Column(name=mark, heading=name, words=True) for mark, name, _ in legend(groups)),
+        ],
+        rows=rows,
+    )
 
 
-def _findings_of(run: Run, group: Group) -> Iterator[Finding]:
-    steps = sum(map(is_step, run.records))
-    if run.ending:
-        yield Finding(
-            level="serious" if run.failed else "note",
-            runs=run.name,
-            message=f"the run {run.ending}",
-            where=f"last logged step {run.last_step} of {run.config.trainer.total_steps}",
-            command=resume_command(run.folder),
-        )
-    for note in run.notes:
-        yield Finding(level="note", runs=run.name, message=note)
-    for diagnosis in run.diagnoses:
-        yield Finding(
-            level=diagnosis.level,
-            runs=run.name,
-            message=diagnosis.verdict,
-            where=diagnosis.evidence,
-            advice=diagnosis.remedy,
-        )
-    broken = examine_run(run.records, group.units, places_of(run.folder))
-    for finding in broken:
-        if run.diagnoses and finding.level == "note":  # noise is no news beside a fault
-            continue
-        yield Finding(
-            level=finding.level,
-            runs=run.name,
-            message=finding.message,
-            where=f"worst at step {finding.step}; on {finding.num_steps} of {_plural(steps, 'step')}",
-            advice=finding.advice,
-            metric=finding.metric,
-        )
-    if run.failed:
-        return
-    if not steps:
-        text = "no training step was logged, so there is nothing to judge"
-        yield Finding(level="note", runs=run.name, message=text)
-    elif not broken and not run.diagnoses:
-        text = "no rule was broken"
-        if run.config.algorithm.rollout_correction.mode == "off":
-            text += "; without rollout_correction, the gap was not measured"
-        yield Finding(level="healthy", runs=run.name, message=text)
+def _images(groups: Sequence[Group]) -> Iterator[Charts]:
+    seeds = max(len(group.runs) for group in groups) > 1
+    for group in groups:
+        found = pictures(group.runs[0])
+        if found:
+            yield Charts(
+                title=f"Pictures, {group.runs[0].name}",
+                text="Of runs that differ by seed only, the images of the first one." if seeds else "",
+                pictures={picture.title: picture for picture in found},
+                wide=True,
+            )
 
 
 def _plural(count: int, noun: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from markupsafe import Markup
 from PIL import Image, UnidentifiedImageError
 
 from flowcorr.diagnostics.health import is_step
@@ -30,11 +31,27 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An image in the page; `full` if it takes a whole row, `source` being its data."""
+    """An image in a page.
 
-    caption: str
+    Attributes:
+        title: what it shows.
+        source: its data.
+        full: whether it takes a whole row.
+    """
+
+    title: str
     source: str
     full: bool = False
+
+    def html(self) -> Markup:
+        """It inside a page."""
+        return Markup(
+            '<figure class="card{}"><figcaption>{}</figcaption>'
+            '<div class="scroll"><img alt="{}" src="{}"></div></figure>'
+        ).format(" full" if self.full else "", self.title, self.title, self.source)
+
+    def png(self, note: str = "") -> None:
+        """Nothing: it has a file already."""
 
 
 def pictures(run: Run) -> list[Picture]:
@@ -53,7 +70,7 @@ def pictures(run: Run) -> list[Picture]:
         return []
     for caption, path, full in chosen:
         try:
-            found.append(Picture(caption=caption, source=_source(path, run.folder), full=full))
+            found.append(Picture(title=caption, source=_source(path, run.folder), full=full))
         except _ODD as error:
             warnings.warn(f"{path} is not shown: {error}", UserWarning, stacklevel=2)
     return found

@@ -12,13 +12,14 @@ from typing import Any
 
 from flowcorr import dumps
 from flowcorr.config import Config
-from flowcorr.diagnostics.diagnosis import Diagnosis, diagnose
-from flowcorr.diagnostics.dumped import UNBOUNDED, read_dumped, step_terms
+from flowcorr.diagnostics.dumped import UNBOUNDED, diagnosed, read_dumped
 from flowcorr.diagnostics.dumped import records as dumped_records
 from flowcorr.diagnostics.dumped_files import survey
-from flowcorr.diagnostics.health import NUM_ELEMENTS, Units, logged_num_elements, units_of
+from flowcorr.diagnostics.health import NUM_ELEMENTS, Units, logged_num_elements, units_of, units_of_setting
+from flowcorr.diagnostics.setting import Setting
 from flowcorr.dumps.checks import MAX_ELEMENTS
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.plots import BandPoint
 from flowcorr.private import redact, redact_text, secrets_of
 from flowcorr.trackers import METRICS_FILE, checked_metrics
@@ -39,28 +40,30 @@ class Run:
 
     Attributes:
         folder: where it lies.
-        config: its configuration.
+        setting: its loss, correction and schedule.
+        config: its configuration; None of another trainer's run.
         settings: the configuration as dotted keys, secrets redacted.
         records: its `metrics.jsonl`.
         ending: how it ended if not at its last step, in words; else, or where nothing is known, empty.
         name: the end of `folder` that tells it from the other runs.
         started: the day on which it began, `YYYY-MM-DD`; empty where that is not known.
         dumped: files of dumped steps, at most `MAX_STEPS` from the first to the last of them.
-        precision_known: whether `config` tells the precision of both stacks.
-        diagnoses: what is wrong with the log-probs that it dumped.
+        num_terms: SDE steps of a training step, of another trainer's run.
+        faults: of the log-probs that it dumped.
         notes: what was left out; of another trainer's dump, what it lacks and what that would give.
     """
 
     folder: Path
-    config: Config
+    setting: Setting
+    config: Config | None
     settings: Mapping[str, str]
     records: Sequence[Mapping[str, Any]]
     ending: str
     name: str
     started: str = ""
     dumped: Sequence[Path] = ()
-    precision_known: bool = True
-    diagnoses: Sequence[Diagnosis] = ()
+    num_terms: int = 1
+    faults: Sequence[Finding] = ()
     notes: Sequence[str] = ()
 
     @property
@@ -86,9 +89,9 @@ class Group:
     runs: Sequence[Run]
 
     @property
-    def config(self) -> Config:
-        """The configuration of the first run."""
-        return self.runs[0].config
+    def setting(self) -> Setting:
+        """Loss, correction and schedule of the first run."""
+        return self.runs[0].setting
 
     @property
     def num_elements(self) -> int | None:
@@ -98,7 +101,10 @@ class Group:
     @property
     def units(self) -> Units:
         """The units in which its runs are judged."""
-        return units_of(self.config, self.num_elements, precision_known=self.runs[0].precision_known)
+        run, size = self.runs[0], self.num_elements
+        if run.config is not None:
+            return units_of(run.config, size)
+        return units_of_setting(run.setting, size, num_terms=run.num_terms)
 
     def band(self, metric: str) -> list[BandPoint]:
         """Mean, smallest and largest value over the runs that logged a step."""
@@ -143,6 +149,7 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
     events = _events(folder)
     return Run(
         folder=folder,
+        setting=Setting.of(found.config),
         config=found.config,
         settings=settings,
         records=records,
@@ -156,17 +163,18 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
 
 def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
     dumped = read_dumped(folder, allow_imports=allow_imports)
-    known = {"actor.loss_mode": dumped.loss_mode, "actor.clip_ratio": dumped.config.actor.clip_ratio}
+    known = {"actor.loss_mode": dumped.loss_mode, "actor.clip_ratio": dumped.setting.actor.clip_ratio}
     return Run(
         folder=folder,
+        setting=dumped.setting,
         config=dumped.config,
         settings={key: _text(value) for key, value in known.items() if value != UNBOUNDED},
         records=dumped_records(dumped),
         ending="",
         name=_readable(os.path.basename(os.path.realpath(folder))),
         dumped=list(_spread_out(dumped.files).values()),
-        precision_known=dumped.of_flowcorr,
-        diagnoses=diagnose(step_terms(dumped)),
+        num_terms=dumps.load(next(iter(dumped.files.values()))).rollout_log_probs.numel(),
+        faults=diagnosed(dumped),
         notes=dumped.notes,
     )
 

@@ -54,7 +54,7 @@ def read_spread(group: Group) -> Spread | None:
     steps = [completed(dumped, levels) for dumped in loaded]
     if not steps:
         return None
-    loss = loss_of(group.config.actor, group.config.algorithm.rollout_correction)
+    loss = loss_of(group.setting.actor, group.setting.correction)
     mismatch: dict[int, list[Tensor]] = {}
     for dumped in loaded:
         terms = gap_terms(dumped, levels)
@@ -66,9 +66,9 @@ def read_spread(group: Group) -> Spread | None:
     return Spread(
         num_steps=len(steps),
         num_bypass=sum(dumped.bypass for dumped in loaded),
-        ratios=_finite([_ratios(terms, group.config.actor, loss) for terms in steps]),
-        limits=_limits(group.config.actor, loss),
-        in_ranges=isinstance(loss.ratio_limit(group.config.actor), Sequence),
+        ratios=_finite([_ratios(terms, group.setting.actor, loss) for terms in steps]),
+        limits=_limits(group.setting.actor, loss),
+        in_ranges=isinstance(loss.ratio_limit(group.setting.actor), Sequence),
         mismatch={index: _finite(parts) for index, parts in sorted(mismatch.items())},
     )
 

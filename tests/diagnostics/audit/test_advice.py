@@ -3,6 +3,7 @@
 import math
 import shlex
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from flowcorr.config import load, recipe_names
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.diagnostics.audit import advice as rules
-from flowcorr.diagnostics.audit.advice import Facts, advise, as_overrides, limit_at
+from flowcorr.diagnostics.audit.advice import Facts, kind_of, limit_at, mode_of
+from flowcorr.instruments.finding import as_overrides
 from flowcorr.losses import LOSSES, Limit, loss_of
 from flowcorr.rollout.precision import LARGEST_DISTANCE
 
@@ -31,12 +33,26 @@ FACTS = Facts(
     loss_mode="flow_grpo",
     limit=Limit(key="clip_ratio"),
     ratio_level="step",
-    unscaled=False,
+    densities=True,
     outliers=0.0,
     outlier_band=4e-3,
     recompute_share=0.1,
 )
 WIDE = {0: 5e-3, 1: 2e-4}
+
+
+def advise(facts):
+    """The advice on facts, apart."""
+    found, *others = rules.advise(facts)
+    reasons = {other.cause: other.sentence for other in others}
+    return SimpleNamespace(
+        kind=kind_of(facts),
+        mode=mode_of(facts),
+        verdict=found.sentence,
+        reasons=list(reasons.values()),
+        yaml=found.keys,
+        alternative=next((other.keys for other in others if other.keys), ""),
+    )
 
 
 def correction_of(advice):
@@ -66,12 +82,12 @@ def test_bypass_needs_headroom_in_the_clip_range():
 def test_a_quantized_trainer_is_named_as_the_source_and_bypass_is_left_to_each_runs_noise():
     facts = replace(FACTS, quantization="nf4")
     advice = advise(facts)
-    assert "model.quantization=nf4 rounds the trainer's weights and not" in advice.reasons[0]
+    assert "model.quantization=nf4 rounds the trainer's weights and not" in " ".join(advice.reasons)
     assert "bypass_mode: auto" in advice.yaml
     large = advise(replace(facts, joint_nats=1.1 * LARGEST_DISTANCE**2 * D, clip_by_step={0: 5e-3, 1: 5e-3}))
     assert large.kind == "repair"
-    assert "weight_sync=merged" in large.reasons[0]
-    assert "higher precision" not in large.reasons[0]
+    assert "weight_sync=merged" in " ".join(large.reasons)
+    assert "higher precision" not in " ".join(large.reasons)
     beside = ["model.quantization=nf4", "rollout.name=vllm_omni", "rollout.emulate=none"]
     for lines in (advice.yaml, large.yaml, large.alternative):
         load("tiny_ocr_lora", [*beside, *shlex.split(as_overrides(lines))])
@@ -95,7 +111,7 @@ def test_advice_loads_at_every_level_of_the_ratio(level, mode, outliers):
 def test_log_probs_that_are_no_densities_are_not_weighed():
     facts = replace(FACTS, stale_nats=0.05)
     assert advise(facts).kind == "correct"
-    advice = advise(replace(facts, unscaled=True))
+    advice = advise(replace(facts, densities=False))
     assert advice.kind == "leave"
     assert "log_ratio_scale" not in advice.yaml
     assert any("with sampling.cps_unscaled differences" in reason for reason in advice.reasons)
@@ -124,7 +140,7 @@ def test_bypass_is_not_advised_with_older_weights():
     assert advise(fresh).mode == "bypass"
     advice = advise(replace(fresh, older_weights=True))
     assert (advice.mode, advice.alternative) == ("decoupled", "")
-    assert "PPO holds the update back to them" in advice.reasons[1]
+    assert "PPO holds the update back to them" in " ".join(advice.reasons)
 
 
 def test_headroom_is_judged_step_by_step():
@@ -233,7 +249,7 @@ def test_advice_loads_on_top_of_the_recipe_that_it_is_for(
             loss_mode=config.actor.loss_mode,
             limit=loss.limit,
             ratio_level=config.actor.ratio_level,
-            unscaled=config.sampling.cps_unscaled,
+            densities=not config.sampling.cps_unscaled,
             outliers=outliers,
             older_weights=older_weights,
         )
@@ -242,3 +258,9 @@ def test_advice_loads_on_top_of_the_recipe_that_it_is_for(
         loaded = load(recipe, shlex.split(as_overrides(lines)))
         expected = yaml.safe_load(lines)["algorithm"]["rollout_correction"]
         assert loaded.algorithm.rollout_correction == RolloutCorrectionConfig.from_mapping(expected)
+
+
+def test_another_trainers_owner_gets_words_in_place_of_keys():
+    found, *others = rules.advise(replace(FACTS, clip_by_step=WIDE), of_recipe=False)
+    assert not any(one.keys for one in (found, *others))
+    assert "In your trainer: score each batch" in found.remedy

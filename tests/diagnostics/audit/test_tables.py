@@ -6,11 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from diagnostics.gaps import D, normal_gap
+from instruments.html_pages import drawn
 
+from flowcorr.algorithm.bands import WARM_UP
 from flowcorr.config import Config
-from flowcorr.correction.presets import NAMES
+from flowcorr.correction import PRESETS
 from flowcorr.diagnostics.audit.gap import delta, joint_nats
-from flowcorr.diagnostics.audit.tables import outliers, preset_outcomes, worth_of_weights
+from flowcorr.diagnostics.audit.measure import as_steps
+from flowcorr.diagnostics.audit.presets import replay_presets
+from flowcorr.diagnostics.audit.tables import gap_by_step, gap_chart, outliers, worth_of_weights
+from flowcorr.diagnostics.setting import Setting
 from flowcorr.records import Terms
 
 
@@ -57,12 +62,11 @@ def test_weights_that_overflow_have_no_chi2():
     assert (last.scale, last.chi2, last.ess, last.expected_ess) == ("sum", None, pytest.approx(1.0), 0.0)
 
 
-def test_every_preset_has_an_outcome():
-    outcomes = preset_outcomes(normal_gap(0.03), D, Config())
-    names = [name for outcome in outcomes for name in (outcome.name, *outcome.aliases)]
-    assert sorted(names) == sorted(NAMES)
-    found = {outcome.name: outcome for outcome in outcomes}
-    log_ratio = delta(normal_gap(0.03))
+def test_presets_reject_what_lies_beyond_their_bands():
+    gap = normal_gap(0.03)
+    found = outcomes(gap)
+    assert found.keys() == PRESETS.keys()
+    log_ratio = delta(gap)
     band = (math.log(0.999), math.log(1.001))
     outside = (log_ratio.mean(1) < band[0]) | (log_ratio.mean(1) > band[1])
     assert found["decoupled_geo_rs"].rejected_samples == float(outside.double().mean()) > 0
@@ -85,11 +89,26 @@ def test_outliers_stand_out_of_the_noise():
 
 
 def test_measured_bands_are_those_after_training_steps_like_this_one():
-    def share_of(gap):
-        outcomes = {outcome.name: outcome for outcome in preset_outcomes(gap, D, Config())}
-        return outcomes["bypass_ppo_clip_auto_rs"].rejected_terms
-
     gap = normal_gap(0.03)
-    assert share_of(gap) == 0
+    assert outcomes(gap)["bypass_ppo_clip_auto_rs"].rejected_terms == 0
     gap.old_log_prob[:400, 0] = 0.1
-    assert share_of(gap) == pytest.approx(400 / delta(gap).numel())
+    share = outcomes(gap)["bypass_ppo_clip_auto_rs"].rejected_terms
+    assert share == pytest.approx(400 / delta(gap).numel())
+
+
+def outcomes(gap):
+    """What each preset makes of a gap."""
+    found = replay_presets([as_steps(gap, D)], Setting.of(Config()), passes=WARM_UP + 1)
+    return {one.name: one.outcome for one in found}
+
+
+def test_the_chart_shows_the_gap_beside_the_clip_range():
+    gap = normal_gap(0.03)
+    steps = gap_by_step(gap, delta(gap).expm1().abs(), 1e-3)
+    steps = [replace(step, abs_delta=(1e-3, 2e-3, 3e-3), clip_needed=1.2e-2) for step in steps]
+    axes = drawn(gap_chart(steps, 1e-3))
+    assert axes.get_yscale() == "log"
+    assert [text.get_text() for text in axes.texts] == ["50%", "90%", "99%", "needed", "clip"]
+    assert [list(line.get_ydata()) for line in axes.lines] == [
+        [value, value] for value in (1e-3, 2e-3, 3e-3, 1.2e-2, 1e-3)
+    ]

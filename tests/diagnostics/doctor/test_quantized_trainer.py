@@ -100,4 +100,6 @@ def test_replays_and_health_rules_know_the_gap():
     usual = usual_gap(config, distilled=False)
     units = units_of(config, None)
     for gap, rules in ((0.9 * usual, []), (1.1 * usual, ["replay_window"])):
-        assert [finding.rule for finding in examine_step({"rollout_corr/replay/window": gap}, units)] == rules
+        assert [
+            finding.cause for finding in examine_step({"rollout_corr/replay/window": gap}, units)
+        ] == rules

@@ -44,7 +44,7 @@ CASES = {
 
 
 def rules(metrics, units=CAPPED):
-    return [finding.rule for finding in examine_step(metrics, units)]
+    return [finding.cause for finding in examine_step(metrics, units)]
 
 
 def test_every_rule_has_a_case():
@@ -62,16 +62,15 @@ def test_a_rule_fires_outside_its_range_only(rule):
 def test_a_finding_tells_number_limit_and_advice(rule):
     metric, _, broken = CASES[rule]
     (finding,) = examine_step({**EQUAL, metric: broken[-1]}, CAPPED)
-    assert f"{finding.value:.3g}" in finding.message
-    assert f"{finding.threshold:.3g}" in finding.message
-    assert len(finding.advice) > 40
-    assert finding.metric == metric
+    assert finding.numbers["value"] == broken[-1] != finding.numbers["limit"]
+    assert len(finding.remedy) > 40
+    assert finding.numbers["metric"] == metric
 
 
 def test_rejection_above_a_tenth_is_serious_and_asks_for_its_cause():
     levels = {}
     for value in (0.07, 0.12):
         (finding,) = examine_step({"rollout_corr/rejected_ratio": value}, Units())
-        levels[value] = (finding.level, finding.threshold)
-        assert finding.advice.index("flowcorr doctor") < finding.advice.index("widen rollout_rs_threshold")
+        levels[value] = (finding.level, finding.numbers["limit"])
+        assert finding.remedy.index("flowcorr doctor") < finding.remedy.index("widen rollout_rs_threshold")
     assert levels == {0.07: ("warning", 0.05), 0.12: ("serious", 0.1)}

@@ -21,7 +21,7 @@ CORRECTION = "algorithm.rollout_correction"
 
 def charts_of(*folders):
     sections = chart_sections(group_by_seed([read_run(folder) for folder in folders]))
-    return {chart.name: chart for section in sections for chart in section.charts}
+    return {chart.name: chart for section in sections for chart in section.pictures.values()}
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-4])
@@ -127,9 +127,9 @@ def test_of_many_metrics_and_steps_some_are_drawn(tmp_path):
     learning, drift = (
         section for section in chart_sections(groups) if section.title in ("Learning", "Drift by timestep")
     )
-    assert len(learning.charts) == MAX_CHARTS
-    assert learning.text == f"Of {len(names) - 901} metrics, the first {MAX_CHARTS} are drawn."
-    assert f"{MAX_ROWS} of 900 steps" in drift.charts[0].caption
+    assert len(learning.pictures) == MAX_CHARTS
+    assert f"Of {len(names) - 901} metrics, the first {MAX_CHARTS} are drawn." in learning.text
+    assert f"{MAX_ROWS} of 900 steps" in next(iter(drift.pictures.values())).caption
 
 
 def test_of_a_long_window_some_steps_are_drawn(tmp_path):

@@ -5,11 +5,20 @@ import pytest
 from flowcorr.config import load
 from flowcorr.diagnostics.report.learning import learning_of
 from flowcorr.diagnostics.report.runs import Run
+from flowcorr.diagnostics.setting import Setting
 
 
 def run_of(*records, words=100):
     config = load("tiny_ocr_lora", [f"data.num_heldout={words}"])
-    return Run(folder=Path("a"), config=config, settings={}, records=records, ending="", name="a")
+    return Run(
+        folder=Path("a"),
+        setting=Setting.of(config),
+        config=config,
+        settings={},
+        records=records,
+        ending="",
+        name="a",
+    )
 
 
 def evaluated(step, reward, std=0.4):

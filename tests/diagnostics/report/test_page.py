@@ -13,8 +13,8 @@ from diagnostics.run_folders import dump, write_run
 from instruments.html_pages import Page
 from PIL import Image
 
+from flowcorr.diagnostics.report import report, write_report
 from flowcorr.diagnostics.report.charts import chart_sections
-from flowcorr.diagnostics.report.page import write_report
 from flowcorr.diagnostics.report.pictures import MAX_GRIDS, MAX_IMAGE_BYTES
 from flowcorr.diagnostics.report.runs import group_by_seed, read_run
 from flowcorr.errors import ConfigError
@@ -25,14 +25,26 @@ FAILURE = {"step": 2, "kind": "failure", "error": "BackendError: no <space>"}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def page_of(folders, out, **options):
+    """The page of some runs."""
+    write_report(report(folders), out, **options)
+    return Page(out)
+
+
 def text_of(*folders):
-    out = folders[0].parent / "report.html"
-    return Page(write_report(list(folders), out)).text
+    return page_of(folders, folders[0].parent / "report.html").text
+
+
+def found_in(*folders):
+    """What a report on runs found: level and cause, by run."""
+    found = {}
+    for finding in report(folders).findings:
+        found.setdefault(finding.numbers["run"], set()).add((finding.level, finding.cause))
+    return found
 
 
 def test_the_page_is_whole_and_loads_nothing(runs, tmp_path):
-    out = write_report(runs, tmp_path / "new" / "report.html")
-    page = Page(out)
+    page = page_of(runs, tmp_path / "new" / "report.html")
     page.check_alone()
     assert "svg" in page.tags
     assert page.references
@@ -40,7 +52,7 @@ def test_the_page_is_whole_and_loads_nothing(runs, tmp_path):
 
 
 def test_images_are_embedded_and_few(runs, tmp_path):
-    page = Page(write_report(runs, tmp_path / "report.html"))
+    page = page_of(runs, tmp_path / "report.html")
     assert page.tags.count("img") == MAX_GRIDS + 1
     assert "rollouts at step 0" in page.text
     assert "rollouts at step 6" in page.text
@@ -51,7 +63,7 @@ def test_large_images_are_shown_smaller(tmp_path):
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8))
     for path in (folder / "images").iterdir():
         noise.save(path, compress_level=0)
-    page = Page(write_report([folder], tmp_path / "report.html"))
+    page = page_of([folder], tmp_path / "report.html")
     pictures = [reference for reference in page.references if reference.startswith("data:image/webp")]
     assert len(pictures) == 4
     for picture in pictures:
@@ -70,7 +82,7 @@ def test_text_of_the_user_is_escaped(tmp_path, evil):
             f"sampling.negative_prompt={json.dumps(evil)}",
         ),
     ]
-    page = Page(write_report(folders, tmp_path / "report.html"))
+    page = page_of(folders, tmp_path / "report.html")
     page.check_alone()
     assert f"The run failed after step 2: {evil}" in page.text
     assert page.text.count(evil) == 3  # the verdict, the finding, and the prompt that differs
@@ -87,68 +99,69 @@ def test_runs_of_one_name_are_told_apart_where_their_groups_are(tmp_path):
     ]
     groups = group_by_seed([read_run(folder) for folder in folders])
     assert [group.label for group in groups] == ["x/seed_0, x/seed_1", "y/seed_0"]
-    text = Page(write_report(folders, tmp_path / "report.html")).text
-    assert "serious · x/seed_0 Share of samples" in text
-    assert "healthy · y/seed_0" in text
+    found = found_in(*folders)
+    assert ("serious", "rejected") in found["x/seed_0"]
+    assert ("healthy", "rules") in found["y/seed_0"]
 
 
 def test_the_page_begins_with_its_verdict_and_its_contents(tmp_path):
     start = {**START, "time": "2026-11-23T05:00:00.000+00:00"}
     events = [start, {"step": 4, "kind": "end", "status": "finished"}]
-    page = Page(write_report([write_run(tmp_path / "a", events=events)], tmp_path / "report.html"))
+    page = page_of([write_run(tmp_path / "a", events=events)], tmp_path / "report.html")
     assert "model tiny_ocr; started 2026-11-23" in page.text
     verdict = (
         "Whether it learned cannot be told; findings: 1 of level serious; first of all, a: share of samples"
     )
-    assert page.text.index(verdict) < page.text.index("First to last value")
+    assert page.text.index(verdict) < page.text.index("first to last value")
     linked = re.findall(r'<a href="#([\w-]+)"', page.source)
     assert linked
     assert linked == re.findall(r'<section id="([\w-]+)"', page.source)
 
 
 def test_every_chart_has_a_title_that_can_be_read_aloud(runs, tmp_path):
-    source = Page(write_report(runs, tmp_path / "report.html")).source
+    source = page_of(runs, tmp_path / "report.html").source
     assert source.count("<svg") == len(re.findall(r"<svg [^>]*><title>[^<]+</title>", source)) > 3
 
 
 def test_sections_tell_learning_first_then_drift_then_images(tmp_path):
     folder = write_run(tmp_path / "a", images=2)
-    headings = re.findall(r"<h2>(.*?)</h2>", write_report([folder], tmp_path / "r.html").read_text())
-    order = [heading for heading in headings if heading in ("Learning", "Drift by timestep", "Pictures")]
-    assert order == ["Learning", "Drift by timestep", "Pictures"]
+    headings = re.findall(r"<h2>(.*?)</h2>", page_of([folder], tmp_path / "r.html").source)
+    order = [heading for heading in headings if heading in ("Learning", "Drift by timestep", "Pictures, a")]
+    assert order == ["Learning", "Drift by timestep", "Pictures, a"]
 
 
 def test_a_run_named_twice_is_one(tmp_path):
     folder = write_run(tmp_path / "a")
-    text = Page(write_report([folder, folder / ".." / "a"], tmp_path / "report.html")).text
-    assert "1 run; 1 configuration; model tiny_ocr" in text
+    text = page_of([folder, folder / ".." / "a"], tmp_path / "report.html").text
+    assert "1 run in 1 configuration; model tiny_ocr" in text
     assert "means over seeds" not in text
 
 
 @pytest.mark.parametrize(
-    ("events", "says"),
+    ("events", "level", "says"),
     [
-        (
-            [START, FAILURE],
-            "The run failed after step 2: BackendError: no <space>. (last logged step 2 of 30)",
-        ),
-        ([START], "The run has not ended: it still runs, or it was killed. (last logged step 2 of 30)"),
+        ([START, FAILURE], "serious", "the run failed after step 2: BackendError: no <space>"),
+        ([START], "note", "the run has not ended: it still runs, or it was killed"),
         (
             [START, {"step": 2, "kind": "end", "status": "interrupted"}],
-            "The run was interrupted after step 2",
+            "note",
+            "the run was interrupted after step 2",
         ),
         (
             [START, FAILURE, {"step": 1, "kind": "resume"}, {"step": 4, "kind": "end", "status": "finished"}],
+            "healthy",
             "",
         ),
     ],
 )
-def test_how_a_run_ended_is_told(events, says, tmp_path):
+def test_how_a_run_ended_is_told(events, level, says, tmp_path):
     folder = write_run(tmp_path / "a", steps=2, scale=0.0, events=events)
-    text = text_of(folder)
-    assert says in text
-    assert (f"flowcorr train {folder}/config.yaml --resume --out {folder}" in text) == bool(says)
-    assert ("healthy · a" in text) == (FAILURE not in events[-1:])
+    made = report([folder])
+    ended = [finding for finding in made.findings if finding.cause == "ending"]
+    assert [(finding.level, finding.sentence) for finding in ended] == ([(level, says)] if says else [])
+    for finding in ended:
+        assert (finding.numbers["last logged step"], finding.numbers["of"]) == (2, 30)
+        assert f"flowcorr train {folder}/config.yaml --resume --out {folder}" in finding.remedy
 
 
 def test_a_run_that_measured_no_gap_is_not_simply_healthy(tmp_path):
@@ -156,56 +169,58 @@ def test_a_run_that_measured_no_gap_is_not_simply_healthy(tmp_path):
         write_run(tmp_path / "a", f"{CORRECTION}=null", scale=0.0),
         write_run(tmp_path / "b", scale=0.0),
     ]
-    text = text_of(*folders)
-    assert "healthy · a No rule was broken; without rollout_correction, the gap was not measured." in text
-    assert "healthy · b No rule was broken." in text
+    told = {one.numbers["run"]: one.sentence for one in report(folders).findings if one.cause == "rules"}
+    assert told == {
+        "a": "no rule was broken; without rollout_correction, the gap was not measured",
+        "b": "no rule was broken",
+    }
 
 
 def test_a_run_without_a_training_step_is_not_healthy(tmp_path):
-    text = text_of(write_run(tmp_path / "a", steps=0))
-    assert "note · a No training step was logged, so there is nothing to judge." in text
-    assert "healthy" not in text
+    found = found_in(write_run(tmp_path / "a", steps=0))
+    assert found == {"a": {("note", "learning"), ("note", "steps")}}
 
 
 def test_seeds_of_unequal_length_are_pointed_out(tmp_path):
     seeds = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "trainer.seed=1", steps=2)]
-    text = text_of(*seeds)
-    assert "2–4" in text
-    assert "Last values are of the seeds that got furthest." in text
-    assert "got furthest" not in text_of(seeds[0])
+    summary = report(seeds).tables[0]
+    assert "got furthest" in summary.note
+    assert summary.rows[0][2] == "2–4"
+    assert "got furthest" not in report(seeds[:1]).tables[0].note
 
 
-def test_findings_are_in_words(runs, tmp_path):
-    text = Page(write_report(runs, tmp_path / "report.html")).text
-    assert "Share of samples with a rejected step is 0.3, above 0.1." in text
-    assert "worst at step 1; on 4 of 4 steps" in text
-    assert "No rule was broken." in text
-    assert "0 everywhere: both stacks score alike" in text
+def test_findings_have_their_numbers(runs):
+    made = report(runs)
+    found = {finding.numbers["run"]: finding for finding in made.findings if finding.cause == "rejected"}
+    assert found.keys() == {"a", "b"}
+    numbers = found["b"].numbers
+    assert (numbers["value"], numbers["limit"]) == (pytest.approx(0.3), 0.1)
+    assert (numbers["step"], numbers["steps"]) == (1, 4)
+    assert made.level == "serious"
 
 
 def test_limits_follow_the_precision(tmp_path):
-    same = write_run(tmp_path / "same", "rollout.emulate=none")
-    assert "KL of old and rollout policy" in Page(write_report([same], tmp_path / "same.html")).text
-    fp8 = write_run(tmp_path / "fp8", "rollout.emulate=fp8")
-    assert "KL of old and rollout policy, nats" not in Page(write_report([fp8], tmp_path / "fp8.html")).text
+    found = found_in(
+        write_run(tmp_path / "same", "rollout.emulate=none"),
+        write_run(tmp_path / "fp8", "rollout.emulate=fp8"),
+    )
+    assert ("warning", "kl") in found["same"]
+    assert ("warning", "kl") not in found["fp8"]
 
 
 def test_a_run_that_was_just_begun_has_a_page(tmp_path):
     folder = write_run(tmp_path / "a", f"{CORRECTION}=null", steps=1)
     (folder / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.5}\n{"ste', encoding="utf-8")
-    Page(write_report([folder], tmp_path / "report.html")).check_alone()
+    page_of([folder], tmp_path / "report.html").check_alone()
 
 
 @pytest.mark.system
 def test_charts_are_pictures_too(runs, tmp_path):
     dump(runs[0])
-    write_report(runs, tmp_path / "report.html", charts=tmp_path / "charts")
+    write_report(report(runs), tmp_path / "report.html", charts=tmp_path / "charts")
     pictures = {path.stem: path for path in (tmp_path / "charts").iterdir()}
-    names = [
-        chart.name
-        for section in chart_sections(group_by_seed([read_run(folder) for folder in runs]))
-        for chart in section.charts
-    ]
+    sections = chart_sections(group_by_seed([read_run(folder) for folder in runs]))
+    names = [name for section in sections for name in section.pictures]
     assert sorted(pictures) == sorted(names)
     assert {"reward_mean", "ratios_0", "mismatch_by_step_0", "drift_by_timestep_1"} <= pictures.keys()
     for path in pictures.values():
@@ -217,13 +232,13 @@ def test_charts_are_pictures_too(runs, tmp_path):
 
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
-        write_report([tmp_path], tmp_path / "report.html")
+        report([tmp_path])
     folder = write_run(tmp_path / "a")
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match="holds no metrics yet"):
-        write_report([folder], tmp_path / "report.html")
+        report([folder])
     with pytest.raises(ConfigError, match="--out"):
-        write_report([write_run(tmp_path / "b")], tmp_path)
+        write_report(report([write_run(tmp_path / "b")]), tmp_path)
 
 
 @pytest.mark.slow
@@ -231,7 +246,8 @@ def test_what_is_no_run_is_refused(tmp_path):
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_browser_shows_it_without_complaint(runs, width, tmp_path):
     dump(runs[0])
-    out = write_report(runs, tmp_path / "report.html")
+    out = tmp_path / "report.html"
+    write_report(report(runs), out)
     # Windows have a least width of about 500 pixels, frames have none; the framed page tells how wide it got.
     tell = "<script>parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>"
     out.write_text(out.read_text(encoding="utf-8").replace("</body>", tell), encoding="utf-8")

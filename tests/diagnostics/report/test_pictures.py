@@ -19,7 +19,7 @@ def folder(tmp_path):
 
 
 def captions(folder):
-    return [picture.caption for picture in pictures(read_run(folder))]
+    return [picture.title for picture in pictures(read_run(folder))]
 
 
 def left_out(folder, message):

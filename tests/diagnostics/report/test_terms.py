@@ -16,7 +16,7 @@ def captions(folder):
     """All that the section on ratios and mismatch says."""
     sections = chart_sections(group_by_seed([read_run(folder)]))
     (section,) = [section for section in sections if section.title == "Ratios and mismatch"]
-    return " ".join([section.text, *(chart.caption for chart in section.charts)])
+    return " ".join([section.text, *(chart.caption for chart in section.pictures.values())])
 
 
 def test_without_dumped_terms_one_sentence_tells_how(tmp_path):

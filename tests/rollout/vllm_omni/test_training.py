@@ -49,7 +49,7 @@ def test_training_steps(start):
 def broken_replay_rules(run):
     values = train_step(run, 1, lambda phase: None).metrics.compute()
     assert len([name for name in values if name.startswith("rollout_corr/replay/")]) == 6
-    return [finding.rule for finding in examine_step(values, Units()) if finding.rule.startswith("replay")]
+    return [finding.cause for finding in examine_step(values, Units()) if finding.cause.startswith("replay")]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@ from flowcorr import dumps
 from flowcorr.diagnostics.diagnosis import diagnose
 from flowcorr.diagnostics.doctor.replayed.legs import Legs
 from flowcorr.diagnostics.doctor.replayed.verdicts import Verdict
-from flowcorr.diagnostics.dumped import terms_of_step
+from flowcorr.diagnostics.dumped import gap_of
 
 _CENTRED = 0.05  # mean of advantages, in their standard deviations: filtered samples shift it a little
 _ERRORS = 3.0  # standard errors of that mean, where the other samples of a group were not dumped
@@ -66,7 +66,7 @@ def examine_convention(legs: Legs, step: int, terms: Path | None = None) -> Verd
 
 def _shared_shift(terms: Path, step: int) -> str:
     """By how much the trainer's log-probs differ from the engine's in all samples; empty where they do not."""
-    found = diagnose([terms_of_step(step, dumps.load(terms))])
+    found = diagnose({step: gap_of(dumps.load(terms))})
     return next((one.evidence for one in found if one.cause in ("shared_shift", "one_step")), "")
 
 

@@ -1,4 +1,4 @@
-"""The effect of a preset on measured terms, corrected as in training, for audit and lab."""
+"""The effect of a preset on measured terms, corrected as in training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flowcorr.algorithm import MeasuredBands
 from flowcorr.algorithm.apply import correct, sees_windows
-from flowcorr.config import Config
 from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.diagnostics.setting import Setting
 from flowcorr.metrics import Metrics
 from flowcorr.records import Terms
 
@@ -44,7 +44,7 @@ class Corrected:
 
 def corrected(
     terms: Terms,
-    config: Config,
+    setting: Setting,
     correction: RolloutCorrectionConfig,
     *,
     steps: Iterable[slice] = (slice(None),),
@@ -56,7 +56,7 @@ def corrected(
 
     Args:
         terms: of one or more training steps.
-        config: the run's.
+        setting: the run's.
         correction: the correction that is tried, in decoupled or bypass mode, or off.
         steps: the samples of each training step.
         group_ids: `[S]`; no two training steps share a group. `rejection_groups` reads them.
@@ -65,7 +65,7 @@ def corrected(
         bands: in bypass mode, of the training steps before, for `auto` thresholds; they learn from these steps.
     """
     bypass = correction.mode == "bypass"
-    single_steps = bypass and not sees_windows(config.actor, correction)
+    single_steps = bypass and not sees_windows(setting.actor, correction)
     in_turn = correction.needs_batch or (correction.rollout_is_batch_normalize and not bypass)
     parts, metrics = [], []
     for rows in steps if in_turn else [slice(None)]:
@@ -75,8 +75,8 @@ def corrected(
             part,
             correction,
             group_ids=None if group_ids is None or bypass else group_ids[rows],
-            actor_config=config.actor if bypass else None,
-            num_steps=config.sampling.num_inference_steps,
+            actor_config=setting.actor if bypass else None,
+            num_steps=setting.num_steps,
             noise=None if bands is None else bands.noise,
         )
         if bypass and correction.needs_batch and bands is not None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from flowcorr import dumps
 from flowcorr.algorithm import MeasuredBands
 from flowcorr.algorithm.apply import sees_windows
-from flowcorr.config import Config
-from flowcorr.config.rules import check
+from flowcorr.config.rules import check_loss
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.diagnostics.corrected import Corrected, corrected
+from flowcorr.diagnostics.audit.corrected import Corrected, corrected
 from flowcorr.diagnostics.dumped import UNBOUNDED, completed, gap_terms
+from flowcorr.diagnostics.setting import Setting
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.losses import loss_of
@@ -124,22 +124,21 @@ def _kind(terms: DumpedTerms) -> tuple[bool, int | None, frozenset[str]]:
     return terms.bypass, terms.num_elements, frozenset(terms.tensors())
 
 
-def obstacle(steps: LoggedSteps, config: Config, correction: RolloutCorrectionConfig) -> str:
+def obstacle(steps: LoggedSteps, setting: Setting, correction: RolloutCorrectionConfig) -> str:
     """Why these steps cannot be replayed under a correction; empty if they can."""
     if steps.bypass and correction.mode == "decoupled":
         return "in bypass mode, old log-probs are the rollout's; dump a run with bypass_mode=false"
-    with_correction = replace(config, algorithm=replace(config.algorithm, rollout_correction=correction))
     try:
-        check(with_correction)
+        check_loss(setting.actor, correction)
     except ConfigError as error:
         return str(error)
     clips = correction.mode == "bypass" and correction.loss_type == "ppo_clip"
-    if config.actor.clip_ratio == UNBOUNDED and clips and not steps.bypass:
+    if setting.actor.clip_ratio == UNBOUNDED and clips and not steps.bypass:
         return "it clips the ratio to the rollout policy, and clip_ratio was not dumped"
     if steps.terms.num_elements is None and _needs_size(correction):
         return "it needs num_elements, which was not dumped"
     of_correction, of_loss = _kls(steps.terms, correction)
-    reads_kl = loss_of(config.actor, correction).needs_kl
+    reads_kl = loss_of(setting.actor, correction).needs_kl
     if (correction.needs_means and of_correction is None) or (reads_kl and of_loss is None):
         return "it needs exact KLs between policies whose step means the run did not compute"
     return ""
@@ -152,7 +151,7 @@ def _needs_size(correction: RolloutCorrectionConfig) -> bool:
 
 def replay(
     steps: LoggedSteps,
-    config: Config,
+    setting: Setting,
     correction: RolloutCorrectionConfig,
     bands: MeasuredBands | None = None,
 ) -> Replayed:
@@ -160,7 +159,7 @@ def replay(
 
     Args:
         steps: of a run.
-        config: the run's.
+        setting: the run's.
         correction: what is tried.
         bands: of the steps before, for `auto` thresholds in bypass mode; they learn from these steps. None for none.
     """
@@ -170,16 +169,16 @@ def replay(
         terms = replace(terms, old_log_prob=terms.rollout_log_prob, old_kl=terms.rollout_kl)
     after = corrected(
         terms,
-        config,
+        setting,
         correction,
         steps=steps.rows(),
         group_ids=steps.group_ids,
         before_update=steps.before_update,
-        bands=bands or MeasuredBands(config),
+        bands=bands or setting.bands(),
     )
-    per_term = correction.mode != "bypass" and not sees_windows(config.actor, correction)
+    per_term = correction.mode != "bypass" and not sees_windows(setting.actor, correction)
     terms = after.terms.per_term() if per_term else after.terms
-    loss = loss_of(config.actor, correction).objective(terms, config.actor)
+    loss = loss_of(setting.actor, correction).objective(terms, setting.actor)
     loss.loss_sum.backward()
     assert log_prob.grad is not None
     finite = (terms.log_prob - terms.old_log_prob + terms.advantage).detach().isfinite()

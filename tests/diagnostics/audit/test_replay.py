@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr import config
-from flowcorr.algorithm import MeasuredBands
 from flowcorr.correction import OFF, RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
+from flowcorr.diagnostics.audit.replay import chunks, obstacle, replay, stack
 from flowcorr.diagnostics.dumped import read_dumped
-from flowcorr.diagnostics.lab.replay import chunks, obstacle, replay, stack
+from flowcorr.diagnostics.setting import Setting
 from flowcorr.losses import flow_dppo, flow_grpo, grpo_guard, reinforce
 
 
@@ -32,7 +32,7 @@ def weights_of(terms, target, preset):
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 def test_coefficients_are_the_gradient_of_the_mean_loss(preset, denominator):
     terms = terms_of()
-    settings_of_run = config.load("tiny_jpeg_lora")
+    settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
     correction = RolloutCorrectionConfig.from_preset(preset, rollout_rs_denominator=denominator)
     found = replay(stack([terms]), settings_of_run, correction)
     log_prob = terms.current_log_probs.clone().requires_grad_()
@@ -62,7 +62,7 @@ def test_coefficients_of_a_decoupled_term_by_hand():
         current_log_probs=torch.tensor([[0.1], [0.1], [-0.1], [0.01]], dtype=torch.float64),
         advantages=torch.tensor([1.0, -1.0, -2.0, 3.0], dtype=torch.float64),
     )
-    settings_of_run = config.load("tiny_jpeg_lora", ["actor.clip_ratio=0.05"])
+    settings_of_run = Setting.of(config.load("tiny_jpeg_lora", ["actor.clip_ratio=0.05"]))
     found = replay(stack([terms]), settings_of_run, RolloutCorrectionConfig.token_is())
     weight = math.exp(0.5)
     expected = [0, weight * math.exp(0.1) / 4, 0, -3 * weight * math.exp(0.01) / 4]
@@ -71,7 +71,7 @@ def test_coefficients_of_a_decoupled_term_by_hand():
 
 def test_coefficients_of_bypass():
     terms = terms_of()
-    settings_of_run = config.load("tiny_jpeg_lora")
+    settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
     advantage = terms.advantages[:, None].expand(-1, 2)
     log_prob = terms.current_log_probs.clone().requires_grad_()
     clipped = flow_grpo(log_prob, terms.rollout_log_probs, advantage, clip_ratio=1e-3, adv_clip_max=5.0)
@@ -109,7 +109,7 @@ def test_losses_and_rejection_read_the_dumped_kls(loss_mode, bypass):
         current_old_kl=kl(mean, old_mean),
         current_rollout_kl=kl(mean, rollout_mean),
     )
-    settings_of_run = config.load("tiny_jpeg_lora", [f"actor.loss_mode={loss_mode}"])
+    settings_of_run = Setting.of(config.load("tiny_jpeg_lora", [f"actor.loss_mode={loss_mode}"]))
     bound = kl(mean if bypass else old_mean, rollout_mean).quantile(0.5).item()  # between two of the 24
     correction = RolloutCorrectionConfig(bypass_mode=bypass, rollout_rs="step_kl", rollout_rs_threshold=bound)
     found = replay(stack([terms]), settings_of_run, correction)
@@ -144,7 +144,7 @@ def test_no_correction_is_no_correction(samples, steps, seed, spoilt):
     terms = terms_of(samples, steps, seed=seed)
     if spoilt:
         terms.current_log_probs[0, 0] = math.nan
-    settings_of_run = config.load("tiny_jpeg_lora")
+    settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
     found = replay(stack([terms]), settings_of_run, RolloutCorrectionConfig.disabled())
     expected = replay(stack([terms]), settings_of_run, OFF)
     assert torch.equal(found.coefficients, expected.coefficients)
@@ -164,7 +164,7 @@ def test_no_correction_is_no_correction(samples, steps, seed, spoilt):
     ],
 )
 def test_why_terms_cannot_be_replayed(overrides, terms, preset, reason):
-    settings_of_run = config.load("tiny_jpeg_lora", overrides)
+    settings_of_run = Setting.of(config.load("tiny_jpeg_lora", overrides))
     found = obstacle(stack([terms_of(**terms)]), settings_of_run, RolloutCorrectionConfig.from_preset(preset))
     assert (reason in found) if reason else (found == "")
 
@@ -172,7 +172,7 @@ def test_why_terms_cannot_be_replayed(overrides, terms, preset, reason):
 def test_bands_in_bypass_mode_are_those_of_the_steps_before():
     """A quarter of the samples is at fault in every step; the first steps only measure."""
     correction = RolloutCorrectionConfig.bypass_ppo_clip_auto_rs()
-    settings_of_run = config.load("tiny_jpeg_lora")
+    settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
     draw = torch.Generator().manual_seed(0)
     steps, faulty = [], torch.arange(64) % 4 == 0
     for _ in range(5):
@@ -182,7 +182,7 @@ def test_bands_in_bypass_mode_are_those_of_the_steps_before():
     expected = [torch.ones(64, 2, dtype=torch.bool)] * 3 + [~faulty[:, None].expand(-1, 2)] * 2
     found = replay(stack(steps), settings_of_run, correction)
     assert torch.equal(found.corrected.keep, torch.cat(expected))
-    bands = MeasuredBands(settings_of_run)
+    bands = settings_of_run.bands()
     for step, keep in zip(steps, expected, strict=True):
         assert torch.equal(replay(stack([step]), settings_of_run, correction, bands).corrected.keep, keep)
 
@@ -190,9 +190,9 @@ def test_bands_in_bypass_mode_are_those_of_the_steps_before():
 def test_bands_are_measured_by_terms_that_were_scored_before_the_first_update():
     """The other half holds what its step learned, a hundred times the noise."""
     correction = RolloutCorrectionConfig.bypass_ppo_clip_auto_rs()
-    settings_of_run = config.load("tiny_jpeg_lora")
+    settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
     draw = torch.Generator().manual_seed(0)
-    first, found, expected = slice(0, 32), MeasuredBands(settings_of_run), MeasuredBands(settings_of_run)
+    first, found, expected = slice(0, 32), settings_of_run.bands(), settings_of_run.bands()
     for _ in range(4):
         terms = terms_of(64, 2)
         gap = 1e-4 * torch.randn(64, 2, generator=draw)

@@ -8,7 +8,8 @@ import torch
 from flowcorr.algorithm.apply import correct
 from flowcorr.config import Config
 from flowcorr.correction import OFF, RolloutCorrectionConfig
-from flowcorr.diagnostics.corrected import corrected
+from flowcorr.diagnostics.audit.corrected import corrected
+from flowcorr.diagnostics.setting import Setting
 from tests.diagnostics.gaps import normal_gap
 
 
@@ -17,9 +18,9 @@ def test_terms_that_were_left_out_before_are_neither_judged_nor_rejected():
     judged = torch.ones(8, 2, dtype=torch.bool)
     judged[0], judged[1, 0] = False, False
     correction = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=(1.5, 2.0))
-    after = corrected(replace(gap, keep=judged), Config(), correction)
+    after = corrected(replace(gap, keep=judged), Setting.of(Config()), correction)
     assert after.counts() == {"terms": 13, "samples": 7, "rejected_terms": 13, "rejected_samples": 7}
-    assert corrected(gap, Config(), OFF).counts() == {
+    assert corrected(gap, Setting.of(Config()), OFF).counts() == {
         "terms": 16,
         "samples": 8,
         "rejected_terms": 0,
@@ -31,7 +32,7 @@ def test_terms_that_were_left_out_before_are_neither_judged_nor_rejected():
 def test_bypass_judges_single_steps_unless_its_scope_is_the_trajectory(preset):
     gap = normal_gap(0.03)
     correction = RolloutCorrectionConfig.preset(preset)
-    after = corrected(gap, Config(), correction)
+    after = corrected(gap, Setting.of(Config()), correction)
     single = preset == "bypass_ppo_clip_geo_rs"
     assert after.terms.log_prob.dim() == (1 if single else 2)
     expected, _ = correct(gap.per_term() if single else gap, correction)
@@ -45,7 +46,7 @@ def test_a_correction_of_whole_steps_takes_them_one_by_one():
     correction = RolloutCorrectionConfig(
         rollout_is="token", rollout_is_threshold=2.0, rollout_is_batch_normalize=True
     )
-    after = corrected(both, Config(), correction, steps=[slice(0, 64), slice(64, 128)])
+    after = corrected(both, Setting.of(Config()), correction, steps=[slice(0, 64), slice(64, 128)])
     for rows in (slice(0, 64), slice(64, 128)):
         assert float(after.terms.weight[rows].mean()) == pytest.approx(1.0, rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""The effect of each preset on a run's own steps. Their dumped log-probs are replayed, without a model.
+"""The effect of each preset on the terms of training steps, without a model.
 
 A policy gradient is a sum over terms of coefficients, `d loss / d log_prob`, times what the model makes of each
 log-prob; a correction changes nothing but the coefficients. Where a preset's are those of no correction, up to a
@@ -9,32 +9,31 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from string import ascii_uppercase
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from flowcorr.algorithm import MeasuredBands
-from flowcorr.config import Config
 from flowcorr.correction import OFF, PRESETS, RolloutCorrectionConfig
 from flowcorr.correction.bounds import SCALES
 from flowcorr.correction.config import ScaleName
-from flowcorr.correction.presets import NAMES
-from flowcorr.diagnostics.dumped import read_dumped
-from flowcorr.diagnostics.lab.replay import LoggedSteps, Replayed, chunks, obstacle, replay
+from flowcorr.diagnostics.audit.replay import LoggedSteps, Replayed, obstacle, replay
+from flowcorr.diagnostics.setting import Setting
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.instruments.drawing import PALETTE, Chart
+from flowcorr.instruments.finding import Column, Table
+from flowcorr.instruments.plots import Curve, Dot, draw_curves, draw_dots
 from flowcorr.metrics import Metrics
-from flowcorr.trainer.run_config import LOSS, MODES, how_to_allow
 
 THIS_RUN = "this run"
 # Within both, a preset acts as no correction does: optimizers that normalise a gradient do not see its length.
 SAME_COSINE, SAME_TERMS = 0.999, 0.01
-FACTOR_LEVELS = (0.01, 0.25, 0.5, 0.75, 0.99)
-MAX_FACTORS = 2**20
-_MAX_NAMES = 4
+_MAX_LINES = len(PALETTE)
 
 Scale = ScaleName | float
 
@@ -44,7 +43,7 @@ class Outcome:
     """The effect of a preset on the steps; "uncorrected" is the run's loss without weights and rejection.
 
     Attributes:
-        mean_weight, weight_std, max_weight, ess: of the weights that multiply the loss; None where none do.
+        mean_weight, ess: of the weights that multiply the loss; None where none do.
         rejected_terms, rejected_samples: shares; a sample counts if one of its terms is rejected.
         clipped: share of kept terms whose ratio lies outside the loss's range; None where it has none.
         loss: the policy loss, over all terms as `actor/loss` is; a KL to the reference is no part of it.
@@ -52,16 +51,11 @@ class Outcome:
             and None where all uncorrected ones are 0.
         least_cosine: the smallest over steps.
         relative_norm: of its coefficients to uncorrected ones, over all steps.
-        factors: by what it multiplies the coefficient of a term, at the quantiles `FACTOR_LEVELS` over terms whose
-            uncorrected one is not 0; beyond a million terms, of an even selection. None where there is no such term.
         changed_terms: share whose coefficient has another sign than the uncorrected one, where 0 is a sign too.
-        appeared_terms: share that has a coefficient where the uncorrected one is 0, as of a clipped term.
         cosines: by step; None where all uncorrected ones are 0, and for steps that cannot be replayed.
     """
 
     mean_weight: float | None
-    weight_std: float | None
-    max_weight: float | None
     ess: float | None
     rejected_terms: float
     rejected_samples: float
@@ -70,9 +64,7 @@ class Outcome:
     cosine: float | None
     least_cosine: float | None
     relative_norm: float | None
-    factors: Sequence[float] | None
     changed_terms: float
-    appeared_terms: float
     cosines: Sequence[float | None]
 
     @property
@@ -87,7 +79,6 @@ class Replay:
 
     Attributes:
         name: the preset's, or `THIS_RUN` for the run's own correction where it is none of the presets.
-        aliases: its other names.
         mode: `decoupled`, `bypass` or `auto`.
         scale: its `log_ratio_scale`.
         of_run: whether the run trained with it.
@@ -96,7 +87,6 @@ class Replay:
     """
 
     name: str
-    aliases: tuple[str, ...]
     mode: str
     scale: Scale
     of_run: bool
@@ -110,138 +100,38 @@ class Replay:
         return self.name if scale == "mean" else f"{self.name}, {scale}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabReport:
-    """All replays of a run, those nearest to no correction first.
-
-    Attributes:
-        run_dir: the run's folder.
-        loss_mode: its loss.
-        steps: the dumped training steps.
-        num_bypass: how many of them were in bypass mode.
-        num_samples: samples in all of them.
-        window: SDE steps a sample, `T`.
-        num_elements: `D`; None where it was not dumped.
-        replays: one a preset and scale.
-        reading: what differs from no correction and what does not, in words.
-        notes: what was not dumped and what it would give, a line each.
-    """
-
-    run_dir: str
-    loss_mode: str
-    steps: Sequence[int]
-    num_bypass: int
-    num_samples: int
-    window: int
-    num_elements: int | None
-    replays: Sequence[Replay]
-    reading: str
-    notes: Sequence[str] = ()
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Plain, finite values for JSON."""
-        return asdict(self)
-
-
-def replay_run(
-    run_dir: Path,
-    *,
-    presets: Sequence[str] = (),
-    scales: Sequence[Scale] = (),
-    allow_imports: Collection[str] = (),
-) -> LabReport:
-    """Replay presets on all dumped steps of a run.
+def replay_presets(
+    parts: Iterable[LoggedSteps], setting: Setting, *, scales: Sequence[Scale] = (), passes: int = 1
+) -> list[Replay]:
+    """Replay all presets on training steps, those nearest to no correction first.
 
     Args:
-        run_dir: the run's folder.
-        presets: their names; none takes all.
+        parts: the steps.
+        setting: the run's; its correction is tried too, if it is none of the presets.
         scales: values of `log_ratio_scale` to try besides each preset's own.
-        allow_imports: see `read_dumped`; a loss of the run's own has to be among them.
-
-    Raises:
-        ConfigError: there is no such run, preset or scale, the run dumped nothing that can be read, its loss is not to
-            be imported, or nothing of what is asked for can be replayed.
+        passes: how often bands are measured on the steps before the outcome counts, where they stand for a long run.
     """
-    run = read_dumped(run_dir, allow_imports=allow_imports)
-    config, files = run.config, run.files
-    if LOSS in run.left_out:
-        raise ConfigError(
-            f"{run_dir}: {LOSS}={run.loss_mode!r} is code of the run's own, without which no loss can be replayed; "
-            f"{how_to_allow(run.loss_mode)}"
-        )
-    if not run.of_flowcorr or MODES in run.left_out:  # what corrected it is not known, or cannot be replayed
-        config = replace(config, algorithm=replace(config.algorithm, rollout_correction=OFF))
-    corrections = _corrections(config, presets, scales)
+    corrections = _corrections(setting, scales)
     tallies = [_Tally() for _ in corrections]
-    bands = [MeasuredBands(config) for _ in corrections]
-    num_samples, num_bypass = 0, 0
-    for steps in chunks(list(files.values()), run.levels, of_flowcorr=run.of_flowcorr):
-        num_samples += sum(steps.sizes)
-        num_bypass += steps.bypass * len(steps.sizes)
+    bands = [setting.bands() for _ in corrections]
+    for steps in parts:
         uncorrected = replay(
-            steps, config, RolloutCorrectionConfig.preset("bypass_ppo_clip") if steps.bypass else OFF
+            steps, setting, RolloutCorrectionConfig.preset("bypass_ppo_clip") if steps.bypass else OFF
         )
         for correction, tally, measured in zip(corrections, tallies, bands, strict=True):
             resolved = _in_mode(correction, "bypass" if steps.bypass else "decoupled")
-            if reason := obstacle(steps, config, resolved):
+            if reason := obstacle(steps, setting, resolved):
                 tally.skip(steps, reason)
-            else:
-                tally.add(steps, replay(steps, config, resolved, measured), uncorrected)
-    replays = [_finished(config, *found) for found in zip(corrections, tallies, strict=True)]
-    if all(found.outcome is None for found in replays):
-        raise ConfigError(f"no preset that was asked for can be replayed on {run_dir}: {replays[0].reason}")
-    replays.sort(key=_distance)
-    return LabReport(
-        run_dir=str(run_dir),
-        loss_mode=run.loss_mode,
-        steps=list(files),
-        num_bypass=num_bypass,
-        num_samples=num_samples,
-        window=steps.terms.log_prob.shape[1],
-        num_elements=steps.terms.num_elements,
-        replays=replays,
-        reading=read(replays),
-        notes=run.notes,
-    )
+                continue
+            for _ in range(passes if _measures(resolved, measured) else 1):
+                found = replay(steps, setting, resolved, measured)
+            tally.add(steps, found, uncorrected)
+    replays = [_finished(setting, *found) for found in zip(corrections, tallies, strict=True)]
+    return sorted(replays, key=_distance)
 
 
-def read(replays: Sequence[Replay]) -> str:
-    """The presets that differ from no correction and those that do not, in words."""
-    replayed = [(replay.label, replay.outcome) for replay in replays if replay.outcome is not None]
-    same = [name for name, outcome in replayed if outcome.same]
-    left = f"{_counted(same, 'change')} only the gradient's length, which Adam ignores"
-    parts = [
-        f"of {len(replayed)} replay{'s'[: len(replayed) > 1]}, {left}"
-        + (f": {', '.join(same)}" if same else "")
-    ]
-    for cause in ("rejection", "clipping", "not clipping", "weights"):
-        turned = {
-            name: outcome for name, outcome in replayed if not outcome.same and _cause(outcome) == cause
-        }
-        if turned:
-            cosines = [_or_zero(outcome.cosine) for outcome in turned.values()]
-            bounds = " to ".join(dict.fromkeys(f"{bound:.3f}" for bound in (min(cosines), max(cosines))))
-            names = f": {', '.join(turned)}" if len(turned) <= _MAX_NAMES else ""
-            parts.append(f"{_counted(turned, 'turn')} the gradient by {cause} (cosine {bounds}){names}")
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _counted(names: Sized, verb: str) -> str:
-    return f"{len(names) or 'none'} {verb}{'s' if len(names) < 2 else ''}"
-
-
-def _cause(outcome: Outcome) -> str:
-    """The cause that turns the gradient most."""
-    if outcome.rejected_terms > SAME_TERMS:
-        return "rejection"
-    if outcome.appeared_terms > SAME_TERMS:
-        return "not clipping"
-    return "clipping" if min(outcome.changed_terms, _or_zero(outcome.clipped)) > SAME_TERMS else "weights"
-
-
-def _or_zero(value: float | None) -> float:
-    return 0.0 if value is None else value
+def _measures(correction: RolloutCorrectionConfig, bands: MeasuredBands) -> bool:
+    return correction.mode == "bypass" and correction.needs_batch and not bands.noise
 
 
 def parse_scales(text: str) -> list[Scale]:
@@ -265,25 +155,139 @@ def _scale(text: str) -> Scale:
     return number
 
 
+# As a table and charts -----------------------------------------------------------------------------------------
+
+
+def preset_table(replays: Sequence[Replay]) -> Table:
+    """A row for each preset; those that cannot be replayed, and why, stand in the note."""
+    found = [(one, one.outcome) for one in replays if one.outcome is not None]
+    same = sum(outcome.same for _, outcome in found)
+    note = f"of {len(found)}, {same or 'none'} change only the gradient's length, which Adam ignores"
+    reasons: dict[str, list[str]] = {}
+    for one in replays:
+        if one.outcome is None:
+            reasons.setdefault(one.reason, []).append(one.label)
+    note = "; ".join([note, *(f"not replayed: {', '.join(names)} ({why})" for why, names in reasons.items())])
+    return Table(
+        name="presets",
+        title="Presets beside no correction",
+        note=note,
+        columns=[
+            Column(name="preset", words=True),
+            Column(name="weight", show=_number),
+            Column(name="ess", heading="ESS", show=_number),
+            Column(name="rejected_terms", heading="rejected", show=_share),
+            Column(name="rejected_samples", heading="samples", show=_share),
+            Column(name="clipped", show=_share),
+            Column(name="cosine", show=_number),
+            Column(name="least_cosine", heading="lowest", show=_number),
+            Column(name="norm", show=_number),
+            Column(name="changed_terms", heading="changed", show=_share),
+        ],
+        rows=[
+            (
+                _label(one),
+                outcome.mean_weight,
+                outcome.ess,
+                outcome.rejected_terms,
+                outcome.rejected_samples,
+                outcome.clipped,
+                outcome.cosine,
+                outcome.least_cosine,
+                outcome.relative_norm,
+                outcome.changed_terms,
+            )
+            for one, outcome in found
+        ],
+        marks=["this" if one.of_run else "idle" if outcome.same else "" for one, outcome in found],
+    )
+
+
+def preset_charts(replays: Sequence[Replay], steps: Sequence[int]) -> dict[str, Chart]:
+    """How far each preset's gradient is from no correction, and how that changes over training steps."""
+    shown = [(one, one.outcome) for one in replays if one.outcome is not None]
+    if not shown:
+        return {}
+    least = min(0.0, *(_or_nan(outcome.least_cosine) for _, outcome in shown))
+    rows = [
+        Dot(
+            name=_label(one),
+            value=_or_nan(outcome.cosine),
+            span=(_or_nan(outcome.least_cosine), _or_nan(outcome.cosine)),
+            muted=outcome.same,
+        )
+        for one, outcome in shown
+    ]
+    charts = [
+        Chart(
+            name="presets_direction",
+            title="Direction: cosine with no correction",
+            caption="dot: mean over steps; line: down to the lowest step; grey: acts as no correction does",
+            draw=partial(draw_dots, rows=rows, view=(least - 0.04, 1.04)),
+            height=34 + 19 * len(shown),
+        )
+    ]
+    curves, names = _curves(shown, steps)
+    if curves:
+        charts.append(
+            Chart(
+                name="presets_over_training",
+                title="Cosine with no correction over training",
+                draw=partial(draw_curves, curves=curves),
+                caption=f"across: training steps; {names}",
+            )
+        )
+    return {chart.name: chart for chart in charts}
+
+
+def _curves(shown: Sequence[tuple[Replay, Outcome]], steps: Sequence[int]) -> tuple[list[Curve], str]:
+    """The presets that turn the gradient, one of each that do it alike, with a letter each; and the letters' names."""
+    kinds: dict[tuple[float, ...], tuple[Replay, Outcome]] = {}
+    for one, outcome in shown if len(steps) > 1 else ():
+        if not outcome.same and any(cosine is not None for cosine in outcome.cosines):
+            kinds.setdefault(tuple(round(_or_nan(cosine), 2) for cosine in outcome.cosines), (one, outcome))
+    found = list(kinds.values())[:: max(1, math.ceil(len(kinds) / _MAX_LINES))]
+    curves, names = [], []
+    for mark, colour, (one, outcome) in zip(ascii_uppercase, PALETTE, found, strict=False):
+        points = [
+            (float(step), cosine, cosine, cosine)
+            for step, cosine in zip(steps, outcome.cosines, strict=True)
+            if cosine is not None
+        ]
+        curves.append(Curve(mark=mark, colour=colour, band=points))
+        names.append(f"{mark}: {_label(one)}")
+    return curves, "; ".join(names)
+
+
+def _label(one: Replay) -> str:
+    return f"{one.label} (this run)" if one.of_run and one.name != THIS_RUN else one.label
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.1e}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
 # What is replayed --------------------------------------------------------------------------------------------
 
 
-def _corrections(
-    config: Config, presets: Sequence[str], scales: Sequence[Scale]
-) -> list[RolloutCorrectionConfig]:
+def _corrections(setting: Setting, scales: Sequence[Scale]) -> list[RolloutCorrectionConfig]:
     """Each preset at its own scale and at `scales`, and the run's own correction if it is none of them."""
-    for name in presets:
-        if name not in NAMES:
-            raise ConfigError(unknown_choice("--presets", name, (*NAMES, "all")))
-    names = presets or list(PRESETS)
     found: list[RolloutCorrectionConfig] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a scale that has nothing to act on
-        for name in names:
+        for name in PRESETS:
             preset = RolloutCorrectionConfig.from_preset(name)
             other = [scale for scale in scales if scale != preset.log_ratio_scale and _is_scaled(preset)]
             found += [preset, *(replace(preset, log_ratio_scale=scale) for scale in other)]
-        own = config.algorithm.rollout_correction
+        own = setting.correction
         if own.mode != "off" and own not in found:
             changed = own.preset is None or own != RolloutCorrectionConfig.from_preset(own.preset)
             found.append(replace(own, preset=None) if changed else own)
@@ -320,8 +324,6 @@ class _Tally:
         self.sums: dict[str, float] = {}
         # By step, [., 3]: coefficients times uncorrected ones, and both squared.
         self.products: list[Tensor] = []
-        self.factors = torch.empty(0)
-        self.stride = 1  # of the terms whose factor is kept
         self.reason = ""
 
     def skip(self, steps: LoggedSteps, reason: str) -> None:
@@ -332,22 +334,14 @@ class _Tally:
         ours, theirs = replayed.coefficients, uncorrected.coefficients
         pairs = ((ours, theirs), (ours, ours), (theirs, theirs))
         self.products.append(torch.stack([steps.sums(one * other) for one, other in pairs], dim=1))
-        self._add_factors((ours / theirs)[theirs != 0].float())
         self.metrics = self.metrics.merge(replayed.metrics).on_host()
         sums = {
             **replayed.corrected.counts(),
             "changed_terms": int((ours.sign() != theirs.sign()).sum()),
-            "appeared_terms": int(((theirs == 0) & (ours != 0)).sum()),
             "loss": replayed.loss_sum,
             "count": replayed.count,
         }
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
-
-    def _add_factors(self, factors: Tensor) -> None:
-        self.factors = torch.cat([self.factors, factors[:: self.stride]])
-        while len(self.factors) > MAX_FACTORS:
-            self.factors = self.factors[::2]
-            self.stride *= 2
 
     def outcome(self, *, weighted: bool) -> Outcome:
         values, sums = self.metrics.compute(), self.sums
@@ -355,15 +349,12 @@ class _Tally:
         dots, ours, theirs = products.unbind(1)
         found = theirs > 0
         cosines = torch.where(ours > 0, dots / (ours * theirs).sqrt(), 0.0).clamp(-1, 1)
-        factors = self.factors.quantile(torch.tensor(FACTOR_LEVELS)).tolist() if len(self.factors) else None
 
         def weight(name: str) -> float | None:
             return values.get(f"rollout_corr/rollout_is_{name}") if weighted else None
 
         return Outcome(
             mean_weight=weight("mean"),
-            weight_std=weight("std"),
-            max_weight=weight("max"),
             ess=weight("eff_sample_size"),
             rejected_terms=sums["rejected_terms"] / sums["terms"],
             rejected_samples=sums["rejected_samples"] / sums["samples"],
@@ -372,14 +363,12 @@ class _Tally:
             cosine=float(cosines[found].mean()) if found.any() else None,
             least_cosine=float(cosines[found].min()) if found.any() else None,
             relative_norm=math.sqrt(float(ours.sum() / theirs.sum())) if found.any() else None,
-            factors=factors,
             changed_terms=sums["changed_terms"] / sums["terms"],
-            appeared_terms=sums["appeared_terms"] / sums["terms"],
             cosines=[value if there else None for value, there in zip(cosines.tolist(), found, strict=True)],
         )
 
 
-def _finished(config: Config, correction: RolloutCorrectionConfig, tally: _Tally) -> Replay:
+def _finished(setting: Setting, correction: RolloutCorrectionConfig, tally: _Tally) -> Replay:
     outcome, reason = None, tally.reason
     if tally.sums:
         outcome, reason = tally.outcome(weighted=correction.applies_weights), ""
@@ -388,10 +377,9 @@ def _finished(config: Config, correction: RolloutCorrectionConfig, tally: _Tally
     name = correction.preset
     return Replay(
         name=THIS_RUN if name is None else name,
-        aliases=PRESETS[name].aliases if name in PRESETS else (),
         mode=correction.mode,
         scale=correction.log_ratio_scale,
-        of_run=correction == config.algorithm.rollout_correction,
+        of_run=correction == setting.correction,
         outcome=outcome,
         reason=reason,
     )
