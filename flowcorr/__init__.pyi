@@ -7,9 +7,9 @@ from .algorithm import (
 )
 from .config import Config, load
 from .correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
-from .diagnostics.watch import Watch, watch
 from .dumps import dump
 from .dumps.replay import ReplaySamples
+from .instruments.watch import Watch, watch
 from .trainer import train
 
 __all__ = [

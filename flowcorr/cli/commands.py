@@ -168,11 +168,11 @@ def _replay(arguments: argparse.Namespace) -> int:
 def audit(arguments: argparse.Namespace) -> int:
     """Measure the gap between a recipe's two stacks, or of a dump, save what was found, and advise."""
     from flowcorr.config import redact_override
-    from flowcorr.diagnostics.audit import audit as measure
-    from flowcorr.diagnostics.audit import audit_folder
-    from flowcorr.diagnostics.audit.measure import NUM_BATCHES
-    from flowcorr.diagnostics.audit.presets import parse_scales
     from flowcorr.instruments import page
+    from flowcorr.instruments.audit import audit as measure
+    from flowcorr.instruments.audit import audit_folder
+    from flowcorr.instruments.audit.measure import NUM_BATCHES
+    from flowcorr.instruments.audit.presets import parse_scales
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
@@ -212,9 +212,9 @@ def audit(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     """Write the page of some runs, and print what was found; a folder gets the charts as PNG as well."""
-    from flowcorr.diagnostics.report import report as make
-    from flowcorr.diagnostics.report import write_report
     from flowcorr.instruments import page
+    from flowcorr.instruments.report import report as make
+    from flowcorr.instruments.report import write_report
 
     folders = [Path(folder) for folder in arguments.run_dirs]
     out = _out_path(arguments.out) or folders[0] / "report.html"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from flowcorr.diagnostics.clip_noise import QUANTILES, clip_text
 from flowcorr.diagnostics.doctor.findings import DoctorReport, Finding, Status
+from flowcorr.instruments.clip_noise import QUANTILES, clip_text
 from flowcorr.instruments.terminal import Cell, console_of, show_table
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from flowcorr.errors import BackendError
 if TYPE_CHECKING:
     from flowcorr.config import Config
     from flowcorr.correction import RolloutCorrectionConfig
-    from flowcorr.diagnostics.health import HealthMonitor
+    from flowcorr.instruments.rules import HealthMonitor
     from flowcorr.trainer import RunResult
 
 _STATISTICS = "/image/"
@@ -89,7 +89,7 @@ class TerminalObserver:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A training step is done."""
-        from flowcorr.diagnostics.reference.metrics import PROGRESS_LABELS
+        from flowcorr.instruments.metrics.table import PROGRESS_LABELS
 
         shown = {label: metrics[name] for name, label in PROGRESS_LABELS.items() if name in metrics}
         parts = [f"{label} {value:.3g}" for label, value in shown.items()]
@@ -112,7 +112,7 @@ class TerminalObserver:
 
     def on_finish(self, result: RunResult) -> None:
         """The run has ended, at its last step or by a signal."""
-        from flowcorr.diagnostics.report.learning import CONSTANT, is_constant
+        from flowcorr.instruments.report.learning import CONSTANT, is_constant
 
         seconds = self._clock() - self._start
         self._say(f"{result.status} after step {result.step} in {_duration(seconds)}: {result.out_dir}")
@@ -139,8 +139,8 @@ class TerminalObserver:
                 self._steps += [values] if values["step"] > 0 else []
 
     def _say_what_is_unhealthy(self, metrics: Mapping[str, float]) -> None:
-        from flowcorr.diagnostics.health import HealthMonitor, logged_num_elements, units_of
-        from flowcorr.diagnostics.replicas import places_of
+        from flowcorr.instruments.replicas import places_of
+        from flowcorr.instruments.rules import HealthMonitor, logged_num_elements, units_of
 
         if self._health is None:
             assert self._config is not None, "a run starts before its first step"

@@ -27,7 +27,7 @@ class Finding:
 
     Attributes:
         level: how bad it is.
-        cause: the name of the rule, check or fault, which `flowcorr explain` knows.
+        cause: its name; `flowcorr explain` knows those of rules, checks and faults.
         sentence: what was found, without a full stop.
         numbers: what tells it, by name: values, limits, steps, the run.
         remedy: what to do, without a full stop.

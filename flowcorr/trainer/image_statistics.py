@@ -1,7 +1,7 @@
 """Statistics of images, which show what a reward does not: it may rise while the images get worse.
 
 No statistic is ever optimised. One that drifts far from its start while the reward rises is the usual sign that the
-policy exploits the reward, see `flowcorr.diagnostics.health`.
+policy exploits the reward, see `flowcorr.instruments.rules`.
 """
 
 from __future__ import annotations

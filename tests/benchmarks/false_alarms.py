@@ -19,8 +19,8 @@ import torch
 from flowcorr import config
 from flowcorr.config.schema import Config
 from flowcorr.diagnostics.doctor.examination import diagnose
-from flowcorr.diagnostics.health import HealthMonitor, logged_num_elements, units_of
 from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.rules import HealthMonitor, logged_num_elements, units_of
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from flowcorr.actor import DiffusionActor
 from flowcorr.config import load
 from flowcorr.data import PromptStream, load_prompts
-from flowcorr.diagnostics.audit.gap import measure_gap
-from flowcorr.diagnostics.audit.judge import report_of
 from flowcorr.diagnostics.doctor.plants import own_engine
-from flowcorr.diagnostics.setting import Setting
+from flowcorr.instruments.audit.gap import measure_gap
+from flowcorr.instruments.audit.judge import report_of
+from flowcorr.instruments.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Terms
 from flowcorr.trainer.setup import load_model

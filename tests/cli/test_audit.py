@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import yaml
-from diagnostics.dumped_runs import terms_of, write_run
+from instruments.dumped_runs import terms_of, write_run
 
 from flowcorr.cli import main
 from flowcorr.config import load, recipe_names

@@ -1,7 +1,7 @@
 import shutil
 
 import pytest
-from diagnostics.foreign_dumps import draw_steps
+from instruments.foreign_dumps import draw_steps
 from instruments.html_pages import Page
 from PIL import Image
 

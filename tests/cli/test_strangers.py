@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from diagnostics.dumped_runs import terms_of, write_run
+from instruments.dumped_runs import terms_of, write_run
 from instruments.html_pages import Page
 
 from flowcorr.cli import main

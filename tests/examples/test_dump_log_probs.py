@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState
 from tensordict import TensorDict
 
 from flowcorr import dumps
-from flowcorr.diagnostics.audit.dumped import audit_folder
-from flowcorr.diagnostics.report.runs import read_run
+from flowcorr.instruments.audit.dumped import audit_folder
+from flowcorr.instruments.report.runs import read_run
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "dump_log_probs.py"
 B, T, LATENT = 16, 2, (16, 8, 8)

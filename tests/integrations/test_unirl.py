@@ -15,8 +15,8 @@ import torch
 from diagnostics.doctor.replayed.plain_loop import PROMPTS, Loop
 
 from flowcorr import dumps
-from flowcorr.diagnostics.audit.dumped import audit_folder
 from flowcorr.diagnostics.doctor.replayed.examine import examine_dump
+from flowcorr.instruments.audit.dumped import audit_folder
 from tests.shallow import SHALLOW
 
 pytestmark = pytest.mark.real_loops

@@ -9,8 +9,8 @@ from torch.distributions import Normal, kl_divergence
 from flowcorr import config, dumps, trainer
 from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.diagnostics.audit.dumped import audit_folder, replays_of
-from flowcorr.diagnostics.dumped import read_dumped
+from flowcorr.instruments.audit.dumped import audit_folder, replays_of
+from flowcorr.instruments.steps import read_dumped
 from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.log_probs import TermRecorder

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowcorr import sde
-from flowcorr.diagnostics.health import Units, examine_step
+from flowcorr.instruments.rules import Units, examine_step
 from flowcorr.trainer.noise import NoiseMeter
 
 NAMES = {f"rollout/noise_{name}" for name in ("std", "mean", "tails", "shared_by")}

@@ -9,8 +9,8 @@ import torch
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
 from flowcorr.diagnostics.doctor.plants import feeding, returning, sampling_with
-from flowcorr.diagnostics.health import examine_step, units_of
 from flowcorr.errors import BackendError
+from flowcorr.instruments.rules import examine_step, units_of
 from flowcorr.models import Schedule
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward

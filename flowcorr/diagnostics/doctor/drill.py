@@ -15,8 +15,8 @@ from flowcorr.diagnostics.doctor.examination import examine, first_prompts
 from flowcorr.diagnostics.doctor.findings import DoctorReport
 from flowcorr.diagnostics.doctor.planted import FAULTS, Fault, parse_fault
 from flowcorr.diagnostics.doctor.plants import Plant, own_engine
-from flowcorr.diagnostics.health import examine_step, units_of
 from flowcorr.errors import BackendError, BatchError, ConfigError
+from flowcorr.instruments.rules import examine_step, units_of
 from flowcorr.metrics import Metrics
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt

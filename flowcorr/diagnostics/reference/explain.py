@@ -9,22 +9,23 @@ from collections.abc import Iterator
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.presets import NAMES
 from flowcorr.correction.rejection import RS_MODES
-from flowcorr.diagnostics import image_drift
-from flowcorr.diagnostics.diagnosis import RULES as FAULTS_OF_TERMS
 from flowcorr.diagnostics.doctor.checks import CHECKS
 from flowcorr.diagnostics.doctor.planted import FAULTS
 from flowcorr.diagnostics.doctor.replayed.verdicts import CAUSES
 from flowcorr.diagnostics.reference.glossary import SYNONYMS, WORDS
 from flowcorr.diagnostics.reference.keys import find_key, keys
-from flowcorr.diagnostics.reference.metric import Metric
-from flowcorr.diagnostics.reference.metrics import METRICS, PROGRESS_LABELS, RULES, find_metric
 from flowcorr.diagnostics.reference.pages import healthy
 from flowcorr.errors import ConfigError
+from flowcorr.instruments import image_drift, jumps, replicas
+from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
+from flowcorr.instruments.metrics.metric import Metric
+from flowcorr.instruments.metrics.table import METRICS, PROGRESS_LABELS, RULES, find_metric
 
 _BY_LABEL = {label: name for name, label in PROGRESS_LABELS.items()}
 _CHECKS = {name: (check, blockers) for name, check, blockers in CHECKS}
 _FAULTS = {fault.name: fault for fault in FAULTS}
-_RULES = {rule.name: rule.metric for rule in RULES} | {image_drift.RULE.name: image_drift.RULE.metric}
+_RULES = {rule.name: rule.metric for rule in RULES}
+_OF_SEVERAL_STEPS = {rule.name: rule for rule in (image_drift.RULE, jumps.RULE, replicas.RULE)}
 
 
 def explanation(name: str) -> str:
@@ -39,7 +40,7 @@ def explanation(name: str) -> str:
         hint = f": did you mean {', '.join(near)}?" if near else "."
         raise ConfigError(
             f"{name!r} is not a metric, configuration key, preset, check, fault or word of the tools{hint} The tables "
-            "are in flowcorr/diagnostics/README.md, recipes/README.md and flowcorr/correction/README.md"
+            "are in flowcorr/instruments/README.md, recipes/README.md and flowcorr/correction/README.md"
         )
     return "\n\n".join("\n".join(lines) for lines in senses)
 
@@ -68,7 +69,7 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
         for metric in ending:
             if metric.name != _BY_LABEL.get(name):
                 yield _metric(metric.name, metric)
-    if name in _RULES:
+    if name in _RULES or name in _OF_SEVERAL_STEPS:
         yield _rule(name)
     if name in _CHECKS:
         yield _check(name)
@@ -125,9 +126,9 @@ def _labelled(label: str) -> Iterator[str]:
 
 def _rule(name: str) -> Iterator[str]:
     yield f"{name} (finding of the health rules, in training and in flowcorr report)"
-    if name == image_drift.RULE.name:
-        yield f"  {image_drift.RULE.what}"
-        yield f"  do: {image_drift.RULE.advice}"
+    if name in _OF_SEVERAL_STEPS:
+        yield f"  {_OF_SEVERAL_STEPS[name].what}"
+        yield f"  do: {_OF_SEVERAL_STEPS[name].advice}"
         return
     metric = find_metric(_RULES[name])
     assert metric is not None, "rules belong to metrics"
@@ -186,4 +187,8 @@ def _watched(name: str) -> Iterator[str]:
 def _known() -> list[str]:
     names = [*_BY_LABEL, *WORDS, *NAMES, *(key.name for key in keys()), *(metric.name for metric in METRICS)]
     names += [metric.name.rpartition("/")[2] for metric in METRICS]
-    return list(dict.fromkeys([*names, *_CHECKS, *CAUSES, *FAULTS_OF_TERMS, *_FAULTS, *_RULES, *RS_MODES]))
+    return list(
+        dict.fromkeys(
+            [*names, *_CHECKS, *CAUSES, *FAULTS_OF_TERMS, *_FAULTS, *_RULES, *_OF_SEVERAL_STEPS, *RS_MODES]
+        )
+    )

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.diagnostics.doctor.replayed.verdicts import CAUSES
-from flowcorr.diagnostics.health import Units, healthy_range
 from flowcorr.diagnostics.reference.interfaces import INTERFACES, Row
 from flowcorr.diagnostics.reference.keys import keys
-from flowcorr.diagnostics.reference.metric import Metric
-from flowcorr.diagnostics.reference.metrics import SECTIONS
+from flowcorr.instruments.metrics.metric import Metric
+from flowcorr.instruments.metrics.table import SECTIONS
+from flowcorr.instruments.rules import Units, healthy_range
 
 PACKAGE = Path(__file__).parents[2]
 PAGES = (
     PACKAGE / "correction" / "README.md",
-    PACKAGE / "diagnostics" / "README.md",
+    PACKAGE / "instruments" / "README.md",
     PACKAGE.parent / "recipes" / "README.md",
     PACKAGE.parent / "examples" / "README.md",
 )

@@ -15,7 +15,7 @@ from flowcorr.config import load
 from flowcorr.diagnostics import examine
 from flowcorr.diagnostics.doctor import precision
 from flowcorr.diagnostics.doctor.plants import merging, own_engine, scheduled
-from flowcorr.diagnostics.health import examine_step, units_of
+from flowcorr.instruments.rules import examine_step, units_of
 from flowcorr.rollout.precision import trainer_quantization, usual_gap
 
 INT8 = pytest.param("int8", id="int8")

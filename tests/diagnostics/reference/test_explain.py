@@ -10,7 +10,7 @@ from flowcorr.diagnostics.doctor.planted import FAULTS
 from flowcorr.diagnostics.doctor.replayed.verdicts import CAUSES
 from flowcorr.diagnostics.reference.explain import explanation
 from flowcorr.diagnostics.reference.glossary import WORDS
-from flowcorr.diagnostics.reference.metrics import RULES
+from flowcorr.instruments.metrics.table import RULES
 
 
 @pytest.mark.parametrize(

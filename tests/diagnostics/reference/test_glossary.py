@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.diagnostics.reference.glossary import SYNONYMS, WORDS
-from flowcorr.diagnostics.reference.metrics import find_metric
+from flowcorr.instruments.metrics.table import find_metric
 
 
 @pytest.mark.parametrize("name", WORDS)

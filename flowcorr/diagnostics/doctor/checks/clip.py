@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowcorr.diagnostics.clip_noise import QUANTILES, clip_key, ratio_distance
 from flowcorr.diagnostics.doctor.exam import Exam
 from flowcorr.diagnostics.doctor.findings import Finding, StepNoise, judged, passed
+from flowcorr.instruments.clip_noise import QUANTILES, clip_key, ratio_distance
 from flowcorr.losses import clip_by_term, loss_of, resolve_loss
 
 CLIP_SHARE = 0.1

@@ -11,7 +11,7 @@ from flowcorr import sde
 from flowcorr.diagnostics.doctor.exam import Exam, rms
 from flowcorr.diagnostics.doctor.findings import Finding, judged, skipped
 from flowcorr.diagnostics.doctor.trials import Trial
-from flowcorr.diagnostics.health import skew
+from flowcorr.instruments.rules import skew
 from flowcorr.records import Rollout
 
 FALSE_ALARMS = 1e-6  # probability that `check_noise` fails by chance

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from flowcorr import dumps
-from flowcorr.diagnostics.diagnosis import diagnose
 from flowcorr.diagnostics.doctor.replayed.legs import Legs
 from flowcorr.diagnostics.doctor.replayed.verdicts import Verdict
-from flowcorr.diagnostics.dumped import gap_of
+from flowcorr.instruments.faults import diagnose
+from flowcorr.instruments.steps import gap_of
 
 _CENTRED = 0.05  # mean of advantages, in their standard deviations: filtered samples shift it a little
 _ERRORS = 3.0  # standard errors of that mean, where the other samples of a group were not dumped

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.diagnostics.doctor.replayed.stack import Inputs, Stack
-from flowcorr.diagnostics.stored import rounding_of, stored_in
 from flowcorr.dumps.replay import ReplaySamples
+from flowcorr.instruments.stored import rounding_of, stored_in
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 from flowcorr.sde.transition import mean_over_elements
 

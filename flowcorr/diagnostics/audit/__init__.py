@@ -1,6 +1,0 @@
-"""`flowcorr audit`: how large the gap is, what each preset would make of it, and what to do about it."""
-
-from flowcorr.diagnostics.audit.dumped import audit_folder
-from flowcorr.diagnostics.audit.measure import audit, examine_batches
-
-__all__ = ["audit", "audit_folder", "examine_batches"]

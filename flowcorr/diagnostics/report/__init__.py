@@ -1,5 +1,0 @@
-"""`flowcorr report`: some runs on one page."""
-
-from flowcorr.diagnostics.report.page import report, write_report
-
-__all__ = ["report", "write_report"]

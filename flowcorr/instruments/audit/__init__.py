@@ -1,0 +1,6 @@
+"""`flowcorr audit`: how large the gap is, what each preset would make of it, and what to do about it."""
+
+from flowcorr.instruments.audit.dumped import audit_folder
+from flowcorr.instruments.audit.measure import audit, examine_batches
+
+__all__ = ["audit", "audit_folder", "examine_batches"]

@@ -1,0 +1,400 @@
+"""From the measured gap to a recommendation: the rules of `flowcorr audit`, each constant with its reason.
+
+The reasons are measurements on the flow whose gradient is known (`examples/ground_truth`, T = 2, 512 samples). "Behind"
+is a shift wholly against the direction in which the policy learns, as that of stale weights is. With x = T D r^2, which
+is twice the joint nats of the window, exact weights keep `exp(-x)` of their samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, quantile
+
+from flowcorr.correction.bounds import AUTO
+from flowcorr.correction.robust import OUTLIER_Z
+from flowcorr.instruments.clip_noise import clip_text
+from flowcorr.instruments.finding import Finding, Level
+from flowcorr.losses import Limit
+from flowcorr.rollout.precision import LARGEST_DISTANCE
+
+Kind = Literal["none", "leave", "correct", "repair"]
+LEVELS: Mapping[Kind, Level] = {
+    "none": "healthy",
+    "leave": "warning",
+    "correct": "warning",
+    "repair": "serious",
+}
+
+# Uncorrected bias, behind, is 28 sqrt(x / 0.1) % of the gradient: below 3 % at x = 1e-3, for any shift there is.
+NEGLIGIBLE_NATS = 5e-4
+# Random shifts, uncorrected, D = 16384: bias 2 % at r = .01 and 5 % at .03 (a sample is worth .88), 18 % at .1 (.44).
+SMALL_R = 0.03
+# int4 rollouts of the embedded model, r = .055 to .06: with recomputed old log-probs, 28 seeds learned what float32
+# rollouts teach (held-out exact match differs by -.002 +- .010, examples/mismatch_study); bypass mode lost .185 there.
+HARMLESS_R = 0.07
+# Behind, sequence TIS at scale `sum`: a sample is worth 1.29 at x = .3 (uncorrected .24), .64 at .7 (.15), and .07
+# at 1.5 (.10), where its cap takes back what its weights gain. exp(-.7) = .5.
+MIN_ESS = 0.5
+IS_CAP = 2.0  # the cap those numbers were measured with
+# Bypass, random: clip ranges of .5, 1, 2 and more times the .99 quantile give a bias of 15, 2.3 and 1.8 % (1.8 without
+# a clip). The rest of the range is left to learning, which a clip at 2 would leave none.
+CLIP_HEADROOM = 4.0
+CLIP_QUANTILE = 0.99
+# That quantile of one noise, measured at four steps on 100 terms each, differs by a factor of 1.25 (1.5 in one of 20).
+CLIP_SPREAD = 1.5
+MAX_OUTLIERS = 0.05  # more are no outliers but the distribution; rejecting them hides its cause
+# By the level of the loss's ratio: what learns within the clip range has to lie within the band.
+_BAND_MODES = {"step": "token_k1", "trajectory_mean": "seq_mean_k1", "trajectory_sum": "seq_sum_k1"}
+_LEAST_WIDTH = 1e-9  # of a band, so that it has two ends
+_RECOMPUTE = (
+    "In your trainer: score each batch with the trainer's weights before its first update, and take these log-probs as "
+    "the old ones"
+)
+WORDS = {
+    (False, "decoupled"): f"{_RECOMPUTE}; the loss clips the current policy against them.",
+    (
+        True,
+        "decoupled",
+    ): f"{_RECOMPUTE}; multiply each sample's loss by min(2, exp(D * sum over its steps of old - "
+    "rollout)), without a gradient.",
+    (
+        False,
+        "bypass",
+    ): "In your trainer: take the engine's log-probs as the old ones; the clip range has room for the gap.",
+}
+"""By whether weights correct the gap, and the mode: the advice for a trainer that takes no recipe."""
+BASIS = "Limits and biases are those measured on a flow whose gradient is known: examples/ground_truth."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The facts that the rules look at.
+
+    Attributes:
+        num_steps: SDE steps of the window.
+        num_elements: `D`.
+        joint_nats: mean over samples of the exact KL of the whole window, `D` times its sum over steps.
+        outliers: share of terms that `step_z` would reject.
+        outlier_band: largest distance of a ratio from 1 that is no outlier at any step.
+        exact_ess: share of samples that exact weights keep.
+        stale_nats: joint nats of older weights alone, without the engine's part.
+        clip_limit: how far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none.
+        clip_by_step: clip range that bypass needs, by step index.
+        window_end: one more than the last step index that the SDE window can reach.
+        limit: the key of `actor` that `clip_limit` is from, None where the loss has none.
+        densities: whether log-probs are densities; published cps ones are in units of `2 s^2` nats.
+        recompute_share: of the time of rollout, recompute and update; None if it was not timed.
+        older_weights: whether the weights that sample are older than those that learn.
+        quantization: of the trainer's weights, where the engine's are not quantized; else `none`.
+    """
+
+    num_steps: int
+    num_elements: int
+    joint_nats: float
+    exact_ess: float
+    stale_nats: float
+    clip_limit: float | Sequence[float] | None
+    clip_by_step: Mapping[int, float]
+    window_end: int
+    loss_mode: str
+    limit: Limit | None
+    ratio_level: str
+    densities: bool
+    outliers: float
+    outlier_band: float
+    recompute_share: float | None
+    older_weights: bool = False
+    quantization: str = "none"
+
+    @property
+    def clip_needed(self) -> float:
+        """The largest clip range that bypass needs at any step."""
+        return max(self.clip_by_step.values())
+
+    @property
+    def r(self) -> float:
+        """Root mean square gap of the step means, in stds a latent element."""
+        return math.sqrt(2 * self.joint_nats / (self.num_steps * self.num_elements))
+
+    @property
+    def negligible(self) -> bool:
+        return self.joint_nats <= NEGLIGIBLE_NATS
+
+    @property
+    def has_headroom(self) -> bool:
+        """Whether bypass may start its ratios this far off; never with older weights, to which it holds the update."""
+        if self.older_weights:
+            return False
+        if self.clip_limit is None:
+            return self.negligible
+        return all(needed <= limit_at(self.clip_limit, index) for index, needed in self.clip_by_step.items())
+
+    @property
+    def systematic(self) -> bool:
+        """Whether most of the gap lies along what was learned; rounding points anywhere."""
+        return self.stale_nats > self.joint_nats / 2
+
+    @property
+    def has_outliers(self) -> bool:
+        return not self.negligible and 0 < self.outliers <= MAX_OUTLIERS
+
+
+def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
+    """The advice on a gap with its keys, bypass by a wider clip range where that is another way, and the reasons.
+
+    Args:
+        facts: what was measured.
+        of_recipe: whether a recipe of flowcorr can take keys; another trainer's owner gets the same in words.
+    """
+    kind, mode = kind_of(facts), mode_of(facts)
+    bypass = mode == "bypass"
+    reasons = {
+        "size": _about_gap(facts, kind),
+        "mode": _about_mode(facts, kind, bypass),
+        "weights": _about_weights(facts, kind),
+        "rejection": _about_rejection(facts, bypass),
+    }
+    found = [
+        Finding(
+            level=LEVELS[kind],
+            cause="gap",
+            sentence=_verdict(facts, kind, bypass),
+            numbers={
+                "r": facts.r,
+                "joint nats": facts.joint_nats,
+                "ESS of exact weights": facts.exact_ess,
+                "clip needed": facts.clip_needed,
+            },
+            remedy="" if of_recipe else WORDS[kind == "correct", mode],
+            keys=_yaml(_keys(facts, kind, bypass)) if of_recipe else "",
+        )
+    ]
+    wider = _alternative(facts, bypass)
+    if wider and of_recipe:
+        sentence = "or bypass, with a clip range above the noise"
+        found.append(Finding(level="note", cause="wider_clip", sentence=sentence, keys=wider))
+    return found + [Finding(level="note", cause=name, sentence=text) for name, text in reasons.items()]
+
+
+def kind_of(facts: Facts) -> Kind:
+    """`none` needed, `leave` it uncorrected, `correct` it, or `repair` its source first."""
+    if facts.negligible:
+        return "none"
+    if facts.systematic and facts.exact_ess >= MIN_ESS:
+        return "correct" if facts.densities else "leave"
+    return "repair" if facts.systematic or facts.r > LARGEST_DISTANCE else "leave"
+
+
+def mode_of(facts: Facts) -> Literal["bypass", "decoupled"]:
+    """Whether old log-probs are to be recomputed."""
+    return "bypass" if facts.has_headroom and kind_of(facts) != "correct" else "decoupled"
+
+
+def limit_at(limit: float | Sequence[float], step_index: int) -> float:
+    """`clip_limit` at one step."""
+    return limit[step_index] if isinstance(limit, Sequence) else limit
+
+
+def clip_needed(distance: Tensor) -> float:
+    """The clip range that leaves learning its room above the noise, from `|ratio - 1|` before any update."""
+    return CLIP_HEADROOM * float(quantile(distance.flatten(), CLIP_QUANTILE))
+
+
+def round_up(value: float) -> float:
+    """Up to two digits."""
+    if value <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.2g}")
+
+
+def _verdict(facts: Facts, kind: Kind, bypass: bool) -> str:
+    mode = "bypass, without a recompute pass" if bypass else "decoupled, old log-probs recomputed"
+    match kind:
+        case "none":
+            return f"no correction needed; {mode}"
+        case "correct":
+            return f"correct it with weights of the steps' density ratio; {mode}"
+        case "repair":
+            source = "lower the staleness" if facts.systematic else "close it at its source"
+            return f"the gap is too large to correct: {source}; until then {mode}"
+    if bypass:
+        return f"there is a gap, within the clip range; leave it uncorrected; {mode}"
+    text = f"there is a gap; leave it uncorrected; {mode}"
+    return (
+        text if facts.clip_limit is None else f"{text}, which keeps it out of the ratio; bypass would clip it"
+    )
+
+
+def _about_gap(facts: Facts, kind: Kind) -> str:
+    gap = (
+        f"The step means differ by r = {facts.r:.1e} stds. Over {facts.num_steps} steps with D = {facts.num_elements} "
+        f"that is {facts.joint_nats:.2g} joint nats: importance weights would leave {100 * facts.exact_ess:.3g} % "
+        "effective samples."
+    )
+    match kind:
+        case "none":
+            return f"{gap} Below {NEGLIGIBLE_NATS:g} joint nats, even the worst shift costs less than 3 % of bias."
+        case "leave":
+            small = f"up to r = {SMALL_R:g} it biases the gradient by about 5 %"
+            large = (
+                "by about 10 % at r = .06, where runs with recomputed old log-probs learned as much as without a gap, "
+                "and runs in bypass mode lost, since PPO clipped it"
+            )
+            parts = [small, *[large] * (facts.r > SMALL_R)]
+            parts += ["larger ones were not tried"] * (facts.r > HARMLESS_R)
+            return f"{gap} Rounding shifts at random: {'; '.join(parts)}.{_about_quantization(facts)}"
+        case "correct":
+            return f"{gap} Most of it is staleness, a shift along the direction of learning, and biases the gradient."
+    if facts.systematic:
+        return f"{gap} It is mostly staleness: lower rollout.staleness, or actor.lr."
+    remedy = _about_quantization(facts) or (" flowcorr doctor says which part is wrong.")
+    return (
+        f"{gap} Beyond r = {LARGEST_DISTANCE:g} no precision explains a gap, and weights cannot remove its bias."
+        f"{remedy}"
+    )
+
+
+def _about_quantization(facts: Facts) -> str:
+    if facts.quantization == "none":
+        return ""
+    return (
+        f" model.quantization={facts.quantization} rounds the trainer's weights and not the engine's, the likely "
+        "source; rollout.name=in_process samples with the same weights, and so does rollout.engine.weight_sync=merged. "
+        "flowcorr doctor says whether another part is wrong."
+    )
+
+
+def _about_mode(facts: Facts, kind: Kind, bypass: bool) -> str:
+    needed = (
+        f"{CLIP_HEADROOM:g} times the {CLIP_QUANTILE:g} quantile of |ratio - 1| is {facts.clip_needed:.1e}"
+    )
+    cost = "a forward pass of each term"
+    if facts.recompute_share is not None:
+        cost = f"{facts.recompute_share:.0%} of a step's time"
+    if facts.older_weights:
+        return (
+            "The weights that sample are older than those that learn: in bypass mode PPO holds the update back to "
+            f"them. Recomputing costs {cost} and starts every ratio at 1."
+        )
+    if facts.clip_limit is None:
+        bound = (
+            f"The loss {facts.loss_mode} bounds no ratio" if facts.limit is None else "No clip range is known"
+        )
+        held = f"{bound}, so only the gap itself decides:"
+    elif facts.has_headroom:
+        held = f"{needed}, within the range of {clip_text(facts.clip_limit)}:"
+    else:
+        held = f"{needed}, above the range of {clip_text(facts.clip_limit)}: bypass would clip noise."
+        return f"{held} Recomputing costs {cost} and starts every ratio at 1."
+    if bypass:
+        return f"{held} bypass loses nothing and saves {cost}."
+    if kind == "correct":
+        return f"{held} but correcting the gap needs recomputed log-probs, which cost {cost}."
+    return f"{held} it is not negligible. Decoupled mode keeps it out of the ratio; recomputing costs {cost}."
+
+
+def _about_weights(facts: Facts, kind: Kind) -> str:
+    if kind == "correct":
+        return (
+            f"sequence TIS at scale sum, capped at {IS_CAP:g}; scales mean and sqrt correct next to nothing. "
+            f"It holds while exact weights keep {MIN_ESS:.0%} of the samples. It takes the bias away, at the price of "
+            "noise: in a short training (examples/mismatch_study) runs without weights learned faster, so compare both."
+        )
+    if kind == "none":
+        return "none; they would be 1."
+    if not facts.densities and facts.systematic:
+        return (
+            "none; with sampling.cps_unscaled differences of log-probs are no log-ratios of densities. Set it "
+            "to false to correct this gap."
+        )
+    if facts.exact_ess < MIN_ESS:
+        return "none; at scales mean and sqrt they correct nothing, at scale sum too few samples count."
+    return "none; the shift is random, so they would add more variance than they remove bias."
+
+
+def _about_rejection(facts: Facts, bypass: bool) -> str:
+    share = f"{facts.outliers:.2%} of terms lie beyond {OUTLIER_Z:g} robust standard deviations"
+    if facts.negligible:
+        return "none; there is nothing to reject."
+    if facts.outliers > MAX_OUTLIERS:
+        return f"none; {share}, too many for outliers. Find the cause first: flowcorr doctor."
+    if not facts.outliers:
+        band = _band(facts.outlier_band)
+        return f"none; there are no outliers. A token_k1 band that this noise stays inside is {band}."
+    how = f"{_BAND_MODES[facts.ratio_level]} with auto, a band around the noise,"
+    if facts.ratio_level == "step":
+        how = f"token_k1 with auto, a band around the noise (here {_band(facts.outlier_band)})"
+    if not bypass:
+        how = "step_z, which follows the noise,"
+    return f"{share}; {how} removes them. To find their cause, run flowcorr doctor."
+
+
+def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
+    """Keys of `algorithm.rollout_correction`."""
+    if kind == "correct":
+        keys = {
+            "bypass_mode": "false",
+            "rollout_is": "sequence",
+            "rollout_is_threshold": f"{IS_CAP}",
+            "log_ratio_scale": "sum",
+        }
+    else:
+        # Under a quantized trainer, bypass mode stays a question that each run answers by its own noise.
+        measured = facts.quantization != "none" and facts.clip_limit is not None
+        keys = {"bypass_mode": ("auto" if measured else "true") if bypass else "false"}
+        if bypass and facts.ratio_level != "step":
+            keys["bypass_scope"] = "trajectory"
+    if not facts.has_outliers:
+        return keys
+    if bypass:
+        return keys | {"rollout_rs": _BAND_MODES[facts.ratio_level], "rollout_rs_threshold": AUTO}
+    return keys | {"rollout_rs": "step_z", "rollout_rs_threshold": f"{OUTLIER_Z}"}
+
+
+def _alternative(facts: Facts, bypass: bool) -> str:
+    if bypass or facts.has_headroom or facts.older_weights or facts.clip_limit is None:
+        return ""
+    return f"actor:\n  {_clip_line(facts)}\n" + _yaml(_keys(facts, "leave", bypass=True))
+
+
+def _clip_line(facts: Facts) -> str:
+    """The key that widens the range above the noise: for all steps, or by step index where their noise differs."""
+    assert facts.limit is not None
+    assert facts.clip_limit is not None
+    widest = round_up(facts.clip_needed)
+    key = facts.limit.key
+    if facts.limit.is_cap or facts.clip_needed <= CLIP_SPREAD * min(facts.clip_by_step.values()):
+        return f"{key}: {_number(facts.limit.value(widest))}"
+    # What is wider than its noise stays, and so does a step that was not sampled: its noise is not known.
+    by_step = [
+        max(round_up(facts.clip_by_step.get(index, 0.0)), limit_at(facts.clip_limit, index))
+        for index in range(facts.window_end)
+    ]
+    unknown = [index for index in range(facts.window_end) if index not in facts.clip_by_step]
+    remark = f"; not measured: {', '.join(map(str, unknown))}" if unknown else ""
+    return f"{key}: [{', '.join(map(_number, by_step))}]  # by step index{remark}"
+
+
+def _yaml(keys: dict[str, str]) -> str:
+    lines = [f"    {key}: {value}\n" for key, value in keys.items()]
+    return "algorithm:\n  rollout_correction:\n" + "".join(lines)
+
+
+def _band(width: float) -> str:
+    """The band of ratios up to a distance from 1, which is printed with two digits."""
+    width = max(round_up(width), _LEAST_WIDTH)
+    if width >= 1:  # no ratio is below 0
+        return f"[{1 / (1 + width):.2g}, {1 + width:.2g}]"
+    digits = 1 - math.floor(math.log10(width))
+    return f"[{1 - width:.{digits}f}, {1 + width:.{digits}f}]"
+
+
+def _number(value: float) -> str:
+    """As YAML 1.1 reads a float: with a point."""
+    mantissa, exponent, power = f"{value:.6g}".partition("e")
+    return (mantissa if "." in mantissa else f"{mantissa}.0") + exponent + power

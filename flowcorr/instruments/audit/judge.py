@@ -1,0 +1,160 @@
+"""From a measured gap to its report: facts, faults, advice, tables and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from flowcorr.instruments.audit.advice import BASIS, Facts, advise, mode_of
+from flowcorr.instruments.audit.gap import delta, joint_nats
+from flowcorr.instruments.audit.presets import Replay, preset_charts, preset_table
+from flowcorr.instruments.audit.tables import (
+    fraction,
+    gap_by_step,
+    gap_chart,
+    outliers,
+    scale_table,
+    step_table,
+    worth_of_weights,
+)
+from flowcorr.instruments.clip_noise import clip_text, ratio_distance
+from flowcorr.instruments.faults import HIDING
+from flowcorr.instruments.finding import Charts, Fact, Finding, Report
+from flowcorr.instruments.setting import Setting
+from flowcorr.instruments.steps import UNBOUNDED
+from flowcorr.losses import clip_by_term, resolve_loss
+from flowcorr.records import Terms
+
+NO_ADVICE = Finding(
+    level="note",
+    cause="num_elements",
+    sentence="no advice: the dump does not tell num_elements, without which a gap has no size",
+)
+_ASSUMED_NEWEST = Finding(
+    level="note",
+    cause="ages",
+    sentence="the dump does not tell whether these weights were the newest (policy_versions, version)",
+    remedy="if they were not, recompute old log-probs (decoupled)",
+)
+
+
+def report_of(
+    title: str,
+    setting: Setting,
+    gap: Terms,
+    num_elements: int | None,
+    *,
+    loss_mode: str = "",
+    replays: Sequence[Replay] = (),
+    steps: Sequence[int] = (),
+    facts: Sequence[Fact] = (),
+    faults: Sequence[Finding] = (),
+    notes: Sequence[Finding] = (),
+    stale: float = 0.0,
+    recompute_share: float | None = None,
+    of_recipe: bool = True,
+    ages: Mapping[int, Tensor] | None = None,
+) -> Report:
+    """The report on a gap; without `num_elements` it holds what needs no unit of whole steps, and no advice.
+
+    Args:
+        title: what was audited.
+        setting: the run's.
+        gap: what was measured.
+        num_elements: `D`, where known.
+        loss_mode: the name of the loss, where another stands in for it.
+        replays: presets on these terms.
+        steps: the training steps that these are of.
+        facts: what was measured beside the gap.
+        faults: of the log-probs, which come before any advice.
+        notes: what else is to be said.
+        stale: joint nats of staleness alone, where it was told apart.
+        recompute_share: of the recompute pass in the time of a step, where it was timed.
+        of_recipe: see `advise`.
+        ages: of a dump, by training step the age of the weights that sampled, where it tells that.
+    """
+    loss = resolve_loss(setting.actor)
+    limit = loss.ratio_limit(setting.actor)
+    limit = None if limit == UNBOUNDED else limit
+    distance = ratio_distance(delta(gap), gap.old_rollout_kl, gap.std, setting.actor)
+    by_step = gap_by_step(gap, distance, limit)
+    outside = None if limit is None else fraction(distance > clip_by_term(limit, gap.step_index))
+    samples, window = gap.old_log_prob.shape
+    loss_mode = loss_mode or setting.actor.loss_mode
+    size = "" if num_elements is None else f", D = {num_elements}"
+    found = [
+        Fact(name="num_samples", value=samples, text=f"{samples} samples of {window} SDE steps{size}"),
+        Fact(name="num_steps", value=window),
+        Fact(name="num_elements", value=num_elements),
+        Fact(name="loss_mode", value=loss_mode, text=f"loss {loss_mode}"),
+        Fact(name="clip_limit", value=limit),
+        Fact(
+            name="outside_clip",
+            value=outside,
+            text=""
+            if outside is None or limit is None
+            else f"terms outside the clip range of {clip_text(limit)} before any update: {outside:.1%}",
+        ),
+    ]
+    hidden = any(fault.cause in HIDING for fault in faults)
+    scales, advice = [], [NO_ADVICE]
+    if num_elements is not None:
+        nats = joint_nats(gap, num_elements)
+        share, band = outliers(gap, num_elements)
+        scales = worth_of_weights(gap, num_elements)
+        needed = {step.step_index: step.clip_needed for step in by_step}
+        if setting.actor.ratio_level != "step":  # the window has one ratio
+            needed = dict.fromkeys(needed, max(needed.values()))
+        judged = Facts(
+            num_steps=window,
+            num_elements=num_elements,
+            joint_nats=nats,
+            exact_ess=next(
+                row.expected_ess for row in scales if (row.scale, row.level) == ("sum", "sequence")
+            ),
+            stale_nats=stale,
+            clip_limit=limit,
+            clip_by_step=needed,
+            window_end=setting.window_end,
+            loss_mode=setting.actor.loss_mode,
+            limit=loss.limit,
+            ratio_level=setting.actor.ratio_level,
+            densities=setting.densities,
+            outliers=share,
+            outlier_band=band,
+            recompute_share=recompute_share,
+            older_weights=setting.staleness > 0 or any(fault.cause == "stale" for fault in faults),
+            quantization=setting.quantization,
+        )
+        found += [
+            Fact(
+                name="joint_nats",
+                value=nats,
+                text=f"joint nats of a window, D times its exact KL: {nats:.3g}",
+            ),
+            Fact(name="outliers", value=share),
+            Fact(name="outlier_band", value=band),
+        ]
+        if not hidden:
+            found += [
+                Fact(name="mode", value=mode_of(judged)),
+                Fact(name="basis", value=BASIS, text=BASIS),
+            ]
+        advice = advise(judged, of_recipe=of_recipe)
+        if mode_of(judged) == "bypass" and not of_recipe and not ages:
+            advice.append(_ASSUMED_NEWEST)
+    findings = [*faults, *([] if hidden else advice), *notes]
+    pictures = {chart.name: chart for chart in [gap_chart(by_step, limit)]} | preset_charts(replays, steps)
+    return Report(
+        title=title,
+        verdict=findings[0].headline if faults else findings[0].sentence,
+        facts=[*found, *facts],
+        tables=[
+            step_table(by_step),
+            *([scale_table(scales)] if scales else []),
+            *([preset_table(replays)] if replays else []),
+        ],
+        charts=[Charts(title="The gap, and presets", pictures=pictures)],
+        findings=findings,
+    )

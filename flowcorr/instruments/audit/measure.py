@@ -1,0 +1,243 @@
+"""How large is the gap between rollout engine and actor, and what would each correction make of it?
+
+A few rollout batches are sampled with the configured engine and scored again by the actor, as decoupled mode
+does. Then a training step is made on random advantages, for its time alone. A stale engine differs from the actor only
+once something was learned, so there `rollout.staleness` such steps come first, before its batches are taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.algorithm import AutoMode
+from flowcorr.algorithm.bands import WARM_UP
+from flowcorr.config.schema import Config, RolloutConfig
+from flowcorr.data import PromptStream, load_prompts
+from flowcorr.errors import ConfigError
+from flowcorr.instruments.audit.gap import joint_nats, measure_gap, split_gap
+from flowcorr.instruments.audit.judge import report_of
+from flowcorr.instruments.audit.presets import Scale, replay_presets
+from flowcorr.instruments.audit.replay import LoggedSteps
+from flowcorr.instruments.finding import Fact, Report
+from flowcorr.instruments.setting import Setting
+from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.records import ActorBatch, Rollout, Terms
+from flowcorr.rollout import RolloutEngine
+from flowcorr.trainer.setup import build_stacks, load_model
+
+NUM_BATCHES = 2
+MAX_IMAGES = 96  # a batch: their steps give quantiles, and more take minutes with a large model
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds of one batch, of the fastest that was measured, so that warming up does not count.
+
+    Attributes:
+        rollout: sampling and decoding.
+        recompute: scoring again with the actor, which bypass saves.
+        update: learning from it.
+        images: images of the batch.
+    """
+
+    rollout: float
+    recompute: float
+    update: float
+    images: int
+
+    @property
+    def images_per_second(self) -> float:
+        """Of the rollout alone."""
+        return self.images / self.rollout
+
+    @property
+    def share(self) -> float:
+        """The recompute pass as a share of the step; the reward's time is in no part of it."""
+        return self.recompute / (self.rollout + self.recompute + self.update)
+
+
+def audit(
+    config: Config, *, num_batches: int = NUM_BATCHES, title: str = "", scales: Sequence[Scale] = ()
+) -> Report:
+    """Build the actor and the engine of a configuration, and audit them on its first training prompts.
+
+    Args:
+        config: the run's configuration; nothing is rewarded, so its reward is not even built.
+        num_batches: rollout batches, each of `rollout.prompts_per_step * rollout.n` images; if those are more than
+            `MAX_IMAGES`, of fewer prompts.
+        title: the recipe with its overrides.
+        scales: see `replay_presets`.
+
+    Raises:
+        ConfigError: `num_batches` is below 1, or something in `config` cannot work.
+        BackendError: the engine returns no step means, or a log-prob is not finite.
+    """
+    if num_batches < 1:
+        raise ConfigError(f"--batches {num_batches} measures nothing; use 1 or more")
+    # The steps that make an engine stale have to move the weights as far as those of a run after its warm-up.
+    config = replace(config, actor=replace(config.actor, warmup_steps=0), rollout=_few_prompts(config))
+    stream = PromptStream(load_prompts(config.data).train, seed=config.trainer.seed)
+    texts = [
+        [prompt.text for prompt in stream.next(config.rollout.prompts_per_step)]
+        for _ in range(config.rollout.max_weight_age + num_batches)
+    ]
+    stacks = build_stacks(config, load_model(config), [text for batch in texts for text in batch])
+    try:
+        stacks.engine.sync(stacks.actor.weights.snapshot())
+        return examine_batches(stacks.actor, stacks.engine, stacks.cache, texts, title=title, scales=scales)
+    finally:
+        stacks.engine.close()
+
+
+def _few_prompts(config: Config) -> RolloutConfig:
+    rollout = config.rollout
+    enough = max(MAX_IMAGES // rollout.n, config.actor.mini_batches)
+    return replace(rollout, prompts_per_step=min(rollout.prompts_per_step, enough))
+
+
+def examine_batches(
+    actor: DiffusionActor,
+    engine: RolloutEngine,
+    cache: PromptCache,
+    texts: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    scales: Sequence[Scale] = (),
+) -> Report:
+    """Audit an actor and its engine; the first `rollout.staleness` batches of `texts` make the engine stale.
+
+    Raises:
+        BackendError: the engine returns no step means, or a log-prob is not finite.
+    """
+    config, seconds = actor.config, _Seconds(actor.device)
+    staleness = config.rollout.max_weight_age
+    gaps, engines, stales, num_elements = [], [], [], 0
+    for step, batch in enumerate(texts):
+        sample = partial(
+            engine.sample, cache(batch), range(len(batch)), training_step=step + 1, with_means=True
+        )
+        rollout = seconds.timed("rollout", sample).to(actor.device)
+        num_elements = rollout.num_elements
+        gap = seconds.timed("recompute", partial(measure_gap, actor, rollout))
+        learn = partial(_learn_anything, actor, rollout, gap, training_step=step + 1)
+        if step < staleness:
+            seconds.timed("update", learn)
+            engine.sync(actor.weights.snapshot())
+            continue
+        gaps.append(gap)
+        if staleness:
+            of_engine, of_staleness = split_gap(actor, rollout, engine.history)
+            engines.append(of_engine)
+            stales.append(of_staleness)
+    whole = Terms.concatenate(gaps)
+    precision = joint_nats(Terms.concatenate(engines or gaps), num_elements)
+    stale = joint_nats(Terms.concatenate(stales), num_elements) if stales else 0.0
+    for _ in range(staleness, 2):  # of which the first may have warmed up
+        seconds.timed("update", learn)
+    phases = ("rollout", "recompute", "update")
+    images = len(texts[-1]) * config.rollout.n
+    cost = Cost(images=images, **{phase: seconds.fastest(phase) for phase in phases})
+    setting = Setting.of(config)
+    return report_of(
+        f"Audit of {title}",
+        setting,
+        whole,
+        num_elements,
+        replays=replay_presets([as_steps(whole, num_elements)], setting, scales=scales, passes=WARM_UP + 1),
+        facts=[*_of_cost(cost), *_of_staleness(setting, precision, stale)],
+        stale=stale,
+        recompute_share=cost.share,
+    )
+
+
+def as_steps(gap: Terms, num_elements: int) -> LoggedSteps:
+    """Measured terms as one training step on random advantages, whose current policy is the old one."""
+    samples = len(gap.old_log_prob)
+    draw = torch.Generator().manual_seed(0)
+    advantage = torch.randn(samples, generator=draw, dtype=torch.float64)
+    terms = replace(
+        gap,
+        log_prob=gap.old_log_prob,
+        advantage=advantage[:, None].expand_as(gap.old_log_prob),
+        old_kl=torch.zeros_like(gap.old_log_prob),
+        rollout_kl=gap.old_rollout_kl,
+        num_elements=num_elements,
+    )
+    return LoggedSteps(
+        terms=terms,
+        group_ids=torch.arange(samples),
+        bypass=False,
+        sizes=(samples,),
+        owners=torch.zeros(samples, dtype=torch.long),
+        before_update=None,
+    )
+
+
+def _of_cost(cost: Cost) -> list[Fact]:
+    return [
+        Fact(
+            name="recompute_share",
+            value=cost.share,
+            text=f"recompute pass: {cost.recompute:.2g} s a step beside {cost.rollout:.2g} s of rollout and "
+            f"{cost.update:.2g} s of update, {cost.share:.0%} of the three together (reward not counted)",
+        ),
+        Fact(
+            name="images_per_second",
+            value=cost.images_per_second,
+            text=f"the rollout makes {cost.images_per_second:.3g} images a second",
+        ),
+    ]
+
+
+def _of_staleness(setting: Setting, precision: float, stale: float) -> list[Fact]:
+    lag = setting.staleness
+    text = (
+        f"the engine lags {lag} training steps behind; they were made on random advantages, which stand in for "
+        f"learning: {stale:.3g} joint nats are staleness, {precision:.3g} the engine's"
+    )
+    return [
+        Fact(name="staleness", value=lag, text=text if lag else ""),
+        Fact(name="precision_nats", value=precision),
+        Fact(name="stale_nats", value=stale),
+    ]
+
+
+class _Seconds:
+    """The time that phases take; a device is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: dict[str, list[float]] = {}
+
+    def timed(self, phase: str, work: Callable[[], Result]) -> Result:
+        begin = time.perf_counter()
+        result = work()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seen.setdefault(phase, []).append(time.perf_counter() - begin)
+        return result
+
+    def fastest(self, phase: str) -> float:
+        return min(self._seen[phase])
+
+
+def _learn_anything(actor: DiffusionActor, rollout: Rollout, gap: Terms, *, training_step: int) -> None:
+    """One training step on random advantages: it moves the weights about as far as one that learns."""
+    draw = torch.Generator().manual_seed(training_step)
+    advantages = torch.randn(rollout.num_samples, generator=draw).to(actor.device)
+    batch = ActorBatch(
+        rollout=replace(rollout, images=None),
+        advantages=advantages,
+        old_log_probs=gap.old_log_prob.to(actor.device),
+        old_means=rollout.window.means,
+    )
+    actor.update(batch, AutoMode.of(actor.config).correction, training_step=training_step)

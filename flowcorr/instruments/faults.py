@@ -1,0 +1,291 @@
+"""Rules of the gap's terms: faults of log-probs, which come before any question of a correction.
+
+A gap is the `Terms` `[B, T]` of a training step whose `old_log_prob` is the trainer's. `audit`, `report` and `watch`
+apply the same rules. Each cause has a trace that rounding and learning lack; a cause without a trace here is left to
+`flowcorr doctor`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.stored import rounding_of
+from flowcorr.records import Terms
+
+HIDING = frozenset({"summed", "one_step", "shared_shift", "few_samples"})
+"""Causes beside which no advice on the gap's correction can hold."""
+
+# Mean-pooled log-probs are `-log s - 1.42` on average, so -1.4 to 12 for any std of 6e-6 to 1; sums are D times that.
+_LARGEST_MEAN = 25.0
+# Two stacks that score alike to float32 rounding differ by less than this, relative to a log-prob.
+_ROUNDING = 5e-6
+# A step beside the next largest one. Rounding grows towards late steps too: int4 on the embedded model by 25. Also a
+# sample beside the median one.
+_ALONE = 30.0
+# Mean beside spread of a step's differences: a shift that all samples share, instead of one that varies with them.
+_SHARED = 2.0
+# `D var / 2` beside the mean, as in `audit.dumped.estimated_kl`: 1 for two densities whose means differ, .25 or more
+# where their stds do, `2 s^2` for log-probs in units of `2 s^2` nats.
+_TOO_EVEN = 1e-3
+_FEWEST = 8  # samples of a step that tell whether they share a shift
+_FEW = 0.25  # of the samples; more are no exceptions
+# Between these and the others; a gap whose size varies among samples, however much, leaves no such void.
+_VOID = 10.0
+Ages = Mapping[int, Tensor]
+Rule = Callable[[Mapping[int, Terms], Ages], Finding | None]
+_SIDES = {"the engine's": "rollout_log_prob", "the trainer's": "old_log_prob"}
+
+
+def broken(gap: Terms) -> Tensor:
+    """`[B, T]` bool: terms that are judged and have no finite log-prob."""
+    bad = ~delta(gap).isfinite()
+    return bad if gap.keep is None else bad & gap.keep
+
+
+def delta(gap: Terms) -> Tensor:
+    """Trainer less rollout, float64; NaN for a term that is left out."""
+    difference = gap.old_log_prob.double() - gap.rollout_log_prob.double()
+    return difference if gap.keep is None else torch.where(gap.keep, difference, torch.nan)
+
+
+def trained_columns(gaps: Sequence[Terms]) -> Tensor:
+    """`[T]` bool: steps of the window of which any training step judges a term."""
+    judged = [
+        torch.ones_like(gap.old_log_prob, dtype=torch.bool) if gap.keep is None else gap.keep for gap in gaps
+    ]
+    return torch.cat(judged).any(0)
+
+
+def diagnose(gaps: Mapping[int, Terms], ages: Mapping[int, Tensor] | None = None) -> list[Finding]:
+    """The causes that the log-probs tell, the one that hides the others first.
+
+    Args:
+        gaps: by training step, in ascending order; steps of the window that nobody trained are left out.
+        ages: by training step, `[B]`, how many versions the weights that sampled were behind, where that is known.
+    """
+    trained = trained_columns(list(gaps.values()))
+    gaps = {step: gap.select((slice(None), trained)) for step, gap in gaps.items()}
+    found = {name: rule(gaps, ages or {}) for name, rule in RULES.items()}
+    if found["one_step"] is not None:  # the same shift, told more closely
+        found["shared_shift"] = None
+    return [finding for finding in found.values() if finding is not None]
+
+
+def _non_finite(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
+    """Log-probs of the engine or the trainer are not finite."""
+    bad = {step: broken(gap) for step, gap in gaps.items()}
+    hit = {step: where for step, where in bad.items() if where.any()}
+    if not hit:
+        return None
+    places = sorted({int(index) for step, where in hit.items() for index in gaps[step].step_index[where]})
+    sides = [
+        name
+        for name, side in _SIDES.items()
+        if any(not getattr(gaps[step], side)[where].isfinite().all() for step, where in hit.items())
+    ]
+    return Finding(
+        level="serious",
+        cause="non_finite",
+        sentence=f"{' and '.join(sides)} log-probs are not finite in some samples, at {_named('step', places)} of the "
+        "schedule",
+        numbers={
+            "samples": sum(int(where.any(1).sum()) for where in hit.values()),
+            "of": sum(map(len, bad.values())),
+            "since training step": next(iter(hit)),
+            "training steps": len(hit),
+        },
+        remedy="find the first one: weights that diverged (lower the learning rate), a precision that overflows, or a "
+        "step whose std is 0; these samples are left out of all numbers here",
+    )
+
+
+def _summed(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
+    """Log-probs are sums over the latent, where means are expected."""
+    sizes = {side: _typical(_column(gaps, name)) for side, name in _SIDES.items()}
+    summed = {side: size for side, size in sizes.items() if size > _LARGEST_MEAN}
+    if not summed:
+        return None
+    whose = "these" if len(summed) == len(sizes) else " and ".join(summed)
+    return Finding(
+        level="serious",
+        cause="summed",
+        sentence=f"{whose} log-probs are sums over the latent, where means are expected: these are small for every std "
+        "that samples images",
+        numbers={
+            "median |log p| of the engine": sizes["the engine's"],
+            "of the trainer": sizes["the trainer's"],
+            "limit of a mean": _LARGEST_MEAN,
+        },
+        remedy="divide them by num_elements, or take mean() over the latent in place of sum(); until then no limit of "
+        "these pages fits",
+    )
+
+
+def _typical(values: Tensor) -> float:
+    """The median size of those that are finite, 0 where none is."""
+    known = values[values.isfinite()].abs()
+    return float(known.median()) if len(known) else 0.0
+
+
+def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
+    """The gap lies in one step of the schedule alone, nearly the same in all samples."""
+    by_step, rounding = _by_step(gaps), _rounding_of(gaps)
+    sizes = {index: float(found.abs().median()) for index, found in by_step.items()}
+    if len(sizes) < 2:
+        return None
+    ranked = sorted(sizes, key=lambda one: sizes[one], reverse=True)
+    index = ranked[0]
+    mean, spread = _mean_and_spread(by_step[index])
+    if sizes[index] <= max(_ALONE * sizes[ranked[1]], rounding) or abs(mean) <= _SHARED * spread:
+        return None
+    sure = "" if sizes[ranked[1]] <= rounding else "; most likely a fault of that step"
+    return Finding(
+        level="serious",
+        cause="one_step",
+        sentence=f"the gap lies in step {index} of the schedule alone, nearly the same in all samples; rounding "
+        f"reaches all steps, and spreads over samples{sure}",
+        numbers={
+            "step": index,
+            "mean delta log p": mean,
+            "spread": spread,
+            "|delta| of other steps": sizes[ranked[1]],
+        },
+        remedy=f"compare sigma, the next sigma and the timestep of step {index} in both stacks, and the noise level "
+        "that each uses there; no correction repairs this",
+    )
+
+
+def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
+    """A shift of log-probs that no two densities have: with `p` the sampler's, `E[log q - log p] <= 0` (Jensen)."""
+    size, rounding = next(iter(gaps.values())).num_elements, _rounding_of(gaps)
+    found: dict[int, tuple[float, float]] = {}
+    for index, values in _by_step(gaps).items():
+        mean, spread = _mean_and_spread(values)
+        too_even = size is not None and size * spread**2 / 2 < _TOO_EVEN * abs(mean)
+        if (
+            len(values) >= _FEWEST
+            and abs(mean) > max(_SHARED * spread, rounding)
+            and abs(mean) * (size or math.inf) > 1
+            and (mean > 0 or too_even)
+        ):
+            found[index] = mean, spread
+    if not found:
+        return None
+    return Finding(
+        level="serious",
+        cause="shared_shift",
+        sentence=f"the trainer's log-probs and the engine's differ by a number that all samples share, at "
+        f"{_named('step', list(found))} of the schedule; log-densities differ by another number in each sample, and on "
+        "average the sampler's is the larger",
+        numbers={
+            name: value
+            for index, (mean, spread) in found.items()
+            for name, value in ((f"delta log p at step {index}", mean), (f"spread at step {index}", spread))
+        },
+        remedy="compare how both stacks compute a log-prob: the terms -log s and -log(2 pi)/2, the std s with its "
+        "sigmas, and whether it is rounded, as to bfloat16; no correction repairs this",
+    )
+
+
+def _few_samples(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
+    """A few samples whose gap is far from that of the others, which rounding is not.
+
+    Those of older weights are not looked at.
+    """
+    if not next(iter(gaps.values())).rollout_log_prob.shape[1]:
+        return None
+    found: dict[int, Tensor] = {}
+    for step, gap in gaps.items():
+        largest = delta(gap).abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+        found[step] = largest[ages[step] <= 0] if step in ages else largest
+    every = torch.cat(list(found.values()))
+    if len(every) < 2 * _FEWEST:
+        return None
+    typical = float(every.median())
+    limit = max(_ALONE * typical, _rounding_of(gaps))
+    ranked = every.sort().values[-int(_FEW * len(every)) - 1 :]
+    apart = (ranked[1:] > limit) & (ranked[1:] > _VOID * ranked[:-1])
+    if not apart.any():
+        return None
+    odd = ranked[1:][int(apart.int().argmax()) :]
+    hit = [step for step, largest in found.items() if (largest >= odd[0]).any()]
+    return Finding(
+        level="warning",
+        cause="few_samples",
+        sentence="the gap lies in a few samples alone, most likely by a fault of theirs; rounding spreads over all",
+        numbers={
+            "samples": len(odd),
+            "of": len(every),
+            "since training step": hit[0],
+            "training steps": len(hit),
+            "their |delta log p|": float(odd[0]),
+            "typical of others": typical,
+        },
+        remedy="look for what these samples have alone: their prompts, worker, place in a batch, older weights. Until "
+        "then rejection takes them out: rollout_rs=step_z, rollout_rs_threshold=6",
+    )
+
+
+def _column(gaps: Mapping[int, Terms], name: str) -> Tensor:
+    return torch.cat([getattr(gap, name).double().flatten() for gap in gaps.values()])
+
+
+def _by_step(gaps: Mapping[int, Terms]) -> dict[int, Tensor]:
+    """The finite differences at each step of the schedule."""
+    values = torch.cat([delta(gap).flatten() for gap in gaps.values()])
+    place = torch.cat([gap.step_index.flatten() for gap in gaps.values()])
+    known = values.isfinite()
+    values, place = values[known], place[known]
+    return {int(index): values[place == index] for index in place.unique()}
+
+
+def _mean_and_spread(values: Tensor) -> tuple[float, float]:
+    return float(values.mean()), float(values.std(correction=0))
+
+
+def _rounding_of(gaps: Mapping[int, Terms]) -> float:
+    """What float32 rounding of both stacks explains, or the half precision that log-probs were stored in."""
+    sides = [_column(gaps, name) for name in _SIDES.values()]
+    relative = max(rounding_of(side, _ROUNDING) for side in sides)
+    return relative * max(1.0, _typical(sides[0]))
+
+
+def _stale(_: Mapping[int, Terms], ages: Ages) -> Finding | None:
+    """The weights that sampled were older than the trainer's."""
+    if not ages:
+        return None
+    every = torch.cat([found.double() for found in ages.values()])
+    if float(every.max()) <= 0:
+        return None
+    return Finding(
+        level="warning",
+        cause="stale",
+        sentence="the weights that sampled were older than the trainer's",
+        numbers={
+            "mean age in versions": float(every.mean()),
+            "largest": float(every.max()),
+            "training steps": len(ages),
+        },
+        remedy="where old log-probs are taken from the engine (bypass), recompute them with the trainer's weights: "
+        "PPO holds the update back to the weights that sampled",
+    )
+
+
+RULES: Mapping[str, Rule] = {
+    "non_finite": _non_finite,
+    "summed": _summed,
+    "one_step": _one_step,
+    "shared_shift": _shared_shift,
+    "few_samples": _few_samples,
+    "stale": _stale,
+}
+"""By cause, the one that hides the others first."""
+
+
+def _named(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s'[: len(numbers) != 1]} {', '.join(map(str, numbers))}"

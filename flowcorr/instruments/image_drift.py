@@ -1,0 +1,68 @@
+"""Reward hacking: the images drift far from those of the first step while the reward rises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flowcorr.instruments.metrics.metric import Rule
+from flowcorr.rewards.combine import IMAGE_STATISTICS
+
+PREFIX = "reward/image/"
+_SHARES = ("dark", "saturated")
+_SHARE_LIMIT = 0.25  # change of a share of pixels
+_FACTOR_LIMIT = 2.0  # change of another statistic, up or down
+_DIVERSITY_LIMIT = 4.0  # also a factor: the images of a prompt become more alike as a policy learns
+RULE = Rule(
+    name="reward_hacking",
+    metric=PREFIX,
+    what="drift of the images",
+    high=1.0,
+    patience=3,
+    advice="look at the images: if they are worse, the policy exploits the reward; add a reward term or a reward.gold "
+    "that detects it, raise actor.kl_coef, lower actor.lr, or use an earlier checkpoint",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageDrift:
+    """A statistic of the images, now and at the start of the run.
+
+    Attributes:
+        metric: its full name.
+        start, now: its values.
+        size: its change, as a multiple of its limit.
+    """
+
+    metric: str
+    start: float
+    now: float
+    size: float
+
+    @property
+    def statistic(self) -> str:
+        return self.metric.removeprefix(PREFIX)
+
+
+def largest_drift(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> ImageDrift | None:
+    """The statistic with the largest change since the first step; None if none was logged.
+
+    A reward may log scores of its own below `PREFIX`, which tell nothing.
+    """
+    drifts = []
+    for statistic in IMAGE_STATISTICS:
+        name = f"{PREFIX}{statistic}"
+        begin, now = start.get(name), metrics.get(name)
+        if begin is not None and now is not None and begin >= 0 and now >= 0:
+            drifts.append(ImageDrift(metric=name, start=begin, now=now, size=_size(statistic, begin, now)))
+    return max(drifts, key=lambda drift: drift.size, default=None)
+
+
+def _size(statistic: str, start: float, now: float) -> float:
+    if statistic in _SHARES:
+        return abs(now - start) / _SHARE_LIMIT
+    limit = _DIVERSITY_LIMIT if statistic == "diversity" else _FACTOR_LIMIT
+    least = 1e-6  # a blank image has no contrast
+    return abs(math.log((now + least) / (start + least))) / math.log(limit)

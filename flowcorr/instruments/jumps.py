@@ -1,0 +1,82 @@
+"""Measures of the gap that leave their own spread of earlier training steps, whatever their healthy range is."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from flowcorr.correction.robust import MAD_TO_STD, OUTLIER_Z
+from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.metrics.metric import DOCTOR, Rule
+from flowcorr.rollout.precision import NO_GAP
+
+# Each measure, with the value up to which float32 explains it.
+MEASURES: Mapping[str, float] = {
+    r"rollout_corr/logprob_abs_diff_mean": 1e-6,
+    r"rollout_corr/step_\d+/logprob_abs_diff": 1e-6,
+    r"rollout_corr/exact_kl": NO_GAP**2 / 2,
+    r"rollout_corr/replay/window": NO_GAP,
+}
+EARLIEST, EARLIER = 6, 32  # training steps that a measure is compared with, at least and at most
+# Of a measure's logarithm, beside the robust deviation of the earlier steps, which is itself an estimate. In clean runs
+# of 40 steps of the embedded model (seed 2001; fp8, and bfloat16 with guidance 4) a logarithm spreads by 0.15 to 0.3.
+# At 0.3, 200,000 draws of 6 earlier steps had no false jump; at 0.5 one in 4,000.
+FLOOR = 0.15
+
+
+RULE = Rule(
+    name="jump",
+    what="the gap of both stacks",
+    advice="rounding does not jump: a part of the engine broke in this step, or its weights did not arrive; look at "
+    f"its log there, and {DOCTOR} on the newest checkpoint",
+)
+
+
+class JumpDetector:
+    """Compares each training step with those before it, of the same age of weights."""
+
+    def __init__(self) -> None:
+        self._earlier: dict[tuple[str, float], deque[float]] = {}
+
+    def update(self, metrics: Mapping[str, Any]) -> Finding | None:
+        """The measure that jumps furthest beyond its limit in this step, if any does.
+
+        The limit is six robust deviations above the median of the earlier steps, on a logarithmic scale.
+        """
+        age = metrics.get("rollout/staleness_max") or 0.0
+        jumps = []
+        for metric, value in metrics.items():
+            rounding = _rounding(metric)
+            if rounding is None or value is None or not math.isfinite(value):
+                continue
+            earlier = self._earlier.setdefault((metric, age), deque(maxlen=EARLIER))
+            level = math.log(max(value, rounding))
+            if len(earlier) >= EARLIEST:
+                usual = median(earlier)
+                deviation = MAD_TO_STD * median(abs(one - usual) for one in earlier)
+                limit = usual + OUTLIER_Z * (deviation + FLOOR)
+                if level > limit:
+                    jump = Finding(
+                        level="warning",
+                        cause=RULE.name,
+                        sentence=f"{RULE.what} jumped out of its spread in the steps before",
+                        numbers={
+                            "metric": metric,
+                            "value": value,
+                            "limit": math.exp(limit),
+                            "usual": math.exp(usual),
+                            "steps before": len(earlier),
+                        },
+                        remedy=RULE.advice,
+                    )
+                    jumps.append((level - limit, jump))
+            earlier.append(level)
+        return max(jumps, key=lambda found: found[0])[1] if jumps else None
+
+
+def _rounding(metric: str) -> float | None:
+    return next((value for name, value in MEASURES.items() if re.fullmatch(name, metric)), None)

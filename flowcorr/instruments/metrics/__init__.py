@@ -1,0 +1,1 @@
+"""Every metric, one row each: meaning, unit, healthy range, chart."""

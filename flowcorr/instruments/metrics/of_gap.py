@@ -1,0 +1,269 @@
+"""Metrics of the gap between rollout and training: of a batch, by step of the schedule, by rollout worker."""
+
+from __future__ import annotations
+
+from flowcorr.instruments.metrics.metric import DOCTOR, NATS, PERSISTENT, Drawn, Rule, row, under
+
+# In clean runs (bf16, fp8, int8, int4, guidance) this error is at most 1.8 times that of the window.
+_OUTSIDE_WINDOW = 4.0
+# A normal term lies beyond once in 5e8 times. Clean runs (fp8, int8, int4, stale weights, three samplers) reach 4.1.
+_BOOKKEEPING = 6.0
+
+DRIFT = under(
+    "rollout_corr/",
+    row(
+        "kl",
+        "Mean of rollout minus target log-prob: the plain estimate of the KL divergence of a step. Healthy up to what "
+        "the precision of both stacks explains at the steps of the window, times three in velocity; the range given "
+        "here is that of a run whose precision is not known, or whose weights are stale.",
+        NATS,
+        chart=Drawn(section="drift", title="KL of rollout and old policy, K1"),
+        rule=Rule(
+            name="kl",
+            what="KL of old and rollout policy, nats a latent element,",
+            advice=f"the stacks score the same trajectory differently, by more than their precision explains: {DOCTOR}",
+        ),
+    ),
+    row(
+        "exact_kl",
+        "The exact KL of the steps, from both policies' step means.",
+        NATS,
+        chart=Drawn(section="drift", title="Exact KL of a step"),
+    ),
+    row(
+        "k3_kl",
+        "Mean of `exp(delta) - 1 - delta`: never negative, about half the mean square of `delta`. "
+        "With mean-pooled log-probs it is not the KL divergence; that is `exact_kl`. A `delta` of 1e-3 "
+        "gives 5e-7.",
+        NATS,
+        chart=Drawn(
+            section="drift",
+            title="K3",
+            remark="of mean-pooled ratios: about half the mean square of Δ log p; not a KL",
+        ),
+    ),
+    row(
+        "logprob_abs_diff_mean",
+        "Mean absolute difference of the two log-probs.",
+        NATS,
+        chart=Drawn(section="drift", title="Mean |Δ log p|"),
+        label="gap",
+    ),
+    row("logprob_abs_diff_max", "Largest absolute difference of the two log-probs.", NATS),
+    row(
+        "log_ppl_diff",
+        "Mean over samples of rollout minus target mean log-prob; `kl`, unless terms are left out.",
+        NATS,
+    ),
+    row("log_ppl_abs_diff", "Mean over samples of the absolute difference of mean log-probs.", NATS),
+    row("log_ppl_diff_max", "Largest difference of mean log-probs over samples.", NATS),
+    row("log_ppl_diff_min", "Smallest difference of mean log-probs over samples.", NATS),
+    row(
+        "ppl_ratio",
+        "Mean over samples of `exp(log_ppl_diff)`; 1 without drift.",
+        chart=Drawn(section="drift", title="Perplexity ratio", remark="training / rollout"),
+    ),
+    row("training_ppl", "Perplexity of the target policy, `exp(-mean log-prob)`, averaged over samples."),
+    row("training_log_ppl", "Minus the mean log-prob of the target policy.", NATS),
+    row("rollout_ppl", "Perplexity of the rollout policy, averaged over samples."),
+    row("rollout_log_ppl", "Minus the mean log-prob of the rollout policy.", NATS),
+    row(
+        "chi2_token",
+        "Estimate of the chi-squared divergence over steps, `mean(exp(2 delta)) - 1`; by chance it "
+        "may be slightly negative.",
+        chart=Drawn(section="drift", title="χ² of one step", remark="of mean-pooled ratios"),
+    ),
+    row(
+        "chi2_seq",
+        "The same over samples, from the sum of `delta` over their steps; it may be slightly negative too.",
+        chart=Drawn(section="drift", title="χ² of the window", remark="of mean-pooled ratios"),
+    ),
+    row(
+        "nonfinite_fraction",
+        "Share of terms of which a policy's log-prob is not finite; such terms are dropped.",
+        "share",
+        rule=Rule(
+            name="gap_nonfinite",
+            what="share of terms of which the engine's or the trainer's log-prob is not finite",
+            high=0.0,
+            serious=0.1,
+            advice="all numbers of the gap leave these terms out: weights diverge, or a precision overflows. The check "
+            "`finite` of `flowcorr doctor` says in which of the two",
+        ),
+    ),
+    row(
+        "clip_noise_fraction",
+        "Share of terms whose ratio is outside the loss's clip range before anything was learned.",
+        "share",
+        chart=Drawn(section="correction", title="Outside the clip before learning", remark="share of terms"),
+        rule=Rule(
+            name="clip_noise",
+            what="share of ratios outside the clip range before anything was learned",
+            high=0.1,
+            advice="the clip range lies below the noise floor, so noise decides which terms are clipped: set "
+            "the clip range that `flowcorr audit` recommends, or recompute old log-probs (bypass_mode: "
+            "false)",
+        ),
+    ),
+    row(
+        "bookkeeping_z_max",
+        "Largest z-score of `delta` given the exact KL: above 6, latents, sigmas or timesteps are "
+        "wrong, not the precision.",
+        "standard deviations",
+        rule=Rule(
+            name="bookkeeping",
+            what="largest z-score of the log-ratio given the exact KL",
+            high=_BOOKKEEPING,
+            patience=PERSISTENT,
+            advice=f"the latents, sigmas or timesteps that are scored are not those that were sampled: {DOCTOR}",
+        ),
+    ),
+    row("noise_quantile", "With `auto`: .99 quantile of |ratio - 1| before any update.", "clip ranges"),
+    row("noise_quantile_low", "Lower end of that quantile's 95 % interval.", "clip ranges"),
+    row("noise_quantile_high", "Upper end of that quantile's 95 % interval.", "clip ranges"),
+    row("bypass", "With `auto`: 1 if the training step was in bypass mode, else 0."),
+    row(
+        "engine/<name>",
+        "The engine's part of the gap: log-probs of the rollout against those of the training stack "
+        "under the same weights.",
+        NATS,
+    ),
+    row(
+        "replay/before",
+        "Replay: error of the steps from the initial noise to the SDE window, as a multiple of "
+        "`replay/window`.",
+        "`replay/window`",
+        chart=Drawn(
+            section="replay",
+            title="Before the window",
+            remark="error of the way there, in errors of the window",
+        ),
+        rule=Rule(
+            name="replay_before",
+            what="error of the steps before the SDE window, in errors of the window itself,",
+            high=_OUTSIDE_WINDOW,
+            advice="conditioning or sampling before the window is at fault, and no log-prob sees it: compare "
+            "the initial noise, prompt embeddings, guidance and schedule of these steps in both stacks",
+        ),
+    ),
+    row(
+        "replay/between",
+        "Replay: error of the steps between those of the SDE window, as a multiple of "
+        "`replay/window`; 0 if the window is consecutive.",
+        "`replay/window`",
+        chart=Drawn(
+            section="replay",
+            title="Between its steps",
+            remark="error of the way there, in errors of the window",
+        ),
+        rule=Rule(
+            name="replay_between",
+            what="error of the steps between those of the SDE window, in errors of the window itself,",
+            high=_OUTSIDE_WINDOW,
+            advice="the latents before a step are not those that the steps before it led to, and no log-prob "
+            "sees it: return the latents before and after each SDE step, and compare the embeddings, "
+            "guidance and schedule of the steps between them in both stacks",
+        ),
+    ),
+    row(
+        "replay/after",
+        "Replay: error of the steps from the SDE window to the final latents, as a multiple of "
+        "`replay/window`.",
+        "`replay/window`",
+        chart=Drawn(
+            section="replay", title="After the window", remark="error of the way on, in errors of the window"
+        ),
+        rule=Rule(
+            name="replay_after",
+            what="error of the steps after the SDE window, in errors of the window itself,",
+            high=_OUTSIDE_WINDOW,
+            advice="conditioning or sampling after the window is at fault, and no log-prob sees it: compare "
+            "prompt embeddings, guidance and schedule of these steps in both stacks",
+        ),
+    ),
+    row(
+        "replay/window",
+        "Replay: relative error of the velocity in the SDE window, its noise included; healthy up to "
+        "three times what the precision of both stacks explains.",
+        "share",
+        chart=Drawn(
+            section="replay",
+            title="The window",
+            remark="relative error of the velocity, which the ratio sees",
+        ),
+        rule=Rule(
+            name="replay_window",
+            what="relative error of the velocity in the SDE window of replayed images",
+            advice=f"{DOCTOR}: rounding does not explain this gap, and the steps outside the window are judged "
+            "only after it is mended. Where rollout_corr/logprob_abs_diff_mean is as large as ever, the "
+            "noise is at fault and not the velocity: the engine has to add s times the standard normal "
+            "noise that (seed, training step, group, member) and step index give, and to leave the "
+            "latents as they are",
+        ),
+    ),
+    row(
+        "replay/decode",
+        "Replay: largest mean difference of an image from the training stack's decoding of its final "
+        "latents.",
+        "grey levels of 255",
+        chart=Drawn(section="replay", title="Decoder", remark="grey levels of 255, worst image"),
+        rule=Rule(
+            name="replay_decode",
+            what="difference of an image from the trainer's decoding of its latents, in grey levels of 255,",
+            high=3.0,
+            advice="the decoder is at fault, or images and latents of different samples are paired: compare the "
+            "VAEs, their scaling and shift, and the order of images in a batch",
+        ),
+    ),
+    row(
+        "replay/reward",
+        "Replay: largest difference between a score and a second score of the same image.",
+        "std of the scores",
+        chart=Drawn(
+            section="replay", title="Reward", remark="standard deviations of the scores, worst image"
+        ),
+        rule=Rule(
+            name="replay_reward",
+            what="difference of a score from the reward of its image, in standard deviations of the scores,",
+            high=0.1,
+            advice="the reward is at fault: its images differ from the trainer's (order, channels, size), or "
+            "its scores are not repeatable, such as those of a judge that samples its answers",
+        ),
+    ),
+    row(
+        "staleness/<name>",
+        "The part of the gap that comes from stale weights: log-probs under the weights that sampled "
+        "against those under the current ones.",
+        NATS,
+    ),
+)
+
+STEPS = under(
+    "rollout_corr/step_<i>/",
+    row("kl", "`rollout_corr/kl` of step index `<i>` alone.", NATS),
+    row("k3_kl", "`rollout_corr/k3_kl` of step index `<i>` alone.", NATS),
+    row("logprob_abs_diff", "Mean absolute difference of log-probs at step index `<i>`.", NATS),
+    row(
+        "rollout_is_mean",
+        "Mean weight at step index `<i>`; if it differs between steps, the weights re-weight timesteps.",
+    ),
+    row("masked_fraction", "Share of terms rejected at step index `<i>`.", "share"),
+    row(
+        "rollout_rs_<mode>_threshold_low",
+        "Bypass mode: lower end of the `auto` band of step index `<i>`, as earlier training steps "
+        "measured it; the clip range is added to it.",
+        "of the mode; of k1 modes, a ratio",
+    ),
+    row("rollout_rs_<mode>_threshold_high", "Likewise its upper end.", "of the mode; of k1 modes, a ratio"),
+)
+
+WORKERS = under(
+    "rollout_corr/worker_<i>/",
+    row(
+        "logprob_abs_diff",
+        "Mean absolute difference of log-probs of what rollout worker `<i>` sampled.",
+        NATS,
+    ),
+    row("k3_kl", "`rollout_corr/k3_kl` of what rollout worker `<i>` sampled.", NATS),
+    row("relative_gap", "Its gap beside the mean of all workers' at the same steps of the schedule."),
+)

@@ -1,0 +1,160 @@
+"""Which of many rollout workers is at fault: its gap beside that of the others.
+
+The metric is a worker's `relative_gap`, its |delta log p| beside what all workers have at the same steps of the
+schedule, so that it does not depend on which steps a worker happened to draw. Of its logarithm, the median of the other
+workers is taken off. What is left varies by chance, from training step to training step; a worker whose mean over the
+last steps lies six standard errors of that above the others has a fault of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import Any
+
+from flowcorr.correction.robust import MAD_TO_STD, OUTLIER_Z
+from flowcorr.instruments.finding import Column, Finding, Table
+from flowcorr.instruments.metrics.metric import Rule
+from flowcorr.trainer.events import EVENTS_FILE, read_events
+
+WINDOW = 8  # training steps that are looked at together
+LEAST_STEPS = 3
+LEAST_FACTOR = 1.25  # GPUs of different kinds round differently
+_METRIC = "rollout_corr/worker_{}/relative_gap"
+_ANY = re.compile(r"rollout_corr/worker_([0-9]{1,4})/(logprob_abs_diff|relative_gap)")
+_NAME = re.compile(r"rollout_corr/worker_([0-9]{1,4})/relative_gap")
+_ROUNDING = 1e-9  # of a gap that is 0
+
+RULE = Rule(
+    name="worker",
+    metric="rollout_corr/worker_<i>/relative_gap",
+    what="a rollout worker's gap beside that of the others",
+    high=LEAST_FACTOR,
+    advice="the fault is this worker's own: compare its weights, its adapter and its versions of packages with another "
+    "worker's; a band of `auto` thresholds rejects what it samples where it leaves the noise of the others",
+)
+
+
+class ReplicaMonitor:
+    """Follows the workers of a run.
+
+    Args:
+        places: by worker, where it runs, in words.
+    """
+
+    def __init__(self, places: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._places = places
+        # By worker, the logarithm of its gap beside the median of the others', of the last training steps.
+        self._distances: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+
+    def update(self, metrics: Mapping[str, Any]) -> list[Finding]:
+        """The workers that are at fault after this training step: their gap beside that of the others."""
+        gaps = {
+            int(match[1]): math.log(value + _ROUNDING)
+            for name, value in metrics.items()
+            if (match := _NAME.fullmatch(name)) and value is not None and value >= 0
+        }
+        if len(gaps) < 2:
+            return []
+        for worker, gap in gaps.items():
+            others = median(value for other, value in gaps.items() if other != worker)
+            self._distances[worker].append(gap - others)
+        noise = self._noise()
+        found = []
+        for worker in sorted(gaps):
+            distances = self._distances[worker]
+            limit = max(OUTLIER_Z * noise / math.sqrt(len(distances)), math.log(LEAST_FACTOR))
+            if len(distances) >= LEAST_STEPS and fmean(distances) > limit:
+                found.append(self._odd(worker, math.exp(fmean(distances)), math.exp(limit)))
+        return found
+
+    def _odd(self, worker: int, factor: float, limit: float) -> Finding:
+        place = f" ({self._places[worker]})" if worker in self._places else ""
+        return Finding(
+            level="warning",
+            cause=RULE.name,
+            sentence=f"the gap of rollout worker {worker}{place} is larger than that of the others",
+            numbers={"metric": _METRIC.format(worker), "value": factor, "limit": limit},
+            remedy=RULE.advice,
+        )
+
+    def _noise(self) -> float:
+        """The robust standard deviation of a worker's distance around its own middle, over all workers."""
+        middles = [median(distances) for distances in self._distances.values()]
+        return MAD_TO_STD * median(
+            abs(distance - middle)
+            for middle, distances in zip(middles, self._distances.values(), strict=True)
+            for distance in distances
+        )
+
+
+def worker_table(
+    name: str, records: Sequence[Mapping[str, Any]], places: Mapping[int, str], number: int = 0
+) -> Table:
+    """A row for each worker of a run whose gap was measured: where it ran, and its mean gap.
+
+    Args:
+        name: of the run.
+        records: its metrics.
+        places: where each worker ran.
+        number: of the run, among others.
+    """
+    gaps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        for metric, value in record.items():
+            if (match := _ANY.fullmatch(metric)) and value is not None:
+                gaps[int(match[1])][match[2]].append(value)
+    return Table(
+        name=f"workers_{number}",
+        title=f"Rollout workers of {name}",
+        note="mean |Δ log p| of what each worker sampled, and compared with all workers' at the same steps",
+        columns=[
+            Column(name="worker", words=True),
+            Column(name="where", words=True),
+            Column(name="gap"),
+            Column(name="relative_gap", heading="relative"),
+        ],
+        rows=[
+            (
+                worker,
+                places.get(worker, "not known"),
+                *(
+                    fmean(values) if (values := found[key]) else None
+                    for key in ("logprob_abs_diff", "relative_gap")
+                ),
+            )
+            for worker, found in sorted(gaps.items())
+        ],
+    )
+
+
+def places_of(folder: Path) -> dict[int, str]:
+    """By worker of a run, its host, process and GPUs in words, as its events tell them; empty where they do not."""
+    path = folder / EVENTS_FILE
+    if not path.is_file():
+        return {}
+    found: dict[int, str] = {}
+    for event in read_events(path):
+        match event:
+            case {"kind": "workers", "places": [*places]}:
+                found = {number: _in_words(place) for number, place in enumerate(places)}
+            case {"kind": "worker_restarted", "worker": str(name)} if name.startswith("rollout worker "):
+                number = name.removeprefix("rollout worker ")
+                if number.isdecimal() and len(number) < 5:
+                    found[int(number)] = _in_words(event)
+    return found
+
+
+def _in_words(place: Any) -> str:
+    if not isinstance(place, Mapping):
+        return ""
+    gpus = place.get("gpus")
+    parts = [f"host {place['host']}" if "host" in place else "", f"process {place.get('pid', 'unknown')}"]
+    if isinstance(gpus, Sequence) and not isinstance(gpus, str) and gpus:
+        parts.append(f"GPU {', '.join(map(str, gpus))}")
+    return ", ".join(filter(None, parts))

@@ -1,0 +1,76 @@
+"""Drift by step index and training step, a map for each configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+
+from flowcorr.instruments.drawing import HEIGHT, Chart
+from flowcorr.instruments.plots import draw_heat_map
+from flowcorr.instruments.report.runs import Group
+from flowcorr.instruments.report.thinning import rows_text, spread_out, steps_a_point, stride_text
+
+# Four units in the last place of a float32 log-prob near 1: two stacks that score alike to rounding differ by less.
+ROUNDING = 5e-7
+_STEP_DRIFT = re.compile(r"rollout_corr/step_([0-9]{1,3})/logprob_abs_diff")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeatMap:
+    """Mean drift by step index and training step; `notes` say what was left out or averaged."""
+
+    rows: Sequence[str]
+    columns: Sequence[float]
+    cells: Mapping[tuple[str, float], float]
+    notes: str
+
+
+def heat_maps(groups: Sequence[Group]) -> list[Chart]:
+    """A map for each group, all on the scale of the largest drift."""
+    maps = {index: found for index, group in enumerate(groups) if (found := _heat_map(group))}
+    largest = max((value for found in maps.values() for value in found.cells.values()), default=0.0)
+    charts = []
+    for index, found in maps.items():
+        unit = "nats per latent element, on a logarithmic scale"
+        if not max(found.cells.values()) > 0:
+            unit = "0 everywhere: both stacks score alike, to the last bit"
+        draw = partial(
+            draw_heat_map,
+            rows=found.rows,
+            columns=found.columns,
+            cells=found.cells,
+            scale=(ROUNDING, largest),
+        )
+        charts.append(
+            Chart(
+                name=f"drift_by_timestep_{index}",
+                title=f"Drift by timestep, {groups[index].label}",
+                draw=draw,
+                caption="; ".join(filter(None, ["across: training step", unit, found.notes])),
+                height=max(HEIGHT / 2, 60 + 24 * len(found.rows)),
+            )
+        )
+    return charts
+
+
+def _heat_map(group: Group) -> _HeatMap | None:
+    names = {name for run in group.runs for record in run.records for name in record}
+    found = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
+    shown = spread_out(sorted(found))
+    means = {f"step {index}": dict(group.means(found[index])) for index in shown}
+    steps = sorted({step for values in means.values() for step in values})
+    if not steps:
+        return None
+    stride = steps_a_point(len(steps))
+    parts = [steps[begin : begin + stride] for begin in range(0, len(steps), stride)]
+    cells = {
+        (row, part[-1]): fmean(here)
+        for row, values in means.items()
+        for part in parts
+        if (here := [values[step] for step in part if step in values])
+    }
+    notes = "; ".join(filter(None, [stride_text(stride), rows_text(shown, found)]))
+    return _HeatMap(rows=list(means), columns=[part[-1] for part in parts], cells=cells, notes=notes)

@@ -1,0 +1,83 @@
+"""Did a run learn? Its held-out score at the end beside the one at the start, with the error of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from flowcorr.instruments.finding import Finding, Level
+from flowcorr.instruments.report.runs import Run
+
+Change = Literal["rose", "fell", "did not move", "unknown"]
+# Standard errors beyond which a change is no chance. The errors are taken as independent although both evaluations use
+# the same prompts and noise, so that a change that is called one is more certain than that.
+_ERRORS = 2.0
+_SCORE, _SPREAD, _FAILED = "eval/reward", "eval/reward_std", "eval/failed_samples"
+_REWARD, _REWARD_SPREAD = "reward/mean", "reward/std"
+CONSTANT = "the reward was the same number for all images, so nothing can be learned from it"
+
+
+_LEVELS: Mapping[Change, Level] = {
+    "rose": "healthy",
+    "did not move": "warning",
+    "fell": "serious",
+    "unknown": "note",
+}
+CHANGES = tuple(_LEVELS)
+
+
+def learning_of(run: Run) -> Finding:
+    """Judge the held-out reward of a run; without two evaluations, say what is missing."""
+    change, text = _judged(run)
+    return Finding(
+        level=_LEVELS[change], cause="learning", sentence=text, numbers={"run": run.name, "change": change}
+    )
+
+
+def _judged(run: Run) -> tuple[Change, str]:
+    if is_constant(run.records):
+        return "did not move", CONSTANT
+    scores = [record for record in run.records if record.get(_SCORE) is not None]
+    if len(scores) < 2:
+        return "unknown", _without_scores(run)
+    first, last = scores[0], scores[-1]
+    before, after = float(first[_SCORE]), float(last[_SCORE])
+    values = f"the held-out reward went from {before:.3g} to {after:.3g}"
+    steps = f"between step {first['step']} and {last['step']}"
+    heldout = None if run.config is None else run.config.data.num_heldout
+    found = [_standard_error(record, heldout) for record in (first, last)]
+    errors = [error for error in found if error is not None]
+    if len(errors) < 2:
+        return "unknown", f"{values} {steps}; its standard error was not logged"
+    error = math.hypot(*errors)
+    change: Change = "did not move"
+    if abs(after - before) > _ERRORS * error:
+        change = "rose" if after > before else "fell"
+    best = max(scores, key=lambda record: record[_SCORE])
+    peak = ""
+    if best[_SCORE] - after > _ERRORS * error and change != "fell":
+        peak = f"; it had been {best[_SCORE]:.3g} at step {best['step']}"
+    return change, f"{values} {steps} (standard error {error:.2g}){peak}"
+
+
+def _standard_error(record: Mapping[str, Any], num_heldout: int | None) -> float | None:
+    """Of the mean score of an evaluation; None where its spread was not logged."""
+    if num_heldout is None or record.get(_SPREAD) is None:
+        return None
+    return float(record[_SPREAD]) / math.sqrt(num_heldout - (record.get(_FAILED) or 0))
+
+
+def _without_scores(run: Run) -> str:
+    rewards = run.series(_REWARD)
+    if not rewards:
+        return "neither held-out scores nor rewards were logged"
+    moved = f"the reward of training samples went from {rewards[0][1]:.3g} to {rewards[-1][1]:.3g}"
+    return f"{moved}; there are not two held-out evaluations, so whether that was learned cannot be told"
+
+
+def is_constant(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every image of at least two training steps had the same reward."""
+    steps = [record for record in records if record.get(_REWARD) is not None]
+    means = {record[_REWARD] for record in steps}
+    return len(steps) > 1 and len(means) == 1 and all(record.get(_REWARD_SPREAD) == 0 for record in steps)

@@ -1,0 +1,136 @@
+"""The images of a run, as they stand in its page: PNG files that lie in the run's own folder."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from markupsafe import Markup
+from PIL import Image, UnidentifiedImageError
+
+from flowcorr.instruments.image_drift import ImageDrift, largest_drift
+from flowcorr.instruments.report.runs import Run
+from flowcorr.instruments.rules import is_step
+from flowcorr.trackers import IMAGES_FOLDER
+
+MAX_GRIDS = 4
+# Larger images are shown smaller and compressed, so that the page of three runs stays below 2 MB.
+MAX_IMAGE_BYTES = 100_000
+_MAX_FILE_BYTES = 2**26
+_ODD = (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning)
+_ROLLOUT = re.compile(r"rollout_([0-9]{1,12})_[0-9]+\.png")
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """An image in a page.
+
+    Attributes:
+        title: what it shows.
+        source: its data.
+        full: whether it takes a whole row.
+    """
+
+    title: str
+    source: str
+    full: bool = False
+
+    def html(self) -> Markup:
+        """It inside a page."""
+        return Markup(
+            '<figure class="card{}"><figcaption>{}</figcaption>'
+            '<div class="scroll"><img alt="{}" src="{}"></div></figure>'
+        ).format(" full" if self.full else "", self.title, self.title, self.source)
+
+    def png(self, note: str = "") -> None:
+        """Nothing: it has a file already."""
+
+
+def pictures(run: Run) -> list[Picture]:
+    """The held-out images before and after, and those of some training steps.
+
+    Warns:
+        UserWarning: a file is no image, or lies outside the run's folder; it is left out.
+    """
+    found = []
+    try:
+        chosen = list(_chosen(run))
+    except OSError as error:
+        warnings.warn(
+            f"{run.folder / IMAGES_FOLDER} is not shown: {error.strerror}", UserWarning, stacklevel=2
+        )
+        return []
+    for caption, path, full in chosen:
+        try:
+            found.append(Picture(title=caption, source=_source(path, run.folder), full=full))
+        except _ODD as error:
+            warnings.warn(f"{path} is not shown: {error}", UserWarning, stacklevel=2)
+    return found
+
+
+def _chosen(run: Run) -> Iterator[tuple[str, Path, bool]]:
+    """Caption and file of the images to show, and whether they take a whole row."""
+    folder = run.folder / IMAGES_FOLDER
+    pair = folder / "before_after.png"
+    if pair.is_file():
+        yield "held out, before and after", pair, True
+    else:
+        for path in _spread(sorted(folder.glob("eval_*.png"))):
+            yield f"held out, {path.stem[5:]}", path, False
+    names = ((_ROLLOUT.fullmatch(path.name), path) for path in sorted(folder.glob("rollout_*.png")))
+    grids = {int(match[1]): path for match, path in names if match}
+    drifts = _drifts(run)
+    furthest = max(grids.keys() & drifts.keys(), key=lambda step: drifts[step].size, default=None)
+    for step in sorted({*_spread(sorted(grids)), *([] if furthest is None else [furthest])}):
+        caption = f"rollouts at step {step}"
+        if step == furthest:
+            drift = drifts[step]
+            caption += f", the furthest from the start: {drift.metric} {drift.start:.3g} → {drift.now:.3g}"
+        yield caption, grids[step], False
+
+
+def _drifts(run: Run) -> dict[int, ImageDrift]:
+    """For each training step, the statistic of its images that is furthest from the start."""
+    steps = [record for record in run.records if is_step(record)]
+    found = {int(record["step"]): largest_drift(record, steps[0]) for record in steps}
+    return {step: drift for step, drift in found.items() if drift is not None}
+
+
+def _spread(items: Sequence[Item]) -> list[Item]:
+    """The first, the last and some between."""
+    if len(items) <= MAX_GRIDS:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (MAX_GRIDS - 1))] for i in range(MAX_GRIDS)]
+
+
+def _source(path: Path, folder: Path) -> str:
+    """The image as the `src` of an `<img>`; raises one of `_ODD` where it is none of the folder."""
+    if not path.resolve(strict=True).is_relative_to(folder.resolve()):
+        raise ValueError("it is a link that leads out of the run's folder")
+    if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
+        raise ValueError(f"it must be a file of at most {_MAX_FILE_BYTES} bytes")
+    data, kind = path.read_bytes(), "png"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(data), formats=["PNG"]) as image:  # other formats may start programs
+                image.verify()
+        except UnidentifiedImageError:
+            raise ValueError("it is no PNG") from None
+    side = 1200
+    while len(data) > MAX_IMAGE_BYTES and side > 200:
+        with Image.open(path, formats=["PNG"]) as image:
+            small = image.convert("RGB")
+        small.thumbnail((side, side))
+        buffer = io.BytesIO()
+        small.save(buffer, format="WEBP", quality=80)
+        data, kind, side = buffer.getvalue(), "webp", side * 3 // 4
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

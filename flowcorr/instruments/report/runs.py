@@ -1,0 +1,278 @@
+"""Runs read back from their folders: metrics, configuration, and which of them differ by seed only."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from flowcorr import dumps
+from flowcorr.config import Config
+from flowcorr.dumps.checks import MAX_ELEMENTS
+from flowcorr.errors import ConfigError
+from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.plots import BandPoint
+from flowcorr.instruments.rules import NUM_ELEMENTS, Units, logged_num_elements, units_of, units_of_setting
+from flowcorr.instruments.setting import Setting
+from flowcorr.instruments.step_files import survey
+from flowcorr.instruments.steps import UNBOUNDED, diagnosed, read_dumped
+from flowcorr.instruments.steps import records as dumped_records
+from flowcorr.private import redact, redact_text, secrets_of
+from flowcorr.trackers import METRICS_FILE, checked_metrics
+from flowcorr.trainer import run_config
+from flowcorr.trainer.events import EVENTS_FILE, read_events
+from flowcorr.trainer.run_config import CONFIG_FILE, is_file, read_config
+
+MAX_STEPS = 200  # dumped steps read from a run: more would tell the same
+_OF_A_SEED = "trainer.seed"
+_MAX_ERROR = 2000  # characters of an error that a page shows
+_ENDINGS = ("start", "resume", "failure", "end")
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """One run.
+
+    Attributes:
+        folder: where it lies.
+        setting: its loss, correction and schedule.
+        config: its configuration; None of another trainer's run.
+        settings: the configuration as dotted keys, secrets redacted.
+        records: its `metrics.jsonl`.
+        ending: how it ended if not at its last step, in words; else, or where nothing is known, empty.
+        name: the end of `folder` that tells it from the other runs.
+        started: the day on which it began, `YYYY-MM-DD`; empty where that is not known.
+        dumped: files of dumped steps, at most `MAX_STEPS` from the first to the last of them.
+        num_terms: SDE steps of a training step, of another trainer's run.
+        faults: of the log-probs that it dumped.
+        notes: what was left out; of another trainer's dump, what it lacks and what that would give.
+    """
+
+    folder: Path
+    setting: Setting
+    config: Config | None
+    settings: Mapping[str, str]
+    records: Sequence[Mapping[str, Any]]
+    ending: str
+    name: str
+    started: str = ""
+    dumped: Sequence[Path] = ()
+    num_terms: int = 1
+    faults: Sequence[Finding] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error ended it."""
+        return self.ending.startswith("failed")
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged."""
+        return int(max(record["step"] for record in self.records))
+
+    def series(self, metric: str) -> Points:
+        """Steps and values of a metric, where it was logged and finite."""
+        return [(record["step"], record[metric]) for record in self.records if record.get(metric) is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """Runs whose configurations differ by seed only."""
+
+    label: str
+    runs: Sequence[Run]
+
+    @property
+    def setting(self) -> Setting:
+        """Loss, correction and schedule of the first run."""
+        return self.runs[0].setting
+
+    @property
+    def num_elements(self) -> int | None:
+        """`D`, as the first run logged it."""
+        return next(filter(None, map(logged_num_elements, self.runs[0].records)), None)
+
+    @property
+    def units(self) -> Units:
+        """The units in which its runs are judged."""
+        run, size = self.runs[0], self.num_elements
+        if run.config is not None:
+            return units_of(run.config, size)
+        return units_of_setting(run.setting, size, num_terms=run.num_terms)
+
+    def band(self, metric: str) -> list[BandPoint]:
+        """Mean, smallest and largest value over the runs that logged a step."""
+        values: dict[float, list[float]] = {}
+        for run in self.runs:
+            for step, value in run.series(metric):
+                values.setdefault(step, []).append(value)
+        return [(step, fmean(found), min(found), max(found)) for step, found in sorted(values.items())]
+
+    def means(self, metric: str) -> Points:
+        """Step and mean over the runs."""
+        return [(step, mean) for step, mean, _, _ in self.band(metric)]
+
+
+def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
+    """Read a run's folder, or one of steps that another trainer dumped.
+
+    Args:
+        folder: the folder.
+        allow_imports: see `read_config`.
+
+    Raises:
+        ConfigError: it holds no run, or one that logged nothing yet, or a file cannot be read.
+
+    Warns:
+        UserWarning: a part of a file, or a dumped step, cannot be read and is left out.
+    """
+    if not is_file(folder / CONFIG_FILE):
+        return _read_dump(folder, allow_imports)
+    found = read_config(folder, allow_imports=allow_imports)
+    path = folder / METRICS_FILE
+    records, odd = checked_metrics(path) if is_file(path) else ([], "")
+    if not records:
+        left = f"{odd}; no record is left" if odd else ""
+        raise ConfigError(left or f"{path} holds no metrics yet; let the run finish a step first")
+    _check_num_elements(path, records)
+    files, notes = survey(_spread_out(dumps.files(folder)), found.config)
+    notes = [*filter(None, [odd]), *notes]
+    for note in notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
+    settings = {key: _text(value) for key, value in _flatten(redact(found.values)).items()}
+    paths = {step: file.path for step, file in files.items()}
+    width = next((file.window for file in files.values()), 0)
+    faults = diagnosed(paths, scored=torch.ones(width, dtype=torch.bool))
+    events = _events(folder)
+    return Run(
+        folder=folder,
+        setting=Setting.of(found.config),
+        config=found.config,
+        settings=settings,
+        records=records,
+        ending=redact_text(_ending(events), secrets_of(found.values)),
+        started=next((str(event.get("time", ""))[:10] for event in events), ""),
+        name=_readable(os.path.basename(os.path.realpath(folder))),
+        dumped=list(paths.values()),
+        faults=[
+            fault for fault in faults if fault.cause != "stale" or not found.config.rollout.max_weight_age
+        ],
+        notes=[*notes, *run_config.notes(found.left_out)],
+    )
+
+
+def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
+    dumped = read_dumped(folder, allow_imports=allow_imports)
+    known = {"actor.loss_mode": dumped.loss_mode, "actor.clip_ratio": dumped.setting.actor.clip_ratio}
+    return Run(
+        folder=folder,
+        setting=dumped.setting,
+        config=dumped.config,
+        settings={key: _text(value) for key, value in known.items() if value != UNBOUNDED},
+        records=dumped_records(dumped),
+        ending="",
+        name=_readable(os.path.basename(os.path.realpath(folder))),
+        dumped=list(_spread_out(dumped.files).values()),
+        num_terms=dumps.load(next(iter(dumped.files.values()))).rollout_log_probs.numel(),
+        faults=diagnosed(dumped.files, dumped.levels, dumped.scored),
+        notes=dumped.notes,
+    )
+
+
+def _check_num_elements(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    for record in records:
+        size = record.get(NUM_ELEMENTS)
+        if size is not None and not (1 <= size <= MAX_ELEMENTS and size == int(size)):
+            raise ConfigError(
+                f"{path}: {NUM_ELEMENTS}={size:g} at step {record['step']} must be a whole number from 1 to "
+                f"{MAX_ELEMENTS}"
+            )
+
+
+def _spread_out(files: Mapping[int, Path]) -> dict[int, Path]:
+    """All files, or `MAX_STEPS` of them from the first to the last."""
+    steps = list(files)
+    if len(steps) > MAX_STEPS:
+        steps = [steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
+    return {step: files[step] for step in steps}
+
+
+def group_by_seed(runs: Sequence[Run]) -> list[Group]:
+    """Groups of runs with equal configurations but for the seed, in the order of their first runs."""
+    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    for run, name in zip(runs, _names([Path(os.path.realpath(run.folder)) for run in runs]), strict=True):
+        key = tuple((name, value) for name, value in run.settings.items() if name != _OF_A_SEED)
+        groups.setdefault(key, []).append(replace(run, name=name))
+    return [Group(label=_label(members), runs=members) for members in groups.values()]
+
+
+def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Configuration keys on which the groups differ, with each group's value."""
+    keys = dict.fromkeys(key for group in groups for key in group.runs[0].settings if key != _OF_A_SEED)
+    values = {key: [group.runs[0].settings.get(key, "-") for group in groups] for key in keys}
+    return {key: found for key, found in values.items() if len(set(found)) > 1}
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The ends of different paths, as long as it takes to tell them apart."""
+    longest = max(len(folder.parts) for folder in folders)
+    for length in range(1, longest + 1):
+        names = ["/".join(map(_readable, folder.parts[-length:])) for folder in folders]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _readable(name: str) -> str:
+    """A file's name with its bytes that are no text replaced."""
+    return os.fsencode(name).decode(errors="replace")
+
+
+def _label(runs: Sequence[Run]) -> str:
+    names = [run.name for run in runs]
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} runs)"
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    path = folder / EVENTS_FILE
+    return read_events(path) if is_file(path) else []
+
+
+def _ending(events: Sequence[Mapping[str, Any]]) -> str:
+    last = next((event for event in reversed(events) if event["kind"] in _ENDINGS), None)
+    if last is None or last.get("status") == "finished":
+        return ""
+    step = last.get("step")
+    match last["kind"]:
+        case "failure":
+            return f"failed after step {step}: {_shortened(last.get('error'))}"
+        case "end":
+            return f"was {last.get('status')} after step {step}"
+    return "has not ended: it still runs, or it was killed"
+
+
+def _shortened(error: object) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
+
+
+def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        name = f"{prefix}{key}"
+        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return flat
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

@@ -1,0 +1,77 @@
+"""Watches another trainer's run while it trains: `rollout_corr/*` for its own logger, and each finding once.
+
+The metrics and the findings are those that `flowcorr report` makes of a dump of the steps so far. Nothing is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Unpack
+
+from torch import Tensor
+
+from flowcorr import dumps
+from flowcorr.errors import BatchError
+from flowcorr.instruments.faults import diagnose
+from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.rules import HealthMonitor, units_of_setting
+from flowcorr.instruments.step_files import scored_columns, scored_in
+from flowcorr.instruments.steps import ages_of, gap_of, setting_of, step_metrics
+
+PREFIX = "rollout_corr/"
+
+
+class Watch:
+    """Watches one run: call it once a training step, on one rank, with the samples of all ranks.
+
+    It remembers for how many steps a rule has been broken and what it has reported, so each finding comes once, and
+    again if it becomes serious.
+    """
+
+    def __init__(self) -> None:
+        self._monitor: HealthMonitor | None = None
+        self._columns: list[Tensor] = []  # steps of the window that the trainer scored, once each
+
+    def __call__(
+        self, step: int, **fields: Unpack[dumps.StepFields]
+    ) -> tuple[dict[str, float], list[Finding]]:
+        """The metrics and the new findings of a training step.
+
+        Args:
+            step: the training step.
+            fields: of the step, as `flowcorr.dump` takes them. Without `step_indices`, steps are counted within the
+                window.
+
+        Returns:
+            `rollout_corr/*` of the terms that were scored before the step's first update, where `before_update` tells
+            them, and the findings that are new.
+
+        Raises:
+            BatchError: a shape or value is not allowed, or the trainer's own log-probs are missing.
+        """
+        dumped, loss = dumps.described(step, **fields)
+        if dumped.bypass and dumped.current_log_probs is None:
+            raise BatchError(
+                "flowcorr.watch got the rollout's log-probs alone; give the trainer's as well: old_log_probs where it "
+                "recomputes them, or current_log_probs"
+            )
+        setting = setting_of(dumped, loss)
+        scored = self._scored(dumped)
+        metrics = step_metrics(dumped, setting, scored=scored)
+        if self._monitor is None:
+            count = dumped.rollout_log_probs.numel()
+            self._monitor = HealthMonitor(units_of_setting(setting, dumped.num_elements, num_terms=count))
+        faults = diagnose({step: gap_of(dumped, scored=scored)}, ages_of({step: dumped}))
+        findings = self._monitor.update(metrics, faults)
+        findings = [replace(found, numbers={"step": step, **found.numbers}) for found in findings]
+        return {name: value for name, value in metrics.items() if name.startswith(PREFIX)}, findings
+
+    def _scored(self, dumped: dumps.DumpedTerms) -> Tensor | None:
+        new = scored_columns(dumped)
+        self._columns = [known for known in self._columns if known.shape == new.shape and known.ne(new).any()]
+        self._columns.append(new)
+        return scored_in(self._columns)
+
+
+watch = Watch()
+"""Watches the one run of this process; for several, make a `Watch` of each."""

@@ -1,0 +1,190 @@
+"""The audit of dumped log-probs."""
+
+import json
+import math
+
+import pytest
+import torch
+from instruments.foreign_dumps import D, draw_steps
+
+from flowcorr.cli import main
+from flowcorr.errors import ConfigError
+from flowcorr.instruments.audit.dumped import audit_folder
+from flowcorr.instruments.report import report
+
+
+def test_the_gap_is_found_from_log_probs_alone(tmp_path):
+    report = audit_folder(draw_steps(tmp_path, steps=20))
+    assert report.fact("joint_nats") == pytest.approx(2 * D * 0.02**2 / 2, rel=0.15)
+    assert [step["step_index"] for step in report.table("steps")] == [1, 3]
+    assert report.table("steps")[0]["sigma"] == pytest.approx(0.9)
+    assert report.fact("mode") == "decoupled"
+    assert report.fact("outside_clip") > 0.5
+    assert report.fact("recompute_share") is None
+    assert notes_of(report) == [
+        "exact KLs were not dumped (old_rollout_kl): estimated from the spread of the log-ratios"
+    ]
+
+
+def test_dumped_kls_are_taken(tmp_path):
+    kl = torch.full((32, 2), 1e-6)
+    report = audit_folder(draw_steps(tmp_path, old_rollout_kl=kl))
+    assert report.fact("joint_nats") == pytest.approx(2 * D * 1e-6, rel=1e-6)
+    assert not notes_of(report)
+
+
+def test_a_shift_that_no_rounding_makes_is_told(tmp_path):
+    """Ratios shifted the wrong way, as by other sigmas."""
+    rollout = torch.randn(32, 2, generator=torch.Generator().manual_seed(0))
+    folder = draw_steps(tmp_path, rollout_log_probs=rollout, old_log_probs=rollout + 1e-3)
+    notes = notes_of(audit_folder(folder))
+    assert [note.split(":")[0] for note in notes[1:]] == ["step 1", "step 3"]
+    assert "compare sigmas, timesteps and num_elements" in notes[1]
+
+
+def test_samples_that_are_not_finite_are_left_out(tmp_path):
+    rollout = torch.zeros(32, 2)
+    rollout[5, 1] = math.nan
+    report = audit_folder(draw_steps(tmp_path, steps=2, rollout_log_probs=rollout))
+    assert report.fact("num_samples") == 62
+    assert [report.findings[0].numbers[name] for name in ("samples", "of")] == [2, 64]
+
+
+def column(values):
+    """`[32, 2]`, one value a step of the window."""
+    return torch.tensor(values, dtype=torch.float64).expand(32, 2)
+
+
+ROLLOUT = torch.randn(32, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 100
+NAN = torch.where(torch.arange(64).view(32, 2) == 9, math.nan, ROLLOUT)
+PLANTED = {
+    "older weights": ({"policy_versions": [1] * 32, "version": 5}, "stale"),
+    "one sigma": (
+        {"rollout_log_probs": ROLLOUT, "old_log_probs": ROLLOUT - column([0.05, 1e-9])},
+        "one_step",
+    ),
+    "not finite": ({"rollout_log_probs": NAN}, "non_finite"),
+    "a shared number": (
+        {"rollout_log_probs": ROLLOUT, "old_log_probs": ROLLOUT + column([0.27, 0.35])},
+        "shared_shift",
+    ),
+    "sums": (
+        {"rollout_log_probs": D * (1 + ROLLOUT), "old_log_probs": D * (1 + ROLLOUT) + 0.1},
+        "summed",
+    ),
+}
+
+
+def notes_of(report):
+    """What a dump lacks, and how that was made up for."""
+    return [finding.sentence for finding in report.findings if finding.cause == "dump"]
+
+
+def advice_in(report):
+    """Whether there is advice on the gap."""
+    return any(finding.cause in ("gap", "wider_clip") for finding in report.findings)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_audit_report_and_watch_give_one_verdict(planted, tmp_path, capsys):
+    changes, cause = PLANTED[planted]
+    folder = draw_steps(tmp_path / "dump", **changes)
+    audited = audit_folder(folder)
+    assert audited.findings[0].cause == cause
+    assert audited.verdict == audited.findings[0].headline
+    found = {finding.cause: finding for finding in report([folder]).findings}
+    assert found[cause].sentence == audited.findings[0].sentence
+    assert found[cause].remedy == audited.findings[0].remedy
+    assert "clip_noise" not in found  # noise is no news beside a fault
+    assert main(["audit", str(folder), "--out", str(tmp_path / "out")]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert audited.verdict.startswith(first.rstrip())
+    assert "take the engine's log-probs as the old ones" not in " ".join(others)
+
+
+def test_of_a_gap_of_a_few_samples_the_mean_is_its_kl(tmp_path):
+    """The variance, which two of 96 samples make, would be 90 times as much."""
+    old = ROLLOUT.clone()
+    old[7] -= 2.0
+    report = audit_folder(draw_steps(tmp_path, rollout_log_probs=ROLLOUT, old_log_probs=old))
+    assert report.fact("joint_nats") == pytest.approx(2 * D * 2.0 / 32, rel=1e-3)
+    assert [report.findings[0].numbers[name] for name in ("samples", "of")] == [3, 96]
+    assert not advice_in(report)
+
+
+@pytest.mark.parametrize("planted", ["one sigma", "sums", "a shared number"])
+def test_where_a_fault_hides_the_gap_there_is_no_advice(planted, tmp_path):
+    report = audit_folder(draw_steps(tmp_path, **PLANTED[planted][0]))
+    assert not advice_in(report)
+    assert not any(finding.keys for finding in report.findings)
+
+
+def test_a_step_that_nobody_trained_is_left_out(tmp_path):
+    untrained = ROLLOUT + column([0.0, math.nan])
+    report = audit_folder(draw_steps(tmp_path, old_log_probs=untrained, rollout_log_probs=ROLLOUT))
+    assert (report.fact("num_steps"), report.fact("num_samples"), report.findings[0].cause) == (1, 96, "gap")
+    assert "1 steps of the window have no log-prob of the trainer in any sample: left out" in notes_of(report)
+
+
+@pytest.mark.parametrize("without", [(), ("policy_versions",), ("version",)])
+def test_bypass_is_advised_with_a_word_on_weights_of_unknown_age(without, tmp_path):
+    folder = draw_steps(tmp_path, r=1e-6, clip_ratio=1.0, without=without)
+    report = audit_folder(folder)
+    assert report.fact("mode") == "bypass"
+    assert any(finding.cause == "ages" for finding in report.findings) == bool(without)
+    assert "In your trainer: take the engine's log-probs" in report.findings[0].remedy
+
+
+def test_without_a_size_there_is_no_advice(tmp_path, capsys):
+    folder = draw_steps(tmp_path / "dump", without=("num_elements", "sigmas", "clip_ratio"))
+    assert main(["audit", str(folder), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "no advice: the dump does not tell num_elements" in out
+    assert "Weights without a cap" not in out
+    saved = json.loads((tmp_path / "out" / "audit.json").read_text(encoding="utf-8"))
+    assert saved["findings"][0]["cause"] == "num_elements"
+    assert saved["tables"]["steps"][0]["sigma"] is None
+    assert saved["facts"]["outside_clip"] is None
+
+
+def test_the_command_reads_a_folder(tmp_path, capsys):
+    folder = draw_steps(tmp_path / "dump")
+    assert main(["audit", str(folder), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "joint nats of a window" in out
+    assert "Recomputing costs a forward pass of each term" in " ".join(out.split())
+    assert "recompute pass:" not in out
+    assert main(["audit", str(folder), "actor.lr=1"]) == 2
+    assert "is a folder of dumped steps, so actor.lr=1 has no effect" in capsys.readouterr().err
+
+
+def test_a_dump_of_the_rollout_alone_is_refused(tmp_path):
+    folder = draw_steps(tmp_path, without=("old_log_probs", "current_log_probs"))
+    with pytest.raises(ConfigError, match="holds the rollout's log-probs alone; dump the trainer's as well"):
+        audit_folder(folder)
+
+
+def test_in_bypass_the_current_policy_is_audited(tmp_path):
+    report = audit_folder(draw_steps(tmp_path, without=("old_log_probs",)))
+    assert any("so it holds what was learned; dump before_update" in note for note in notes_of(report))
+    assert report.fact("joint_nats") == pytest.approx(2 * D * 0.02**2 / 2, rel=0.3)
+
+
+def test_in_bypass_terms_scored_before_the_first_update_are_audited(tmp_path):
+    learned = torch.tensor([0.0, 0.5])[torch.arange(32) % 2, None].double()
+    draw = torch.Generator().manual_seed(0)
+    rollout = torch.randn(32, 2, generator=draw, dtype=torch.float64)
+    given = {"rollout_log_probs": rollout, "current_log_probs": rollout + learned}
+    draw_steps(tmp_path, without=("old_log_probs",), before_update=learned.expand(32, 2) == 0, **given)
+    report = audit_folder(tmp_path)
+    assert (report.fact("num_samples"), report.findings[0].cause, report.fact("joint_nats")) == (48, "gap", 0)
+    assert "96 terms were scored after the first update of their step, so they are left out" in notes_of(
+        report
+    )
+
+
+def test_a_run_without_terms_before_an_update_is_refused(tmp_path):
+    late = torch.tensor([[1, 0], [0, 1]]).repeat(16, 1)
+    draw_steps(tmp_path, without=("old_log_probs",), before_update=late)
+    with pytest.raises(ConfigError, match="none was scored before the first update in all of its steps"):
+        audit_folder(tmp_path)

@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import pytest
+
+from flowcorr.config import load
+from flowcorr.instruments.report.learning import learning_of
+from flowcorr.instruments.report.runs import Run
+from flowcorr.instruments.setting import Setting
+
+
+def run_of(*records, words=100):
+    config = load("tiny_ocr_lora", [f"data.num_heldout={words}"])
+    return Run(
+        folder=Path("a"),
+        setting=Setting.of(config),
+        config=config,
+        settings={},
+        records=records,
+        ending="",
+        name="a",
+    )
+
+
+def evaluated(step, reward, std=0.4):
+    return {"step": step, "eval/reward": reward, "eval/reward_std": std}
+
+
+# The error of a difference of two means of 100 with std .4 is .4 * sqrt(2) / 10 = .057.
+@pytest.mark.parametrize(
+    ("last", "change"),
+    [(0.62, "rose"), (0.61, "did not move"), (0.5, "did not move"), (0.39, "did not move"), (0.38, "fell")],
+)
+def test_a_change_is_one_beyond_two_standard_errors(last, change):
+    found = learning_of(run_of(evaluated(0, 0.5), evaluated(10, 0.9), evaluated(20, last)))
+    assert found.numbers["change"] == change
+    assert f"went from 0.5 to {last:.3g} between step 0 and 20 (standard error 0.057)" in found.sentence
+
+
+def test_images_on_which_the_reward_failed_are_none_of_its_error():
+    half = {"eval/failed_samples": 50}
+    text = learning_of(run_of(evaluated(0, 0.5) | half, evaluated(20, 0.61) | half)).sentence
+    assert "(standard error 0.08)" in text  # .057 sqrt(2)
+
+
+def test_a_score_that_was_lost_again_is_told():
+    text = learning_of(run_of(evaluated(0, 0.5), evaluated(10, 0.9), evaluated(20, 0.7))).sentence
+    assert text.endswith("; it had been 0.9 at step 10")
+
+
+def test_without_a_standard_error_nothing_is_claimed():
+    records = [{"step": 0, "eval/reward": 0.1}, {"step": 9, "eval/reward": 0.9}]
+    assert learning_of(run_of(*records)).numbers["change"] == "unknown"
+
+
+def test_a_constant_reward_teaches_nothing():
+    steps = [{"step": step, "reward/mean": 0.25, "reward/std": 0.0} for step in (1, 2, 3)]
+    found = learning_of(run_of(evaluated(0, 0.25, 0.0), *steps))
+    assert found.numbers["change"] == "did not move"
+    assert "the same number for all images" in found.sentence
+
+
+def test_rewards_of_training_samples_do_not_tell_what_was_learned():
+    steps = [{"step": step, "reward/mean": 0.1 * step, "reward/std": 0.1} for step in (1, 2, 3)]
+    found = learning_of(run_of(*steps))
+    assert found.numbers["change"] == "unknown"
+    assert "went from 0.1 to 0.3; there are not two held-out evaluations" in found.sentence
+
+
+def test_a_run_that_logged_nothing_is_said_to():
+    assert learning_of(run_of({"step": 1})).sentence == "neither held-out scores nor rewards were logged"

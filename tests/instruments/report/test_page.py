@@ -1,0 +1,280 @@
+"""The page of some runs."""
+
+import base64
+import io
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from instruments.html_pages import Page
+from instruments.run_folders import dump, write_run
+from PIL import Image
+
+from flowcorr import dumps
+from flowcorr.errors import ConfigError
+from flowcorr.instruments.audit import audit_folder
+from flowcorr.instruments.report import report, write_report
+from flowcorr.instruments.report.charts import chart_sections
+from flowcorr.instruments.report.pictures import MAX_GRIDS, MAX_IMAGE_BYTES
+from flowcorr.instruments.report.runs import group_by_seed, read_run
+
+CORRECTION = "algorithm.rollout_correction"
+START = {"step": 0, "kind": "start", "total_steps": 4}
+FAILURE = {"step": 2, "kind": "failure", "error": "BackendError: no <space>"}
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def page_of(folders, out, **options):
+    """The page of some runs."""
+    write_report(report(folders), out, **options)
+    return Page(out)
+
+
+def text_of(*folders):
+    return page_of(folders, folders[0].parent / "report.html").text
+
+
+def found_in(*folders):
+    """What a report on runs found: level and cause, by run."""
+    found = {}
+    for finding in report(folders).findings:
+        found.setdefault(finding.numbers["run"], set()).add((finding.level, finding.cause))
+    return found
+
+
+def test_the_page_is_whole_and_loads_nothing(runs, tmp_path):
+    page = page_of(runs, tmp_path / "new" / "report.html")
+    page.check_alone()
+    assert "svg" in page.tags
+    assert page.references
+    assert len(page.source) < 1_000_000
+
+
+def test_images_are_embedded_and_few(runs, tmp_path):
+    page = page_of(runs, tmp_path / "report.html")
+    assert page.tags.count("img") == MAX_GRIDS + 1
+    assert "rollouts at step 0" in page.text
+    assert "rollouts at step 6" in page.text
+
+
+def test_large_images_are_shown_smaller(tmp_path):
+    folder = write_run(tmp_path / "a", images=3)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8))
+    for path in (folder / "images").iterdir():
+        noise.save(path, compress_level=0)
+    page = page_of([folder], tmp_path / "report.html")
+    pictures = [reference for reference in page.references if reference.startswith("data:image/webp")]
+    assert len(pictures) == 4
+    for picture in pictures:
+        data = base64.b64decode(picture.partition("base64,")[2])
+        assert len(data) <= MAX_IMAGE_BYTES
+        with Image.open(io.BytesIO(data)) as image:
+            assert image.width == image.height >= 200
+
+
+def test_text_of_the_user_is_escaped(tmp_path, evil):
+    folders = [
+        write_run(tmp_path / "a <script>", events=[{**FAILURE, "error": evil}]),
+        write_run(
+            tmp_path / "b$x$ <i>",
+            "sampling.guidance_scale=2.0",
+            f"sampling.negative_prompt={json.dumps(evil)}",
+        ),
+    ]
+    page = page_of(folders, tmp_path / "report.html")
+    page.check_alone()
+    assert f"The run failed after step 2: {evil}" in page.text
+    assert page.text.count(evil) == 3  # the verdict, the finding, and the prompt that differs
+    assert "a <script>" in page.texts  # the heading of images, and the end of every line
+    assert "b$x$ <i>" in page.texts
+    assert "<i>" not in page.source
+
+
+def test_runs_of_one_name_are_told_apart_where_their_groups_are(tmp_path):
+    folders = [
+        write_run(tmp_path / "x" / "seed_0"),
+        write_run(tmp_path / "x" / "seed_1", "trainer.seed=1"),
+        write_run(tmp_path / "y" / "seed_0", "actor.lr=1e-4", scale=0.0),
+    ]
+    groups = group_by_seed([read_run(folder) for folder in folders])
+    assert [group.label for group in groups] == ["x/seed_0, x/seed_1", "y/seed_0"]
+    found = found_in(*folders)
+    assert ("serious", "rejected") in found["x/seed_0"]
+    assert ("healthy", "rules") in found["y/seed_0"]
+
+
+def test_the_page_begins_with_its_verdict_and_its_contents(tmp_path):
+    start = {**START, "time": "2026-11-23T05:00:00.000+00:00"}
+    events = [start, {"step": 4, "kind": "end", "status": "finished"}]
+    page = page_of([write_run(tmp_path / "a", events=events)], tmp_path / "report.html")
+    assert "model tiny_ocr; started 2026-11-23" in page.text
+    verdict = (
+        "Whether it learned cannot be told; findings: 1 of level serious; first of all, a: share of samples"
+    )
+    assert page.text.index(verdict) < page.text.index("first to last value")
+    linked = re.findall(r'<a href="#([\w-]+)"', page.source)
+    assert linked
+    assert linked == re.findall(r'<section id="([\w-]+)"', page.source)
+
+
+def test_every_chart_has_a_title_that_can_be_read_aloud(runs, tmp_path):
+    source = page_of(runs, tmp_path / "report.html").source
+    assert source.count("<svg") == len(re.findall(r"<svg [^>]*><title>[^<]+</title>", source)) > 3
+
+
+def test_sections_tell_learning_first_then_drift_then_images(tmp_path):
+    folder = write_run(tmp_path / "a", images=2)
+    headings = re.findall(r"<h2>(.*?)</h2>", page_of([folder], tmp_path / "r.html").source)
+    order = [heading for heading in headings if heading in ("Learning", "Drift by timestep", "Pictures, a")]
+    assert order == ["Learning", "Drift by timestep", "Pictures, a"]
+
+
+def test_a_run_named_twice_is_one(tmp_path):
+    folder = write_run(tmp_path / "a")
+    text = page_of([folder, folder / ".." / "a"], tmp_path / "report.html").text
+    assert "1 run in 1 configuration; model tiny_ocr" in text
+    assert "means over seeds" not in text
+
+
+@pytest.mark.parametrize(
+    ("events", "level", "says"),
+    [
+        ([START, FAILURE], "serious", "the run failed after step 2: BackendError: no <space>"),
+        ([START], "note", "the run has not ended: it still runs, or it was killed"),
+        (
+            [START, {"step": 2, "kind": "end", "status": "interrupted"}],
+            "note",
+            "the run was interrupted after step 2",
+        ),
+        (
+            [START, FAILURE, {"step": 1, "kind": "resume"}, {"step": 4, "kind": "end", "status": "finished"}],
+            "healthy",
+            "",
+        ),
+    ],
+)
+def test_how_a_run_ended_is_told(events, level, says, tmp_path):
+    folder = write_run(tmp_path / "a", steps=2, scale=0.0, events=events)
+    made = report([folder])
+    ended = [finding for finding in made.findings if finding.cause == "ending"]
+    assert [(finding.level, finding.sentence) for finding in ended] == ([(level, says)] if says else [])
+    for finding in ended:
+        assert (finding.numbers["last logged step"], finding.numbers["of"]) == (2, 30)
+        assert f"flowcorr train {folder}/config.yaml --resume --out {folder}" in finding.remedy
+
+
+def test_a_run_that_measured_no_gap_is_not_simply_healthy(tmp_path):
+    folders = [
+        write_run(tmp_path / "a", f"{CORRECTION}=null", scale=0.0),
+        write_run(tmp_path / "b", scale=0.0),
+    ]
+    told = {one.numbers["run"]: one.sentence for one in report(folders).findings if one.cause == "rules"}
+    assert told == {
+        "a": "no rule was broken; without rollout_correction, the gap was not measured",
+        "b": "no rule was broken",
+    }
+
+
+def test_a_run_without_a_training_step_is_not_healthy(tmp_path):
+    found = found_in(write_run(tmp_path / "a", steps=0))
+    assert found == {"a": {("note", "learning"), ("note", "steps")}}
+
+
+def test_seeds_of_unequal_length_are_pointed_out(tmp_path):
+    seeds = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "trainer.seed=1", steps=2)]
+    summary = report(seeds).tables[0]
+    assert "got furthest" in summary.note
+    assert summary.rows[0][2] == "2–4"
+    assert "got furthest" not in report(seeds[:1]).tables[0].note
+
+
+def test_findings_have_their_numbers(runs):
+    made = report(runs)
+    found = {finding.numbers["run"]: finding for finding in made.findings if finding.cause == "rejected"}
+    assert found.keys() == {"a", "b"}
+    numbers = found["b"].numbers
+    assert (numbers["value"], numbers["limit"]) == (pytest.approx(0.3), 0.1)
+    assert (numbers["step"], numbers["steps"]) == (1, 4)
+    assert made.level == "serious"
+
+
+def test_faults_of_the_log_probs_of_a_run_are_told(tmp_path):
+    """As audit tells them of the same steps."""
+    folder = write_run(tmp_path / "a", scale=0.0)
+    dump(folder)
+    assert ("healthy", "rules") in found_in(folder)["a"]
+    for path in dumps.files(folder).values():
+        terms = dumps.load(path)
+        terms.old_log_probs[:, 1] += 0.5
+        dumps.save(path.parent, int(path.stem[5:]), terms, dumps.load_loss(path))
+    told = {cause for _, cause in found_in(folder)["a"]}
+    assert told & {"one_step", "shared_shift"}
+    assert told & {"one_step", "shared_shift"} == {audit_folder(folder).findings[0].cause}
+
+
+def test_limits_follow_the_precision(tmp_path):
+    found = found_in(
+        write_run(tmp_path / "same", "rollout.emulate=none"),
+        write_run(tmp_path / "fp8", "rollout.emulate=fp8"),
+    )
+    assert ("warning", "kl") in found["same"]
+    assert ("warning", "kl") not in found["fp8"]
+
+
+def test_a_run_that_was_just_begun_has_a_page(tmp_path):
+    folder = write_run(tmp_path / "a", f"{CORRECTION}=null", steps=1)
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.5}\n{"ste', encoding="utf-8")
+    page_of([folder], tmp_path / "report.html").check_alone()
+
+
+@pytest.mark.system
+def test_charts_are_pictures_too(runs, tmp_path):
+    dump(runs[0])
+    write_report(report(runs), tmp_path / "report.html", charts=tmp_path / "charts")
+    pictures = {path.stem: path for path in (tmp_path / "charts").iterdir()}
+    sections = chart_sections(group_by_seed([read_run(folder) for folder in runs]))
+    names = [name for section in sections for name in section.pictures]
+    assert sorted(pictures) == sorted(names)
+    assert {"reward_mean", "ratios_0", "mismatch_by_step_0", "drift_by_timestep_1"} <= pictures.keys()
+    for path in pictures.values():
+        with Image.open(path) as picture:
+            assert picture.width == 760
+            colours = picture.convert("RGB").getcolors(maxcolors=10**6)
+        assert len(colours) > 5  # text is anti-aliased, so it was drawn
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="holds no run"):
+        report([tmp_path])
+    folder = write_run(tmp_path / "a")
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="holds no metrics yet"):
+        report([folder])
+    with pytest.raises(ConfigError, match="--out"):
+        write_report(report([write_run(tmp_path / "b")]), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_it_without_complaint(runs, width, tmp_path):
+    dump(runs[0])
+    out = tmp_path / "report.html"
+    write_report(report(runs), out)
+    # Windows have a least width of about 500 pixels, frames have none; the framed page tells how wide it got.
+    tell = "<script>parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>"
+    out.write_text(out.read_text(encoding="utf-8").replace("</body>", tell), encoding="utf-8")
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        "<script>onmessage = (event) => { document.body.dataset.width = event.data }</script>"
+        f'<body><iframe src="{out.name}" style="border: 0; width: {width}px; height: 20000px"></iframe></body>',
+        encoding="utf-8",
+    )
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    command = [CHROMIUM, *options, "--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom"]
+    done = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, check=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    assert f'data-width="{width}"' in done.stdout  # nothing sticks out sideways

@@ -1,0 +1,124 @@
+"""The images of a run: of its own folder, and nothing but images."""
+
+import os
+import struct
+import zlib
+
+import pytest
+from instruments.run_folders import write_run
+from PIL import Image
+
+from flowcorr.instruments.report.pictures import MAX_GRIDS, pictures
+from flowcorr.instruments.report.runs import read_run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with the images of a step."""
+    return write_run(tmp_path / "run", images=1)
+
+
+def captions(folder):
+    return [picture.title for picture in pictures(read_run(folder))]
+
+
+def left_out(folder, message):
+    """The captions that are left after a warning."""
+    with pytest.warns(UserWarning, match=f"before_after.png is not shown: {message}"):
+        return captions(folder)
+
+
+def test_the_images_of_a_run_are_shown(folder):
+    assert captions(folder) == ["held out, before and after", "rollouts at step 0"]
+
+
+@pytest.mark.parametrize("kind", ["file", "image"])
+def test_a_link_out_of_the_folder_is_not_followed(kind, folder, tmp_path):
+    target = tmp_path / "private.png"
+    if kind == "image":
+        Image.new("RGB", (8, 8)).save(target)
+    else:
+        target.write_text("a private key")
+    pair = folder / "images" / "before_after.png"
+    pair.unlink()
+    pair.symlink_to(target)
+    assert left_out(folder, "it is a link that leads out of the run's folder") == ["rollouts at step 0"]
+
+
+def test_a_folder_of_images_elsewhere_is_not_shown(folder, tmp_path):
+    (folder / "images").rename(tmp_path / "elsewhere")
+    (folder / "images").symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="is not shown"):
+        assert captions(folder) == []
+
+
+def test_a_link_within_the_folder_is_followed(folder):
+    (folder / "images" / "rollout_000004_00.png").symlink_to(folder / "images" / "rollout_000000_00.png")
+    assert captions(folder)[1:] == ["rollouts at step 0", "rollouts at step 4"]
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def claiming(width, height):
+    """The beginning of a PNG that claims to be this large."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "it is no PNG"),
+        (b"a private key", "it is no PNG"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "it is no PNG"),
+        (b"GIF89a\x01\x00\x01\x00\x00\x00\x00;", "it is no PNG"),
+        (claiming(10_000, 10_000), r"Image size \(100000000 pixels\) exceeds limit"),
+        (claiming(10**6, 10**6), r"Image size \(1000000000000 pixels\) exceeds limit"),
+        (claiming(8, 8)[:-20], ""),
+    ],
+)
+def test_what_is_no_image_is_not_shown(data, message, folder):
+    (folder / "images" / "before_after.png").write_bytes(data)
+    assert left_out(folder, message) == ["rollouts at step 0"]
+
+
+def test_a_large_file_that_is_cut_is_not_shown(folder):
+    path = folder / "images" / "before_after.png"
+    Image.effect_noise((400, 400), 100).save(path, compress_level=0)
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert left_out(folder, "") == ["rollouts at step 0"]
+
+
+def test_names_that_are_no_file_of_images(folder):
+    images = folder / "images"
+    (images / "before_after.png").unlink()
+    os.mkfifo(images / "before_after.png")
+    for name in (
+        "rollout_one_00.png",
+        "rollout_.png",
+        "rollout_000001_00.png.png",
+        f"rollout_{'9' * 99}_0.png",
+    ):
+        Image.new("RGB", (8, 8)).save(images / name)
+    os.mkfifo(images / "eval_pipe.png")
+    (images / "eval_folder.png").mkdir()
+    with pytest.warns(UserWarning, match="is not shown") as caught:
+        assert captions(folder) == ["rollouts at step 0"]
+    assert [str(warning.message).partition("images/")[2] for warning in caught] == [
+        f"eval_{name}.png is not shown: it must be a file of at most 67108864 bytes"
+        for name in ("folder", "pipe")
+    ]
+
+
+def test_of_many_images_some_are_shown(folder):
+    (folder / "images" / "before_after.png").unlink()
+    for place in range(40):
+        Image.new("RGB", (8, 8)).save(folder / "images" / f"eval_{place:03d}.png")
+    assert len(captions(folder)) == MAX_GRIDS + 1

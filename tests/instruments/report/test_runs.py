@@ -1,0 +1,101 @@
+"""Runs read back from their folders."""
+
+import os
+
+import pytest
+from instruments.foreign_dumps import draw_steps
+from instruments.run_folders import write_run
+
+from flowcorr.errors import ConfigError
+from flowcorr.instruments.report.runs import differences, group_by_seed, read_run
+
+
+def test_seeds_become_a_band(runs):
+    groups = group_by_seed([read_run(folder) for folder in runs])
+    assert [group.label for group in groups] == ["a, b", "c <script>"]
+    assert groups[0].band("reward/mean")[0] == pytest.approx((1, 0.15625, 0.125, 0.1875))
+    assert groups[0].band("rollout_corr/rollout_is_mean") == []
+
+
+def test_groups_of_one_name_are_told_apart_by_their_parents(tmp_path):
+    folders = [write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run", "actor.lr=1e-4")]
+    groups = group_by_seed([read_run(folder) for folder in folders])
+    assert [group.label for group in groups] == ["x/run", "y/run"]
+
+
+def test_differences_name_the_keys_that_differ(runs, evil):
+    groups = group_by_seed([read_run(folder) for folder in runs])
+    assert differences(groups) == {
+        "sampling.guidance_scale": ["1.0", "2.0"],
+        "sampling.negative_prompt": ["", evil],
+    }
+
+
+def test_another_trainers_dump_is_a_run(tmp_path):
+    run = read_run(draw_steps(tmp_path / "foreign", without=("sigmas",)))
+    assert run.name == "foreign"
+    assert run.settings == {"actor.loss_mode": "flow_grpo", "actor.clip_ratio": "0.0001"}
+    assert run.last_step == 3
+    assert "sigmas" in run.notes[0]
+
+
+def test_the_error_of_a_run_is_shown_without_its_secrets(tmp_path):
+    terms = "reward.terms=[{name: http, options: {url: 'https://host/KEY', api_key: s3cret}}]"
+    failure = {
+        "step": 2,
+        "kind": "failure",
+        "error": "BackendError: 401 for s3cret at https://host/KEY" + "!" * 9999,
+    }
+    run = read_run(write_run(tmp_path / "a", terms, events=[failure]))
+    assert run.ending.startswith("failed after step 2: BackendError: 401 for *** at https://host/***")
+    assert "s3cret" not in f"{run.ending}{run.settings}"
+    assert "KEY" not in f"{run.ending}{run.settings}"
+    assert len(run.ending) < 2100
+
+
+@pytest.mark.parametrize("size", [-5, 0, 1.5, 1e300])
+def test_a_size_of_latents_that_cannot_be_is_named(size, tmp_path):
+    folder = write_run(tmp_path / "a")
+    (folder / "metrics.jsonl").write_text(f'{{"step": 1, "rollout/num_elements": {size}}}\n')
+    with pytest.raises(
+        ConfigError, match="rollout/num_elements=.* at step 1 must be a whole number from 1 to"
+    ):
+        read_run(folder)
+
+
+def test_of_damaged_files_the_page_tells(tmp_path):
+    folder = write_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "reward/mean": "high"}\n')
+    (folder / "log_probs").mkdir()
+    (folder / "log_probs" / "step_000001.safetensors").write_bytes(b"torn")
+    with pytest.warns(
+        UserWarning, match="metrics.jsonl: left out 1 lines|1 of 1 dumped steps cannot be read"
+    ):
+        run = read_run(folder)
+    assert [note.partition(" at line")[0].partition("; the first")[0] for note in run.notes] == [
+        f"{folder / 'metrics.jsonl'}: left out 1 lines or values, the first",
+        "1 of 1 dumped steps cannot be read",
+    ]
+    assert not run.dumped
+
+
+def test_if_no_record_is_left_the_first_line_is_named(tmp_path):
+    folder = write_run(tmp_path / "a")
+    (folder / "metrics.jsonl").write_text("step,reward\n1,0.5\n")
+    with pytest.raises(ConfigError, match="the first at line 1: 'step,reward' is no JSON; no record is left"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    "error", ["{", '{"kind": ["end"]}', '{"kind": "failure", "error": {"a": 1}}', '{"a": ' * 10**5]
+)
+def test_events_of_another_form(error, tmp_path):
+    folder = write_run(tmp_path / "a")
+    (folder / "events.jsonl").write_text(f"{error}\n")
+    assert read_run(folder).ending in ("", "failed after step None: {'a': 1}")
+
+
+def test_a_folder_is_named_though_its_name_is_no_text(tmp_path):
+    folder = tmp_path / os.fsdecode(b"steps\xff")
+    assert read_run(write_run(folder)).name == "steps\ufffd"

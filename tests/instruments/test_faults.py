@@ -1,0 +1,226 @@
+"""Faults planted in drawn log-probs, and what `diagnose` makes of them."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from flowcorr.instruments import faults as diagnosis
+from flowcorr.records import Terms
+
+B, T, D = 32, 4, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What differs between the drawn training steps."""
+
+    log_probs: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    step_indices: torch.Tensor
+    ages: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
+    num_elements: int | None = None
+
+    def gap(self):
+        flat = torch.full_like(self.log_probs, math.nan)
+        return Terms(
+            log_prob=self.log_probs,
+            old_log_prob=self.log_probs,
+            rollout_log_prob=self.rollout_log_probs,
+            advantage=flat,
+            std=flat,
+            step=flat,
+            step_index=self.step_indices,
+            sigma=flat,
+            keep=self.keep,
+            num_elements=self.num_elements,
+        )
+
+
+def diagnose(steps):
+    """The faults of training steps, numbered from 1 on."""
+    ages = {number: one.ages for number, one in enumerate(steps, 1) if one.ages is not None}
+    return diagnosis.diagnose({number: one.gap() for number, one in enumerate(steps, 1)}, ages)
+
+
+def clean(r=(0.01, 0.012, 0.02, 0.04), *, steps=3, seed=0, ages=None):
+    """Training steps whose gap is rounding: step means off by `r` stds, each sample in its own direction."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(steps):
+        size = torch.tensor(r, dtype=torch.float64)
+        rollout = 2 + 0.05 * torch.randn(B, T, generator=draw, dtype=torch.float64)
+        noise = torch.randn(B, T, generator=draw, dtype=torch.float64)
+        found.append(
+            Step(
+                log_probs=rollout - size**2 / 2 + size / math.sqrt(D) * noise,
+                rollout_log_probs=rollout,
+                step_indices=torch.arange(T).repeat(B, 1),
+                ages=ages,
+            )
+        )
+    return found
+
+
+def causes(steps):
+    return [found.cause for found in diagnose(steps)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "r",
+    [(0, 0, 0, 0), (1e-6,) * 4, (0.01,) * 4, (0.06, 0.07, 0.1, 0.3), (0.02, 0.02, 0.02, 0.1)],
+    ids=["none", "float32", "bf16", "int4", "late"],
+)
+def test_rounding_is_no_fault(r, seed):
+    assert diagnose(clean(r, seed=seed)) == []
+
+
+def test_one_step_with_another_sigma_is_named():
+    steps = clean(r=(1e-6, 1e-6, 0.3, 1e-6))
+    (found,) = diagnose(steps)
+    assert found.cause == "one_step"
+    assert "most likely" not in found.sentence
+    assert found.numbers["step"] == 2
+    assert "sigma, the next sigma and the timestep of step 2" in found.remedy
+
+
+def test_beside_bfloat16_one_step_is_likely_and_not_sure():
+    (found,) = diagnose(clean(r=(0.02, 0.02, 0.3, 0.02)))
+    assert found.cause == "one_step"
+    assert "most likely" in found.sentence
+
+
+def test_non_finite_log_probs_are_counted_and_placed():
+    steps = clean(steps=4)
+    steps[1].log_probs[3, 2] = math.nan
+    steps[3].rollout_log_probs[5:7, 2] = math.inf
+    (found,) = diagnose(steps)
+    assert found.numbers == {"samples": 3, "of": 128, "since training step": 2, "training steps": 2}
+    assert "the engine's and the trainer's log-probs" in found.sentence
+    assert "at step 2 of the schedule" in found.sentence
+
+
+def test_a_step_that_nobody_trained_is_no_fault():
+    steps = clean()
+    for one in steps:
+        one.log_probs[:, 3] = math.nan
+    keep = torch.tensor([True, True, True, False]).expand(B, T)
+    assert diagnose([replace(one, keep=keep) for one in steps]) == []
+    assert causes(steps) == ["non_finite"]
+
+
+def test_sums_in_place_of_means_hide_everything_else():
+    steps = clean()
+    for one in steps:
+        one.log_probs.mul_(D)
+        one.rollout_log_probs.mul_(D)
+    assert causes(steps)[0] == "summed"
+
+
+@pytest.mark.parametrize(("ages", "expected"), [(None, []), ([0] * B, []), ([0] * (B - 1) + [4], ["stale"])])
+def test_older_weights_are_told_by_their_versions(ages, expected):
+    assert causes(clean(ages=None if ages is None else torch.tensor(ages))) == expected
+
+
+def test_the_age_is_told_in_numbers():
+    (found,) = diagnose(clean(ages=torch.tensor([2] * (B // 2) + [4] * (B // 2))))
+    assert (found.numbers["mean age in versions"], found.numbers["largest"]) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize("side", ["log_probs", "rollout_log_probs"])
+def test_sums_on_one_side_are_told_by_that_side(side):
+    steps = clean()
+    for one in steps:
+        getattr(one, side).mul_(D)
+    found = diagnose(steps)[0]
+    assert found.cause == "summed"
+    assert found.sentence.startswith("the trainer's" if side == "log_probs" else "the engine's")
+
+
+@pytest.mark.parametrize("num_elements", [D, None])
+def test_a_number_that_all_samples_share_is_no_gap_of_densities(num_elements):
+    """As where one side leaves out the normaliser; without D, only a shift up is impossible."""
+    steps = [replace(one, num_elements=num_elements) for one in clean()]
+    for one in steps:
+        one.log_probs.add_(torch.tensor([-0.4, 0.0, 0.3, 0.0]))
+    (found,) = diagnose(steps)
+    assert found.cause == "shared_shift"
+    places = "at steps 0, 2 of the schedule" if num_elements else "at step 2 of the schedule"
+    assert places in found.sentence
+    assert "-log s and -log(2 pi)/2" in found.remedy
+
+
+@pytest.mark.parametrize("k", [0.3, 0.8, 1.2, 2.0])
+def test_another_std_leaves_the_trace_of_a_density(k):
+    """`log k - (k^2 - 1) mean(e^2) / 2` with a std that is smaller by `k`."""
+    steps = [replace(one, num_elements=D) for one in clean()]
+    draw = torch.Generator().manual_seed(9)
+    for one in steps:
+        square = 1 + math.sqrt(2 / D) * torch.randn(B, T, generator=draw, dtype=torch.float64)
+        one.log_probs.copy_(one.rollout_log_probs + math.log(k) - (k**2 - 1) * square / 2)
+    assert diagnose(steps) == []
+
+
+def test_few_samples_shared_by_a_step_tell_nothing():
+    steps = [replace(one, num_elements=D) for one in clean(steps=1)]
+    steps[0].log_probs.add_(torch.tensor([-0.4, 0.0, 0.3, 0.0]))
+    few = replace(
+        steps[0],
+        **{name: getattr(steps[0], name)[:7] for name in ("log_probs", "rollout_log_probs", "step_indices")},
+    )
+    assert diagnose([few]) == []
+
+
+@pytest.mark.parametrize("r", [(0, 0, 0, 0), (0.01,) * 4])
+def test_a_gap_of_a_few_samples_is_theirs_alone(r):
+    steps = clean(r)
+    for one in steps[1:]:
+        one.log_probs[[3, 9], :2] -= 0.5
+    (found,) = diagnose(steps)
+    assert found.cause == "few_samples"
+    assert [found.numbers[name] for name in ("samples", "of", "since training step")] == [4, 96, 2]
+    assert "rollout_rs=step_z" in found.remedy
+
+
+def test_samples_of_older_weights_are_no_fault():
+    ages = torch.zeros(B, dtype=torch.long)
+    ages[[3, 9]] = 2
+    steps = clean((0, 0, 0, 0), ages=ages)
+    for one in steps:
+        one.log_probs[[3, 9]] -= 0.5
+    assert causes(steps) == ["stale"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gaps_of_many_sizes_are_none_of_a_few_samples(seed):
+    """The size of the gap varies among samples, by a factor of e in a standard deviation."""
+    draw = torch.Generator().manual_seed(seed)
+    steps = clean((0, 0, 0, 0), steps=4)
+    for one in steps:
+        size = 0.01 * torch.randn(B, 1, generator=draw, dtype=torch.float64).exp()
+        noise = torch.randn(B, T, generator=draw, dtype=torch.float64)
+        one.log_probs.add_(size / math.sqrt(D) * noise - size**2 / 2)
+    assert diagnose(steps) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_where_log_probs_were_rounded_those_that_moved_by_a_unit_are_no_few_samples(dtype):
+    steps = clean((1e-3,) * 4)
+    rounded = [
+        replace(
+            one,
+            log_probs=one.log_probs.to(dtype).double(),
+            rollout_log_probs=one.rollout_log_probs.to(dtype).double(),
+        )
+        for one in steps
+    ]
+    assert (
+        torch.cat([(one.log_probs - one.rollout_log_probs).abs().amax(1) > 0 for one in rounded])
+        .double()
+        .mean()
+        > 0
+    )
+    assert diagnose(rounded) == []

@@ -1,0 +1,214 @@
+"""Folders of steps that another trainer dumped, with little and with much in them."""
+
+import math
+
+import pytest
+import torch
+from instruments.foreign_dumps import D, draw_steps
+
+import flowcorr
+from flowcorr import dumps
+from flowcorr.errors import ConfigError
+from flowcorr.instruments.steps import (
+    UNBOUNDED,
+    diagnosed,
+    gap_terms,
+    read_dumped,
+    records,
+)
+from tests.odd_files import BATCH, write_step
+
+
+def test_what_a_dump_tells_is_the_configuration(tmp_path):
+    run = read_dumped(draw_steps(tmp_path))
+    assert (run.of_flowcorr, run.notes) == (False, ())
+    assert (run.setting.actor.clip_ratio, run.setting.num_steps, run.setting.window_size) == (1e-4, 4, 2)
+    assert not run.setting.correction.bypass_mode
+
+
+def test_records_are_those_of_training(tmp_path):
+    logged = records(read_dumped(draw_steps(tmp_path)))
+    assert [record["step"] for record in logged] == [1, 2, 3]
+    first = logged[0]
+    assert first["rollout_corr/kl"] == pytest.approx(0.02**2 / 2, rel=0.3)
+    assert first["rollout_corr/step_3/logprob_abs_diff"] > 0
+    assert "rollout_corr/step_0/kl" not in first
+    assert first["rollout_corr/clip_noise_fraction"] > 0.5
+    assert first["actor/pg_clipfrac"] == 0
+    assert first["reward/mean"] == 0.5
+    assert first["reward/zero_std_group_fraction"] == 0
+    assert first["rollout/num_elements"] == D
+
+
+def test_what_is_missing_is_left_out(tmp_path):
+    optional = (
+        "current_log_probs",
+        "rewards",
+        "group_ids",
+        "step_indices",
+        "sigmas",
+        "num_elements",
+        "clip_ratio",
+        "policy_versions",
+        "version",
+    )
+    run = read_dumped(draw_steps(tmp_path, without=optional))
+    assert [note.split(",")[0].removeprefix("not dumped: ") for note in run.notes] == [
+        *(
+            "current_log_probs",
+            "clip_ratio",
+            "num_elements",
+            "step_indices",
+            "sigmas",
+            "rewards",
+            "group_ids",
+        ),
+        "policy_versions",
+    ]
+    assert run.setting.actor.clip_ratio == UNBOUNDED
+    (first, *_) = records(run)
+    assert {name.split("/")[0] for name in first} == {"step", "rollout_corr"}
+    assert "rollout_corr/clip_noise_fraction" not in first
+
+
+def test_in_bypass_the_drift_is_that_of_the_current_policy(tmp_path):
+    run = read_dumped(draw_steps(tmp_path, without=("old_log_probs",), clip_ratio=[1e-4] * 4))
+    assert run.setting.correction.bypass_mode
+    (first, *_) = records(run)
+    assert first["rollout_corr/kl"] == pytest.approx(0.02**2 / 2, rel=0.3)
+    assert first["actor/pg_clipfrac"] > 0.5
+
+
+def test_a_loss_that_reads_step_means_is_judged_by_its_ratio(tmp_path):
+    run = read_dumped(draw_steps(tmp_path, loss_mode="grpo_guard"))
+    assert run.setting.actor.loss_mode == "flow_grpo"
+    assert "grpo_guard reads step means" in run.notes[0]
+    assert run.setting.actor.clip_ratio == UNBOUNDED
+    assert "rollout_corr/clip_noise_fraction" not in records(run)[0]
+
+
+def test_an_empty_folder_says_what_to_name(tmp_path):
+    with pytest.raises(
+        ConfigError, match="no dumped step; name the --out of flowcorr train, or a folder that"
+    ):
+        read_dumped(tmp_path)
+
+
+def test_files_of_two_losses_are_judged_by_the_first(tmp_path):
+    write_step(tmp_path, 1)
+    write_step(tmp_path, 2, metadata={"clip_ratio": "0.1"})
+    run = read_dumped(tmp_path)
+    assert run.setting.actor.clip_ratio == 1e-3
+    assert "differ in loss_mode, clip_ratio or adv_clip_max: judged by those of step_000001" in run.notes[-1]
+
+
+def test_noise_levels_stay_within_the_clip_range(tmp_path):
+    """Two steps a sample, and three levels over all samples."""
+    sigmas = torch.tensor([[0.9, 0.8], [0.8, 0.7]] * (BATCH // 2))
+    write_step(
+        tmp_path, metadata={"clip_ratio": "[0.1, 0.1]"}, tensors={"step_indices": None, "sigmas": sigmas}
+    )
+    with pytest.raises(ConfigError, match="clip_ratio has 2 values, and the terms of .* are of 3 steps"):
+        read_dumped(tmp_path)
+
+
+def test_a_clip_range_of_a_schedule_tells_its_length(tmp_path):
+    write_step(tmp_path, metadata={"clip_ratio": str([1e-3] * 28)})
+    setting = read_dumped(tmp_path).setting
+    assert (setting.num_steps, len(setting.actor.clip_ratio)) == (28, 28)
+
+
+def test_a_loss_of_ones_own_is_named_and_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "a_helper.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    write_step(tmp_path, metadata={"loss_mode": "a_helper:loss"})
+    run = read_dumped(tmp_path)
+    assert (run.loss_mode, run.setting.actor.loss_mode) == ("a_helper:loss", "flow_grpo")
+    assert run.notes[-1].endswith("to import it, add --allow-import a_helper:loss")
+    with pytest.raises(ConfigError, match="RuntimeError: imported"):
+        read_dumped(tmp_path, allow_imports=["a_helper:loss"])
+
+
+@pytest.mark.parametrize("name", ["grpo", "a:b:c", "/bin/sh:x", "flow_grpo "])
+def test_an_unknown_loss_is_named_with_its_file(name, tmp_path):
+    path = write_step(tmp_path, metadata={"loss_mode": name})
+    with pytest.raises(ConfigError, match=f"{path}: loss_mode='{name}' is unknown.*; choose from flow_grpo"):
+        read_dumped(tmp_path)
+
+
+def test_many_groups_take_no_time(tmp_path):
+    rows = torch.arange(50_000)
+    window = torch.zeros(50_000, 1)
+    rewards = (rows % 3 == 0).float()
+    flowcorr.dump(
+        tmp_path, 1, rollout_log_probs=window, old_log_probs=window, advantages=rewards, rewards=rewards,
+        group_ids=rows // 2 + 2**62,
+    )  # fmt: skip
+    (record,) = records(read_dumped(tmp_path))
+    assert record["reward/zero_std_group_fraction"] == pytest.approx(1 / 3, abs=1e-3)
+
+
+def test_failed_rewards_are_left_out_of_their_groups(tmp_path):
+    nan = math.nan
+    rewards = [1.0, nan, 1.0, 1.0, 0.0, 1.0, nan, nan]  # one score, equal ones, a spread, none
+    draw_steps(tmp_path, steps=1, rewards=rewards * 4, group_ids=[sample // 2 % 4 for sample in range(32)])
+    (record,) = records(read_dumped(tmp_path))
+    assert record["reward/zero_std_group_fraction"] == 0.75
+
+
+LEARNED = torch.tensor([0.0, 0.1])[torch.arange(32) % 2, None]
+"""By sample; every second one was scored after the first update."""
+FRESH = (LEARNED == 0).expand(32, 2)
+
+
+def test_what_was_learned_is_no_gap(tmp_path):
+    """A bypass run: half of the terms have learned, and are in the update's curves alone."""
+    draw = torch.Generator().manual_seed(0)
+    rollout = torch.randn(32, 2, generator=draw, dtype=torch.float64)
+    current = rollout + 1e-6 * torch.randn(32, 2, generator=draw, dtype=torch.float64) + LEARNED
+    draw_steps(
+        tmp_path,
+        without=("old_log_probs",),
+        rollout_log_probs=rollout,
+        current_log_probs=current,
+        before_update=FRESH,
+    )
+    run = read_dumped(tmp_path)
+    assert run.notes == ()
+    first = records(run)[0]
+    assert first["rollout_corr/logprob_abs_diff_max"] < 1e-5
+    assert first["rollout_corr/nonfinite_fraction"] == 0
+    assert first["actor/ratio_mean"] == pytest.approx(1 + math.expm1(0.1) / 2, rel=1e-3)
+    assert diagnosed(run.files, run.levels, run.scored) == []
+    terms = gap_terms(dumps.load(run.files[1]))
+    assert torch.equal(terms.keep, FRESH)
+
+
+def test_a_file_without_the_mark_is_judged_whole(tmp_path):
+    draw_steps(tmp_path, without=("old_log_probs",))
+    run = read_dumped(tmp_path)
+    assert [note.split(",")[0] for note in run.notes] == ["not dumped: before_update"]
+    assert gap_terms(dumps.load(run.files[1])).keep is None
+
+
+BROKEN = {
+    "in both": (math.nan, math.nan),
+    "in the engine": (math.inf, 0.1),
+    "infinite in the trainer": (0.1, -math.inf),
+}
+
+
+@pytest.mark.parametrize(("engine", "trainer"), BROKEN.values(), ids=BROKEN)
+def test_a_step_that_is_broken_in_every_sample_is_a_fault(engine, trainer, tmp_path):
+    def with_last(value):
+        return torch.tensor([[0.1, value]]).expand(32, 2)
+
+    draw_steps(tmp_path, rollout_log_probs=with_last(engine), old_log_probs=with_last(trainer))
+    run = read_dumped(tmp_path)
+    assert records(run)[0]["rollout_corr/nonfinite_fraction"] == 0.5
+    assert [found.cause for found in diagnosed(run.files, run.levels, run.scored)] == ["non_finite"]
+
+
+def test_a_step_that_nobody_trained_is_left_out_of_the_gap(tmp_path):
+    draw_steps(tmp_path, old_log_probs=torch.tensor([[0.1, math.nan]]).expand(32, 2))
+    assert gap_terms(dumps.load(dumps.files(tmp_path)[1])).keep.all(0).tolist() == [True, False]

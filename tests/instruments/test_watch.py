@@ -1,0 +1,203 @@
+"""Another trainer's run, watched: the values are those of training and of the report, and each finding comes once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from instruments.dumped_runs import D, terms_of
+from instruments.foreign_dumps import draw_steps
+
+import flowcorr
+from flowcorr import config, dumps, trainer
+from flowcorr.algorithm.apply import correct
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.dumps import StepFields
+from flowcorr.errors import BatchError
+from flowcorr.instruments.report.runs import read_run
+from flowcorr.instruments.steps import completed
+from flowcorr.instruments.watch import Watch
+from flowcorr.trackers import read_metrics
+from tests.shallow import SHALLOW
+
+NAMES = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "advantages",
+    "current_log_probs",
+    "group_ids",
+    "stds",
+    "step_indices",
+)
+
+
+def given(terms, *, bypass=False):
+    """What a trainer would hand over."""
+    values = {name: getattr(terms, name) for name in NAMES if not (bypass and name == "old_log_probs")}
+    return values | {"num_elements": D, "clip_ratio": 1e-4}
+
+
+RUN = (
+    f"model.path={SHALLOW}",
+    "sampling.height=16",
+    "sampling.width=32",
+    "sampling.num_inference_steps=4",
+    "sampling.sde_window_range=[0, 3]",
+    "rollout.prompts_per_step=2",
+    "rollout.n=4",
+    "rollout.emulate=int4",
+    "rollout.replay_every=0",
+    "data.num_train=4",
+    "data.num_heldout=2",
+    "algorithm.rollout_correction.preset=disabled",
+    "trainer.dump_log_probs=true",
+    "trainer.total_steps=2",
+    "trainer.eval_every=0",
+    "trainer.image_every=0",
+)
+
+
+def test_the_metrics_are_those_that_training_logged(tmp_path):
+    trainer.train(config.load("tiny_jpeg_lora", list(RUN)), tmp_path)
+    logged = {record["step"]: record for record in read_metrics(tmp_path / "metrics.jsonl")}
+    for step, path in dumps.files(tmp_path).items():
+        terms, record = dumps.load(path), logged[step]
+        names = (*NAMES, "old_rollout_kl")
+        taken = {name: value for name, value in terms.tensors().items() if name in names}
+        metrics, _ = Watch()(step, **taken, num_elements=terms.num_elements)
+        shared = metrics.keys() & record.keys()
+        assert {"rollout_corr/kl", "rollout_corr/k3_kl"} <= shared
+        for name in shared:
+            assert metrics[name] == pytest.approx(record[name], rel=1e-6, abs=1e-12), name
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_the_metrics_are_those_of_the_correction(bypass):
+    """Of the function that a trainer calls, in both modes."""
+    terms = terms_of(bypass=bypass)
+    metrics, _ = Watch()(1, **given(terms, bypass=bypass))
+    correction = RolloutCorrectionConfig(bypass_mode=bypass)
+    actor = replace(config.load("tiny_jpeg_lora").actor, clip_ratio=1e-4)
+    _, expected = correct(completed(terms), correction, actor_config=None if bypass else actor, num_steps=2)
+    assert metrics == expected.compute()
+
+
+def test_the_metrics_are_those_of_the_report(tmp_path):
+    draw_steps(tmp_path)
+    records = read_run(tmp_path).records
+    watch = Watch()
+    for record, path in zip(records, dumps.files(tmp_path).values(), strict=True):
+        terms = dumps.load(path)
+        metrics, _ = watch(
+            record["step"], **terms.tensors(), num_elements=terms.num_elements, clip_ratio=1e-4, version=0
+        )
+        assert metrics == {name: value for name, value in record.items() if name.startswith("rollout_corr/")}
+
+
+def test_a_step_that_was_scored_before_and_is_no_more_is_a_finding():
+    terms, watch = terms_of(), Watch()
+    watch(1, **given(terms))
+    broken = terms.old_log_probs.clone()
+    broken[:, 1] = torch.nan
+    metrics, findings = watch(2, **given(replace(terms, old_log_probs=broken)))
+    assert metrics["rollout_corr/nonfinite_fraction"] == 0.5
+    assert "non_finite" in {finding.cause for finding in findings}
+    _, findings = Watch()(1, **given(replace(terms, old_log_probs=broken)))
+    assert "non_finite" not in {finding.cause for finding in findings}  # nobody trains it
+
+
+def test_trained_steps_that_move_are_no_finding():
+    watch = Watch()
+    for step, column in enumerate((0, 0, 1, 0), start=1):
+        terms = terms_of(seed=step)
+        old = terms.old_log_probs.clone()
+        old[:, column] = torch.nan
+        metrics, findings = watch(step, **given(replace(terms, old_log_probs=old)))
+        assert metrics["rollout_corr/nonfinite_fraction"] == 0
+        assert "non_finite" not in {finding.cause for finding in findings}
+
+
+def test_grpo_guards_clip_range_is_not_held_against_another_ratio():
+    terms = terms_of()
+    steps = [
+        Watch()(1, **given(terms) | {"clip_ratio": 1e-9, "loss_mode": mode})
+        for mode in ("flow_grpo", "grpo_guard")
+    ]
+    (_, plain), (metrics, guarded) = steps
+    assert "clip_noise" in {finding.cause for finding in plain}
+    assert "rollout_corr/clip_noise_fraction" not in metrics
+    assert "clip_noise" not in {finding.cause for finding in guarded}
+
+
+def test_a_finding_comes_once():
+    terms = terms_of()
+    terms = replace(terms, old_log_probs=terms.rollout_log_probs - 0.5)
+    watch = Watch()
+    (first,) = [finding for finding in watch(7, **given(terms))[1] if finding.cause == "kl"]
+    assert (first.numbers["step"], first.level) == (7, "warning")
+    assert str(first).startswith("warning: KL of old and rollout policy, ")
+    assert watch(8, **given(terms))[1] == []
+    assert [finding.cause for finding in Watch()(8, **given(terms))[1]].count("kl") == 1
+
+
+def test_a_cause_is_told_once():
+    terms = terms_of()
+    summed = replace(terms, rollout_log_probs=1000 + terms.rollout_log_probs)
+    watch = Watch()
+    found = watch(1, **given(summed))[1]
+    assert found[0].cause == "summed"
+    assert "the engine's log-probs are sums over the latent" in str(found[0])
+    assert "summed" not in [finding.cause for finding in watch(2, **given(summed))[1]]
+
+
+def test_a_rule_with_patience_waits(tmp_path):
+    """Groups whose rewards are equal are a finding on the third step."""
+    terms = given(terms_of()) | {"rewards": torch.zeros(24)}
+    watch = Watch()
+    rules = [[finding.cause for finding in watch(step, **terms)[1]] for step in range(4)]
+    assert [("flat_groups" in found) for found in rules] == [False, False, True, False]
+
+
+def test_what_was_learned_is_left_out():
+    terms = terms_of(bypass=True)
+    late = torch.arange(24)[:, None].expand(24, 2) % 2 == 1
+    learned = torch.where(late, terms.current_log_probs + 1, terms.current_log_probs)
+    both = given(terms, bypass=True) | {"current_log_probs": learned, "before_update": ~late}
+    metrics, _ = Watch()(1, **both)
+    half = {name: value[::2] for name, value in given(terms, bypass=True).items() if torch.is_tensor(value)}
+    alone, _ = Watch()(1, **half, num_elements=D)
+    for name, value in alone.items():
+        assert metrics[name] == pytest.approx(value)
+
+
+def test_a_step_scored_after_updates_alone_is_no_error():
+    late = given(terms_of(bypass=True), bypass=True) | {"before_update": torch.zeros(24, 2)}
+    _, findings = Watch()(1, **late)
+    assert findings == []
+
+
+def test_the_log_probs_of_the_rollout_alone_are_refused():
+    terms = given(terms_of(bypass=True), bypass=True)
+    del terms["current_log_probs"]
+    with pytest.raises(BatchError, match="give the trainer's as well: old_log_probs"):
+        Watch()(1, **terms)
+
+
+def test_it_takes_what_dump_takes_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    terms = terms_of()
+    everything = given(terms) | {
+        "before_update": torch.ones(24, 2),
+        "rewards": terms.rewards,
+        "sigmas": terms.sigmas,
+        "old_rollout_kl": torch.zeros(24, 2),
+        "policy_versions": torch.zeros(24),
+        "version": 0,
+        "loss_mode": "flow_grpo",
+        "adv_clip_max": 5.0,
+    }
+    assert StepFields.__annotations__.keys() == everything.keys()
+    metrics, _ = flowcorr.watch(1, **everything)
+    assert metrics["rollout_corr/exact_kl"] == 0
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(TypeError, match="odd"):
+        flowcorr.watch(1, **everything, odd=terms.stds)
