@@ -135,6 +135,11 @@ class Table:
         """A row as people read it."""
         return [column.cell(value) for column, value in zip(self.columns, row, strict=True)]
 
+    def records(self) -> list[dict[str, Any]]:
+        """The rows by name of column."""
+        names = [column.name for column in self.columns]
+        return [dict(zip(names, row, strict=True)) for row in self.rows]
+
     def mark(self, place: int) -> str:
         """The mark of a row."""
         return self.marks[place] if self.marks else ""
@@ -204,12 +209,7 @@ class Report:
 
     def table(self, name: str) -> list[dict[str, Any]]:
         """The rows of a table by column; none where there is no such table."""
-        return [
-            {column.name: value for column, value in zip(table.columns, row, strict=True)}
-            for table in self.tables
-            if table.name == name
-            for row in table.rows
-        ]
+        return next((table.records() for table in self.tables if table.name == name), [])
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain, finite values for JSON."""
@@ -223,7 +223,7 @@ class Report:
                     for finding in self.findings
                 ],
                 "facts": {fact.name: fact.value for fact in self.facts},
-                "tables": {table.name: self.table(table.name) for table in self.tables},
+                "tables": {table.name: table.records() for table in self.tables},
             }
         )
 

@@ -313,11 +313,11 @@ def step_metrics(
     dumped: DumpedTerms, setting: Setting, levels: Tensor | None = None, scored: Tensor | None = None
 ) -> dict[str, float]:
     """The metrics that training would have logged of one step, see `records`; `scored` as in `gap_terms`."""
-    terms, actor = completed(dumped, levels), setting.actor
+    terms, actor = gap_terms(dumped, levels, scored), setting.actor
     # In bypass mode a current policy that may have learned from the batch already shows no noise.
     noisy = not dumped.bypass or dumped.before_update is not None
     _, metrics = correct(
-        gap_terms(dumped, levels, scored),
+        terms,
         setting.correction,
         actor_config=actor if noisy and actor.clip_ratio != UNBOUNDED else None,
         num_steps=setting.num_steps,

@@ -13,11 +13,10 @@ from flowcorr import dumps
 from flowcorr.correction import OFF
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.audit.gap import delta
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import Replay, Scale, replay_presets
 from flowcorr.instruments.audit.replay import chunks
-from flowcorr.instruments.faults import diagnose, trained_columns
+from flowcorr.instruments.faults import delta, diagnose, trained_columns
 from flowcorr.instruments.finding import Finding, Report
 from flowcorr.instruments.steps import DumpedRun, ages_of, gap_of, read_dumped
 from flowcorr.records import Terms

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from flowcorr.actor import DiffusionActor
 from flowcorr.algorithm.terms import batch_terms
@@ -18,11 +17,6 @@ from flowcorr.errors import BackendError
 from flowcorr.records import ActorBatch, Rollout, Scores, Terms
 from flowcorr.rollout import Weights
 from flowcorr.trainer.gap_split import behaviour_scores
-
-
-def delta(gap: Terms) -> Tensor:
-    """Actor less rollout, float64."""
-    return gap.old_log_prob.double() - gap.rollout_log_prob.double()
 
 
 def joint_nats(gap: Terms, num_elements: int) -> float:

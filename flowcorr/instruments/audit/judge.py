@@ -7,19 +7,17 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from flowcorr.instruments.audit.advice import BASIS, Facts, advise, mode_of
-from flowcorr.instruments.audit.gap import delta, joint_nats
+from flowcorr.instruments.audit.gap import joint_nats
 from flowcorr.instruments.audit.presets import Replay, preset_charts, preset_table
 from flowcorr.instruments.audit.tables import (
     fraction,
-    gap_by_step,
     gap_chart,
     outliers,
     scale_table,
     step_table,
-    worth_of_weights,
 )
 from flowcorr.instruments.clip_noise import clip_text, ratio_distance
-from flowcorr.instruments.faults import HIDING
+from flowcorr.instruments.faults import HIDING, delta
 from flowcorr.instruments.finding import Charts, Fact, Finding, Report
 from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.steps import UNBOUNDED
@@ -78,7 +76,7 @@ def report_of(
     limit = loss.ratio_limit(setting.actor)
     limit = None if limit == UNBOUNDED else limit
     distance = ratio_distance(delta(gap), gap.old_rollout_kl, gap.std, setting.actor)
-    by_step = gap_by_step(gap, distance, limit)
+    by_step = step_table(gap, distance, limit)
     outside = None if limit is None else fraction(distance > clip_by_term(limit, gap.step_index))
     samples, window = gap.old_log_prob.shape
     loss_mode = loss_mode or setting.actor.loss_mode
@@ -98,21 +96,21 @@ def report_of(
         ),
     ]
     hidden = any(fault.cause in HIDING for fault in faults)
-    scales, advice = [], [NO_ADVICE]
+    tables, advice = [by_step], [NO_ADVICE]
     if num_elements is not None:
         nats = joint_nats(gap, num_elements)
         share, band = outliers(gap, num_elements)
-        scales = worth_of_weights(gap, num_elements)
-        needed = {step.step_index: step.clip_needed for step in by_step}
+        scales = scale_table(gap, num_elements)
+        tables.append(scales)
+        worth = {(row["scale"], row["level"]): row["expected_ess"] for row in scales.records()}
+        needed = {row["step_index"]: row["clip_needed"] for row in by_step.records()}
         if setting.actor.ratio_level != "step":  # the window has one ratio
             needed = dict.fromkeys(needed, max(needed.values()))
         judged = Facts(
             num_steps=window,
             num_elements=num_elements,
             joint_nats=nats,
-            exact_ess=next(
-                row.expected_ess for row in scales if (row.scale, row.level) == ("sum", "sequence")
-            ),
+            exact_ess=worth["sum", "sequence"],
             stale_nats=stale,
             clip_limit=limit,
             clip_by_step=needed,
@@ -150,11 +148,7 @@ def report_of(
         title=title,
         verdict=findings[0].headline if faults else findings[0].sentence,
         facts=[*found, *facts],
-        tables=[
-            step_table(by_step),
-            *([scale_table(scales)] if scales else []),
-            *([preset_table(replays)] if replays else []),
-        ],
+        tables=[*tables, *([preset_table(replays)] if replays else [])],
         charts=[Charts(title="The gap, and presets", pictures=pictures)],
         findings=findings,
     )

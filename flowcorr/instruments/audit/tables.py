@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,60 +14,17 @@ from flowcorr.correction import compute_rollout_correction_and_rejection_mask
 from flowcorr.correction.bounds import SCALES, scale_factor
 from flowcorr.correction.robust import OUTLIER_Z, outlier_band
 from flowcorr.instruments.audit.advice import clip_needed, limit_at
-from flowcorr.instruments.audit.gap import delta
 from flowcorr.instruments.clip_noise import QUANTILES
 from flowcorr.instruments.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
+from flowcorr.instruments.faults import delta
 from flowcorr.instruments.finding import Column, Table
 from flowcorr.records import Terms
 
 _MAX_NAMES = 20  # of steps below a chart
+_ABS_DELTA = tuple(f"abs_delta_{100 * level:.0f}" for level in QUANTILES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepGap:
-    """The gap at one step of the schedule.
-
-    Attributes:
-        step_index: place in the schedule.
-        sigma: noise level before the step, where known.
-        num_terms: terms measured.
-        mean_delta: mean of `delta log p`, nats per latent element: how far the ratios of bypass start off-centre.
-        abs_delta: the `QUANTILES` of `|delta log p|`.
-        exact_kl: mean exact KL, nats per latent element.
-        outside_clip: share of terms whose ratio, as the loss uses it, is outside its limit; None without a limit.
-        clip_needed: clip range that bypass needs here.
-    """
-
-    step_index: int
-    sigma: float | None
-    num_terms: int
-    mean_delta: float
-    abs_delta: tuple[float, ...]
-    exact_kl: float
-    outside_clip: float | None
-    clip_needed: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleWorth:
-    """The worth of importance weights without a cap.
-
-    Attributes:
-        scale: of the log-ratios, `mean`, `sqrt` or `sum`.
-        level: `token` or `sequence`.
-        ess: effective sample size of the measured weights, a share; too high where few samples were measured.
-        chi2: their mean square less 1; None where it overflows.
-        expected_ess: the share that the exact KLs of the measured terms imply for many samples like them.
-    """
-
-    scale: str
-    level: str
-    ess: float
-    chi2: float | None
-    expected_ess: float
-
-
-def gap_by_step(gap: Terms, distance: Tensor, limit: float | Sequence[float] | None) -> list[StepGap]:
+def step_table(gap: Terms, distance: Tensor, limit: float | Sequence[float] | None) -> Table:
     """The gap at each step of the schedule.
 
     Args:
@@ -76,37 +32,58 @@ def gap_by_step(gap: Terms, distance: Tensor, limit: float | Sequence[float] | N
         distance: `[B, T]`, `|ratio - 1|` as the loss has it.
         limit: how far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none.
     """
-    log_ratio, kl, sigmas, steps = delta(gap), gap.old_rollout_kl, gap.sigma, []
+    log_ratio, kl, sigmas, rows = delta(gap), gap.old_rollout_kl, gap.sigma, []
     assert kl is not None, "a gap has exact KLs"
     assert sigmas is not None, "a gap has noise levels"
     for index in gap.step_index.unique().tolist():
         here = gap.step_index == index
-        quantiles = torch.quantile(log_ratio[here].abs(), log_ratio.new_tensor(QUANTILES)).tolist()
+        sigma = float(sigmas[here][0])
         limit_here = None if limit is None else limit_at(limit, index)
-        steps.append(
-            StepGap(
-                step_index=index,
-                sigma=sigma if math.isfinite(sigma := float(sigmas[here][0])) else None,
-                num_terms=int(here.sum()),
-                mean_delta=float(log_ratio[here].mean()),
-                abs_delta=tuple(quantiles),
-                exact_kl=float(kl[here].mean()),
-                outside_clip=None if limit_here is None else fraction(distance[here] > limit_here),
-                clip_needed=clip_needed(distance[here]),
+        rows.append(
+            (
+                index,
+                sigma if math.isfinite(sigma) else None,
+                int(here.sum()),
+                float(log_ratio[here].mean()),
+                *torch.quantile(log_ratio[here].abs(), log_ratio.new_tensor(QUANTILES)).tolist(),
+                float(kl[here].mean()),
+                None if limit_here is None else fraction(distance[here] > limit_here),
+                clip_needed(distance[here]),
             )
         )
-    return steps
+    size = "{:.1e}".format
+    return Table(
+        name="steps",
+        title="By step",
+        note="delta log p, in nats a latent element",
+        columns=[
+            Column(name="step_index", heading="step", words=True),
+            Column(name="sigma", show="{:.3f}".format),
+            Column(name="num_terms", heading="terms"),
+            Column(name="mean_delta", heading="mean", show=size),
+            *(
+                Column(name=name, heading=f"|delta| {level:.0%}", show=size)
+                for name, level in zip(_ABS_DELTA, QUANTILES, strict=True)
+            ),
+            Column(name="exact_kl", heading="exact KL", show=size),
+            Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
+            Column(name="clip_needed", heading="clip needed", show=size),
+        ],
+        rows=rows,
+    )
 
 
-def worth_of_weights(gap: Terms, num_elements: int) -> list[ScaleWorth]:
-    """Weights without a cap at every scale, by the definitions of ESS and chi-squared.
+def scale_table(gap: Terms, num_elements: int) -> Table:
+    """The worth of weights without a cap at every scale, by the definitions of ESS and chi-squared.
+
+    The measured ESS is too high where few samples were measured; the expected one is for many samples like them.
 
     With `R` the sum of `r^2` over the steps that a weight is of, its `delta` is normal with mean `-R / 2` and variance
     `R / D`, so that `exp(c delta)` has the moments `exp(-c R / 2 + c^2 R / (2 D))` and `exp(-c R + 2 c^2 R / D)`. Terms
     differ in `R`, by their steps of the schedule above all, so the expected share is of the mixture of them. At scale
     `sum` it is `1 / mean(exp(R D))`, which a few large gaps make far smaller than their mean would.
     """
-    worth = []
+    rows = []
     of_terms, kl = delta(gap), gap.old_rollout_kl
     assert kl is not None, "a gap has exact KLs"
     levels = {
@@ -120,16 +97,22 @@ def worth_of_weights(gap: Terms, num_elements: int) -> list[ScaleWorth]:
             first, second = _log_mean_exp(scaled), _log_mean_exp(2 * scaled)
             drift = factor * squared
             expected = 2 * _log_mean_exp((spread - drift) / 2) - _log_mean_exp(2 * spread - drift)
-            worth.append(
-                ScaleWorth(
-                    scale=scale,
-                    level=level,
-                    ess=math.exp(2 * first - second),
-                    chi2=math.expm1(second) if second < 700 else None,
-                    expected_ess=math.exp(expected),
-                )
-            )
-    return worth
+            chi2 = math.expm1(second) if second < 700 else None
+            rows.append((scale, level, math.exp(2 * first - second), math.exp(expected), chi2))
+    return Table(
+        name="scales",
+        title="Weights without a cap",
+        note="expected: from the exact KLs, for many samples; chi-squared: mean square less 1, so it may be negative, "
+        "and - where it overflows",
+        columns=[
+            Column(name="scale", words=True),
+            Column(name="level", words=True),
+            Column(name="ess", heading="ESS", show="{:.3f}".format),
+            Column(name="expected_ess", heading="ESS expected", show="{:.3f}".format),
+            Column(name="chi2", heading="chi-squared", show="{:.2g}".format),
+        ],
+        rows=rows,
+    )
 
 
 def _log_mean_exp(values: Tensor) -> float:
@@ -157,61 +140,7 @@ def fraction(where: Tensor) -> float:
     return float(where.double().mean())
 
 
-def step_table(steps: Sequence[StepGap]) -> Table:
-    """The gap by step of the schedule."""
-    size = "{:.1e}".format
-    return Table(
-        name="steps",
-        title="By step",
-        note="delta log p, in nats a latent element",
-        columns=[
-            Column(name="step_index", heading="step", words=True),
-            Column(name="sigma", show="{:.3f}".format),
-            Column(name="num_terms", heading="terms"),
-            Column(name="mean_delta", heading="mean", show=size),
-            *(
-                Column(name=f"abs_delta_{100 * level:.0f}", heading=f"|delta| {level:.0%}", show=size)
-                for level in QUANTILES
-            ),
-            Column(name="exact_kl", heading="exact KL", show=size),
-            Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
-            Column(name="clip_needed", heading="clip needed", show=size),
-        ],
-        rows=[
-            (
-                step.step_index,
-                step.sigma,
-                step.num_terms,
-                step.mean_delta,
-                *step.abs_delta,
-                step.exact_kl,
-                step.outside_clip,
-                step.clip_needed,
-            )
-            for step in steps
-        ],
-    )
-
-
-def scale_table(scales: Sequence[ScaleWorth]) -> Table:
-    """The worth of weights without a cap, by scale and level."""
-    return Table(
-        name="scales",
-        title="Weights without a cap",
-        note="expected: from the exact KLs, for many samples; chi-squared: mean square less 1, so it may be negative, "
-        "and - where it overflows",
-        columns=[
-            Column(name="scale", words=True),
-            Column(name="level", words=True),
-            Column(name="ess", heading="ESS", show="{:.3f}".format),
-            Column(name="expected_ess", heading="ESS expected", show="{:.3f}".format),
-            Column(name="chi2", heading="chi-squared", show="{:.2g}".format),
-        ],
-        rows=[(row.scale, row.level, row.ess, row.expected_ess, row.chi2) for row in scales],
-    )
-
-
-def gap_chart(steps: Sequence[StepGap], limit: float | Sequence[float] | None) -> Chart:
+def gap_chart(steps: Table, limit: float | Sequence[float] | None) -> Chart:
     """The gap by step beside the clip range."""
     quantiles = ", ".join(f"{level:.0%}" for level in QUANTILES)
     return Chart(
@@ -223,25 +152,26 @@ def gap_chart(steps: Sequence[StepGap], limit: float | Sequence[float] | None) -
     )
 
 
-def _draw_gap(figure: Figure, steps: Sequence[StepGap], limit: float | Sequence[float] | None) -> None:
-    axes = figure.subplots()
-    places = range(len(steps))
+def _draw_gap(figure: Figure, steps: Table, limit: float | Sequence[float] | None) -> None:
+    axes, rows = figure.subplots(), steps.records()
+    places = range(len(rows))
     lines = [
-        (f"{level:.0%}", [step.abs_delta[place] for step in steps], PALETTE[0], "-")
-        for place, level in enumerate(QUANTILES)
+        (f"{level:.0%}", [row[name] for row in rows], PALETTE[0], "-")
+        for name, level in zip(_ABS_DELTA, QUANTILES, strict=True)
     ]
-    lines.append(("needed", [step.clip_needed for step in steps], INK, "--"))
+    lines.append(("needed", [row["clip_needed"] for row in rows], INK, "--"))
     if limit is not None:
-        lines.append(("clip", [limit_at(limit, step.step_index) for step in steps], LIMIT, "-"))
+        lines.append(("clip", [limit_at(limit, row["step_index"]) for row in rows], LIMIT, "-"))
     for _, values, colour, style in lines:
         axes.plot(places, values, f"o{style}", color=colour, clip_on=False)
-    if all(step.abs_delta[0] > 0 for step in steps):
+    if all(row[_ABS_DELTA[0]] > 0 for row in rows):
         axes.set_yscale("log")
     style_axis(axes.yaxis)
     names = [
-        f"step {step.step_index}" + ("" if step.sigma is None else f"\nσ {step.sigma:.2f}") for step in steps
+        f"step {row['step_index']}" + ("" if row["sigma"] is None else f"\nσ {row['sigma']:.2f}")
+        for row in rows
     ]
     stride = math.ceil(len(names) / _MAX_NAMES)
     axes.set_xticks(places[::stride], names[::stride])
-    axes.set_xlim(-0.3, len(steps) - 1)
+    axes.set_xlim(-0.3, len(rows) - 1)
     label_lines(axes, [(values[-1], name, colour) for name, values, colour, _ in lines])

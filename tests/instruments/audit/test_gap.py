@@ -7,7 +7,8 @@ import torch
 from instruments.gaps import D, normal_gap
 
 from flowcorr.errors import BackendError
-from flowcorr.instruments.audit.gap import delta, joint_nats, measure_gap
+from flowcorr.instruments.audit.gap import joint_nats, measure_gap
+from flowcorr.instruments.faults import delta
 
 
 def test_unusable_rollouts(make_run):

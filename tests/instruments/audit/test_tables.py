@@ -11,37 +11,43 @@ from instruments.html_pages import drawn
 from flowcorr.algorithm.bands import WARM_UP
 from flowcorr.config import Config
 from flowcorr.correction import PRESETS
-from flowcorr.instruments.audit.gap import delta, joint_nats
+from flowcorr.instruments.audit.gap import joint_nats
 from flowcorr.instruments.audit.measure import as_steps
 from flowcorr.instruments.audit.presets import replay_presets
-from flowcorr.instruments.audit.tables import gap_by_step, gap_chart, outliers, worth_of_weights
+from flowcorr.instruments.audit.tables import gap_chart, outliers, scale_table, step_table
+from flowcorr.instruments.faults import delta
 from flowcorr.instruments.setting import Setting
 from flowcorr.records import Terms
+
+
+def worth_of(gap):
+    """The rows of the table of scales, by scale and level."""
+    return {(row["scale"], row["level"]): row for row in scale_table(gap, D).records()}
 
 
 def test_scales_agree_with_the_exact_kl():
     gap = normal_gap(0.01)
     joint = joint_nats(gap, D)
     assert joint == pytest.approx(2 * D * 0.01**2 / 2)
-    worth = {(row.scale, row.level): row for row in worth_of_weights(gap, D)}
-    assert worth["sum", "sequence"].expected_ess == pytest.approx(math.exp(-2 * D * 0.01**2))
-    assert worth["sum", "token"].expected_ess == pytest.approx(math.exp(-D * 0.01**2))
-    assert worth["sqrt", "sequence"].expected_ess == pytest.approx(math.exp(-2 * 0.01**2))
+    worth = worth_of(gap)
+    assert worth["sum", "sequence"]["expected_ess"] == pytest.approx(math.exp(-2 * D * 0.01**2))
+    assert worth["sum", "token"]["expected_ess"] == pytest.approx(math.exp(-D * 0.01**2))
+    assert worth["sqrt", "sequence"]["expected_ess"] == pytest.approx(math.exp(-2 * 0.01**2))
     for row in worth.values():
-        assert row.ess == pytest.approx(row.expected_ess, rel=0.02)
+        assert row["ess"] == pytest.approx(row["expected_ess"], rel=0.02)
     # A density ratio's chi-squared is exp(x) - 1; `mean` makes of it next to nothing.
-    assert worth["sum", "sequence"].chi2 == pytest.approx(math.expm1(2 * D * 0.01**2), rel=0.15)
-    assert abs(worth["mean", "sequence"].chi2) < 1e-3
+    assert worth["sum", "sequence"]["chi2"] == pytest.approx(math.expm1(2 * D * 0.01**2), rel=0.15)
+    assert abs(worth["mean", "sequence"]["chi2"]) < 1e-3
 
 
 def test_a_share_is_expected_of_all_gaps_not_of_the_mean_one():
     """A third of the samples with nine times the KL: few weights carry all, though the mean gap is moderate."""
     small, large = normal_gap(0.02, samples=2 * 200_000), normal_gap(0.06, samples=200_000)
     gap, share = Terms.concatenate([small, large]), {}
-    for row in worth_of_weights(gap, D):
-        share[row.scale, row.level] = row.expected_ess
-        if row.scale != "sum":  # whose measured share has too heavy tails
-            assert row.ess == pytest.approx(row.expected_ess, rel=1e-3)
+    for (scale, level), row in worth_of(gap).items():
+        share[scale, level] = row["expected_ess"]
+        if scale != "sum":  # whose measured share has too heavy tails
+            assert row["ess"] == pytest.approx(row["expected_ess"], rel=1e-3)
     squares = [D * 0.02**2, D * 0.06**2]
     exact = 3 / (2 * math.exp(squares[0]) + math.exp(squares[1]))
     assert share["sum", "token"] == pytest.approx(exact)
@@ -58,8 +64,8 @@ def test_weights_that_overflow_have_no_chi2():
         old_log_prob=torch.full((4096, 2), 1.0),
         old_rollout_kl=torch.full_like(gap.old_rollout_kl, 1e3),
     )
-    last = worth_of_weights(gap, D)[-1]
-    assert (last.scale, last.chi2, last.ess, last.expected_ess) == ("sum", None, pytest.approx(1.0), 0.0)
+    last = worth_of(gap)["sum", "sequence"]
+    assert (last["chi2"], last["ess"], last["expected_ess"]) == (None, pytest.approx(1.0), 0.0)
 
 
 def test_presets_reject_what_lies_beyond_their_bands():
@@ -104,11 +110,10 @@ def outcomes(gap):
 
 def test_the_chart_shows_the_gap_beside_the_clip_range():
     gap = normal_gap(0.03)
-    steps = gap_by_step(gap, delta(gap).expm1().abs(), 1e-3)
-    steps = [replace(step, abs_delta=(1e-3, 2e-3, 3e-3), clip_needed=1.2e-2) for step in steps]
+    steps = step_table(gap, delta(gap).expm1().abs(), 1e-3)
     axes = drawn(gap_chart(steps, 1e-3))
     assert axes.get_yscale() == "log"
     assert [text.get_text() for text in axes.texts] == ["50%", "90%", "99%", "needed", "clip"]
-    assert [list(line.get_ydata()) for line in axes.lines] == [
-        [value, value] for value in (1e-3, 2e-3, 3e-3, 1.2e-2, 1e-3)
-    ]
+    names = ("abs_delta_50", "abs_delta_90", "abs_delta_99", "clip_needed")
+    expected = [[row[name] for row in steps.records()] for name in names]
+    assert [list(line.get_ydata()) for line in axes.lines] == [*expected, [1e-3, 1e-3]]
