@@ -71,7 +71,8 @@ KINDS: dict[str, Kind] = {
     "sum": Kind(_add, _finite),
     "max": Kind(lambda one, other: (max(*one, *other),), _finite),
     "min": Kind(lambda one, other: (min(*one, *other),), _finite),
-    "counts": Kind(_add, lambda count: None),  # not logged; read by `Metrics.counts`
+    "counts": Kind(_add, lambda count: None),  # not logged; read by `Metrics.parts`
+    "moments": Kind(_merge_moments, lambda *parts: None),  # the parts of `std`; likewise
 }
 
 
@@ -195,10 +196,10 @@ class Metrics:
         }
         return {name: value for name, value in values.items() if value is not None}
 
-    def counts(self, name: str) -> list[float]:
-        """The stat `name`, of kind `counts`, added up."""
-        _, rows = self._by_name()[name]
-        return [count for (count,) in rows]
+    def parts(self, name: str) -> list[Parts]:
+        """The merged parts of the stat `name`, one for each index; empty if there is none."""
+        _, rows = self._by_name().get(name, ("", []))
+        return rows
 
     def _by_name(self) -> dict[str, tuple[str, list[Parts]]]:
         """Kind and merged parts of each metric: a list of one, or of one for each index of a name with `{}`."""

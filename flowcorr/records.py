@@ -79,6 +79,7 @@ class Rollout:
         log_probs: `[B, T]` float32, nats per latent element under the rollout policy.
         group_ids: `[B]` int64; samples of one prompt share one.
         policy_versions: `[B]` int64, optimizer steps behind the weights that sampled.
+        members: `[B]` int64, places within the groups, which seed the noise; None where they are not known.
         worker_ids: `[B]` int64, the Ray worker that sampled, or None where there is one engine.
         conditioning: `[G, ...]` tensors that the model family feeds to its transformer, one row a prompt.
         conditioning_rows: `[B]` int64, the row of each sample; None only where there is no conditioning.
@@ -92,6 +93,7 @@ class Rollout:
     log_probs: Tensor
     group_ids: Tensor
     policy_versions: Tensor
+    members: Tensor | None = None
     worker_ids: Tensor | None = None
     conditioning: Mapping[str, Tensor] = field(default_factory=dict)
     conditioning_rows: Tensor | None = None
@@ -139,7 +141,7 @@ class Rollout:
             check_shape(f"Window.{name}", column, (samples, steps, *shape))
         for name in ("group_ids", "policy_versions"):
             check_shape(f"Rollout.{name}", getattr(self, name), (samples,))
-        for name in ("worker_ids", "finite_images"):
+        for name in ("members", "worker_ids", "finite_images"):
             if getattr(self, name) is not None:
                 check_shape(f"Rollout.{name}", getattr(self, name), (samples,))
         if self.final_latents is not None:

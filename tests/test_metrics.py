@@ -25,6 +25,7 @@ def stats_of(values):
         "count": metrics.total(len(values)),
         "max": over.max(x),
         "min": over.min(x),
+        "moments": Stat("moments", over.std(x).parts),
         "counts": Stat("counts", ((x[:-1, None] > torch.tensor([-50, 0, 50])).double().sum(0),)),
     }
 
@@ -63,7 +64,9 @@ def test_parts_merge_to_the_whole_however_they_are_cut(values, data):
     )
     assert merged.compute() == pytest.approx(whole.compute(), rel=1e-9, abs=1e-12)
     assert merged.on_host().compute() == merged.compute()
-    assert merged.counts("counts") == whole.counts("counts")
+    assert merged.parts("counts") == whole.parts("counts")
+    assert merged.parts("moments")[0] == pytest.approx(whole.parts("moments")[0], rel=1e-9, abs=1e-12)
+    assert merged.parts("unknown") == []
 
 
 WEIGHTS = [1.0, 2.0, 4.0, 4.0, 1.5]

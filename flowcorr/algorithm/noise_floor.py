@@ -65,7 +65,7 @@ def ratio_distance(log_ratio: Tensor, valid: Tensor, level: RatioLevel) -> Tenso
 
 def noise_counts(metrics: Metrics) -> Tensor:
     """The counts `[len(EDGES) + 1]` of a training step, from its metrics of all ranks."""
-    return torch.tensor(metrics.counts(_COUNTS), dtype=torch.float64)
+    return torch.tensor(metrics.parts(_COUNTS), dtype=torch.float64).flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

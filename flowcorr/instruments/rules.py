@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from flowcorr.instruments.metrics.table import METRICS, RULES
 from flowcorr.instruments.replicas import ReplicaMonitor
 from flowcorr.instruments.setting import Setting
 from flowcorr.rollout.precision import LARGEST_DISTANCE, step_distance, usual_gap
+from flowcorr.trainer.residuals import RESIDUALS
 
 NUM_ELEMENTS = "rollout/num_elements"
 """The metric that is `D`."""
@@ -38,6 +39,7 @@ class Units:
         densities: whether log-probs are densities, so that their differences bound the distance of the step means.
         usual_gap: the largest gap of both stacks' velocities that their precision explains.
         usual_distance: the largest distance of both stacks' step means, in stds, that their precision explains.
+        rounding: by residual, the largest size that rounding explains.
     """
 
     cap: float | None = None
@@ -49,6 +51,7 @@ class Units:
     densities: bool = True
     usual_gap: float = math.inf
     usual_distance: float = LARGEST_DISTANCE
+    rounding: Mapping[str, float] = field(default_factory=dict)
 
 
 _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
@@ -71,7 +74,11 @@ def units_of(config: Config, num_elements: int | None) -> Units:
     terms = config.rollout.prompts_per_step * config.rollout.n * setting.window_size
     if setting.correction.mode in ("bypass", "auto"):
         terms //= config.actor.mini_batches
-    units = replace(units_of_setting(setting, num_elements, num_terms=terms), usual_gap=gap)
+    units = replace(
+        units_of_setting(setting, num_elements, num_terms=terms),
+        usual_gap=gap,
+        rounding={residual.name: residual.limit(config) for residual in RESIDUALS},
+    )
     if num_elements is None or setting.staleness:
         return units
     return replace(units, usual_distance=step_distance(config.sampling, gap))
@@ -292,6 +299,8 @@ def _limits(rule: Rule, units: Units, mean_gap: float = 0.0) -> tuple[float, flo
         return -math.inf, math.inf if units.cap is None else units.cap
     if rule.name == "replay_window":
         return -math.inf, units.usual_gap
+    if rule.name in units.rounding:
+        return -math.inf, units.rounding[rule.name]
     if rule.name.startswith("noise_"):
         return _noise_limits(rule, units, mean_gap)
     if rule.name == "bookkeeping" and not units.densities:

@@ -3,6 +3,9 @@
 The means are the actor's own, of the first forward pass that it makes of a batch anyway: that of the old log-probs, or
 in bypass mode the one before the first optimizer step. So no engine has to return its means. Both means differ by
 rounding and staleness, which the health rules allow for.
+
+Seeds tell which noise the engine should have added. Without it, a step leaves the difference of both means, of which
+`WindowResiduals` are made.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed, sde
-from flowcorr.config.schema import SamplingConfig
+from flowcorr.config.schema import Config, SamplingConfig
 from flowcorr.metrics import Metrics, Stat, mean
 from flowcorr.records import Rollout, Scores
 from flowcorr.sde.transition import over_elements
+from flowcorr.trainer.residuals import in_common, terms
+
+_ROUNDED = (torch.bfloat16, torch.float16)  # to which an engine may round its noise
 
 
 class NoiseMeter:
@@ -68,3 +74,108 @@ class NoiseMeter:
         variance = sde.noise_variance(log_probs[known], stds[known], cps_unscaled=self._cps_unscaled)
         squares = variance.sum(dtype=torch.float64) * num_elements
         return Stat("std", (variance.numel() * num_elements, 0.0, squares))
+
+
+def scored_by_sampler(config: Config) -> bool:
+    """Whether the first forward pass of a batch is made with the weights that sampled it."""
+    recomputed = config.algorithm.rollout_correction.mode in ("decoupled", "off")
+    return config.rollout.max_weight_age == 0 or (recomputed and config.actor.old_policy == "behaviour")
+
+
+class WindowResiduals:
+    """Adds up the residuals of the window's steps, see `flowcorr.trainer.residuals`.
+
+    Args:
+        rollout: a training step's batch, with `members`.
+        config: the run's.
+        training_step: its number.
+        noise: whether to measure the noise.
+        velocity: whether to measure the velocity: the scores have to be those of the weights that sampled.
+    """
+
+    def __init__(
+        self, rollout: Rollout, config: Config, training_step: int, *, noise: bool, velocity: bool
+    ) -> None:
+        self._config, self._training_step = config, training_step
+        self._noise, self._velocity = noise, velocity
+        self._groups = rollout.group_ids.unique()
+        self._common = rollout.window.latents.new_zeros(len(self._groups), rollout.num_elements)
+        # By residual `[G, C, 2]`: sums of residual x direction, and of direction^2. All ranks need those of velocities.
+        self._sums = {"velocity_length": self._common.new_zeros(len(self._groups), 1, 2, dtype=torch.float64)}
+        self._num_terms = torch.zeros_like(self._groups)
+
+    def add(self, rollout: Rollout, scores: Scores) -> None:
+        """Add a part of the batch; steps whose scores are not finite are left out.
+
+        Args:
+            rollout: the part.
+            scores: of the actor, with its step means.
+        """
+        assert scores.means is not None, "the residuals are measured from the actor's means"
+        window, sampling = rollout.window, self._config.sampling
+        means, stds = scores.means.detach(), over_elements(scores.stds.detach(), scores.means)
+        finite = over_elements(scores.log_probs.detach().isfinite(), means)
+        places = torch.searchsorted(self._groups, rollout.group_ids)
+        noise = torch.where(finite, self._step_noise(rollout), 0)
+        residuals = torch.where(finite, window.next_latents - means - stds * noise, 0)
+        if self._noise:
+            self._fit("step_noise", places, residuals / stds, [noise])
+            errors = [noise.to(dtype).float() - noise for dtype in _ROUNDED]
+            self._fit("step_noise_rounding", places, residuals / stds, errors)
+        if self._velocity:
+            still = sde.transition(
+                sampling.sde_type,
+                window.latents,
+                torch.zeros_like(means),
+                window.sigmas,
+                window.sigmas_next,
+                sampling.noise_level,
+            )
+            ways = torch.where(finite, means - still.mean, 0)
+            self._fit("velocity_length", places, residuals, [ways])
+            self._common.index_add_(0, places, residuals.sum(1).flatten(1))
+            self._num_terms.index_add_(0, places, finite.flatten(1).sum(1))
+
+    def metrics(self) -> Metrics:
+        """The terms of all that was added. All ranks have to call it together."""
+        found = [terms(name, sums[..., 0] / sums[..., 1]) for name, sums in self._sums.items()]
+        if self._velocity:
+            squares = self._sums["velocity_length"][:, 0, 1]
+            # The mean residual over the root mean square of the way.
+            common = self._common / (self._num_terms * squares).sqrt().unsqueeze(1).to(self._common)
+            groups = distributed.gather_rows(self._groups, "the groups of a step")
+            common = distributed.gather_rows(common, "the velocity's error by group")[groups.argsort()]
+            if distributed.is_main():
+                found.append(terms("velocity_common", in_common(common)))
+        return Metrics.merged(found)
+
+    def _fit(self, name: str, places: Tensor, residuals: Tensor, directions: list[Tensor]) -> None:
+        """Add to the least-squares fit of residuals `[b, ...]` to each of some directions."""
+        sums = [(residuals * direction, direction.square()) for direction in directions]
+        added = torch.stack(
+            [
+                torch.stack([part.flatten(1).sum(1, dtype=torch.float64) for part in pair], dim=1)
+                for pair in sums
+            ],
+            dim=1,
+        )
+        zeros = added.new_zeros(len(self._groups), *added.shape[1:])
+        self._sums.setdefault(name, zeros).index_add_(0, places, added)
+
+    def _step_noise(self, rollout: Rollout) -> Tensor:
+        """The noise `[b, T, *L]` that the seeds give."""
+        assert rollout.members is not None, "`collect` sets them"
+        indices = rollout.window.step_indices
+        noise = torch.empty_like(rollout.window.latents)
+        for index in indices.unique().tolist():
+            rows, columns = (indices == index).nonzero(as_tuple=True)
+            drawn = sde.step_noise(
+                rollout.latent_shape,
+                rollout.group_ids[rows].tolist(),
+                rollout.members[rows].tolist(),
+                seed=self._config.trainer.seed,
+                training_step=self._training_step,
+                step_index=index,
+            )
+            noise[rows, columns] = drawn.to(noise)
+        return noise

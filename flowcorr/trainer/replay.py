@@ -1,8 +1,8 @@
 """Replays of whole images, which watch what a ratio of log-probs cannot see.
 
 The ratio covers the steps of the SDE window, given the latents before each. It does not cover the steps outside the
-window, the decoder and the reward. Every `rollout.replay_every` training steps, the training stack repeats one image of
-each prompt in five legs:
+window, the decoder and the reward. At the first training step and then every `rollout.replay_every` steps, the
+training stack repeats one image of each prompt in five legs:
 
 | leg | from | to |
 |---|---|---|
@@ -26,7 +26,7 @@ window that no precision explains is no unit: the largest one that the precision
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,21 +35,25 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.actor import DiffusionActor
-from flowcorr.config.schema import Config, SamplingConfig
+from flowcorr.actor.scoring import Observe
+from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean
-from flowcorr.models import DTYPES, SamplingPlan, Schedule
-from flowcorr.records import Prompt, Rollout
+from flowcorr.models import DTYPES, SamplingPlan
+from flowcorr.records import Prompt, Rollout, Scores
 from flowcorr.rewards import RewardOutput, score_batch
 from flowcorr.rollout import decode
 from flowcorr.rollout.precision import NO_GAP, usual_gap
 from flowcorr.rollout.sampler import Velocity, step_outside
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import behaviour_weights
+from flowcorr.trainer.image_statistics import image_residuals
+from flowcorr.trainer.noise import WindowResiduals, scored_by_sampler
+from flowcorr.trainer.residuals import share, terms
 from flowcorr.trainer.run import TrainingRun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageGaps:
     """How far one image is from its replay.
 
@@ -58,6 +62,7 @@ class ImageGaps:
         before, between, after: relative error of the mean velocity on the way to the window, between its steps, and on
             the way from it; `between` is 0 for a window of one step.
         decode: mean absolute difference of the pixels, in grey levels of 255.
+        residuals: `[1]` or `[1, C]`, by name of a row of `RESIDUALS`.
     """
 
     window: float
@@ -65,21 +70,29 @@ class ImageGaps:
     between: float
     after: float
     decode: float
+    residuals: Mapping[str, Tensor]
 
 
 def replays(config: Config, step: int) -> bool:
-    """Whether a training step replays images: every `rollout.replay_every` steps."""
+    """Whether a training step replays images: the first does, then every one of `rollout.replay_every` steps."""
     every = config.rollout.replay_every
-    return every > 0 and step % every == 0
+    return every > 0 and (step == 1 or step % every == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Leg:
-    """Steps of the rollout outside its window: latents `[1, *L]` at both ends, and the indices of the steps."""
+    """Steps of the rollout outside its window, from one stochastic step to the next.
 
-    begin: Tensor
-    end: Tensor
-    steps: range
+    Attributes:
+        gap: `[1, *L]`, the latents at its end less those at which the training stack arrives from its start.
+        way: likewise, the way that the velocity took: from where the leg would end without velocity, which is its start
+            unless it has SDE steps. Without steps, the latents themselves.
+        moves: whether it has steps.
+    """
+
+    gap: Tensor
+    way: Tensor
+    moves: bool
 
 
 @torch.no_grad()
@@ -116,11 +129,15 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
         images=torch.from_numpy(images).to(run.actor.device),
     )
     gaps = []
+    window = WindowResiduals(
+        chosen, run.config, step, noise=False, velocity=not scored_by_sampler(run.config)
+    )
     for version in chosen.policy_versions.unique().tolist():
         with behaviour_weights(run.actor, run.engine.history, version):
             # One by one: whatever their windows, all ranks make equally many forward passes, as sharded weights need.
             for place in (chosen.policy_versions == version).nonzero().flatten().tolist():
-                gap = _replay(run, chosen.select(slice(place, place + 1)), members[place], step)
+                sample = chosen.select(slice(place, place + 1))
+                gap = _replay(run, sample, members[place], step, window.add)
                 if places[place] not in samples.broken:
                     gaps.append(gap)
     if not gaps:
@@ -136,11 +153,24 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
     }
     if rollout.num_steps > 1:
         stats["rollout_corr/replay/between"] = mean(sum(gap.between for gap in gaps), units)
-    return Metrics.from_stats(stats)
+    names = dict.fromkeys(name for gap in gaps for name in gap.residuals)
+    residuals = [
+        terms(name, torch.cat([gap.residuals[name] for gap in gaps if name in gap.residuals]))
+        for name in names
+    ]
+    return Metrics.merged([Metrics.from_stats(stats), *residuals, window.metrics()])
 
 
-def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageGaps:
-    """The gaps of one image, from its noise to its pixels."""
+def _replay(run: TrainingRun, sample: Rollout, member: int, step: int, observe: Observe) -> ImageGaps:
+    """The gaps of one image, from its noise to its pixels.
+
+    Args:
+        run: the training run.
+        sample: the image's, a batch of one.
+        member: its place in its group.
+        step: the training step.
+        observe: see `Observe`; called with the scores of the window.
+    """
     assert sample.final_latents is not None
     assert sample.images is not None
     actor, config = run.actor, run.config
@@ -159,61 +189,62 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int) -> ImageG
     velocity = actor.velocity(sample.sample_conditioning())
     final, num_steps = sample.final_latents, len(schedule.timesteps)
 
-    def path_gap(legs: Sequence[_Leg]) -> float:
-        return _path_gap(velocity, schedule, legs, config.sampling, noise)
+    def leg(begin: Tensor, end: Tensor, steps: range) -> _Leg:
+        way = end - arrived(begin, steps, _stand_still) if steps else begin
+        return _Leg(gap=end - arrived(begin, steps, velocity), way=way, moves=bool(steps))
+
+    def arrived(latents: Tensor, steps: range, velocity: Velocity) -> Tensor:
+        for index in steps:
+            drift = velocity(latents, latents.new_full((1,), schedule.timesteps[index]))
+            sigmas = schedule.sigmas[index : index + 2]
+            latents = step_outside(latents, drift, sigmas, config.sampling, noise.get(index))
+        return latents
 
     # Each leg begins where one stochastic step arrived, and ends where the next one begins.
     begins = (initial, *sample.window.next_latents.unbind(1))
     ends = (*sample.window.latents.unbind(1), final)
     parts = zip([0, *(index + 1 for index in indices)], [*indices, num_steps], strict=True)
     before, *between, after = (
-        _Leg(begin=begin, end=end, steps=range(*part))
-        for begin, end, part in zip(begins, ends, parts, strict=True)
+        leg(begin, end, range(*part)) for begin, end, part in zip(begins, ends, parts, strict=True)
     )
     image, _ = decode(actor.family, final)  # one that is not finite is `MISSING`, far from any picture
+    residuals = image_residuals(sample.images, image)
+    if before.moves:
+        residuals["path_before"] = share(before.gap, initial)
+    moving = [leg for leg in (*between, after) if leg.moves]
+    if moving:
+        residuals["path_after"] = share(
+            _together(leg.gap for leg in moving), _together(leg.way for leg in moving)
+        )
+    scores = actor.score(sample)
+    observe(sample, scores)
     return ImageGaps(
-        window=_window_gap(actor, sample, torch.stack([noise[index] for index in indices], dim=1)),
-        before=path_gap([before]),
-        between=path_gap(between) if between else 0.0,
-        after=path_gap([after]),
+        window=_window_gap(actor, sample, scores, torch.stack([noise[index] for index in indices], dim=1)),
+        before=_error([before]),
+        between=_error(between) if between else 0.0,
+        after=_error([after]),
         decode=float((image.float() - sample.images.float()).abs().mean()),
+        residuals=residuals,
     )
 
 
-def _path_gap(
-    velocity: Velocity,
-    schedule: Schedule,
-    legs: Sequence[_Leg],
-    sampling: SamplingConfig,
-    noise: Mapping[int, Tensor],
-) -> float:
-    """Distance of both ends as a share of the way that the velocity took: the relative error of its mean.
+def _error(legs: Sequence[_Leg]) -> float:
+    """The relative error of the mean velocity in some legs; of the latents, where none of them has steps."""
+    ways = [leg.way for leg in legs if leg.moves] or [leg.way for leg in legs]
+    return float(_together(leg.gap for leg in legs).norm() / _together(ways).norm())
 
-    That way is measured from where the leg would end without velocity: at its start, unless it has SDE steps. Where no
-    leg has steps, the distance is a share of the latents themselves.
-    """
 
-    def arrived(leg: _Leg, velocity: Velocity) -> Tensor:
-        latents = leg.begin
-        for index in leg.steps:
-            drift = velocity(latents, latents.new_full((1,), schedule.timesteps[index]))
-            sigmas = schedule.sigmas[index : index + 2]
-            latents = step_outside(latents, drift, sigmas, sampling, noise.get(index))
-        return latents
-
-    gaps = [arrived(leg, velocity) - leg.end for leg in legs]
-    ways = [leg.end - arrived(leg, _stand_still) for leg in legs if leg.steps] or [leg.begin for leg in legs]
-    return float(torch.cat(gaps).norm() / torch.cat(ways).norm())
+def _together(parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat(list(parts), dim=1)
 
 
 def _stand_still(latents: Tensor, timesteps: Tensor) -> Tensor:
     return torch.zeros_like(latents)
 
 
-def _window_gap(actor: DiffusionActor, sample: Rollout, noise: Tensor) -> float:
+def _window_gap(actor: DiffusionActor, sample: Rollout, scores: Scores, noise: Tensor) -> float:
     """The relative error of the velocity in the window, from the step means that the known `noise` leaves."""
     window = sample.window
-    scores = actor.score(sample)
     assert scores.means is not None, "`score` returns them"
     still = sde.transition(
         actor.config.sampling.sde_type,

@@ -11,6 +11,7 @@ from flowcorr.data import PromptStream
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.rewards import Reward, ThreadReward
 from flowcorr.rollout import RolloutEngine
+from flowcorr.trainer.residuals import Residuals
 from flowcorr.trainer.served import ServedBase
 from flowcorr.workers.pool import OnEvent, ignore_event
 from flowcorr.workers.reward import RayReward
@@ -41,6 +42,7 @@ class TrainingRun:
         on_event: called with each event of workers and samples.
         served: the unquantized base, once `trainer.eval_on` has needed it.
         in_flight: samples that Ray workers generate ahead of time, by training step.
+        residuals: of all training steps so far.
         mode: the rollout correction in force; with `bypass_mode: auto` it changes between steps.
     """
 
@@ -55,6 +57,7 @@ class TrainingRun:
     on_event: OnEvent = ignore_event
     served: ServedBase | None = None
     in_flight: dict[int, PendingStep] = field(default_factory=dict)
+    residuals: Residuals = field(default_factory=Residuals)
     mode: AutoMode = field(init=False)
 
     def __post_init__(self) -> None:

@@ -46,6 +46,7 @@ def capture(
         "ema": actor.weights.average or {},
         "loss_scale": actor.optimizer.loss_scale.state(),
         "auto_mode": run.mode.state(),
+        "residuals": run.residuals.state(),
         "bands": actor.optimizer.bands.state(),
     }
     groups |= {f"history_{place}": weights.tensors for place, weights in enumerate(history[:-1])}
@@ -92,6 +93,7 @@ def restore(run: TrainingRun, folder: Path, state: TrainingState) -> None:
     ]
     run.engine.restore([*older, actor.weights.for_engine()])
     run.mode.restore(state.group("auto_mode"))
+    run.residuals.restore(state.group("residuals"))
     run.prompts.position = state.facts["data_position"]
 
 

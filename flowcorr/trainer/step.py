@@ -20,13 +20,13 @@ from flowcorr.algorithm.terms import batch_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
-from flowcorr.records import ActorBatch, Prompt, Rollout
+from flowcorr.records import ActorBatch, Prompt, Rollout, Scores
 from flowcorr.rewards import training_scores
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
 from flowcorr.trainer.gap_split import old_scores
 from flowcorr.trainer.log_probs import TermRecorder
 from flowcorr.trainer.measurements import occasional_metrics, sample_metrics
-from flowcorr.trainer.noise import NoiseMeter
+from flowcorr.trainer.noise import NoiseMeter, WindowResiduals, scored_by_sampler
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
@@ -64,9 +64,15 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     rollout, old = samples.rollout, None
     bound_passes(actor.scorer, rollout)
     noise = NoiseMeter(rollout, config.sampling)
+    residuals = WindowResiduals(rollout, config, step, noise=True, velocity=scored_by_sampler(config))
+
+    def observe(part: Rollout, scores: Scores) -> None:
+        noise.add(part, scores)
+        residuals.add(part, scores)
+
     if correction.mode != "bypass":
         with watch("old_log_prob"):  # while a reward that has a thread of its own is computed
-            old = old_scores(run, rollout, noise.add)
+            old = old_scores(run, rollout, observe)
     with distributed.fail_together("the rewards"), watch("reward"):
         scored, failed = score(run, samples)
 
@@ -97,9 +103,16 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         bypass = correction.mode == "bypass"
         recorder = TermRecorder(batch, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
     with watch("update"):
-        observe = noise.add if old is None else None
-        metrics.append(actor.update(batch, correction, training_step=step, record=recorder, observe=observe))
-        metrics.append(noise.metrics())
+        metrics.append(
+            actor.update(
+                batch,
+                correction,
+                training_step=step,
+                record=recorder,
+                observe=observe if old is None else None,
+            )
+        )
+        metrics += [noise.metrics(), residuals.metrics()]
         actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())
@@ -109,7 +122,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     merged = Metrics.merged(metrics).across_ranks()
     terms = recorder.terms() if recorder is not None and rollout.num_samples else None
     return StepResult(
-        metrics=merged.merge(run.mode.observe(merged)),
+        metrics=Metrics.merged([merged, run.mode.observe(merged), run.residuals.observe(merged)]),
         images=samples.images,
         prompts=samples.prompts,
         scores=scored.scores,

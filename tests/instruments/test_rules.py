@@ -60,7 +60,7 @@ def test_units_of_a_configuration():
 
 def test_units_without_correction_and_without_one_cap():
     units = units_of(load("tiny_ocr_lora", [f"{SECTION}=null"]), 512)
-    assert units == Units(
+    assert replace(units, rounding={}) == Units(
         num_terms=192,
         num_elements=512,
         usual_gap=MARGIN * ROUNDINGS["fp8"].plain,

@@ -8,7 +8,8 @@ import torch
 
 from flowcorr import sde
 from flowcorr.instruments.rules import Units, examine_step
-from flowcorr.trainer.noise import NoiseMeter
+from flowcorr.trainer.noise import NoiseMeter, WindowResiduals, scored_by_sampler
+from flowcorr.trainer.residuals import RESIDUALS
 
 NAMES = {f"rollout/noise_{name}" for name in ("std", "mean", "tails", "shared_by")}
 
@@ -140,3 +141,105 @@ def test_bypass_observes_what_is_scored_before_the_first_optimizer_step(make_run
     run.actor.update(batch, run.config.algorithm.rollout_correction, training_step=1, observe=observe)
     assert sum(seen) == rollout.log_probs.numel() // parts
     assert meter.metrics().compute().keys() == NAMES
+
+
+# Residuals -----------------------------------------------------------------------------------------------------
+
+
+def residual_terms(run, change=None, *, size=slice(None), **which):
+    """Mean of each residual of the window's steps, after `change` of the rollout."""
+    config = run.config.rollout
+    rollout = run.sample()
+    rollout = replace(rollout, members=torch.arange(config.n).repeat(config.prompts_per_step))
+    rollout = rollout if change is None else change(rollout)
+    residuals = WindowResiduals(rollout, run.config, 1, **{"noise": True, "velocity": True, **which})
+    scores = run.actor.log_probs(rollout, with_means=True)
+    parts = [torch.arange(rollout.num_samples)[size]] if size == slice(None) else torch.arange(8).split(size)
+    for rows in parts:
+        residuals.add(rollout.select(rows), scores.select(rows))
+    metrics = residuals.metrics()
+    names = {residual.name: metrics.parts(f"residual_terms/{residual.name}/{{}}") for residual in RESIDUALS}
+    return {name: [mean for _, mean, _ in parts] for name, parts in names.items() if parts}
+
+
+def test_residuals_of_a_healthy_window_are_rounding(make_run):
+    for sampling in ({}, {"sde_type": "cps"}, {"sde_type": "dance_sde"}, {"guidance_scale": 4.0}):
+        run = make_run(sampling=sampling)
+        run.stir()
+        found = residual_terms(run)
+        assert set(found) == {"step_noise", "step_noise_rounding", "velocity_length", "velocity_common"}
+        assert abs(found["step_noise"][0]) < 2e-5
+        assert max(map(abs, found["step_noise_rounding"])) < 0.02
+        assert abs(found["velocity_length"][0]) < 1e-5
+        assert abs(found["velocity_common"][0]) < 1e-9
+
+
+def test_a_residual_is_the_size_of_its_fault(make_run, monkeypatch):
+    true, run = sde.step_noise, make_run()
+    for change, noise, rounding in (
+        (lambda noise: 1.01 * noise, 0.01, None),
+        (lambda noise: noise.bfloat16().float(), 0, [1, None]),
+        (lambda noise: noise.half().float(), 0, [None, 1]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                sde, "step_noise", lambda *args, change=change, **seeds: change(true(*args, **seeds))
+            )
+            rollout = run.sample()
+        found = residual_terms(run, lambda _, rollout=rollout: replace(_, window=rollout.window))
+        assert found["step_noise"][0] == pytest.approx(noise, abs=2e-4)
+        for expected, value in zip(rounding or [], found["step_noise_rounding"], strict=False):
+            assert expected is None or value == pytest.approx(expected, abs=0.05)
+
+
+def test_a_velocity_of_another_length_and_an_error_that_all_prompts_share(make_run):
+    run = make_run()
+
+    def longer(rollout):
+        scores = run.actor.log_probs(rollout, with_means=True)
+        window = rollout.window
+        still = sde.transition(
+            "sde", window.latents, torch.zeros_like(scores.means), window.sigmas, window.sigmas_next, 0.7
+        )
+        return replace(
+            rollout,
+            window=replace(window, next_latents=window.next_latents + 0.02 * (scores.means - still.mean)),
+        )
+
+    found = residual_terms(run, longer)
+    assert found["velocity_length"][0] == pytest.approx(0.02, rel=1e-3)
+    assert 1e-5 < found["velocity_common"][0] < 4e-4  # velocities are alike in part
+    assert "velocity_length" not in residual_terms(run, longer, velocity=False)
+    assert set(residual_terms(run, longer, noise=False)) == {"velocity_length", "velocity_common"}
+
+
+def test_residuals_do_not_depend_on_the_parts_of_a_batch(make_run):
+    run = make_run()
+    run.stir()
+    whole, parts = (residual_terms(run, size=size) for size in (slice(None), 3))
+    for name, values in whole.items():
+        assert parts[name] == pytest.approx(values, rel=1e-4, abs=1e-6)
+
+
+def test_a_score_that_is_not_finite_leaves_the_residuals_of_the_others(make_run):
+    run = make_run()
+    rollout = run.sample()
+    rollout = replace(rollout, members=torch.arange(4).repeat(2))
+    scores = run.actor.log_probs(rollout, with_means=True)
+    scores.log_probs[0] = scores.means[0] = math.nan
+    residuals = WindowResiduals(rollout, run.config, 1, noise=True, velocity=True)
+    residuals.add(rollout, scores)
+    (count, mean, _), *_ = residuals.metrics().parts("residual_terms/step_noise/{}")
+    assert (count, abs(mean) < 1e-6) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"rollout": {"staleness": 1}}, False),
+        ({"rollout": {"staleness": 1}, "actor": {"old_policy": "behaviour"}}, True),
+    ],
+)
+def test_whose_velocities_are_compared(make_config, changes, expected):
+    assert scored_by_sampler(make_config(**changes)) is expected

@@ -1,21 +1,24 @@
 """Replays of whole images: each fault outside the log-probs is named by its leg, and by no other."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from flowcorr import sde
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
-from flowcorr.diagnostics.doctor.plants import feeding, returning, sampling_with
+from flowcorr.diagnostics.doctor.plants import feeding, noisy, returning, sampling_with, vae_configured
 from flowcorr.errors import BackendError
-from flowcorr.instruments.rules import examine_step, units_of
+from flowcorr.instruments.rules import HealthMonitor, examine_step, units_of
 from flowcorr.models import Schedule
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
 from flowcorr.trainer.collect import collect, score
 from flowcorr.trainer.replay import measure_replay, replays
+from flowcorr.trainer.residuals import RESIDUALS
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.diagnostics.doctor.faults import separate
@@ -33,10 +36,12 @@ SCATTERED = {"sde_window_size": 3, "sde_window_range": (0, 8), "sde_window_layou
 def make_training(make_run):
     """A training run on two prompts, whose engine has a pipeline of its own."""
 
-    def make(sampling=None, path=SHALLOW, **rollout):
+    def make(sampling=None, path=SHALLOW, model=None, **rollout):
         sampling = {"num_inference_steps": 8, "sde_window_range": (1, 4), **(sampling or {})}
         connected = make_run(
-            model={"path": path}, sampling=sampling, rollout={"n": 2, "replay_every": 1, **rollout}
+            model={"path": path, **(model or {})},
+            sampling=sampling,
+            rollout={"n": 2, "replay_every": 1, **rollout},
         )
         embeds = connected.conditioning
         run = TrainingRun(
@@ -265,7 +270,7 @@ def test_a_training_step_replays_on_schedule_and_learns_the_same(staleness, make
         values = [train_step(run, step, lambda phase: None).metrics.compute() for step in (1, 2)]
         learned.append(run.actor.weights.snapshot().tensors)
         found = [[name for name in record if "replay" in name] for record in values]
-        assert [bool(names) for names in found] == [False, every > 0]
+        assert [bool(names) for names in found] == [every > 0] * 2
         if every:
             assert {f"rollout_corr/replay/{leg}" for leg in LEGS} < set(found[1])
             assert "timing/replay" in found[1]
@@ -274,7 +279,99 @@ def test_a_training_step_replays_on_schedule_and_learns_the_same(staleness, make
         assert torch.equal(tensor, learned[1][name])
 
 
-@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [1, 2, 4])])
 def test_schedule(every, steps, make_config):
     settings = make_config(rollout={"replay_every": every})
     assert [step for step in range(1, 5) if replays(settings, step)] == steps
+
+
+# Residuals -----------------------------------------------------------------------------------------------------
+
+
+def residual(run, name, step=STEP):
+    """The mean of a residual over the replays of a step, the largest of its channels."""
+    samples = collect(run, PROMPTS, range(2), step)
+    scored, _ = score(run, samples)
+    parts = measure_replay(run, samples, scored, step).parts(f"residual_terms/{name}/{{}}")
+    return max((mean for _, mean, _ in parts), key=abs, default=None)
+
+
+IMAGES = {
+    "brighter": (lambda images: images + 2, "image_level", 2.0),
+    "more contrast": (lambda images: 1.05 * (images - 128) + 128, "image_contrast", 0.05),
+    "blurred": (
+        lambda images: torch.nn.functional.avg_pool2d(images.permute(0, 3, 1, 2), 3, 1, 1).permute(
+            0, 2, 3, 1
+        ),
+        "image_detail",
+        -1.1,
+    ),
+    "red and blue exchanged": (lambda images: images.flip(-1), "image_channels", 1.0),
+}
+
+
+@pytest.mark.parametrize("fault", IMAGES)
+def test_a_residual_of_images_is_the_size_of_its_fault(fault, make_training):
+    change, name, size = IMAGES[fault]
+    run = make_training(path="tiny_ocr")
+    assert abs(residual(run, name)) < 1e-3
+    returning(images=lambda rollout: change(rollout.images.float()).round().clamp(0, 255).byte())(run.engine)
+    assert residual(run, name) == pytest.approx(size, rel=0.3)
+
+
+def test_a_residual_of_the_path_is_the_size_of_its_fault(make_training, monkeypatch):
+    run, true = make_training(sampling={"sde_window_range": (2, 4)}), sde.initial_noise
+    assert abs(residual(run, "path_before")) < 1e-5
+    assert abs(residual(run, "path_after")) < 1e-5
+    sample = run.engine.sample
+
+    def larger(*args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.setattr(sde, "initial_noise", lambda *args, **kwargs: 1.02 * true(*args, **kwargs))
+            return sample(*args, **kwargs)
+
+    run.engine.sample = larger
+    assert residual(run, "path_before") == pytest.approx(0.02, rel=0.5)
+    run.engine.sample = lambda *args, **kwargs: shorter(sample(*args, **kwargs))
+    assert residual(run, "path_after") == pytest.approx(-0.05, rel=0.3)
+
+
+def shorter(rollout):
+    """The way after the window ends early."""
+    last = rollout.window.next_latents[:, -1]
+    return replace(rollout, final_latents=last + 0.95 * (rollout.final_latents - last))
+
+
+def test_stale_weights_are_compared_where_they_sampled(make_training):
+    run = make_training(staleness=1)
+    assert abs(residual(run, "velocity_length")) < 1e-5
+    assert (
+        residual(make_training(), "velocity_length") is None
+    )  # each training step measures it of all samples
+
+
+RUNS = {
+    "nothing": (lambda engine: None, None),
+    "step noise 1 % too large": (noisy(lambda noise: 1.01 * noise), "step_noise"),
+    "red and blue exchanged": (returning(images=lambda rollout: rollout.images.flip(-1)), "image_channels"),
+    "the VAE's scale 10 % off": (
+        vae_configured(lambda vae: {"scaling_factor": 1.1 * vae.scaling_factor}),
+        "image_error",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", RUNS)
+def test_a_run_in_bfloat16_with_guidance_names_a_fault_within_four_steps(fault, make_training):
+    plant, rule = RUNS[fault]
+    run = make_training(
+        path="tiny_ocr", model={"dtype": "bfloat16"}, sampling={"guidance_scale": 4.0}, dtype="bfloat16"
+    )
+    plant(run.engine)
+    monitor = HealthMonitor(units_of(run.config, math.prod(run.engine.plan.latent_shape)))
+    named = set()
+    for step in range(1, 5):
+        metrics = train_step(run, step, lambda phase: None).metrics.compute()
+        named |= {finding.cause for finding in monitor.update(metrics)}
+    found = named & {residual.name for residual in RESIDUALS}
+    assert rule in found if rule else not found

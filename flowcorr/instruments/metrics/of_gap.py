@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from flowcorr.instruments.metrics.metric import DOCTOR, NATS, PERSISTENT, Drawn, Rule, row, under
+from flowcorr.instruments.metrics.metric import DOCTOR, NATS, PERSISTENT, Drawn, Metric, Rule, row, under
+from flowcorr.trainer.residuals import RESIDUALS, Residual
 
 # In clean runs (bf16, fp8, int8, int4, guidance) this error is at most 1.8 times that of the window.
 _OUTSIDE_WINDOW = 4.0
 # A normal term lies beyond once in 5e8 times. Clean runs (fp8, int8, int4, stale weights, three samplers) reach 4.1.
 _BOOKKEEPING = 6.0
+
+
+def _row_of(residual: Residual) -> Metric:
+    return row(
+        f"residual/{residual.name}",
+        f"Over the run so far, {residual.what}: the size that chance does not explain; 0 for rounding.",
+        residual.unit,
+        rule=Rule(
+            name=residual.name,
+            what=f"{residual.what}, beyond chance,",
+            advice=residual.remedy,
+        ),
+    )
+
 
 DRIFT = under(
     "rollout_corr/",
@@ -229,6 +244,13 @@ DRIFT = under(
             advice="the reward is at fault: its images differ from the trainer's (order, channels, size), or "
             "its scores are not repeatable, such as those of a judge that samples its answers",
         ),
+    ),
+    *map(_row_of, RESIDUALS),
+    row(
+        "residual/<name>/unseen",
+        "The largest fault of this kind that could still hide among the residuals so far; nothing smaller is known to "
+        "be absent.",
+        "of the residual",
     ),
     row(
         "staleness/<name>",
