@@ -108,7 +108,7 @@ def test_each_residual_is_explained_and_judged(make_config):
         assert healthy_range(metric.name, units) == (-math.inf, limit)
         assert examine_step({metric.name: limit}, units) == []
         (finding,) = examine_step({metric.name: 2 * limit}, units)
-        assert (finding.cause, finding.numbers["threshold"]) == (residual.name, limit)
+        assert (finding.cause, finding.numbers["limit"]) == (residual.name, limit)
 
 
 @pytest.mark.parametrize(
