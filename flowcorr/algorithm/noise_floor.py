@@ -40,7 +40,7 @@ def clip_noise(log_ratio: Tensor, mask: Tensor | None, level: RatioLevel, limit:
         distance, valid = distance.amax(1), valid.any(1)  # the window's one ratio stands at every valid step
         limit = limit[:, 0] if isinstance(limit, Tensor) else limit
     distance = distance / limit
-    bins = torch.bucketize(distance, _edges(distance.device), right=True)
+    bins = torch.bucketize(distance, edges(distance.device), right=True)
     # Sums of ones are exact in any order.
     counts = distance.new_zeros(len(EDGES) + 1).index_add(0, bins.flatten(), valid.double().flatten())
     return Metrics.from_stats(
@@ -117,5 +117,6 @@ def interval_ranks(count: int, quantile: float, confidence: float) -> tuple[int,
 
 
 @lru_cache(maxsize=8)
-def _edges(device: torch.device) -> Tensor:
+def edges(device: torch.device) -> Tensor:
+    """`EDGES` on a device."""
     return torch.tensor(EDGES, dtype=torch.float64, device=device)

@@ -60,7 +60,8 @@ def check_this_gpu(recipe: str, overrides: Sequence[str], config: Config) -> Non
 def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: int, shared: bool) -> None:
     """Check that a run fits into `memory` bytes, with the rollout engine on the same GPU if `shared`.
 
-    `flowcorr plan` runs in a new process, because torch cannot unregister a fake device.
+    `flowcorr plan` runs in a process of its own, so that no cache of a library keeps a tensor without values for the
+    training that follows.
 
     Raises:
         ConfigError: see `check_this_gpu`.
@@ -82,11 +83,12 @@ def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: in
         )
         return
     plan = json.loads(outcome.stdout)
-    crowded = shared and plan["shared_peak"] is not None
+    crowded = shared and plan["shared_fits"] is not None
     if plan["shared_fits" if crowded else "fits"]:
         return
-    peak = plan["shared_peak"] if crowded else max(plan["trainer_peak"], plan["memory"]["engine"])
-    advice = f"{' '.join(plan['answers'])} `flowcorr plan {recipe}` shows the phases"
+    needed = plan["memory"]
+    peak = needed["shared"] if crowded else max(needed["engine"], *needed["phases"].values())
+    advice = f"{' '.join(plan['advice'])} `flowcorr plan {recipe}` shows the phases"
     if peak * (1 - MEMORY_TOLERANCE) > memory:
         raise ConfigError(
             f"the run needs {gigabytes(peak)} of GPU memory, and there are {gigabytes(memory)}. {advice}"

@@ -1,8 +1,10 @@
-"""Measures the models beside the transformer on the fake device: text encoders, VAE and reward models."""
+"""Traces the models beside the transformer: text encoders, VAE and reward models."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,114 +14,105 @@ from torch import nn
 from flowcorr.config.schema import Config
 from flowcorr.config.task import RewardTerm
 from flowcorr.models import DTYPES
-from flowcorr.plan.fake_backend import DEVICE
-from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import Architecture, build_component, build_family, find_clip
 from flowcorr.plan.text_inputs import TextInputs
-from flowcorr.plan.training import NOTHING, Work
+from flowcorr.plan.tracing import Tracer, Work
 from flowcorr.rewards.clip import DTYPES as CLIP_DTYPES
 from flowcorr.rewards.combine import REWARDS, computes_on_gpu
 from flowcorr.rollout.sampler import decode, decoded_together
 
-PAGEABLE_BANDWIDTH = 4e9
-"""Bytes per second between a GPU and host memory that is not page-locked: a rough value for both directions."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """A frozen model: bytes of its weights on the GPU, and its work on a batch of `batch` items."""
+    """A frozen model: bytes of its weights on the GPU, and its work on a batch of `batch` items.
+
+    `half` says whether it computes in 16 bits.
+    """
 
     weights: float
     work: Work
     batch: int
+    half: bool = True
 
     def scaled(self, items: float) -> Work:
         """The work on `items` items, one batch at a time."""
         return self.work.times(items / self.batch)
 
 
-def measure_text_encoders(
-    config: Config,
-    architecture: Architecture,
-    inputs: TextInputs,
-    *,
-    prompts: int,
-    offloaded: bool,
-) -> Component:
-    """All text encoders, one after the other, on `prompts` prompts at a time.
+def trace_text_encoders(
+    config: Config, architecture: Architecture, inputs: TextInputs, *, prompts: int
+) -> dict[bool, Component]:
+    """All text encoders, one after the other, by `model.offload_text_encoders`.
 
     Args:
         config: the run's configuration.
         architecture: of the pipeline.
         inputs: the text inputs while prompts are encoded.
         prompts: prompts in one batch.
-        offloaded: whether the weights wait in host memory, as with `model.offload_text_encoders`.
     """
     dtype = DTYPES[config.model.dtype]
-    work = NOTHING
-    copied = 0.0
-    with FakeDevice() as device, torch.no_grad():
-        encoders = {
-            name: build_component(architecture, name, device, dtype)
-            for name in inputs.tokens
-            if name in architecture.configs
-        }
-        weights = device.allocated
-        for name, encoder in encoders.items():
-            copies = _copy_layers(encoder) if offloaded else []
-            tokens = torch.ones(prompts, inputs.tokens[name], dtype=torch.long, device=DEVICE)
-            with device.section() as section:
+    here = offloaded = Work()
+    weights = 0.0
+    with Tracer() as tracer, torch.no_grad():
+        for name, length in inputs.tokens.items():
+            if name not in architecture.configs:
+                continue
+            encoder = build_component(architecture, name, tracer, dtype)
+            weights += sum(tensor.nbytes for tensor in (*encoder.parameters(), *encoder.buffers()))
+            tokens = torch.ones(prompts, length, dtype=torch.long)
+            with _copying_layers(encoder, tracer) as copying, tracer.section() as section:
                 encoder(tokens, output_hidden_states=True)
-            work = work.then(Work.of(section))
-            copied += sum(copies)
-    if offloaded:
-        weights = 0
-        work = replace(work, copying=2 * copied / PAGEABLE_BANDWIDTH)  # to the GPU and back
-    return Component(weights=weights, work=work, batch=prompts)
+            here = here.then(section.work)
+            offloaded = offloaded.then(replace(section.work, peak=copying["peak"] - section.before))
+    return {
+        False: Component(weights=weights, work=here, batch=prompts),
+        True: Component(weights=0.0, work=offloaded, batch=prompts),
+    }
 
 
-def _copy_layers(encoder: nn.Module) -> list[int]:
-    """Let each layer hold a copy of its weights on the device while it computes, as offloading does.
+@contextlib.contextmanager
+def _copying_layers(encoder: nn.Module, tracer: Tracer) -> Iterator[dict[str, float]]:
+    """The peak if each layer held a copy of its weights while it computes, as offloading does."""
+    found = {"peak": 0.0}
 
-    diffusers' own hooks cannot move the fake device's tensors.
+    def watch(layer: nn.Module, size: int) -> None:
+        def begin(*_: object) -> None:
+            found["outer"] = tracer.new_peak(0.0)
 
-    Returns:
-        A list that gets the bytes of each copy.
-    """
-    sizes: list[int] = []
-    held: dict[nn.Module, list[torch.Tensor]] = {}
+        def end(*_: object) -> None:
+            found["peak"] = max(found["peak"], size + tracer.new_peak(found["outer"]))
 
-    def copy(layer: nn.Module, inputs: Any) -> None:
-        tensors = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-        held[layer] = [torch.empty_like(tensor) for tensor in tensors]
-        sizes.append(sum(tensor.nbytes for tensor in tensors))
+        handles.append(layer.register_forward_pre_hook(begin))
+        handles.append(layer.register_forward_hook(end))
 
-    def drop(layer: nn.Module, inputs: Any, output: Any) -> None:
-        del held[layer]
-
+    handles: list[Any] = []
     for layer in encoder.modules():
-        layer.register_forward_pre_hook(copy)
-        layer.register_forward_hook(drop)
-    return sizes
+        tensors = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        if not any(layer.children()) and tensors:
+            watch(layer, sum(tensor.nbytes for tensor in tensors))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def measure_decoder(config: Config, architecture: Architecture, *, images: int) -> Component:
+def trace_decoder(config: Config, architecture: Architecture, *, images: int) -> Component:
     """The VAE, decoding at most `images` images at a time, as sampling does."""
-    with FakeDevice() as device:
-        # Only the transformer's configuration is used, so one block of each kind is enough.
-        shallow = architecture.with_depths(dict.fromkeys(architecture.depths, 1))
-        dtype = DTYPES[config.rollout.dtype]
-        family = build_family(shallow, config.model, device, dtype=dtype, adapted=False)
+    dtype = DTYPES[config.rollout.dtype]
+    plain = replace(config.model, quantization="none", lora=replace(config.model.lora, rank=0))
+    with Tracer() as tracer:
+        family = build_family(architecture.shallow, plain, tracer, dtype=dtype)
         shape = family.latent_shape(config.sampling.height, config.sampling.width)
         images = min(images, decoded_together(math.prod(shape)))
-        latents = torch.ones(images, *shape, device=DEVICE)
-        with device.section() as section:
+        latents = torch.ones(images, *shape)
+        with tracer.section() as section:
             decode(family, latents)
         weights = sum(parameter.nbytes for parameter in family.pipeline.vae.parameters())
-    return Component(weights=weights, work=Work.of(section), batch=images)
+    return Component(weights=weights, work=section.work, batch=images, half=dtype.itemsize == 2)
 
 
-def measure_clip(term: RewardTerm) -> Component | None:
+def trace_clip(term: RewardTerm) -> Component | None:
     """The CLIP model of a reward, on a batch of images; None if the reward has none on the GPU."""
     if not computes_on_gpu(term):
         return None
@@ -127,11 +120,11 @@ def measure_clip(term: RewardTerm) -> Component | None:
     defaults = {entry.name: entry.default for entry in fields(reward)}
     options: dict[str, Any] = {**defaults, **term.options}
     dtype, batch = CLIP_DTYPES[options["dtype"]], options["batch_size"]
-    with FakeDevice() as device, torch.no_grad():
-        model: Any = build_component(find_clip(options["path"]), "model", device, dtype)
-        weights = device.allocated
+    with Tracer() as tracer, torch.no_grad():
+        model: Any = build_component(find_clip(options["path"]), "model", tracer, dtype)
         size = model.config.vision_config.image_size
-        pixels = torch.ones(batch, 3, size, size, dtype=dtype, device=DEVICE)
-        with device.section() as section:
+        pixels = torch.ones(batch, 3, size, size, dtype=dtype)
+        with tracer.section() as section:
             model.get_image_features(pixel_values=pixels)
-    return Component(weights=weights, work=Work.of(section), batch=batch)
+        weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return Component(weights=weights, work=section.work, batch=batch, half=dtype.itemsize == 2)

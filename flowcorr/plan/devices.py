@@ -1,4 +1,4 @@
-"""GPUs: their memory, their peak speeds, and the share of these speeds that a training step reaches."""
+"""GPUs: their memory, their peak speeds, and the share of these speeds that is reached."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Gpu:
 
     @property
     def half(self) -> float:
-        """FLOP per second in bfloat16 and float16 of which products reach the shares of `Utilisation`."""
+        """FLOP per second in bfloat16 and float16 of which products reach the share of `Speed`."""
         return self.bf16 * self.headroom
 
     def link_among(self, ranks: int) -> float:
@@ -99,26 +99,37 @@ OPTIONAL = ("float32", "link")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Utilisation:
-    """The share of the data sheet's speed that each kind of work reaches, from others' measurements on an H100.
+class Speed:
+    """What a kind of engine reaches of a GPU's peak in a whole pass, and what limits it where rows are few.
 
     Attributes:
-        matmul: matrix products and convolutions, of the dtype's dense peak.
-        attention, attention_backward: flash attention and its backward pass, of the same peak.
-        masked_attention, masked_attention_backward: memory-efficient attention, used with masks and in float32.
-        bandwidth: operations limited by memory, of its bandwidth.
-        link: collectives between ranks, of the link's bandwidth.
-        launch: seconds that the host needs to launch one kernel.
+        share: of the peak.
+        launch: seconds of the host for each operation.
+        source: where these numbers are from.
     """
 
-    matmul: float = 0.6
-    attention: float = 0.38
-    attention_backward: float = 0.3
-    masked_attention: float = 0.17
-    masked_attention_backward: float = 0.12
-    bandwidth: float = 0.78
-    link: float = 0.8
-    launch: float = 5e-6
+    share: float
+    launch: float
+    source: str
+
+
+EAGER = Speed(
+    share=0.32,
+    launch=5e-6,
+    source="the trainer computes eagerly: 0.30 to 0.33 in verl-omni's issue 124 and xDiT's issue 378",
+)
+COMPILED = Speed(
+    share=0.57,
+    launch=11.5e-6,
+    source="compiled models without adapters are published at 0.5 to 0.63 of the peak (sglang, 2026)",
+)
+ADAPTED = Speed(
+    share=0.41,
+    launch=11.5e-6,
+    source="vllm-omni's layers for adapters take 1.2 to 2.4 times as long as merged weights (verl-omni, 2026)",
+)
+LINK = 0.8
+"""The share of a link's bandwidth that collectives reach."""
 
 
 def known_gpu(name: str, memory: float) -> Gpu | None:

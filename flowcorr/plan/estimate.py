@@ -1,151 +1,397 @@
-"""Makes a plan from a configuration: memory and time of each phase of a run."""
+"""Makes a plan of a configuration: peak memory and time of each phase, and what to change if it does not fit."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from flowcorr.actor.passes import is_bounded, passes_of
+from flowcorr.algorithm import AutoMode
 from flowcorr.config import resolve_engine
 from flowcorr.config.rules import check
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
-from flowcorr.plan.answers import MARGIN, Memory, Plan
-from flowcorr.plan.devices import Gpu, Utilisation
-from flowcorr.plan.engine import engine_memory, engine_speed
-from flowcorr.plan.rank import Rank
-from flowcorr.plan.timeline import merging, phases
-from flowcorr.plan.traces import Traces, trace
-from flowcorr.plan.training import one_optimizer_step
-from flowcorr.rollout.base import needs_base, shards_weights
+from flowcorr.models import DTYPES
+from flowcorr.plan.answers import MARGIN, Memory, Phase, Plan
+from flowcorr.plan.devices import ADAPTED, COMPILED, EAGER, LINK, Gpu, Speed
+from flowcorr.plan.sharding import sharded
+from flowcorr.plan.traces import Traces, engine_layers, trace, wraps_adapters
+from flowcorr.plan.tracing import Work
+from flowcorr.plan.training import Training, one_optimizer_step
+from flowcorr.rewards.combine import computes_on_gpu, states
+from flowcorr.rollout.base import needs_base, samples_codes, shards_weights, shares_weights, trains_shards
+
+HOST_BANDWIDTH = 25e9
+"""Bytes per second between a GPU and the host, over PCIe."""
+OCR_SECONDS = 0.55
+"""CPU seconds per image of OCR with text detection."""
+QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
+"""Bytes per weight, by vllm-omni's quantization."""
+HALF = ("bfloat16", "float16")
+OFFLOAD, SLEEP = "model.offload_text_encoders=true", "rollout.engine.enable_sleep_mode=true"
+FP8, IN_8_BITS = "rollout.engine.quantization=fp8", "actor.optimizer=adamw_8bit"
 
 
-def make_plan(
-    config: Config,
-    *,
-    gpu: Gpu,
-    ranks: int = 1,
-    title: str = "",
-    utilisation: Utilisation = Utilisation(),  # noqa: B008
-) -> Plan:
+def make_plan(config: Config, *, gpu: Gpu, ranks: int = 1, title: str = "") -> Plan:
     """Plan a run from its configuration. Only configurations and prompts are loaded.
 
     Args:
         config: the run's configuration.
-        gpu: the device of each rank.
+        gpu: the GPU of each rank.
         ranks: training ranks that share a step's prompts.
         title: the recipe, with its overrides.
-        utilisation: the shares of the device's peak speeds that the run reaches.
 
     Raises:
         ConfigError: the model's configurations, or the prompts, cannot be read.
     """
-    made = plan_of(trace(config, ranks), config, gpu=gpu, ranks=ranks, title=title, utilisation=utilisation)
-    bounded = within(config, made)
-    if bounded is None:
+    made = plan_of(trace(config, ranks), config, gpu=gpu, ranks=ranks, title=title)
+    if not is_bounded(config.actor) or made.fits(made.memory.phases["update"]):
         return made
-    return plan_of(trace(bounded, ranks), bounded, gpu=gpu, ranks=ranks, title=title, utilisation=utilisation)
-
-
-def within(config: Config, made: Plan) -> Config | None:
-    """The config with the passes that a run takes on this GPU by `auto`; None if they are those of the plan.
-
-    Args:
-        config: the run's configuration.
-        made: its plan, whose passes are those of `auto` without a bound.
-    """
-    memory, steps = made.memory, config.sampling.sde_window_size
-    if not is_bounded(config.actor) or made.fits(memory.update):
-        return None
+    # `auto` takes the passes that fit.
     held = passes_of(one_optimizer_step(config))
-    a_row = memory.update_a_sample / (steps if held.folded else 1)
-    room = made.gpu.memory / MARGIN - memory.update_without_samples
-    passes = passes_of(config, max(1, int(room / a_row)))
+    a_row = made.memory.update_a_sample / (config.sampling.sde_window_size if held.folded else 1)
+    rows = int((gpu.memory / MARGIN - made.memory.update_fixed) / a_row)
+    passes = passes_of(config, max(1, rows))
     actor = replace(config.actor, micro_batch_size=passes.samples, fold_steps=passes.folded)
-    return replace(config, actor=actor)
+    bounded = replace(config, actor=actor)
+    return plan_of(trace(bounded, ranks), bounded, gpu=gpu, ranks=ranks, title=title)
 
 
-def plan_of(
-    traces: Traces,
-    config: Config,
-    *,
-    gpu: Gpu,
-    ranks: int = 1,
-    title: str = "",
-    utilisation: Utilisation = Utilisation(),  # noqa: B008
-) -> Plan:
-    """The plan of a run whose work was traced, on a GPU and in a layout.
-
-    Args:
-        traces: of `config`, or of one that differs from it in its layout: ranks, workers, staleness, sleeping engines.
-        config: the run's configuration.
-        gpu, ranks, title, utilisation: see `make_plan`.
-    """
-    rank = Rank.of(traces, config, ranks)
-    memory = _memory(rank)
+def plan_of(traces: Traces, config: Config, *, gpu: Gpu, ranks: int = 1, title: str = "") -> Plan:
+    """The plan of a run that was traced; see `make_plan`."""
+    rank = _Rank(traces, config, ranks)
+    memory = rank.memory()
+    engine = rank.engine_speed
     return Plan(
         title=title,
         gpu=gpu,
-        utilisation=utilisation,
         ranks=ranks,
         images=rank.images,
-        phases=tuple(phases(rank, memory, gpu, utilisation)),
+        micro_batch=traces.micro_batch,
+        largest_micro_batch=_largest_micro_batch(memory, gpu, rank.mini_batch),
         memory=memory,
-        micro_batch=rank.micro_batch,
-        mini_batch=rank.mini_batch,
-        bypass=rank.bypass,
+        phases=tuple(rank.phases(gpu)),
         overlaps=bool(config.rollout.max_staleness),
-        engine=engine_speed(config),
-        merging=merging(rank, gpu, utilisation),
-        attention=config.model.attention,
-        ways_to_fit=_ways_to_fit(rank),
-        ways_to_share=_ways_to_share(rank, memory),
-        other_ways=other_ways(config, ranks),
-        engine_ways=_engine_ways(rank),
+        speeds={"trainer": EAGER, "engine": engine},
+        changes={keys: changed.memory() for keys, changed in rank.changes().items()},
+        shared_changes={
+            keys: changed.memory().shared or 0.0
+            for keys, changed in rank.engine_changes(SLEEP, f"{SLEEP} {FP8}").items()
+            if memory.shared is not None
+        },
+        engine_changes={keys: changed.memory().engine for keys, changed in rank.engine_changes(FP8).items()},
+        other_changes=other_changes(config, ranks),
     )
 
 
-def _ways_to_fit(rank: Rank) -> dict[str, Memory]:
-    """Overrides that save the trainer much memory, with the memory under each."""
-    ways = {}
-    if not rank.config.model.lora.rank and rank.config.actor.optimizer == "adamw":
-        ways["actor.optimizer=adamw_8bit"] = replace(rank, training=rank.training.in_8_bits())
-    if not rank.config.model.offload_text_encoders:
-        ways["model.offload_text_encoders=true"] = replace(rank, text=rank.traces.offloaded_text)
-    return {overrides: _memory(changed) for overrides, changed in ways.items()}
+class _Rank:
+    """One rank's share of a run: the bytes that it holds, and the work that it does."""
 
+    def __init__(self, traces: Traces, config: Config, ranks: int) -> None:
+        self.traces, self.config, self.ranks = traces, config, ranks
+        self.training: Training = traces.training
+        if shards_weights(config, ranks):
+            self.training = sharded(traces.training, config, ranks)
+        self.prompts = math.ceil(config.rollout.prompts_per_step / ranks)
+        self.images = self.prompts * config.rollout.n
+        self.mini_batches = min(config.actor.mini_batches, self.prompts)
+        self.mini_batch = math.ceil(self.prompts / self.mini_batches) * config.rollout.n
+        self.in_8_bits = config.actor.optimizer == "adamw_8bit"
+        engine = resolve_engine(config.rollout.name)
+        self.own_engine = engine.own_processes or config.rollout.placement == "ray"
+        self.options = config.rollout.engine
+        self.quantized = self.options.get("quantization") or self.options.get("quantization_config")
+        self.sleeps = bool(self.options.get("enable_sleep_mode"))
+        self.bypass = AutoMode.of(config).correction.mode == "bypass"
 
-def _engine_ways(rank: Rank) -> dict[str, float]:
-    """Overrides that save an engine in its own processes memory, with its peak under each."""
-    config = rank.config
-    options = config.rollout.engine
-    merges = options.get("weight_sync") == "merged" or not config.model.lora.rank
-    asked = options.get("quantization") or options.get("quantization_config")
-    own_processes = resolve_engine(config.rollout.name).own_processes
-    if not own_processes or not rank.traces.quantizable or merges or asked:
-        return {}
-    fp8 = replace(config, rollout=replace(config.rollout, engine={**options, "quantization": "fp8"}))
-    return {"rollout.engine.quantization=fp8": _memory(replace(rank, config=fp8)).engine}
+    # Memory ------------------------------------------------------------------------------------------------
 
-
-def other_ways(config: Config, ranks: int) -> tuple[str, ...]:
-    """Words for what else saves memory, in a run on so many ranks."""
-    if config.model.lora.rank:
-        shards = "more ranks" if shards_weights(config, ranks) else "actor.fsdp=true on several ranks"
-        quantized = config.model.quantization != "none"
-        return (
-            *(() if quantized else (shards,)),
-            *(("model.quantization=nf4",) if not quantized and _may_quantize(config) else ()),
-            "a smaller model.lora.rank",
+    def memory(self) -> Memory:
+        """Peak bytes by phase."""
+        config, training, traces = self.config, self.training, self.traces
+        text = traces.text[config.model.offload_text_encoders]
+        rewards = (*traces.rewards, *traces.gold)
+        moments = training.moments_8bit if self.in_8_bits else training.moments
+        resident = self._resident(moments)
+        load = (
+            training.weights
+            + traces.decoder.weights
+            + sum(reward.weights for reward in rewards)
+            + text.weights
         )
-    if shards_weights(config, ranks):
+        idle = resident + self.images * training.sample
+        fixed = idle + self.mini_batch * training.sample + training.gradients
+        in_pass = fixed + training.gathered + training.backward.copies
+        a_sample = (training.backward.peak - training.backward.copies) / traces.micro_batch
+        step = 0.0 if self.in_8_bits else training.step.peak
+        merged = 3 * 4 * training.largest if self.own_engine and not self._sends_adapter else 0.0
+        phases = {
+            "load": load,
+            "encode": (load if traces.text_fits else max(load, resident + text.weights)) + text.work.peak,
+            "reward": idle + max((reward.work.peak for reward in rewards), default=0.0),
+            "recompute": idle + training.gathered_forward + training.recompute.peak,
+            "update": max(in_pass + a_sample * traces.micro_batch, fixed + step),
+            "sync": idle + training.gradients + merged,
+        }
+        sampling = self._sampling_peak()
+        if not self.own_engine:
+            phases |= {"sample": idle + sampling, "decode": idle + traces.decoder.work.peak}
+        engine = self._engine(sampling) if self.own_engine else 0.0
+        shared = None
+        if self.own_engine and config.rollout.placement == "local":
+            if self.sleeps:
+                shared = max(*phases.values(), idle + engine)
+            else:
+                before = ("load", "encode")  # the engine starts
+                beside = max(peak for name, peak in phases.items() if name not in before)
+                shared = max(load, phases["encode"], beside + engine)
+        return Memory(
+            phases=phases, engine=engine, shared=shared, update_fixed=in_pass, update_a_sample=a_sample
+        )
+
+    def _resident(self, moments: float) -> float:
+        """Bytes that the trainer holds at all times after its first optimizer step."""
+        config, training, traces = self.config, self.training, self.traces
+        trained = training.gradients
+        copied = not self.own_engine and needs_base(config, self.ranks)
+        versions = 0 if shares_weights(config, self.ranks) else config.rollout.staleness + 1
+        return (
+            training.weights
+            + moments
+            + traces.decoder.weights
+            + sum(reward.weights for reward in (*traces.rewards, *traces.gold))
+            + (0 if config.actor.ema is None else trained)
+            + trained * versions  # the engine's history
+            + (training.transformer if config.actor.kl_coef and not config.model.lora.rank else 0)
+            + (self._engine_weights if copied else 0)
+        )
+
+    @property
+    def _engine_weights(self) -> float:
+        """Bytes of the engine's transformer: as the trainer's, if it is the same model in process, else unquantized."""
+        if samples_codes(self.config):
+            return self.training.transformer
+        size = DTYPES[self.config.rollout.dtype].itemsize
+        each = QUANTIZED_BYTES.get(str(self.quantized), size) if self.quantized else size
+        shards = self.ranks if shards_weights(self.config, self.ranks) else 1
+        return shards * self.training.numbers * each
+
+    @property
+    def _sends_adapter(self) -> bool:
+        return wraps_adapters(self.config)
+
+    def _engine(self, sampling: float) -> float:
+        """Peak bytes of an engine in its own process."""
+        config = self.config
+        adapter = self.training.adapter / DTYPES[config.model.lora.dtype].itemsize
+        held = self._engine_weights / self.options.get("tensor_parallel_size", 1)
+        held += adapter * DTYPES[config.rollout.dtype].itemsize
+        if needs_base(config):  # a Ray worker merges adapters into a copy of its model
+            held += self.training.transformer
+        return engine_peak(held, sampling, self.traces.decoder.weights, self.traces.decoder.work.peak)
+
+    @property
+    def _rows(self) -> int:
+        """Images that the engine denoises together."""
+        rollout = self.config.rollout
+        rows = rollout.batch_size or (rollout.n if rollout.placement == "ray" else self.images)
+        limit = self.options.get("max_num_seqs")
+        return min(rows, self.images, limit if isinstance(limit, int) else rows)
+
+    @property
+    def _rows_traced(self) -> int:
+        """Images and steps in one traced forward pass."""
+        steps = self.config.sampling.sde_window_size
+        return self.traces.micro_batch * (steps if passes_of(self.config).folded else 1)
+
+    def _sampling_peak(self) -> float:
+        gathered = 0.0 if self.own_engine else self.training.gathered_forward
+        return gathered + self.traces.sampling.peak * self._rows / self._rows_traced
+
+    # Time --------------------------------------------------------------------------------------------------
+
+    @property
+    def engine_speed(self) -> Speed:
+        """The speed of the run's rollout engine."""
+        if not resolve_engine(self.config.rollout.name).compiles or self.options.get("enforce_eager"):
+            return EAGER
+        return ADAPTED if engine_layers(self.config) == "beside" else COMPILED
+
+    def phases(self, gpu: Gpu) -> list[Phase]:
+        """The phases of a step: of one rank, and of one engine where engines are others' processes."""
+        config, training = self.config, self.training
+        half = config.model.dtype in HALF or config.actor.autocast
+        link = gpu.link_among(self.ranks) * LINK
+        images, share = self.images, self._sampled_share
+        micro_batches = images / self.traces.micro_batch
+        updates = self.mini_batches * config.actor.epochs
+        place: Literal["trainer", "engine"] = "engine" if self.own_engine else "trainer"
+        engine_half = config.rollout.dtype in HALF
+
+        def phase(name: str, work: Work, sent: float = 0.0, extra: float = 0.0) -> Phase:
+            seconds = max(roofline(work, gpu, EAGER, half=half), sent / link) + extra
+            return Phase(name=name, where="trainer", flops=work.flops, seconds=seconds)
+
+        denoised = self._denoising().times(share)
+        gathers = 0.0 if self.own_engine else training.sent_forward * self._passes / self._passes_traced
+        sampling = max(roofline(denoised, gpu, self.engine_speed, half=engine_half), gathers / link)
+        decoded = self.traces.decoder.scaled(images * share)
+        decoding = roofline(decoded, gpu, EAGER, half=self.traces.decoder.half)
+        scored = [(reward.scaled(images), reward.half) for reward in self.traces.rewards]
+        update = training.backward.times(micro_batches * config.actor.epochs)
+        stepped = training.step.times(updates)
+        reduces = self.ranks > 1 and not trains_shards(config, self.ranks)
+        updating = phase(
+            "update",
+            update.then(stepped),
+            training.sent * micro_batches * config.actor.epochs,
+            updates * 2 * training.gradients / link if reduces else 0.0,
+        )
+        recomputing = phase(
+            "recompute", training.recompute.times(micro_batches), training.sent_forward * micro_batches
+        )
+        found = [
+            Phase(name="sample", where=place, flops=denoised.flops, seconds=sampling),
+            Phase(name="decode", where=place, flops=decoded.flops, seconds=decoding),
+            *(
+                Phase(
+                    name="reward model",
+                    where="trainer",
+                    flops=work.flops,
+                    seconds=roofline(work, gpu, EAGER, half=in_half),
+                )
+                for work, in_half in scored
+            ),
+        ]
+        beside = 0.0 if self.bypass else recomputing.seconds or 0.0
+        if not config.rollout.max_staleness:
+            beside += sampling + decoding
+        elif config.reward.placement == "ray":  # workers score the next step's images beside training
+            beside += updating.seconds or 0.0
+        found += self._host_rewards(beside)
+        synced = self._synced() / HOST_BANDWIDTH
+        return [
+            *found,
+            *([] if self.bypass else [recomputing]),
+            updating,
+            Phase(name="sync", where="trainer", seconds=synced),
+        ]
+
+    @property
+    def _passes(self) -> float:
+        """Forward passes of the engine in a step."""
+        return math.ceil(self.images / self._rows) * self.config.sampling.num_inference_steps
+
+    @property
+    def _passes_traced(self) -> float:
+        """Forward passes of a traced micro-batch."""
+        return self.traces.micro_batch * self.config.sampling.sde_window_size / self._rows_traced
+
+    def _denoising(self) -> Work:
+        """All denoising steps of all images, as the engine computes them."""
+        config, work = self.config, self.traces.sampling
+        steps = config.sampling.num_inference_steps
+        traced = self.traces.micro_batch * config.sampling.sde_window_size
+        kernels = work.kernels * self._passes / self._passes_traced
+        return replace(work.times(self.images * steps / traced), kernels=kernels)
+
+    @property
+    def _sampled_share(self) -> float:
+        """Images that one engine samples, over those of one rank. Ray's workers serve all ranks by whole groups."""
+        rollout = self.config.rollout
+        if rollout.placement != "ray":
+            return 1.0
+        groups = rollout.prompts_per_step / rollout.num_workers
+        # A worker that samples ahead goes on with the next step's groups.
+        return (groups if rollout.max_staleness else math.ceil(groups)) / self.prompts
+
+    def _synced(self) -> float:
+        """Bytes that pass between GPUs and the host in a step, for the engine's weights."""
+        if not self.own_engine:
+            return 0.0
+        sent = 2 * (self.training.gradients if self._sends_adapter else self._engine_weights)
+        # A sleeping engine's weights move to the host and back, twice in a step.
+        return sent + (4 * self._engine_weights if self.sleeps else 0.0)
+
+    def _host_rewards(self, beside: float) -> list[Phase]:
+        """The rewards beside the trainer's GPU; `beside` are the seconds of other work that they may overlap with."""
+        reward = self.config.reward
+        overlaps = all(states(term, "overlaps") for term in reward.step_terms)
+        follows = reward.placement == "ray" == self.config.rollout.placement
+        if not (follows or reward.placement == "thread" or (reward.placement == "auto" and overlaps)):
+            beside = 0.0
+        share = self.ranks / reward.num_workers if reward.placement == "ray" else 1
+        found = []
+        for term in reward.step_terms:
+            if computes_on_gpu(term) and reward.placement != "ray":
+                continue
+            known = term.name == "ocr" and bool(term.options.get("detect"))
+            seconds = max(0.0, self.images * OCR_SECONDS * share - beside) if known else None
+            found.append(Phase(name=f"reward {term.name}", where="host", seconds=seconds))
+        return found
+
+    # What to change ----------------------------------------------------------------------------------------
+
+    def changes(self) -> dict[str, _Rank]:
+        """Overrides that save the trainer much memory."""
+        config, found = self.config, {}
+        if not config.model.lora.rank and config.actor.optimizer == "adamw":
+            found[IN_8_BITS] = replace(config, actor=replace(config.actor, optimizer="adamw_8bit"))
+        if not config.model.offload_text_encoders:
+            found[OFFLOAD] = replace(config, model=replace(config.model, offload_text_encoders=True))
+        return {keys: _Rank(self.traces, changed, self.ranks) for keys, changed in found.items()}
+
+    def engine_changes(self, *ways: str) -> dict[str, _Rank]:
+        """Those of `ways` that an engine in its own processes has."""
+        config, found = self.config, {}
+        for keys in ways:
+            more: dict[str, Any] = {}
+            if SLEEP in keys:
+                more["enable_sleep_mode"] = True
+            if FP8 in keys:
+                if not self.traces.quantizable or (keys == FP8 and not self._may_take_fp8):
+                    continue
+                more["quantization"] = "fp8"
+            engine = {**self.options, **more}
+            changed = replace(config, rollout=replace(config.rollout, engine=engine))
+            found[keys] = _Rank(self.traces, changed, self.ranks)
+        return found
+
+    @property
+    def _may_take_fp8(self) -> bool:
+        own = resolve_engine(self.config.rollout.name).own_processes
+        return own and self._sends_adapter and not self.quantized
+
+
+def roofline(work: Work, gpu: Gpu, speed: Speed, *, half: bool) -> float:
+    """Seconds of `work`: arithmetic, memory traffic, or the host that launches its operations limits it."""
+    peak = gpu.half if half else gpu.float32
+    return max(work.flops / (speed.share * peak), work.moved / gpu.bandwidth, work.kernels * speed.launch)
+
+
+def engine_peak(weights: float, sampling: float, decoder: float, decoding: float) -> float:
+    """Peak bytes of an engine, which holds the transformer's weights and the VAE's."""
+    return weights + decoder + max(sampling, decoding)
+
+
+def other_changes(config: Config, ranks: int) -> tuple[str, ...]:
+    """Words for what else saves memory, in a run on so many ranks."""
+    shards = shards_weights(config, ranks)
+    if config.model.lora.rank:
+        quantized = config.model.quantization != "none"
+        ways = [] if quantized else ["more ranks" if shards else "actor.fsdp=true on several ranks"]
+        if not quantized and _may_quantize(config):
+            ways.append("model.quantization=nf4")
+        return (*ways, "a smaller model.lora.rank")
+    if shards:
         ways = ["more ranks"]
     elif resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local":
         ways = ["actor.fsdp=true on several ranks"]
     else:
         ways = ["actor.fsdp=true on several ranks (with rollout.name=in_process rollout.placement=local)"]
     if config.actor.optimizer == "adamw":
-        ways.append("actor.optimizer=adamw_8bit")
+        ways.append(IN_8_BITS)
     return tuple(ways)
 
 
@@ -158,63 +404,6 @@ def _may_quantize(config: Config) -> bool:
     return True
 
 
-def _ways_to_share(rank: Rank, memory: Memory) -> dict[str, float]:
-    """Overrides that save memory on a GPU shared by trainer and engine, with the peak under each."""
-    if not memory.may_share:
-        return {}
-    config = rank.config
-    changes: list[dict[str, Any]] = [{"enable_sleep_mode": True}]
-    if rank.traces.quantizable:
-        changes.append({"enable_sleep_mode": True, "quantization": "fp8"})
-    ways = {}
-    for change in changes:
-        engine = {**config.rollout.engine, **change}
-        changed = replace(config, rollout=replace(config.rollout, engine=engine))
-        overrides = " ".join(f"rollout.engine.{key}={str(value).lower()}" for key, value in change.items())
-        ways[overrides] = _memory(replace(rank, config=changed)).shared
-    return ways
-
-
-def _memory(rank: Rank) -> Memory:
-    config, training = rank.config, rank.training
-    decoder = rank.traces.decoder
-    rewards = (*rank.traces.rewards, *rank.traces.gold)
-    weights = training.weights + decoder.weights + sum(reward.weights for reward in rewards)
-    with_text = weights + rank.text.weights
-    encode = with_text if rank.traces.text_fits else max(with_text, rank.resident + rank.text.weights)
-    resident = rank.resident
-    collected = rank.collected
-    update = resident + collected + rank.mini_batch * training.sample
-    without_samples = training.gradients + training.gathered + training.backward.copied
-    engine = 0.0
-    if rank.own_engine:
-        spread = config.rollout.engine.get("tensor_parallel_size", 1)
-        held = rank.engine_weights / spread + rank.engine_adapter
-        if needs_base(config):  # a Ray worker merges adapters into a copy of its model
-            held += training.transformer
-        engine = engine_memory(held, rank.sampling, decoder)
-    return Memory(
-        load=with_text,
-        encode=encode + rank.text.work.peak,
-        idle=resident + collected,
-        sample=resident + collected + rank.sampling.peak,
-        decode=resident + collected + decoder.work.peak,
-        reward=resident + collected + max((reward.work.peak for reward in rewards), default=0.0),
-        recompute=resident + collected + training.recompute.peak,
-        update=update + max(training.backward.peak, training.step.peak),
-        update_without_samples=update + without_samples,
-        update_a_sample=(training.backward.peak - without_samples) / rank.micro_batch,
-        sync=resident + collected + training.gradients + _merged(rank),
-        engine=engine,
-        engine_sleeps=bool(config.rollout.engine.get("enable_sleep_mode")),
-        may_share=rank.own_engine and config.rollout.placement == "local",
-    )
-
-
-def _merged(rank: Rank) -> float:
-    """Bytes of merging the largest weight in float32, for an engine that gets whole weights; otherwise 0."""
-    config = rank.config
-    asked = config.rollout.engine.get("weight_sync")
-    if not rank.own_engine or (config.model.lora.rank and asked != "merged"):
-        return 0.0
-    return 3 * 4 * rank.training.largest
+def _largest_micro_batch(memory: Memory, gpu: Gpu, most: int) -> int:
+    room = gpu.memory / MARGIN - memory.update_fixed
+    return max(0, min(int(room / memory.update_a_sample), most))

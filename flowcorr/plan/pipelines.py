@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import EMBEDDED, FAMILIES, ModelFamily, quiet_loaders, resolve_family, resolve_path
 from flowcorr.models.quantized import quantize_blocks
-from flowcorr.plan.fake_backend import without_device
-from flowcorr.plan.fake_device import FakeDevice
+from flowcorr.plan.tracing import TRACED
 
 SHIPPED = Path(__file__).parent / "architectures"
+_DEPTHS = {
+    "transformer_blocks": "num_layers",
+    "single_transformer_blocks": "num_single_layers",
+    "layers": "n_layers",
+    "noise_refiner": "n_refiner_layers",
+    "context_refiner": "n_refiner_layers",
+    "blocks": "num_layers",
+}
+"""The key of a transformer's configuration with the number of its blocks, by the name of their list."""
+
+
+def on_meta() -> AbstractContextManager[Any]:
+    """Build modules on torch's `meta` device."""
+    return torch.device("meta")
+
+
+class Places(Protocol):
+    """Gives the weights of modules on torch's `meta` device a place, as a tracer does."""
+
+    def place(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Replace the module's parameters and buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,25 +58,50 @@ class Architecture:
     model_index: Mapping[str, Any]
     configs: Mapping[str, Mapping[str, Any]]
 
-    @property
-    def depths(self) -> dict[str, int]:
-        """The number of blocks of each kind in the transformer, by the key of its configuration."""
-        config = self.configs["transformer"]
-        keys = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
-        depths = {key: config[key] for key in keys if key in config}
-        dual = len(config.get("dual_attention_layers", ()))
+    def cut(self, shorter: Callable[[int], int]) -> Architecture:
+        """The same pipeline with `shorter(depth)` blocks of each kind in its transformer."""
+        transformer = dict(self.configs["transformer"])
+        dual = len(transformer.get("dual_attention_layers", ()))
+        plain = transformer.get("num_layers", 0) - dual
+        for key in set(_DEPTHS.values()) & transformer.keys():
+            transformer[key] = shorter(transformer[key])
         if dual:
-            depths = {"num_layers": depths["num_layers"] - dual, "dual_attention_layers": dual}
-        return depths
-
-    def with_depths(self, depths: Mapping[str, int]) -> Architecture:
-        """The same pipeline with these numbers of blocks in its transformer."""
-        changed: dict[str, Any] = dict(depths)
-        if "dual_attention_layers" in depths:
-            dual = depths["dual_attention_layers"]
-            changed = {"num_layers": depths["num_layers"] + dual, "dual_attention_layers": tuple(range(dual))}
-        transformer = {**self.configs["transformer"], **changed}
+            transformer["dual_attention_layers"] = tuple(range(shorter(dual)))
+            transformer["num_layers"] = shorter(dual) + shorter(plain)
         return replace(self, configs={**self.configs, "transformer": transformer})
+
+    @property
+    def shallow(self) -> Architecture:
+        """The same pipeline with at most `TRACED` blocks of a kind in its transformer."""
+        return self.cut(lambda depth: min(depth, TRACED))
+
+    @property
+    def depth(self) -> int:
+        """Blocks of all kinds in the transformer."""
+        config = self.configs["transformer"]
+        return sum(config[key] for key in set(_DEPTHS.values()) & config.keys())
+
+    def kinds(self, transformer: nn.Module) -> list[tuple[list[nn.Module], int]]:
+        """The blocks of each kind in a shallow transformer, and how many the real one has."""
+        config = self.configs["transformer"]
+        kinds = []
+        for name, blocks in transformer.named_children():
+            if not isinstance(blocks, nn.ModuleList) or _DEPTHS.get(name) not in config:
+                continue
+            depth, dual = config[_DEPTHS[name]], len(config.get("dual_attention_layers", ()))
+            if dual:
+                first = min(dual, TRACED)
+                kinds += [(list(blocks[:first]), dual), (list(blocks[first:]), depth - dual)]
+            else:
+                kinds.append((list(blocks), depth))
+        return kinds
+
+    def whole(self, transformer: nn.Module, measure: Callable[[nn.Module], float]) -> float:
+        """A sum over the weights of the real transformer, measured on a shallow one."""
+        kinds = self.kinds(transformer)
+        return measure(transformer) + sum(
+            (depth - len(blocks)) * measure(blocks[-2]) for blocks, depth in kinds if depth > len(blocks)
+        )
 
     @property
     def text_encoders(self) -> list[str]:
@@ -118,16 +165,21 @@ def family_class(architecture: Architecture, model: ModelConfig) -> type[ModelFa
 
 
 def build_family(
-    architecture: Architecture, model: ModelConfig, device: FakeDevice, *, dtype: torch.dtype, adapted: bool
+    architecture: Architecture,
+    model: ModelConfig,
+    tracer: Places,
+    *,
+    dtype: torch.dtype,
+    empty: Callable[[], AbstractContextManager[Any]] = on_meta,
 ) -> ModelFamily:
-    """The family's adapter around a pipeline on the fake device, without text encoders and tokenizers.
+    """The family's adapter around a pipeline without values, text encoders and tokenizers.
 
     Args:
         architecture: see `find_architecture`.
         model: the section `model` of the configuration.
-        device: the fake device, inside its context.
+        tracer: places the weights; inside its context.
         dtype: the dtype of the weights.
-        adapted: whether the transformer gets an adapter; it is then put on the device by its `add_adapter`.
+        empty: modules are built in this context.
 
     Raises:
         ConfigError: the family is unknown.
@@ -136,26 +188,30 @@ def build_family(
 
     family = family_class(architecture, model)
     parts: dict[str, Any] = dict.fromkeys(_component_names(architecture))
-    parts["transformer"] = _new(architecture, "transformer")
-    if model.quantization != "none":
-        quantize_blocks(parts["transformer"], model.quantization)
-    if adapted:
-        _place_with_adapter(parts["transformer"], device, dtype)
+    with _disable_current_modes():
+        parts["scheduler"] = _class_of(architecture, "scheduler").from_config(
+            architecture.configs["scheduler"]
+        )
+        for name in ("transformer", "vae"):
+            parts[name] = _new(architecture, name)
+    with _disable_current_modes():
+        if model.quantization != "none":
+            quantize_blocks(parts["transformer"], model.quantization)
+    if model.lora.rank:
+        _place_with_adapter(parts["transformer"], tracer, dtype)
     else:
-        device.place(parts["transformer"], dtype)
-    parts["vae"] = build_component(architecture, "vae", device, dtype)
-    parts["scheduler"] = _class_of(architecture, "scheduler").from_config(architecture.configs["scheduler"])
+        tracer.place(parts["transformer"], dtype)
+    tracer.place(parts["vae"], dtype)
     with quiet_loaders():
         pipeline = getattr(diffusers, architecture.model_index["_class_name"])(**parts)
     return family(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)
 
 
-def build_component(
-    architecture: Architecture, name: str, device: FakeDevice, dtype: torch.dtype
-) -> nn.Module:
-    """One component on the fake device, frozen and in evaluation mode."""
-    module = _new(architecture, name)
-    device.place(module, dtype)
+def build_component(architecture: Architecture, name: str, tracer: Places, dtype: torch.dtype) -> nn.Module:
+    """One component without values, frozen and in evaluation mode."""
+    with _disable_current_modes(), on_meta():
+        module = _new(architecture, name)
+    tracer.place(module, dtype)
     return module
 
 
@@ -164,19 +220,18 @@ def _new(architecture: Architecture, name: str) -> Any:
     if hasattr(kind, "from_config"):  # diffusers; transformers' models have `config_class`
         module = kind.from_config(config)
     else:
-        with torch.device("meta"):
-            module = kind(kind.config_class.from_dict(dict(config)))
+        module = kind(kind.config_class.from_dict(dict(config)))
     return module.requires_grad_(False).eval()
 
 
-def _place_with_adapter(transformer: Any, device: FakeDevice, dtype: torch.dtype) -> None:
-    """Make `add_adapter` put `transformer` on the device afterwards, because peft cannot add an adapter there."""
+def _place_with_adapter(transformer: Any, tracer: Places, dtype: torch.dtype) -> None:
+    """Let `add_adapter` place `transformer` afterwards, because peft cannot add layers to tensors without values."""
     add_adapter = transformer.add_adapter
 
     def add_and_place(*args: Any, **kwargs: Any) -> None:
-        with without_device():
+        with _disable_current_modes():
             add_adapter(*args, **kwargs)
-        device.place(transformer, dtype)
+        tracer.place(transformer, dtype)
 
     transformer.add_adapter = add_and_place
 

@@ -1,4 +1,4 @@
-"""Memory and time of sharded weights (`actor.fsdp`) on each rank, from those of a whole copy."""
+"""Memory and traffic of sharded weights (`actor.fsdp`) on each rank, from those of a whole copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 from flowcorr.actor.passes import passes_of
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES
-from flowcorr.plan.training import Training, Work
+from flowcorr.plan.tracing import Work
+from flowcorr.plan.training import Training
 from flowcorr.rollout.base import actor_dtype, trains_shards
 
 FORWARD, BACKWARD = 3, 2
@@ -30,55 +31,35 @@ def sharded(training: Training, config: Config, ranks: int) -> Training:
     it stay whole.
 
     Args:
-        training: of a whole copy, measured with `computed(config, ranks)`.
+        training: of a whole copy, traced with `computed(config, ranks)`.
         config: the run's configuration.
         ranks: that share the weights.
     """
     passes = 1 if passes_of(config).folded else config.sampling.sde_window_size
-    gathered = passes * training.transformer * (ranks - 1) / ranks  # by the passes of a micro-batch, forwards
-    if not trains_shards(config, ranks):
-        return replace(
+    sent = passes * training.transformer * (ranks - 1) / ranks  # by the passes of a micro-batch, forwards
+    part, share, reduced = training.part, 1 / ranks, 0.0
+    if trains_shards(config, ranks):
+        held, used = DTYPES[config.model.dtype].itemsize, DTYPES[actor_dtype(config, ranks)].itemsize
+        share, reduced = held / used / ranks, max(held, 4) / used
+        training = replace(
             training,
-            transformer=training.transformer / ranks,
-            numbers=training.numbers / ranks,
-            gathered=BACKWARD * training.part,
-            recompute=_moving(training.recompute, FORWARD * training.part, gathered),
-            backward=_moving(training.backward, BACKWARD * training.part, 2 * gathered),
+            gradients=training.gradients * share,
+            moments=training.moments * share,
+            moments_8bit=training.moments_8bit / ranks,  # small shards keep 32 bits, which is ignored here
+            step=_part(training.step, share),
         )
-    held, used = DTYPES[config.model.dtype].itemsize, DTYPES[actor_dtype(config, ranks)].itemsize
-    share = held / used / ranks
-    forward = FORWARD * training.part
-    backward = BACKWARD * training.part + training.part * (1 + max(held, 4) / used)
+    gathered = part * (BACKWARD + (1 + reduced if reduced else 0))
     return replace(
         training,
         transformer=training.transformer * share,
         numbers=training.numbers / ranks,
-        gradients=training.gradients * share,
-        moments=training.moments * share,
-        gathered=backward,
-        recompute=_moving(training.recompute, forward, gathered),
-        backward=_moving(
-            training.backward,
-            backward + training.gradients * (share - 1),
-            gathered * (2 + max(held, 4) / used),
-        ),
-        step=_part(training.step, share),
-        moments_8bit=training.moments_8bit / ranks,  # small shards keep 32 bits, which is ignored here
-        step_8bit=_part(training.step_8bit, share),
+        gathered=gathered,
+        gathered_forward=FORWARD * part,
+        sent=sent * (2 + reduced),
+        sent_forward=sent,
     )
 
 
 def _part(work: Work, share: float) -> Work:
     """`work` on a share of the data, with as many kernels."""
-    peaks = {stage: peak * share for stage, peak in work.peaks.items()}
-    operations = {
-        operation._replace(flops=operation.flops * share, moved=operation.moved * share): count
-        for operation, count in work.operations.items()
-    }
-    return replace(work, peaks=peaks, moved=work.moved * share, operations=operations)
-
-
-def _moving(work: Work, more: float, sent: float) -> Work:
-    """`work` with `more` bytes at its peaks, whatever its rows, while each rank sends `sent` bytes to the others."""
-    peaks = {stage: peak + more for stage, peak in work.peaks.items()}
-    return replace(work, peaks=peaks, fixed=more, sent=sent)
+    return replace(work, peak=work.peak * share, moved=work.moved * share)

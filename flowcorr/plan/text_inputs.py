@@ -13,7 +13,6 @@ from flowcorr.errors import ConfigError
 from flowcorr.models import FAMILIES, Conditioning, ModelFamily
 from flowcorr.models.base import TextShapes
 from flowcorr.models.prompt_cache import MULTIPLE
-from flowcorr.plan.fake_backend import DEVICE
 from flowcorr.plan.pipelines import Architecture
 
 
@@ -34,9 +33,9 @@ class TextInputs(TextShapes):
         return {**self.conditioning, **(negative if self.negative else {})}
 
     def make(self, samples: int, dtype: torch.dtype) -> Conditioning:
-        """Conditioning `[B, ...]` of `samples` on the fake device."""
+        """Conditioning `[B, ...]` of `samples`, without values."""
         return {
-            name: torch.ones(samples, *shape, dtype=_dtype(name, dtype), device=DEVICE)
+            name: torch.ones(samples, *shape, dtype=_dtype(name, dtype))
             for name, shape in self.shapes.items()
         }
 

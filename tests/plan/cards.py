@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 
 from flowcorr.config import load, recipe_names
-from flowcorr.plan.answers import Plan, duration
+from flowcorr.plan.answers import Memory, Plan, duration
 from flowcorr.plan.devices import GPUS, Gpu
-from flowcorr.plan.estimate import plan_of
+from flowcorr.plan.estimate import FP8, OFFLOAD, SLEEP, plan_of
 from flowcorr.plan.traces import trace
 
 RECIPES = tuple(name for name in recipe_names() if not name.startswith("tiny_"))
@@ -24,37 +24,35 @@ RANKS = {"qwen_image_ocr_lora_2x32gb": 2}
 """Training ranks of recipes that are for more than one."""
 PAGE = Path(__file__).parents[2] / "recipes" / "README.md"
 BEGIN, END = "<!-- cards -->\n", "<!-- end of cards -->"
-SHARED_BY = {
-    "rollout.engine.enable_sleep_mode=true": " (a)",
-    "rollout.engine.enable_sleep_mode=true rollout.engine.quantization=fp8": " (b)",
-}
-OFFLOADED = "model.offload_text_encoders=true"
-FITTED_BY = {
-    OFFLOADED: "c",
-    "actor.micro_batch_size=1": "d",
-    "rollout.engine.quantization=fp8": "e",
-}
+SHARED_BY = {SLEEP: " (a)", f"{SLEEP} {FP8}": " (b)"}
+FITTED_BY = {OFFLOAD: "c", "actor.micro_batch_size=1": "d", FP8: "e"}
 
 
 def cell(plan: Plan) -> str:
     """Time of a step on a GPU for each rank, with its engine, else on two; empty if the recipe fits neither."""
     seconds = plan.seconds()
     time = f"{seconds / 60:.0f} min" if seconds >= 100 else duration(seconds)
-    if plan.fits(plan.memory.shared):
+    memory = plan.memory
+    if plan.fits(alone(memory)):
         return time if plan.ranks == 1 else f"{plan.ranks} x: {time}"
     for overrides, mark in SHARED_BY.items():
-        if overrides in plan.ways_to_share and plan.fits(plan.ways_to_share[overrides]):
+        if overrides in plan.shared_changes and plan.fits(plan.shared_changes[overrides]):
             return time + mark
     if plan.fitting:
         return f"2 x: {time}"
-    offloaded = plan.ways_to_fit.get(OFFLOADED)
-    if offloaded and plan.fits(offloaded.shared):
+    offloaded = plan.changes.get(OFFLOAD)
+    if offloaded and plan.fits(alone(offloaded)):
         return f"{time} (c)"
     return (
         f"2 x: {time} (c)"
         if offloaded and plan.fits(offloaded.trainer) and plan.fits(offloaded.engine)
         else ""
     )
+
+
+def alone(memory: Memory) -> float:
+    """Peak bytes of the run on one GPU."""
+    return memory.trainer if memory.shared is None else memory.shared
 
 
 def smallest(found: tuple[Gpu, str] | None) -> str:
@@ -74,7 +72,7 @@ def row(recipe: str) -> str:
     traces = trace(config, ranks)
     plans = [plan_of(traces, config, gpu=gpu, ranks=ranks, title=recipe) for gpu in CARDS]
     memory = plans[0].memory
-    sizes = "".join(f" {size / 1e9:.0f} |" for size in (memory.trainer, memory.engine, memory.shared))
+    sizes = "".join(f" {size / 1e9:.0f} |" for size in (memory.trainer, memory.engine, alone(memory)))
     trainer = smallest(plans[0].smallest_for_trainer())
     engine = smallest(plans[0].smallest_for_engine()) if memory.engine else "in process"
     return f"| `{recipe}` |{sizes} {trainer} | {engine} |{''.join(f' {cell(plan)} |' for plan in plans)}\n"

@@ -6,15 +6,9 @@ from typing import Any
 import pytest
 
 from flowcorr.config import load
-from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.traces import Traces, trace
 
 SIZE = {"height": 32, "width": 64}
-
-
-@pytest.fixture
-def new_device() -> Callable[[], FakeDevice]:
-    return FakeDevice
 
 
 @pytest.fixture(scope="session")

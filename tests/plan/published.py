@@ -6,7 +6,7 @@ Rows stand in the order in which they were found. Every third one is held out: n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -14,13 +14,11 @@ from statistics import median
 
 from flowcorr.config import load
 from flowcorr.plan.answers import Plan
-from flowcorr.plan.components import measure_decoder
-from flowcorr.plan.devices import GPUS, Gpu, Utilisation
-from flowcorr.plan.engine import ADAPTED, COMPILED, engine_memory
-from flowcorr.plan.estimate import plan_of
+from flowcorr.plan.components import trace_decoder
+from flowcorr.plan.devices import ADAPTED, COMPILED, EAGER, GPUS, Gpu, Speed
+from flowcorr.plan.estimate import engine_peak, plan_of, roofline
 from flowcorr.plan.pipelines import find_architecture
-from flowcorr.plan.traces import engine_scoring, trace
-from flowcorr.plan.training import measure_scoring
+from flowcorr.plan.traces import engine_pass, trace
 
 GB, MIB = 1e9, 2.0**20
 TIME, MEMORY = 1.35, 1.15
@@ -77,43 +75,39 @@ SD35_384 = sized(SD35, 384, "sampling.guidance_scale=1")
 
 @cache
 def one_forward(case: tuple[str, ...], adapted: bool):
-    """A forward pass of one image, and the engine's weights."""
+    """A forward pass of one image in an engine, and the engine's weights."""
     recipe, *overrides = case
     config = load(recipe, overrides)
-    architecture = find_architecture(config.model.path)
-    return (
-        measure_scoring(config, architecture, wrapped=True)
-        if adapted
-        else engine_scoring(config, architecture)
-    )
+    return engine_pass(config, find_architecture(config.model.path), "beside" if adapted else "merged")
 
 
 @cache
 def decoder(case: tuple[str, ...], images: int):
     recipe, *overrides = case
     config = load(recipe, overrides)
-    return measure_decoder(config, find_architecture(config.model.path), images=images)
+    return trace_decoder(config, find_architecture(config.model.path), images=images)
 
 
 def denoising(case, *, rows: int = 1, steps: int = 1, passes: int = 1, adapted: bool = False) -> Planned:
     """Seconds of so many denoising steps of `rows` images; other engines compute guidance in two `passes`."""
-    speed = ADAPTED if adapted else COMPILED
+    return forwards(
+        case, ADAPTED if adapted else COMPILED, rows=rows, steps=steps, passes=passes, adapted=adapted
+    )
 
+
+def forwards(
+    case, speed: Speed, *, rows: int = 1, steps: int = 1, passes: int = 1, adapted: bool = False
+) -> Planned:
     def planned(gpu: Gpu) -> float:
         work = one_forward(case, adapted).work
-        flops = work.flops * rows / (gpu.half * speed.share)
-        return steps * max(flops, passes * work.kernels * speed.launch)
+        work = replace(work.times(rows), kernels=passes * work.kernels)
+        return steps * roofline(work, gpu, speed, half=True)
 
     return planned
 
 
-def eager(case, *, steps: int) -> Planned:
-    """Seconds of so many denoising steps of one image with diffusers, as `rollout.name: in_process` samples."""
-    return lambda gpu: steps * one_forward(case, False).work.seconds(gpu, Utilisation())
-
-
 def decoding(case, images: int) -> Planned:
-    return lambda gpu: decoder(case, min(images, 8)).scaled(images).seconds(gpu, Utilisation())
+    return lambda gpu: roofline(decoder(case, min(images, 8)).scaled(images), gpu, EAGER, half=True)
 
 
 def generation(case, *, images: int, rows: int, steps: int, passes: int, adapted: bool) -> Planned:
@@ -133,8 +127,8 @@ def memory(case) -> Planned:
     """Peak bytes of an engine without adapters that samples one image."""
 
     def planned(gpu: Gpu) -> float:
-        scoring = one_forward(case, False)
-        return engine_memory(scoring.weights, scoring.work, decoder(case, 1))
+        engine, vae = one_forward(case, False), decoder(case, 1)
+        return engine_peak(engine.weights, engine.work.peak, vae.weights, vae.work.peak)
 
     return planned
 
@@ -249,7 +243,7 @@ ROWS = (
         outside="moments in the host's memory; its own utilisation counts 2.1 times this arithmetic"),
     Row(setting="FLUX.1-dev, 1024 px, 28 steps with diffusers, eager", gpu=H100, published=6.49,
         source="xDiT, issue 378, mean of two machines, 2024-12-04",
-        planned=total(eager(FLUX_1024, steps=28), decoding(FLUX_1024, 1))),
+        planned=total(forwards(FLUX_1024, EAGER, steps=28), decoding(FLUX_1024, 1))),
     Row(setting="the same, compiled", gpu=H100, published=4.09, source="xDiT, issue 378, 2024-12-04",
         planned=total(denoising(FLUX_1024, steps=28), decoding(FLUX_1024, 1))),
     Row(setting="Qwen-Image, 512 px, guidance, 20 steps in vllm-omni", gpu=H100, published=2.32,

@@ -7,8 +7,6 @@ import pytest
 from flowcorr.config import find_recipe
 from tests.plan.cards import BEGIN, CARDS, END, PAGE, RECIPES, row
 
-# The fake device has to be registered before a process computes its first gradient.
-pytestmark = pytest.mark.fake_device
 SHOWN = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines(keepends=True)[2:]
 
 

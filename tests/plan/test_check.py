@@ -21,7 +21,6 @@ def test_a_run_that_fits_passes_without_a_word(overrides, recwarn):
     assert len(recwarn) == 0
 
 
-@pytest.mark.fake_device
 def test_a_run_that_cannot_fit_is_stopped_with_the_numbers_and_what_would_fit(overrides):
     with pytest.raises(
         ConfigError, match=r"(?s)needs .* MB of GPU memory, and there are 8\.0 MB.*micro_batch_size"

@@ -1,15 +1,12 @@
-"""Models around the transformer, on the fake device."""
+"""Models around the transformer, without values."""
 
 import pytest
 
 from flowcorr.config import RewardTerm
 from flowcorr.models import load_family
-from flowcorr.plan.components import PAGEABLE_BANDWIDTH, measure_clip, measure_decoder, measure_text_encoders
+from flowcorr.plan.components import trace_clip, trace_decoder, trace_text_encoders
 from flowcorr.plan.pipelines import family_class, find_architecture
 from flowcorr.plan.text_inputs import text_inputs
-
-# The fake device has to be registered before a process computes its first gradient.
-pytestmark = pytest.mark.fake_device
 
 
 def size_of(*modules):
@@ -19,12 +16,12 @@ def size_of(*modules):
 def test_the_decoder_weighs_what_it_weighs_and_takes_few_images_at_a_time(make_config):
     config = make_config()
     architecture = find_architecture("tiny_ocr")
-    few = measure_decoder(config, architecture, images=2)
-    many = measure_decoder(config, architecture, images=10**6)
+    few = trace_decoder(config, architecture, images=2)
+    many = trace_decoder(config, architecture, images=10**6)
     assert few.weights == size_of(load_family(config.model).pipeline.vae)
     assert few.batch == 2 < many.batch < 10**6
     assert few.scaled(4).flops == 2 * few.work.flops
-    assert few.scaled(4).peaks == few.work.peaks  # one batch at a time
+    assert few.scaled(4).peak == few.work.peak  # one batch at a time
 
 
 def test_guidance_leaves_the_text_encoders_of_a_prompt_as_they_are(make_config):
@@ -34,7 +31,7 @@ def test_guidance_leaves_the_text_encoders_of_a_prompt_as_they_are(make_config):
 
     def measured(config):
         inputs = text_inputs(architecture, family, config)
-        return measure_text_encoders(config, architecture, inputs, prompts=4, offloaded=False)
+        return trace_text_encoders(config, architecture, inputs, prompts=4)[False]
 
     plain, with_negative = measured(config), measured(guided)
     pipeline = load_family(config.model).pipeline
@@ -45,14 +42,11 @@ def test_guidance_leaves_the_text_encoders_of_a_prompt_as_they_are(make_config):
     assert with_negative == plain
 
 
-def test_offloaded_text_encoders_hold_one_layer_and_copy_all_of_them(make_config):
+def test_offloaded_text_encoders_hold_one_layer(make_config):
     config, architecture = make_config(), find_architecture("tiny_ocr")
     inputs = text_inputs(architecture, family_class(architecture, config.model), config)
-
-    def measured(**options):
-        return measure_text_encoders(config, architecture, inputs, **options)
-
-    here, offloaded = (measured(prompts=4, offloaded=offloaded) for offloaded in (False, True))
+    found = trace_text_encoders(config, architecture, inputs, prompts=4)
+    here, offloaded = found[False], found[True]
     pipeline = load_family(config.model).pipeline
     encoders = [pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3]
     layers = [
@@ -61,8 +55,6 @@ def test_offloaded_text_encoders_hold_one_layer_and_copy_all_of_them(make_config
     assert offloaded.weights == 0
     assert here.work.peak < offloaded.work.peak < here.work.peak + 1.05 * max(layers)
     assert offloaded.work.flops == here.work.flops
-    copied = offloaded.work.copying * PAGEABLE_BANDWIDTH / 2
-    assert copied == pytest.approx(here.weights, rel=0.1)  # of which the allocator has rounded up each tensor
 
 
 @pytest.mark.parametrize(
@@ -71,4 +63,4 @@ def test_offloaded_text_encoders_hold_one_layer_and_copy_all_of_them(make_config
     ids=["no model", "on the CPU"],
 )
 def test_rewards_beside_the_gpu_take_none_of_it(term):
-    assert measure_clip(term) is None
+    assert trace_clip(term) is None

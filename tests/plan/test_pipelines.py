@@ -1,6 +1,8 @@
 """Pipelines from their configurations alone."""
 
+import diffusers
 import pytest
+import torch
 
 from flowcorr.config import ModelConfig, load, recipe_names
 from flowcorr.errors import ConfigError
@@ -13,7 +15,6 @@ def test_models_of_recipes_are_found_without_the_hub(path):
     architecture = find_architecture(path)
     assert {"transformer", "vae"} <= architecture.configs.keys()
     assert architecture.text_encoders
-    assert min(architecture.depths.values()) > 0
     assert (
         family_class(architecture, ModelConfig(path=path)).pipeline_class in architecture.model_index.values()
     )
@@ -26,13 +27,26 @@ def test_an_embedded_model_has_the_configuration_of_its_folder():
     assert type(family) is family_class(architecture, config)
 
 
-def test_depths_are_of_each_kind_of_block():
+def test_a_shallow_pipeline_keeps_each_kind_of_block():
     transformer = {"num_layers": 24, "dual_attention_layers": tuple(range(13)), "width": 64}
     deep = Architecture(path="x", model_index={}, configs={"transformer": transformer})
-    assert deep.depths == {"num_layers": 11, "dual_attention_layers": 13}
-    shallow = deep.with_depths({"num_layers": 1, "dual_attention_layers": 2})
-    assert shallow.configs["transformer"] == {"num_layers": 3, "dual_attention_layers": (0, 1), "width": 64}
-    assert shallow.depths == {"num_layers": 1, "dual_attention_layers": 2}
+    shallow = deep.shallow.configs["transformer"]
+    assert shallow == {"num_layers": 6, "dual_attention_layers": (0, 1, 2), "width": 64}
+
+
+@pytest.mark.parametrize("path", sorted({load(name).model.path for name in recipe_names()}))
+def test_every_block_of_a_recipes_model_is_counted(path):
+    architecture = find_architecture(path)
+    with torch.device("meta"):
+        kind = getattr(diffusers, architecture.model_index["transformer"][1])
+        few, all_blocks = (
+            kind.from_config(each.configs["transformer"]) for each in (architecture.shallow, architecture)
+        )
+
+    def count(module):
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    assert architecture.whole(few, count) == count(all_blocks)
 
 
 def test_a_pipeline_of_no_family_is_named():

@@ -4,9 +4,6 @@ import pytest
 
 from tests.plan.published import FITTED, HELD_OUT, MEMORY, PAGE, ROWS, TIME, rewritten, summary
 
-# The fake device has to be registered before a process computes its first gradient.
-pytestmark = pytest.mark.fake_device
-
 
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=f"{place}") for place, row in enumerate(ROWS, 1) if not row.outside]

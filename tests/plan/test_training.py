@@ -1,4 +1,4 @@
-"""Extrapolated numbers against whole models, and predicted memory against what torch really allocates."""
+"""Predicted memory against what torch really allocates."""
 
 from dataclasses import replace
 
@@ -8,53 +8,11 @@ import torch
 from flowcorr.config import load
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
-from flowcorr.plan.devices import GPUS, Utilisation
-from flowcorr.plan.fake_device import FakeDevice
 from flowcorr.plan.pipelines import find_architecture
-from flowcorr.plan.training import measure_blocks, measure_training, one_optimizer_step
+from flowcorr.plan.training import trace_training
 from tests.plan.allocation import allocated
 
-# The fake device has to be registered before a process computes its first gradient.
-pytestmark = pytest.mark.fake_device
-
 SMALL = {"actor": {"micro_batch_size": 4, "mini_batches": 1}, "rollout": {"prompts_per_step": 2, "n": 4}}
-
-
-def check_extrapolation(config, architecture):
-    extrapolated = measure_training(config, architecture)
-    whole = measure_blocks(config, architecture)
-    for name in (
-        "transformer",
-        "numbers",
-        "largest",
-        "adapter",
-        "gradients",
-        "moments",
-        "moments_8bit",
-        "sample",
-    ):
-        assert getattr(extrapolated, name) == pytest.approx(getattr(whole, name), rel=1e-6)
-    for name in ("recompute", "backward", "step", "step_8bit"):
-        few, all_blocks = getattr(extrapolated, name), getattr(whole, name)
-        for quantity in ("peak", "flops", "moved", "kernels"):
-            assert getattr(few, quantity) == pytest.approx(getattr(all_blocks, quantity), rel=1e-3)
-        expected = all_blocks.seconds(GPUS["h100-80gb"], Utilisation())
-        assert few.seconds(GPUS["h100-80gb"], Utilisation()) == pytest.approx(expected, rel=1e-3)
-
-
-def test_few_blocks_extrapolate_to_all_of_them(make_config):
-    check_extrapolation(make_config(**SMALL), find_architecture("tiny_ocr").with_depths({"num_layers": 6}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe", ["sd35_medium_ocr_lora", "flux_dev_pickscore_lora", "z_image_pickscore_lora"]
-)
-def test_two_kinds_of_blocks_extrapolate_to_all_of_them(recipe):
-    config = load(recipe)
-    architecture = find_architecture(config.model.path)
-    architecture = architecture.with_depths(dict.fromkeys(architecture.depths, 5))
-    check_extrapolation(config, architecture)
 
 
 WHOLE = {  # GB: weights with adapter, peaks of recompute and of the first update
@@ -67,12 +25,12 @@ WHOLE = {  # GB: weights with adapter, peaks of recompute and of the first updat
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", WHOLE)
 def test_few_blocks_of_real_models_tell_what_whole_models_were_measured_to_need(recipe):
-    """`measure_blocks` of all blocks: before the optimizer's state, and without older gradients."""
+    """Traced with all blocks: before the optimizer's state, and without older gradients."""
     config = load(recipe)
-    training = measure_training(config, find_architecture(config.model.path))
+    training = trace_training(config, find_architecture(config.model.path))
     vae = 0.254e9 if "qwen" in recipe else 0.168e9
     loaded = training.weights + vae + (training.gradients if config.actor.ema else 0)
-    peaks = (loaded, loaded + training.recompute.peak, loaded + training.backward.peak - training.gradients)
+    peaks = (loaded, loaded + training.recompute.peak, loaded + training.backward.peak)
     assert [peak / 1e9 for peak in peaks] == [pytest.approx(value, rel=0.01) for value in WHOLE[recipe]]
 
 
@@ -86,7 +44,7 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
         "actor": {**SMALL["actor"], "gradient_checkpointing": checkpointing, "autocast": autocast},
         "model": {"path": "tiny_ocr", "lora": no_adapter() if autocast else LoraConfig()},
     }
-    training = measure_blocks(make_config(**sections), find_architecture("tiny_ocr"))
+    training = trace_training(make_config(**sections), find_architecture("tiny_ocr"))
     run = make_run(**sections)
     batch = run.batch()
     one = batch.rollout.select(slice(0, 4))
@@ -95,8 +53,8 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     recompute = allocated(lambda: run.actor.log_probs(one), tmp_path)
     update = allocated(lambda: run.actor.update(batch, OFF, training_step=2), tmp_path)
     assert training.recompute.peak == pytest.approx(recompute, rel=0.05)
-    # A CPU's autocast leaves norms and powers in bfloat16, and CUDA's and the fake device's compute them in float32.
-    predicted = max(training.backward.peak, training.step.peak)
+    # Autocast's copies of weights are counted for all blocks, and torch frees some of them earlier.
+    predicted = training.gradients + training.backward.peak  # torch updates weight by weight on a CPU
     assert predicted == pytest.approx(update, rel=0.12 if autocast else 0.05)
     state = sum(value.nbytes for value in run.actor.optimizer.adamw.state().values() if value.dim())
     assert training.moments == pytest.approx(state, rel=0.01)
@@ -109,8 +67,8 @@ def test_a_quantized_base_takes_what_torch_allocates(make_config, make_run, tmp_
         pytest.importorskip("bitsandbytes")
     sections = {**SMALL, "model": {"path": "tiny_ocr", "quantization": quantization}}
     architecture = find_architecture("tiny_ocr")
-    training = measure_blocks(make_config(**sections), architecture)
-    plain = measure_blocks(make_config(**SMALL, model={"path": "tiny_ocr"}), architecture)
+    training = trace_training(make_config(**sections), architecture)
+    plain = trace_training(make_config(**SMALL, model={"path": "tiny_ocr"}), architecture)
     run = make_run(**sections)
     transformer = run.actor.weights.transformer
     held = sum(tensor.nbytes for tensor in (*transformer.parameters(), *transformer.buffers()))
@@ -124,34 +82,34 @@ def test_a_quantized_base_takes_what_torch_allocates(make_config, make_run, tmp_
     recompute = allocated(lambda: run.actor.log_probs(one), tmp_path)
     update = allocated(lambda: run.actor.update(batch, OFF, training_step=2), tmp_path)
     assert training.recompute.peak == pytest.approx(recompute, rel=0.05)
-    assert max(training.backward.peak, training.step.peak) == pytest.approx(update, rel=0.05)
+    predicted = training.gradients + max(training.backward.peak, training.step.peak)
+    assert predicted == pytest.approx(update, rel=0.05)
 
 
 def test_dequantizing_takes_time_and_the_memory_of_one_layer(make_config):
     architecture = find_architecture("tiny_ocr")
     plain, quantized = (
-        measure_blocks(
+        trace_training(
             make_config(**SMALL, model={"path": "tiny_ocr", "quantization": kind}), architecture
         ).recompute
         for kind in ("none", "nf4")
     )
     assert quantized.flops == plain.flops
-    assert quantized.kernels - plain.kernels == 53  # an operation for each linear layer of the blocks
+    assert quantized.kernels > plain.kernels
     assert quantized.moved > plain.moved
     assert 0 <= quantized.peak - plain.peak <= 4 * 9 * 96 * 96
 
 
 def test_a_micro_batch_of_another_size_needs_what_one_predicts_for_it(make_config):
     config, architecture = make_config(**SMALL), find_architecture("tiny_ocr")
-    four = measure_blocks(config, architecture)
-    eight = measure_blocks(replace(config, actor=replace(config.actor, micro_batch_size=8)), architecture)
-    predicted = four.gradients + 2 * (four.backward.peak - four.gradients)
-    assert eight.backward.peak == pytest.approx(predicted, rel=0.03)
+    four = trace_training(config, architecture)
+    eight = trace_training(replace(config, actor=replace(config.actor, micro_batch_size=8)), architecture)
+    assert eight.backward.peak == pytest.approx(2 * four.backward.peak, rel=0.03)
 
 
 def test_full_fine_tuning_holds_gradients_and_moments_of_all_weights(make_config):
     config = make_config(**SMALL, model={"path": "tiny_ocr", "lora": no_adapter()})
-    training = measure_blocks(config, find_architecture("tiny_ocr"))
+    training = trace_training(config, find_architecture("tiny_ocr"))
     assert training.adapter == 0
     assert training.moments == pytest.approx(2 * training.gradients, rel=0.01)
     assert 0.95 < training.gradients / training.transformer <= 1  # buffers are not trained
@@ -160,7 +118,7 @@ def test_full_fine_tuning_holds_gradients_and_moments_of_all_weights(make_config
 def test_moments_in_8_bits_take_what_bitsandbytes_allocates(make_config, make_run):
     pytest.importorskip("bitsandbytes")
     model = {"path": "tiny_ocr", "max_sequence_length": 8, "lora": no_adapter()}
-    training = measure_blocks(make_config(**SMALL, model=model), find_architecture("tiny_ocr"))
+    training = trace_training(make_config(**SMALL, model=model), find_architecture("tiny_ocr"))
     sections = {**SMALL, "actor": {**SMALL["actor"], "optimizer": "adamw_8bit"}}
     run = make_run(**sections, model=model)
     run.actor.update(run.batch(), OFF, training_step=1)
@@ -172,24 +130,8 @@ def test_moments_in_8_bits_take_what_bitsandbytes_allocates(make_config, make_ru
         for key, value in entry.items()
         if isinstance(value, torch.Tensor) and key not in shared
     )
-    in_8_bits = training.in_8_bits()
-    assert in_8_bits.moments == held < 0.3 * training.moments
-    assert in_8_bits.step.peak == training.gradients <= training.step.peak
-    assert in_8_bits.backward is training.backward
-
-
-def test_the_optimizer_of_a_plan_makes_no_other_measurement(make_config):
-    config = make_config(**{**SMALL, "actor": {**SMALL["actor"], "optimizer": "adamw_8bit"}})
-    assert one_optimizer_step(config) == one_optimizer_step(make_config(**SMALL))
+    assert training.moments_8bit == held < 0.3 * training.moments
 
 
 def no_adapter():
     return LoraConfig(rank=0)
-
-
-def test_the_fake_device_leaves_the_real_cpu_alone():
-    with FakeDevice():
-        pass
-    weight = torch.nn.Parameter(torch.ones(3))
-    weight.square().sum().backward()
-    assert weight.grad.tolist() == [2.0, 2.0, 2.0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowcorr.actor.scoring import Scorer
-from flowcorr.plan.training import correct, update
+from flowcorr.plan.training import update
 from tests.gpu.hour import meter
-from tests.gpu.hour.families import build_actor, build_engine, planned_config, sampled_batch
+from tests.gpu.hour.families import build_actor, build_engine, correct, planned_config, sampled_batch
 from tests.gpu.hour.parts import Hour, SkippedError
 from tests.gpu.hour.step import SAME_POLICY
 
@@ -19,8 +19,8 @@ def measure(hour: Hour, family: str) -> None:
     if hour.tiny and family != "flux":
         raise SkippedError("in tiny sizes only FLUX is compiled")
     config, architecture, planned = planned_config(hour, family)
-    few = {kind: min(depth, 2 if hour.tiny else BLOCKS) for kind, depth in planned["depths"].items()}
-    actor, conditioning = build_actor(hour, config, architecture.with_depths(few))
+    few = architecture.cut(lambda depth: min(depth, 2 if hour.tiny else BLOCKS))
+    actor, conditioning = build_actor(hour, config, few)
     batch = sampled_batch(build_engine(actor), conditioning, config)
     rollout = batch.rollout
     eager = actor.log_probs(rollout)

@@ -22,7 +22,7 @@ def measure(hour: Hour) -> None:
     config = recipe_config(hour, "sd35")
     planned = hour.fact_of("plan", "text_encoders")
     architecture = find_architecture(config.model.path)
-    shallow = architecture.with_depths(dict.fromkeys(architecture.depths, 1))
+    shallow = architecture.cut(lambda depth: 1)
     dtype = DTYPES[config.model.dtype]
     family = random_family(config, shallow, hour.device, dtype)
     draw = torch.Generator(hour.device).manual_seed(0)

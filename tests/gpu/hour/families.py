@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from flowcorr.actor import DiffusionActor
-from flowcorr.algorithm import needs_rollout_means
+from flowcorr.algorithm import (
+    AutoMode,
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_diffusion_batch,
+    needs_rollout_means,
+)
 from flowcorr.config import load
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily
@@ -42,17 +48,22 @@ def recipe_config(hour: Hour, family: str) -> Config:
     return load(RECIPES[family], [*overrides, f"trainer.device={hour.device}"])
 
 
+def at_depth(architecture: Architecture, share: float) -> Architecture:
+    """The pipeline with this share of each kind of its transformer's blocks."""
+    return architecture.cut(lambda depth: max(1, round(share * depth)))
+
+
 def planned_config(hour: Hour, family: str) -> tuple[Config, Architecture, dict[str, Any]]:
     """A step of two micro-batches, as many blocks as fit, and what is predicted for it."""
     planned = hour.fact_of("plan", family)
     config = one_optimizer_step(recipe_config(hour, family))
     rollout = replace(config.rollout, n=2 * planned["micro_batch"], batch_size=None)
-    architecture = find_architecture(config.model.path).with_depths(planned["depths"])
+    architecture = at_depth(find_architecture(config.model.path), planned["share"])
     return replace(config, rollout=rollout), architecture, planned
 
 
 class RandomWeights:
-    """Puts modules on a device with random weights, drawn anew from one seed for each; see `FakeDevice.place`."""
+    """Puts modules on a device with random weights, drawn anew from one seed for each; see `Tracer.place`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -82,8 +93,9 @@ def random_family(
     from accelerate import init_empty_weights
 
     weights: Any = RandomWeights(device)
-    with init_empty_weights(include_buffers=False):
-        family = build_family(architecture, config.model, weights, dtype=dtype, adapted=False)
+    empty = functools.partial(init_empty_weights, include_buffers=False)
+    model = replace(config.model, lora=replace(config.model.lora, rank=0))
+    family = build_family(architecture, model, weights, dtype=dtype, empty=empty)
     family.pipeline.set_progress_bar_config(disable=True)
     return family
 
@@ -163,3 +175,14 @@ def sampled_batch(engine: InProcessEngine, conditioning: Conditioning, config: C
     device = rollout.log_probs.device
     advantages = torch.linspace(-1.5, 1.2, rollout.num_samples, dtype=torch.float64, device=device)
     return ActorBatch(rollout=replace(rollout, images=None), advantages=advantages)
+
+
+def correct(actor: DiffusionActor, batch: ActorBatch) -> ActorBatch:
+    """The batch after rollout correction in the configured mode."""
+    correction, config = AutoMode.of(actor.config).correction, actor.config
+    if correction.mode == "bypass":
+        return apply_bypass_mode_to_diffusion_batch(batch)
+    corrected, _ = apply_rollout_correction_to_diffusion_batch(
+        batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
+    )
+    return corrected

@@ -111,12 +111,11 @@ class Points:
 
 def _that_fits(hour: Hour, architecture: Architecture, family: str) -> Architecture:
     planned, memory = hour.fact_of("plan", family), hour.fact_of("machine", "gpu")["memory"]
-    depths = planned["depths"]
     in_float32 = planned["weights"] * 4 / planned["dtype"]
     share = min(1.0, ROOM * memory / in_float32)
-    depths = {kind: max(1, math.floor(share * depth)) for kind, depth in depths.items()}
-    hour.row("blocks", sum(depths.values()), note=f"of {sum(architecture.depths.values())}")
-    return architecture.with_depths(depths)
+    part = architecture.cut(lambda depth: max(1, math.floor(share * planned["share"] * depth)))
+    hour.row("blocks", part.depth, note=f"of {architecture.depth}")
+    return part
 
 
 @contextmanager

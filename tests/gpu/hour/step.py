@@ -10,15 +10,15 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.update import PolicyOptimizer
 from flowcorr.algorithm import AutoMode, needs_old_means
-from flowcorr.plan.answers import MEMORY_TOLERANCE, TIME_TOLERANCE
-from flowcorr.plan.training import correct, recompute_log_probs, update
+from flowcorr.plan.answers import MEMORY_TOLERANCE
+from flowcorr.plan.training import recompute_log_probs, update
 from flowcorr.records import ActorBatch
 from tests.gpu.hour import meter
-from tests.gpu.hour.families import build_actor, build_engine, planned_config, sampled_batch
+from tests.gpu.hour.families import build_actor, build_engine, correct, planned_config, sampled_batch
 from tests.gpu.hour.parts import Hour
 
 MEMORY = {"unit": "GB", "within": MEMORY_TOLERANCE}
-TIME = {"unit": "s", "within": TIME_TOLERANCE}
+TIME = {"unit": "s", "within": 0.35}
 SAME_POLICY = 2e-2
 """Nats an element: what rounding in bfloat16 may do to log-probs at most, in another geometry of the same model."""
 
@@ -35,9 +35,7 @@ def measure(hour: Hour, family: str) -> None:
     hour.row(
         "weights, adapter and average", weights / 1e9, expected=(planned["weights"] + average) / 1e9, **MEMORY
     )
-    hour.row(
-        "blocks", sum(planned["depths"].values()), note=f"micro-batch {micro_batch}, {config.model.dtype}"
-    )
+    hour.row("blocks", planned["blocks"], note=f"micro-batch {micro_batch}, {config.model.dtype}")
 
     engine = build_engine(actor)
     batch = sampled_batch(engine, conditioning, config)
@@ -74,7 +72,7 @@ def _recompute(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: di
     hour.row("recompute, peak", peak / 1e9, expected=planned["recompute_peak"] / 1e9, **MEMORY)
     seconds = meter.seconds(hour.device, recompute)
     hour.row("recompute", seconds, expected=planned["recompute_seconds"], **TIME)
-    _report_reads(hour, "recompute", meter.host_reads(hour.device, recompute), planned["recompute_reads"])
+    _report_reads(hour, "recompute", meter.host_reads(hour.device, recompute))
 
 
 def _update(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[str, float]) -> None:
@@ -93,17 +91,17 @@ def _update(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[
     hour.row("update, peak", peak / 1e9, expected=planned["update_peak"] / 1e9, **MEMORY)
     seconds = meter.seconds(hour.device, learn, repeats=2)
     hour.row("update of two micro-batches", seconds, expected=planned["update_seconds"], **TIME)
-    _report_reads(hour, "update", meter.host_reads(hour.device, learn), planned["update_reads"])
+    _report_reads(hour, "update", meter.host_reads(hour.device, learn))
     for kernel, share in meter.kernel_shares(hour.device, learn, most=6).items():
         hour.row(f"update: {kernel[:80]}", share, unit="of the time")
 
 
-def _report_reads(hour: Hour, what: str, reads: dict[str, int] | None, planned: float) -> None:
+def _report_reads(hour: Hour, what: str, reads: dict[str, int] | None) -> None:
     if reads is None:
-        hour.row(f"{what}, host reads", "not on a CPU", expected=planned)
+        hour.row(f"{what}, host reads", "not on a CPU")
         return
     places = ", ".join(f"{place} x {count}" for place, count in reads.items())
-    hour.row(f"{what}, host reads", sum(reads.values()), expected=planned, within=0.0, note=places)
+    hour.row(f"{what}, host reads", sum(reads.values()), note=places)
 
 
 def _folded_or_not(hour: Hour, actor: DiffusionActor, batch: ActorBatch) -> None:

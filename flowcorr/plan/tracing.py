@@ -1,0 +1,388 @@
+"""Runs real code on tensors without values, and counts the memory and arithmetic that it would take.
+
+The tensors are torch's `FakeTensor`s of a CPU: they have a shape and a dtype, so a model of any size fits a laptop.
+Their attention stores no scores, as on a GPU. Blocks that are alike are built three times, and counted as often as the
+real model has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flowcorr.algorithm import noise_floor
+from flowcorr.errors import BackendError
+from flowcorr.models.quantized import QuantizedLinear
+
+ALLOCATION = 512
+"""torch's CUDA allocator rounds up to multiples of so many bytes."""
+TRACED = 3
+"""Blocks of a kind that are built, of a model with more. The first and the last may differ from those between them."""
+
+_aten = torch.ops.aten
+_FREE = frozenset({
+    "detach", "empty", "empty_strided", "empty_like", "new_empty", "empty_permuted", "_unsafe_view", "lift_fresh",
+})  # fmt: skip
+_FLOPS = {  # torch lists neither its attention on CPUs, which counts as that on GPUs, nor products in place
+    **flop_registry,
+    _aten.addmm_: flop_registry[_aten.addmm],
+    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+_DATA_DEPENDENT = frozenset({"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Memory and arithmetic of one part of a step.
+
+    Attributes:
+        peak: bytes above those at the beginning.
+        copies: bytes at this peak of autocast's copies of weights, which do not grow with the rows of a pass.
+        flops: floating point operations of matrix products, convolutions and attention.
+        moved: bytes that all operations read and write.
+        kernels: operations launched.
+    """
+
+    peak: float = 0.0
+    copies: float = 0.0
+    flops: float = 0.0
+    moved: float = 0.0
+    kernels: float = 0.0
+
+    def times(self, count: float) -> Work:
+        """This work `count` times in turn."""
+        return replace(self, flops=count * self.flops, moved=count * self.moved, kernels=count * self.kernels)
+
+    def then(self, other: Work) -> Work:
+        """This work, then `other`; the peak is the higher one."""
+        return Work(
+            peak=max(self.peak, other.peak),
+            flops=self.flops + other.flops,
+            moved=self.moved + other.moved,
+            kernels=self.kernels + other.kernels,
+        )
+
+
+class Section:
+    """Counts of one part of the program; `work` has them when it has ended."""
+
+    def __init__(self) -> None:
+        self.before = self.peak = self.after = 0.0
+        self.copies = self.held = 0.0
+        self.flops = self.moved = self.kernels = 0.0
+
+    @property
+    def work(self) -> Work:
+        return Work(
+            peak=self.peak - self.before,
+            copies=self.copies,
+            flops=self.flops,
+            moved=self.moved,
+            kernels=self.kernels,
+        )
+
+
+class Tracer:
+    """A context in which tensors have no values, and operations are counted.
+
+    Where the program reads a value it gets 1, or `True`, but of `any` and of a negation `False`: checks hold. So a mask
+    selects everything, its negation `~mask` nothing, and `unique` finds one value.
+
+    Attributes:
+        allocated: bytes of live tensors.
+    """
+
+    def __init__(self) -> None:
+        self.allocated = self.copies = 0.0
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._times = 1
+        self._keeps_copies = False
+        self._section = Section()
+        self._sizes: dict[int, int] = {}
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> Tracer:
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(self.mode)
+            entered.enter_context(_Counting(self))
+            self._entered = entered.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+        for cached in (noise_floor.edges, noise_floor.interval_ranks):
+            cached.cache_clear()  # of results without values
+
+    @contextlib.contextmanager
+    def section(self, section: Section | None = None) -> Iterator[Section]:
+        """Count the operations of the body, in a new section or in one that is given."""
+        section = section or Section()
+        section.before = section.peak = self.allocated
+        outer, self._section = self._section, section
+        try:
+            yield section
+        finally:
+            self.allocated -= section.held
+            section.after = self.allocated
+            self._section = outer
+
+    def place(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Replace a module's parameters and buffers by tensors without values; a parameter in two places stays one.
+
+        Args:
+            module: a module on torch's `meta` device.
+            dtype: the dtype of its floating-point tensors.
+        """
+        parameters: dict[nn.Parameter, nn.Parameter] = {}
+
+        def placed(tensor: Tensor, keeps_dtype: bool = False) -> Tensor:
+            cast = tensor.is_floating_point() and not keeps_dtype
+            return torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype)
+
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    if parameter not in parameters:
+                        parameters[parameter] = nn.Parameter(placed(parameter), parameter.requires_grad)
+                    part._parameters[name] = parameters[parameter]
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = placed(buffer, isinstance(part, QuantizedLinear))
+
+    def repeat(self, blocks: Sequence[nn.Module], depth: int) -> None:
+        """Count the middle one of `blocks`, which run one after the other, as often as `depth` has more than these.
+
+        Its arithmetic counts that often, forwards and backwards. The bytes that are held from its beginning to that of
+        the last block are counted for all, from there until its backward pass has ended.
+        """
+        more = depth - len(blocks)
+        if more <= 0:
+            return
+        middle, last = blocks[-2:]
+        state: dict[str, Any] = {}
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not _in_backward():
+                self._times = 1 + more
+                self._keeps_copies = torch.is_autocast_enabled("cpu")  # until autocast ends
+                state.update(begun=self.allocated, copied=self.copies, outer=self.new_peak(0.0))
+
+        def end(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+            if _in_backward():
+                return
+            self._times = 1
+            state["highest"] = self.new_peak(state["outer"])
+            state["graph"] = _with_gradient((args, kwargs)), _with_gradient(outputs)
+
+        def hold(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if _in_backward():
+                return
+            held = more * (self.allocated - self.copies - state["begun"] + state["copied"])
+            self._section.peak = max(self._section.peak, state["highest"] + held)
+            inputs, outputs = state.pop("graph")
+            self.hold(held)
+            if not outputs:
+                self._section.held += held
+                return
+
+            def begin_backward(gradients: Any) -> None:
+                self._times = 1 + more
+                torch.autograd.Variable._execution_engine.queue_callback(end_backward)
+
+            ended: list[bool] = []
+
+            def end_backward(gradients: Any = None) -> None:
+                if not ended:
+                    ended.append(True)
+                    self._times = 1
+                    self.hold(-held)
+
+            # The engine computes a block's nodes before any of the block before it.
+            register_multi_grad_hook(outputs, begin_backward, mode="any")
+            if inputs:
+                register_multi_grad_hook(inputs, end_backward, mode="any")
+
+        middle.register_forward_pre_hook(begin, with_kwargs=True)
+        middle.register_forward_hook(end, with_kwargs=True)
+        last.register_forward_pre_hook(hold, with_kwargs=True)
+
+    def new_peak(self, least: float) -> float:
+        """The section's peak so far, which begins anew at `least` or at the live tensors."""
+        section = self._section
+        before, section.peak = section.peak, max(section.peak if least else 0.0, least, self.allocated)
+        return before
+
+    def hold(self, size: float) -> None:
+        """Count so many bytes more, or less, from now on."""
+        self.allocated += size
+        self._note_peak()
+
+    @contextlib.contextmanager
+    def leaving_out_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Leave gradients of these parameters out of `allocated`: all are there from the second micro-batch on."""
+
+        def leave_out(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            key = parameter.grad.untyped_storage()._cdata
+            self.allocated -= self._sizes[key]
+            self._sizes[key] = 0
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(leave_out)
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # Called by `_Counting` ---------------------------------------------------------------------------------
+
+    def _allocate(self, tensor: Tensor, *, is_copy: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = -(-storage.nbytes() // ALLOCATION) * ALLOCATION
+        if is_copy and self._keeps_copies and not _in_backward():
+            size *= self._times
+        self._sizes[key] = size
+        weakref.finalize(storage, self._release, key, is_copy)
+        self.allocated += size
+        if is_copy:
+            self.copies += size
+        self._note_peak()
+
+    def _release(self, key: int, is_copy: bool) -> None:
+        size = self._sizes.pop(key, 0)
+        self.allocated -= size
+        if is_copy:
+            self.copies -= size
+
+    def _note_peak(self) -> None:
+        if self.allocated > self._section.peak:
+            self._section.peak, self._section.copies = self.allocated, self.copies
+
+    def _run(self, flops: float, moved: float) -> None:
+        section, times = self._section, self._times
+        section.flops += times * flops
+        section.moved += times * moved
+        section.kernels += times
+
+
+class _Counting(TorchDispatchMode):
+    """Counts each operation, and makes up results that depend on values."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+        self._false = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE:  # a query of torch, not an operation
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        name = packet.__name__
+        inputs = _tensors((args, kwargs.values()))
+        if not all(isinstance(tensor, FakeTensor) for tensor in inputs):
+            args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
+            inputs = _tensors((args, kwargs.values()))
+        if name == "_local_scalar_dense":
+            return self._number(func, args[0])
+        if name in _DATA_DEPENDENT:
+            return self._selection(name, args[0])
+        if name == "index" and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+        ):
+            (mask,) = args[1]  # as if it were true everywhere
+            return args[0].flatten(0, mask.dim() - 1).clone()
+        out = func(*args, **kwargs)
+        outputs = _tensors((out,))
+        if name in ("any", "bitwise_not"):
+            self._false[out] = True
+        is_copy = name == "_to_copy" and isinstance(args[0], nn.Parameter)
+        for tensor in outputs:
+            self.tracer._allocate(tensor, is_copy=is_copy)
+        if name not in _FREE and not _is_view(func):
+            flops = _FLOPS[packet](*args, **kwargs, out_val=out) if packet in _FLOPS else 0.0
+            self.tracer._run(flops, sum(map(_touched, inputs)) + sum(map(_touched, outputs)))
+        return out
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.tracer.mode.from_tensor(tensor)
+
+    def _number(self, func: Any, tensor: Tensor) -> bool | float | int:
+        with contextlib.suppress(DataDependentOutputException):
+            return func(tensor)
+        if tensor.dtype == torch.bool:
+            return tensor not in self._false
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _selection(self, name: str, tensor: Tensor) -> Any:
+        if name == "nonzero":
+            selected = 0 if tensor in self._false else tensor.numel()
+            return torch.zeros(selected, tensor.dim(), dtype=torch.long)
+        if name == "_unique2":
+            places = torch.zeros(tensor.shape, dtype=torch.long)
+            return torch.ones(1, dtype=tensor.dtype), places, torch.zeros(1, dtype=torch.long)
+        raise BackendError(
+            f"flowcorr plan cannot follow torch.{name}: the shape of its result depends on values"
+        )
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors in an operation's arguments or results, also those in nested sequences."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, _SEQUENCES):
+            found += _tensors(value)
+    return found
+
+
+_SEQUENCES: tuple[type[Iterable[Any]], ...] = (list, tuple, type({}.values()))
+_DEVICE = torch.ops.prim.device.default
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass computes now, in which activation checkpointing computes blocks again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _with_gradient(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.requires_grad]
+
+
+def _touched(tensor: Tensor) -> int:
+    """Bytes of a tensor in memory; an expanded axis counts once."""
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    return any(
+        value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns
+    )
