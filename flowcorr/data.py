@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,16 +16,15 @@ import numpy as np
 from flowcorr.config.task import DataConfig
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.records import Prompt
+from flowcorr.texts import folded, quoted
 from flowcorr.words import heldout_words, train_words
 
 TINY_WORDS = "tiny_words"
 
-_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptSet:
-    """Prompts to train on, and others to evaluate on; no text is in both."""
+    """Prompts to train on, and others to evaluate on; no text is in both, in whatever spelling."""
 
     train: tuple[Prompt, ...]
     heldout: tuple[Prompt, ...]
@@ -35,13 +33,15 @@ class PromptSet:
 def load_prompts(data: DataConfig, *, seed: int = 0) -> PromptSet:
     """Read prompts and split them.
 
-    A `.txt` file holds one prompt a line; the words in double quotes, if there are any, are its target. A
-    `.jsonl` file holds one object a line: `{"prompt": ..., "target": ..., "tag": ..., ...}`, where a missing target is
-    taken from the double quotes, and all fields but prompt and target go into `Prompt.metadata`. `tiny_words` is the
-    embedded list of words, which the embedded model was trained to draw: the prompt is the word itself.
+    A `.txt` file holds one prompt a line; the words in its one pair of double quotes are its target. A `.jsonl` file
+    holds one object a line: `{"prompt": ..., "target": ..., "tag": ..., ...}`, where a missing target is taken from the
+    double quotes, and all fields but prompt and target go into `Prompt.metadata`. Where the quotes can be read in more
+    than one way there is no target, see `texts.quoted`. `tiny_words` is the embedded list of words, which the embedded
+    model was trained to draw: the prompt is the word itself.
 
-    Without a second file, one is split by the SHA-256 of each prompt's text, so a prompt keeps its side whatever else
-    the file holds. The embedded words have a split of their own, which the embedded model's pretraining respects.
+    Without a second file, one is split by the SHA-256 of each prompt's folded text, so a prompt keeps its side whatever
+    else the file holds and however it is spelt. The embedded words have a split of their own, which the embedded
+    model's pretraining respects.
 
     Args:
         data: the files, or `tiny_words`, and how they are read. Of held-out prompts, each text counts once, and those
@@ -61,8 +61,8 @@ def load_prompts(data: DataConfig, *, seed: int = 0) -> PromptSet:
     else:
         split = f"data.heldout_path={data.heldout_path!r}"
         heldout = _read(data, "heldout_path", data.heldout_path)
-    held_back = {prompt.text: prompt for prompt in heldout}
-    train = [prompt for prompt in prompts if prompt.text not in held_back]
+    held_back = {folded(prompt.text): prompt for prompt in heldout}
+    train = [prompt for prompt in prompts if folded(prompt.text) not in held_back]
     for side, chosen in (("training", train), ("held-out", heldout)):
         if not chosen:
             raise ConfigError(
@@ -107,9 +107,20 @@ def read_prompts(
 
 
 def prompts_digest(prompts: PromptSet) -> str:
-    """SHA-256, in hex, of all fields of the training prompts and of the held-out ones; the same on every machine."""
+    """SHA-256, in hex, of all fields of the training prompts and of the held-out ones.
+
+    It is the same on every machine, and for every spelling of texts and targets.
+    """
     parts = [
-        [[prompt.text, prompt.target, prompt.tag, dict(prompt.metadata)] for prompt in part]
+        [
+            [
+                folded(prompt.text),
+                None if prompt.target is None else folded(prompt.target),
+                prompt.tag,
+                dict(prompt.metadata),
+            ]
+            for prompt in part
+        ]
         for part in (prompts.train, prompts.heldout)
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -143,11 +154,12 @@ class PromptStream:
 
     def peek_texts(self, n: int) -> list[str]:
         """The next `n` different texts, which are dealt later all the same; fewer if the prompts have fewer."""
-        texts: dict[str, None] = {}
+        texts: dict[str, str] = {}
         offsets = iter(range(2 * len(self._prompts)))  # they contain a whole epoch
         while len(texts) < n and (offset := next(offsets, None)) is not None:
-            texts[self._at(self.position + offset).text] = None
-        return list(texts)
+            text = self._at(self.position + offset).text
+            texts.setdefault(folded(text), text)
+        return list(texts.values())
 
     def _at(self, position: int) -> Prompt:
         epoch, place = divmod(position, len(self._prompts))
@@ -190,7 +202,7 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
         raise ConfigError(f"{key}={str(path)!r} cannot be read as UTF-8 text: {error}") from error
     # Not splitlines(): it also splits at characters that JSON allows within a string.
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
+        if folded(line):
             yield number, line.strip()
 
 
@@ -224,7 +236,7 @@ def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> 
 
 def _string(entry: Mapping[str, Any], key: str, place: str, expected: str) -> str | None:
     value = entry.get(key)
-    if value is not None and (not isinstance(value, str) or not value.strip()):
+    if value is not None and (not isinstance(value, str) or not folded(value)):
         raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, which is not text; {expected}')
     if value is not None and any("\ud800" <= character <= "\udfff" for character in value):
         raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, half of a character; {expected}')
@@ -232,10 +244,12 @@ def _string(entry: Mapping[str, Any], key: str, place: str, expected: str) -> st
 
 
 def _quoted(text: str) -> str | None:
-    words = [straight or curly for straight, curly in _QUOTED.findall(text)]
-    return " ".join(words) or None
+    try:
+        return quoted(text)
+    except ConfigError:  # told where a reward needs the target: other prompts may hold any marks
+        return None
 
 
 def _hash(text: str) -> float:
-    """A number in [0, 1) that depends on nothing but the text."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
+    """A number in [0, 1) that depends on nothing but the text, in whatever spelling."""
+    return int.from_bytes(hashlib.sha256(folded(text).encode()).digest()[:6], "big") / 2**48

@@ -1,5 +1,6 @@
 import json
 import os
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,12 +31,20 @@ def texts(prompts):
 
 
 def test_text_file(tmp_path):
-    path = write(tmp_path, '\ufeffa cat\n\n  a sign that says "Hello"  \r\n“Open” above “Daily”\n')
+    path = write(tmp_path, '\ufeffa cat\n\u200b\n  a sign that says "Hello"  \r\na “Daily” menu\n')
     assert read_prompts(path) == [
         Prompt(text="a cat"),
         Prompt(text='a sign that says "Hello"', target="Hello"),
-        Prompt(text="“Open” above “Daily”", target="Open Daily"),
+        Prompt(text="a “Daily” menu", target="Daily"),
     ]
+
+
+def test_an_ambiguous_target_is_not_guessed(tmp_path):
+    lines = ['a sign that says "Hello', "“Open” above “Daily”", 'a 6" and a 12" ruler', 'a "" sign']
+    assert [prompt.target for prompt in read_prompts(write(tmp_path, "\n".join(lines)))] == [None] * 4
+    given = "\n".join(json.dumps({"prompt": line, "words": "Hello"}) for line in lines)
+    path = write(tmp_path, given, "prompts.jsonl")
+    assert {prompt.target for prompt in read_prompts(path, target_field="words")} == {"Hello"}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +107,34 @@ def test_heldout_prompts_of_a_file_of_their_own(tmp_path):
         load(train, heldout_path=str(train))
 
 
+RESPELT = [
+    lambda text: f"{text} ",
+    lambda text: text.replace(" ", "\u00a0"),
+    lambda text: text.replace(" ", "  \u3000"),
+    lambda text: text.replace("'", "\u2019").replace(' "', " \u201c").replace('"', "\u201d"),
+    lambda text: unicodedata.normalize("NFD", text),
+    "\u200b".join,
+    lambda text: "".join(chr(ord(letter) + 0xFEE0) if "!" <= letter <= "~" else letter for letter in text),
+]
+
+
+@pytest.mark.parametrize("respelt", RESPELT)
+def test_a_prompt_in_another_spelling_is_the_same_prompt(tmp_path, respelt):
+    lines = [f"""a caf\u00e9 that's called "Number {number}\'s" """.strip() for number in range(60)]
+    others = [json.dumps({"prompt": respelt(line)}) for line in lines]
+    plain, spelt = write(tmp_path, "\n".join(lines)), write(tmp_path, "\n".join(others), "spelt.jsonl")
+    split, other = load(plain), load(spelt)
+    assert [respelt(text) for text in texts(split.train)] == texts(other.train)
+    assert [respelt(text) for text in texts(split.heldout)] == texts(other.heldout)
+    assert prompts_digest(split) == prompts_digest(other)
+    both = write(
+        tmp_path, "\n".join([*map(json.dumps, ({"prompt": line} for line in lines)), *others]), "both.jsonl"
+    )
+    assert len(load(both).heldout) == len(split.heldout)  # each once
+    with pytest.raises(ConfigError, match="leaves no training prompt of 60"):
+        load(plain, heldout_path=str(spelt))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -106,6 +143,7 @@ def test_heldout_prompts_of_a_file_of_their_own(tmp_path):
         ('{"text": "a"}', 'prompts.jsonl:2 has no "prompt"'),
         ('{"prompt": 3}', 'prompts.jsonl:2 has "prompt": 3'),
         ('{"prompt": "  "}', 'prompts.jsonl:2 has "prompt": "  "'),
+        ('{"prompt": "\\u200b"}', r'prompts.jsonl:2 has "prompt": "\\u200b"'),
         ('{"prompt": "a", "target": ["b"]}', r'prompts.jsonl:2 has "target": \["b"\]'),
         ('{"prompt": "a", "tag": 3}', 'prompts.jsonl:2 has "tag": 3'),
     ],
@@ -234,6 +272,11 @@ def test_a_peek_is_what_will_be_dealt(position, skip, n):
     assert stream.position == position
     stream.next(skip)
     assert stream.next(n) == ahead
+
+
+def test_spellings_of_a_text_are_peeked_at_once():
+    prompts = tuple(Prompt(text=text) for text in ("don't", "don\u2019t", "caf\u00e9", "cafe\u0301"))
+    assert len(PromptStream(prompts, seed=0).peek_texts(4)) == 2
 
 
 @given(position=st.integers(0, 20), n=st.integers(0, 5))

@@ -114,7 +114,7 @@ class DataConfig:
         num_train: prompts drawn from `tiny_words` for training.
         num_heldout: prompts of an evaluation.
         target_field: the field of a .jsonl line that holds the target, such as the words to render; without it the
-            target is the text in double quotes.
+            target is the text in its one pair of double quotes.
         tag_field: the field of a .jsonl line by which `reward.terms[].tags` chooses prompts.
     """
 

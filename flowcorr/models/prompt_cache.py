@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily
+from flowcorr.texts import distinct, folded
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ MULTIPLE = 16  # of tokens: what matrix products and attention on a GPU are fast
 
 
 class PromptCache:
-    """Conditioning by prompt text, kept in main memory.
+    """Conditioning by prompt text, kept in main memory; all spellings of a text have that of the first one in `texts`.
 
     The negative prompt is the same for all prompts, so it is encoded with the first of them only, and stored once. Of
     text with a mask only the tokens that count are stored, and all rows are padded to the longest of `texts`: the mask
@@ -39,7 +40,8 @@ class PromptCache:
         self._rows: dict[str, Conditioning] = {}
         self._negative: Conditioning = {}
         self._num_tokens: dict[str, int] = {}  # of each text with a mask, negative or not
-        unique = list(dict.fromkeys(texts))
+        unique = distinct(texts)
+        self._spelling = {folded(text): text for text in unique}
         chunk = chunk_size(family.text_tokens)
         self._add(unique[:chunk], guidance)
         size = sum(map(_nbytes, self._rows.values())) / len(self._rows) * len(unique)
@@ -64,6 +66,7 @@ class PromptCache:
     def __call__(self, texts: Sequence[str]) -> Conditioning:
         """Conditioning `{name: [B, ...]}` of `texts`, on the model's device."""
         device = next(self._family.transformer.parameters()).device
+        texts = [self._spelling.setdefault(folded(text), text) for text in texts]
         missing = [text for text in dict.fromkeys(texts) if text not in self._rows]
         if missing:
             self._family.move_text_encoders(device)

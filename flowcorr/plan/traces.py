@@ -19,6 +19,7 @@ from flowcorr.plan.text_inputs import encoder_inputs, text_inputs, with_longest_
 from flowcorr.plan.tracing import Work
 from flowcorr.plan.training import Layers, Pass, Training, one_optimizer_step, trace_pass, trace_training
 from flowcorr.rollout.base import samples_codes
+from flowcorr.texts import distinct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     architecture = find_architecture(config.model.path)
     family = family_class(architecture, config.model)
     data = load_prompts(config.data)
-    texts = {prompt.text for prompt in (*data.train, *data.heldout)}
+    texts = distinct(prompt.text for prompt in (*data.train, *data.heldout))
     encoded = encoder_inputs(architecture, family, config, texts)
     chunk = chunk_size(family.count_text_tokens(config.model.max_sequence_length))
     config = with_longest_prompt(config, family, texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,9 +22,10 @@ from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output
 from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
-from flowcorr.rewards.ocr import ADD_TARGET, OcrReward, target_of
+from flowcorr.rewards.ocr import OcrReward
 from flowcorr.rewards.pickscore import PickScore
 from flowcorr.rewards.slow import reported_when_slow
+from flowcorr.rewards.targets import is_ambiguous, target_of, why_without_target
 from flowcorr.rewards.vlm_judge import VlmJudge
 
 REWARDS: Mapping[str, Callable[..., Reward]] = {
@@ -322,19 +324,29 @@ def check_targets(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
 
     Raises:
         ConfigError: a prompt has none; the message names the first one.
+
+    Warns:
+        UserWarning: a reward that may read targets gets none for a prompt, since its quotes are ambiguous.
     """
     for term in terms:
         needs_target = getattr(REWARDS.get(term.name), "needs_target", None)
-        if needs_target is None or not needs_target(term.options):
-            continue
+        is_needed = needs_target is not None and needs_target(term.options)
         scored = [prompt for prompt in prompts if not term.tags or prompt.tag in term.tags]
         missing = [prompt for prompt in scored if target_of(prompt) is None]
-        if missing:
-            first = missing[0]
-            raise ConfigError(
-                f"{first.place or 'data'}: the prompt {first.text!r} has no target, which reward {term.name} needs "
-                f"({len(missing)} of {len(scored)} prompts have none); {ADD_TARGET}"
-            )
+        if not is_needed:
+            may_read = ":" in term.name or states(term, "sends_targets")
+            missing = [prompt for prompt in missing if may_read and is_ambiguous(prompt)]
+        if not missing:
+            continue
+        first = missing[0]
+        reason, remedy = why_without_target(first)
+        message = (
+            f"{first.place or 'data'}: the prompt {first.text!r} {reason}, which reward {term.name} "
+            f"{'needs' if is_needed else 'may read'} ({len(missing)} of {len(scored)} prompts have none); {remedy}"
+        )
+        if is_needed:
+            raise ConfigError(message)
+        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def known_scores(terms: Sequence[Term], gold: Sequence[Term] = (), *, own: bool) -> set[str] | None:

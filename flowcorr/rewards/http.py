@@ -71,6 +71,7 @@ class HttpReward:
 
     name = "http"
     overlaps = True
+    sends_targets = True
 
     def __post_init__(self) -> None:
         check_choice(self.name, "format", self.format, list(_ENCODERS))

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from flowcorr.errors import BatchError, ConfigError, MissingExtraError
+from flowcorr.errors import ConfigError, MissingExtraError
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
+from flowcorr.rewards.targets import targets_of
+from flowcorr.texts import letters
 
-ADD_TARGET = 'put the words into double quotes in a text file, or give a "target" in a JSONL file'
 # The recogniser scales every image to this height, and pads narrower ones to this width; its own width of 320 takes
 # three times as long for a word.
 _INPUT_SHAPE = [3, 48, 96]
@@ -24,8 +25,9 @@ class OcrReward:
     """A mix of edit similarity and exact match between what is read and the prompt's target, in 0..1.
 
     `score = (1 - exact_weight) * similarity + exact_weight * exact`, where the similarity is 1 minus the
-    Levenshtein distance over the longer length, so that surplus characters cost as well as missing ones. Case
-    and white space do not count. Logs `exact_match` and `edit_similarity`.
+    Levenshtein distance over the longer length, so that surplus characters cost as well as missing ones. Case,
+    white space and how Unicode spells a text do not count, see `texts.letters`. Logs `exact_match` and
+    `edit_similarity`.
 
     Attributes:
         exact_weight: weight of the exact match, 0..1.
@@ -71,43 +73,14 @@ class OcrReward:
 def compare(readings: Sequence[str], targets: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Exact match (0 or 1) and edit similarity (0..1) of readings and targets, both `[B]` float64.
 
-    Similarity is `1 - Levenshtein distance / longer length`, on text without case and white space.
+    Similarity is `1 - Levenshtein distance / longer length`, on `texts.letters`.
     """
     from rapidfuzz.distance import Levenshtein
 
-    pairs = [
-        (normalise(reading), normalise(target)) for reading, target in zip(readings, targets, strict=True)
-    ]
+    pairs = [(letters(reading), letters(target)) for reading, target in zip(readings, targets, strict=True)]
     exact = np.array([reading == target for reading, target in pairs], dtype=np.float64)
     similarity = np.array([Levenshtein.normalized_similarity(*pair) for pair in pairs], dtype=np.float64)
     return exact, similarity
-
-
-def normalise(text: str) -> str:
-    """Text without case and white space."""
-    return "".join(text.casefold().split())
-
-
-def target_of(prompt: Prompt) -> str | None:
-    """The prompt's target, None if that is empty or white space."""
-    return prompt.target if prompt.target and normalise(prompt.target) else None
-
-
-def targets_of(prompts: list[Prompt], reward: str) -> list[str]:
-    """The text that each image should show.
-
-    Raises:
-        BatchError: a prompt has no target.
-    """
-    targets = []
-    for index, prompt in enumerate(prompts):
-        target = target_of(prompt)
-        if target is None:
-            raise BatchError(
-                f"reward {reward}: sample {index} (prompt {prompt.text!r}) has no target to look for; {ADD_TARGET}"
-            )
-        targets.append(target)
-    return targets
 
 
 def import_engine() -> Any:

@@ -13,9 +13,10 @@ import numpy as np
 from flowcorr.errors import ConfigError, MissingExtraError
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
-from flowcorr.rewards.ocr import compare, targets_of
+from flowcorr.rewards.ocr import compare
 from flowcorr.rewards.options import check_choice, check_whole, is_number
 from flowcorr.rewards.service import Endpoint, RequestRefusedError, map_in_threads, png_base64
+from flowcorr.rewards.targets import targets_of
 
 Value = TypeVar("Value")
 

@@ -27,6 +27,21 @@ def test_rows_equal_a_direct_encoding(family, guidance):
         torch.testing.assert_close(rows, direct[name][[2, 0, 2]], **MEANS)
 
 
+@pytest.mark.parametrize("max_bytes", [0, 2**30])
+def test_spellings_of_a_text_have_the_rows_of_the_first(family, monkeypatch, max_bytes):
+    asked = []
+    encode = family.encode
+    monkeypatch.setattr(
+        family, "encode", lambda texts, guidance: asked.extend(texts) or encode(texts, guidance)
+    )
+    cache = PromptCache(family, Guidance(), ["can't", "can\u2019t", "dog"], max_bytes=max_bytes)
+    rows = cache(["can\u2019t", "can't", "can\u00b4t"])
+    for values in rows.values():
+        assert torch.equal(values[0], values[1])
+        assert torch.equal(values[0], values[2])
+    assert set(asked) == {"can't", "dog"}
+
+
 def test_prompts_that_are_encoded_one_by_one_have_the_same_rows(family, monkeypatch):
     texts = ["cat", "dog", "bird"]
     direct = family.encode(texts, GUIDED)

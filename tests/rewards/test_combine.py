@@ -16,7 +16,6 @@ from flowcorr.rewards import (
     RewardOutput,
     build_reward,
     check_tags,
-    check_targets,
     known_scores,
     score_batch,
     training_scores,
@@ -319,41 +318,6 @@ def test_tags_and_prompts_that_do_not_fit_are_named(terms, gold, message):
 def test_tags_that_fit():
     check_tags([term("a", tags=("text",)), term("b")], [term("c", tags=("count",))], TAGGED)
     check_tags([term("a", tags=("text",)), term("b", tags=("count",))], [], TAGGED)
-
-
-TARGETS = [
-    Prompt(text="a", tag="text", target="A", place="prompts.jsonl:1"),
-    Prompt(text="b", tag="text", target=" ", place="prompts.jsonl:2"),
-    Prompt(text="c", tag="count", place="prompts.jsonl:4"),
-]
-
-
-@pytest.mark.parametrize(
-    ("reward", "count"),
-    [
-        (term("ocr"), "2 of 3"),
-        (term("ocr", tags=("text",)), "1 of 2"),
-        (term("vlm_judge", mode="transcribe"), "2 of 3"),
-        (term("vlm_judge", template="{target}?"), "2 of 3"),
-    ],
-)
-def test_a_prompt_without_the_target_that_a_term_needs_is_named(reward, count):
-    with pytest.raises(
-        ConfigError,
-        match=rf"^prompts\.jsonl:2: the prompt 'b' has no target, which reward {reward.name} needs "
-        rf"\({count} prompts have none\); put the words into double quotes",
-    ):
-        check_targets([term("jpeg_compressibility"), reward], TARGETS)
-
-
-def test_prompts_without_a_target_that_no_term_needs():
-    terms = [
-        term("vlm_judge"),
-        term("vlm_judge", mode="score", template="{prompt}"),
-        term("users_rewards:mean"),
-    ]
-    check_targets([*terms, term("ocr", tags=("sign",))], TARGETS)
-    check_targets([term("ocr")], TARGETS[:1])
 
 
 def test_names_of_scores_are_known_before_a_reward_is_built():

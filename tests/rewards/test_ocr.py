@@ -111,6 +111,20 @@ def test_case_and_white_space_do_not_count():
     assert similarity.tolist() == [1.0]
 
 
+def test_spellings_of_a_text_match_and_other_texts_do_not():
+    same = [
+        ("don't", "don\u2019t"),
+        ("café", "cafe\u0301"),
+        ("1:30", "1\uff1a30"),
+        ("ab", "a\u200bb"),
+        ("-", "–"),
+    ]
+    assert compare(*zip(*same, strict=True))[0].all()
+    assert compare(*zip(*same, strict=True))[1].tolist() == [1.0] * len(same)
+    other = [("O", "0"), ("x2", "x²"), ("cafe", "café"), ("a-b", "ab")]
+    assert not compare(*zip(*other, strict=True))[0].any()
+
+
 @given(st.lists(st.tuples(TEXTS, TEXTS), max_size=5))
 def test_similarity_is_symmetric_and_one_only_for_equal_texts(pairs):
     readings, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]

@@ -30,6 +30,7 @@ from flowcorr.errors import BackendError, ConfigError
 from flowcorr.models import Conditioning, ModelFamily
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
+from flowcorr.texts import distinct
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_stacks, load_model
 
@@ -245,4 +246,4 @@ def first_prompts(config: Config, count: int) -> list[str]:
     """
     if count < 2:
         raise ConfigError(f"--prompts {count}: the doctor needs at least 2 different prompts")
-    return list(dict.fromkeys(prompt.text for prompt in load_prompts(config.data).train))[:count]
+    return distinct(prompt.text for prompt in load_prompts(config.data).train)[:count]

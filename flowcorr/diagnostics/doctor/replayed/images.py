@@ -19,6 +19,7 @@ from flowcorr.models import ModelFamily
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward, score_batch
 from flowcorr.rollout import decode
+from flowcorr.texts import folded
 
 # Grey levels of 255: float32 decoders agree to the rounding to whole levels, and those of half precision to this.
 _LIMITS = {"float32": 1.0, "float16": 2.0, "bfloat16": 4.0}
@@ -197,14 +198,14 @@ def examine_reward(samples: ReplaySamples, config: Config | None, step: int) -> 
     if config is None:
         return unknown("give --model a recipe, whose reward scores the images")
     data = load_prompts(config.data)
-    known = {prompt.text: prompt for prompt in (*data.heldout, *data.train)}
-    others = [text for text in samples.prompts if text not in known]
+    known = {folded(prompt.text): prompt for prompt in (*data.heldout, *data.train)}
+    others = [text for text in samples.prompts if folded(text) not in known]
     remedy = "give --model the recipe and the prompts that the run had"
     if others and any(term.tags for term in config.reward.terms):
         return unknown(
             remedy, f"the recipe's data has no prompt {others[0]!r}, whose tag chooses the rewards"
         )
-    prompts = [known.get(text, Prompt(text=text)) for text in samples.prompts]
+    prompts = [known.get(folded(text), Prompt(text=text)) for text in samples.prompts]
     reward = build_reward(config.reward.terms, timeout=config.reward.timeout)
     assert isinstance(samples.images, Tensor)
     try:
