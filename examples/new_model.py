@@ -39,7 +39,7 @@ class AuraFlow(ModelFamily):
         return Schedule(sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(timesteps))
 
     @torch.no_grad()
-    def encode(self, prompts, guidance):
+    def embed(self, prompts, guidance):
         is_guided = guidance.guidance_scale > 1
         embeds, _, negative, _ = self.pipeline.encode_prompt(
             list(prompts),

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
+from flowcorr.models.cuts import CutReport
+from flowcorr.records import Prompt
 
 Conditioning = dict[str, Tensor]
 GUIDANCE_KEYS = ("guidance_scale", "true_cfg_scale")
@@ -98,6 +100,7 @@ class ModelFamily(ABC):
         pipeline: the diffusers pipeline; `transformer` is trained, all other components are frozen.
         dtype: dtype that the trained transformer computes with.
         text_offloaded: whether the text encoders wait in main memory, see `offload_text_encoders`.
+        cuts: reports prompts that are longer than a text encoder reads.
         name: the value of `model.family`.
         pipeline_class: the pipeline's class in diffusers.
         lora_targets: ends of the names of the layers that get an adapter.
@@ -125,6 +128,7 @@ class ModelFamily(ABC):
         self.dtype = dtype
         self.text_tokens = self.count_text_tokens(max_sequence_length)
         self.text_offloaded = False
+        self.cuts = CutReport(self)
 
     @classmethod
     def count_text_tokens(cls, max_sequence_length: int | None) -> int:
@@ -183,16 +187,27 @@ class ModelFamily(ABC):
         """
         return guidance
 
-    @abstractmethod
     def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+        """Text conditioning of the prompts, see `embed`; logs prompts that the text encoders do not read to the end."""
+        if self.encodes_negative and getattr(guidance, self.guidance_key) > 1:
+            self.cuts.add([Prompt(text=guidance.negative_prompt, place="sampling.negative_prompt")])
+        self.cuts.add(Prompt(text=text) for text in prompts)
+        return self.embed(prompts, guidance)
+
+    @abstractmethod
+    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
         """Text conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on.
 
         The prompts' own rows do not depend on `guidance`.
         """
 
+    def tokenized_text(self, prompt: str) -> str:
+        """What the pipeline gives its tokenizers of a prompt; a family with a chat template puts the prompt in it."""
+        return prompt
+
     def free_text_encoders(self) -> None:
         """Release the text encoders' memory; `encode` cannot be called afterwards."""
-        for name in self._text_encoders:
+        for name in self.text_encoders:
             setattr(self.pipeline, name, None)
         gc.collect()
         empty_cache(next(self.transformer.parameters()).device)
@@ -206,7 +221,7 @@ class ModelFamily(ABC):
         """
         from diffusers.hooks import apply_group_offloading
 
-        for encoder in self._text_encoders.values():
+        for encoder in self.text_encoders.values():
             apply_group_offloading(encoder, onload_device=torch.device(device), offload_type="leaf_level")
         self.text_offloaded = True
 
@@ -216,12 +231,13 @@ class ModelFamily(ABC):
         Offloaded encoders stay in main memory, where `encode` finds their layers.
         """
         if not self.text_offloaded:
-            for encoder in self._text_encoders.values():
+            for encoder in self.text_encoders.values():
                 encoder.to(device)
         empty_cache(next(self.transformer.parameters()).device)
 
     @property
-    def _text_encoders(self) -> dict[str, Any]:
+    def text_encoders(self) -> dict[str, Any]:
+        """The text encoders that are loaded, by the component's name."""
         parts = self.pipeline.components
         return {
             name: part for name, part in parts.items() if name.startswith("text_encoder") and part is not None

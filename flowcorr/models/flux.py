@@ -66,7 +66,7 @@ class Flux(PackedFamily):
         return replace(guidance, guidance_scale=embedded.item() / 1000)
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
         embeds, pooled, _ = self.pipeline.encode_prompt(
             prompt=list(prompts),
             prompt_2=None,

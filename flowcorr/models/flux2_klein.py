@@ -60,9 +60,15 @@ class Flux2Klein(PackedFamily):
         shift = compute_empirical_mu(tokens, num_inference_steps)
         return linear_schedule(self.pipeline.scheduler, num_inference_steps, tokens, shift=shift)
 
+    def tokenized_text(self, prompt: str) -> str:
+        message = {"role": "user", "content": prompt}
+        return self.pipeline.tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
-        """See `ModelFamily.encode`.
+    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+        """See `ModelFamily.embed`.
 
         Raises:
             ConfigError: guidance is on, and the model was distilled to do without.

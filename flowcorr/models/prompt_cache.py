@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily
+from flowcorr.records import Prompt
 from flowcorr.texts import distinct, folded
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class PromptCache:
         self._num_tokens: dict[str, int] = {}  # of each text with a mask, negative or not
         unique = distinct(texts)
         self._spelling = {folded(text): text for text in unique}
+        family.cuts.add(Prompt(text=text) for text in unique)
         chunk = chunk_size(family.text_tokens)
         self._add(unique[:chunk], guidance)
         size = sum(map(_nbytes, self._rows.values())) / len(self._rows) * len(unique)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,8 +21,6 @@ from flowcorr.models.base import (
     guided,
     with_negative,
 )
-
-logger = logging.getLogger(__name__)
 
 _DROPPED_TEMPLATE = 34  # tokens that the pipeline puts before a prompt, and drops after encoding
 
@@ -69,7 +66,10 @@ class QwenImage(PackedFamily):
         timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
         return replace(schedule, timesteps=tuple((timesteps.to(dtype).double() * 1000).tolist()))
 
-    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+    def tokenized_text(self, prompt: str) -> str:
+        return self.pipeline.prompt_template_encode.format(prompt)
+
+    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
         embeds, mask = self._encode(list(prompts))
         conditioning = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
         if guidance.true_cfg_scale > 1:
@@ -87,10 +87,6 @@ class QwenImage(PackedFamily):
         embeds, mask = self.pipeline.encode_prompt(prompts, max_sequence_length=length + 1)
         if mask is None:  # the pipeline's word for a batch without padding
             mask = embeds.new_ones(embeds.shape[:2])
-        if embeds.shape[1] > length:
-            logger.warning(
-                "a prompt is longer than model.max_sequence_length=%d tokens and is cut off there", length
-            )
         missing = length - embeds.shape[1]  # -1 cuts the extra token off
         return functional.pad(embeds, (0, 0, 0, missing)), functional.pad(mask.bool(), (0, missing))
 

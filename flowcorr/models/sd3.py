@@ -85,7 +85,7 @@ class SD3(ModelFamily):
         )
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
         embeds, negative, pooled, negative_pooled = self.pipeline.encode_prompt(
             prompt=list(prompts),
             prompt_2=None,

@@ -68,7 +68,13 @@ class ZImage(ModelFamily):
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
         return linear_schedule(self.pipeline.scheduler, num_inference_steps, self.image_tokens(latent_shape))
 
-    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+    def tokenized_text(self, prompt: str) -> str:
+        message = {"role": "user", "content": prompt}
+        return self.pipeline.tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+
+    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
         conditioning = self._encode(list(prompts))
         if guidance.guidance_scale > 1:
             negative = self._encode([guidance.negative_prompt])

@@ -115,6 +115,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             if isinstance(reward, RayReward | ThreadReward):
                 on_failure.callback(reward.close)
             family = load_model(config)
+        family.cuts.add((*prompts.train, *prompts.heldout))
         texts = [prompt.text for prompt in (*prompts.train, *prompts.heldout)]
         stacks = build_stacks(config, family, texts, on_event=on_event)
         on_failure.pop_all()

@@ -66,7 +66,7 @@ def probe_point(
     family: ModelFamily, guidance: Guidance, schedule: Schedule, latent_shape: tuple[int, ...]
 ) -> ProbePoint:
     """The fixed point: pure noise at a step in the middle of the schedule."""
-    encoded = family.encode([PROMPT], guidance)
+    encoded = family.embed([PROMPT], guidance)
     return ProbePoint(
         latents=sde.initial_noise(latent_shape, [0], [0], seed=0, training_step=0)[0],
         timestep=schedule.timesteps[len(schedule.timesteps) // 2],

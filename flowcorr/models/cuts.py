@@ -1,0 +1,128 @@
+"""Prompts that are longer than a text encoder reads: how many there are, and what is lost of them.
+
+A `family` is a `ModelFamily`, whose module imports this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowcorr.records import Prompt
+from flowcorr.texts import folded
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """A text encoder with its tokenizer.
+
+    Attributes:
+        name: the encoder's name in the pipeline, and its class.
+        tokenizer: of transformers.
+        limit: tokens that the encoder reads, those of a template and of the tokenizer's own included.
+    """
+
+    name: str
+    tokenizer: Any
+    limit: int
+
+    def is_cut(self, texts: Sequence[str]) -> list[bool]:
+        """Whether each text has more tokens than the encoder reads."""
+        if not texts:
+            return []
+        return [len(tokens) > self.limit for tokens in self.tokenizer(list(texts), verbose=False).input_ids]
+
+    def read(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens of each text that the encoder reads."""
+        tokens = self.tokenizer(list(texts), truncation=True, max_length=self.limit, verbose=False).input_ids
+        return [tuple(row) for row in tokens]
+
+
+class CutReport:
+    """Logs a line about prompts that are cut, once for each prompt."""
+
+    def __init__(self, family: Any) -> None:
+        self._family = family
+        self._known: set[str] = set()
+
+    def add(self, prompts: Iterable[Prompt]) -> None:
+        """Log how many of the prompts that were not added before are cut, if any are."""
+        new = list({prompt.text: prompt for prompt in prompts if prompt.text not in self._known}.values())
+        self._known |= {prompt.text for prompt in new}
+        message = describe_cuts(self._family, new) if new else None
+        if message is not None:
+            logger.warning(message)
+
+
+def readers(family: Any) -> list[Reader]:
+    """The text encoders of a family's pipeline, and how much of a prompt each of them reads."""
+    parts = family.pipeline.components
+    configs = {
+        name: part.config.to_dict() if hasattr(part.config, "to_dict") else part.config
+        for name, part in parts.items()
+        if hasattr(part, "config")
+    }
+    found = []
+    for name, encoder in family.text_encoders.items():
+        tokenizer = parts.get(name.replace("text_encoder", "tokenizer"))
+        if tokenizer is None:
+            continue
+        shapes = family.text_shapes(configs, family.text_tokens)
+        limit = shapes.tokens[name] if shapes else min(family.text_tokens, tokenizer.model_max_length)
+        found.append(Reader(name=f"{name} ({type(encoder).__name__})", tokenizer=tokenizer, limit=limit))
+    return found
+
+
+def describe_cuts(family: Any, prompts: Sequence[Prompt]) -> str | None:
+    """A sentence on prompts that an encoder does not read to their end; None if each encoder reads all of them."""
+    texts = [family.tokenized_text(prompt.text) for prompt in prompts]
+    upto_target = [_upto_target(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    encoders = readers(family)
+    losses: dict[str, list[str]] = {}  # encoders by what they cut: those of one kind cut alike
+    whole, first, is_long_cut = [], None, False
+    for encoder in encoders:
+        cut = encoder.is_cut(texts)
+        if not any(cut):
+            whole.append(encoder.name)
+            continue
+        loss = f"{sum(cut)} of {len(prompts)} beyond {encoder.limit} tokens"
+        if lost := sum(encoder.is_cut([text for text in upto_target if text is not None])):
+            loss += f", {lost} of which lose words of their target"
+        losses.setdefault(loss, []).append(encoder.name)
+        first = first or prompts[cut.index(True)]
+        is_long_cut |= encoder.limit >= family.text_tokens
+    if first is None:
+        return None
+    parts = [f"{' and '.join(names)}: {loss}" for loss, names in losses.items()]
+    if equal := _equal_prompts(encoders, prompts, texts):
+        parts.append(f"{equal} become equal to another prompt")
+    if whole:
+        remedy = f"the loss is mild, since {' and '.join(whole)} reads all of every prompt"
+    elif is_long_cut:
+        remedy = f"shorten them, or raise model.max_sequence_length={family.text_tokens}"
+    else:
+        remedy = "shorten them"
+    place = first.place or repr(first.text[:60])
+    return f"prompts are cut ({place} is the first) by {'; '.join(parts)}; {remedy}"
+
+
+def _upto_target(prompt: Prompt, text: str) -> str | None:
+    """What the tokenizer reads up to the end of the prompt's target, None if the prompt does not hold its target."""
+    word = re.escape(prompt.target or "")
+    found = re.search(rf"(?<!\w){word}(?!\w)", prompt.text) or re.search(word, prompt.text)
+    if not prompt.target or found is None:
+        return None
+    return text[: text.index(prompt.text) + found.end()]
+
+
+def _equal_prompts(encoders: Sequence[Reader], prompts: Sequence[Prompt], texts: Sequence[str]) -> int:
+    """How many prompts are read as another one is by all encoders, though their texts differ."""
+    tokens = zip(*(encoder.read(texts) for encoder in encoders), strict=True)
+    counts = Counter({folded(prompt.text): row for prompt, row in zip(prompts, tokens, strict=True)}.values())
+    return sum(count for count in counts.values() if count > 1)

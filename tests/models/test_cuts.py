@@ -1,0 +1,131 @@
+import logging
+
+import pytest
+import torch
+from tiny_pipelines import (
+    build_tiny_flux,
+    build_tiny_flux2_klein,
+    build_tiny_qwen_image,
+    build_tiny_sd3,
+    build_tiny_z_image,
+)
+
+from flowcorr.config import ModelConfig
+from flowcorr.models import Guidance, load_family
+from flowcorr.models.cuts import describe_cuts, readers
+from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.records import Prompt
+
+LENGTH = 40
+BUILDERS = [
+    build_tiny_sd3,
+    build_tiny_flux,
+    build_tiny_flux2_klein,
+    build_tiny_z_image,
+    build_tiny_qwen_image,
+]
+
+
+@pytest.fixture(scope="module", params=BUILDERS, ids=lambda build: build.__name__.removeprefix("build_tiny_"))
+def path(request, tmp_path_factory):
+    return str(request.param(tmp_path_factory.mktemp("models") / "model"))
+
+
+@pytest.fixture
+def family(path):
+    return load_family(ModelConfig(path=path, max_sequence_length=LENGTH))
+
+
+def sign(words, *, filler=0, place=None):
+    return Prompt(text="ab " * filler + f'a "{words}" sign', target=words, place=place)
+
+
+SHORT = sign("ok")
+LONG = [sign("cat", filler=60, place="p.txt:2"), sign("dog", filler=60, place="p.txt:3")]
+EARLY = Prompt(text='"ok" ' + "ab " * 60, target="ok", place="p.txt:4")
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "flowcorr.models.cuts"]
+
+
+def test_each_family_says_once_what_is_cut(family, caplog):
+    caplog.set_level(logging.WARNING)
+    family.cuts.add([SHORT, *LONG, EARLY])
+    (line,) = lines(caplog)
+    limit = readers(family)[-1].limit  # of the long encoder
+    assert f"of 4 beyond {limit} tokens, 2 of which lose words of their target" in line
+    assert "2 become equal to another prompt" in line
+    assert f"raise model.max_sequence_length={LENGTH}" in line
+    conditioning = family.encode([prompt.text for prompt in LONG], Guidance())
+    assert all(torch.equal(rows[0], rows[1]) for rows in conditioning.values())  # they are equal indeed
+    PromptCache(family, Guidance(), [prompt.text for prompt in (*LONG, EARLY)])
+    assert len(lines(caplog)) == 1
+
+
+def test_a_cache_says_it_for_all_its_prompts_at_once(family, caplog, monkeypatch):
+    monkeypatch.setattr("flowcorr.models.prompt_cache.CHUNK_TOKENS", LENGTH)  # prompts are encoded one by one
+    PromptCache(family, Guidance(), [prompt.text for prompt in (*LONG, EARLY)])
+    (line,) = lines(caplog)
+    assert "3 of 3 beyond" in line
+
+
+def test_a_negative_prompt_is_read_to_its_end_or_named(family, caplog):
+    guidance = Guidance(guidance_scale=3.0, true_cfg_scale=3.0, negative_prompt="ab " * 60)
+    family.encode(["ok"], guidance)
+    named = any("sampling.negative_prompt is the first" in line for line in lines(caplog))
+    assert named == family.encodes_negative
+
+
+def test_the_check_counts_the_tokens_that_the_pipeline_is_given(family, monkeypatch):
+    """A family's template and limits are those that its pipeline uses."""
+    prompt = LONG[0].text
+    called: dict[str, list[tuple]] = {}
+    own = {}
+    for reader in readers(family):
+        kind = type(reader.tokenizer)
+        own[id(reader.tokenizer)] = reader
+
+        def spy(self, text, *arguments, original=kind.__call__, **options):
+            if options.get("truncation") and id(self) in own:
+                texts = [text] if isinstance(text, str) else list(text)
+                called.setdefault(own[id(self)].name, []).extend(
+                    (each, options["max_length"]) for each in texts
+                )
+            return original(self, text, *arguments, **options)
+
+        monkeypatch.setattr(kind, "__call__", spy)
+    family.embed([prompt], Guidance())
+    for reader in readers(family):
+        ((text, limit),) = set(called[reader.name])
+        assert text == family.tokenized_text(prompt)
+        # Qwen-Image's pipeline cuts what was encoded, and its tokenizer far behind.
+        assert limit == reader.limit or (family.name == "qwen_image" and limit == 1024 + 34)
+    monkeypatch.undo()
+
+
+def test_a_cut_of_one_encoder_beside_one_that_reads_all_is_mild(tmp_path):
+    family = load_family(ModelConfig(path=str(build_tiny_sd3(tmp_path / "sd3")), max_sequence_length=LENGTH))
+    clip, other, t5 = readers(family)
+    assert (clip.limit, other.limit, t5.limit) == (8, 8, LENGTH)
+    line = describe_cuts(family, [sign("open now")])
+    assert f"by {clip.name} and {other.name}: 1 of 1 beyond 8 tokens" in line
+    assert line.endswith(f"the loss is mild, since {t5.name} reads all of every prompt")
+    family.pipeline.text_encoder_3 = None  # as where T5 is not loaded
+    assert describe_cuts(family, [sign("open now")]).endswith("; shorten them")
+    assert describe_cuts(family, [Prompt(text="ok")]) is None
+
+
+def test_a_target_is_found_as_a_word_of_its_own(tmp_path):
+    family = load_family(ModelConfig(path=str(build_tiny_sd3(tmp_path / "sd3")), max_sequence_length=8))
+    late = "category " * 9 + '"cat"'
+    assert "1 of which lose words" in describe_cuts(family, [Prompt(text=late, target="cat")])
+    for target in ("cow", None):  # not in the prompt, and none
+        assert "lose words" not in describe_cuts(family, [Prompt(text=late, target=target)])
+
+
+def test_a_family_gets_the_check_without_a_line_of_its_own(tmp_path, monkeypatch):
+    """Without `text_shapes` an encoder reads what the run asks for, or less where its tokenizer says so."""
+    family = load_family(ModelConfig(path=str(build_tiny_sd3(tmp_path / "sd3")), max_sequence_length=LENGTH))
+    monkeypatch.setattr(family, "text_shapes", lambda configs, length: None)
+    assert [reader.limit for reader in readers(family)] == [8, 8, LENGTH]
