@@ -60,16 +60,9 @@ The report ends with the noise floor: how far the log-probs differ at each step 
 flowcorr train runs these checks first, and stops if one fails, where the engine has processes or a model of its
 own (trainer.doctor: auto); with trainer.doctor=true for every engine.
 
-Would it have told? --plant NAME plants one known fault and shows the report; NAME=SIZE makes it larger or smaller.
---drill plants each in turn and prints a table: the check that names it, or the rule that speaks at the first training
-step, the smallest size that was named and the next one that was not. An engine of your own takes no faults: one in
-process, of its precision, stands in for it. A drill takes some minutes on the embedded model.
-
 examples:
   flowcorr doctor tiny_ocr_lora
   flowcorr doctor tiny_ocr_lora rollout.emulate=fp8 --prompts 8
-  flowcorr doctor tiny_ocr_lora --plant noise_large=0.02    # what would it say of noise that is 2 % too large?
-  flowcorr doctor tiny_ocr_lora --drill                     # which faults would be named, and down to which size?
   flowcorr doctor tiny_ocr_lora --json | jq '.findings[] | select(.status != "PASS")'
   flowcorr doctor my_dump --model stabilityai/stable-diffusion-3.5-medium
 
@@ -251,13 +244,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="of a dump: the pipeline that replays its samples, or a recipe with it",
     )
     doctor.add_argument("--prompts", type=int, metavar="N", help="prompts to sample (default: 3)")
-    drills = doctor.add_mutually_exclusive_group()
-    drills.add_argument(
-        "--plant", metavar="NAME[=SIZE]", help="plant this fault in an engine in process, and examine that"
-    )
-    drills.add_argument(
-        "--drill", action="store_true", help="plant each known fault in turn, and print a table"
-    )
     doctor.add_argument(
         "--float32",
         action=argparse.BooleanOptionalAction,

@@ -89,18 +89,14 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Examine two stacks, a known fault in one, or a dump's samples; the exit code is that of the worst finding."""
-    from flowcorr.cli.doctor import show_drill, show_planted, show_report
+    """Examine two stacks, or a dump's samples; the exit code is that of the worst finding."""
+    from flowcorr.cli.doctor import show_report
     from flowcorr.diagnostics import diagnose
     from flowcorr.diagnostics.doctor.examination import NUM_PROMPTS
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
     if is_folder(Path(arguments.recipe)):
-        if arguments.drill or arguments.plant is not None:
-            raise ConfigError(
-                f"--drill and --plant put faults into the stacks of a recipe; {arguments.recipe} is a folder"
-            )
         if arguments.prompts is not None or arguments.float32 is not None:
             raise ConfigError(
                 f"--prompts and --float32 have no effect on {arguments.recipe}, a folder whose samples are replayed as "
@@ -112,26 +108,14 @@ def doctor(arguments: argparse.Namespace) -> int:
             f"--model {arguments.model} has no effect on a recipe, which names its model; leave it out, or give a "
             "folder of dumped steps"
         )
-    if arguments.drill and arguments.json:
-        raise ConfigError("--json has no effect on --drill, which prints a table; leave one of the two out")
     config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     prompts = NUM_PROMPTS if arguments.prompts is None else arguments.prompts
-    options = {"num_prompts": prompts, "float32": arguments.float32}
-    if arguments.drill:
-        return show_drill(config, **options)
-    if arguments.plant is None:
-        report = diagnose(config, **options)
-    else:
-        from flowcorr.diagnostics.doctor.drill import planted_report
-
-        report = planted_report(config, arguments.plant, **options)
+    report = diagnose(config, num_prompts=prompts, float32=arguments.float32)
     if arguments.json:
         print(json.dumps(report.to_mapping(), indent=2, allow_nan=False))
     else:
         show_report(report)
-        if arguments.plant is not None:
-            show_planted(arguments.plant, config, report)
     return report.exit_code
 
 

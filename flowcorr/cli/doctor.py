@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.text import Text
 
 from flowcorr.diagnostics.doctor.findings import DoctorReport, Finding, Status
 from flowcorr.instruments.clip_noise import QUANTILES, clip_text
 from flowcorr.instruments.terminal import Cell, console_of, show_table
-
-if TYPE_CHECKING:
-    from flowcorr.config import Config
-    from flowcorr.diagnostics.doctor.drill import Drilled
 
 STYLES: dict[Status, str] = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIP": "dim"}
 _VERDICTS = {
@@ -40,40 +34,6 @@ def show_report(report: DoctorReport, console: Console | None = None) -> None:
     else:
         verdict = f"{_VERDICTS[report.exit_code]}: {counts}"
     console.print(verdict, markup=False)
-
-
-def show_planted(text: str, config: Config, report: DoctorReport) -> None:
-    """Say which fault was planted, and which checks name it."""
-    from flowcorr.diagnostics.doctor.planted import parse_fault
-
-    fault, _ = parse_fault(text, config)
-    warned = [finding.check for finding in report.findings if finding.status == "WARN"]
-    named = [f"{check} fails" for check in report.failed()] + [f"{check} warns" for check in warned]
-    console_of(None).print(
-        f"planted: {text}, {fault.stands_for}; {', '.join(named) or 'no check sees it'}", markup=False
-    )
-
-
-def show_drill(config: Config, *, num_prompts: int, float32: bool | None) -> int:
-    """Plant each known fault in turn, and print which check names it; the exit code is 0."""
-    from flowcorr.diagnostics.doctor.drill import Bench, drill
-
-    console = console_of(None)
-    rows = []
-    for drilled in drill(Bench(config, num_prompts=num_prompts, float32=float32)):
-        console.print(f"{drilled.fault.name}: {drilled.named_by or 'not named'}", markup=False)
-        rows.append(_drilled(drilled))
-    columns = ("fault", "size", "named by", "smallest named", "not named", "stands for")
-    show_table(console, columns, rows, words=2, prose=True)
-    seen = sum(bool(row[2]) for row in rows)
-    console.print(f"{seen} of {len(rows)} planted faults are named", markup=False)
-    return 0
-
-
-def _drilled(drilled: Drilled) -> tuple[Cell, ...]:
-    fault = drilled.fault
-    named = (_number(fault.size), drilled.named_by, _number(drilled.smallest), _number(drilled.unseen))
-    return fault.name, *named, fault.stands_for
 
 
 def _precision_gap(report: DoctorReport) -> float:

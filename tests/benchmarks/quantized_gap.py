@@ -9,13 +9,13 @@ from dataclasses import replace
 from flowcorr.actor import DiffusionActor
 from flowcorr.config import load
 from flowcorr.data import PromptStream, load_prompts
-from flowcorr.diagnostics.doctor.plants import own_engine
 from flowcorr.instruments.audit.gap import measure_gap
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Terms
 from flowcorr.trainer.setup import load_model
+from tests.planted.plants import own_engine
 
 STEPS = 4
 ROWS = {

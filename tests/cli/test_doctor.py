@@ -113,29 +113,7 @@ def losses(folder):
     return [record["actor/loss"] for record in records if "actor/loss" in record]
 
 
-def test_a_planted_fault_is_shown_with_the_checks_that_name_it(capsys):
-    assert doctor("--plant", "noise_large=0.5") == 2
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("planted: noise_large=0.5, ")
-    assert "noise fails" in last
-
-
-def test_a_drill_prints_no_json(capsys):
-    assert doctor("--drill", "--json") == 2
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == (
-        "",
-        "flowcorr: error: --json has no effect on --drill, which prints a table; leave one of the two out\n",
-    )
-
-
 @pytest.mark.parametrize("option", [["--prompts", "2"], ["--float32"], ["--no-float32"]])
 def test_options_of_an_examination_are_none_of_a_replay(option, tmp_path, capsys):
     assert main(["doctor", str(tmp_path), *option]) == 2
     assert "--prompts and --float32 have no effect on" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", [["--drill"], ["--plant", "noise_large"]])
-def test_faults_are_planted_in_stacks_and_not_in_a_dump(option, tmp_path, capsys):
-    assert main(["doctor", str(tmp_path), *option]) == 2
-    assert "--drill and --plant put faults into the stacks of a recipe" in capsys.readouterr().err

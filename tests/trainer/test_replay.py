@@ -10,7 +10,6 @@ import torch
 from flowcorr import sde
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
-from flowcorr.diagnostics.doctor.plants import feeding, noisy, returning, sampling_with, vae_configured
 from flowcorr.errors import BackendError
 from flowcorr.instruments.rules import HealthMonitor, examine_step, units_of
 from flowcorr.models import Schedule
@@ -22,6 +21,7 @@ from flowcorr.trainer.residuals import RESIDUALS
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.diagnostics.doctor.faults import separate
+from tests.planted.plants import feeding, noisy, returning, sampling_with, vae_configured
 from tests.shallow import SHALLOW
 
 TEXTS = ["cat", "dog"]

@@ -10,7 +10,6 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.presets import NAMES
 from flowcorr.correction.rejection import RS_MODES
 from flowcorr.diagnostics.doctor.checks import CHECKS
-from flowcorr.diagnostics.doctor.planted import FAULTS
 from flowcorr.diagnostics.doctor.replayed.verdicts import CAUSES
 from flowcorr.diagnostics.reference.glossary import SYNONYMS, WORDS
 from flowcorr.diagnostics.reference.keys import find_key, keys
@@ -23,7 +22,6 @@ from flowcorr.instruments.metrics.table import METRICS, PROGRESS_LABELS, RULES, 
 
 _BY_LABEL = {label: name for name, label in PROGRESS_LABELS.items()}
 _CHECKS = {name: (check, blockers) for name, check, blockers in CHECKS}
-_FAULTS = {fault.name: fault for fault in FAULTS}
 _RULES = {rule.name: rule.metric for rule in RULES}
 _OF_SEVERAL_STEPS = {rule.name: rule for rule in (image_drift.RULE, jumps.RULE, replicas.RULE)}
 
@@ -39,7 +37,7 @@ def explanation(name: str) -> str:
         near = difflib.get_close_matches(name, _known(), n=3, cutoff=0.5)
         hint = f": did you mean {', '.join(near)}?" if near else "."
         raise ConfigError(
-            f"{name!r} is not a metric, configuration key, preset, check, fault or word of the tools{hint} The tables "
+            f"{name!r} is not a metric, configuration key, preset, check, cause or word of the tools{hint} The tables "
             "are in flowcorr/instruments/README.md, recipes/README.md and flowcorr/correction/README.md"
         )
     return "\n\n".join("\n".join(lines) for lines in senses)
@@ -89,8 +87,6 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
                 "  worry: always: such samples teach something else; the report has the remedy behind `->`",
             )
         )
-    if name in _FAULTS:
-        yield _fault(name)
     if name in RS_MODES and name not in WORDS:
         yield _mode(name)
 
@@ -145,13 +141,6 @@ def _check(name: str) -> Iterator[str]:
         yield f"  skipped where one of these fails: {', '.join(blockers)}"
 
 
-def _fault(name: str) -> Iterator[str]:
-    fault = _FAULTS[name]
-    yield f"{name} (fault that flowcorr doctor plants)"
-    yield f"  {fault.stands_for}"
-    yield f"  try: flowcorr doctor RECIPE --plant {name}{'' if fault.size is None else f'={fault.size:g}'}"
-
-
 def _mode(name: str) -> Iterator[str]:
     mode = RS_MODES[name]
     yield f"{name} (rejection mode)"
@@ -188,7 +177,5 @@ def _known() -> list[str]:
     names = [*_BY_LABEL, *WORDS, *NAMES, *(key.name for key in keys()), *(metric.name for metric in METRICS)]
     names += [metric.name.rpartition("/")[2] for metric in METRICS]
     return list(
-        dict.fromkeys(
-            [*names, *_CHECKS, *CAUSES, *FAULTS_OF_TERMS, *_FAULTS, *_RULES, *_OF_SEVERAL_STEPS, *RS_MODES]
-        )
+        dict.fromkeys([*names, *_CHECKS, *CAUSES, *FAULTS_OF_TERMS, *_RULES, *_OF_SEVERAL_STEPS, *RS_MODES])
     )

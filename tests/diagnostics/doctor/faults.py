@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from flowcorr.diagnostics import examine
-from flowcorr.diagnostics.doctor.mistakes import without_normaliser
-from flowcorr.diagnostics.doctor.plants import feeding, own_engine, rounded
+from tests.planted.mistakes import without_normaliser
+from tests.planted.plants import feeding, own_engine, rounded
 
 SMALL = {"n": 2}
 # Faults stand out of more elements than the images of other tests have.

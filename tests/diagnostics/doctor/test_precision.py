@@ -15,10 +15,10 @@ from diagnostics.doctor.faults import (
 
 from flowcorr.diagnostics import examine
 from flowcorr.diagnostics.doctor import precision
-from flowcorr.diagnostics.doctor.mistakes import head_missing
-from flowcorr.diagnostics.doctor.plants import feeding, merging, rescaled_guidance
 from flowcorr.errors import BackendError
 from flowcorr.rollout import InProcessEngine
+from tests.planted.mistakes import head_missing
+from tests.planted.plants import feeding, merging, rescaled_guidance
 
 pytestmark = pytest.mark.system
 

@@ -14,9 +14,9 @@ from diagnostics.doctor.faults import (
 from flowcorr.config import load
 from flowcorr.diagnostics import examine
 from flowcorr.diagnostics.doctor import precision
-from flowcorr.diagnostics.doctor.plants import merging, own_engine, scheduled
 from flowcorr.instruments.rules import examine_step, units_of
 from flowcorr.rollout.precision import trainer_quantization, usual_gap
+from tests.planted.plants import merging, own_engine, scheduled
 
 INT8 = pytest.param("int8", id="int8")
 NF4 = pytest.param("nf4", id="nf4", marks=pytest.mark.quantized)

@@ -5,9 +5,9 @@ import torch
 
 from flowcorr import sde
 from flowcorr.diagnostics import examine
-from flowcorr.diagnostics.doctor.plants import returning
 from flowcorr.diagnostics.doctor.trials import MOVE, run_trials, velocity_gap
 from flowcorr.errors import BackendError
+from tests.planted.plants import returning
 
 
 def test_weights_come_back_where_the_engine_fails(small_run):

@@ -6,7 +6,6 @@ from flowcorr.cli import main
 from flowcorr.correction.presets import NAMES
 from flowcorr.correction.rejection import RS_MODES
 from flowcorr.diagnostics.doctor.checks import CHECKS
-from flowcorr.diagnostics.doctor.planted import FAULTS
 from flowcorr.diagnostics.doctor.replayed.verdicts import CAUSES
 from flowcorr.diagnostics.reference.explain import explanation
 from flowcorr.diagnostics.reference.glossary import WORDS
@@ -41,7 +40,6 @@ from flowcorr.instruments.metrics.table import RULES
         ("seq_mean_k1", "Judges whole samples; takes a band of ratios"),
         ("flat_groups", "raise rollout.n"),
         ("reward_hacking", "drift of the images"),
-        ("adapter_scaled", "--plant adapter_scaled=1"),
     ],
 )
 def test_a_name_is_explained(name, text, capsys):
@@ -55,7 +53,6 @@ def test_a_name_is_explained(name, text, capsys):
         *(name for name, _, _ in CHECKS),
         *CAUSES,
         *RS_MODES,
-        *(f.name for f in FAULTS),
         *(r.name for r in RULES),
         *WORDS,
     ],

@@ -12,7 +12,7 @@ from diagnostics.doctor.faults import (
 )
 
 from flowcorr.diagnostics import examine
-from flowcorr.diagnostics.doctor.plants import rescaled_guidance
+from tests.planted.plants import rescaled_guidance
 
 FAULTS = {
     "none": (another_guidance(guidance_scale=1.0), {}, "guidance_scale=1 instead of 4"),

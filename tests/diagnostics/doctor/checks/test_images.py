@@ -12,9 +12,9 @@ from diagnostics.doctor.faults import (
 )
 
 from flowcorr.diagnostics.doctor.checks.images import find_exchanged
-from flowcorr.diagnostics.doctor.mistakes import exchanged
-from flowcorr.diagnostics.doctor.plants import another_vae, returning
 from tests.overflow import overflow
+from tests.planted.mistakes import exchanged
+from tests.planted.plants import another_vae, returning
 
 FAULTS = {
     "another VAE": another_vae(0.5),

@@ -1,8 +1,8 @@
 import pytest
 from diagnostics.doctor.faults import assert_named, check, finding_of, nudged, of_another_sample, unscaled
 
-from flowcorr.diagnostics.doctor.mistakes import without_normaliser
-from flowcorr.diagnostics.doctor.plants import returning, rounded
+from tests.planted.mistakes import without_normaliser
+from tests.planted.plants import returning, rounded
 
 FAULTS = {
     "summed": ({"log_probs": lambda rollout: 512 * rollout.log_probs}, "summed over the elements"),

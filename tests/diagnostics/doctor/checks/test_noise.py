@@ -9,8 +9,8 @@ from flowcorr import sde
 from flowcorr.diagnostics.doctor.checks import noise as checks
 from flowcorr.diagnostics.doctor.checks.noise import check_noise
 from flowcorr.diagnostics.doctor.exam import Exam
-from flowcorr.diagnostics.doctor.plants import forgets_the_seed, seeds_by_place, uniform
 from flowcorr.diagnostics.doctor.trials import run_trials
+from tests.planted.plants import forgets_the_seed, seeds_by_place, uniform
 
 TRUE = sde.step_noise
 

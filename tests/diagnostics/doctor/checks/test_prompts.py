@@ -1,8 +1,8 @@
 import pytest
 from diagnostics.doctor.faults import GUIDED, assert_named, blank, check, cut, other_words, separate, shorter
 
-from flowcorr.diagnostics.doctor.mistakes import pooled_of_another, rolled
-from flowcorr.diagnostics.doctor.plants import conditioned
+from tests.planted.mistakes import pooled_of_another, rolled
+from tests.planted.plants import conditioned
 
 FAULTS = {
     "other prompts": (conditioned(other_words, told=True), {}, "the engine's"),

@@ -10,7 +10,7 @@ from diagnostics.doctor.faults import (
     statuses,
 )
 
-from flowcorr.diagnostics.doctor.plants import feeding, rounded, scheduled, with_timesteps
+from tests.planted.plants import feeding, rounded, scheduled, with_timesteps
 
 FRACTIONS = {"sampling": {"num_inference_steps": 7, "sde_window_range": (1, 3)}}  # timesteps 833.5 and 667
 FAULTS = {

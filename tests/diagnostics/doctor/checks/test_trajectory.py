@@ -12,9 +12,9 @@ from diagnostics.doctor.faults import (
     shifted,
 )
 
-from flowcorr.diagnostics.doctor.mistakes import spoiled
-from flowcorr.diagnostics.doctor.plants import returning, rounded, sampling_with, scheduled
 from tests.overflow import overflow, overflow_one
+from tests.planted.mistakes import spoiled
+from tests.planted.plants import returning, rounded, sampling_with, scheduled
 
 RETURNED = {
     "values that are not finite": ("finite", {"latents": spoiled}, ""),

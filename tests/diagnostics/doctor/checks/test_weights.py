@@ -17,8 +17,10 @@ from diagnostics.doctor.faults import (
 )
 
 from flowcorr.diagnostics.doctor.checks.weights import check_lora
-from flowcorr.diagnostics.doctor.mistakes import head_missing
-from flowcorr.diagnostics.doctor.plants import (
+from flowcorr.diagnostics.doctor.trials import Trial
+from flowcorr.rollout import InProcessEngine
+from tests.planted.mistakes import head_missing
+from tests.planted.plants import (
     deaf_after_the_first_sync,
     merging,
     one_sync_behind,
@@ -26,8 +28,6 @@ from flowcorr.diagnostics.doctor.plants import (
     scaled_up,
     without_adapters,
 )
-from flowcorr.diagnostics.doctor.trials import Trial
-from flowcorr.rollout import InProcessEngine
 
 
 def half_of_the_layers(name):

@@ -1,4 +1,4 @@
-"""Plants known faults in one's own stack, and says which check names each, and down to which size."""
+"""Plants known faults in an engine in process, and says which check names each, and down to which size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from flowcorr.correction.describe import drift_metrics
 from flowcorr.data import PromptStream
 from flowcorr.diagnostics.doctor.examination import examine, first_prompts
 from flowcorr.diagnostics.doctor.findings import DoctorReport
-from flowcorr.diagnostics.doctor.planted import FAULTS, Fault, parse_fault
-from flowcorr.diagnostics.doctor.plants import Plant, own_engine
 from flowcorr.errors import BackendError, BatchError, ConfigError
 from flowcorr.instruments.rules import examine_step, units_of
 from flowcorr.metrics import Metrics
@@ -28,6 +26,8 @@ from flowcorr.trainer.noise import NoiseMeter
 from flowcorr.trainer.replay import measure_replay
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import load_model
+from tests.planted.plants import Plant, own_engine
+from tests.planted.table import FAULTS, Fault
 
 MAX_IMAGES = 2  # a prompt
 _EMULATED = {"nf4": "int4"}  # what `rollout.emulate` lacks, and the next coarser format
@@ -155,21 +155,6 @@ class Bench:
             plant(engine)
         engine.sync(self.actor.weights.snapshot())
         return engine
-
-
-def planted_report(config: Config, text: str, *, num_prompts: int, float32: bool | None) -> DoctorReport:
-    """The doctor's report on an engine with one fault of `FAULTS`.
-
-    Args:
-        config: the run's configuration.
-        text: its name, or `name=size`.
-        num_prompts, float32: see `Bench`.
-
-    Raises:
-        ConfigError: there is no such fault, or the run cannot have it.
-    """
-    fault, size = parse_fault(text, config)
-    return Bench(config, num_prompts=num_prompts, float32=float32).report(fault.plant(size))
 
 
 def drill(bench: Bench, faults: Sequence[Fault] = FAULTS) -> Iterator[Drilled]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowcorr.diagnostics.doctor import plants
+from tests.planted import plants
 
 
 @pytest.fixture

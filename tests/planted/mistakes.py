@@ -1,4 +1,4 @@
-"""Mistakes of rollout engines, as `planted` lists them; a size says how large one is."""
+"""Mistakes of rollout engines, as `table` lists them; a size says how large one is."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr.diagnostics.doctor import plants
-from flowcorr.diagnostics.doctor.plants import Plant
 from flowcorr.models import Conditioning, Schedule
 from flowcorr.records import Rollout
 from flowcorr.rollout import InProcessEngine
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
+from tests.planted import plants
+from tests.planted.plants import Plant
 
 
 def steps_after_windows(engine: InProcessEngine) -> range:

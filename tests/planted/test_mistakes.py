@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowcorr.diagnostics.doctor import mistakes, plants
+from tests.planted import mistakes, plants
 from tests.rollouts import make_rollout
 
 

@@ -1,4 +1,4 @@
-"""Known faults of rollout engines, one row each, which `flowcorr doctor --plant` and `--drill` plant in an engine.
+"""Known faults of rollout engines, one row each, which `python -m tests.planted` plants in an engine.
 
 A size says how large a fault is; of a fault without one there is only all or nothing.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from flowcorr.config.schema import Config
-from flowcorr.diagnostics.doctor import mistakes, plants
-from flowcorr.diagnostics.doctor.plants import Plant
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.rollout.emulate import round_weight
+from tests.planted import mistakes, plants
+from tests.planted.plants import Plant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +46,10 @@ def parse_fault(text: str, config: Config) -> tuple[Fault, float]:
     name, _, number = text.partition("=")
     found = next((fault for fault in FAULTS if fault.name == name), None)
     if found is None:
-        raise ConfigError(unknown_choice("--plant", name, [fault.name for fault in FAULTS]))
+        raise ConfigError(unknown_choice("--fault", name, [fault.name for fault in FAULTS]))
     if not found.applies(config):
         raise ConfigError(
-            f"--plant {name} has nothing to change in this run ({found.stands_for}); choose another fault, or override "
+            f"--fault {name} has nothing to change in this run ({found.stands_for}); choose another fault, or override "
             "the keys that it concerns"
         )
     if not number:
@@ -64,7 +64,7 @@ def parse_fault(text: str, config: Config) -> tuple[Fault, float]:
             if found.size is None
             else f"give a number, such as {found.size:g}"
         )
-        raise ConfigError(f"--plant {text}: {allowed}")
+        raise ConfigError(f"--fault {text}: {allowed}")
     return found, size
 
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from flowcorr.diagnostics.doctor.planted import FAULTS, parse_fault
 from flowcorr.errors import ConfigError
 from tests.conftest import small_config
+from tests.planted.table import FAULTS, parse_fault
 
 GUIDED = {"sampling": {"guidance_scale": 4.0}}
 
@@ -32,12 +32,12 @@ def test_a_name_may_come_with_a_size(text, size):
     [
         (
             "noise_larg",
-            r"--plant='noise_larg' is unknown \(did you mean noise_large\?\); choose from latents_nan",
+            r"--fault='noise_larg' is unknown \(did you mean noise_large\?\); choose from latents_nan",
         ),
-        ("noise_large=much", r"--plant noise_large=much: give a number, such as 0\.2"),
+        ("noise_large=much", r"--fault noise_large=much: give a number, such as 0\.2"),
         ("noise_large=-1", r"give a number, such as 0\.2"),
-        ("unseeded=2", r"--plant unseeded=2: it has no size: leave it away"),
-        ("guidance_off", r"--plant guidance_off has nothing to change in this run \(no guidance\)"),
+        ("unseeded=2", r"--fault unseeded=2: it has no size: leave it away"),
+        ("guidance_off", r"--fault guidance_off has nothing to change in this run \(no guidance\)"),
     ],
 )
 def test_what_cannot_be_planted_is_refused(text, message):
