@@ -79,7 +79,7 @@ class Rollout:
         log_probs: `[B, T]` float32, nats per latent element under the rollout policy.
         group_ids: `[B]` int64; samples of one prompt share one.
         policy_versions: `[B]` int64, optimizer steps behind the weights that sampled.
-        members: `[B]` int64, places within the groups, which seed the noise; None where they are not known.
+        members: `[B]` int64, the place of each sample within its group, which seeds its noise; the trainer sets it.
         worker_ids: `[B]` int64, the Ray worker that sampled, or None where there is one engine.
         conditioning: `[G, ...]` tensors that the model family feeds to its transformer, one row a prompt.
         conditioning_rows: `[B]` int64, the row of each sample; None only where there is no conditioning.

@@ -158,9 +158,10 @@ class Run:
 
     def sample(self, training_step: int = 1, *, with_means: bool = True) -> Rollout:
         groups = range(self.config.rollout.prompts_per_step)
-        return self.engine.sample(
+        rollout = self.engine.sample(
             self.conditioning, groups, training_step=training_step, with_means=with_means
         )
+        return replace(rollout, members=torch.arange(rollout.num_samples) % self.config.rollout.n)
 
     def stir(self, scale: float = 0.02, seed: int = 0) -> None:
         """Move the trained weights, as training would, and tell the engine."""

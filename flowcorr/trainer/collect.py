@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,8 +17,9 @@ from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean, total
 from flowcorr.models import windows_of
-from flowcorr.records import Prompt, Rollout
+from flowcorr.records import Prompt, Rollout, Window
 from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
+from flowcorr.rollout import witnesses
 from flowcorr.rollout.broken import decoder_dtype, find_broken
 from flowcorr.trainer.run import PendingStep, TrainingRun
 from flowcorr.workers.reward import RayReward
@@ -87,7 +89,8 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     """Sample this rank's `groups` of the prompts `drawn` for training step `step`, or wait for the workers that do.
 
     Raises:
-        BackendError: every sample comes from weights that are too old, or from a version that was never sent.
+        BackendError: every sample comes from weights that are too old, or from a version that was never sent, a sync
+            did not arrive, or the samples are of other groups.
     """
     pending = run.in_flight.pop(step, None)
     prompts = [drawn[group] for group in groups for _ in range(run.config.rollout.n)]
@@ -106,9 +109,18 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
         rollout = pending.rollout.result()
         metrics = Metrics.from_stats({"timing/rollout_wait": maximum(time.perf_counter() - begin)})
         on_images(rollout.decoded)
-    members = torch.arange(run.config.rollout.n).repeat(len(groups))
-    rollout = replace(rollout, members=members).to(run.actor.device)
-    metrics = metrics.merge(_window_metrics(run, rollout, groups, step))
+    count = run.config.rollout.n
+    owners = [group for group in groups for _ in range(count)]
+    if rollout.group_ids.tolist() != owners:
+        raise BackendError(
+            f"the rollout engine returned samples of the groups {rollout.group_ids.tolist()} where it was asked for "
+            f"{owners}: Rollout.group_ids has to come group by group, in the order of `groups`"
+        )
+    rollout = replace(rollout, members=torch.arange(len(owners)) % count).validate().to(run.actor.device)
+    broken = _find_broken(run.config, rollout)
+    whole = [place for place in range(len(owners)) if place not in broken]
+    if whole:
+        metrics = metrics.merge(witness_metrics(run, rollout.only(torch.tensor(whole)), step))
     stale, age_metrics = _find_stale(run, rollout)
     fresh = whole_groups(rollout.group_ids, stale)
     return Samples(
@@ -117,7 +129,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
         images=rollout.decoded.cpu().numpy(),
         prompts=prompts,
         group_ids=rollout.group_ids.cpu().numpy(),
-        broken=_find_broken(run.config, rollout),
+        broken=broken,
         reward=reward,
         metrics=metrics.merge(age_metrics),
     )
@@ -136,16 +148,46 @@ def _find_broken(config: Config, rollout: Rollout) -> dict[int, str]:
     return {place: f"image {place % count} of group {groups[place]}: {why}" for place, why in broken.items()}
 
 
-def _window_metrics(run: TrainingRun, rollout: Rollout, groups: range, step: int) -> Metrics:
-    """`rollout/other_windows`: the share of samples whose SDE steps are not those that their seeds give."""
-    config = run.config
-    count = config.rollout.n
-    owners = [group for group in groups for _ in range(count)]
-    members = list(range(count)) * len(groups)
-    asked = windows_of(config.sampling, owners, members, seed=config.trainer.seed, training_step=step)
-    found = rollout.window.step_indices.cpu()
-    others = len(asked) if found.shape != asked.shape else int((found != asked).any(1).sum())
-    return Metrics.from_stats({"rollout/other_windows": mean(others, len(asked))})
+def witness_metrics(run: TrainingRun, rollout: Rollout, step: int) -> Metrics:
+    """`rollout/other_*`, `rollout/coarse_latents` and `rollout/*_error`: see `rollout.witnesses`."""
+    config, window = run.config, rollout.window
+    sampling, seeds = config.sampling, {"seed": config.trainer.seed, "training_step": step}
+    assert rollout.members is not None, "`collect` has set them"
+    asked = windows_of(sampling, rollout.group_ids.tolist(), rollout.members.tolist(), **seeds)
+    sigmas = torch.tensor(
+        run.actor.family.schedule(sampling.num_inference_steps, rollout.latent_shape).sigmas
+    )
+    stds = witnesses.configured_stds(rollout, sampling)
+    count = rollout.num_samples
+    stats = {
+        "rollout/other_windows": mean(int(_other_windows(window, asked, sigmas).sum()), count),
+        "rollout/coarse_latents": mean(int(witnesses.coarse_latents(rollout).sum()), count),
+    }
+    if window.step_indices.shape == asked.shape:
+        start = witnesses.seeded_start(rollout, **seeds, same_in_group=config.rollout.same_initial_noise)
+        broken = witnesses.broken_trajectories(rollout, start, sampling.num_inference_steps)
+        noise = witnesses.seeded_noise(rollout, **seeds)
+        errors = witnesses.log_prob_errors(rollout, noise, stds, cps_unscaled=sampling.cps_unscaled)
+        stats["rollout/broken_trajectories"] = mean(int(broken.sum()), count)
+        stats["rollout/log_prob_error"] = maximum(_largest(errors))
+    if window.stds is not None:
+        stats["rollout/std_error"] = maximum(_largest((window.stds / stds - 1).abs()))
+    return Metrics.from_stats(stats)
+
+
+def _other_windows(window: Window, asked: Tensor, sigmas: Tensor) -> Tensor:
+    """`[B]` bool: the SDE steps are not `asked`, or their noise levels are not those of the schedule."""
+    indices = window.step_indices.cpu()
+    if indices.shape != asked.shape:
+        return torch.ones(len(asked), dtype=torch.bool)
+    levels = torch.stack([sigmas[:-1][asked], sigmas[1:][asked]])
+    gaps = (torch.stack([window.sigmas, window.sigmas_next]).cpu() - levels).abs().amax(0)
+    return ((indices != asked) | (gaps > witnesses.SIGMA_TOLERANCE)).any(1)
+
+
+def _largest(errors: Tensor) -> float:
+    """The largest finite value; the others are counted elsewhere, and infinite if there is none."""
+    return float(errors.nan_to_num(0.0, posinf=0.0).max()) if errors.numel() else -math.inf
 
 
 def whole_groups(group_ids: Tensor, failed: np.ndarray) -> Tensor:
@@ -182,6 +224,11 @@ def _weight_ages(run: TrainingRun, rollout: Rollout) -> np.ndarray:
     synced = np.array([weights.version for weights in run.engine.history])
     versions = rollout.policy_versions.cpu().numpy()
     newest = run.actor.weights.version
+    if synced.max(initial=0) < newest:
+        raise BackendError(
+            f"the rollout engine's history ends with weights of version {synced.max(initial=0)}, and version {newest} "
+            "was synced: a sync did not arrive, or RolloutEngine.history does not keep the newest weights"
+        )
     if versions.max(initial=0) > newest:
         raise BackendError(
             f"the rollout engine says that weights of version {versions.max()} sampled, and the newest are of version "

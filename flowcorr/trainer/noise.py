@@ -4,8 +4,10 @@ The means are the actor's own, of the first forward pass that it makes of a batc
 in bypass mode the one before the first optimizer step. So no engine has to return its means. Both means differ by
 rounding and staleness, which the health rules allow for.
 
-Seeds tell which noise the engine should have added. Without it, a step leaves the difference of both means, of which
-`WindowResiduals` are made.
+The seeds give the noise that was to be added, so both are compared, too. What the means differ by does not depend on
+the noise: its correlation with the seeded noise is that of two independent directions, whatever the precision.
+
+Without its noise, a step leaves the difference of both means, of which `WindowResiduals` are made.
 """
 
 from __future__ import annotations
@@ -14,25 +16,31 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed, sde
-from flowcorr.config.schema import Config, SamplingConfig
-from flowcorr.metrics import Metrics, Stat, mean
+from flowcorr.config.schema import Config
+from flowcorr.metrics import Metrics, Stat, maximum, mean
 from flowcorr.records import Rollout, Scores
+from flowcorr.rollout.witnesses import seeded_noise
 from flowcorr.sde.transition import over_elements
 from flowcorr.trainer.residuals import in_common, terms
 
 _ROUNDED = (torch.bfloat16, torch.float16)  # to which an engine may round its noise
+
+_SAME = 1e-4  # factor between two noises that float32 on two devices, and their stds, explain
 
 
 class NoiseMeter:
     """Adds up the noise of a training step's batch, part by part.
 
     Args:
-        rollout: the batch.
-        sampling: how it was drawn.
+        rollout: the batch, with its members.
+        config: the run's configuration.
+        training_step: seeded its noise.
     """
 
-    def __init__(self, rollout: Rollout, sampling: SamplingConfig) -> None:
-        self._cps_unscaled = sampling.cps_unscaled
+    def __init__(self, rollout: Rollout, config: Config, training_step: int) -> None:
+        self._cps_unscaled = config.sampling.cps_unscaled
+        self._seeds = {"seed": config.trainer.seed, "training_step": training_step}
+        self._beside = torch.zeros(3, dtype=torch.float64)
         self._parts: list[Metrics] = []
         self._num_terms = 0
         self._together = rollout.window.latents.new_zeros(rollout.num_elements, dtype=torch.float64)
@@ -59,14 +67,30 @@ class NoiseMeter:
                 (squared * (squared - 6) + 3).sum(dtype=torch.float64), noise.numel()
             ),
         }
+        self._compare(noise, seeded_noise(rollout, **self._seeds).to(noise.device)[finite].flatten(1))
         self._parts.append(Metrics.from_stats(stats))
+
+    def _compare(self, noise: Tensor, seeded: Tensor) -> None:
+        """Compare each term's noise `[N, D]` with that of its seeds."""
+        rest = (noise - seeded).double()
+        sums = torch.stack([(rest * seeded).sum(1), seeded.double().square().sum(1), rest.square().sum(1)])
+        self._beside += sums.sum(1).cpu()
+        if len(noise):
+            self._parts.append(Metrics.from_stats({"rollout/noise_z_max": maximum(_scores(sums).max())}))
 
     def metrics(self) -> Metrics:
         """`rollout/noise_*` of all terms that were added. All ranks have to call it together."""
-        together = distributed.add_up(self._together, "the noise of the SDE steps")
+        every = torch.cat([self._together, self._beside.to(self._together.device)])
+        together, beside = distributed.add_up(every, "the noise of the SDE steps").split(
+            [len(self._together), 3]
+        )
         # Each rank has the sum of all, and the metrics of all ranks are added.
         shared = mean(together.square().mean() / distributed.world_size(), self._num_terms)
-        return Metrics.merged([*self._parts, Metrics.from_stats({"rollout/noise_shared_by": shared})])
+        stats = {
+            "rollout/noise_shared_by": shared,
+            "rollout/noise_z_max": maximum(_scores(beside[:, None])[0]),
+        }
+        return Metrics.merged([*self._parts, Metrics.from_stats(stats)])
 
     def _std(self, log_probs: Tensor, stds: Tensor, num_elements: int) -> Stat:
         """The std around 0 that the rollout's own log-probs imply, which no difference of the means enters."""
@@ -74,6 +98,16 @@ class NoiseMeter:
         variance = sde.noise_variance(log_probs[known], stds[known], cps_unscaled=self._cps_unscaled)
         squares = variance.sum(dtype=torch.float64) * num_elements
         return Stat("std", (variance.numel() * num_elements, 0.0, squares))
+
+
+def _scores(sums: Tensor) -> Tensor:
+    """How many standard errors a noise is from that of its seeds, along it; of each column of `sums` `[3, N]`.
+
+    Args:
+        sums: over the elements: the rest times the seeded noise, the square of the seeded noise, and that of the rest.
+    """
+    along, whole, rest = sums
+    return (along.abs() - _SAME * whole).clamp(min=0) / rest.sqrt().clamp(min=1e-30)
 
 
 def scored_by_sampler(config: Config) -> bool:
@@ -116,7 +150,8 @@ class WindowResiduals:
         means, stds = scores.means.detach(), over_elements(scores.stds.detach(), scores.means)
         finite = over_elements(scores.log_probs.detach().isfinite(), means)
         places = torch.searchsorted(self._groups, rollout.group_ids)
-        noise = torch.where(finite, self._step_noise(rollout), 0)
+        drawn = seeded_noise(rollout, seed=self._config.trainer.seed, training_step=self._training_step)
+        noise = torch.where(finite, drawn.to(means), 0)
         residuals = torch.where(finite, window.next_latents - means - stds * noise, 0)
         if self._noise:
             self._fit("step_noise", places, residuals / stds, [noise])
@@ -161,21 +196,3 @@ class WindowResiduals:
         )
         zeros = added.new_zeros(len(self._groups), *added.shape[1:])
         self._sums.setdefault(name, zeros).index_add_(0, places, added)
-
-    def _step_noise(self, rollout: Rollout) -> Tensor:
-        """The noise `[b, T, *L]` that the seeds give."""
-        assert rollout.members is not None, "`collect` sets them"
-        indices = rollout.window.step_indices
-        noise = torch.empty_like(rollout.window.latents)
-        for index in indices.unique().tolist():
-            rows, columns = (indices == index).nonzero(as_tuple=True)
-            drawn = sde.step_noise(
-                rollout.latent_shape,
-                rollout.group_ids[rows].tolist(),
-                rollout.members[rows].tolist(),
-                seed=self._config.trainer.seed,
-                training_step=self._training_step,
-                step_index=index,
-            )
-            noise[rows, columns] = drawn.to(noise)
-        return noise

@@ -63,7 +63,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         samples = collect(run, drawn, distributed.local_indices(len(drawn)), step)
     rollout, old = samples.rollout, None
     bound_passes(actor.scorer, rollout)
-    noise = NoiseMeter(rollout, config.sampling)
+    noise = NoiseMeter(rollout, config, step)
     residuals = WindowResiduals(rollout, config, step, noise=True, velocity=scored_by_sampler(config))
 
     def observe(part: Rollout, scores: Scores) -> None:

@@ -129,7 +129,7 @@ class Bench:
         samples = collect(run, self._prompts, range(len(self._prompts)), TRAINING_STEP)
         scored, _ = score(run, samples)
         rollout = samples.rollout
-        noise = NoiseMeter(rollout, config.sampling)
+        noise = NoiseMeter(rollout, config, TRAINING_STEP)
         old = actor.log_probs(rollout, observe=noise.add)
         metrics = Metrics.merged(
             [

@@ -11,13 +11,14 @@ from flowcorr.instruments.rules import Units, examine_step
 from flowcorr.trainer.noise import NoiseMeter, WindowResiduals, scored_by_sampler
 from flowcorr.trainer.residuals import RESIDUALS
 
-NAMES = {f"rollout/noise_{name}" for name in ("std", "mean", "tails", "shared_by")}
+STEP = 1
+NAMES = {f"rollout/noise_{name}" for name in ("std", "mean", "tails", "shared_by", "z_max")}
 
 
 def measured(run, rollout=None):
     """`rollout/noise_*` of the pass that computes old log-probs, and the gap that goes with it."""
     rollout = run.sample(with_means=False) if rollout is None else rollout
-    meter = NoiseMeter(rollout, run.config.sampling)
+    meter = NoiseMeter(rollout, run.config, STEP)
     scores = run.actor.log_probs(rollout, observe=meter.add)
     gap = (scores.log_probs - rollout.log_probs).abs().mean().item()
     return {**meter.metrics().compute(), "rollout_corr/logprob_abs_diff_mean": gap}
@@ -110,7 +111,7 @@ def test_noise_that_is_shared(make_run, monkeypatch, same, sharing):
 def test_terms_without_a_finite_score_are_left_out(make_run):
     run = make_run()
     rollout = run.sample()
-    meter, some = (NoiseMeter(rollout, run.config.sampling) for _ in range(2))
+    meter, some = (NoiseMeter(rollout, run.config, STEP) for _ in range(2))
     scores = run.actor.log_probs(rollout, with_means=True)
     scores.log_probs[2, 1] = scores.means[2, 1] = math.nan
     meter.add(rollout, scores)
@@ -132,7 +133,7 @@ def test_bypass_observes_what_is_scored_before_the_first_optimizer_step(make_run
     )
     rollout = run.sample()
     batch = replace(run.batch(rollout), old_log_probs=rollout.log_probs)
-    meter, seen = NoiseMeter(rollout, run.config.sampling), []
+    meter, seen = NoiseMeter(rollout, run.config, STEP), []
 
     def observe(part, scores):
         seen.append(part.num_samples * part.num_steps)
@@ -141,6 +142,35 @@ def test_bypass_observes_what_is_scored_before_the_first_optimizer_step(make_run
     run.actor.update(batch, run.config.algorithm.rollout_correction, training_step=1, observe=observe)
     assert sum(seen) == rollout.log_probs.numel() // parts
     assert meter.metrics().compute().keys() == NAMES
+
+
+SEEDED = {
+    "a hundredth too large": lambda noise: 1.01 * noise,
+    "of another sample": lambda noise: noise.roll(1, 0),
+    "rotated": lambda noise: noise.roll(1, -1),
+}
+
+
+@pytest.mark.parametrize("emulate", ["none", "int4"])
+@pytest.mark.parametrize("fault", SEEDED)
+def test_noise_is_that_of_the_seeds_whatever_the_precision(make_run, fault, emulate):
+    run = make_run(rollout={"n": 8, "emulate": emulate}, sampling={"guidance_scale": 4.0})
+    run.stir()
+    assert measured(run)["rollout/noise_z_max"] < 5
+    draw = run.engine.step_noise
+    run.engine.step_noise = lambda *ids, **seeds: SEEDED[fault](draw(*ids, **seeds))
+    assert measured(run)["rollout/noise_z_max"] > (6 if emulate == "none" else 0)
+    assert emulate == "int4" or "seeded_noise" in named(run, measured(run))
+
+
+def test_latents_of_another_sample_are_named_in_one_batch(make_run):
+    run = make_run(rollout={"emulate": "int4"}, sampling={"guidance_scale": 4.0})
+    run.stir()
+    rollout = run.sample()
+    exchanged = rollout.window.next_latents.clone()
+    exchanged[[0, 1]] = exchanged[[1, 0]]
+    changed = replace(rollout, window=replace(rollout.window, next_latents=exchanged))
+    assert measured(run, changed)["rollout/noise_z_max"] > 6
 
 
 # Residuals -----------------------------------------------------------------------------------------------------

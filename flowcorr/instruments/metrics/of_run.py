@@ -152,16 +152,85 @@ RUN = (
         row("dropped_stale_samples", "Samples dropped because their weights were too old.", "samples"),
         row(
             "other_windows",
-            "Share of samples whose SDE steps are not those that their seeds give; such an engine "
-            "ignores `sde_window_layout`, `sde_window_range` or `window_per`, or seeds by other numbers.",
+            "Share of samples whose SDE steps are not those that their seeds give, or whose noise levels are not those "
+            "of the schedule; such an engine ignores `sde_window_layout`, `sde_window_range` or `window_per`, seeds by "
+            "other numbers, or has another scheduler.",
             "share",
             rule=Rule(
                 name="windows",
-                what="share of samples with other SDE steps than their seeds give",
+                what="share of samples with other SDE steps or noise levels than their seeds and the schedule give",
                 high=0.0,
                 advice="the engine draws windows of its own, and fewer of the schedule's steps may be trained than "
                 "the recipe asks for: pass sampling.sde_window_size, sde_window_range, sde_window_layout and "
-                "window_per with every request, or take the steps that flowcorr.sde.draw_windows gives",
+                "window_per with every request, or take the steps that flowcorr.sde.draw_windows gives; sigmas come "
+                "from the schedule's table, in float32",
+            ),
+        ),
+        row(
+            "broken_trajectories",
+            "Share of samples whose latents do not fit together where they have no choice: the first step begins at "
+            "the seeds' initial noise, a step of the window ends where the next of the schedule begins, and the last "
+            "one ends at the final latents.",
+            "share",
+            rule=Rule(
+                name="trajectories",
+                what="share of samples whose latents do not fit together, or do not begin at their seeds' noise,",
+                high=0.0,
+                advice="the initial noise is not the one that (seed, training step, group, member) give, in size or "
+                "place, or latents of another sample or step were returned: draw it by flowcorr.sde.initial_noise, "
+                "and return the latents before and after each step as they were",
+            ),
+        ),
+        row(
+            "coarse_latents",
+            "Share of samples with latents that were rounded to half precision, or clamped to a bound.",
+            "share",
+            rule=Rule(
+                name="coarse_latents",
+                what="share of samples whose latents were rounded to half precision, or clamped,",
+                high=0.0,
+                advice="draw, keep and return latents in float32, the initial noise included, and leave them as they "
+                "are between the steps",
+            ),
+        ),
+        row(
+            "log_prob_error",
+            "Largest difference of a log-prob from that of the noise that the seeds give to its step; an equality in "
+            "every precision.",
+            NATS,
+            rule=Rule(
+                name="log_prob_error",
+                what="difference of a log-prob from that of the noise of its seeds",
+                high=1e-5,  # float32 gives 1e-6; noise rounded to bfloat16 1e-4
+                advice="the engine draws other noise than (seed, training step, group, member) and step index give, in "
+                "its size or its place, or returns log-probs of other samples, or such that are not mean-pooled, "
+                f"normalised and float32: {DOCTOR}",
+            ),
+        ),
+        row(
+            "std_error",
+            "Largest relative difference of a step's std from the one that the configuration gives.",
+            "share",
+            rule=Rule(
+                name="std_error",
+                what="relative difference of a step's std from that of the configuration",
+                high=1e-4,
+                advice="sample with sampling.sde_type and sampling.noise_level, and return the full std of a step",
+            ),
+        ),
+        row(
+            "noise_z_max",
+            "How many standard errors the step noise `(x' - mean) / s` is from the noise that the seeds give, along "
+            "it: of the worst step, or of all together. The gap of both policies does not depend on that noise, so "
+            "that neither rounding nor staleness is in it.",
+            "standard deviations",
+            rule=Rule(
+                name="seeded_noise",
+                what="standard errors between the step noise and that of its seeds",
+                high=6.0,
+                advice="latents after a step are not its mean plus s times the standard normal noise that (seed, "
+                "training step, group, member) and step index give: another size, other seeds, the latents of another "
+                "sample, or latents that moved after the step",
             ),
         ),
         row(

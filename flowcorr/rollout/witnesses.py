@@ -1,0 +1,139 @@
+"""Exact checks of what an engine returns: the numbers that seeds, schedule and configuration leave no choice of.
+
+Each is an equality, so it holds in every precision of the weights, and a single training step decides it. Noise comes
+from generators that are seeded by (seed, training step, group, member), so it is drawn again here. The engine's step
+means need not be returned.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flowcorr import sde
+from flowcorr.config.schema import SamplingConfig
+from flowcorr.records import Rollout
+from flowcorr.sde.transition import mean_over_elements
+
+SIGMA_TOLERANCE = 1e-5  # float32 tables agree within 6e-8; bfloat16 sigmas differ by 1e-3
+SAME_LATENTS = 1e-5  # latents have unit scale; float32 keeps 1e-7 of it
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+_SPARE_BITS = 0x1FFF  # the last 13 of 23: float16, bfloat16 and TF32 leave them 0
+_AT_THE_BOUND = (
+    3  # elements with exactly the largest size; of float32 noise two are rare, three do not happen
+)
+
+
+def seeded_noise(rollout: Rollout, *, seed: int, training_step: int) -> Tensor:
+    """The noise `[B, T, *L]` that the seeds give to the steps of the window, on the CPU."""
+    indices = rollout.window.step_indices.tolist()
+    noise = torch.empty(rollout.num_samples, rollout.num_steps, *rollout.latent_shape)
+    for index in sorted({index for row in indices for index in row}):
+        at = [
+            (sample, t) for sample, row in enumerate(indices) for t, found in enumerate(row) if found == index
+        ]
+        samples, places = torch.tensor(at).unbind(1)
+        noise[samples, places] = sde.step_noise(
+            rollout.latent_shape,
+            *_owners(rollout, samples),
+            seed=seed,
+            training_step=training_step,
+            step_index=index,
+        )
+    return noise
+
+
+def seeded_start(rollout: Rollout, *, seed: int, training_step: int, same_in_group: bool) -> Tensor:
+    """The initial noise `[B, *L]` that the seeds give, on the CPU."""
+    return sde.initial_noise(
+        rollout.latent_shape,
+        *_owners(rollout, torch.arange(rollout.num_samples)),
+        seed=seed,
+        training_step=training_step,
+        same_in_group=same_in_group,
+    )
+
+
+def configured_stds(rollout: Rollout, sampling: SamplingConfig) -> Tensor:
+    """The full standard deviations `[B, T]` that the configuration gives to the steps at their noise levels."""
+    window = rollout.window
+    nothing = torch.zeros_like(window.sigmas)[..., None]
+    step = sde.transition(
+        sampling.sde_type, nothing, nothing, window.sigmas, window.sigmas_next, sampling.noise_level
+    )
+    return step.std
+
+
+def log_prob_errors(rollout: Rollout, noise: Tensor, stds: Tensor, *, cps_unscaled: bool) -> Tensor:
+    """`[B, T]`, how far the log-probs are from those of steps with this noise: nats per latent element.
+
+    A log-prob is that of `x' = mean + s noise` under the mean and `s` that drew it, so the mean cancels. What float32
+    rounds of `x'`, in units of `s`, is no error.
+
+    Args:
+        rollout: the samples.
+        noise: `[B, T, *L]`, of their seeds.
+        stds: `[B, T]`, of the configuration.
+        cps_unscaled: `sampling.cps_unscaled`.
+    """
+    implied = sde.noise_variance(rollout.log_probs, stds, cps_unscaled=cps_unscaled)
+    errors = (implied - mean_over_elements(noise.to(implied.device).square(), 2)).abs() / 2
+    sizes = mean_over_elements(rollout.window.next_latents.square(), 2).sqrt()
+    return (errors - _ROUNDING * sizes / stds).clamp(min=0)
+
+
+def broken_trajectories(rollout: Rollout, start: Tensor, num_steps: int) -> Tensor:
+    """`[B]` bool: latents differ where the trajectory leaves no room between them.
+
+    The first step of the schedule begins at the initial noise, a step of the window ends where the next one of the
+    schedule begins, and the last step ends at the final latents.
+
+    Args:
+        rollout: the samples.
+        start: `[B, *L]`, their initial noise.
+        num_steps: of the schedule.
+    """
+    window, final = rollout.window, rollout.final_latents
+    steps = window.step_indices
+    broken = torch.zeros(rollout.num_samples, dtype=torch.bool, device=steps.device)
+    pairs = [(steps[:, 0] == 0, start.to(steps.device), window.latents[:, 0])]
+    pairs += [
+        (steps[:, t + 1] == steps[:, t] + 1, window.next_latents[:, t], window.latents[:, t + 1])
+        for t in range(rollout.num_steps - 1)
+    ]
+    if final is not None:
+        pairs.append((steps[:, -1] == num_steps - 1, window.next_latents[:, -1], final))
+    for same, one, other in pairs:
+        gap = (one - other).flatten(1).abs().amax(1)
+        broken |= same & ~(gap <= SAME_LATENTS)
+    return broken
+
+
+def coarse_latents(rollout: Rollout) -> Tensor:
+    """`[B]` bool: some latents of the sample were rounded to half precision, or clamped to a bound.
+
+    Rounded are the latents of a step if all their elements are. A bound shows in elements of exactly one size, the
+    largest of the sample or of the batch at that place.
+    """
+    window, final = rollout.window, rollout.final_latents
+    places = [*window.latents.unbind(1), *window.next_latents.unbind(1)] + ([] if final is None else [final])
+    coarse = torch.zeros(rollout.num_samples, dtype=torch.bool, device=window.latents.device)
+    for place in places:
+        rows = place.float().flatten(1).contiguous()
+        coarse |= ((rows.view(torch.int32) & _SPARE_BITS) == 0).all(1) & rows.any(1)
+        sizes = rows.abs()
+        largest = sizes.amax(1)
+        coarse |= ((sizes == largest[:, None]).sum(1) >= _AT_THE_BOUND) & (largest > 0)
+        at_bound = (sizes == largest.max()) & (largest.max() > 0)
+        # Images of a prompt may share their latents until their first noise.
+        distinct = list({tuple(row): place for place, row in enumerate(rows[:, :16].tolist())}.values())
+        if int(at_bound[distinct].sum()) >= _AT_THE_BOUND:
+            coarse |= at_bound.any(1)
+    return coarse
+
+
+def _owners(rollout: Rollout, samples: Tensor) -> tuple[list[int], list[int]]:
+    """Groups and members of `samples`, which seed their noise."""
+    assert rollout.members is not None, "the trainer has named the members"
+    rows = samples.to(rollout.group_ids.device)
+    return rollout.group_ids[rows].tolist(), rollout.members[rows].tolist()
