@@ -96,6 +96,7 @@ class NoiseMeter:
         """The std around 0 that the rollout's own log-probs imply, which no difference of the means enters."""
         known = log_probs.isfinite()
         variance = sde.noise_variance(log_probs[known], stds[known], cps_unscaled=self._cps_unscaled)
+        variance = variance.clamp(min=0)  # below, the log-probs are higher than those of any latents
         squares = variance.sum(dtype=torch.float64) * num_elements
         return Stat("std", (variance.numel() * num_elements, 0.0, squares))
 

@@ -1,15 +1,17 @@
-"""The trained tensors in the formats that vllm-omni loads."""
+"""The trained tensors in the formats that vllm-omni loads, and digests that tell whether they arrived."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_CUBED = 0x9E3779B97F4A7C15 - 2**64  # odd, so that no bit of a cube is lost
+_WHOLE = 2**64
 BUCKET_BYTES = 2**29  # bytes of weights in one call, so that no message holds a whole large transformer
 
 
@@ -60,6 +62,58 @@ def buckets(
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def digest(tensor: Tensor) -> int:
+    """A number below 2^64 that follows from the values of all elements, bit by bit, whatever their order and place.
+
+    The digests of parts add up to that of the whole, modulo 2^64, and zeros count nothing. So fused, sharded and padded
+    tensors have comparable digests.
+    """
+    whole = tensor.detach().contiguous()
+    bits = whole.view({2: torch.int16, 4: torch.int32}[whole.element_size()]).long()
+    return int((bits + _CUBED * bits * bits * bits).sum()) % _WHOLE
+
+
+def adapter_digests(
+    tensors: Mapping[str, Tensor],
+    layer_suffix: tuple[str, str],
+    dtype: torch.dtype,
+    *,
+    rank: int,
+    alpha: float,
+) -> dict[str, int]:
+    """Digests of an adapter as the engine holds it: in its dtype, each B times `alpha / rank`, named `LAYER.lora_A`."""
+    digests = {}
+    for name, tensor in tensors.items():
+        side, value = _side(name), tensor.detach().to(dtype)
+        scaled = value * (alpha / rank) if side == "lora_B" and alpha != rank else value
+        digests[f"{_layer(name, layer_suffix)}.{side}"] = digest(scaled)
+    return digests
+
+
+def differing(expected: Mapping[str, int], held: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
+    """The names whose `expected` digest is not that of what the workers hold, whole or in shards.
+
+    Args:
+        expected: by name.
+        held: of each worker, by name: the digests of the parts of a fused layer, `[one]` if it has none. A name that is
+            missing has no parts.
+    """
+    names = []
+    for name in sorted({*expected, *(name for worker in held for name in worker)}):
+        parts = [worker.get(name, ()) for worker in held]
+        # A sharded tensor's parts add up over the workers. One that each worker has whole is the same everywhere, and
+        # so is A in each part of a fused layer.
+        sums = {sum(worker) % _WHOLE for worker in parts}
+        candidates = sums if len(sums) == 1 else set()
+        candidates |= {sum(sum(worker) for worker in parts) % _WHOLE}
+        candidates |= (
+            {worker[0] for worker in parts if len({*worker}) == 1} if name.endswith(".lora_A") else set()
+        )
+        if expected.get(name, 0) not in candidates:
+            names.append(name)
+    return names
 
 
 def _layer(name: str, layer_suffix: tuple[str, str]) -> str:

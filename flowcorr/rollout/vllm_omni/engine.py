@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.devices import empty_cache
+from flowcorr.errors import BackendError
 from flowcorr.models import DTYPES, ModelFamily, SamplingPlan, resolve_path
 from flowcorr.records import Rollout, Window
 from flowcorr.rollout.base import Merge, OnImages, Weights, ignore_images
@@ -68,6 +69,8 @@ class VllmOmniEngine:
         self._history: deque[Weights] = deque(maxlen=config.rollout.staleness + 1)
         self._loaded: Weights | None = None
         self._adapter_id = 0
+        self._sent: dict[str, int] = {}
+        self._own_digest: int | None = None
         self._probe = actor_probe
         self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-vllm-omni-")
         log = Path(self._folder.name) / "engine.log"
@@ -109,7 +112,8 @@ class VllmOmniEngine:
         """See `RolloutEngine.sync`.
 
         Raises:
-            BackendError: the engine refused the weights, or its velocity did not change as the actor's did.
+            BackendError: the engine refused the weights, holds others, or its velocity did not change as the actor's
+                did.
         """
         self._history.append(weights)
         if self._history[0] is not self._loaded:
@@ -127,14 +131,24 @@ class VllmOmniEngine:
             else:
                 self._load_adapter(weights.tensors)
             velocity = self._velocity()
+            self._check_adapter()
         self._moves.check(probe.Velocities(engine=velocity, actor=self._probe.velocity(weights)))
         self._loaded = weights
 
     def _load_transformer(self, tensors: Mapping[str, Tensor]) -> None:
         emulate = self.config.rollout.emulate
-        rounded = ((name, round_weight(value, emulate)) for name, value in self._merge(tensors))
-        for bucket in adapter.buckets(rounded, self._dtype):
+        expected = 0
+
+        def rounded() -> Iterator[tuple[str, Tensor]]:
+            nonlocal expected
+            for name, value in self._merge(tensors):
+                sent = round_weight(value, emulate).to(self._dtype)
+                expected += adapter.digest(sent)
+                yield name, sent
+
+        for bucket in adapter.buckets(rounded(), self._dtype):
             self.client.rpc("flowcorr_transformer", tensors=bucket)
+        self._check_transformer(expected)
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         lora = self.config.model.lora
@@ -143,6 +157,7 @@ class VllmOmniEngine:
         config = adapter.peft_config(tensors, suffix, rank=lora.rank, alpha=lora.alpha)
         named: dict[str, Tensor] | None = adapter.peft_tensors(tensors, suffix)
         self._adapter_id += 1
+        self._sent = adapter.adapter_digests(tensors, suffix, self._dtype, rank=lora.rank, alpha=lora.alpha)
         folder = None
         if self.weight_sync == "lora_path":
             folder = Path(self._folder.name) / str(self._adapter_id)
@@ -157,6 +172,43 @@ class VllmOmniEngine:
         )
         if folder is not None:
             shutil.rmtree(folder)
+
+    def _check_adapter(self) -> None:
+        """Check by its digests that the engine computes with the adapter that was sent last.
+
+        Raises:
+            BackendError: it computes with another one, or with none.
+        """
+        if self._adapter_id == 0:
+            return
+        differing = adapter.differing(self._sent, self.client.rpc("flowcorr_held_adapter"))
+        if differing:
+            raise BackendError(
+                f"a sync that did not take effect: {len(differing)} of {len(self._sent)} tensors of the adapter differ "
+                f"in the engine from those that were sent, {differing[0]} among them; try "
+                "rollout.engine.weight_sync=merged, or lora_path, and check that no request names another adapter"
+            )
+
+    def _check_transformer(self, expected: int) -> None:
+        """Check by a digest that the engine's parameters changed since the last sync as those that were sent.
+
+        Parameters that the engine alone has cancel in the change. Workers that share a transformer have parameters in
+        common, so that their digests do not add up to one; then the velocities alone tell.
+
+        Args:
+            expected: the digest of all tensors that were sent.
+
+        Raises:
+            BackendError: they did not.
+        """
+        workers = self.client.rpc("flowcorr_held_transformer")
+        own = workers[0]["digest"] - expected
+        if len(workers) == 1 and self._own_digest is not None and (own - self._own_digest) % 2**64:
+            raise BackendError(
+                "a sync that did not take effect: the engine's parameters are not those that were sent; try "
+                "rollout.engine.weight_sync=lora_tensors, or lora_path"
+            )
+        self._own_digest = own
 
     def _velocity(self) -> Tensor:
         """The engine's velocity at the probe's point, under the weights that are loaded."""
@@ -187,7 +239,8 @@ class VllmOmniEngine:
         """See `RolloutEngine.sample`; samples come group by group, in the order of `groups`.
 
         Raises:
-            BackendError: a request failed or was not answered in time, or the engine died.
+            BackendError: a request failed or was not answered in time, the engine died, or it sampled with another
+                adapter than that of the last sync.
         """
         count = self.config.rollout.n
         jobs = self.jobs(groups, training_step, with_means)
@@ -198,6 +251,7 @@ class VllmOmniEngine:
         ]
         with self._awake():
             outputs = self.client.generate(requests)
+            self._check_adapter()  # of these requests, each of which names one
         own = torch.arange(len(groups)).repeat_interleave(count)
         rollout = _rollout(outputs, jobs, conditioning, own)
         on_images(rollout.decoded)

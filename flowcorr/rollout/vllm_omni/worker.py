@@ -1,4 +1,4 @@
-"""Methods that the trainer calls in vllm-omni's workers: they load new weights and describe the worker."""
+"""Methods that the trainer calls in vllm-omni's workers: they load weights, and say which ones a worker holds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.attention.layer import Attention
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+
+from flowcorr.rollout.vllm_omni.adapter import digest
 
 IN_MEMORY = "/flowcorr/in-memory"  # vllm-omni requires an absolute path, even for an adapter in memory
 
@@ -52,6 +54,27 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         named = ((f"transformer.{name}", tensor) for name, tensor in tensors.items())
         self.model_runner.pipeline.load_weights(named)
         return {"tensors": len(tensors)}
+
+    def flowcorr_held_adapter(self) -> dict[str, list[int]]:
+        """Digests of the adapter with which the layers compute now, see `adapter.differing`; none where it is off."""
+        held: dict[str, list[int]] = {}
+        for layer, module in self.lora_manager._lora_modules.items():
+            parent, _, own = layer.removeprefix("transformer.").rpartition(".")
+            active = module._diffusion_lora_active_slices
+            parts = (
+                self.lora_manager._get_packed_sublayer_suffixes(own, len(active)) if len(active) > 1 else None
+            )
+            for place, name in enumerate(parts or [own] * len(active)):
+                for side, stacked in (("lora_A", module.lora_a_stacked), ("lora_B", module.lora_b_stacked)):
+                    if active[place]:
+                        held.setdefault(f"{parent}.{name}.{side}", []).append(digest(stacked[place][0, 0]))
+        return held
+
+    def flowcorr_held_transformer(self) -> dict[str, int]:
+        """The digest of all parameters of the transformer, in the engine's dtype."""
+        dtype = self.model_runner.pipeline.od_config.dtype
+        parameters = self.model_runner.pipeline.transformer.parameters()
+        return {"digest": sum(digest(parameter.to(dtype)) for parameter in parameters)}
 
     def flowcorr_facts(self) -> dict[str, str]:
         """The transformer's attention backends, as vllm-omni chose them, and its dtype."""

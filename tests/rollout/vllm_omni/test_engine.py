@@ -145,5 +145,5 @@ def test_an_engine_in_sleep_mode_is_awake_only_while_it_loads_weights_or_samples
         stack.stir(seed=step)
         stack.sync()
         stack.sample(training_step=step)
-    sync = ["wake_up", "rpc", "generate", "sleep", "actor's velocity"]
-    assert calls == 2 * [*sync, "wake_up", "generate", "sleep"]
+    sync = ["wake_up", "rpc", "generate", "rpc", "sleep", "actor's velocity"]
+    assert calls == 2 * [*sync, "wake_up", "generate", "rpc", "sleep"]

@@ -55,3 +55,45 @@ def test_a_sync_that_changes_nothing_is_an_error(stack, monkeypatch):
     monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, layer_suffix: old)
     with pytest.raises(BackendError, match="did not take effect"):
         stack.sync()
+
+
+def in_bfloat16(start, weight_sync):
+    """An engine whose rounding hides a small change of the weights from its velocity."""
+    stack = start("sd3", dtype="bfloat16", rollout={"engine": {"weight_sync": weight_sync}})
+    stack.stir()
+    stack.sync()
+    return stack
+
+
+def test_a_sync_that_is_ignored_is_an_error_however_small(start, monkeypatch):
+    stack = in_bfloat16(start, "lora_tensors")
+    stack.sample()
+    rpc = stack.engine.client.rpc
+    monkeypatch.setattr(
+        stack.engine.client,
+        "rpc",
+        lambda method, **given: {} if method == "flowcorr_adapter" else rpc(method, **given),
+    )
+    request = stack.engine._lora_request()
+    monkeypatch.setattr(stack.engine, "_lora_request", lambda: request)
+    stack.stir(scale=1e-5)
+    with pytest.raises(BackendError, match="of the adapter differ"):
+        stack.sync()
+
+
+def test_parameters_that_are_not_loaded_are_an_error(start, monkeypatch):
+    stack = in_bfloat16(start, "merged")
+
+    def all_but_one(weights, dtype):
+        yield {name: value for name, value in weights if "blocks.0.attn.to_q" not in name}
+
+    monkeypatch.setattr(adapter, "buckets", all_but_one)
+    stack.stir(scale=1e-4, seed=1)
+    with pytest.raises(BackendError, match="parameters are not those"):
+        stack.sync()
+
+
+def test_requests_that_name_another_adapter_are_an_error(stack, monkeypatch):
+    monkeypatch.setattr(stack.engine, "_lora_request", lambda: None)
+    with pytest.raises(BackendError, match="of the adapter differ"):
+        stack.sample()
