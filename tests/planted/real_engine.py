@@ -1,0 +1,210 @@
+"""Plant faults in the real vllm-omni engine, on a CPU, and print what names each.
+
+    python -m tests.planted.real_engine --dtype float32 --guidance 3
+    python -m tests.planted.real_engine --dtype bfloat16 --guidance 4 --steps 12 --fault noise_large=0.01
+
+The engine is started once, with its worker in this process (`distributed_executor_backend: uni`), where a fault changes
+its pipeline, its sampling loop, its transformer or its worker, and is taken back afterwards. Each fault is shown to the
+doctor, in the precision that the engine has, and to a training run, decoupled, as a recipe starts both. A fault with a
+size is planted in smaller ones while it is named. Needs the environment of `tests/rollout/vllm_omni/install.sh`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flowcorr.data import PromptStream
+from flowcorr.diagnostics import examine
+from flowcorr.diagnostics.health import HealthMonitor, logged_num_elements, units_of
+from flowcorr.errors import BackendError, BatchError
+from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.records import Prompt
+from flowcorr.rewards.base import RewardOutput
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.step import train_step
+from tests.planted.engine_faults import FAULTS, EngineFault, Place
+from tests.rollout.vllm_omni.conftest import Stack, running, stack_config
+
+WORDS = ("cat", "dog", "owl", "fox")
+SMALLER, NUM_SIZES = 4.0, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """What names a fault.
+
+    Attributes:
+        doctor: the checks that fail, those that warn in parentheses, or the error that ends the examination.
+        rule: the first rule that speaks in training, or the error that ends it; empty if none does.
+        step: its training step.
+    """
+
+    doctor: str
+    rule: str
+    step: int
+
+    def within(self, steps: int) -> bool:
+        """Whether the doctor fails, or a rule speaks within so many training steps."""
+        return (bool(self.doctor) and not self.doctor.startswith("(")) or (
+            bool(self.rule) and self.step <= steps
+        )
+
+
+class Bench:
+    """A running engine whose faults come and go.
+
+    Args:
+        stack: actor and engine.
+        steps: training steps of each fault, at most.
+    """
+
+    def __init__(self, stack: Stack, steps: int) -> None:
+        from flowcorr.rollout.vllm_omni import pipelines
+        from flowcorr.rollout.vllm_omni.worker import RolloutWorker
+
+        def the_one(kind: type) -> Any:
+            return next(found for found in gc.get_objects() if type(found).__mro__.count(kind))
+
+        self.stack, self.steps = stack, steps
+        stack.stir()
+        stack.sync()
+        self.place = Place(
+            engine=stack.engine,
+            pipelines=pipelines,
+            pipeline=the_one(pipelines.RolloutPipeline),
+            worker=the_one(RolloutWorker),
+        )
+        self._initial, self._moves = stack.actor.weights.snapshot(), copy.copy(stack.engine._moves)
+        self._cache = PromptCache(stack.family, stack.actor.guidance, list(WORDS))
+
+    def named(self, fault: EngineFault | None, size: float = 0.0) -> Named:
+        """What names a fault of this size; None for a clean engine."""
+        with self._planted(fault, size):
+            try:
+                report = examine(self.stack.actor, self.stack.engine, self._cache(list(WORDS)))
+                warned = [finding.check for finding in report.findings if finding.status == "WARN"]
+                doctor = ", ".join(report.failed()) or ", ".join(f"({check})" for check in warned)
+            except (BackendError, BatchError) as error:
+                doctor = f"stops: {str(error).splitlines()[0][:60]}"
+        with self._planted(fault, size):
+            rule, step = self._trained()
+        return Named(doctor=doctor, rule=rule, step=step)
+
+    def _trained(self) -> tuple[str, int]:
+        stack, prompts = self.stack, [Prompt(text=text) for text in WORDS]
+        run = TrainingRun(
+            config=stack.config,
+            actor=stack.actor,
+            engine=stack.engine,
+            cache=self._cache,
+            prompts=PromptStream(prompts, seed=0),
+            reward=brightness,
+        )
+        monitor: HealthMonitor | None = None
+        for step in range(1, self.steps + 1):
+            try:
+                metrics = train_step(run, step, lambda phase: None).metrics.compute()
+            except (BackendError, BatchError) as error:
+                return f"stops: {str(error).splitlines()[0][:60]}", step
+            monitor = monitor or HealthMonitor(units_of(stack.config, logged_num_elements(metrics)))
+            spoke = [finding.rule for finding in monitor.update(metrics) if finding.level != "note"]
+            if named := [rule for rule in spoke if rule not in ("flat_groups", "clip_noise")]:
+                return named[0], step
+        return "", 0
+
+    @contextlib.contextmanager
+    def _planted(self, fault: EngineFault | None, size: float) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._restore)
+            if fault is not None:
+                with torch.no_grad():
+                    fault.plant(size)(self.place, undo)
+            yield
+
+    def _restore(self) -> None:
+        """Runs last: actor and engine as they were before the fault."""
+        engine, weights = self.stack.engine, self.stack.actor.weights
+        engine._moves = copy.copy(self._moves)
+        weights.load(self._initial.tensors)
+        weights.version += 1
+        engine.sync(weights.snapshot())
+
+
+def brightness(images: Any, prompts: list[Prompt]) -> RewardOutput:
+    """A reward that differs by image, and costs nothing."""
+    return RewardOutput(scores=images.astype(float).mean((1, 2, 3)))
+
+
+@contextlib.contextmanager
+def bench(dtype: str, guidance: float, steps: int, seed: int) -> Iterator[Bench]:
+    """The bench of the embedded model in this precision."""
+    engine = {"distributed_executor_backend": "uni"}
+    config = stack_config(
+        "tiny_ocr",
+        "tiny_ocr",
+        dtype=dtype,
+        sampling={"guidance_scale": guidance, "num_inference_steps": 8, "sde_window_range": (0, 4)},
+        rollout={"engine": engine, "prompts_per_step": len(WORDS)},
+    )
+    config = replace(config, trainer=replace(config.trainer, seed=seed))
+    with running(config) as stack:
+        yield Bench(stack, steps)
+
+
+def show(bench: Bench, faults: Sequence[tuple[EngineFault, float | None]], *, sizes: bool) -> None:
+    """Print a row for a clean engine and for each fault."""
+    rows: list[Named] = []
+    clean = bench.named(None)
+    print(f"clean | {clean.doctor or 'nothing'} | {clean.rule or 'nothing'}", flush=True)
+    for fault, size in faults:
+        size = fault.size if size is None else size
+        found = bench.named(fault, size or 0.0)
+        rows.append(found)
+        smallest, unseen = size, None
+        for exponent in range(1, NUM_SIZES):
+            if not (sizes and size and found.within(bench.steps)):
+                break
+            if not bench.named(fault, size / SMALLER**exponent).within(bench.steps):
+                unseen = size / SMALLER**exponent
+                break
+            smallest = size / SMALLER**exponent
+        number = "" if not size else f"{smallest:.3g}" + ("" if unseen is None else f", not {unseen:.3g}")
+        text = f"{found.rule} at {found.step}" if found.rule else "unseen"
+        print(
+            f"{fault.name} | {found.doctor or 'unseen'} | {text} | {number} | {fault.stands_for}", flush=True
+        )
+    for steps in sorted({2, bench.steps}):
+        print(
+            f"{sum(row.within(steps) for row in rows)} of {len(rows)} are named within {steps} training steps"
+        )
+    failed = sum(row.within(0) for row in rows)
+    print(f"{failed} by the doctor before the first")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--guidance", type=float, default=4.0)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault", nargs="+", metavar="NAME[=SIZE]", help="default: all")
+    parser.add_argument("--sizes", action="store_true", help="also smaller sizes, while they are named")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    torch.set_num_threads(1)
+    by_name = {fault.name: fault for fault in FAULTS}
+    asked = [text.partition("=") for text in arguments.fault or by_name]
+    chosen = [(by_name[name], float(size) if size else None) for name, _, size in asked]
+    with bench(arguments.dtype, arguments.guidance, arguments.steps, arguments.seed) as started:
+        show(started, chosen, sizes=arguments.sizes)
