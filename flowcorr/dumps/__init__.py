@@ -57,7 +57,7 @@ Array = Tensor | np.ndarray | Sequence[Any]
 class DumpedTerms:
     """What a file holds of a training step, `[B, T]` unless another shape is given; unknown columns are None.
 
-    `diagnostics.dumped.completed` makes of it the `Terms` that losses and corrections read.
+    `flowcorr.instruments.steps` makes of it the `Terms` that losses and corrections read.
 
     Log-probs and exact KLs are in nats per latent element. A log-prob that is not finite is a term that was left out.
 

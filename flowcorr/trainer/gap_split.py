@@ -7,7 +7,7 @@ the gap is a sum:
 
 The engine's part is rounding: it has no direction, and it is zero if both stacks compute alike. Staleness points along
 the updates since the batch was sampled, and grows with the learning rate. The two have different remedies, see
-`diagnostics.audit.advice`.
+`flowcorr.instruments.audit`.
 
 The samples come from the engine, so the expectation of the engine's `kl` is its exact KL. This is not so for the `kl`
 of staleness, but the two `kl` add up to that of the gap. `exact_kl` is right for both, and adds up only if the two

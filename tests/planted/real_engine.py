@@ -24,8 +24,8 @@ import torch
 
 from flowcorr.data import PromptStream
 from flowcorr.diagnostics import examine
-from flowcorr.diagnostics.health import HealthMonitor, logged_num_elements, units_of
 from flowcorr.errors import BackendError, BatchError
+from flowcorr.instruments.rules import HealthMonitor, logged_num_elements, units_of
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
