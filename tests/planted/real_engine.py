@@ -116,7 +116,7 @@ class Bench:
             except (BackendError, BatchError) as error:
                 return f"stops: {str(error).splitlines()[0][:60]}", step
             monitor = monitor or HealthMonitor(units_of(stack.config, logged_num_elements(metrics)))
-            spoke = [finding.rule for finding in monitor.update(metrics) if finding.level != "note"]
+            spoke = [finding.cause for finding in monitor.update(metrics) if finding.level != "note"]
             if named := [rule for rule in spoke if rule not in ("flat_groups", "clip_noise")]:
                 return named[0], step
         return "", 0
