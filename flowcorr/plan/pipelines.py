@@ -192,6 +192,7 @@ def build_family(
         parts["scheduler"] = _class_of(architecture, "scheduler").from_config(
             architecture.configs["scheduler"]
         )
+    with _disable_current_modes(), empty():
         for name in ("transformer", "vae"):
             parts[name] = _new(architecture, name)
     with _disable_current_modes():

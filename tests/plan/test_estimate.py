@@ -60,17 +60,6 @@ def test_the_largest_micro_batch_is_the_largest_that_fits(tiny):
         assert "does not fit; use actor.micro_batch_size=" in small.advice()[0]
 
 
-def test_a_gpu_that_is_too_small_is_told_so_with_what_to_change(tiny):
-    small = replace(tiny, gpu=replace(H100, memory=0.9 * tiny.memory.trainer))
-    assert small.verdict().startswith("Does not fit")
-    assert not small.fitting
-    close = replace(tiny, gpu=replace(H100, memory=1.05 * tiny.memory.trainer))
-    assert close.verdict().startswith("May not fit")
-    none = replace(tiny, gpu=replace(H100, memory=1e6), largest_micro_batch=0)
-    assert "No actor.micro_batch_size fits" in none.advice()[0]
-    assert "a smaller model.lora.rank" in none.advice()[1]
-
-
 def test_an_engine_of_its_own_is_weighed_beside_the_trainer(tiny):
     assert "samples by itself" in tiny.advice()[-1]
     beside = plan("rollout.name=vllm_omni")

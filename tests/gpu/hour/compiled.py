@@ -35,7 +35,7 @@ def measure(hour: Hour, family: str) -> None:
         replace(config, actor=replace(config.actor, compile=True)),
     )
     first = meter.seconds_once(hour.device, lambda: actor.log_probs(rollout))
-    hour.row("compilation, forwards", first, unit="s", note=f"{sum(few.values())} blocks")
+    hour.row("compilation, forwards", first, unit="s", note=f"{few.depth} blocks")
     gap = (actor.log_probs(rollout).log_probs - eager.log_probs).abs().max().item()
     hour.row("log-probs beside eager", gap, unit="nats", at_most=SAME_POLICY)
     fewer = rollout.select(slice(0, rollout.num_samples - 1))
