@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +13,10 @@ from flowcorr.config.schema import LoraConfig
 from flowcorr.distributed import fsdp
 from flowcorr.errors import ConfigError
 from flowcorr.models import DTYPES, ModelFamily
+from flowcorr.models.adapter_files import read_adapter, rescaled
 from flowcorr.models.quantized import QuantizedLinear
 
 ADAPTER = "default"
-_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-_PREFIXES = ("transformer.", "base_model.model.")
-_UNKNOWN_OPTIONS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, seed: int) -> None:
@@ -52,7 +47,7 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[config.dtype])
     if config.warm_start is not None:
-        _load_warm_start(transformer, config.warm_start, config.alpha)
+        _load_warm_start(transformer, family, config)
 
 
 def _check_target(transformer: nn.Module, target: str) -> None:
@@ -122,74 +117,35 @@ def merged_weights(transformer: Any, tensors: Mapping[str, Tensor]) -> Iterator[
         yield name.replace(".base_layer", ""), value
 
 
-def _load_warm_start(transformer: Any, path: str, alpha: float) -> None:
+def _load_warm_start(transformer: Any, family: ModelFamily, config: LoraConfig) -> None:
     import peft
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
-    file = Path(os.path.expanduser(path))
-    if file.is_dir():
-        file = next((file / name for name in _FILES if (file / name).is_file()), file)
-    if not file.is_file():
+    path = config.warm_start
+    assert path is not None
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    layers = {name.removesuffix(".base_layer") for name in linear if ".lora_" not in name}
+    pairs = read_adapter(path, layers, family.pipeline_class)
+    adapted = {name for name, module in transformer.named_modules() if hasattr(module, "lora_A")}
+    rank = len(next(iter(pairs.values())).down)
+    if rank != config.rank:
         raise ConfigError(
-            f"model.lora.warm_start={path!r} holds no adapter; give a folder with {' or '.join(_FILES)}"
+            f"model.lora.warm_start={path!r} does not fit model.lora.rank={config.rank}; set it to {rank}"
         )
-    try:
-        state = load_file(file)
-    except SafetensorError as error:
-        raise ConfigError(f"model.lora.warm_start={path!r} is not a safetensors file: {error}") from error
-    stored = _stored_config(file)
-    _check_plain(path, stored)
-    for prefix in _PREFIXES:
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    if pairs.keys() != adapted:
+        raise ConfigError(
+            f"model.lora.warm_start={path!r} does not fit model.lora.targets: {min(pairs.keys() ^ adapted)} is adapted "
+            f"by one of them; it adapts {len(pairs)} layers, whose names end in {_endings(sorted(pairs))}"
+        )
+    scale = config.alpha / config.rank
+    state = {f"{layer}.lora_A.weight": pair.down for layer, pair in pairs.items()}
+    state |= {
+        f"{layer}.lora_B.weight": rescaled(pair.up, pair.scale / scale) for layer, pair in pairs.items()
+    }
     expected = adapter_state(transformer)
-    odd = sorted(
-        name
-        for name in expected.keys() | state.keys()
-        if name not in expected or name not in state or expected[name].shape != state[name].shape
-    )
-    if odd:
+    odd = next((name for name, value in state.items() if value.shape != expected[name].shape), None)
+    if odd is not None:
         raise ConfigError(
-            f"model.lora.warm_start={path!r} does not fit model.lora: {len(odd)} tensors differ in name or shape, "
-            f"such as {odd[0]}; use the rank and targets that it was trained with"
+            f"model.lora.warm_start={path!r} is an adapter of another model: {odd} has the shape "
+            f"{tuple(state[odd].shape)}, and this model needs {tuple(expected[odd].shape)}"
         )
-    _check_alpha(path, stored.get("lora_alpha"), alpha, transformer.peft_config[ADAPTER].r)
     peft.set_peft_model_state_dict(transformer, state, adapter_name=ADAPTER)
-
-
-def _check_plain(path: str, stored: Mapping[str, Any]) -> None:
-    for name in _UNKNOWN_OPTIONS:
-        if stored.get(name):
-            raise ConfigError(
-                f"model.lora.warm_start={path!r} was trained with {name}={stored[name]!r}, which the adapters of "
-                "model.lora do not have; give a plain LoRA, or merge this one into the model and name that in "
-                "model.path"
-            )
-
-
-def _check_alpha(path: str, stored: float | None, alpha: float, rank: int) -> None:
-    """Refuse another alpha than the stored one; without one it is the rank, which is what diffusers takes."""
-    expected = rank if stored is None else stored
-    if expected != alpha:
-        held = (
-            f"was trained with alpha {expected:g}"
-            if stored is not None
-            else f"stores no alpha, so it is the rank {rank}"
-        )
-        raise ConfigError(
-            f"model.lora.warm_start={path!r} {held}, which model.lora.alpha={alpha:g} "
-            f"would scale differently; set model.lora.alpha={expected:g}"
-        )
-
-
-def _stored_config(file: Path) -> dict[str, Any]:
-    """The options that an adapter was trained with: in peft's file beside it, or in diffusers' file header."""
-    from safetensors import safe_open
-
-    beside = file.with_name("adapter_config.json")
-    if beside.is_file():
-        return json.loads(beside.read_text())
-    with safe_open(file, "pt") as opened:
-        header = opened.metadata() or {}
-    metadata = json.loads(header.get("lora_adapter_metadata", "{}"))
-    return {name.removeprefix("transformer."): value for name, value in metadata.items()}

@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from flowcorr import lora
 from flowcorr.config import ModelConfig
@@ -211,7 +210,7 @@ def test_the_file_says_rank_alpha_and_targets_in_a_fixed_order(family, tmp_path)
     with safe_open(folder / "pytorch_lora_weights.safetensors", "pt") as file:
         metadata = json.loads(file.metadata()["lora_adapter_metadata"])
     assert metadata["transformer.r"] == RANK
-    assert metadata["transformer.lora_alpha"] == ALPHA
+    assert metadata["transformer.lora_alpha"] == RANK  # the scale is in the tensors
     assert metadata["transformer.target_modules"] == sorted(family.lora_targets)
 
 
@@ -223,7 +222,7 @@ def test_warm_start_from_a_diffusers_adapter(family, tmp_path, monkeypatch):
     for path in (folder, folder / "pytorch_lora_weights.safetensors", f"~/{folder.relative_to(tmp_path)}"):
         other = tiny_ocr(max_sequence_length=8)
         started = adapt(other, warm_start=str(path), seed=9)
-        assert torch.equal(velocity(other, started), expected)
+        torch.testing.assert_close(velocity(other, started), expected, **MEANS)
 
 
 def test_warm_start_from_a_peft_adapter(family, tmp_path):
@@ -240,36 +239,14 @@ def test_warm_start_from_a_peft_adapter(family, tmp_path):
 
 def test_a_warm_start_of_another_rank_is_an_error(family, tmp_path):
     folder = adapter_folder(tmp_path, adapt(family), family)
-    with pytest.raises(ConfigError, match=r"does not fit model\.lora: \d+ tensors differ.*rank"):
+    with pytest.raises(ConfigError, match=r"does not fit model\.lora\.rank=8; set it to 4"):
         adapt(tiny_ocr(), rank=8, warm_start=str(folder))
 
 
 def test_a_warm_start_of_other_targets_is_an_error(family, tmp_path):
     folder = adapter_folder(tmp_path, adapt(family, targets=("attn.to_q",)), family)
-    with pytest.raises(ConfigError, match=r"does not fit model\.lora"):
+    with pytest.raises(ConfigError, match=r"does not fit model\.lora\.targets: .* names end in attn\.to_q$"):
         adapt(tiny_ocr(), warm_start=str(folder))
-
-
-def test_a_warm_start_of_another_alpha_is_an_error(family, tmp_path):
-    folder = adapter_folder(tmp_path, adapt(family), family)
-    with pytest.raises(ConfigError, match=r"alpha 12.*model\.lora\.alpha=4"):
-        adapt(tiny_ocr(), alpha=4.0, warm_start=str(folder))
-
-
-def test_a_warm_start_without_metadata_is_scaled_as_diffusers_scales_it(family, tmp_path):
-    folder = adapter_folder(tmp_path, stir(adapt(family)), family)
-    file = folder / "pytorch_lora_weights.safetensors"
-    save_file(load_file(file), file)
-    with pytest.raises(
-        ConfigError, match=r"no alpha, so it is the rank 4, .*alpha=12 .*set model\.lora\.alpha=4"
-    ):
-        adapt(tiny_ocr(), warm_start=str(folder))
-    started, loaded = (tiny_ocr(max_sequence_length=8) for _ in range(2))
-    adapt(started, alpha=RANK, warm_start=str(folder))
-    loaded.pipeline.load_lora_weights(str(folder))
-    torch.testing.assert_close(
-        velocity(started, started.transformer), velocity(loaded, loaded.transformer), rtol=1e-4, atol=1e-5
-    )
 
 
 @pytest.mark.parametrize(
@@ -302,5 +279,5 @@ def test_a_warm_start_that_is_missing_or_broken_is_an_error(family, tmp_path):
         adapt(family, warm_start=str(tmp_path))
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="is not a safetensors file"):
+    with pytest.raises(ConfigError, match="is not a safetensors file: "):
         adapt(tiny_ocr(), warm_start=str(file))

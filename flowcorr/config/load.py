@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import warnings
@@ -18,7 +19,7 @@ from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
 from flowcorr.config.older_verl import translate_algorithm
 from flowcorr.config.rules import check, warn
-from flowcorr.config.schema import Config
+from flowcorr.config.schema import Config, LoraConfig
 from flowcorr.config.text_file import read_text
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError, unknown_choice
@@ -35,6 +36,8 @@ __all__ = [
     "to_mapping",
     "to_yaml",
 ]
+
+logger = logging.getLogger(__name__)
 
 _CORRECTION = "algorithm.rollout_correction"
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
@@ -186,15 +189,42 @@ def _resolve(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
             f"{found} interpolations ${{...}} are more than the {_MAX_INTERPOLATIONS} that a recipe may hold; write "
             "their values out"
         )
+    recipe = _numbers_of_lora(config)
     _give_way_to_preset(config, overrides)
     for override in overrides:
         _override(config, override)
+    _say_other_scale(recipe, _numbers_of_lora(config))
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'a value'} cannot be resolved: {_reason(error)}") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def _numbers_of_lora(config: DictConfig) -> dict[str, float]:
+    """The rank and the alpha of a recipe, their defaults where it states none; empty if they are no numbers yet."""
+    model = OmegaConf.to_container(config).get("model")  # type: ignore[union-attr]
+    lora = model.get("lora") if isinstance(model, dict) else None
+    stated = lora if isinstance(lora, dict) else {}
+    numbers = {key: stated.get(key, getattr(LoraConfig(), key)) for key in ("rank", "alpha")}
+    return numbers if all(type(number) in (int, float) for number in numbers.values()) else {}
+
+
+def _say_other_scale(recipe: Mapping[str, float], run: Mapping[str, float]) -> None:
+    """Say where a rank alone changes `alpha / rank`: an override beside the recipe's alpha, or beside the default."""
+    default = {"rank": LoraConfig().rank, "alpha": LoraConfig().alpha}
+    for before, origin in ((recipe, "the recipe"), (default, "the default")):
+        if not before or not run or 0 in (before["rank"], run["rank"]):
+            continue
+        if run["alpha"] == before["alpha"] and run["rank"] != before["rank"]:
+            scale = before["alpha"] / before["rank"]
+            logger.warning(
+                "model.lora.rank=%g beside alpha %g of %s scales the adapter by %g instead of %g; model.lora.alpha=%g "
+                "keeps the scale",
+                *(run["rank"], run["alpha"], origin, run["alpha"] / run["rank"], scale, scale * run["rank"]),
+            )
+            return
 
 
 def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:

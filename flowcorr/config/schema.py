@@ -36,11 +36,13 @@ class LoraConfig:
 
     Attributes:
         rank: rank of the adapter; 0 trains all weights of the transformer.
-        alpha: the adapter's output is scaled by `alpha / rank`.
+        alpha: the adapter's output is scaled by `alpha / rank`. Saved adapters are scaled already: their alpha is the
+            rank.
         targets: names of the layers that get an adapter; null takes the model family's own.
         dtype: dtype of the adapter's weights.
         init: `gaussian` draws A with std 1/rank, `kaiming` is peft's default; B starts at 0 in both.
-        warm_start: a LoRA folder or file (peft or diffusers format) to start from.
+        warm_start: a LoRA folder or file to start from, as diffusers, peft, ai-toolkit, DiffSynth or kohya name its
+            tensors; it keeps its strength under any `alpha`.
     """
 
     rank: int = 16

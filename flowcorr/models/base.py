@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
+from flowcorr.models.adapter_files import at_full_strength, write_for_peft
 from flowcorr.models.cuts import CutReport
 from flowcorr.records import Prompt
 
@@ -261,12 +262,12 @@ class ModelFamily(ABC):
     def save_lora(
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
     ) -> None:
-        """Write an adapter that the pipeline's `load_lora_weights(directory)` reads."""
+        """Write an adapter for the pipeline's `load_lora_weights(directory)` and for peft, at its full strength."""
+        state, options = at_full_strength(lora_state, metadata)
         type(self.pipeline).save_lora_weights(
-            directory,
-            transformer_lora_layers=dict(lora_state),
-            transformer_lora_adapter_metadata=dict(metadata),
+            directory, transformer_lora_layers=state, transformer_lora_adapter_metadata=options
         )
+        write_for_peft(directory, state, options)
 
 
 class PackedFamily(ModelFamily):

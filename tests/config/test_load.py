@@ -362,3 +362,27 @@ def test_the_reason_stands_before_the_recipe_and_its_overrides(bare):
         load(bare, ["trainer.seed=0", "actor.lr=\n[1"])
     place = rf"^actor\.lr= \[1 is not valid YAML: .* \(in {bare} with trainer\.seed=0 actor\.lr= \[1\)$"
     assert re.match(place, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("lora", "overrides", "said"),
+    [
+        ("{rank: 64}", (), "rank=64 beside alpha 32 of the default scales the adapter by 0.5 instead of 2"),
+        (
+            "{rank: 64, alpha: 128}",
+            ("model.lora.rank=16",),
+            "alpha 128 of the recipe scales the adapter by 8",
+        ),
+        ("{rank: 64, alpha: 128}", (), ""),
+        ("{rank: 64}", ("model.lora.alpha=128",), ""),
+        ("{rank: 64, alpha: 128}", ("model.lora.rank=16", "model.lora.alpha=32"), ""),
+        ("{rank: 0}", (), ""),
+        ("{alpha: 8}", (), ""),
+    ],
+)
+def test_a_rank_that_alone_changes_the_scale_is_said(tmp_path, caplog, lora, overrides, said):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {{path: tiny_ocr, lora: {lora}}}\n")
+    load(path, overrides)
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text
