@@ -64,8 +64,15 @@ def ratio_distance(log_ratio: Tensor, valid: Tensor, level: RatioLevel) -> Tenso
 
 
 def noise_counts(metrics: Metrics) -> Tensor:
-    """The counts `[len(EDGES) + 1]` of a training step, from its metrics of all ranks."""
-    return torch.tensor(metrics.parts(_COUNTS), dtype=torch.float64).flatten()
+    """The counts `[len(EDGES) + 1]` of a training step, from its metrics of all ranks.
+
+    Raises:
+        KeyError: the step measured no noise.
+    """
+    counts = metrics.parts(_COUNTS)
+    if not counts:
+        raise KeyError(_COUNTS)
+    return torch.tensor(counts, dtype=torch.float64).flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,7 @@ def test_a_quantized_base_takes_what_torch_allocates(make_config, make_run, tmp_
     assert predicted == pytest.approx(update, rel=0.05)
 
 
+@pytest.mark.quantized
 def test_dequantizing_takes_time_and_the_memory_of_one_layer(make_config):
     architecture = find_architecture("tiny_ocr")
     plain, quantized = (

@@ -82,7 +82,7 @@ def test_bypass_spends_no_time_on_old_log_probs(tmp_path):
     recorder = Recorder()
     trainer.train(settings, tmp_path, observer=recorder)
     assert read_metrics(tmp_path / "metrics.jsonl")[1]["timing/old_log_prob"] == 0
-    assert recorder.phases == ["evaluation", "rollout", "reward", "update", "sync", "evaluation"]
+    assert recorder.phases == ["evaluation", "rollout", "reward", "replay", "update", "sync", "evaluation"]
     assert (tmp_path / "images" / "rollout_000001_00.png").is_file()
 
 

@@ -177,12 +177,14 @@ def error_of(run, folder):
 def endings(folder):
     """On the second rank: a signal and a reward that fails, in the second training step; latents that diverge.
 
+    The reward is called at the first evaluation, in the first training step, by its replay, and then in the second one.
+
     The latents diverge in a run whose metrics are sums over the step means of all ranks.
     """
-    signalled = settings(None, fragile(3, "SIGTERM"), "trainer.total_steps=9", EVALUATED_TWICE)
+    signalled = settings(None, fragile(4, "SIGTERM"), "trainer.total_steps=9", EVALUATED_TWICE)
     result = trainer.train(signalled, folder / "signal")
     error = error_of(
-        settings(None, fragile(3, "raise"), "trainer.save_every=9", EVALUATED_TWICE), folder / "failure"
+        settings(None, fragile(4, "raise"), "trainer.save_every=9", EVALUATED_TWICE), folder / "failure"
     )
     with pytest.MonkeyPatch.context() as patch:
         if distributed.rank() == 1:
