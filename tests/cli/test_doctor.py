@@ -43,7 +43,7 @@ def test_a_healthy_recipe(capsys):
     assert "PASS  bookkeeping" in out
     assert "noise floor before any update" in out
     assert "D = 128, clip range [0.001, 0.002]" in out
-    assert out.rstrip().endswith("rollout engine and actor agree: 19 PASS")
+    assert out.rstrip().endswith("rollout engine and actor agree: 22 PASS")
     assert max(map(len, out.splitlines())) <= 140
 
 
@@ -51,7 +51,7 @@ def test_a_gap_of_precision_is_no_agreement(capsys):
     assert doctor("rollout.emulate=int8", "--prompts", "2") == 0
     last = capsys.readouterr().out.rstrip().splitlines()[-1]
     assert re.fullmatch(
-        r"no fault found: 20 PASS\. What is left is the gap of precision \(velocities differ by [\d.]+ %\); "
+        r"no fault found: 23 PASS\. What is left is the gap of precision \(velocities differ by [\d.]+ %\); "
         "flowcorr audit measures it",
         last,
     )

@@ -65,10 +65,15 @@ def loop(*edits: tuple[str, str]) -> Plant:
 
 def images(change: Callable[[Tensor], Tensor]) -> Plant:
     """Other images `[B, H, W, 3]`."""
-    return decoding(lambda decode, family, final: change(decode(family, final)))
+
+    def changed(decode: Callable[..., Any], family: Any, final: Tensor) -> tuple[Tensor, Tensor]:
+        found, finite = decode(family, final)
+        return change(found), finite
+
+    return decoding(changed)
 
 
-def decoding(change: Callable[..., Tensor]) -> Plant:
+def decoding(change: Callable[..., tuple[Tensor, Tensor]]) -> Plant:
     """Another decoder: `change(decode, family, final)`."""
 
     def plant(place: Place, undo: contextlib.ExitStack) -> None:

@@ -55,12 +55,18 @@ def float32_config(config: Config) -> Config:
 @contextlib.contextmanager
 def both_in_float32(actor: DiffusionActor, engine: ComputesInFloat32) -> Iterator[None]:
     """Compute in float32 on both sides meanwhile; afterwards all weights are as before, bit for bit."""
+    with actor_in_float32(actor), engine.in_float32():
+        yield
+
+
+@contextlib.contextmanager
+def actor_in_float32(actor: DiffusionActor) -> Iterator[None]:
+    """Compute in float32 on the actor's side meanwhile."""
     config = actor.config
     with _upcast(actor.family):
         actor.config = actor.scorer.config = float32_config(config)
         try:
-            with engine.in_float32():
-                yield
+            yield
         finally:
             actor.config = actor.scorer.config = config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -117,6 +117,7 @@ class Trials:
         again: the same once more.
         alone: the last prompt of `base` in a batch of its own.
         bare: without the adapter (B = 0); `base` where its B is 0 anyway, and where all weights are trained.
+        bare_weights: those of `bare`.
         moved: under weights that were moved from those of `bare`, sent right after other such ones, and with the
             noise of a later training step.
         moved_step: the training step that gives the noise of `moved`.
@@ -132,6 +133,7 @@ class Trials:
     again: Rollout
     alone: Rollout
     bare: Trial
+    bare_weights: Weights
     moved: Trial
     moved_step: int
     moved_version: int
@@ -166,7 +168,8 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         rollout = engine.sample(rows, groups, training_step=training_step, with_means=True)
         if rollout.window.means is None or rollout.window.stds is None:
             raise BackendError("the rollout engine returns no step means and stds, which the doctor compares")
-        return rollout.to(actor.device)
+        members = torch.arange(rollout.num_samples) % actor.config.rollout.n
+        return replace(rollout, members=members).to(actor.device)
 
     def trial(weights: Weights, training_step: int = TRAINING_STEP) -> Trial:
         tell(weights)
@@ -201,6 +204,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         again=again,
         alone=alone,
         bare=bare,
+        bare_weights=without,
         moved=moved,
         moved_step=later_step,
         moved_version=newest.version,

@@ -49,7 +49,7 @@ def test_a_report_without_float32_says_which_gap_it_would_miss(small_run):
     engine = separate(run)
     merging(head_missing)(engine)
     report = check(run, engine, float32=False)
-    assert report.failed() == []
+    assert report.failed() == ["path"]  # what all samples have in common stands out of rounding
     assert "less than 46 % passes or warns" in finding_of(report, "float32").message
 
 

@@ -15,6 +15,7 @@ from flowcorr.diagnostics.doctor.checks import (
     images,
     log_probs,
     noise,
+    path,
     prompts,
     timesteps,
     trajectory,
@@ -39,8 +40,18 @@ CHECKS: Sequence[tuple[str, Check, Sequence[str]]] = (
         log_probs.check_bookkeeping,
         ("finite", "schedule", "latent_dtype", "transition", "log_probs"),
     ),
+    (
+        "trajectory",
+        trajectory.check_trajectory,
+        ("finite", "window", "latent_dtype", "log_probs", "bookkeeping"),
+    ),
     ("noise", noise.check_noise, ("finite", "latent_dtype", "log_probs", "bookkeeping")),
     ("determinism", noise.check_determinism, ("finite",)),
+    (
+        "seeds",
+        noise.check_seeds,
+        ("finite", "window", "latent_dtype", "log_probs", "bookkeeping", "noise", "determinism"),
+    ),
     ("timesteps", timesteps.check_timesteps, _TRAJECTORY),
     ("embeddings", prompts.check_embeddings, (*_TRAJECTORY, "timesteps")),
     ("batch_shape", noise.check_batch_shape, ("finite", "determinism", "embeddings")),
@@ -49,7 +60,8 @@ CHECKS: Sequence[tuple[str, Check, Sequence[str]]] = (
     ("weights", weights.check_weights, (*_INPUTS, "sync")),
     ("lora", weights.check_lora, (*_INPUTS, "sync", "weights")),
     ("attention", weights.check_attention, (*_INPUTS, "sync", "weights", "lora")),
-    ("images", images.check_images, (*_INPUTS, "window", "sync", "weights", "lora")),
+    ("path", path.check_path, (*_INPUTS, "window", "trajectory", "noise", "sync", "weights", "lora")),
+    ("images", images.check_images, ("finite",)),
     ("clip", clip.check_clip, (*_INPUTS, "sync", "weights", "lora")),
 )
 """Name, check, and the checks whose failure makes its result meaningless; in the order of execution."""

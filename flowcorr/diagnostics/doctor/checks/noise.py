@@ -10,12 +10,15 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.diagnostics.doctor.exam import Exam, rms
 from flowcorr.diagnostics.doctor.findings import Finding, judged, skipped
-from flowcorr.diagnostics.doctor.trials import Trial
+from flowcorr.diagnostics.doctor.trials import TRAINING_STEP, Trial
 from flowcorr.instruments.rules import skew
 from flowcorr.records import Rollout
+from flowcorr.rollout.witnesses import seeded_noise
 
 FALSE_ALARMS = 1e-6  # probability that `check_noise` fails by chance
 NOISE_GAP = 0.05  # rms; latents have unit scale, and different noise gives 0.9 or more
+SEEDED = 1e-4  # rms; float32 leaves 2e-6 beyond its rounding of the latents, rounding to bfloat16 1e-3
+LATENT_ROUNDING = 4 * torch.finfo(torch.float32).eps
 SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance), .002 in bfloat16; lower precision allows more
 
 
@@ -56,6 +59,29 @@ def check_noise(exam: Exam) -> Finding:
         f"step noise {fault}, {z:.3g} standard deviations off",
         "add s times standard normal noise to the step's mean, seeded by (seed, training step, group, member) and step "
         "index; sampling.same_initial_noise concerns the initial noise only",
+    )
+
+
+def check_seeds(exam: Exam) -> Finding:
+    """Whether the step noise is that of its seeds, element by element."""
+    worst = 0.0
+    for trial, training_step in (
+        (exam.trials.base, TRAINING_STEP),
+        (exam.trials.moved, exam.trials.moved_step),
+    ):
+        seeded = seeded_noise(trial.rollout, seed=exam.config.trainer.seed, training_step=training_step)
+        found = _step_noise(trial)
+        rest = (found - seeded.flatten(2).flatten(0, 1).to(found.device)).square().mean(1).sqrt()
+        size = trial.rollout.window.next_latents.flatten(2).square().mean(2).sqrt()
+        rounding = (LATENT_ROUNDING * size / trial.engine_stds).flatten()
+        worst = max(worst, float((rest - rounding).clamp(min=0).max()))
+    return judged(
+        worst,
+        SEEDED,
+        "step noise is that of its seeds",
+        f"step noise differs from that of its seeds by {worst:.2g} (rms; other noise differs by 1.4)",
+        "add s times flowcorr.sde.step_noise of (seed, training step, group, member) and step index to the mean, in "
+        "float32, and leave the latents as they are",
     )
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from flowcorr.diagnostics.doctor.exam import Exam
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, passed
 from flowcorr.diagnostics.doctor.trials import TRAINING_STEP, asked_windows
+from flowcorr.rollout import witnesses
 from flowcorr.rollout.broken import decoder_dtype
 
-SIGMA_TOLERANCE = 1e-5  # float32 tables agree within 6e-8; bfloat16 sigmas differ by 1e-3
 STD_TOLERANCE = 1e-4  # float32 stds agree within 1e-7; a noise level of 0.8 instead of 0.7 gives 0.14
 
 
@@ -60,7 +60,7 @@ def check_schedule(exam: Exam) -> Finding:
     why = ": they are rounded to bfloat16" if torch.equal(rollout.window.sigmas, rounded) else ""
     return judged(
         gap,
-        SIGMA_TOLERANCE,
+        witnesses.SIGMA_TOLERANCE,
         f"the sigmas are those of the actor's {steps} steps",
         f"sigmas differ from the actor's schedule of {steps} steps by up to {gap:.2g}{why}",
         "give both stacks one scheduler config (shift, dynamic shift) and one sampling.num_inference_steps, and "
@@ -109,8 +109,9 @@ def check_window(exam: Exam) -> Finding:
 
 
 def check_latent_dtype(exam: Exam) -> Finding:
-    """Whether the latents are float32."""
+    """Whether the latents are float32, and were not clamped."""
     rollout = exam.trials.base.rollout
+    remedy = "draw, keep and return the latents in float32, the initial noise included"
     for when, latents in (("before", rollout.window.latents), ("after", rollout.window.next_latents)):
         for place, states in enumerate(latents.unbind(1)):
             for dtype in (torch.bfloat16, torch.float16):
@@ -118,9 +119,39 @@ def check_latent_dtype(exam: Exam) -> Finding:
                     return failed(
                         f"the latents {when} step {place} of the window are all {str(dtype)[6:]} numbers: they were "
                         "rounded",
-                        remedy="draw, keep and return the window's latents in float32, the initial noise included",
+                        remedy=remedy,
                     )
+    coarse = int(witnesses.coarse_latents(rollout).sum())
+    if coarse:
+        return failed(
+            f"{coarse} of {rollout.num_samples} samples have latents that were rounded to half precision, or of which "
+            "several elements have exactly the largest size: they were clamped",
+            remedy=f"{remedy}, and leave them as they are",
+        )
     return passed("the trajectory is float32")
+
+
+def check_trajectory(exam: Exam) -> Finding:
+    """Whether latents fit together where they leave no choice, and begin at the initial noise of their seeds."""
+    for trial, training_step in (
+        (exam.trials.base, TRAINING_STEP),
+        (exam.trials.moved, exam.trials.moved_step),
+    ):
+        start = witnesses.seeded_start(
+            trial.rollout,
+            seed=exam.config.trainer.seed,
+            training_step=training_step,
+            same_in_group=exam.config.rollout.same_initial_noise,
+        )
+        broken = witnesses.broken_trajectories(trial.rollout, start, exam.config.sampling.num_inference_steps)
+        if bool(broken.any()):
+            return failed(
+                f"the latents of {int(broken.sum())} of {len(broken)} samples do not fit together, or do not begin at "
+                f"the initial noise of their seeds: sample {int(broken.nonzero()[0])} is the first",
+                remedy="draw the initial noise by flowcorr.sde.initial_noise of (seed, training step, group, member), "
+                "and return the latents before and after each step of the window as they were",
+            )
+    return passed("latents fit together from the initial noise of their seeds")
 
 
 def check_transition(exam: Exam) -> Finding:

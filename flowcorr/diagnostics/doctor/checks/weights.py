@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
+from flowcorr.diagnostics.doctor import precision
 from flowcorr.diagnostics.doctor.exam import EXPLAINED, Exam, largest_gap
 from flowcorr.diagnostics.doctor.findings import Finding, failed, judged, passed, skipped
-from flowcorr.diagnostics.doctor.trials import velocity_gap
+from flowcorr.diagnostics.doctor.trials import score_means, velocity_gap
 from flowcorr.rollout.base import attention_name
-from flowcorr.rollout.precision import MARGIN, trainer_quantization
+from flowcorr.rollout.precision import MARGIN, NO_GAP, coarse_weights, trainer_quantization
 
 # Missing share of a change of weights: up to 0.02 with all layers bound (0.08 for a random FLUX in bfloat16), 0.55 with
 # half of them.
 MISSING_WARN, MISSING_FAIL = 0.1, 0.25
 # Of the gap that precision costs, how much may lie along a change of the weights: up to 0.1 in clean int4.
 ALONG_CHANGE = 0.2
+# Of the actor's own rounding error, how large may the engine's be? Clean bfloat16 gives .98 to 1.01, an attention head
+# at zero 2.3, guidance 5 % stronger 1.5.
+ROUNDING_FAIL = 1.5
 
 
 @runtime_checkable
@@ -70,6 +75,16 @@ def check_weights(exam: Exam) -> Finding:
             f"up to {100 * usual:.2g} %"
         )
     side = "engine" if quantization == "none" else "trainer"
+    errors = None if gap <= NO_GAP else _errors(exam)
+    if errors is not None and errors.engine > ROUNDING_FAIL * errors.actor:
+        return failed(
+            f"{message}. The engine's are {100 * errors.engine:.2g} % from the actor's in float32, and rounding takes "
+            f"the actor's own only {100 * errors.actor:.2g} % from there",
+            "compare model.path, revision and variant of both stacks, and the engine's layers: rounding does not "
+            "explain this gap",
+            value=errors.engine / errors.actor,
+            threshold=ROUNDING_FAIL,
+        )
     limit = largest_gap(usual)
     coarse = gap <= limit
     return judged(
@@ -82,6 +97,34 @@ def check_weights(exam: Exam) -> Finding:
         else "compare model.path, revision and variant of both stacks, and the engine's quantization; guidance in the "
         "engine alone has the same effect",
         fails_above=limit,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Errors:
+    """How far both velocities are from the actor's in float32, as a share of it."""
+
+    engine: float
+    actor: float
+
+
+def _errors(exam: Exam) -> _Errors | None:
+    """The errors of both sides; None where the actor does not round, weights are coarse, or memory is short.
+
+    Two stacks of one precision round alike, but differently. So the actor's own error measures what the engine's may
+    be, on this model, these prompts and this guidance.
+    """
+    actor, trial = exam.actor, exam.trials.bare
+    config = exam.config
+    alike = config.rollout.dtype == config.model.dtype and not coarse_weights(config)
+    if not alike or config.model.dtype == "float32" or not precision.fits(actor.family, copies=1):
+        return None
+    rollout = replace(trial.rollout, conditioning=precision.in_float32(trial.rollout.conditioning))
+    with actor.weights.swapped(exam.trials.bare_weights.tensors), precision.actor_in_float32(actor):
+        exact = score_means(actor, rollout)
+    return _Errors(
+        engine=velocity_gap(trial.engine_means, exact, trial.still),
+        actor=velocity_gap(trial.means, exact, trial.still),
     )
 
 
