@@ -47,11 +47,11 @@ def test_another_engine_is_replaced_by_one_in_process_of_its_precision(bench):
         ("sync_ignored", "lora"),
         ("version_plus_one", "sync"),
         ("images_bgr", "images"),
-        ("prompts_blank_first", "training: replay_before"),
-        ("prompts_blank_after", "images"),
+        ("prompts_blank_first", "path"),
+        ("prompts_blank_after", "path"),
         ("unseeded", "determinism"),
         ("embeddings_noisy", "weights"),
-        ("initial_noise", "training: replay_before"),
+        ("initial_noise", "path"),
     ],
 )
 def test_a_fault_is_named_by_the_part_that_has_it(bench, name, check):
