@@ -287,15 +287,14 @@ def _converted(
     import diffusers
 
     convert = getattr(getattr(diffusers, pipeline_class, None), "lora_state_dict", None)
-    scaled = dict(state)
-    for name in state:
+    scaled = {}
+    for name, value in state.items():
         match = _MATRIX.fullmatch(name)
-        if match is None:
+        if match is None:  # an alpha
             continue
-        pair, is_up = pairs[match[1]], (match[2] or match[3]) in ("B", "up")
-        if is_up:
-            scaled[name] = rescaled(pair.up, pair.scale)
-        if match[2] in ("down", "up") or match[1] + _ALPHA in state:
+        pair, side = pairs[match[1]], match[2] or match[3]
+        scaled[name] = rescaled(pair.up, pair.scale) if side in ("B", "up") else value
+        if side in ("down", "up"):  # where alpha is missing, these converters take 1
             scaled[match[1] + _ALPHA] = torch.tensor(float(len(pair.down)))
     try:
         return dict(convert(scaled)) if convert else scaled

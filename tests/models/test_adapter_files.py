@@ -201,12 +201,19 @@ def test_layouts_that_people_have_are_read(saved, tmp_path, layout):
         assert_same(found, saved.updates)
 
 
-def test_names_of_another_code_base_are_those_that_diffusers_converts(tmp_path):
-    """Names of kohya's tools for FLUX.1, in which q, k and v are one layer, with an alpha."""
-    saved, layer = save("flux", tmp_path), "lora_unet_double_blocks_0_img_attn_qkv"
+@pytest.mark.parametrize(
+    ("name", "layer", "sides"),
+    [
+        ("flux", "lora_unet_double_blocks_0_img_attn_qkv", ("down", "up")),
+        ("flux2_klein", "diffusion_model.double_blocks.0.img_attn.qkv", ("A", "B")),
+    ],
+)
+def test_names_of_another_code_base_are_those_that_diffusers_converts(tmp_path, name, layer, sides):
+    """Black Forest Labs' names, in which q, k and v are one layer, with an alpha."""
+    saved = save(name, tmp_path)
     width = saved.plain().transformer_blocks[0].attn.to_q.in_features
     down, up = torch.randn(RANK, width), torch.randn(3 * width, RANK)
-    state = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+    state = {f"{layer}.lora_{side}.weight": value for side, value in zip(sides, (down, up), strict=True)}
     save_file({**state, f"{layer}.alpha": torch.tensor(8.0)}, tmp_path / "bfl.safetensors")
     pairs = read_adapter(str(tmp_path / "bfl.safetensors"), saved.layers, saved.family.pipeline_class)
     expected = (8.0 / RANK * up @ down).chunk(3)
