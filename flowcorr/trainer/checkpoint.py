@@ -1,8 +1,9 @@
 """Checkpoints that are complete or absent: written aside, synced, renamed, and verified by digest.
 
-A checkpoint is a folder `checkpoints/step_000010` with safetensors and JSON only:
-`pytorch_lora_weights.safetensors` (for `load_lora_weights`), `state.safetensors` (everything that training
-needs to go on), `state.json`, which has the version of this format, and `manifest.json` with the SHA-256 of each file.
+A checkpoint is a folder `checkpoints/step_000010` with safetensors and JSON only: the adapter
+(`pytorch_lora_weights.safetensors` for `load_lora_weights`, `adapter_model.safetensors` for peft), `state.safetensors`
+(everything that training needs to go on), `state.json`, which has the version of this format, and `manifest.json` with
+the SHA-256 of each file.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from tiny_pipelines import flow_grpo_log_prob, stir
 
 from flowcorr.models import Guidance, ModelFamily
+from flowcorr.models.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE
 from flowcorr.records import ActorBatch
 from tests.tolerances import LOG_PROBS, MEANS
 
@@ -78,7 +79,7 @@ def assert_an_adapter_is_learned_and_loads(
     assert metrics["actor/grad_norm"] > 0
     stir(actor)
     actor.weights.save(folder)
-    assert [file.name for file in folder.iterdir()] == ["pytorch_lora_weights.safetensors"]
+    assert {file.name for file in folder.iterdir()} == {DIFFUSERS_FILE, PEFT_FILE, PEFT_CONFIG}
 
     fresh.pipeline.load_lora_weights(str(folder))
     with torch.no_grad():
