@@ -108,8 +108,8 @@ def test_a_service_that_fails_ends_the_run_which_later_goes_on(
     whole = bench.whole(reward())
     impatient = {"timeout": PATIENCE, "retries": 0} if mood == "slow" else {}
     settings = bench.settings(reward(**impatient), placement)
-    # One evaluation and one step go well, each in one request.
-    scorer.mood, scorer.bad = mood, range(scorer.asked + 3, 10**9)
+    # One evaluation, one step and its replay go well, each in one request.
+    scorer.mood, scorer.bad = mood, range(scorer.asked + 4, 10**9)
     with pytest.raises(BackendError, match=message):
         trainer.train(settings, tmp_path)
     assert events(tmp_path)[-3:] == ["reward_failed", "checkpoint", "failure"]

@@ -16,7 +16,6 @@ SMALL = (
     "sampling.height=16",
     "sampling.width=32",
     "model.lora.rank=4",
-    "model.lora.alpha=8",
     "sampling.num_inference_steps=4",
     "sampling.sde_window_range=[0, 3]",
     "rollout.prompts_per_step=2",

@@ -78,7 +78,9 @@ def assert_same(one, other):
     """Rollouts of the same samples; of what a model computed only nearly: a worker has memory of its own."""
     theirs = columns(other)
     for name, ours in columns(one).items():
-        if name == "worker_ids":
+        if ours is None:
+            assert theirs[name] is None, name
+        elif name == "worker_ids":
             assert ours.shape == one.group_ids.shape
         elif name == "conditioning":
             assert ours.keys() == theirs[name].keys()
