@@ -153,7 +153,9 @@ def _systematic(leg: Leg) -> tuple[str, float, float] | None:
     """What is in the gap of all samples alike, beside rounding: in words, its factor and its limit."""
     directions = [("of the way is too {} in the steps", leg.way, WAY)]
     directions += [
-        (f"of step {index} is too {{}} in the steps", move, STEP) for index, move in leg.moves.items()
+        (f"of step {index} is too {{}} in the steps", move, STEP)
+        for index, move in leg.moves.items()
+        if move.norm() >= leg.gap.norm()  # of a smaller step, rounding alone may be a multiple
     ]
     if leg.name.startswith("before"):
         directions.insert(0, ("of the initial noise is too {} in the steps", leg.begin, START))
