@@ -22,7 +22,7 @@ from flowcorr.rollout.witnesses import seeded_start
 LARGEST = 2.5
 # Share of a leg's way, of its initial noise, and of one of its steps that may be too much or too little; rounding to
 # bfloat16 under guidance gives up to .003, .0001 and .03.
-WAY, START, STEP = 0.01, 0.003, 0.15
+WAY, START, STEP = 0.006, 0.003, 0.15
 FEWEST = 4  # samples whose factors have a spread
 REMEDY = (
     "compare the initial noise, prompt embeddings, guidance, timesteps and schedule of the steps outside the window in "
