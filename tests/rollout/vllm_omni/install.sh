@@ -31,7 +31,7 @@ done
 install --overrides "$overrides" torch==2.13.0 vllm==0.30.0+cpu vllm-omni==0.30.0
 install --no-deps torchvision==0.28.0 peft
 
-install omegaconf rich matplotlib jinja2 httpx2 rapidfuzz "rapidocr==3.10.*" onnxruntime "ray>=2.60,<3" pytest pytest-timeout pytest-xdist \
+install omegaconf lazy_loader rich matplotlib jinja2 httpx2 rapidfuzz "rapidocr==3.10.*" onnxruntime "ray>=2.60,<3" pytest pytest-timeout pytest-xdist \
     hypothesis
 install --no-deps --editable "$root" "$here/cpu_platform"
 "$venv/bin/python" -c "import flowcorr, vllm_omni"
