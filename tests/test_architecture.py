@@ -21,8 +21,8 @@ FLOORS = {
     "models": 4, "rewards": 4, "data": 4, "words": 4, "trackers": 4, "lora": 4,
     "actor": 5, "rollout": 5, "workers": 5,
     "trainer": 6, "plan": 6,
-    "instruments": 7, "diagnostics": 8, "integrations": 7,
-    "cli": 9, "__main__": 10,
+    "instruments": 7, "integrations": 7,
+    "cli": 8, "__main__": 9,
 }  # fmt: skip
 LONGEST_FILE = 450
 MODEL_LIBRARIES = {"diffusers", "transformers", "peft", "vllm_omni", "ray"}

@@ -41,7 +41,7 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr import distributed
     from flowcorr.cli.doctor import show_report
     from flowcorr.cli.progress import TerminalObserver
-    from flowcorr.diagnostics import examine_before_start, examines_before_start
+    from flowcorr.instruments.doctor import examine_before_start, examines_before_start
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer import train as run
 
@@ -91,8 +91,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     """Examine two stacks, or a dump's samples; the exit code is that of the worst finding."""
     from flowcorr.cli.doctor import show_report
-    from flowcorr.diagnostics import diagnose
-    from flowcorr.diagnostics.doctor.examination import NUM_PROMPTS
+    from flowcorr.instruments.doctor import diagnose
+    from flowcorr.instruments.doctor.examination import NUM_PROMPTS
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
@@ -125,7 +125,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     from flowcorr.cli.replayed import show_replay
     from flowcorr.config import Config, load
     from flowcorr.config.load import recipe_names
-    from flowcorr.diagnostics.doctor.replayed.examine import examine_dump
+    from flowcorr.instruments.doctor.replayed.examine import examine_dump
 
     model = arguments.model
     if model is None:
@@ -257,7 +257,7 @@ def presets(_: argparse.Namespace) -> int:
 
 def explain(arguments: argparse.Namespace) -> int:
     """Print what each name means."""
-    from flowcorr.diagnostics.reference.explain import explanation
+    from flowcorr.instruments.reference.explain import explanation
 
     print("\n\n".join(explanation(name) for name in arguments.names))
     return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from flowcorr.diagnostics.doctor.findings import DoctorReport, Finding, Status
 from flowcorr.instruments.clip_noise import QUANTILES, clip_text
+from flowcorr.instruments.doctor.findings import DoctorReport, Finding, Status
 from flowcorr.instruments.terminal import Cell, console_of, show_table
 
 STYLES: dict[Status, str] = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIP": "dim"}

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flowcorr.cli.doctor import STYLES
-from flowcorr.diagnostics.doctor.replayed.verdicts import ReplayReport, Verdict
+from flowcorr.instruments.doctor.replayed.verdicts import ReplayReport, Verdict
 from flowcorr.instruments.terminal import Cell, console_of, show_table
 
 

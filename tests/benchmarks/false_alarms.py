@@ -18,7 +18,7 @@ import torch
 
 from flowcorr import config
 from flowcorr.config.schema import Config
-from flowcorr.diagnostics.doctor.examination import diagnose
+from flowcorr.instruments.doctor.examination import diagnose
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.rules import HealthMonitor, logged_num_elements, units_of
 from flowcorr.trainer.setup import build_run

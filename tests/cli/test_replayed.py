@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from diagnostics.doctor.replayed.plain_loop import dump_steps
+from instruments.doctor.replayed.plain_loop import dump_steps
 from instruments.foreign_dumps import draw_steps
 
 from flowcorr.cli import main

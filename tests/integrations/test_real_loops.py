@@ -23,8 +23,8 @@ from integrations.real_loops import planted_flow_factory, planted_flow_grpo, pla
 from tiny_pipelines import build_tiny_sd3
 
 from flowcorr import dumps
-from flowcorr.diagnostics.doctor.replayed.examine import examine_dump
 from flowcorr.instruments.audit.dumped import audit_folder
+from flowcorr.instruments.doctor.replayed.examine import examine_dump
 
 pytestmark = [pytest.mark.real_loops, pytest.mark.filterwarnings("ignore")]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from diagnostics.doctor.replayed.plain_loop import PROMPTS, Loop
+from instruments.doctor.replayed.plain_loop import PROMPTS, Loop
 
 from flowcorr import dumps
-from flowcorr.diagnostics.doctor.replayed.examine import examine_dump
 from flowcorr.instruments.audit.dumped import audit_folder
+from flowcorr.instruments.doctor.replayed.examine import examine_dump
 from tests.shallow import SHALLOW
 
 pytestmark = pytest.mark.real_loops

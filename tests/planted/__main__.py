@@ -15,8 +15,8 @@ from rich.console import Console
 from flowcorr import config
 from flowcorr.cli.doctor import show_report
 from flowcorr.config.schema import Config
-from flowcorr.diagnostics.doctor.examination import NUM_PROMPTS
 from flowcorr.errors import FlowcorrError
+from flowcorr.instruments.doctor.examination import NUM_PROMPTS
 from tests.planted.stand_in import Bench, Drilled, drill
 from tests.planted.table import parse_fault
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from flowcorr.data import PromptStream
-from flowcorr.diagnostics import examine
 from flowcorr.errors import BackendError, BatchError
+from flowcorr.instruments.doctor import examine
 from flowcorr.instruments.rules import HealthMonitor, logged_num_elements, units_of
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt

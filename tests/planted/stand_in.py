@@ -11,9 +11,9 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.correction.describe import drift_metrics
 from flowcorr.data import PromptStream
-from flowcorr.diagnostics.doctor.examination import examine, first_prompts
-from flowcorr.diagnostics.doctor.findings import DoctorReport
 from flowcorr.errors import BackendError, BatchError, ConfigError
+from flowcorr.instruments.doctor.examination import examine, first_prompts
+from flowcorr.instruments.doctor.findings import DoctorReport
 from flowcorr.instruments.rules import examine_step, units_of
 from flowcorr.metrics import Metrics
 from flowcorr.models.prompt_cache import PromptCache

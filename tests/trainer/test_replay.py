@@ -20,7 +20,7 @@ from flowcorr.trainer.replay import measure_replay, replays
 from flowcorr.trainer.residuals import RESIDUALS
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
-from tests.diagnostics.doctor.faults import separate
+from tests.instruments.doctor.faults import separate
 from tests.planted.plants import feeding, noisy, returning, sampling_with, vae_configured
 from tests.shallow import SHALLOW
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from ray_tasks import wait_for
 
-from flowcorr.diagnostics import examine
 from flowcorr.errors import BackendError
+from flowcorr.instruments.doctor import examine
 from flowcorr.rollout import Weights
 from flowcorr.workers.pool import Answer, ignore_event
 from flowcorr.workers.rollout import PendingRollout, RayRollout

@@ -6,8 +6,8 @@ import pytest
 import tiny_pipelines
 import torch
 
-from flowcorr.diagnostics import examine
 from flowcorr.errors import BackendError
+from flowcorr.instruments.doctor import examine
 from flowcorr.trainer.step import train_step
 from tests.overflow import overflow
 from tests.rollout.vllm_omni.test_training import training_run

@@ -8,8 +8,8 @@ import tiny_pipelines
 import torch
 
 from flowcorr.cli import main
-from flowcorr.diagnostics import examine
 from flowcorr.errors import BackendError
+from flowcorr.instruments.doctor import examine
 from flowcorr.rollout.vllm_omni import adapter
 from flowcorr.rollout.vllm_omni import engine as engine_module
 

@@ -1,0 +1,64 @@
+"""The check of the clip range, and the gap by step under the current weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flowcorr.instruments.clip_noise import QUANTILES, clip_key, ratio_distance
+from flowcorr.instruments.doctor.exam import Exam
+from flowcorr.instruments.doctor.findings import Finding, StepNoise, judged, passed
+from flowcorr.losses import clip_by_term, loss_of, resolve_loss
+
+CLIP_SHARE = 0.1
+
+
+def check_clip(exam: Exam) -> Finding:
+    """Whether the clip range is wider than the noise floor, in modes where that matters."""
+    config = exam.config
+    correction = config.algorithm.rollout_correction
+    if correction.mode in ("off", "decoupled"):
+        return passed("ratios are relative to recomputed log-probs, so this gap is not in them")
+    if loss_of(config.actor, correction).ratio_limit(config.actor) is None:
+        return passed("the loss does not clip")
+    share = float(outside_clip(exam).double().mean())
+    key = clip_key(config.actor)
+    message = f"{100 * share:.0f} % of terms lie outside {key} before any update"
+    remedy = f"widen {key.partition('=')[0]}, or train decoupled"
+    return judged(share, CLIP_SHARE, message, message, remedy, fails_above=1.0)
+
+
+def outside_clip(exam: Exam) -> Tensor:
+    """Terms `[B, T]` whose ratio is outside the clip range before any update."""
+    trial = exam.trials.base
+    step_indices, actor = trial.rollout.window.step_indices, exam.config.actor
+    limit = resolve_loss(actor).ratio_limit(actor)
+    if limit is None:
+        return torch.zeros_like(step_indices, dtype=torch.bool)
+    delta = (trial.log_probs - trial.rollout.log_probs).double()
+    step_kl = trial.squared_distance().double() / 2
+    distance = ratio_distance(delta, step_kl, trial.stds.double(), actor)
+    return distance > clip_by_term(limit, step_indices)
+
+
+def noise_floor(exam: Exam) -> Sequence[StepNoise]:
+    """The gap by step index, under the current weights."""
+    trial = exam.trials.base
+    rollout = trial.rollout
+    delta = (trial.log_probs - rollout.log_probs).double().abs()
+    squared, outside = trial.squared_distance(), outside_clip(exam)
+    steps = []
+    for index in rollout.window.step_indices.unique().tolist():
+        here = rollout.window.step_indices == index
+        steps.append(
+            StepNoise(
+                step_index=index,
+                sigma=float(rollout.window.sigmas[here][0]),
+                abs_delta=tuple(torch.quantile(delta[here], delta.new_tensor(QUANTILES)).tolist()),
+                exact_kl=float(squared[here].mean() / 2),
+                outside_clip=float(outside[here].double().mean()),
+            )
+        )
+    return steps

@@ -1,0 +1,94 @@
+"""Checks of log-probs: against the engine's own step means, and against the actor's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flowcorr import sde
+from flowcorr.instruments.doctor.exam import Exam
+from flowcorr.instruments.doctor.findings import Finding, judged, passed
+from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
+
+LOG_PROB_TOLERANCE = 1e-5  # a log-prob follows from its own mean to 5e-7; bfloat16 rounding costs 2e-3
+LOG_PROB_ROUNDING = 2e-6  # relative above 1: two float32 means of the same numbers differ by 1.2e-7
+Z_LIMIT = 6.0  # standard deviations, over a few hundred terms at most
+
+
+def check_log_probs(exam: Exam) -> Finding:
+    """Whether log-probs follow from the engine's own step means, stds and latents."""
+    trial = exam.trials.base
+    found, expected = trial.rollout.log_probs, _own_log_probs(exam)
+    gap = float((found - expected).abs().max())
+    if gap > LOG_PROB_TOLERANCE and _fits_actor(exam):
+        return passed("log-probs agree with the actor's, but not with the returned means: see bookkeeping")
+    return judged(
+        gap,
+        LOG_PROB_TOLERANCE,
+        "log-probs are mean-pooled, normalised and float32",
+        f"log-probs {_mistake(exam, found)}: off by up to {gap:.2g}",
+        "score with flowcorr.sde.log_prob: the mean over the elements, with its normaliser, in float32; return the "
+        "latents, means and stds that were scored",
+    )
+
+
+def check_bookkeeping(exam: Exam) -> Finding:
+    """Whether `z = (delta + r^2/2) sqrt(D) / r` is standard normal, as it is if only the step means differ."""
+    trial = exam.trials.base
+    squared, delta = trial.squared_distance().double(), (trial.log_probs - trial.rollout.log_probs).double()
+    # Log-probs have a rounding error of their own.
+    rounding = LOG_PROB_ROUNDING * trial.log_probs.abs().double().clamp(min=1)
+    if exam.config.sampling.cps_unscaled:  # log-probs are in units of 2 s^2 nats
+        unit = 2 * trial.stds.double().square()
+        delta, rounding = delta / unit, rounding / unit
+    excess = ((delta + squared / 2).abs() - rounding).clamp(min=0)
+    z = float((excess * math.sqrt(trial.rollout.num_elements) / squared.sqrt().clamp(min=1e-12)).max())
+    return judged(
+        z,
+        Z_LIMIT,
+        f"log-probs differ as the step means do (|z| up to {z:.2f})",
+        f"log-probs differ by {z:.3g} standard deviations from what the step means explain",
+        "return the latents, means and sigmas that were scored; precision does not explain this",
+    )
+
+
+def _mistake(exam: Exam, found: Tensor) -> str:
+    for name, formula in _formulas(exam):
+        if torch.allclose(found, formula, rtol=1e-4, atol=LOG_PROB_TOLERANCE):
+            return f"are {name}"
+    if torch.equal(found, found.to(torch.bfloat16).float()):
+        return "are rounded to bfloat16"
+    return "do not follow from the returned latents, step means and stds"
+
+
+def _fits_actor(exam: Exam) -> bool:
+    """Whether the engine's log-probs are closer to the actor's than to those of the returned means."""
+    trial = exam.trials.base
+    by_actor = (trial.log_probs - trial.rollout.log_probs).abs().max()
+    return bool(by_actor < (_own_log_probs(exam) - trial.rollout.log_probs).abs().max() / 2)
+
+
+def _own_log_probs(exam: Exam) -> Tensor:
+    """The log-probs `[B, T]` that follow from the engine's own means, stds and latents."""
+    trial = exam.trials.base
+    window = trial.rollout.window
+    step = sde.Transition(trial.engine_means, trial.engine_stds, window.step_sizes)
+    return sde.log_prob(window.next_latents, step, cps_unscaled=exam.config.sampling.cps_unscaled)
+
+
+def _formulas(exam: Exam) -> Iterator[tuple[str, Tensor]]:
+    """Usual mistakes in log-probs: in words, and the values that they give."""
+    right, stds = _own_log_probs(exam), exam.trials.base.engine_stds
+    elements = exam.trials.base.rollout.num_elements
+    scaled = right if exam.config.sampling.cps_unscaled else right + stds.log() + HALF_LOG_TWO_PI
+    yield "summed over the elements instead of averaged", right * elements
+    yield "without their normaliser", scaled
+    yield "without their normaliser, and summed over the elements", scaled * elements
+    yield "negative squared distances without their scale", scaled * 2 * stds.square()
+    yield (
+        "densities, where sampling.cps_unscaled asks for squared distances",
+        right / (2 * stds.square()) - (stds.log() + HALF_LOG_TWO_PI),
+    )

@@ -1,0 +1,157 @@
+"""Checks of the noise: its distribution, and its seeds."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flowcorr import sde
+from flowcorr.instruments.doctor.exam import Exam, rms
+from flowcorr.instruments.doctor.findings import Finding, judged, skipped
+from flowcorr.instruments.doctor.trials import TRAINING_STEP, Trial
+from flowcorr.instruments.rules import skew
+from flowcorr.records import Rollout
+from flowcorr.rollout.witnesses import seeded_noise
+
+FALSE_ALARMS = 1e-6  # probability that `check_noise` fails by chance
+NOISE_GAP = 0.05  # rms; latents have unit scale, and different noise gives 0.9 or more
+SEEDED = 1e-4  # rms; float32 leaves 2e-6 beyond its rounding of the latents, rounding to bfloat16 1e-3
+LATENT_ROUNDING = 4 * torch.finfo(torch.float32).eps
+SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance), .002 in bfloat16; lower precision allows more
+
+
+def check_noise(exam: Exam) -> Finding:
+    """Whether whitened step noise `(x' - mean) / s` is standard normal, and independent between any two steps.
+
+    Its mean, its variance, its fourth Hermite moment and each correlation give a `z` with
+    `P(|z| > c) <= exp(-c^2 / 2)`. The limit holds for all of them together.
+    """
+    trials = exam.trials
+    noise = torch.cat([_step_noise(trials.base), _step_noise(trials.moved)])
+    count = noise.numel()
+    mean, variance = float(noise.double().mean()), float(noise.double().square().mean())
+    correlation, pair = largest_correlation(noise)
+    tails = float((noise.double() ** 4 - 6 * noise.double().square() + 3).mean())
+    tests = len(noise) * (len(noise) - 1) // 2 + 3
+    limit = math.sqrt(2 * math.log(tests / FALSE_ALARMS))
+    # Wilson and Hilferty: the cube root of a chi-squared variable is nearly normal.
+    spread = 2 / (9 * count)
+    of_variance = abs(variance ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    # Long tails are skewed to the right, see `health`.
+    of_tails = abs(tails) * math.sqrt(count / 24) / (skew(count) if tails > 0 else 1)
+    # For independent directions, P(|correlation| > c) <= (1 - c^2)^((D - 1) / 2).
+    of_pair = math.sqrt(-(noise.shape[1] - 1) * math.log(max(1 - correlation**2, 1e-300)))
+    faults = {
+        f"has std {math.sqrt(variance):.4g} instead of 1": of_variance,
+        f"has mean {mean:.3g} instead of 0": abs(mean) * math.sqrt(count),
+        f"is not normal: its fourth moment is off by {tails:.2g}": of_tails,
+        f"is correlated by {correlation:.2f} over {_difference(trials.base, *pair)}": of_pair,
+    }
+    fault, z = max(faults.items(), key=lambda item: item[1])
+    seen, seen_tails = 100 * limit / math.sqrt(2 * count), limit * math.sqrt(24 / count)
+    return judged(
+        z,
+        limit,
+        f"step noise is standard normal and independent (an error of {seen:.1g} % in the std would be found, and a "
+        f"fourth moment off by {seen_tails:.1g}: that of uniform noise is off by 1.2)",
+        f"step noise {fault}, {z:.3g} standard deviations off",
+        "add s times standard normal noise to the step's mean, seeded by (seed, training step, group, member) and step "
+        "index; sampling.same_initial_noise concerns the initial noise only",
+    )
+
+
+def check_seeds(exam: Exam) -> Finding:
+    """Whether the step noise is that of its seeds, element by element."""
+    worst = 0.0
+    for trial, training_step in (
+        (exam.trials.base, TRAINING_STEP),
+        (exam.trials.moved, exam.trials.moved_step),
+    ):
+        seeded = seeded_noise(trial.rollout, seed=exam.config.trainer.seed, training_step=training_step)
+        found = _step_noise(trial)
+        rest = (found - seeded.flatten(2).flatten(0, 1).to(found.device)).square().mean(1).sqrt()
+        size = trial.rollout.window.next_latents.flatten(2).square().mean(2).sqrt()
+        rounding = (LATENT_ROUNDING * size / trial.engine_stds).flatten()
+        worst = max(worst, float((rest - rounding).clamp(min=0).max()))
+    return judged(
+        worst,
+        SEEDED,
+        "step noise is that of its seeds",
+        f"step noise differs from that of its seeds by {worst:.2g} (rms; other noise differs by 1.4)",
+        "add s times flowcorr.sde.step_noise of (seed, training step, group, member) and step index to the mean, in "
+        "float32, and leave the latents as they are",
+    )
+
+
+def check_determinism(exam: Exam) -> Finding:
+    """Whether the same seeds give the same latents."""
+    gap = _trajectory_gap(exam.trials.base.rollout, exam.trials.again)
+    unseeded = gap > NOISE_GAP
+    return judged(
+        gap,
+        0.0,
+        "the same seeds give the same bits",
+        f"the same seeds gave latents that differ by {gap:.2g} (rms)",
+        "seed each sample's noise by (seed, training step, group, member), never by a global generator"
+        if unseeded
+        else "some kernels add numbers in no fixed order, so runs cannot be repeated exactly",
+        fails_above=NOISE_GAP,
+    )
+
+
+def check_batch_shape(exam: Exam) -> Finding:
+    """Whether a prompt gives the same latents alone and in a batch."""
+    if exam.trials.num_prompts == 1:
+        return skipped(
+            "there is one prompt only, which shows neither whether the engine mixes prompts up nor whether a batch "
+            "changes the latents"
+        )
+    alone, limit = exam.trials.alone, max(SHAPE_GAP, exam.usual_gap)
+    gap = _trajectory_gap(exam.trials.base.rollout.select(slice(-alone.num_samples, None)), alone)
+    return judged(
+        gap,
+        limit,
+        "a prompt gives the same latents alone and in a batch",
+        f"a prompt sampled alone differs by {gap:.2g} (rms) from the same prompt in a batch",
+        "seed each sample's noise by its ids, not by its place in the batch, and give each sample its own prompt"
+        if gap > max(NOISE_GAP, limit)
+        else "kernels depend on the batch's shape; harmless as long as the noise floor below is small",
+        fails_above=max(NOISE_GAP, limit),
+    )
+
+
+def _trajectory_gap(rollout: Rollout, other: Rollout) -> float:
+    """Root mean square difference of the latents of both windows."""
+    one, two = rollout.window, other.window
+    before, after = one.latents - two.latents, one.next_latents - two.next_latents
+    return rms(torch.stack([before, after]))
+
+
+def _step_noise(trial: Trial) -> Tensor:
+    """`[B T, D]`, the noise that the engine's own steps added, in units of their stds."""
+    window = trial.rollout.window
+    step = sde.Transition(trial.engine_means, trial.engine_stds, window.step_sizes)
+    return sde.added_noise(window.next_latents, step).flatten(2).flatten(0, 1)
+
+
+def largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:
+    """The correlation farthest from 0 between two rows of `noise` `[N, D]`, and these rows."""
+    unit = noise / noise.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    correlations = (unit @ unit.T).fill_diagonal_(0)
+    first, second = divmod(int(correlations.abs().argmax()), len(noise))
+    return float(correlations[first, second].clamp(-1, 1)), (first, second)
+
+
+def _difference(trial: Trial, first: int, second: int) -> str:
+    """The level at which two rows of noise differ; later rows are from a second rollout of the same size."""
+    samples, steps = trial.rollout.window.step_indices.shape
+    owners = trial.rollout.group_ids.tolist()
+    samples_of = [row // steps for row in (first, second)]
+    if samples_of[0] // samples != samples_of[1] // samples:
+        return "training steps"
+    if samples_of[0] == samples_of[1]:
+        return "the steps of a sample"
+    groups = {owners[sample % samples] for sample in samples_of}
+    return "the images of a prompt" if len(groups) == 1 else "prompts"

@@ -1,0 +1,103 @@
+"""The check of the timesteps that the engine's model gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flowcorr.instruments.doctor.checks.trajectory import places
+from flowcorr.instruments.doctor.exam import Exam
+from flowcorr.instruments.doctor.findings import Finding, failed, passed, warned
+from flowcorr.instruments.doctor.trials import score_means
+from flowcorr.models import DTYPES
+from flowcorr.rollout.precision import NO_GAP
+
+REPLAY = "the actor uses Rollout.timesteps; a training loop of your own must do the same"
+FEED = (
+    "feed the model its own scheduler's timesteps, in float32, and return exactly these as Rollout.timesteps"
+)
+FLOAT32 = 1e-6  # relative: tables made in float32 in another order of operations
+SAME_SHARE = 1e-3  # of the gap: two explanations that differ by less cannot be told apart
+MISTAKES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "truncated to integers": torch.trunc,
+    "rounded to integers": torch.round,
+    "divided by 1000": lambda timesteps: timesteps / 1000,
+    "times 1000": lambda timesteps: timesteps * 1000,
+}
+
+
+def check_timesteps(exam: Exam) -> Finding:
+    """Whether the engine's model gets the schedule's timesteps, and returns them."""
+    rows, dtype = places(exam), exam.config.rollout.dtype
+    fed, exact = exam.trials.base.rollout.window.timesteps.float(), _exact(exam)
+    gap = float((fed - exact[rows]).abs().max())
+    if _same(fed, exact[rows]):
+        return _unreturned(exam, fed) or passed("the model gets the schedule's timesteps")
+    rounded = _rounded(exam)
+    tables = {**rounded, **{name: change(exact) for name, change in MISTAKES.items()}}
+    names = [name for name, table in tables.items() if _same(fed, table[rows])]
+    if _as_computed_in(dtype) in names:
+        message = f"the model gets the schedule's timesteps, {_as_computed_in(dtype)}: up to {gap:.3g} away; {REPLAY}"
+        return _unreturned(exam, fed) or passed(message)
+    if not names:
+        message = f"timesteps differ from the schedule's by up to {gap:.3g}, more than rounding explains"
+        return failed(message, FEED, value=gap, threshold=0.0)
+    message = f"the engine's timesteps are {' or '.join(names)}, and differ by up to {gap:.3g}"
+    roundings = rounded.keys() & names
+    if len(roundings) == len(names) or (roundings and dtype != "float32"):
+        return _unreturned(exam, fed) or warned(message, REPLAY, value=gap, threshold=0.0)
+    return failed(message, FEED, value=gap, threshold=0.0)
+
+
+def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
+    """A finding if the engine's steps fit other timesteps than the `returned` ones better."""
+    trial = exam.trials.base
+    if trial.velocity_gap() <= NO_GAP:
+        return None
+    rounded = {name: table[places(exam)] for name, table in _rounded(exam).items()}
+    changed = {**rounded, **{name: change(returned) for name, change in MISTAKES.items()}}
+    found = []
+    for name, timesteps in changed.items():
+        if _same(timesteps, returned):
+            continue
+        window = replace(trial.rollout.window, timesteps=timesteps)
+        fit = trial.fit(score_means(exam.actor, replace(trial.rollout, window=window)))
+        if (evidence := exam.evidence(trial, fit)) is not None:
+            found.append((fit.share, name, evidence))
+    if not found:
+        return None
+    best, _, evidence = max(found, key=lambda entry: entry[0])
+    names = [name for share, name, _ in found if share > best - SAME_SHARE]
+    message = f"the steps fit timesteps {' or '.join(names)}, {evidence.text}; it returns different ones"
+    warns = rounded.keys() & names and exam.config.rollout.dtype != "float32"
+    report = warned if warns else failed
+    return report(message, FEED, value=evidence.value, threshold=evidence.threshold)
+
+
+def _exact(exam: Exam) -> Tensor:
+    """The timesteps `[N]` of the actor's own schedule."""
+    return torch.tensor(
+        exam.trials.schedule.timesteps, device=exam.trials.base.rollout.window.timesteps.device
+    )
+
+
+def _rounded(exam: Exam) -> dict[str, Tensor]:
+    """Tables `[N]` of rounded timesteps: those that the family's transformer computes with, and plain casts."""
+    exact, family = _exact(exam), exam.actor.family
+    computed = {
+        _as_computed_in(name): exact.new_tensor(family.in_dtype(exam.trials.schedule, dtype).timesteps)
+        for name, dtype in DTYPES.items()
+    }
+    halves = ("bfloat16", "float16")
+    return {**{f"rounded to {name}": exact.to(DTYPES[name]).float() for name in halves}, **computed}
+
+
+def _as_computed_in(dtype: str) -> str:
+    return f"as a transformer in {dtype} computes with them"
+
+
+def _same(timesteps: Tensor, others: Tensor) -> bool:
+    return torch.allclose(timesteps, others, rtol=FLOAT32, atol=0)

@@ -1,0 +1,177 @@
+"""Checks of the trajectory without the model: schedule, window, latents and stds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flowcorr.instruments.doctor.exam import Exam
+from flowcorr.instruments.doctor.findings import Finding, failed, judged, passed
+from flowcorr.instruments.doctor.trials import TRAINING_STEP, asked_windows
+from flowcorr.rollout import witnesses
+from flowcorr.rollout.broken import decoder_dtype
+
+STD_TOLERANCE = 1e-4  # float32 stds agree within 1e-7; a noise level of 0.8 instead of 0.7 gives 0.14
+
+
+def check_finite(exam: Exam) -> Finding:
+    """Whether all numbers of both sides are finite, the pixels before they became integers among them."""
+    trials = exam.trials
+    for trial in (trials.base, trials.bare, trials.moved):
+        for who, tensors in (
+            (
+                "engine",
+                (
+                    trial.rollout.window.latents,
+                    trial.rollout.window.next_latents,
+                    *([] if trial.rollout.final_latents is None else [trial.rollout.final_latents]),
+                    trial.engine_means,
+                    trial.rollout.log_probs,
+                ),
+            ),
+            ("actor", (trial.means, trial.log_probs)),
+        ):
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+                return failed(
+                    f"the {who} returns values that are not finite",
+                    remedy=f"the {who}'s dtype overflows, or its weights are broken: try float32 there",
+                )
+        undecoded = trial.rollout.finite_images
+        if undecoded is not None and not bool(undecoded.all()):
+            bad = (~undecoded).nonzero().flatten().tolist()
+            return failed(
+                f"the engine's latents are finite, and the pixels decoded from them are not: {len(bad)} of "
+                f"{len(undecoded)} images, the first is that of sample {bad[0]}",
+                remedy=f"its VAE overflows in {decoder_dtype(exam.config)}, or its weights are damaged: try float32 "
+                "there, or check the model's files",
+            )
+    return passed("latents, means, log-probs and decoded pixels are finite")
+
+
+def check_schedule(exam: Exam) -> Finding:
+    """Whether the sigmas are those of the actor's schedule."""
+    rollout, schedule = exam.trials.base.rollout, exam.trials.schedule
+    sigmas, after = _table(exam)[:-1], _table(exam)[1:]
+    rows = places(exam)
+    gaps = (rollout.window.sigmas - sigmas[rows]).abs(), (rollout.window.sigmas_next - after[rows]).abs()
+    gap = float(torch.stack(gaps).max())
+    steps = len(schedule.timesteps)
+    rounded = sigmas.to(torch.bfloat16).float()[rows]
+    why = ": they are rounded to bfloat16" if torch.equal(rollout.window.sigmas, rounded) else ""
+    return judged(
+        gap,
+        witnesses.SIGMA_TOLERANCE,
+        f"the sigmas are those of the actor's {steps} steps",
+        f"sigmas differ from the actor's schedule of {steps} steps by up to {gap:.2g}{why}",
+        "give both stacks one scheduler config (shift, dynamic shift) and one sampling.num_inference_steps, and "
+        "take sigmas from the table by step index",
+    )
+
+
+def check_window(exam: Exam) -> Finding:
+    """Whether the SDE steps are those of the configured windows."""
+    rollout, sampling = exam.trials.base.rollout, exam.config.sampling
+    low, high = sampling.sde_window_range
+    found, size = rollout.window.step_indices, sampling.sde_window_size
+    remedy = (
+        "pass sampling.sde_window_size, sde_window_range (half-open), sde_window_layout and window_per with every "
+        "request, and read them per request"
+    )
+    if not torch.equal(found, places(exam)):
+        first, place = int(found[0, 0]), int(places(exam)[0, 0])
+        return failed(f"a step has index {first}, but the sigma of step {place}", remedy=remedy)
+    consecutive = sampling.sde_window_layout == "consecutive"
+    kind = "consecutive" if consecutive else "ascending"
+    gaps = found.diff(dim=1)
+    fits = found.shape[1] == size and bool(((gaps == 1) if consecutive else (gaps > 0)).all())
+    if not fits or int(found.min()) < low or int(found.max()) >= high:
+        windows = sorted({tuple(row) for row in found.tolist()})
+        return failed(
+            f"the SDE windows {windows} are not {size} {kind} steps within [{low}, {high})", remedy=remedy
+        )
+    of_prompts = found.unflatten(0, (exam.trials.num_prompts, -1))
+    if sampling.window_per == "group" and bool((of_prompts != of_prompts[:, :1]).any()):
+        return failed("the images of one prompt have different windows", remedy=remedy)
+    trials = exam.trials
+    for window, training_step in (
+        (found, TRAINING_STEP),
+        (trials.moved.rollout.window.step_indices, trials.moved_step),
+    ):
+        asked = asked_windows(exam.config, trials.num_prompts, training_step).to(window.device)
+        others = (window != asked).any(1).nonzero().flatten().tolist()
+        if others:
+            return failed(
+                f"{len(others)} of {len(asked)} samples have other SDE windows than their seeds give: sample "
+                f"{others[0]} has the steps {window[others[0]].tolist()} instead of {asked[others[0]].tolist()}",
+                remedy=f"{remedy}, or take the steps that flowcorr.sde.draw_windows gives",
+            )
+    return passed(f"windows are {size} {kind} steps within [{low}, {high})")
+
+
+def check_latent_dtype(exam: Exam) -> Finding:
+    """Whether the latents are float32, and were not clamped."""
+    rollout = exam.trials.base.rollout
+    remedy = "draw, keep and return the latents in float32, the initial noise included"
+    for when, latents in (("before", rollout.window.latents), ("after", rollout.window.next_latents)):
+        for place, states in enumerate(latents.unbind(1)):
+            for dtype in (torch.bfloat16, torch.float16):
+                if torch.equal(states, states.to(dtype).float()):
+                    return failed(
+                        f"the latents {when} step {place} of the window are all {str(dtype)[6:]} numbers: they were "
+                        "rounded",
+                        remedy=remedy,
+                    )
+    coarse = int(witnesses.coarse_latents(rollout).sum())
+    if coarse:
+        return failed(
+            f"{coarse} of {rollout.num_samples} samples have latents that were rounded to half precision, or of which "
+            "several elements have exactly the largest size: they were clamped",
+            remedy=f"{remedy}, and leave them as they are",
+        )
+    return passed("the trajectory is float32")
+
+
+def check_trajectory(exam: Exam) -> Finding:
+    """Whether latents fit together where they leave no choice, and begin at the initial noise of their seeds."""
+    for trial, training_step in (
+        (exam.trials.base, TRAINING_STEP),
+        (exam.trials.moved, exam.trials.moved_step),
+    ):
+        start = witnesses.seeded_start(
+            trial.rollout,
+            seed=exam.config.trainer.seed,
+            training_step=training_step,
+            same_in_group=exam.config.rollout.same_initial_noise,
+        )
+        broken = witnesses.broken_trajectories(trial.rollout, start, exam.config.sampling.num_inference_steps)
+        if bool(broken.any()):
+            return failed(
+                f"the latents of {int(broken.sum())} of {len(broken)} samples do not fit together, or do not begin at "
+                f"the initial noise of their seeds: sample {int(broken.nonzero()[0])} is the first",
+                remedy="draw the initial noise by flowcorr.sde.initial_noise of (seed, training step, group, member), "
+                "and return the latents before and after each step of the window as they were",
+            )
+    return passed("latents fit together from the initial noise of their seeds")
+
+
+def check_transition(exam: Exam) -> Finding:
+    """Whether the steps' stds are those of the configuration."""
+    trial, sampling = exam.trials.base, exam.config.sampling
+    gap = float((trial.engine_stds / trial.stds - 1).abs().max())
+    return judged(
+        gap,
+        STD_TOLERANCE,
+        "the steps' stds agree",
+        f"the engine's step stds differ by up to {100 * gap:.2g} %",
+        f"sample with sampling.sde_type={sampling.sde_type} and sampling.noise_level={sampling.noise_level}; "
+        "return the full std of a step",
+    )
+
+
+def _table(exam: Exam) -> Tensor:
+    return torch.tensor(exam.trials.schedule.sigmas, device=exam.trials.base.rollout.window.sigmas.device)
+
+
+def places(exam: Exam) -> Tensor:
+    """Step indices `[B, T]` of the actor's schedule with the sigmas closest to the trajectory's."""
+    return (exam.trials.base.rollout.window.sigmas[..., None] - _table(exam)[:-1]).abs().argmin(-1)

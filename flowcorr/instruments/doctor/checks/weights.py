@@ -1,0 +1,179 @@
+"""Checks of the model: its weights, their sync, and its attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from flowcorr.instruments.doctor import precision
+from flowcorr.instruments.doctor.exam import EXPLAINED, Exam, largest_gap
+from flowcorr.instruments.doctor.findings import Finding, failed, judged, passed, skipped
+from flowcorr.instruments.doctor.trials import score_means, velocity_gap
+from flowcorr.rollout.base import attention_name
+from flowcorr.rollout.precision import MARGIN, NO_GAP, coarse_weights, trainer_quantization
+
+# Missing share of a change of weights: up to 0.02 with all layers bound (0.08 for a random FLUX in bfloat16), 0.55 with
+# half of them.
+MISSING_WARN, MISSING_FAIL = 0.1, 0.25
+# Of the gap that precision costs, how much may lie along a change of the weights: up to 0.1 in clean int4.
+ALONG_CHANGE = 0.2
+# Of the actor's own rounding error, how large may the engine's be? Clean bfloat16 gives .98 to 1.01, an attention head
+# at zero 2.3, guidance 5 % stronger 1.5.
+ROUNDING_FAIL = 1.5
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """An engine that describes itself."""
+
+    def describe(self) -> Mapping[str, str]:
+        """Facts such as `{"attention": "FLASH_ATTN", "dtype": "bfloat16"}`."""
+
+
+def check_sync(exam: Exam) -> Finding:
+    """Whether the engine samples with the newest weights, or with older ones."""
+    trial, under = exam.trials.moved, exam.trials.moved_under
+    lora = bool(exam.config.model.lora.rank)
+    # An engine without any adapter is judged by `lora`. It also fits older weights, if those had no adapter either.
+    candidates = ("bare", "previous", "current") if lora else ("previous", "current")
+    shares = {name: trial.explained_by([under[name]]) for name in candidates}
+    name, share = max(shares.items(), key=lambda item: item[1])
+    when = "of one sync ago" if name == "previous" else "from before several syncs"
+    finding = judged(
+        0.0 if name == "bare" else share,
+        EXPLAINED,
+        "the engine samples with the newest weights",
+        f"after a sync the engine still samples with the weights {when}",
+        "check the answer of every sync, and that no request keeps an old version; set an intended lag as "
+        "rollout.staleness",
+    )
+    if finding.status == "FAIL":
+        return finding
+    told, said = exam.trials.moved_version, int(trial.rollout.policy_versions.max())
+    if said > told:
+        return failed(
+            f"the newest weights are version {told}, and the engine says that version {said} sampled",
+            "Rollout.policy_versions has to be the Weights.version of the sync whose weights sampled",
+        )
+    return finding if lora else _arrival(exam, "trained weights")
+
+
+def check_weights(exam: Exam) -> Finding:
+    """Whether both models are the same: whether precision explains the gap."""
+    trial = exam.trials.bare
+    gap, usual = trial.velocity_gap(), exam.usual_gap
+    kl = float(trial.squared_distance().mean() / 2)
+    message = (
+        f"velocities differ by {100 * gap:.2g} %, an exact KL of {kl:.2g} nats per latent element and step"
+    )
+    quantization = trainer_quantization(exam.config)
+    if quantization != "none":
+        message += (
+            f"; model.quantization={quantization} rounds the actor's weights and not the engine's, which accounts for "
+            f"up to {100 * usual:.2g} %"
+        )
+    side = "engine" if quantization == "none" else "trainer"
+    errors = None if gap <= NO_GAP else _errors(exam)
+    if errors is not None and errors.engine > ROUNDING_FAIL * errors.actor:
+        return failed(
+            f"{message}. The engine's are {100 * errors.engine:.2g} % from the actor's in float32, and rounding takes "
+            f"the actor's own only {100 * errors.actor:.2g} % from there",
+            "compare model.path, revision and variant of both stacks, and the engine's layers: rounding does not "
+            "explain this gap",
+            value=errors.engine / errors.actor,
+            threshold=ROUNDING_FAIL,
+        )
+    limit = largest_gap(usual)
+    coarse = gap <= limit
+    return judged(
+        gap,
+        usual,
+        message,
+        message if coarse else f"{message}: more than precision explains",
+        f"the {side}'s precision is low: train decoupled, and watch rollout_corr/exact_kl"
+        if coarse
+        else "compare model.path, revision and variant of both stacks, and the engine's quantization; guidance in the "
+        "engine alone has the same effect",
+        fails_above=limit,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Errors:
+    """How far both velocities are from the actor's in float32, as a share of it."""
+
+    engine: float
+    actor: float
+
+
+def _errors(exam: Exam) -> _Errors | None:
+    """The errors of both sides; None where the actor does not round, weights are coarse, or memory is short.
+
+    Two stacks of one precision round alike, but differently. So the actor's own error measures what the engine's may
+    be, on this model, these prompts and this guidance.
+    """
+    actor, trial = exam.actor, exam.trials.bare
+    config = exam.config
+    alike = config.rollout.dtype == config.model.dtype and not coarse_weights(config)
+    if not alike or config.model.dtype == "float32" or not precision.fits(actor.family, copies=1):
+        return None
+    rollout = replace(trial.rollout, conditioning=precision.in_float32(trial.rollout.conditioning))
+    with actor.weights.swapped(exam.trials.bare_weights.tensors), precision.actor_in_float32(actor):
+        exact = score_means(actor, rollout)
+    return _Errors(
+        engine=velocity_gap(trial.engine_means, exact, trial.still),
+        actor=velocity_gap(trial.means, exact, trial.still),
+    )
+
+
+def check_lora(exam: Exam) -> Finding:
+    """Whether the adapter has the same effect in the engine as in the actor."""
+    if not exam.config.model.lora.rank:
+        return skipped("model.lora.rank=0: all weights are trained, see sync")
+    return _arrival(exam, "adapter")
+
+
+def _arrival(exam: Exam, what: str) -> Finding:
+    """Whether new weights change the engine's steps as they change the actor's."""
+    trial, without = exam.trials.moved, exam.trials.moved_under["bare"]
+    move = trial.means - without
+    gap, precision = trial.velocity_gap(), exam.trials.bare.velocity_gap()
+    size = velocity_gap(trial.means, without, trial.still)
+    # Without the gap from precision, which is there without the change too and varies by up to 25 % between trials. But
+    # coarse weights round a merged adapter otherwise than the base alone, by up to 1.3 times the largest clean gap.
+    rounding = max(2 * precision**2, 2 * (exam.usual_gap / MARGIN) ** 2)
+    share = 1 - trial.fit(without).factor
+    size = max(size, 1e-12)
+    unsure = ALONG_CHANGE * precision / size
+    missing = max(math.sqrt(max(gap**2 - rounding, 0.0)) / size, abs(1 - share) - unsure)
+    message = f"{100 * share:.0f} % of the {what}'s effect on the actor's steps is found in the engine's"
+    names = "compare the engine's layer names with the names that are sent"
+    bad = message
+    if missing <= MISSING_FAIL:
+        remedy = f"{names}: a few may be left out"
+    elif trial.explained_by([without]) >= EXPLAINED:
+        bad = f"the {what} has no effect in the engine: it binds to no layer, or never arrives"
+        remedy = f"{names}, pass the adapter with every request, and check the answer of every sync"
+    elif share > 1 + MISSING_FAIL or trial.explained_by([without + share * move]) >= EXPLAINED:
+        bad = f"{message}: its scale differs"
+        remedy = "apply the adapter once, scaled by model.lora.alpha / model.lora.rank"
+    else:
+        bad = f"{message}: some layers are left out"
+        remedy = f"{names}; fused projections need a mapping"
+    return judged(missing, MISSING_WARN, message, bad, remedy, fails_above=MISSING_FAIL)
+
+
+def check_attention(exam: Exam) -> Finding:
+    """Which attention each side uses, if the gap is large."""
+    if not isinstance(exam.engine, Describes):
+        return skipped("the engine does not describe itself")
+    facts = exam.engine.describe()
+    own = attention_name(exam.actor.weights.transformer)
+    message = f"engine: {', '.join(f'{key} {value}' for key, value in facts.items())}; actor: attention {own}"
+    if facts.get("attention") == own:
+        return passed(message)
+    remedy = "try the engine's plain attention (SDPA) and see whether the gap disappears"
+    gap = exam.trials.base.velocity_gap()
+    return judged(gap, exam.usual_gap, message, message, remedy, fails_above=math.inf)

@@ -1,0 +1,83 @@
+"""What the checks look at, and when an explanation of a gap is accepted.
+
+Numbers in comments were measured on the embedded model (float32 actor, D = 512, 4 to 10 steps, noise level 0.7).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowcorr.actor import DiffusionActor
+from flowcorr.config.schema import Config
+from flowcorr.instruments.doctor.trials import Fit, Trial, Trials
+from flowcorr.rollout import RolloutEngine
+from flowcorr.rollout.precision import LARGEST_GAP, coarse_weights, usual_gap
+
+EXPLAINED = 0.75  # of r^2, so that the remaining gap is half as large: planted faults reach 0.98 and more
+# A small fault under rounding explains little of r^2, but its factor in the gap averages to 1 over many elements:
+# timesteps truncated to integers are 0.6 % of the r^2 of bfloat16 and give 0.90 +- 0.12 on 32 terms of D = 512.
+# Without the fault, bfloat16 gives factors of up to 0.13.
+FACTOR_ERRORS = 6.0  # standard errors that the factor is away from 0
+FACTOR_RANGE = 0.3  # at most this far away from 1
+WARN_FACTOR = 4.0  # between the gap that warns and the gap that fails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Why an explanation of a gap is accepted, as numbers and in words."""
+
+    value: float
+    threshold: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exam:
+    """The input of the checks; `actor` holds the weights with which `trials.base` was sampled."""
+
+    actor: DiffusionActor
+    engine: RolloutEngine
+    trials: Trials
+
+    @property
+    def config(self) -> Config:
+        return self.actor.config
+
+    @property
+    def usual_gap(self) -> float:
+        """The largest velocity gap that the precision of both sides accounts for."""
+        return usual_gap(self.config, distilled=self.actor.family.distills_guidance)
+
+    def leaves_rounding(self, trial: Trial, fit: Fit) -> bool:
+        """Whether the gap without the fault is one of rounding, which averages out over the elements."""
+        rest = trial.velocity_gap() * math.sqrt(1 - fit.share)
+        return rest <= self.usual_gap and not coarse_weights(self.config)
+
+    def evidence(self, trial: Trial, fit: Fit) -> Evidence | None:
+        """Evidence for a fault of known size: it is most of the gap, or the gap contains it with a factor near 1."""
+        if fit.share >= EXPLAINED:
+            return Evidence(
+                value=fit.share, threshold=EXPLAINED, text=f"which is {100 * fit.share:.0f} % of the gap"
+            )
+        errors = fit.factor / max(fit.error, 1e-30)
+        alike = abs(fit.factor - 1) <= FACTOR_RANGE and errors >= FACTOR_ERRORS
+        if not (alike and self.leaves_rounding(trial, fit)):
+            return None
+        return Evidence(
+            value=errors,
+            threshold=FACTOR_ERRORS,
+            text=f"which is in the gap {fit.factor:.2f} +- {fit.error:.2f} times, beside rounding",
+        )
+
+
+def largest_gap(usual: float) -> float:
+    """The largest velocity gap that does not fail, beside the `usual` one."""
+    return min(WARN_FACTOR * usual, LARGEST_GAP)
+
+
+def rms(difference: Tensor) -> float:
+    """Root mean square."""
+    return float(difference.double().square().mean().sqrt())

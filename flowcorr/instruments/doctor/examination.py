@@ -1,0 +1,249 @@
+"""Do the rollout engine and the actor agree, and if not, which part is to blame?
+
+The engine samples the same few prompts again and again while the trained weights are moved by known amounts
+(`trials`). From what it returns, and from what the actor makes of the same trajectories, each check tests one
+explanation of a gap (`checks`); what is left is the noise floor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from flowcorr import distributed
+from flowcorr.actor import DiffusionActor
+from flowcorr.config import resolve_engine
+from flowcorr.config.schema import Config
+from flowcorr.data import load_prompts
+from flowcorr.errors import BackendError, ConfigError
+from flowcorr.instruments.doctor import precision
+from flowcorr.instruments.doctor.checks import run_checks
+from flowcorr.instruments.doctor.checks.clip import noise_floor
+from flowcorr.instruments.doctor.exam import Exam
+from flowcorr.instruments.doctor.findings import DoctorReport
+from flowcorr.instruments.doctor.trials import run_trials
+from flowcorr.models import Conditioning, ModelFamily
+from flowcorr.rollout import RolloutEngine
+from flowcorr.rollout.base import shards_weights
+from flowcorr.texts import distinct
+from flowcorr.trainer.run import TrainingRun
+from flowcorr.trainer.setup import build_stacks, load_model
+
+NUM_PROMPTS = 3
+MAX_IMAGES = 4  # a prompt: enough for quantiles, and little to sample
+TURNED_OFF = "it was turned off"
+NO_MEMORY = "memory does not allow it"
+REPORT_FILE = "doctor.json"  # in the folder of a run
+
+
+def examine(
+    actor: DiffusionActor,
+    engine: RolloutEngine,
+    conditioning: Conditioning,
+    *,
+    float32: bool | None = None,
+) -> DoctorReport:
+    """Compare both stacks on a few prompts; afterwards the weights of both are as they were.
+
+    Stacks of lower precision are examined in float32 first, where no rounding hides a fault, if the engine can change
+    its precision. If a check fails there, the report is that of float32.
+
+    Args:
+        actor: trains.
+        engine: samples; built from the same configuration.
+        conditioning: the actor's embeddings, one row a prompt. With one row, the check `batch_shape` is skipped.
+        float32: whether float32 comes first; by default, if memory allows.
+
+    Raises:
+        BackendError: the engine fails, or returns no step means.
+    """
+    if precision.float32_config(actor.config) == actor.config:
+        return _examine(actor, engine, conditioning)
+    if not isinstance(engine, precision.ComputesInFloat32):
+        first: DoctorReport | str = (
+            "this engine keeps the precision it was started with; see `flowcorr doctor`"
+        )
+    elif float32 is False:
+        first = TURNED_OFF
+    elif float32 is None and not precision.fits(actor.family, copies=2):
+        first = NO_MEMORY
+    else:
+        with precision.both_in_float32(actor, engine):
+            first = _examine(actor, engine, precision.in_float32(conditioning))
+    return _after(first, actor.config, actor.family, lambda: _examine(actor, engine, conditioning))
+
+
+def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | None = None) -> DoctorReport:
+    """Build the actor and the engine of a configuration, and examine them on its first training prompts.
+
+    An engine that cannot change its precision is started in float32 first, and then as the configuration has it.
+
+    Args:
+        config: the run's configuration; of `rollout.n` images a prompt, at most `MAX_IMAGES` are sampled.
+        num_prompts: how many prompts, at least 2; fewer are taken if the training prompts have fewer texts.
+        float32: see `examine`.
+
+    Raises:
+        ConfigError: `num_prompts` is too small, or something in `config` cannot work.
+    """
+    config = _shortened(config)
+    texts = first_prompts(config, num_prompts)
+    if precision.float32_config(config) == config or _changes_precision(config):
+        return _examine_built(config, load_model(config), texts, partial(examine, float32=float32))
+    first = _first_in_float32(config, texts, float32=float32)
+    family = load_model(config)
+    return _after(first, config, family, lambda: _examine_built(config, family, texts, _examine))
+
+
+def _first_in_float32(config: Config, texts: list[str], *, float32: bool | None) -> DoctorReport | str:
+    """The report on stacks that are started in float32 and closed again, or the reason why there is none."""
+    exact = precision.float32_config(config)
+    if float32 is False:
+        return TURNED_OFF
+    device, fits = _room(config)
+    if float32 is None and not fits:
+        return NO_MEMORY
+    try:
+        return _examine_built(exact, load_model(exact), texts, _examine)
+    except BackendError as error:
+        if float32:
+            raise
+        return f"an engine in float32 does not work here ({error})"
+    finally:
+        precision.release(device)
+
+
+def _room(config: Config) -> tuple[torch.device, bool]:
+    """The device, and whether two copies of the model in float32 fit beside one of the run's."""
+    family = load_model(config)
+    device = next(family.transformer.parameters()).device
+    fits = precision.fits(family, copies=2)
+    del family
+    precision.release(device)
+    return device, fits
+
+
+def _shortened(config: Config) -> Config:
+    """The run with fewer images a prompt."""
+    rollout = replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES))
+    return replace(config, rollout=rollout)
+
+
+def _changes_precision(config: Config) -> bool:
+    """Whether the run's engine computes in float32 when it is asked to."""
+    return resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local"
+
+
+def _examine(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> DoctorReport:
+    """The report on both stacks in the precision that they have now."""
+    exam = Exam(actor=actor, engine=engine, trials=run_trials(actor, engine, conditioning))
+    return DoctorReport(
+        findings=run_checks(exam),
+        noise=noise_floor(exam),
+        num_elements=exam.trials.base.rollout.num_elements,
+        clip_ratio=actor.config.actor.clip_ratio,
+        images_per_second=exam.trials.images_per_second,
+    )
+
+
+def _after(
+    first: DoctorReport | str, config: Config, family: ModelFamily, examine_run: Callable[[], DoctorReport]
+) -> DoctorReport:
+    """The whole report: that of float32 if a check failed there, else that of the run's own precision.
+
+    Args:
+        first: the report of float32, or the reason why there is none.
+        config: the run's.
+        family: the run's.
+        examine_run: examines the run's own precision.
+    """
+    if isinstance(first, str):
+        finding = precision.not_examined(config, distilled=family.distills_guidance, reason=first)
+    elif first.failed():
+        return replace(first, findings=[precision.marked(finding) for finding in first.findings])
+    else:
+        finding = precision.agreement(first)
+    report = examine_run()
+    return replace(report, findings=[finding, *report.findings])
+
+
+def _examine_built(
+    config: Config,
+    family: ModelFamily,
+    texts: list[str],
+    examine_stacks: Callable[[DiffusionActor, RolloutEngine, Conditioning], DoctorReport],
+) -> DoctorReport:
+    """The report on an actor and an engine that are built for it."""
+    stacks = build_stacks(config, family, texts)
+    try:
+        stacks.engine.sync(stacks.actor.weights.snapshot())
+        return examine_stacks(stacks.actor, stacks.engine, stacks.cache(texts))
+    finally:
+        stacks.engine.close()
+
+
+def examines_before_start(config: Config) -> bool:
+    """Whether `trainer.doctor` asks for an exam: `auto` where the engine has processes or a model of its own.
+
+    Not where the ranks share the transformer's shards: an exam makes another number of forward passes on each.
+    """
+    if config.trainer.doctor == "auto":
+        return not _changes_precision(config) and not shards_weights(config)
+    return config.trainer.doctor
+
+
+def examine_before_start(
+    config: Config, out_dir: Path, show: Callable[[DoctorReport], None]
+) -> Callable[[TrainingRun], None]:
+    """A hook for the trainer that examines a run's stacks, shows the report and stops a run that would fail.
+
+    An engine that cannot change its precision is started in float32, examined and closed before this returns. The hook
+    writes the report to `doctor.json` in the run's folder, and raises `BackendError` where a check failed. All ranks
+    have to call both together.
+
+    Args:
+        config: the run's configuration.
+        out_dir: the run's folder.
+        show: gets the report.
+    """
+    lower = precision.float32_config(config) != config
+    first: DoctorReport | str | None = None
+    if lower and not _changes_precision(config):
+        shortened = _shortened(config)
+        first = _first_in_float32(shortened, first_prompts(shortened, NUM_PROMPTS), float32=None)
+
+    def examine_run(run: TrainingRun) -> None:
+        conditioning = run.cache(run.prompts.peek_texts(NUM_PROMPTS))
+        if first is None:
+            report = examine(run.actor, run.engine, conditioning)
+        else:
+            report = _after(
+                first, config, run.actor.family, lambda: _examine(run.actor, run.engine, conditioning)
+            )
+        if distributed.is_main():
+            text = json.dumps(report.to_mapping(), indent=2, allow_nan=False)
+            (out_dir / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
+        show(report)
+        if report.failed():
+            raise BackendError(
+                f"the rollout engine and the actor disagree on {', '.join(report.failed())}, see the report above and "
+                f"{out_dir / REPORT_FILE}; repair it, or train anyway with trainer.doctor=false"
+            )
+
+    return examine_run
+
+
+def first_prompts(config: Config, count: int) -> list[str]:
+    """The first `count` different training prompts, or all if there are fewer.
+
+    Raises:
+        ConfigError: `count` is below 2.
+    """
+    if count < 2:
+        raise ConfigError(f"--prompts {count}: the doctor needs at least 2 different prompts")
+    return distinct(prompt.text for prompt in load_prompts(config.data).train)[:count]

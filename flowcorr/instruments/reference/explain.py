@@ -1,0 +1,181 @@
+"""The explanation of one name that a tool prints, from the tables of the tools themselves."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator
+
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction.presets import NAMES
+from flowcorr.correction.rejection import RS_MODES
+from flowcorr.errors import ConfigError
+from flowcorr.instruments import image_drift, jumps, replicas
+from flowcorr.instruments.doctor.checks import CHECKS
+from flowcorr.instruments.doctor.replayed.verdicts import CAUSES
+from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
+from flowcorr.instruments.metrics.metric import Metric
+from flowcorr.instruments.metrics.table import METRICS, PROGRESS_LABELS, RULES, find_metric
+from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
+from flowcorr.instruments.reference.keys import find_key, keys
+from flowcorr.instruments.reference.pages import healthy
+
+_BY_LABEL = {label: name for name, label in PROGRESS_LABELS.items()}
+_CHECKS = {name: (check, blockers) for name, check, blockers in CHECKS}
+_RULES = {rule.name: rule.metric for rule in RULES}
+_OF_SEVERAL_STEPS = {rule.name: rule for rule in (image_drift.RULE, jumps.RULE, replicas.RULE)}
+
+
+def explanation(name: str) -> str:
+    """The meaning of a name in a few lines, one paragraph for each sense that it has.
+
+    Raises:
+        ConfigError: nothing has that name.
+    """
+    senses = list(_senses(name))
+    if not senses:
+        near = difflib.get_close_matches(name, _known(), n=3, cutoff=0.5)
+        hint = f": did you mean {', '.join(near)}?" if near else "."
+        raise ConfigError(
+            f"{name!r} is not a metric, configuration key, preset, check, cause or word of the tools{hint} The tables "
+            "are in flowcorr/instruments/README.md, recipes/README.md and flowcorr/correction/README.md"
+        )
+    return "\n\n".join("\n".join(lines) for lines in senses)
+
+
+def _senses(name: str) -> Iterator[Iterator[str]]:
+    """The lines on each thing of that name."""
+    word = SYNONYMS.get(name.lower(), name.lower())
+    if word in WORDS:
+        yield _word(word)
+    if name in NAMES:
+        yield _preset(name)
+    if (key := find_key(name)) is not None:
+        yield iter(
+            (
+                f"{key.name} (configuration key)",
+                f"  {key.meaning}",
+                f"  values: {key.choices}; default: {key.default}",
+            )
+        )
+    if (metric := find_metric(name)) is not None:
+        yield _metric(name, metric)
+    else:
+        if name in _BY_LABEL:
+            yield _labelled(name)
+        ending = [metric for metric in METRICS if metric.name.endswith(f"/{name}") and "<" not in metric.name]
+        for metric in ending:
+            if metric.name != _BY_LABEL.get(name):
+                yield _metric(metric.name, metric)
+    if name in _RULES or name in _OF_SEVERAL_STEPS:
+        yield _rule(name)
+    if name in _CHECKS:
+        yield _check(name)
+    if name in FAULTS_OF_TERMS:
+        yield iter(
+            (
+                f"{name} (fault of log-probs, in audit, report and watch)",
+                f"  {(inspect.getdoc(FAULTS_OF_TERMS[name]) or '').splitlines()[0]}",
+                "  worry: always: the finding has its numbers, and says what to do",
+            )
+        )
+    if name in CAUSES:
+        yield iter(
+            (
+                f"{name} (cause that flowcorr doctor names in a dump)",
+                f"  {CAUSES[name]}",
+                "  worry: always: such samples teach something else; the report has the remedy behind `->`",
+            )
+        )
+    if name in RS_MODES and name not in WORDS:
+        yield _mode(name)
+
+
+def _word(name: str) -> Iterator[str]:
+    word = WORDS[name]
+    yield f"{name} (word)"
+    yield f"  {word.meaning}"
+    if word.worry:
+        yield f"  worry: {word.worry}"
+        yield f"  do: {word.remedy}"
+    else:
+        yield from _watched(word.metrics[0])
+    yield f"  metrics: {', '.join(word.metrics)}"
+
+
+def _metric(name: str, metric: Metric) -> Iterator[str]:
+    yield f"{name} (metric{f', {metric.unit}' if metric.unit else ''})"
+    yield f"  {metric.meaning}"
+    if limits := healthy(metric):
+        yield f"  healthy: {limits}"
+    if metric.rule is not None:
+        yield f"  outside: {metric.rule.advice}"
+
+
+def _labelled(label: str) -> Iterator[str]:
+    name = _BY_LABEL[label]
+    metric = find_metric(name)
+    assert metric is not None, "labels are those of metrics"
+    yield f"{label}: the label of {name} after a step of flowcorr train"
+    yield from _metric(name, metric)
+
+
+def _rule(name: str) -> Iterator[str]:
+    yield f"{name} (finding of the health rules, in training and in flowcorr report)"
+    if name in _OF_SEVERAL_STEPS:
+        yield f"  {_OF_SEVERAL_STEPS[name].what}"
+        yield f"  do: {_OF_SEVERAL_STEPS[name].advice}"
+        return
+    metric = find_metric(_RULES[name])
+    assert metric is not None, "rules belong to metrics"
+    yield from _metric(metric.name, metric)
+
+
+def _check(name: str) -> Iterator[str]:
+    check, blockers = _CHECKS[name]
+    yield f"{name} (check of flowcorr doctor)"
+    yield f"  {(inspect.getdoc(check) or '').splitlines()[0]}"
+    yield "  worry: FAIL stops a run, WARN does not"
+    yield "  do: what the report says behind `->`"
+    if blockers:
+        yield f"  skipped where one of these fails: {', '.join(blockers)}"
+
+
+def _mode(name: str) -> Iterator[str]:
+    mode = RS_MODES[name]
+    yield f"{name} (rejection mode)"
+    yield f"  Judges {'each step' if mode.level == 'step' else 'whole samples'}; takes {mode.bounds.threshold}."
+    yield from _watched("rollout_corr/rejected_ratio")
+
+
+def _preset(name: str) -> Iterator[str]:
+    preset, config = NAMES[name], RolloutCorrectionConfig.preset(name)
+    yield f"{name} (preset, {config.mode} mode)"
+    yield f"  {preset.summary}"
+    for key, value in preset.keys.items():
+        yield f"  algorithm.rollout_correction.{key}: {value}"
+    watched = (
+        (config.mode == "bypass", "rollout_corr/clip_noise_fraction"),
+        (config.applies_weights, "rollout_corr/rollout_is_eff_sample_size"),
+        (config.rejects, "rollout_corr/rejected_ratio"),
+    )
+    acting = [metric for acts, metric in watched if acts]
+    for metric in acting or ["rollout_corr/kl"]:
+        yield from _watched(metric)
+
+
+def _watched(name: str) -> Iterator[str]:
+    """When to worry about a metric of a preset or mode, and what to do."""
+    metric = find_metric(name)
+    assert metric is not None, "a metric of the tables"
+    assert metric.rule is not None, "a metric with a rule"
+    yield f"  worry: {name} outside {healthy(metric)}"
+    yield f"  do: {metric.rule.advice}"
+
+
+def _known() -> list[str]:
+    names = [*_BY_LABEL, *WORDS, *NAMES, *(key.name for key in keys()), *(metric.name for metric in METRICS)]
+    names += [metric.name.rpartition("/")[2] for metric in METRICS]
+    return list(
+        dict.fromkeys([*names, *_CHECKS, *CAUSES, *FAULTS_OF_TERMS, *_RULES, *_OF_SEVERAL_STEPS, *RS_MODES])
+    )

@@ -1,0 +1,64 @@
+import pytest
+from instruments.doctor.faults import WHOLE, check, finding_of, statuses
+
+
+def test_a_gap_above_the_clip_warns_in_bypass(small_run):
+    from flowcorr.correction import RolloutCorrectionConfig
+
+    bypass = {"rollout_correction": RolloutCorrectionConfig.preset("bypass_ppo_clip")}
+    run = small_run(rollout={"emulate": "fp8"}, algorithm=bypass, actor={"clip_ratio": 1e-5})
+    report = check(run, run.engine, float32=False)
+    assert statuses(report, "WARN") == ["clip"]
+    assert finding_of(report, "clip").value > 0.9
+    wide = small_run(rollout={"emulate": "fp8"}, algorithm=bypass, actor={"clip_ratio": 0.2})
+    assert check(wide, wide.engine, float32=False).exit_code == 0
+
+
+@pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard", "importance_cap", "flow_dppo"])
+def test_the_clip_is_judged_on_the_ratio_that_the_loss_uses(small_run, loss_mode):
+    """grpo_guard takes the mean of the drift off, and multiplies by s."""
+    from flowcorr.correction import RolloutCorrectionConfig
+
+    bypass = {"rollout_correction": RolloutCorrectionConfig.preset("bypass_ppo_clip")}
+    limit = 0.003
+    actor = {"clip_ratio": limit, "importance_cap": 1 + limit, "loss_mode": loss_mode}
+    run = small_run(model=WHOLE, rollout={"emulate": "int4"}, algorithm=bypass, actor=actor)
+    found = finding_of(check(run, run.engine, float32=False), "clip")
+    if loss_mode == "flow_dppo":
+        assert found.message == "the loss does not clip"
+        return
+    rollout = run.engine.sample(run.conditioning, range(2), training_step=0, with_means=True)
+    scores = run.actor.log_probs(rollout, with_means=True)
+    log_ratio = (scores.log_probs - rollout.log_probs).double()
+    if loss_mode == "grpo_guard":
+        r_squared = (scores.means - rollout.window.means).square().flatten(2).mean(
+            -1
+        ) / rollout.window.stds.square()
+        log_ratio = (log_ratio + r_squared / 2) * rollout.window.stds
+    expected = (log_ratio.expm1().abs() > limit).double().mean().item()
+    assert 0 < expected < 1
+    assert found.value == pytest.approx(expected)
+    key = f"importance_cap={1 + limit}" if loss_mode == "importance_cap" else f"clip_ratio={limit}"
+    assert f"outside actor.{key} before" in found.message
+
+
+@pytest.mark.parametrize("clip", [1e-4, (1e-4, 5e-4)])
+def test_noise_floor_by_hand(small_run, clip):
+    run = small_run(rollout={"emulate": "int8"}, actor={"clip_ratio": clip})
+    report = check(run, run.engine, float32=False)
+    rollout = run.engine.sample(run.conditioning, range(2), training_step=0, with_means=True)
+    scores = run.actor.log_probs(rollout, with_means=True)
+    delta = (scores.log_probs - rollout.log_probs).double()
+    delta, off = delta.abs(), delta.expm1().abs()
+    r_squared = (scores.means - rollout.window.means).square().flatten(2).mean(
+        -1
+    ) / rollout.window.stds.square()
+    assert [step.step_index for step in report.noise] == [0, 1]
+    for place, step in enumerate(report.noise):
+        assert step.sigma == pytest.approx(rollout.window.sigmas[0, place].item())
+        assert step.abs_delta[0] == pytest.approx(delta[:, place].quantile(0.5).item())
+        assert step.abs_delta[0] <= step.abs_delta[1] <= step.abs_delta[2]
+        assert step.exact_kl == pytest.approx(r_squared[:, place].mean().item() / 2)
+        limit = clip[place] if isinstance(clip, tuple) else clip
+        assert step.outside_clip == pytest.approx((off[:, place] > limit).double().mean().item())
+    assert report.num_elements == 4 * 8 * 16

@@ -1,0 +1,79 @@
+import pytest
+from instruments.doctor.faults import (
+    GUIDED,
+    SHORT,
+    SMALL,
+    WHOLE,
+    another_guidance,
+    assert_named,
+    check,
+    finding_of,
+    separate,
+)
+
+from flowcorr.instruments.doctor import examine
+from tests.planted.plants import rescaled_guidance
+
+FAULTS = {
+    "none": (another_guidance(guidance_scale=1.0), {}, "guidance_scale=1 instead of 4"),
+    "more": (another_guidance(guidance_scale=5.0), {}, "guidance_scale=5 instead of 4"),
+    "none, fp8": (another_guidance(guidance_scale=1.0), {"rollout": {"emulate": "fp8"}}, "guidance_scale="),
+    "seven tenths, bfloat16": (
+        another_guidance(guidance_scale=2.8),
+        {"model": WHOLE, "rollout": {"dtype": "bfloat16"}},
+        "guidance_scale=2.8",
+    ),
+    "rescaled": (rescaled_guidance(0.7), {}, "guidance_rescale=0.7"),
+    "rescaled, bfloat16": (
+        rescaled_guidance(0.7),
+        {"rollout": {"dtype": "bfloat16"}},
+        "guidance_rescale=0.7",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_guidance(small_run, fault):
+    plant, sections, message = FAULTS[fault]
+    run = small_run(sampling=GUIDED, **sections)
+    engine = separate(run)
+    plant(engine)
+    assert_named(check(run, engine, float32=False), "guidance", message)
+
+
+@pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}])
+def test_another_family(tmp_path, make_config, rollout):
+    import tiny_pipelines
+
+    height, width = tiny_pipelines.QWEN_SIZE
+    config = make_config(
+        model={"path": str(tiny_pipelines.build_tiny_qwen_image(tmp_path)), "max_sequence_length": 16},
+        sampling={**SHORT, "height": height, "width": width, "true_cfg_scale": 4.0},
+        rollout={**SMALL, **rollout},
+    )
+    _, actor, engine, conditioning = tiny_pipelines.connect(config, ["cat", "dog"])
+    tiny_pipelines.stir(actor)
+    engine.sync(actor.weights.snapshot())
+    assert examine(actor, engine, conditioning, float32=False).failed() == []
+    another_guidance(true_cfg_scale=1.0)(engine)
+    assert examine(actor, engine, conditioning, float32=False).failed() == ["guidance"]
+
+
+@pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}])
+def test_distilled_guidance(tmp_path, make_config, rollout):
+    import tiny_pipelines
+
+    height, width = tiny_pipelines.FLUX_SIZE
+    config = make_config(
+        model={"path": str(tiny_pipelines.build_tiny_flux(tmp_path)), "max_sequence_length": 16},
+        sampling={**SHORT, "height": height, "width": width, "guidance_scale": 3.5},
+        rollout={**SMALL, **rollout},
+    )
+    _, actor, engine, conditioning = tiny_pipelines.connect(config, ["cat", "dog"])
+    tiny_pipelines.stir(actor)
+    engine.sync(actor.weights.snapshot())
+    assert examine(actor, engine, conditioning, float32=False).failed() == []
+    another_guidance(guidance_scale=1.0)(engine)
+    report = examine(actor, engine, conditioning, float32=False)
+    assert report.failed() == ["guidance"]
+    assert "guidance_scale=1 instead of 3.5" in finding_of(report, "guidance").message

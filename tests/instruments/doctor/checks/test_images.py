@@ -1,0 +1,84 @@
+import copy
+
+import pytest
+import torch
+from instruments.doctor.faults import (
+    assert_named,
+    check,
+    finding_of,
+    no_vae_scaling,
+    separate,
+    vae_scaling_off,
+)
+
+from flowcorr.instruments.doctor.checks.images import find_exchanged
+from tests.overflow import overflow
+from tests.planted.mistakes import exchanged
+from tests.planted.plants import another_vae, returning
+
+FAULTS = {
+    "another VAE": another_vae(0.5),
+    "no scaling": no_vae_scaling,
+    "scaling a quarter too large": vae_scaling_off(1.25),
+    "scaling a quarter too small": vae_scaling_off(0.75),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_another_decoder(small_run, fault):
+    run = small_run()
+    engine = separate(run)
+    FAULTS[fault](engine)
+    assert_named(check(run, engine), "images", "images differ by up to")
+
+
+def test_exchanged_images(recorded):
+    returning(images=exchanged)(recorded.engine)
+    assert_named(check(recorded, recorded.engine), "images", "sample 0 has the image of sample 1")
+
+
+def test_one_wrong_image_among_right_ones(recorded):
+    def darker(rollout):
+        images = rollout.images.clone()
+        images[-1] -= images[-1] // 8
+        return images
+
+    returning(images=darker)(recorded.engine)
+    assert_named(check(recorded, recorded.engine), "images", "images differ by up to")
+
+
+def test_images_of_another_size(recorded):
+    returning(images=lambda rollout: rollout.images[:, ::2])(recorded.engine)
+    assert_named(check(recorded, recorded.engine), "images", "images are [16, 64, 3] in the engine")
+
+
+def test_an_engine_that_does_not_say_that_its_decoder_overflows(small_run):
+    run = small_run()
+    run.family.pipeline.vae = copy.deepcopy(run.family.pipeline.vae)  # runs share it
+    overflow(run.family.pipeline.vae)
+    returning(finite_images=lambda rollout: None)(run.engine)
+    report = check(run, run.engine)
+    assert_named(report, "images", "the actor decodes 4 of 4 images to pixels that are not finite")
+    assert "model.dtype=float32" in finding_of(report, "images").remedy
+
+
+def gaps_of(own, among, elsewhere):
+    """Distances of eight images in two groups, whose members are alike: `own`, within a group, to the other group."""
+    gaps = torch.full((8, 8), elsewhere)
+    gaps[:4, :4] = gaps[4:, 4:] = among
+    return gaps.fill_diagonal_(own)
+
+
+@pytest.mark.parametrize("own", [0.0, 2.0])
+def test_an_exchanged_image_is_as_close_to_its_sample_as_others_are(own):
+    right = gaps_of(own, among=12.0, elsewhere=70.0)
+    assert find_exchanged(right) is None
+    assert find_exchanged(right[[0, 1, 2, 7, 4, 5, 6, 3]]) == (3, 7)  # two exchanged
+    assert find_exchanged(right[[1, 1, 2, 3, 4, 5, 6, 7]]) == (0, 1)  # one twice
+    assert find_exchanged(right.roll(1, 0)) is not None  # each that of the sample before
+
+
+def test_an_image_that_went_another_way_is_not_exchanged():
+    gaps = gaps_of(2.0, among=12.0, elsewhere=70.0)
+    gaps[4, 4] = 44.0  # as far from its own as from those of its group's other way
+    assert find_exchanged(gaps) is None

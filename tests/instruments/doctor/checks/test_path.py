@@ -1,0 +1,59 @@
+"""The steps outside the window: silent under rounding, and each fault of all samples alike."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from instruments.doctor.faults import assert_named, check, finding_of, separate
+
+from tests.planted.plants import at_steps, blanked, returning
+
+BF16 = {
+    "model": {"dtype": "bfloat16", "path": "tiny_ocr"},
+    "rollout": {"dtype": "bfloat16", "n": 4},
+    "sampling": {
+        "guidance_scale": 4.0, "height": 32, "width": 64, "num_inference_steps": 6, "sde_window_range": (1, 4)
+    },
+}  # fmt: skip
+
+
+def longer(share):
+    """Steps after the window that are too long by this share."""
+
+    def change(rollout):
+        before = rollout.window.next_latents[:, -1]
+        return before + (1 + share) * (rollout.final_latents - before)
+
+    return returning(final_latents=change)
+
+
+@pytest.mark.parametrize(("share", "failed"), [(0.0, []), (0.02, ["path"])])
+def test_a_share_of_the_way_is_seen_beside_rounding(small_run, share, failed):
+    run = small_run(**BF16)
+    engine = separate(run)
+    longer(share)(engine)
+    assert check(run, engine, float32=False).failed() == failed
+
+
+def test_blank_prompts_after_the_window(small_run):
+    run = small_run(**BF16)
+    engine = separate(run)
+    at_steps(lambda engine: range(4, 6), blanked)(engine)
+    assert_named(check(run, engine, float32=False), "path", "after the window")
+
+
+def test_a_window_over_the_whole_schedule_leaves_no_step(small_run):
+    run = small_run(sampling={"num_inference_steps": 2, "sde_window_range": (0, 2), "sde_window_size": 2})
+    engine = separate(run)
+    assert finding_of(check(run, engine), "path").status == "SKIP"
+
+
+def test_an_engine_without_final_latents_is_examined_before_its_window(small_run):
+    run = small_run()
+    engine = separate(run)
+    sample = engine.sample
+    engine.sample = lambda *given, **options: replace(sample(*given, **options), final_latents=None)
+    report = check(run, engine)
+    assert report.failed() == []
+    assert finding_of(report, "images").status == "SKIP"
+    assert torch.isfinite(torch.tensor(finding_of(report, "path").value or 0.0))

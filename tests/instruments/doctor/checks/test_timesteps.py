@@ -1,0 +1,82 @@
+import pytest
+import torch
+from instruments.doctor.faults import (
+    WHOLE,
+    assert_named,
+    check,
+    finding_of,
+    rounded_by_the_model,
+    separate,
+    statuses,
+)
+
+from tests.planted.plants import feeding, rounded, scheduled, with_timesteps
+
+FRACTIONS = {"sampling": {"num_inference_steps": 7, "sde_window_range": (1, 3)}}  # timesteps 833.5 and 667
+FAULTS = {
+    "divided by 1000": (
+        scheduled(with_timesteps(lambda timesteps: timesteps / 1000)),
+        "divided by 1000",
+    ),
+    "divided by 1000 unnoticed": (feeding(lambda timesteps: timesteps / 1000), "divided by 1000"),
+    "truncated": (scheduled(with_timesteps(torch.trunc)), "truncated to integers"),
+    "truncated unnoticed": (feeding(torch.trunc), "truncated to integers"),
+    "rounded unnoticed": (feeding(rounded), "rounded to bfloat16"),
+    "of another table": (
+        scheduled(with_timesteps(lambda timesteps: timesteps + 3)),
+        "more than rounding explains",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_timesteps(small_run, fault):
+    plant, message = FAULTS[fault]
+    run = small_run(**FRACTIONS)
+    engine = separate(run)
+    plant(engine)
+    assert_named(check(run, engine), "timesteps", message)
+
+
+@pytest.mark.parametrize(
+    ("plant", "rollout"),
+    [(scheduled(with_timesteps(rounded)), {}), (rounded_by_the_model, {"dtype": "bfloat16"})],
+)
+def test_rounding_that_is_to_be_replayed_warns(small_run, plant, rollout):
+    run = small_run(rollout=rollout, **FRACTIONS)
+    engine = separate(run)
+    plant(engine)
+    report = check(run, engine, float32=False)
+    assert report.failed() == []
+    assert statuses(report, "WARN") == ["timesteps"]
+
+
+def test_a_float32_table_made_in_another_order_is_the_schedule(small_run):
+    run = small_run(**FRACTIONS)
+    engine = separate(run)
+    scheduled(with_timesteps(lambda timesteps: timesteps * (1 + 2**-23)))(engine)
+    assert finding_of(check(run, engine), "timesteps").status == "PASS"
+
+
+def test_ways_that_these_steps_cannot_tell_apart_are_all_named(small_run):
+    """Timesteps 1000 and 800.2 become 1000 and 800 either way."""
+    run = small_run(sampling={"num_inference_steps": 6, "sde_window_range": (0, 2)})
+    engine = separate(run)
+    expected = torch.tensor(engine.plan.schedule.timesteps)[:2]
+    assert torch.equal(torch.trunc(expected), rounded(expected))
+    scheduled(with_timesteps(torch.trunc))(engine)
+    assert_named(check(run, engine), "timesteps", "rounded to bfloat16 or ")
+    assert "truncated to integers" in finding_of(check(run, engine), "timesteps").message
+
+
+@pytest.mark.slow
+def test_truncation_stands_out_of_the_rounding_of_bfloat16(small_run):
+    """Without an exam in float32, it takes latents large enough."""
+    large = {"num_inference_steps": 7, "height": 128, "width": 128}
+    run = small_run(model=WHOLE, rollout={"n": 12, "dtype": "bfloat16"}, sampling=large)
+    engine = separate(run)
+    feeding(torch.trunc)(engine)
+    report = check(run, engine, float32=False)
+    finding = finding_of(report, "timesteps")
+    assert "beside rounding" in finding.message
+    assert finding.status in ("WARN", "FAIL")

@@ -1,0 +1,172 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from instruments.doctor.faults import (
+    GUIDED,
+    WHOLE,
+    another_checkpoint,
+    assert_named,
+    check,
+    coarse,
+    finding_of,
+    one_block_missing,
+    separate,
+    statuses,
+)
+
+from flowcorr.instruments.doctor.checks.weights import check_lora
+from flowcorr.instruments.doctor.trials import Trial
+from flowcorr.rollout import InProcessEngine
+from tests.planted.mistakes import head_missing
+from tests.planted.plants import (
+    deaf_after_the_first_sync,
+    merging,
+    one_sync_behind,
+    returning,
+    scaled_up,
+    without_adapters,
+)
+
+
+def half_of_the_layers(name):
+    return "blocks.0" in name or "blocks.1" in name
+
+
+FAULTS = {
+    "one sync behind": ("sync", one_sync_behind, {}, "of one sync ago"),
+    "deaf after the first sync": ("sync", deaf_after_the_first_sync, {}, "from before several syncs"),
+    "another checkpoint": ("weights", merging(another_checkpoint), {}, ""),
+    "another checkpoint under guidance": ("weights", merging(another_checkpoint), {"sampling": GUIDED}, ""),
+    "a block's feed-forward lost": ("weights", merging(one_block_missing), {"model": WHOLE}, ""),
+    "an attention head lost": ("weights", merging(head_missing), {"sampling": GUIDED}, ""),
+    "a checkpoint quantised unasked": (
+        "weights",
+        lambda engine: setattr(engine, "config", replace(engine.config, emulate="int8")),
+        {},
+        "",
+    ),
+    "an adapter on misnamed layers": (
+        "lora",
+        merging(without_adapters(lambda name: False)),
+        {},
+        "binds to no layer",
+    ),
+    "an adapter on half of the layers": (
+        "lora",
+        merging(without_adapters(half_of_the_layers)),
+        {"model": WHOLE},
+        "layers are left out",
+    ),
+    "an adapter without alpha over rank": ("lora", merging(scaled_up(0.5)), {}, "its scale differs"),
+    "an adapter applied twice": ("lora", merging(scaled_up(2.0)), {}, "its scale differs"),
+    "half an adapter, int4": (
+        "lora",
+        merging(without_adapters(half_of_the_layers)),
+        {"model": WHOLE, "rollout": {"emulate": "int4"}},
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_weights(small_run, fault):
+    name, plant, sections, message = FAULTS[fault]
+    run = small_run(**sections)
+    engine = separate(run)
+    plant(engine)
+    assert_named(check(run, engine, float32=False), name, message)
+
+
+def test_a_version_that_was_never_sent_is_named(small_run):
+    run = small_run()
+    engine = separate(run)
+    returning(policy_versions=lambda rollout: rollout.policy_versions + 1)(engine)
+    told = run.actor.weights.version + 2
+    assert_named(
+        check(run, engine), "sync", f"are version {told}, and the engine says that version {told + 1} sampled"
+    )
+
+
+def test_a_coarse_engine_warns(small_run):
+    run = small_run(model=WHOLE)
+    engine = separate(run)
+    merging(coarse)(engine)
+    report = check(run, engine)
+    assert report.failed() == []
+    assert statuses(report, "WARN") == ["weights"]
+
+
+@pytest.mark.parametrize(("precision", "status"), [(0.3, "PASS"), (0.01, "WARN")])
+def test_how_much_of_a_change_arrives_is_known_as_well_as_precision_allows(precision, status):
+    """A change of 15 % of the velocity, of which the engine lacks a fifth."""
+    draw = torch.Generator().manual_seed(0)
+    without, change, *errors = torch.randn(4, 1, 1, 10_000, generator=draw)
+    change, coarse = 0.15 * change, [precision * error for error in errors]
+
+    def trial(means, engine):
+        window = SimpleNamespace(means=engine, stds=torch.ones(1, 1))
+        rollout = SimpleNamespace(window=window)
+        still = torch.zeros_like(means)
+        return Trial(rollout=rollout, log_probs=None, means=means, still=still, stds=torch.ones(1, 1))
+
+    trials = SimpleNamespace(
+        bare=trial(without, without + coarse[0]),
+        moved=trial(without + change, without + 0.8 * change + 0.8 * coarse[1]),
+        moved_under={"bare": without},
+    )
+    config = SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(rank=4)))
+    assert check_lora(SimpleNamespace(config=config, trials=trials, usual_gap=precision)).status == status
+
+
+def test_a_fresh_adapter_that_never_arrives(small_run):
+    run = small_run(stirred=False)
+    engine = separate(run)
+    deaf_after_the_first_sync(engine)
+    report = check(run, engine)
+    assert report.failed() == ["lora"]
+    assert "never arrives" in finding_of(report, "lora").message
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (one_sync_behind, "of one sync ago"),
+        (deaf_after_the_first_sync, "from before several syncs"),
+    ],
+)
+def test_full_weights_from_before(full_run, plant, message):
+    engine = separate(full_run)
+    plant(engine)
+    report = check(full_run, engine, float32=False)
+    assert report.failed() == ["sync"]
+    assert message in finding_of(report, "sync").message
+
+
+def test_full_weights_of_which_half_arrive(full_run):
+    engine, first = separate(full_run), full_run.actor.weights.snapshot().tensors
+
+    def half(tensors, merge):
+        return merge({name: first[name] if "blocks.1" in name else value for name, value in tensors.items()})
+
+    merging(half)(engine)
+    report = check(full_run, engine, float32=False)
+    assert report.failed() == ["sync"]
+    assert "layers are left out" in finding_of(report, "sync").message
+
+
+def test_an_engine_may_describe_itself(small_run):
+    class Described(InProcessEngine):
+        def describe(self):
+            return {"attention": "FLASH_ATTN", "dtype": "float32"}
+
+    run = small_run(model=WHOLE)
+    engine = separate(run)
+    engine.__class__ = Described
+    merging(coarse)(engine)
+    report = check(run, engine)
+    assert statuses(report, "WARN") == ["weights", "attention"]
+    message = finding_of(report, "attention").message
+    assert "attention FLASH_ATTN" in message
+    assert "JointAttnProcessor2_0" in message

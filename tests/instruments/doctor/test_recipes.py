@@ -1,0 +1,84 @@
+"""The doctor accuses no family's recipe, in any precision and with a schedule of any length.
+
+Each runs with the tiny random pipeline of its family in place of the model. All of them on the real engine:
+
+    pytest tests/instruments/doctor/test_recipes.py -m vllm_omni
+"""
+
+import pytest
+import tiny_pipelines
+
+from flowcorr.config import load
+from flowcorr.instruments.doctor import diagnose
+from flowcorr.models import DTYPES
+
+RECIPES = (
+    "flux2_klein_pickscore_lora",
+    "flux_dev_pickscore_lora",
+    "qwen_image_ocr_lora_rollout_corr",
+    "sd35_medium_ocr_lora",
+    "z_image_pickscore_lora",
+)
+STEPS = (4, 8, 10, 20, 28)
+HALF = "bfloat16"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """`model(recipe, dtype)` is the overrides that put a tiny pipeline in place of the recipe's model."""
+    root, built = tmp_path_factory.mktemp("models"), {}
+
+    def get(recipe, dtype):
+        build, size = tiny_pipelines.of_recipe(recipe)
+        if (build, dtype) not in built:
+            built[build, dtype] = build(root / f"{build.__name__}_{dtype}", DTYPES[dtype])
+        return tiny_pipelines.overrides(built[build, dtype], size, dtype)
+
+    return get
+
+
+def report_on(recipe, overrides, steps=None, **keys):
+    keys |= {"rollout.n": 2}
+    if steps is not None:
+        keys |= {"sampling.num_inference_steps": steps}
+    if steps == min(STEPS):
+        keys |= {"sampling.sde_window_range": "[0,3]"}
+    return diagnose(load(recipe, [*overrides, *(f"{key}={value}" for key, value in keys.items())]))
+
+
+def assert_agrees(report):
+    assert report.failed() == []
+    statuses = {finding.check: finding.status for finding in report.findings}
+    assert statuses["timesteps"] == statuses["guidance"] == "PASS"
+    assert statuses.get("float32", "PASS") == "PASS"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_process(recipe, model):
+    assert_agrees(report_on(recipe, model(recipe, HALF), **{"rollout.name": "in_process"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("dtype", [HALF, "float16", "float32"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_process_with_other_schedules(recipe, dtype, steps, model):
+    assert_agrees(report_on(recipe, model(recipe, dtype), steps, **{"rollout.name": "in_process"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [HALF, "float16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_engine_of_lower_precision(recipe, dtype, model):
+    keys = {"rollout.name": "in_process", "rollout.dtype": dtype}
+    assert_agrees(report_on(recipe, model(recipe, "float32"), **keys))
+
+
+@pytest.mark.vllm_omni
+@pytest.mark.filterwarnings("ignore")  # of vLLM's own
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("dtype", [HALF, "float32"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_the_real_engine(recipe, dtype, steps, model):
+    keys = {"rollout.engine.distributed_executor_backend": "uni"}
+    assert_agrees(report_on(recipe, model(recipe, dtype), steps, **keys))

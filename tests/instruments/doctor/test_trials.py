@@ -1,0 +1,88 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowcorr import sde
+from flowcorr.errors import BackendError
+from flowcorr.instruments.doctor import examine
+from flowcorr.instruments.doctor.trials import MOVE, run_trials, velocity_gap
+from tests.planted.plants import returning
+
+
+def test_weights_come_back_where_the_engine_fails(small_run):
+    run = small_run()
+    before = run.actor.weights.snapshot()
+    sample, calls = run.engine.sample, []
+
+    def dies_at_last(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 5:
+            raise BackendError("the engine died")
+        return sample(*args, **kwargs)
+
+    run.engine.sample = dies_at_last
+    with pytest.raises(BackendError, match="the engine died"):
+        examine(run.actor, run.engine, run.conditioning)
+    assert all(
+        torch.equal(run.actor.weights.parameters[name], value) for name, value in before.tensors.items()
+    )
+    assert run.engine.history[-1].version == before.version
+
+
+def test_weights_move_by_the_size_that_is_wanted(small_run):
+    run = small_run()
+    trials = run_trials(run.actor, run.engine, run.conditioning)
+    moved = trials.moved
+    change = velocity_gap(moved.means, trials.moved_under["current"], moved.still)
+    assert change == pytest.approx(MOVE, rel=0.2)
+    assert moved.rollout.policy_versions.unique().tolist() == [run.actor.weights.version + 2]
+
+
+def test_velocity_gap_is_that_of_the_velocities(small_run):
+    run = small_run(sampling={"sde_type": "cps"})
+    rollout = run.sample()
+    trials = run_trials(run.actor, run.engine, run.conditioning)
+    trial = trials.base
+    scaled = trial.still + 1.25 * (trial.means - trial.still)
+    assert velocity_gap(scaled, trial.means, trial.still) == pytest.approx(0.25, rel=1e-5)
+    assert rollout.num_steps == trial.means.shape[1]
+
+
+def test_an_engine_without_step_means_cannot_be_examined(small_run):
+    run = small_run(stirred=False)
+    returning(means=lambda rollout: None)(run.engine)
+    with pytest.raises(BackendError, match="no step means"):
+        examine(run.actor, run.engine, run.conditioning)
+
+
+def test_a_later_rollout_shares_a_step_with_the_first(make_run):
+    """Else noise that is equal over training steps would not show where it is seeded by step of the schedule."""
+    run = make_run(
+        rollout={"n": 2},
+        sampling={"num_inference_steps": 10, "sde_window_size": 1, "sde_window_range": (0, 9)},
+    )
+    trials = run_trials(run.actor, run.engine, run.conditioning)
+    both = torch.cat([trials.base.rollout.window.step_indices, trials.moved.rollout.window.step_indices], 1)
+    assert (both[:, 0] == both[:, 1]).any()
+    noise = [
+        sde.added_noise(
+            trial.rollout.window.next_latents,
+            sde.Transition(trial.engine_means, trial.engine_stds, trial.rollout.window.sigmas),
+        )
+        for trial in (trials.base, trials.moved)
+    ]
+    assert not torch.equal(*noise)
+
+
+def test_a_fit_finds_a_fault_beside_noise(small_run):
+    run = small_run()
+    trial = run_trials(run.actor, run.engine, run.conditioning).base
+    draw = torch.Generator().manual_seed(0)
+    fault, rounding = (torch.randn(trial.means.shape, generator=draw) for _ in range(2))
+    means = trial.means + 0.1 * fault + rounding
+    faulty = replace(trial, rollout=replace(trial.rollout, window=replace(trial.rollout.window, means=means)))
+    fit = faulty.fit(trial.means + 0.1 * fault)
+    assert fit.factor == pytest.approx(1.0, abs=4 * fit.error)
+    assert fit.error == pytest.approx(10 / trial.means.numel() ** 0.5, rel=0.1)
+    assert fit.share == pytest.approx(0.01, abs=0.01)

@@ -1,0 +1,87 @@
+"""`flowcorr explain`."""
+
+import pytest
+
+from flowcorr.cli import main
+from flowcorr.correction.presets import NAMES
+from flowcorr.correction.rejection import RS_MODES
+from flowcorr.instruments.doctor.checks import CHECKS
+from flowcorr.instruments.doctor.replayed.verdicts import CAUSES
+from flowcorr.instruments.metrics.table import RULES
+from flowcorr.instruments.reference.explain import explanation
+from flowcorr.instruments.reference.glossary import WORDS
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rollout_corr/k3_kl", "never negative"),
+        ("rollout_corr/rejected_ratio", "outside: find the cause with `flowcorr doctor` first"),
+        ("actor/rollout_corr/rollout_is_mean", "over the whole update"),
+        ("rollout_corr/step_12/kl", "of step index"),
+        ("reward/exact_match", "letter by letter"),
+        ("actor.clip_ratio", "values: number | list of number; default: 0.001"),
+        ("gap", "gap: the label of rollout_corr/logprob_abs_diff_mean"),
+        ("clipped", "Share of scored terms whose ratio the loss cuts."),
+        ("reward", "Mean training reward."),
+        ("exact match", "reward/exact_match (metric"),
+        ("geo_rs", "rollout_token_veto_threshold: 0.0001"),
+        ("k3_kl", "rollout_corr/k3_kl (metric"),
+        ("clip_noise_fraction", "recompute old log-probs"),
+        ("ESS", "worry: rollout_corr/rollout_is_eff_sample_size outside ≥ 0.3"),
+        ("joint nats", "summed over all latent elements"),
+        ("delta", "do: run `flowcorr doctor`"),
+        ("auto", "`bypass_mode: auto` chooses"),
+        ("step_z", "blind to a shift of the whole batch"),
+        ("bypass", "worry: rollout_corr/clip_noise_fraction outside ≤ 0.1"),
+        ("bypass_ppo_clip", "worry: rollout_corr/clip_noise_fraction outside ≤ 0.1"),
+        ("decoupled_geo_rs", "worry: rollout_corr/rejected_ratio outside ≤ 0.05"),
+        ("before", "rollout_corr/replay/before (metric"),
+        ("seq_mean_k1", "Judges whole samples; takes a band of ratios"),
+        ("flat_groups", "raise rollout.n"),
+        ("reward_hacking", "drift of the images"),
+    ],
+)
+def test_a_name_is_explained(name, text, capsys):
+    assert main(["explain", name]) == 0
+    assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name, _, _ in CHECKS),
+        *CAUSES,
+        *RS_MODES,
+        *(r.name for r in RULES),
+        *WORDS,
+    ],
+)
+def test_all_that_the_tools_name_is_explained(name):
+    assert explanation(name)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_preset_says_when_to_worry(name):
+    lines = [line.split(":")[0].strip() for line in explanation(name).splitlines()]
+    assert lines.count("worry") == lines.count("do") >= 1
+
+
+def test_a_name_with_several_senses_has_a_paragraph_for_each():
+    assert [text.splitlines()[0] for text in explanation("noise_scale").split("\n\n")] == [
+        "noise_scale (cause that flowcorr doctor names in a dump)"
+    ]
+    first, second = explanation("timesteps").split("\n\n")
+    assert first.startswith("timesteps (check")
+    assert second.startswith("timesteps (cause")
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_preset_is_explained(name, capsys):
+    assert main(["explain", name]) == 0
+    assert f"{name} (preset, " in capsys.readouterr().out
+
+
+def test_an_unknown_name_shows_near_ones(capsys):
+    assert main(["explain", "rolout_corr/k3_kl"]) == 2
+    assert "did you mean rollout_corr/k3_kl" in capsys.readouterr().err
