@@ -1,6 +1,7 @@
 """What the instruments say of stored runs, as data: numbers, causes and exit codes, whatever their form."""
 
 import json
+from dataclasses import replace
 
 import torch
 from instruments.foreign_dumps import D
@@ -11,6 +12,7 @@ from flowcorr.instruments.audit.dumped import replays_of
 from flowcorr.instruments.report import report
 from flowcorr.instruments.steps import read_dumped
 from flowcorr.instruments.watch import Watch
+from flowcorr.rollout import InProcessEngine
 
 SMALL = [
     "rollout.emulate=int4",
@@ -21,6 +23,7 @@ SMALL = [
 ]
 
 
+SYNC = InProcessEngine.sync
 KINDS = {"healthy": "none", "warning": "leave", "serious": "repair"}  # by the level of the advice
 FAULTS = {"non_finite", "summed", "one_step", "shared_shift", "few_samples", "stale"}
 
@@ -45,6 +48,24 @@ def audited(arguments, out, capsys):
             for row in tables["presets"]
         },
     }
+
+
+def examined(arguments, capsys):
+    """The exit code of an examination, and the level and cause of each of its checks."""
+    code = main(["doctor", *map(str, arguments), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    levels = {"PASS": "healthy", "WARN": "warning", "FAIL": "serious", "SKIP": "note"}
+    if "verdicts" in report:
+        found = [(one["part"], one["status"], one["cause"] or one["part"]) for one in report["verdicts"]]
+    else:
+        found = [(one["check"], one["status"], one["check"]) for one in report["findings"]]
+    return {"exit": code, "checks": {name: f"{levels[status]} {cause}" for name, status, cause in found}}
+
+
+def half_bound(engine, weights):
+    """Sync an engine whose adapter acts at half of its strength."""
+    halved = {name: value / 2 if "lora_B" in name else value for name, value in weights.tensors.items()}
+    SYNC(engine, replace(weights, tensors=halved))
 
 
 def compared(folder):

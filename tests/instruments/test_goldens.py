@@ -8,11 +8,16 @@ import os
 from pathlib import Path
 
 import pytest
-from instruments.goldens import SMALL, audited, compared, own_run, reported, watched
+from instruments.doctor.replayed.plain_loop import dump_steps
+from instruments.goldens import SMALL, audited, compared, examined, half_bound, own_run, reported, watched
+
+from flowcorr.rollout import InProcessEngine
+from tests.shallow import SHALLOW
 
 HERE = Path(__file__).parent
 STORED = HERE / "stored"
 DUMPS = ("clean", "shared_shift", "swapped_images")
+CAPTURED = ("", "guidance_off", "swapped_images", "summed")
 GOLDENS = HERE / "goldens.json"
 
 
@@ -69,3 +74,16 @@ def test_report_of_a_run(golden, tmp_path):
 
 def test_watch(golden):
     golden("watch", watched())
+
+
+@pytest.mark.parametrize("fault", ["", "half_bound"])
+def test_doctor_on_the_tiny_recipe(fault, golden, capsys, monkeypatch):
+    if fault:
+        monkeypatch.setattr(InProcessEngine, "sync", half_bound)
+    golden(f"doctor tiny {fault}".strip(), examined(["tiny_jpeg_lora", *SMALL], capsys))
+
+
+@pytest.mark.parametrize("fault", CAPTURED)
+def test_doctor_on_captured_samples(fault, golden, tmp_path, capsys):
+    folder = dump_steps(tmp_path, *filter(None, [fault]), steps=1)
+    golden(f"doctor captured {fault}".strip(), examined([folder, "--model", SHALLOW], capsys))
