@@ -63,7 +63,7 @@ own (trainer.doctor: auto); with trainer.doctor=true for every engine.
 examples:
   flowcorr doctor tiny_ocr_lora
   flowcorr doctor tiny_ocr_lora rollout.emulate=fp8 --prompts 8
-  flowcorr doctor tiny_ocr_lora --json | jq '.findings[] | select(.status != "PASS")'
+  flowcorr doctor tiny_ocr_lora --json | jq '.findings[] | select(.level != "healthy")'
   flowcorr doctor my_dump --model stabilityai/stable-diffusion-3.5-medium
 
 RECIPE may also be a folder that another trainer wrote with flowcorr.dump, with captured samples. They are replayed with

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from flowcorr.processes import StopRequest
 if TYPE_CHECKING:
     from flowcorr.config import Config
     from flowcorr.correction import RolloutCorrectionConfig
+    from flowcorr.instruments.finding import Report
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -39,8 +39,8 @@ def train(arguments: argparse.Namespace) -> int:
         print(f"loading {arguments.recipe}", flush=True)  # torch alone takes seconds to import
 
     from flowcorr import distributed
-    from flowcorr.cli.doctor import show_report
     from flowcorr.cli.progress import TerminalObserver
+    from flowcorr.instruments import page
     from flowcorr.instruments.doctor import examine_before_start, examines_before_start
     from flowcorr.plan.check import check_this_gpu
     from flowcorr.trainer import train as run
@@ -54,7 +54,7 @@ def train(arguments: argparse.Namespace) -> int:
     if examines_before_start(config):
         if shows:
             print("examining the rollout engine first (trainer.doctor=false leaves it out)", flush=True)
-        doctor = examine_before_start(config, out_dir, show_report if shows else lambda _: None)
+        doctor = examine_before_start(config, out_dir, page.show if shows else lambda _: None)
     recipe = None if arguments.overrides else arguments.recipe
     try:
         with TerminalObserver(recipe=recipe) if shows else contextlib.nullcontext() as observer:
@@ -90,7 +90,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Examine two stacks, or a dump's samples; the exit code is that of the worst finding."""
-    from flowcorr.cli.doctor import show_report
     from flowcorr.instruments.doctor import diagnose
     from flowcorr.instruments.doctor.examination import NUM_PROMPTS
     from flowcorr.plan.check import check_this_gpu
@@ -111,21 +110,26 @@ def doctor(arguments: argparse.Namespace) -> int:
     config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     prompts = NUM_PROMPTS if arguments.prompts is None else arguments.prompts
-    report = diagnose(config, num_prompts=prompts, float32=arguments.float32)
+    return _told(diagnose(config, num_prompts=prompts, float32=arguments.float32), arguments)
+
+
+def _told(report: Report, arguments: argparse.Namespace) -> int:
+    """Print a report, as JSON where that was asked for; return its exit code."""
+    from flowcorr.instruments import page
+
     if arguments.json:
-        print(json.dumps(report.to_mapping(), indent=2, allow_nan=False))
+        print(page.as_json(report))
     else:
-        show_report(report)
-    return report.exit_code
+        page.show(report)
+    return page.exit_code(report)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
     """Replay the captured samples of a dump."""
     from flowcorr import distributed
-    from flowcorr.cli.replayed import show_replay
     from flowcorr.config import Config, load
     from flowcorr.config.load import recipe_names
-    from flowcorr.instruments.doctor.replayed.examine import examine_dump
+    from flowcorr.instruments.doctor import examine_dump
 
     model = arguments.model
     if model is None:
@@ -142,11 +146,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     chosen: str | Config = load(model, arguments.overrides) if of_recipe else model
     device = chosen.trainer.device if isinstance(chosen, Config) else "auto"
     report = examine_dump(Path(arguments.recipe), chosen, device=distributed.local_device(device))
-    if arguments.json:
-        print(json.dumps(report.to_mapping(), indent=2))
-    else:
-        show_replay(report)
-    return report.exit_code
+    return _told(report, arguments)
 
 
 def audit(arguments: argparse.Namespace) -> int:

@@ -73,9 +73,11 @@ class Fact:
 
 
 def shown(value: Any) -> str:
-    """A value in few characters; `-` for None."""
+    """A value in few characters; `-` for None, and blanks between several."""
     if value is None:
         return "-"
+    if isinstance(value, list | tuple):
+        return " ".join(map(shown, value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -202,6 +204,10 @@ class Report:
     def level(self) -> Level:
         """The worst level of the findings; `healthy` without any."""
         return worst(finding.level for finding in self.findings)
+
+    def causes(self, level: Level = "serious") -> list[str]:
+        """The different causes of the findings of a level."""
+        return list(dict.fromkeys(finding.cause for finding in self.findings if finding.level == level))
 
     def fact(self, name: str) -> Any:
         """The value of a fact; None where it is not known."""

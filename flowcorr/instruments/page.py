@@ -86,8 +86,11 @@ def show(report: Report, files: Sequence[Path] = (), console: Console | None = N
     """Print the verdict, the findings, the facts, the tables, and where it was saved."""
     console = console_of(console)
     console.print(_line(report.verdict, STYLES[report.level]))
-    for finding in report.findings:
-        _show_finding(console, finding, heads=finding.sentence == report.verdict)
+    for place, finding in enumerate(report.findings):
+        heads = finding.sentence == report.verdict
+        if not heads and not (place and _fits_a_line(finding) and _fits_a_line(report.findings[place - 1])):
+            console.print()
+        _show_finding(console, finding, heads=heads)
     facts = [fact.text for fact in report.facts if fact.text]
     if facts:
         console.print()
@@ -100,15 +103,23 @@ def show(report: Report, files: Sequence[Path] = (), console: Console | None = N
         console.print(_line(f"saved: {_saved(files)}"), soft_wrap=True)
 
 
+def _fits_a_line(finding: Finding) -> bool:
+    """Whether there is nothing to do about a finding."""
+    return not (finding.remedy or finding.keys)
+
+
 def _show_finding(console: Console, finding: Finding, *, heads: bool) -> None:
     """Print a finding; without its sentence where it heads the report."""
     quiet = "dim" if finding.level in ("note", "healthy") else ""
+    evidence = _line(f"({finding.evidence})", "dim") if finding.numbers else Text()
     if not heads:
         head = _line(finding.level, STYLES[finding.level])
-        console.print()
-        console.print(head.append(_line(f" {finding.cause}: {_sentence(finding.sentence)}", quiet)))
-    if finding.numbers:
-        console.print(Padding(_line(f"({finding.evidence})", "dim"), (0, 0, 0, 2)))
+        head.append(_line(f" {finding.cause}: {_sentence(finding.sentence)}", quiet))
+        if _fits_a_line(finding) and finding.numbers:
+            head.append(" ").append(evidence)
+        console.print(head)
+    if finding.numbers and (heads or not _fits_a_line(finding)):
+        console.print(Padding(evidence, (0, 0, 0, 2)))
     if finding.remedy:
         console.print(
             Padding(_line(f"-> {_sentence(finding.remedy)}", "" if quiet else "bold"), (0, 0, 0, 2))

@@ -61,9 +61,9 @@ class Said:
 def said_of(run_config: Config, steps: int) -> Said:
     alarms, sizes = list[str](), list[str]()
     for finding in diagnose(run_config).findings:
-        if finding.status in {"WARN", "FAIL"}:
-            text = f"{finding.check} {finding.status}: {finding.message}"
-            (sizes if finding.check in SIZES else alarms).append(text)
+        if finding.level in {"warning", "serious"}:
+            text = f"{finding.cause} {finding.level}: {finding.sentence}"
+            (sizes if finding.cause in SIZES else alarms).append(text)
     for rule in _rules_that_speak(run_config, steps):
         (sizes if rule.cause in SIZES else alarms).append(f"{rule.cause}: {rule}")
     return Said(alarms, sizes)

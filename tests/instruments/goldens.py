@@ -53,13 +53,12 @@ def audited(arguments, out, capsys):
 def examined(arguments, capsys):
     """The exit code of an examination, and the level and cause of each of its checks."""
     code = main(["doctor", *map(str, arguments), "--json"])
-    report = json.loads(capsys.readouterr().out)
-    levels = {"PASS": "healthy", "WARN": "warning", "FAIL": "serious", "SKIP": "note"}
-    if "verdicts" in report:
-        found = [(one["part"], one["status"], one["cause"] or one["part"]) for one in report["verdicts"]]
-    else:
-        found = [(one["check"], one["status"], one["check"]) for one in report["findings"]]
-    return {"exit": code, "checks": {name: f"{levels[status]} {cause}" for name, status, cause in found}}
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    checks = {
+        found["numbers"].get("check", found["cause"]): f"{found['level']} {found['cause']}"
+        for found in findings
+    }
+    return {"exit": code, "checks": checks}
 
 
 def half_bound(engine, weights):

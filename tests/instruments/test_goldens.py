@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from instruments.doctor.replayed.plain_loop import dump_steps
+from instruments.doctor.plain_loop import dump_steps
 from instruments.goldens import SMALL, audited, compared, examined, half_bound, own_run, reported, watched
 
 from flowcorr.rollout import InProcessEngine

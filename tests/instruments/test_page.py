@@ -83,6 +83,26 @@ def test_the_verdict_is_the_first_line_at_every_width(report, width):
     assert "audit.json and 1 chart (.png) beside them" in text
 
 
+def test_findings_with_nothing_to_do_take_a_line_each():
+    quiet = [
+        Finding(level="healthy", cause=name, sentence="fine", numbers={"value": 0.5, "samples": (1.0, 2.0)})
+        for name in ("a", "b")
+    ]
+    loud = Finding(level="serious", cause="c", sentence="broken", numbers={"value": 2.0}, remedy="mend it")
+    console = Console(file=io.StringIO())
+    show(Report(title="", verdict="one is broken", findings=[loud, *quiet]), console=console)
+    assert [line.rstrip() for line in console.file.getvalue().splitlines()] == [
+        "one is broken",
+        "",
+        "serious c: Broken.",
+        "  (value 2)",
+        "  -> Mend it.",
+        "",
+        "healthy a: Fine. (value 0.5, samples 1 2)",
+        "healthy b: Fine. (value 0.5, samples 1 2)",
+    ]
+
+
 def test_a_report_is_saved_as_data_page_and_charts(report, tmp_path):
     files = save(report, tmp_path, "audit")
     assert [path.name for path in files] == ["audit.json", "audit.html", "drift.png"]

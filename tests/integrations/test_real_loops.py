@@ -24,7 +24,8 @@ from tiny_pipelines import build_tiny_sd3
 
 from flowcorr import dumps
 from flowcorr.instruments.audit.dumped import audit_folder
-from flowcorr.instruments.doctor.replayed.examine import examine_dump
+from flowcorr.instruments.doctor import examine_dump
+from flowcorr.instruments.page import exit_code
 
 pytestmark = [pytest.mark.real_loops, pytest.mark.filterwarnings("ignore")]
 
@@ -73,7 +74,7 @@ def run(loop, work, folder, fault, seed):
 @pytest.mark.parametrize(("loop", "fault"), [(loop, fault) for loop in LOOPS for fault in LOOPS[loop]])
 def test_a_fault_of_anothers_loop_is_named(loop, fault, work, tmp_path):
     report = examine_dump(run(loop, work, tmp_path / "run", fault, seed=42), str(work / "model"))
-    assert set(report.causes) == {LOOPS[loop][fault][0]}
+    assert set(report.causes()) == {LOOPS[loop][fault][0]}
 
 
 @pytest.mark.parametrize("seed", CLEAN_SEEDS)
@@ -82,7 +83,7 @@ def test_a_clean_run_of_anothers_loop_is_clean(loop, seed, work, tmp_path):
     """flow_grpo never trains its last step; half of the terms are scored after an update; neither is a gap."""
     folder = run(loop, work, tmp_path / "run", "clean", seed)
     report = examine_dump(folder, str(work / "model"))
-    assert (report.causes, report.exit_code) == ([], 0)
+    assert (report.causes(), exit_code(report)) == ([], 0)
     audited = audit_folder(folder)
     assert (audited.fact("num_steps"), audited.findings[0].cause) == (WINDOW[loop], "gap")
     assert audited.fact("joint_nats") == pytest.approx(0, abs=1e-4)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from instruments.doctor.replayed.plain_loop import PROMPTS, Loop
+from instruments.doctor.plain_loop import PROMPTS, Loop
 
 from flowcorr import dumps
 from flowcorr.instruments.audit.dumped import audit_folder
-from flowcorr.instruments.doctor.replayed.examine import examine_dump
+from flowcorr.instruments.doctor import examine_dump
 from tests.shallow import SHALLOW
 
 pytestmark = pytest.mark.real_loops
@@ -97,7 +97,7 @@ def test_a_record_of_unirl_is_judged(fault, examples, tmp_path):
     assert dumps.load(dumps.files(tmp_path)[3]).step_indices.tolist() == [[1, 3]] * len(PROMPTS)
     assert audit_folder(tmp_path).fact("num_samples") == len(PROMPTS)
     report = examine_dump(tmp_path, SHALLOW)
-    assert set(report.causes) == FAULTS[fault]
+    assert set(report.causes()) == FAULTS[fault]
 
 
 def test_a_record_of_the_window_alone(examples, tmp_path):

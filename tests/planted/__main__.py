@@ -9,14 +9,14 @@ was named and the next one that was not.
 
 import argparse
 
-from flowcorr.cli.printer import console_of, show_table
 from rich.console import Console
 
 from flowcorr import config
-from flowcorr.cli.doctor import show_report
 from flowcorr.config.schema import Config
 from flowcorr.errors import FlowcorrError
+from flowcorr.instruments import page
 from flowcorr.instruments.doctor.examination import NUM_PROMPTS
+from flowcorr.instruments.terminal import console_of, show_table
 from tests.planted.stand_in import Bench, Drilled, drill
 from tests.planted.table import parse_fault
 
@@ -27,9 +27,9 @@ def show_fault(bench: Bench, run_config: Config, text: str, console: Console) ->
     """The doctor's report on an engine with one fault, and the checks that name it."""
     fault, size = parse_fault(text, run_config)
     report = bench.report(fault.plant(size))
-    show_report(report)
-    warned = [f"{finding.check} warns" for finding in report.findings if finding.status == "WARN"]
-    named = ", ".join([f"{check} fails" for check in report.failed()] + warned)
+    page.show(report, console=console)
+    warned = [f"{check} warns" for check in report.causes("warning")]
+    named = ", ".join([f"{check} fails" for check in report.causes()] + warned)
     console.print(f"planted: {text}, {fault.stands_for}; {named or 'no check sees it'}", markup=False)
 
 

@@ -91,8 +91,8 @@ class Bench:
         with self._planted(fault, size):
             try:
                 report = examine(self.stack.actor, self.stack.engine, self._cache(list(WORDS)))
-                warned = [finding.check for finding in report.findings if finding.status == "WARN"]
-                doctor = ", ".join(report.failed()) or ", ".join(f"({check})" for check in warned)
+                warned = [f"({check})" for check in report.causes("warning")]
+                doctor = ", ".join(report.causes() or warned)
             except (BackendError, BatchError) as error:
                 doctor = f"stops: {str(error).splitlines()[0][:60]}"
         with self._planted(fault, size):

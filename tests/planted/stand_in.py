@@ -13,7 +13,7 @@ from flowcorr.correction.describe import drift_metrics
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError, BatchError, ConfigError
 from flowcorr.instruments.doctor.examination import examine, first_prompts
-from flowcorr.instruments.doctor.findings import DoctorReport
+from flowcorr.instruments.finding import Report
 from flowcorr.instruments.rules import examine_step, units_of
 from flowcorr.metrics import Metrics
 from flowcorr.models.prompt_cache import PromptCache
@@ -100,7 +100,7 @@ class Bench:
         self.actor = DiffusionActor(load_model(self.config), self.config)
         self._cache = PromptCache(self.actor.family, self.actor.guidance, texts)
 
-    def report(self, plant: Plant | None = None) -> DoctorReport:
+    def report(self, plant: Plant | None = None) -> Report:
         """The doctor's report on an engine with a fault, or on a clean one.
 
         Raises:
@@ -164,12 +164,12 @@ def drill(bench: Bench, faults: Sequence[Fault] = FAULTS) -> Iterator[Drilled]:
         BackendError: the doctor fails without any fault.
     """
     clean = bench.report()
-    if clean.failed():
+    if clean.causes():
         raise BackendError(
-            f"without a planted fault the doctor fails on {', '.join(clean.failed())}; repair that first, as flowcorr "
+            f"without a planted fault the doctor fails on {', '.join(clean.causes())}; repair that first, as flowcorr "
             "doctor says"
         )
-    usual = {*_warnings(clean), *bench.rules()}
+    usual = {*clean.causes("warning"), *bench.rules()}
     for fault in faults:
         if fault.applies(bench.config):
             yield _drilled(bench, fault, usual)
@@ -198,9 +198,9 @@ def _named_by(bench: Bench, plant: Plant, usual: set[str]) -> str:
     """
     try:
         report = bench.report(plant)
-        if report.failed():
-            return report.failed()[0]
-        warned = [check for check in _warnings(report) if check not in usual]
+        if report.causes():
+            return report.causes()[0]
+        warned = [check for check in report.causes("warning") if check not in usual]
         if warned:
             return f"{warned[0]} (warns)"
         broken = [rule for rule in bench.rules(plant) if rule not in usual]
@@ -212,7 +212,3 @@ def _named_by(bench: Bench, plant: Plant, usual: set[str]) -> str:
 def _equal_scores(images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
     """A reward that takes no time."""
     return RewardOutput(scores=np.zeros(len(prompts)))
-
-
-def _warnings(report: DoctorReport) -> list[str]:
-    return [finding.check for finding in report.findings if finding.status == "WARN"]

@@ -213,7 +213,6 @@ def test_samples_of_other_weights_are_an_error(run):
 def test_the_doctor_finds_workers_and_actor_alike(pool, run):
     pool.restore([run.actor.weights.snapshot()])
     report = examine(run.actor, pool, run.conditioning)
-    assert report.exit_code == 0
-    assert report.failed() == []
+    assert report.causes() == report.causes("warning") == []
     assert pool.describe() == run.engine.describe()
     assert [weights.version for weights in pool.history] == [1]

@@ -4,16 +4,8 @@ from flowcorr.instruments.doctor.examination import (
     diagnose,
     examine,
     examine_before_start,
+    examine_dump,
     examines_before_start,
 )
-from flowcorr.instruments.doctor.findings import DoctorReport, Finding, StepNoise
 
-__all__ = [
-    "DoctorReport",
-    "Finding",
-    "StepNoise",
-    "diagnose",
-    "examine",
-    "examine_before_start",
-    "examines_before_start",
-]
+__all__ = ["diagnose", "examine", "examine_before_start", "examine_dump", "examines_before_start"]

@@ -1,33 +1,38 @@
 """Do the rollout engine and the actor agree, and if not, which part is to blame?
 
-The engine samples the same few prompts again and again while the trained weights are moved by known amounts
-(`trials`). From what it returns, and from what the actor makes of the same trajectories, each check tests one
-explanation of a gap (`checks`); what is left is the noise floor.
+Samples are of two kinds. The engine at hand samples the same few prompts again and again while the trained weights are
+moved by known amounts (`trials`). Those of another trainer were captured, and are replayed (`captured`). From what the
+engine returned, and from what the training stack makes of the same trajectories, each check tests one explanation of a
+gap (`checks`); what is left is the noise floor.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from flowcorr import distributed
+from flowcorr import distributed, dumps
 from flowcorr.actor import DiffusionActor
 from flowcorr.config import resolve_engine
-from flowcorr.config.schema import Config
+from flowcorr.config.schema import Config, ModelConfig
 from flowcorr.data import load_prompts
+from flowcorr.dumps.replay import ReplaySamples, load_replay, replay_files
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.instruments.doctor import precision
+from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.checks import run_checks
-from flowcorr.instruments.doctor.checks.clip import noise_floor
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import DoctorReport
+from flowcorr.instruments.doctor.legs import rounding_notes
+from flowcorr.instruments.doctor.report import of_captured, of_trials, with_findings
+from flowcorr.instruments.doctor.stack import Stack, prompt_pool
 from flowcorr.instruments.doctor.trials import run_trials
-from flowcorr.models import Conditioning, ModelFamily
+from flowcorr.instruments.finding import Finding, Report
+from flowcorr.instruments.page import as_json
+from flowcorr.models import Conditioning, ModelFamily, load_family
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
 from flowcorr.texts import distinct
@@ -39,6 +44,7 @@ MAX_IMAGES = 4  # a prompt: enough for quantiles, and little to sample
 TURNED_OFF = "it was turned off"
 NO_MEMORY = "memory does not allow it"
 REPORT_FILE = "doctor.json"  # in the folder of a run
+MAX_STEPS = 3  # training steps of a dump that are replayed
 
 
 def examine(
@@ -47,7 +53,7 @@ def examine(
     conditioning: Conditioning,
     *,
     float32: bool | None = None,
-) -> DoctorReport:
+) -> Report:
     """Compare both stacks on a few prompts; afterwards the weights of both are as they were.
 
     Stacks of lower precision are examined in float32 first, where no rounding hides a fault, if the engine can change
@@ -65,9 +71,7 @@ def examine(
     if precision.float32_config(actor.config) == actor.config:
         return _examine(actor, engine, conditioning)
     if not isinstance(engine, precision.ComputesInFloat32):
-        first: DoctorReport | str = (
-            "this engine keeps the precision it was started with; see `flowcorr doctor`"
-        )
+        first: Report | str = "this engine keeps the precision it was started with; see `flowcorr doctor`"
     elif float32 is False:
         first = TURNED_OFF
     elif float32 is None and not precision.fits(actor.family, copies=2):
@@ -78,7 +82,7 @@ def examine(
     return _after(first, actor.config, actor.family, lambda: _examine(actor, engine, conditioning))
 
 
-def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | None = None) -> DoctorReport:
+def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | None = None) -> Report:
     """Build the actor and the engine of a configuration, and examine them on its first training prompts.
 
     An engine that cannot change its precision is started in float32 first, and then as the configuration has it.
@@ -100,7 +104,7 @@ def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | 
     return _after(first, config, family, lambda: _examine_built(config, family, texts, _examine))
 
 
-def _first_in_float32(config: Config, texts: list[str], *, float32: bool | None) -> DoctorReport | str:
+def _first_in_float32(config: Config, texts: list[str], *, float32: bool | None) -> Report | str:
     """The report on stacks that are started in float32 and closed again, or the reason why there is none."""
     exact = precision.float32_config(config)
     if float32 is False:
@@ -139,21 +143,15 @@ def _changes_precision(config: Config) -> bool:
     return resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local"
 
 
-def _examine(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> DoctorReport:
+def _examine(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> Report:
     """The report on both stacks in the precision that they have now."""
     exam = Exam(actor=actor, engine=engine, trials=run_trials(actor, engine, conditioning))
-    return DoctorReport(
-        findings=run_checks(exam),
-        noise=noise_floor(exam),
-        num_elements=exam.trials.base.rollout.num_elements,
-        clip_ratio=actor.config.actor.clip_ratio,
-        images_per_second=exam.trials.images_per_second,
-    )
+    return of_trials(exam, run_checks(exam))
 
 
 def _after(
-    first: DoctorReport | str, config: Config, family: ModelFamily, examine_run: Callable[[], DoctorReport]
-) -> DoctorReport:
+    first: Report | str, config: Config, family: ModelFamily, examine_run: Callable[[], Report]
+) -> Report:
     """The whole report: that of float32 if a check failed there, else that of the run's own precision.
 
     Args:
@@ -164,20 +162,20 @@ def _after(
     """
     if isinstance(first, str):
         finding = precision.not_examined(config, distilled=family.distills_guidance, reason=first)
-    elif first.failed():
+    elif first.level == "serious":
         return replace(first, findings=[precision.marked(finding) for finding in first.findings])
     else:
         finding = precision.agreement(first)
     report = examine_run()
-    return replace(report, findings=[finding, *report.findings])
+    return with_findings(report, [finding, *report.findings])
 
 
 def _examine_built(
     config: Config,
     family: ModelFamily,
     texts: list[str],
-    examine_stacks: Callable[[DiffusionActor, RolloutEngine, Conditioning], DoctorReport],
-) -> DoctorReport:
+    examine_stacks: Callable[[DiffusionActor, RolloutEngine, Conditioning], Report],
+) -> Report:
     """The report on an actor and an engine that are built for it."""
     stacks = build_stacks(config, family, texts)
     try:
@@ -198,7 +196,7 @@ def examines_before_start(config: Config) -> bool:
 
 
 def examine_before_start(
-    config: Config, out_dir: Path, show: Callable[[DoctorReport], None]
+    config: Config, out_dir: Path, show: Callable[[Report], None]
 ) -> Callable[[TrainingRun], None]:
     """A hook for the trainer that examines a run's stacks, shows the report and stops a run that would fail.
 
@@ -212,7 +210,7 @@ def examine_before_start(
         show: gets the report.
     """
     lower = precision.float32_config(config) != config
-    first: DoctorReport | str | None = None
+    first: Report | str | None = None
     if lower and not _changes_precision(config):
         shortened = _shortened(config)
         first = _first_in_float32(shortened, first_prompts(shortened, NUM_PROMPTS), float32=None)
@@ -226,13 +224,12 @@ def examine_before_start(
                 first, config, run.actor.family, lambda: _examine(run.actor, run.engine, conditioning)
             )
         if distributed.is_main():
-            text = json.dumps(report.to_mapping(), indent=2, allow_nan=False)
-            (out_dir / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
+            (out_dir / REPORT_FILE).write_text(as_json(report) + "\n", encoding="utf-8")
         show(report)
-        if report.failed():
+        if report.level == "serious":
             raise BackendError(
-                f"the rollout engine and the actor disagree on {', '.join(report.failed())}, see the report above and "
-                f"{out_dir / REPORT_FILE}; repair it, or train anyway with trainer.doctor=false"
+                f"the rollout engine and the actor disagree on {', '.join(report.causes('serious'))}, see the report "
+                f"above and {out_dir / REPORT_FILE}; repair it, or train anyway with trainer.doctor=false"
             )
 
     return examine_run
@@ -247,3 +244,61 @@ def first_prompts(config: Config, count: int) -> list[str]:
     if count < 2:
         raise ConfigError(f"--prompts {count}: the doctor needs at least 2 different prompts")
     return distinct(prompt.text for prompt in load_prompts(config.data).train)[:count]
+
+
+def examine_dump(folder: Path, model: str | Config, *, device: torch.device | str = "cpu") -> Report:
+    """Replay the captured samples of a dump with the training stack.
+
+    Args:
+        folder: what `flowcorr.dump` wrote, with `replay`.
+        model: a diffusers pipeline, replayed in float32, or a recipe, which also brings its reward.
+        device: where the model is put.
+
+    Raises:
+        ConfigError: the folder holds no captured samples, or the model is of no family that flowcorr has.
+    """
+    files = replay_files(folder)
+    if not files:
+        raise ConfigError(
+            f"{folder} holds no captured samples (replay_000000.safetensors); give flowcorr.dump replay="
+            "flowcorr.ReplaySamples(...) of the sampling loop, as examples/dump_log_probs.py shows"
+        )
+    captured = {step: load_replay(path) for step, path in files.items()}
+    config = model if isinstance(model, Config) else None
+    of_model = ModelConfig(path=str(model)) if config is None else config.model
+    family = load_family(of_model, device)
+    chosen = _spread(list(captured))
+    findings = [
+        finding
+        for step in chosen
+        for finding in _examine_step(family, captured, step, config, dumps.files(folder))
+    ]
+    last = captured[chosen[-1]]
+    return of_captured(str(folder), of_model.path, chosen, findings, [*last.missing(), *rounding_notes(last)])
+
+
+def _examine_step(
+    family: ModelFamily,
+    captured: Mapping[int, ReplaySamples],
+    step: int,
+    config: Config | None,
+    terms: Mapping[int, Path],
+) -> list[Finding]:
+    """The findings on one training step's samples, each with its step."""
+    earlier = {number: samples for number, samples in captured.items() if number < step}
+    samples = Captured(
+        Stack(family, captured[step]),
+        step,
+        earlier=earlier,
+        pool=prompt_pool(captured),
+        config=config,
+        terms=terms,
+    )
+    return [replace(finding, numbers={"step": step, **finding.numbers}) for finding in run_checks(samples)]
+
+
+def _spread(steps: Sequence[int]) -> list[int]:
+    """At most `MAX_STEPS` training steps, from the first to the last."""
+    if len(steps) <= MAX_STEPS:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / (MAX_STEPS - 1))] for place in range(MAX_STEPS)]

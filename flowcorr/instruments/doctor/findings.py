@@ -1,95 +1,37 @@
-"""Findings of the doctor's checks, and the verdict on a list of them."""
+"""Findings of the doctor's checks: healthy, a warning, serious, or a note where nothing can be told."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-Status = Literal["PASS", "WARN", "FAIL", "SKIP"]
-EXIT_CODES: Mapping[str, int] = {"PASS": 0, "SKIP": 0, "WARN": 1, "FAIL": 2}
+from flowcorr.instruments.finding import Finding
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The outcome of one check.
-
-    Attributes:
-        check: its name in the table of checks.
-        status: SKIP where a failed check would upset this one, or there is nothing to look at.
-        message: the outcome in words.
-        value: the measured number, if there is one; of a check that passed, at most `threshold`.
-        threshold: the number that `value` is compared with.
-        remedy: what to do about it.
-    """
-
-    check: str = ""
-    status: Status
-    message: str
-    value: float | None = None
-    threshold: float | None = None
-    remedy: str = ""
-
-    def __post_init__(self) -> None:
-        if self.status == "PASS" and self.value is not None:
-            assert self.threshold is not None, "a number is shown with its threshold"
-            assert self.value <= self.threshold, "`judged` passes no number above its threshold"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepNoise:
-    """The gap between both stacks at one step of the schedule, before anything was learned.
-
-    Attributes:
-        step_index: place in the schedule.
-        sigma: noise level before the step.
-        abs_delta: the `QUANTILES` of `|delta log p|`, nats per latent element.
-        exact_kl: mean exact KL, nats per latent element.
-        outside_clip: share of terms whose ratio is outside the clip range.
-    """
-
-    step_index: int
-    sigma: float
-    abs_delta: tuple[float, ...]
-    exact_kl: float
-    outside_clip: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorReport:
-    """All findings, and the noise floor by step.
-
-    Attributes:
-        findings: one a check, in the order they were made.
-        noise: one entry a step index that was seen.
-        num_elements: `D`.
-        clip_ratio: the configured clip range, a number or one by step index.
-        images_per_second: of the rollout engine.
-    """
-
-    findings: Sequence[Finding]
-    noise: Sequence[StepNoise]
-    num_elements: int
-    clip_ratio: float | Sequence[float]
-    images_per_second: float
-
-    @property
-    def exit_code(self) -> int:
-        """0 if all passed, 1 if something warned, 2 if something failed."""
-        return max(EXIT_CODES[finding.status] for finding in self.findings)
-
-    def failed(self) -> list[str]:
-        """The checks that failed."""
-        return [finding.check for finding in self.findings if finding.status == "FAIL"]
-
-    def count(self, status: Status) -> int:
-        """How many findings have this status."""
-        return sum(finding.status == status for finding in self.findings)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Plain values for JSON; a number that is not finite becomes null."""
-        return _plain({"exit_code": self.exit_code, **asdict(self)})
+CAUSES: Mapping[str, str] = {
+    "wrong_prompt": "the engine took the embeddings of other samples, or of an earlier batch",
+    "sequence_length": "prompts are cut or padded to another length",
+    "guidance_off": "the engine took no guidance",
+    "negative_prompt": "the engine took an empty negative prompt",
+    "adapter_not_applied": "the engine sampled with the base model",
+    "wrong_shift": "the sigmas are those of the model's scheduler with another shift",
+    "other_schedule": "the sigmas are not those of the model's own scheduler",
+    "timesteps": "the timesteps are not those of the model's own scheduler",
+    "rounded_sigmas": "the table of sigmas is in half precision",
+    "rounded_timesteps": "the transformer was fed timesteps in half precision",
+    "noise_reused": "noise was drawn twice",
+    "noise_scale": "noise is not standard normal",
+    "log_probs_summed": "log-probs are sums over the latent, where means are expected",
+    "log_probs_normaliser": "log-probs lack `- log s` or `- log(2 pi) / 2`, and the trainer's have it",
+    "log_probs_unscaled": "log-probs lack the factor `1 / (2 s^2)`",
+    "swapped_images": "images and latents of different samples are paired",
+    "images_of_step_before": "images and latents of different training steps are paired",
+    "decoder_unscaled": "the decoder lacks its scaling factor or its shift",
+    "channels_reversed": "red and blue of the images are exchanged",
+    "flipped_images": "the images are upside down",
+    "advantages_not_centred": "advantages have a mean far from 0, so all samples are pushed one way",
+}
+"""What each cause that a check of captured samples names means; that of another finding is its check."""
 
 
 def judged(
@@ -101,49 +43,55 @@ def judged(
     *,
     fails_above: float | None = None,
 ) -> Finding:
-    """The finding that follows from a number: PASS up to `limit`, FAIL above `fails_above`, WARN between them.
+    """The finding that follows from a number: healthy up to `limit`, serious above `fails_above`, else a warning.
 
     Args:
-        value: the number; NaN fails.
-        limit: the largest value that passes.
-        good: the message where it passes.
-        bad: the message where it does not.
-        remedy: what to do where it does not pass.
+        value: the number; NaN is serious.
+        limit: the largest value that is healthy.
+        good: the sentence where it is.
+        bad: the sentence where it is not.
+        remedy: what to do then.
         fails_above: the largest value that only warns; `limit` by default, so that nothing warns.
     """
     if value <= limit:
-        return Finding(status="PASS", message=good, value=value, threshold=limit)
+        return passed(good, value=value, limit=limit)
     if fails_above is not None and value <= fails_above:
-        return Finding(status="WARN", message=bad, value=value, threshold=limit, remedy=remedy)
-    threshold = limit if fails_above is None else fails_above
-    return Finding(status="FAIL", message=bad, value=value, threshold=threshold, remedy=remedy)
+        return warned(bad, remedy, value=value, limit=limit)
+    return failed(bad, remedy, value=value, limit=limit if fails_above is None else fails_above)
 
 
-def passed(message: str) -> Finding:
-    """A check that passed without a number; with one, see `judged`."""
-    return Finding(status="PASS", message=message)
+def passed(sentence: str, **numbers: Any) -> Finding:
+    """A check that passed."""
+    return Finding(level="healthy", cause="", sentence=sentence, numbers=_known(numbers))
 
 
-def failed(
-    message: str, remedy: str, *, value: float | None = None, threshold: float | None = None
-) -> Finding:
-    """A fault that was recognised, with the number by which it was."""
-    return Finding(status="FAIL", message=message, value=value, threshold=threshold, remedy=remedy)
+def failed(sentence: str, remedy: str, *, cause: str = "", **numbers: Any) -> Finding:
+    """A fault that was recognised, with the numbers by which it was; `cause` is one of `CAUSES`, or the check."""
+    assert not cause or cause in CAUSES, "every cause has its meaning in the table"
+    return Finding(level="serious", cause=cause, sentence=sentence, numbers=_known(numbers), remedy=remedy)
 
 
-def warned(message: str, remedy: str, *, value: float, threshold: float) -> Finding:
-    """A loss of precision that was recognised, with the number by which it was."""
-    return Finding(status="WARN", message=message, value=value, threshold=threshold, remedy=remedy)
+def warned(sentence: str, remedy: str, **numbers: Any) -> Finding:
+    """A loss of precision that was recognised, or a difference whose cause cannot be told."""
+    return Finding(level="warning", cause="", sentence=sentence, numbers=_known(numbers), remedy=remedy)
 
 
-def skipped(message: str) -> Finding:
-    """A check that was not made."""
-    return Finding(status="SKIP", message=message)
+def skipped(sentence: str, remedy: str = "", **numbers: Any) -> Finding:
+    """A check that was not made, or that cannot tell; the remedy says what it would need."""
+    return Finding(level="note", cause="", sentence=sentence, numbers=_known(numbers), remedy=remedy)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def of_check(name: str, finding: Finding) -> Finding:
+    """The finding of the check `name`, whose cause is that name unless it named another."""
+    if finding.cause in ("", name):
+        return replace(finding, cause=name)
+    return replace(finding, numbers={"check": name, **finding.numbers})
+
+
+def check_of(finding: Finding) -> str:
+    """The check that made a finding."""
+    return finding.numbers.get("check", finding.cause)
+
+
+def _known(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in numbers.items() if value is not None}

@@ -16,7 +16,8 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.devices import empty_cache, free_memory
 from flowcorr.instruments.doctor.exam import largest_gap
-from flowcorr.instruments.doctor.findings import DoctorReport, Finding, skipped
+from flowcorr.instruments.doctor.findings import of_check, passed, skipped, warned
+from flowcorr.instruments.finding import Finding, Report
 from flowcorr.models import Conditioning, ModelFamily
 from flowcorr.models.quantized import weight_sizes
 from flowcorr.rollout.precision import trainer_quantization, usual_gap
@@ -93,31 +94,29 @@ def release(device: torch.device) -> None:
 def not_examined(config: Config, *, distilled: bool, reason: str) -> Finding:
     """The finding of a doctor that examined no float32 stacks: it names the gap that rounding may hide."""
     gap = 100 * largest_gap(usual_gap(config, distilled=distilled))
-    return replace(
+    return of_check(
+        "float32",
         skipped(
             f"not examined in float32: {reason}. A fault that changes velocities by less than {gap:.2g} % passes or "
             "warns, unless a check names it"
         ),
-        check="float32",
     )
 
 
-def agreement(report: DoctorReport) -> Finding:
+def agreement(report: Report) -> Finding:
     """The finding on an exam in float32 in which nothing failed."""
-    remarks = [finding for finding in report.findings if finding.status == "WARN"]
+    remarks = [finding for finding in report.findings if finding.level == "warning"]
     if not remarks:
-        return Finding(check="float32", status="PASS", message="both stacks agree in float32")
-    return Finding(
-        check="float32",
-        status="WARN",
-        message="in float32: " + "; ".join(f"{finding.check}: {finding.message}" for finding in remarks),
-        remedy=remarks[0].remedy,
-    )
+        return of_check("float32", passed("both stacks agree in float32"))
+    told = "; ".join(f"{finding.cause}: {finding.sentence}" for finding in remarks)
+    return of_check("float32", warned(f"in float32: {told}", remarks[0].remedy))
 
 
 def marked(finding: Finding) -> Finding:
     """A finding of an exam in float32 that is the whole report."""
-    return replace(finding, message=f"in float32: {finding.message}") if finding.status == "FAIL" else finding
+    if finding.level != "serious":
+        return finding
+    return replace(finding, sentence=f"in float32: {finding.sentence}")
 
 
 @contextlib.contextmanager

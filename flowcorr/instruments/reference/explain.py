@@ -12,7 +12,7 @@ from flowcorr.correction.rejection import RS_MODES
 from flowcorr.errors import ConfigError
 from flowcorr.instruments import image_drift, jumps, replicas
 from flowcorr.instruments.doctor.checks import CHECKS
-from flowcorr.instruments.doctor.replayed.verdicts import CAUSES
+from flowcorr.instruments.doctor.findings import CAUSES
 from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
 from flowcorr.instruments.metrics.metric import Metric
 from flowcorr.instruments.metrics.table import METRICS, PROGRESS_LABELS, RULES, find_metric
@@ -21,7 +21,7 @@ from flowcorr.instruments.reference.keys import find_key, keys
 from flowcorr.instruments.reference.pages import healthy
 
 _BY_LABEL = {label: name for name, label in PROGRESS_LABELS.items()}
-_CHECKS = {name: (check, blockers) for name, check, blockers in CHECKS}
+_CHECKS = {check.name: check for check in CHECKS}
 _RULES = {rule.name: rule.metric for rule in RULES}
 _OF_SEVERAL_STEPS = {rule.name: rule for rule in (image_drift.RULE, jumps.RULE, replicas.RULE)}
 
@@ -132,13 +132,15 @@ def _rule(name: str) -> Iterator[str]:
 
 
 def _check(name: str) -> Iterator[str]:
-    check, blockers = _CHECKS[name]
+    check = _CHECKS[name]
     yield f"{name} (check of flowcorr doctor)"
-    yield f"  {(inspect.getdoc(check) or '').splitlines()[0]}"
-    yield "  worry: FAIL stops a run, WARN does not"
+    for samples, examine in (("", check.trials), ("of a dump: ", check.captured)):
+        if examine is not None:
+            yield f"  {samples}{(inspect.getdoc(examine) or '').splitlines()[0]}"
+    yield "  worry: a serious finding stops a run, a warning does not"
     yield "  do: what the report says behind `->`"
-    if blockers:
-        yield f"  skipped where one of these fails: {', '.join(blockers)}"
+    if check.blockers:
+        yield f"  skipped where one of these fails: {', '.join(check.blockers)}"
 
 
 def _mode(name: str) -> Iterator[str]:

@@ -164,13 +164,12 @@ def _doctor(hour: Hour, recipe: str, overrides: Sequence[str]) -> None:
         return
     hour.row(f"doctor {recipe}", code, unit="exit code", at_most=1)
     for finding in report["findings"]:
-        if finding["status"] not in ("PASS", "SKIP"):
-            failed = finding["status"] == "FAIL"
+        if finding["level"] in ("warning", "serious"):
             hour.row(
-                f"doctor {recipe}: {finding['check']}",
-                finding["status"],
-                failed=failed,
-                note=finding["message"],
+                f"doctor {recipe}: {finding['cause']}",
+                finding["level"],
+                failed=finding["level"] == "serious",
+                note=finding["sentence"],
             )
 
 
@@ -181,7 +180,7 @@ def _audit(hour: Hour, recipe: str, overrides: Sequence[str]) -> None:
     if report is None:
         hour.row(f"audit {recipe}", code, failed=True, note="see the log")
         return
-    hour.row(f"audit {recipe}", report["advice"]["verdict"])
+    hour.row(f"audit {recipe}", report["verdict"])
 
 
 def _command(name: str, recipe: str, arguments: Sequence[str]) -> tuple[int, dict | None]:

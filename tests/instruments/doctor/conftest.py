@@ -1,9 +1,20 @@
-"""Short runs of the embedded model for the doctor; one of them is shared by all tests that only alter its answers."""
+"""Short runs of the embedded model for the doctor, one of them shared by tests that only alter its answers.
+
+And the samples of another trainer's loop.
+"""
 
 from dataclasses import replace
 
 import pytest
 from instruments.doctor.faults import SHORT, SMALL
+from instruments.doctor.plain_loop import Loop
+
+from flowcorr import ReplaySamples
+from flowcorr.config import ModelConfig
+from flowcorr.instruments.doctor.captured import Captured
+from flowcorr.instruments.doctor.stack import Stack
+from flowcorr.models import load_family
+from tests.shallow import SHALLOW
 
 
 @pytest.fixture
@@ -54,3 +65,33 @@ def recorded(shared_run):
     sample = shared_run.engine.sample
     yield shared_run
     shared_run.engine.sample = sample
+
+
+@pytest.fixture(scope="session")
+def captured():
+    """What a clean step captured, of a window with Euler steps before, in and after it."""
+    return Loop(window="middle").sample()
+
+
+@pytest.fixture
+def stack_of(captured):
+    """A function from changed fields to a stack with the samples."""
+
+    def make(**changes):
+        fields = {name: value for name, value in (captured | changes).items() if value is not None}
+        return Stack(load_family(ModelConfig(path=SHALLOW)), ReplaySamples(**fields))
+
+    return make
+
+
+@pytest.fixture
+def captured_of(stack_of):
+    """A function from changed fields to what the checks look at."""
+
+    def make(*, step=0, earlier=None, config=None, terms=None, **changes):
+        pool = ["cat", "dog", "sun", "bee"]
+        return Captured(
+            stack_of(**changes), step, earlier=earlier or {}, pool=pool, config=config, terms=terms or {}
+        )
+
+    return make

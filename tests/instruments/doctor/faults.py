@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from flowcorr.instruments.doctor import examine
+from flowcorr.instruments.page import exit_code
 from tests.planted.mistakes import without_normaliser
 from tests.planted.plants import feeding, own_engine, rounded
 
@@ -29,18 +30,14 @@ def check(run, engine, *, float32=None):
 
 def assert_named(report, name, message=""):
     """The fault is named, and no other."""
-    assert report.failed() == [name]
-    assert report.exit_code == 2
-    assert message in finding_of(report, name).message
+    assert report.causes() == [name]
+    assert exit_code(report) == 2
+    assert message in finding_of(report, name).sentence
     assert finding_of(report, name).remedy
 
 
-def statuses(report, status):
-    return [finding.check for finding in report.findings if finding.status == status]
-
-
 def finding_of(report, name):
-    return next(finding for finding in report.findings if finding.check == name)
+    return next(finding for finding in report.findings if finding.cause == name)
 
 
 def another_guidance(**changes):

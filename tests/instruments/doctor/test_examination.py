@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from instruments.doctor.faults import GUIDED, check, finding_of, separate, statuses
+from instruments.doctor.faults import GUIDED, check, finding_of, separate
 
 from flowcorr import sde
 from flowcorr.data import PromptStream
@@ -18,6 +18,7 @@ from flowcorr.instruments.doctor import (
     examine_before_start,
     examines_before_start,
 )
+from flowcorr.instruments.page import as_json, exit_code
 from flowcorr.records import Prompt
 
 
@@ -50,8 +51,8 @@ from flowcorr.records import Prompt
 def test_healthy_float32_passes_everything(small_run, shared, sections):
     run = small_run(**sections)
     report = check(run, run.engine if shared else separate(run))
-    assert set(statuses(report, "PASS")) == {finding.check for finding in report.findings}
-    assert report.exit_code == 0
+    assert set(report.causes("healthy")) == {finding.cause for finding in report.findings}
+    assert exit_code(report) == 0
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ def test_healthy_float32_passes_everything(small_run, shared, sections):
 def test_lost_precision_is_no_failure(small_run, rollout, sampling):
     run = small_run(rollout=rollout, sampling=sampling)
     report = check(run, run.engine, float32=False)
-    assert report.failed() == []
-    assert 1e-6 < report.noise[0].exact_kl < 0.1
+    assert report.causes() == []
+    assert 1e-6 < report.table("noise_floor")[0]["exact_kl"] < 0.1
 
 
 @pytest.mark.parametrize("rollout", [{}, {"emulate": "int8"}])  # the cause of a gap is looked for
@@ -76,16 +77,16 @@ def test_one_prompt_shows_all_but_the_mixing_of_prompts(small_run, rollout):
     run = small_run(rollout=rollout)
     one = {name: rows[:1] for name, rows in run.conditioning.items()}
     report = examine(run.actor, run.engine, one, float32=False)
-    assert report.failed() == []
-    assert set(statuses(report, "SKIP")) == {"batch_shape", *(["float32"] if rollout else [])}
-    assert "one prompt only" in finding_of(report, "batch_shape").message
+    assert report.causes() == []
+    assert set(report.causes("note")) == {"batch_shape", *(["float32"] if rollout else [])}
+    assert "one prompt only" in finding_of(report, "batch_shape").sentence
 
 
 def test_full_fine_tuning(full_run):
     report = check(full_run, full_run.engine)
-    assert report.failed() == []
-    assert statuses(report, "SKIP") == ["lora"]
-    assert "trained weights" in finding_of(report, "sync").message
+    assert report.causes() == []
+    assert report.causes("note") == ["lora"]
+    assert "trained weights" in finding_of(report, "sync").sentence
 
 
 @pytest.mark.parametrize("rollout", [{}, {"emulate": "int8"}, {"staleness": 2}])
@@ -127,8 +128,8 @@ def test_such_an_engine_is_started_in_float32_first(fixed_precision):
     config, started = fixed_precision
     report = diagnose(config, num_prompts=2)
     assert started == ["float32", "bfloat16"]
-    assert finding_of(report, "float32").status == "PASS"
-    assert report.failed() == []
+    assert finding_of(report, "float32").level == "healthy"
+    assert report.causes() == []
 
 
 class Shown(list):
@@ -168,8 +169,8 @@ def test_before_a_run_it_is_started_in_float32_and_the_report_is_kept(fixed_prec
     before_start.start(config)
     assert started == ["float32"]
     (report,) = before_start
-    assert finding_of(report, "float32").status == "PASS"
-    assert before_start.written == json.loads(json.dumps(report.to_mapping()))
+    assert finding_of(report, "float32").level == "healthy"
+    assert before_start.written == json.loads(as_json(report))
     assert before_start.run.prompts.position == 0
 
 
@@ -186,8 +187,8 @@ def test_a_run_whose_next_prompts_have_one_text_starts(fixed_precision, before_s
         stream.next(1)
     before_start.start(replace(config, data=data))
     (report,) = before_start
-    assert report.failed() == []
-    assert (finding_of(report, "batch_shape").status == "SKIP") == (len(set(texts)) == 1)
+    assert report.causes() == []
+    assert (finding_of(report, "batch_shape").level == "note") == (len(set(texts)) == 1)
 
 
 def test_a_failure_in_float32_stops_the_run_with_its_findings_on_disk(
@@ -199,10 +200,10 @@ def test_a_failure_in_float32_stops_the_run_with_its_findings_on_disk(
         BackendError, match=r"disagree on noise, see the report above and .*doctor\.json; repair"
     ):
         before_start.start(config)
-    assert before_start.written["exit_code"] == 2
-    failed = [finding for finding in before_start.written["findings"] if finding["status"] == "FAIL"]
-    assert [finding["check"] for finding in failed] == ["noise"]
-    assert failed[0]["message"].startswith("in float32: ")
+    assert before_start.written["level"] == "serious"
+    failed = [finding for finding in before_start.written["findings"] if finding["level"] == "serious"]
+    assert [finding["cause"] for finding in failed] == ["noise"]
+    assert failed[0]["sentence"].startswith("in float32: ")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_float32_can_be_turned_off(fixed_precision):
     config, started = fixed_precision
     report = diagnose(config, num_prompts=2, float32=False)
     assert started == ["bfloat16"]
-    assert "turned off" in finding_of(report, "float32").message
+    assert "turned off" in finding_of(report, "float32").sentence
 
 
 def test_an_engine_that_does_not_start_in_float32(fixed_precision, monkeypatch):
@@ -239,6 +240,6 @@ def test_an_engine_that_does_not_start_in_float32(fixed_precision, monkeypatch):
 
     monkeypatch.setattr(examination, "build_stacks", only_bfloat16)
     report = diagnose(config, num_prompts=2)
-    assert "does not work here (no kernel)" in finding_of(report, "float32").message
+    assert "does not work here (no kernel)" in finding_of(report, "float32").sentence
     with pytest.raises(BackendError, match="no kernel"):
         diagnose(config, num_prompts=2, float32=True)

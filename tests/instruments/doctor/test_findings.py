@@ -1,44 +1,42 @@
-import json
 import math
 
 import pytest
 
-from flowcorr.instruments.doctor import DoctorReport, Finding
-from flowcorr.instruments.doctor.findings import judged
+from flowcorr.instruments.doctor.findings import check_of, failed, judged, of_check, passed, skipped, warned
 
 
 @pytest.mark.parametrize(
-    ("value", "fails_above", "status", "threshold"),
+    ("value", "fails_above", "level", "limit"),
     [
-        (1.0, None, "PASS", 1.0),
-        (1.1, None, "FAIL", 1.0),
-        (1.1, 2.0, "WARN", 1.0),
-        (2.0, 2.0, "WARN", 1.0),
-        (2.1, 2.0, "FAIL", 2.0),
-        (9.0, math.inf, "WARN", 1.0),
-        (math.nan, math.inf, "FAIL", math.inf),
-        (math.nan, None, "FAIL", 1.0),
+        (1.0, None, "healthy", 1.0),
+        (1.1, None, "serious", 1.0),
+        (1.1, 2.0, "warning", 1.0),
+        (2.0, 2.0, "warning", 1.0),
+        (2.1, 2.0, "serious", 2.0),
+        (9.0, math.inf, "warning", 1.0),
+        (math.nan, math.inf, "serious", math.inf),
+        (math.nan, None, "serious", 1.0),
     ],
 )
-def test_the_status_follows_from_the_number(value, fails_above, status, threshold):
+def test_the_level_follows_from_the_number(value, fails_above, level, limit):
     finding = judged(value, 1.0, "good", "bad", "remedy", fails_above=fails_above)
-    assert (finding.status, finding.threshold) == (status, threshold)
-    assert finding.message == ("good" if status == "PASS" else "bad")
-    assert finding.remedy == ("" if status == "PASS" else "remedy")
+    assert (finding.level, finding.numbers["limit"]) == (level, limit)
+    assert finding.sentence == ("good" if level == "healthy" else "bad")
+    assert finding.remedy == ("" if level == "healthy" else "remedy")
 
 
-@pytest.mark.parametrize("value", [1.1, math.nan])
-def test_nothing_passes_above_its_threshold(value):
-    with pytest.raises(AssertionError, match="above its threshold"):
-        Finding(status="PASS", message="", value=value, threshold=1.0)
+def test_a_finding_has_its_check_as_its_cause_unless_it_names_another():
+    plain, named = passed("m", value=None, limit=1.0), failed("m", "r", cause="noise_reused")
+    assert (of_check("noise", plain).cause, check_of(of_check("noise", plain))) == ("noise", "noise")
+    assert plain.numbers == {"limit": 1.0}
+    assert (of_check("noise", named).cause, check_of(of_check("noise", named))) == ("noise_reused", "noise")
 
 
-def test_the_report_is_plain_json():
-    findings = [
-        Finding(check="a", status="PASS", message="m"),
-        Finding(check="b", status="WARN", message="m", value=float("nan")),
-    ]
-    report = DoctorReport(findings=findings, noise=[], num_elements=4, clip_ratio=0.1, images_per_second=2.0)
-    plain = json.loads(json.dumps(report.to_mapping(), allow_nan=False))
-    assert plain["exit_code"] == 1
-    assert plain["findings"][1]["value"] is None
+def test_every_cause_is_in_the_table():
+    with pytest.raises(AssertionError, match="its meaning"):
+        failed("m", "r", cause="witchcraft")
+
+
+@pytest.mark.parametrize("finding", [skipped("m"), warned("m", "r", value=1.0)])
+def test_without_a_cause_of_its_own_there_is_none(finding):
+    assert finding.cause == ""

@@ -9,7 +9,6 @@ from instruments.doctor.faults import (
     finding_of,
     no_vae_scaling,
     separate,
-    statuses,
     vae_scaling_off,
 )
 
@@ -48,8 +47,8 @@ def test_a_report_without_float32_says_which_gap_it_would_miss(small_run):
     engine = separate(run)
     merging(head_missing)(engine)
     report = check(run, engine, float32=False)
-    assert report.failed() == ["path"]  # what all samples have in common stands out of rounding
-    assert "less than 46 % passes or warns" in finding_of(report, "float32").message
+    assert report.causes() == ["path"]  # what all samples have in common stands out of rounding
+    assert "less than 46 % passes or warns" in finding_of(report, "float32").sentence
 
 
 def test_a_healthy_engine_agrees_in_float32(small_run):
@@ -57,8 +56,8 @@ def test_a_healthy_engine_agrees_in_float32(small_run):
     before = {name: value.clone() for name, value in run.family.transformer.state_dict().items()}
     sampled = run.sample()
     report = examine(run.actor, run.engine, run.conditioning)
-    assert report.failed() == []
-    assert finding_of(report, "float32").status == "PASS"
+    assert report.causes() == []
+    assert finding_of(report, "float32").level == "healthy"
     after = run.family.transformer.state_dict()
     assert all(value.dtype == after[name].dtype for name, value in before.items())
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -71,16 +70,16 @@ def test_remarks_of_float32_are_passed_on(small_run):
     engine = separate(run)
     merging(coarse)(engine)
     report = check(run, engine)
-    assert statuses(report, "WARN") == ["float32"]
-    assert "in float32: weights: velocities differ" in finding_of(report, "float32").message
+    assert report.causes("warning") == ["float32"]
+    assert "in float32: weights: velocities differ" in finding_of(report, "float32").sentence
 
 
 def test_memory_decides_by_default(small_run, monkeypatch):
     run = small_run(rollout={"dtype": "bfloat16"})
     monkeypatch.setattr(precision, "free_memory", lambda device: 1e6)
     report = check(run, run.engine)
-    assert "memory does not allow it" in finding_of(report, "float32").message
-    assert finding_of(check(run, run.engine, float32=True), "float32").status == "PASS"
+    assert "memory does not allow it" in finding_of(report, "float32").sentence
+    assert finding_of(check(run, run.engine, float32=True), "float32").level == "healthy"
 
 
 def test_an_engine_of_one_precision_is_not_examined_in_float32(small_run):
@@ -91,8 +90,8 @@ def test_an_engine_of_one_precision_is_not_examined_in_float32(small_run):
     engine = separate(run)
     engine.__class__ = Fixed
     report = check(run, engine, float32=True)
-    assert report.failed() == []
-    assert "keeps the precision it was started with" in finding_of(report, "float32").message
+    assert report.causes() == []
+    assert "keeps the precision it was started with" in finding_of(report, "float32").sentence
 
 
 def test_both_in_float32_comes_back_after_an_error(small_run):

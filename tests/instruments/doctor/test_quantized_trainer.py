@@ -38,11 +38,11 @@ def beside(small_run):
 def test_quantization_is_named_with_its_size_and_is_no_fault(beside, quantization):
     run, engine = beside(quantization)
     report = check(run, engine, float32=False)
-    assert report.failed() == []
+    assert report.causes() == []
     finding = finding_of(report, "weights")
-    assert finding.status == "PASS"
-    assert f"model.quantization={quantization} rounds the actor's weights and not" in finding.message
-    gap = float(finding.message.split("velocities differ by ")[1].split(" %")[0]) / 100
+    assert finding.level == "healthy"
+    assert f"model.quantization={quantization} rounds the actor's weights and not" in finding.sentence
+    gap = float(finding.sentence.split("velocities differ by ")[1].split(" %")[0]) / 100
     assert gap < usual_gap(run.config, distilled=False)
     assert gap > {"int8": 2e-3, "nf4": 0.03}[quantization]
 
@@ -73,15 +73,15 @@ def test_an_adapter_that_never_arrives_is_named(beside, quantization):
     merge = engine.merge
     engine.merge = lambda tensors: merge(start)
     report = examine(run.actor, engine, run.conditioning, float32=False)
-    assert "lora" in report.failed()
+    assert "lora" in report.causes()
 
 
 @BOTH
 def test_an_engine_that_shares_the_quantized_weights_has_no_gap(small_run, quantization):
     run = small_run(model={"quantization": quantization})
     report = check(run, run.engine)
-    assert report.failed() == []
-    assert "model.quantization" not in finding_of(report, "weights").message
+    assert report.causes() == []
+    assert "model.quantization" not in finding_of(report, "weights").sentence
 
 
 def test_float32_examines_both_stacks_unquantized_where_one_is(make_config):

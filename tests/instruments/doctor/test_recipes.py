@@ -47,10 +47,10 @@ def report_on(recipe, overrides, steps=None, **keys):
 
 
 def assert_agrees(report):
-    assert report.failed() == []
-    statuses = {finding.check: finding.status for finding in report.findings}
-    assert statuses["timesteps"] == statuses["guidance"] == "PASS"
-    assert statuses.get("float32", "PASS") == "PASS"
+    assert report.causes() == []
+    levels = {finding.cause: finding.level for finding in report.findings}
+    assert levels["timesteps"] == levels["guidance"] == "healthy"
+    assert levels.get("float32", "healthy") == "healthy"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

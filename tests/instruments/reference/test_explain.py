@@ -6,7 +6,7 @@ from flowcorr.cli import main
 from flowcorr.correction.presets import NAMES
 from flowcorr.correction.rejection import RS_MODES
 from flowcorr.instruments.doctor.checks import CHECKS
-from flowcorr.instruments.doctor.replayed.verdicts import CAUSES
+from flowcorr.instruments.doctor.findings import CAUSES
 from flowcorr.instruments.metrics.table import RULES
 from flowcorr.instruments.reference.explain import explanation
 from flowcorr.instruments.reference.glossary import WORDS
@@ -50,7 +50,7 @@ def test_a_name_is_explained(name, text, capsys):
 @pytest.mark.parametrize(
     "name",
     [
-        *(name for name, _, _ in CHECKS),
+        *(check.name for check in CHECKS),
         *CAUSES,
         *RS_MODES,
         *(r.name for r in RULES),

@@ -46,8 +46,8 @@ def test_a_training_step_and_the_doctor_name_it(start):
     with pytest.raises(BackendError, match=message):
         train_step(training_run(stack), 1, lambda phase: None)
     report = examine(stack.actor, stack.engine, stack.conditioning)
-    assert report.failed() == ["finite"]
-    (finding,) = [found for found in report.findings if found.check == "finite"]
+    assert report.causes() == ["finite"]
+    (finding,) = [found for found in report.findings if found.cause == "finite"]
     assert "its VAE overflows in rollout.dtype=float32" in finding.remedy
 
 

@@ -10,6 +10,7 @@ import torch
 from flowcorr.cli import main
 from flowcorr.errors import BackendError
 from flowcorr.instruments.doctor import examine
+from flowcorr.instruments.page import exit_code
 from flowcorr.rollout.vllm_omni import adapter
 from flowcorr.rollout.vllm_omni import engine as engine_module
 
@@ -23,7 +24,7 @@ def check(stack):
 
 
 def finding_of(report, name):
-    return next(finding for finding in report.findings if finding.check == name)
+    return next(finding for finding in report.findings if finding.cause == name)
 
 
 def test_a_healthy_engine_passes_everything_and_is_left_as_it_was(stack):
@@ -31,9 +32,9 @@ def test_a_healthy_engine_passes_everything_and_is_left_as_it_was(stack):
     stack.sync()
     before = stack.sample()
     report = check(stack)
-    assert report.exit_code == 0
-    assert finding_of(report, "attention").message.startswith("engine: attention SDPA, dtype float32")
-    assert max(noise.exact_kl for noise in report.noise) <= 1e-9
+    assert exit_code(report) == 0
+    assert finding_of(report, "attention").sentence.startswith("engine: attention SDPA, dtype float32")
+    assert max(row["exact_kl"] for row in report.table("noise_floor")) <= 1e-9
     after = stack.sample()
     assert torch.equal(after.window.latents, before.window.latents)
     assert torch.equal(after.policy_versions, before.policy_versions)
@@ -45,8 +46,8 @@ def test_bfloat16_and_staleness_are_no_failure(start):
     stack.sync()
     history = stack.engine.history
     report = check(stack)
-    assert report.failed() == []
-    assert finding_of(report, "attention").message.startswith("engine: attention SDPA, dtype bfloat16")
+    assert report.causes() == []
+    assert finding_of(report, "attention").sentence.startswith("engine: attention SDPA, dtype bfloat16")
     assert stack.engine.history == history
     assert stack.sample().policy_versions.unique().tolist() == [0]
 
@@ -56,7 +57,7 @@ def test_the_command_on_a_recipe(tmp_path, capfd):
     overrides = tiny_pipelines.overrides(folder, tiny_pipelines.QWEN_SIZE, "float32")
     engine = "rollout.engine.distributed_executor_backend=uni"
     assert main(["doctor", "qwen_image_ocr_lora_rollout_corr", *overrides, engine, "--prompts", "2"]) == 0
-    assert "rollout engine and actor agree: 22 PASS" in capfd.readouterr().out
+    assert "rollout engine and actor agree: 22 passed" in capfd.readouterr().out
 
 
 # Faults: each changes what the engine is told --------------------------------------------------------------
@@ -149,7 +150,7 @@ def one_sync_late():
 def test_a_planted_fault_is_named_and_no_other(guided, plant, named, monkeypatch):
     plant(guided, monkeypatch)
     report = check(guided)
-    assert report.failed() == [named]
+    assert report.causes() == [named]
 
 
 def test_an_adapter_that_does_not_arrive_ends_in_an_error(guided, monkeypatch):

@@ -1,15 +1,19 @@
-"""All checks in order; each tests one explanation of the gap between rollout engine and actor.
+"""All checks in order: of trials of the engine at hand, of captured samples of another trainer, or of both.
 
-An explanation is accepted if most of the gap disappears under it. So a check does not fail for the fault of another
-part. A gap that no check explains fails the check `weights`.
+Each tests one explanation of the gap between rollout engine and actor. An explanation is accepted if most of the gap
+disappears under it. So a check does not fail for the fault of another part. A gap that no check explains fails the
+check `weights`; of captured samples, it warns at the legs that have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
+from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.checks import (
+    advantages,
     clip,
     guidance,
     images,
@@ -17,64 +21,140 @@ from flowcorr.instruments.doctor.checks import (
     noise,
     path,
     prompts,
+    replay,
+    reward,
+    schedule,
     timesteps,
     trajectory,
     weights,
 )
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import Finding, skipped
+from flowcorr.instruments.doctor.findings import of_check, skipped
+from flowcorr.instruments.finding import Finding
 
-Check = Callable[[Exam], Finding]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One question, and who answers it for which samples.
+
+    Attributes:
+        name: of the check, and the cause of its findings unless they name another.
+        trials: examines trials of the engine at hand.
+        captured: examines captured samples; it may find nothing to look at.
+        blockers: checks whose failure makes the result on trials meaningless. Captured samples are replayed with what
+            was captured, so that none of their checks upsets another.
+    """
+
+    name: str
+    trials: Callable[[Exam], Finding] | None = None
+    captured: Callable[[Captured], Finding | None] | None = None
+    blockers: Sequence[str] = ()
+
 
 _TRAJECTORY = ("finite", "schedule", "latent_dtype", "transition", "log_probs", "bookkeeping")
 _INPUTS = (*_TRAJECTORY, "timesteps", "embeddings", "guidance")
-CHECKS: Sequence[tuple[str, Check, Sequence[str]]] = (
-    ("finite", trajectory.check_finite, ()),
-    ("schedule", trajectory.check_schedule, ("finite",)),
-    ("window", trajectory.check_window, ("finite", "schedule")),
-    ("latent_dtype", trajectory.check_latent_dtype, ("finite",)),
-    ("transition", trajectory.check_transition, ("finite", "schedule")),
-    ("log_probs", log_probs.check_log_probs, ("finite", "latent_dtype")),
-    (
-        "bookkeeping",
-        log_probs.check_bookkeeping,
-        ("finite", "schedule", "latent_dtype", "transition", "log_probs"),
+CHECKS: Sequence[Check] = (
+    Check(name="finite", trials=trajectory.check_finite),
+    Check(
+        name="schedule",
+        trials=trajectory.check_schedule,
+        captured=schedule.check_captured_schedule,
+        blockers=("finite",),
     ),
-    (
-        "trajectory",
-        trajectory.check_trajectory,
-        ("finite", "window", "latent_dtype", "log_probs", "bookkeeping"),
+    Check(name="window", trials=trajectory.check_window, blockers=("finite", "schedule")),
+    Check(name="latent_dtype", trials=trajectory.check_latent_dtype, blockers=("finite",)),
+    Check(name="transition", trials=trajectory.check_transition, blockers=("finite", "schedule")),
+    Check(name="before", captured=replay.check_before),
+    Check(
+        name="log_probs",
+        trials=log_probs.check_log_probs,
+        captured=log_probs.check_captured_log_probs,
+        blockers=("finite", "latent_dtype"),
     ),
-    ("noise", noise.check_noise, ("finite", "latent_dtype", "log_probs", "bookkeeping")),
-    ("determinism", noise.check_determinism, ("finite",)),
-    (
-        "seeds",
-        noise.check_seeds,
-        ("finite", "window", "latent_dtype", "log_probs", "bookkeeping", "noise", "determinism"),
+    Check(name="between", captured=replay.check_between),
+    Check(name="after", captured=replay.check_after),
+    Check(
+        name="bookkeeping",
+        trials=log_probs.check_bookkeeping,
+        blockers=("finite", "schedule", "latent_dtype", "transition", "log_probs"),
     ),
-    ("timesteps", timesteps.check_timesteps, _TRAJECTORY),
-    ("embeddings", prompts.check_embeddings, (*_TRAJECTORY, "timesteps")),
-    ("batch_shape", noise.check_batch_shape, ("finite", "determinism", "embeddings")),
-    ("guidance", guidance.check_guidance, (*_TRAJECTORY, "timesteps", "embeddings")),
-    ("sync", weights.check_sync, _INPUTS),
-    ("weights", weights.check_weights, (*_INPUTS, "sync")),
-    ("lora", weights.check_lora, (*_INPUTS, "sync", "weights")),
-    ("attention", weights.check_attention, (*_INPUTS, "sync", "weights", "lora")),
-    ("path", path.check_path, (*_INPUTS, "window", "trajectory", "noise", "sync", "weights", "lora")),
-    ("images", images.check_images, ("finite",)),
-    ("clip", clip.check_clip, (*_INPUTS, "sync", "weights", "lora")),
+    Check(
+        name="trajectory",
+        trials=trajectory.check_trajectory,
+        blockers=("finite", "window", "latent_dtype", "log_probs", "bookkeeping"),
+    ),
+    Check(
+        name="noise",
+        trials=noise.check_noise,
+        captured=noise.check_captured_noise,
+        blockers=("finite", "latent_dtype", "log_probs", "bookkeeping"),
+    ),
+    Check(name="determinism", trials=noise.check_determinism, blockers=("finite",)),
+    Check(
+        name="seeds",
+        trials=noise.check_seeds,
+        blockers=("finite", "window", "latent_dtype", "log_probs", "bookkeeping", "noise", "determinism"),
+    ),
+    Check(name="timesteps", trials=timesteps.check_timesteps, blockers=_TRAJECTORY),
+    Check(
+        name="embeddings",
+        trials=prompts.check_embeddings,
+        captured=replay.check_embeddings,
+        blockers=(*_TRAJECTORY, "timesteps"),
+    ),
+    Check(
+        name="batch_shape",
+        trials=noise.check_batch_shape,
+        blockers=("finite", "determinism", "embeddings"),
+    ),
+    Check(
+        name="guidance",
+        trials=guidance.check_guidance,
+        captured=replay.check_guidance,
+        blockers=(*_TRAJECTORY, "timesteps", "embeddings"),
+    ),
+    Check(name="sync", trials=weights.check_sync, blockers=_INPUTS),
+    Check(name="weights", trials=weights.check_weights, blockers=(*_INPUTS, "sync")),
+    Check(
+        name="lora",
+        trials=weights.check_lora,
+        captured=replay.check_lora,
+        blockers=(*_INPUTS, "sync", "weights"),
+    ),
+    Check(name="attention", trials=weights.check_attention, blockers=(*_INPUTS, "sync", "weights", "lora")),
+    Check(
+        name="path",
+        trials=path.check_path,
+        blockers=(*_INPUTS, "window", "trajectory", "noise", "sync", "weights", "lora"),
+    ),
+    Check(
+        name="images",
+        trials=images.check_images,
+        captured=images.check_captured_images,
+        blockers=("finite",),
+    ),
+    Check(name="reward", captured=reward.check_captured_reward),
+    Check(name="advantages", captured=advantages.check_captured_advantages),
+    Check(name="clip", trials=clip.check_clip, blockers=(*_INPUTS, "sync", "weights", "lora")),
 )
-"""Name, check, and the checks whose failure makes its result meaningless; in the order of execution."""
+"""In the order of execution."""
 
 
-def run_checks(exam: Exam) -> list[Finding]:
+def run_checks(samples: Exam | Captured) -> list[Finding]:
     """All findings in the order of `CHECKS`; a check is skipped if one that it depends on failed."""
     findings: list[Finding] = []
     failed: set[str] = set()
-    for name, check, blockers in CHECKS:
-        causes = [blocker for blocker in blockers if blocker in failed]
-        finding = skipped(f"not judged, because {causes[0]} fails") if causes else check(exam)
-        findings.append(replace(finding, check=name))
-        if finding.status == "FAIL":
-            failed.add(name)
+    for check in CHECKS:
+        examine: Callable[[Any], Finding | None] | None = (
+            check.captured if isinstance(samples, Captured) else check.trials
+        )
+        if examine is None:
+            continue
+        causes = [] if isinstance(samples, Captured) else [name for name in check.blockers if name in failed]
+        finding = skipped(f"not judged, because {causes[0]} fails") if causes else examine(samples)
+        if finding is None:
+            continue
+        findings.append(of_check(check.name, finding))
+        if finding.level == "serious":
+            failed.add(check.name)
     return findings

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from flowcorr.instruments.clip_noise import QUANTILES, clip_key, ratio_distance
+from flowcorr.instruments.clip_noise import QUANTILES, clip_key, clip_text, ratio_distance
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import Finding, StepNoise, judged, passed
+from flowcorr.instruments.doctor.findings import judged, passed
+from flowcorr.instruments.finding import Column, Finding, Table
 from flowcorr.losses import clip_by_term, loss_of, resolve_loss
 
 CLIP_SHARE = 0.1
@@ -43,22 +42,38 @@ def outside_clip(exam: Exam) -> Tensor:
     return distance > clip_by_term(limit, step_indices)
 
 
-def noise_floor(exam: Exam) -> Sequence[StepNoise]:
-    """The gap by step index, under the current weights."""
+def noise_floor(exam: Exam) -> Table:
+    """The gap by step index, under the current weights: nats per latent element, before anything was learned."""
     trial = exam.trials.base
     rollout = trial.rollout
     delta = (trial.log_probs - rollout.log_probs).double().abs()
     squared, outside = trial.squared_distance(), outside_clip(exam)
-    steps = []
+    rows = []
     for index in rollout.window.step_indices.unique().tolist():
         here = rollout.window.step_indices == index
-        steps.append(
-            StepNoise(
-                step_index=index,
-                sigma=float(rollout.window.sigmas[here][0]),
-                abs_delta=tuple(torch.quantile(delta[here], delta.new_tensor(QUANTILES)).tolist()),
-                exact_kl=float(squared[here].mean() / 2),
-                outside_clip=float(outside[here].double().mean()),
+        rows.append(
+            (
+                index,
+                float(rollout.window.sigmas[here][0]),
+                *torch.quantile(delta[here], delta.new_tensor(QUANTILES)).tolist(),
+                float(squared[here].mean() / 2),
+                float(outside[here].double().mean()),
             )
         )
-    return steps
+    tiny = "{:.1e}".format
+    return Table(
+        name="noise_floor",
+        title="noise floor before any update, nats a latent element",
+        columns=(
+            Column(name="step_index", heading="step"),
+            Column(name="sigma", show="{:.3f}".format),
+            *(
+                Column(name=f"abs_delta_{quantile:g}", heading=f"|delta log p| {quantile:.0%}", show=tiny)
+                for quantile in QUANTILES
+            ),
+            Column(name="exact_kl", heading="exact KL", show=tiny),
+            Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
+        ),
+        rows=rows,
+        note=f"D = {rollout.num_elements}, clip range {clip_text(exam.config.actor.clip_ratio)}",
+    )

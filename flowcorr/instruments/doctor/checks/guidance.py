@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from flowcorr.instruments.doctor.exam import EXPLAINED, FACTOR_ERRORS, Exam
-from flowcorr.instruments.doctor.findings import Finding, failed, passed
+from flowcorr.instruments.doctor.findings import failed, passed
 from flowcorr.instruments.doctor.trials import Fit, score_means
+from flowcorr.instruments.finding import Finding
 from flowcorr.rollout.precision import NO_GAP, coarse_weights
 from flowcorr.sde.transition import over_elements
 
@@ -46,7 +47,7 @@ def _distilled(exam: Exam, key: str, configured: float) -> Finding:
     if evidence is None:
         return passed(f"no usual {key} fits the steps better than {configured:g}")
     message = f"the steps fit {key}={found:.3g} instead of {configured:g}, {evidence.text}"
-    return failed(message, REMEDY.format(key=key), value=found, threshold=configured)
+    return failed(message, REMEDY.format(key=key), value=found, limit=configured)
 
 
 def _linear(exam: Exam, key: str, configured: float) -> Finding:
@@ -63,7 +64,7 @@ def _linear(exam: Exam, key: str, configured: float) -> Finding:
             f"the steps fit guidance_rescale={rescaled.factor:.2g}, which is {100 * rescaled.share:.0f} % of the gap",
             "turn guidance_rescale off in the engine, since flowcorr does not rescale guidance",
             value=rescaled.share,
-            threshold=EXPLAINED,
+            limit=EXPLAINED,
         )
     unguided = coarse_weights(exam.config) and trial.explained_by([plain]) >= UNGUIDED
     if _acts(exam, scale) or unguided:
@@ -71,7 +72,7 @@ def _linear(exam: Exam, key: str, configured: float) -> Finding:
             f"the steps fit {key}={found:.3g} instead of {configured:g}, which is {100 * scale.share:.0f} % of the gap",
             REMEDY.format(key=key),
             value=found,
-            threshold=configured,
+            limit=configured,
         )
     return passed(f"the steps fit {key}={found:.3g}")
 

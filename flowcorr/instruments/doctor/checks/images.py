@@ -1,14 +1,19 @@
-"""The check of the images: are they those of their final latents?"""
+"""The checks of the images: are they those of their final latents?"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from flowcorr.dumps.replay import ReplaySamples
+from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import Finding, failed, judged, skipped
+from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped, warned
+from flowcorr.instruments.finding import Finding
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.rollout.sampler import decode
 
@@ -22,6 +27,9 @@ IMAGE_ROUNDING = 0.5
 # own: a group's images are all alike.
 SWAPPED = 0.5  # ratio of distances
 CLOSE = 3.0  # times the usual distance
+# Of captured images: float32 decoders agree to the rounding to whole levels, and those of half precision to this.
+LIMITS = {"float32": 1.0, "float16": 2.0, "bfloat16": 4.0}
+BY_SAMPLE = ("swapped_images", "images_of_step_before")  # some of the samples may have it alone
 
 
 def check_images(exam: Exam) -> Finding:
@@ -53,7 +61,7 @@ def check_images(exam: Exam) -> Finding:
             f"grey levels of 255 from that one, and by {float(own[worst]):.2g} from its own",
             "keep the order of samples in a batch: row i of images, latents and rewards must be the same sample",
             value=float(own[worst]),
-            threshold=float(gaps[worst, other]),
+            limit=float(gaps[worst, other]),
         )
     limit = SAME_IMAGE + MARGIN * rounding
     largest, signed = float(own.max()), (found - expected).mean((0, 1, 2)).tolist()
@@ -113,3 +121,122 @@ def _decoded(family: ModelFamily, final: Tensor, dtype: torch.dtype) -> tuple[Te
     finally:
         family.pipeline.vae = vae
     return images.float(), finite
+
+
+def check_captured_images(captured: Captured) -> Finding:
+    """Whether captured images are what the training stack decodes of their final latents."""
+    stack = captured.stack
+    final = stack.tensor("final_latents")
+    if final is None:
+        return skipped("cannot tell", "capture final_latents")
+    images = _pixels(stack.samples)
+    limit = LIMITS[stack.samples.dtype or "bfloat16"]
+    images_of, finite = decode(stack.family, final)
+    if not bool(finite.all()):
+        return skipped(
+            "cannot tell: the captured latents decode to pixels that are not finite",
+            "the VAE overflows in the dtype of this replay, or its weights are damaged: give --model a recipe "
+            "of model.dtype: float32, or check the model's files",
+        )
+    decoded = images_of.cpu().float()
+    table = _distances(decoded, images) / limit  # [decoded, captured]
+    own = table.diag()
+    others = table + torch.diag(torch.full_like(own, torch.inf))
+    evidence = f"{', '.join(f'{value:.2g}' for value in (own * limit).tolist())} grey levels"
+    samples = tuple(own.tolist())
+    if bool((own <= 1).all()):
+        if len(own) > 1 and float(others.min()) <= 2:
+            return skipped(f"cannot tell: images of different samples are alike; {evidence}", samples=samples)
+        return passed(f"the images are those of their latents; {evidence}", samples=samples)
+    bad = own > 1
+    for cause, message, remedy, found in _rivals(captured, final, decoded, images):
+        explained = (found / limit <= 1) & bad
+        if bool((explained == bad).all()) or (cause in BY_SAMPLE and bool(explained.any())):
+            count = int(explained.sum())
+            return failed(
+                f"{message}; {evidence}; with this undone {count} of {int(bad.sum())} agree",
+                remedy,
+                cause=cause,
+                confidence="certain" if count == int(bad.sum()) else "likely",
+                samples=samples,
+            )
+    return warned(
+        f"the images are not those of their latents, and cannot tell why; {evidence}",
+        "an image of a sample that was not captured, or another decoder: capture all samples of a batch, and "
+        "the step before",
+        samples=samples,
+    )
+
+
+def _rivals(
+    captured: Captured, final: Tensor, decoded: Tensor, images: Tensor
+) -> Iterator[tuple[str, str, str, Tensor]]:
+    """What the images may be instead: cause, message, remedy, and the distance `[n]` of each image from that."""
+    family, table = captured.stack.family, _distances(decoded, images)
+    table.fill_diagonal_(torch.inf)
+    yield (
+        "swapped_images",
+        "the images are those of other samples",
+        "keep images, latents and rewards of a batch in one order",
+        table.amin(0),
+    )
+    for number, samples in sorted(captured.earlier.items(), reverse=True):
+        past = samples.tensors().get("final_latents")
+        known = [_pixels(samples)]
+        if past is not None and past[0].numel() == final[0].numel():
+            latents = past.reshape(-1, *final.shape[1:]).float().to(final.device)
+            known.append(decode(family, latents)[0].cpu().float())
+        same = [values for values in known if values.shape[1:] == images.shape[1:]]
+        if same:
+            yield (
+                "images_of_step_before",
+                f"the images are those of training step {number}",
+                "clear what holds the images before the next step samples",
+                torch.stack([_distances(values, images).amin(0) for values in same]).amin(0),
+            )
+    with _without_scaling(family) as changed:
+        if changed:
+            plain = decode(family, final)[0].cpu().float()
+            yield (
+                "decoder_unscaled",
+                "the latents were decoded without the VAE's scaling and shift",
+                "divide latents by scaling_factor and add shift_factor before the VAE decodes them",
+                _distances(plain, images).diag(),
+            )
+    for cause, message, other in (
+        ("channels_reversed", "red and blue of the images are exchanged", decoded.flip(3)),
+        ("flipped_images", "the images are upside down", decoded.flip(1)),
+    ):
+        yield (
+            cause,
+            message,
+            "hand the reward images as the pipeline returns them",
+            _distances(other, images).diag(),
+        )
+
+
+def _pixels(samples: ReplaySamples) -> Tensor:
+    assert isinstance(samples.images, Tensor)
+    return samples.images.float()
+
+
+def _distances(decoded: Tensor, images: Tensor) -> Tensor:
+    """Mean absolute differences `[decoded, images]` in grey levels."""
+    return torch.stack([(images - one).abs().flatten(1).mean(1) for one in decoded])
+
+
+@contextmanager
+def _without_scaling(family: ModelFamily) -> Iterator[bool]:
+    """The VAE as if its latents needed no scaling; false where it has no such numbers."""
+    vae = family.pipeline.vae
+    known = {
+        name: value
+        for name, value in (("scaling_factor", 1.0), ("shift_factor", 0.0))
+        if getattr(vae.config, name, None)
+    }
+    before = {name: getattr(vae.config, name) for name in known}
+    vae.register_to_config(**known)
+    try:
+        yield before != known
+    finally:
+        vae.register_to_config(**before)

@@ -1,16 +1,22 @@
-"""Checks of log-probs: against the engine's own step means, and against the actor's."""
+"""Checks of log-probs: against the engine's own step means, against the actor's, and against a replay."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flowcorr import sde
+from flowcorr import dumps, sde
+from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import Finding, judged, passed
+from flowcorr.instruments.doctor.findings import failed, judged, passed
+from flowcorr.instruments.doctor.legs import Convention
+from flowcorr.instruments.faults import diagnose
+from flowcorr.instruments.finding import LEVELS, Finding
+from flowcorr.instruments.steps import gap_of
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 
 LOG_PROB_TOLERANCE = 1e-5  # a log-prob follows from its own mean to 5e-7; bfloat16 rounding costs 2e-3
@@ -92,3 +98,49 @@ def _formulas(exam: Exam) -> Iterator[tuple[str, Tensor]]:
         "densities, where sampling.cps_unscaled asks for squared distances",
         right / (2 * stds.square()) - (stds.log() + HALF_LOG_TWO_PI),
     )
+
+
+def check_captured_log_probs(captured: Captured) -> Finding | None:
+    """Whether captured log-probs are those of the replay, as means of a density."""
+    replayed, convention = captured.replayed.get("log_probs"), captured.legs.convention
+    found = (
+        None
+        if convention is None
+        else _of_convention(convention, captured.terms.get(captured.step), captured.step)
+    )
+    if replayed is None or found is None:
+        return replayed or found
+    # That they agree with the replay is told only where their convention is the expected one.
+    worse = LEVELS.index(replayed.level) <= LEVELS.index(found.level)
+    return replayed if worse and replayed.level != "healthy" else found
+
+
+def _of_convention(convention: Convention, terms: Path | None, step: int) -> Finding | None:
+    """The finding on log-probs of a convention; None where it is the expected one."""
+    if convention.scaled and not convention.summed and convention.normaliser == "full":
+        return None
+    if convention.scaled and not convention.summed:
+        shift = "" if terms is None else _shared_shift(terms, step)
+        if not shift:
+            return passed(f"they are {convention.name}, which cancels in every ratio of two that lack it")
+        return failed(
+            f"they are {convention.name}, and the trainer's are not; {shift}",
+            "add these terms to the engine's log-probs, or leave them out of the trainer's",
+            cause="log_probs_normaliser",
+            confidence="certain",
+        )
+    return failed(
+        f"they are {convention.name}, where means of a density are expected; no other convention is as close to the "
+        "replay",
+        "take mean() over the latent in place of sum()"
+        if convention.summed
+        else "divide by 2 s^2, or read clip ranges and gaps in that unit",
+        cause=f"log_probs_{'summed' if convention.summed else 'unscaled'}",
+        confidence="certain",
+    )
+
+
+def _shared_shift(terms: Path, step: int) -> str:
+    """By how much the trainer's log-probs differ from the engine's in all samples; empty where they do not."""
+    found = diagnose({step: gap_of(dumps.load(terms))})
+    return next((one.evidence for one in found if one.cause in ("shared_shift", "one_step")), "")

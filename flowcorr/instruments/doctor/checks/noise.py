@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
 
 from flowcorr import sde
+from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam, rms
-from flowcorr.instruments.doctor.findings import Finding, judged, skipped
+from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
+from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.trials import TRAINING_STEP, Trial
+from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.rules import skew
 from flowcorr.records import Rollout
 from flowcorr.rollout.witnesses import seeded_noise
@@ -20,6 +24,8 @@ NOISE_GAP = 0.05  # rms; latents have unit scale, and different noise gives 0.9 
 SEEDED = 1e-4  # rms; float32 leaves 2e-6 beyond its rounding of the latents, rounding to bfloat16 1e-3
 LATENT_ROUNDING = 4 * torch.finfo(torch.float32).eps
 SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance), .002 in bfloat16; lower precision allows more
+ERRORS = 6.0  # standard errors of captured noise
+SHARED = 0.5  # correlation above which two captured draws are one
 
 
 def check_noise(exam: Exam) -> Finding:
@@ -155,3 +161,71 @@ def _difference(trial: Trial, first: int, second: int) -> str:
         return "the steps of a sample"
     groups = {owners[sample % samples] for sample in samples_of}
     return "the images of a prompt" if len(groups) == 1 else "prompts"
+
+
+def check_captured_noise(captured: Captured) -> Finding:
+    """Whether initial noise, and the noise of the steps, is standard normal and not drawn twice."""
+    stack = captured.stack
+    noise = stack.tensor("initial_noise")
+    assert noise is not None, "`Stack` has checked it"
+    flat = noise.flatten(1).cpu().double()
+    remedy = "seed the noise by training step, prompt and member"
+    prompts = stack.samples.prompts
+    for number, samples in captured.earlier.items():
+        past = samples.tensors()["initial_noise"].flatten(1).double()
+        if past.shape[1] == flat.shape[1] and (pair := _same_rows(flat, past)):
+            return failed(
+                f"the initial noise is that of training step {number}; of {pair} of {len(flat)} samples",
+                remedy,
+                cause="noise_reused",
+                confidence="certain",
+            )
+    twins = [
+        pair for pair in itertools.combinations(range(len(flat)), 2) if _alike(flat[pair[0]], flat[pair[1]])
+    ]
+    strange = [pair for pair in twins if prompts[pair[0]] != prompts[pair[1]]]
+    if strange:
+        pairs = ", ".join(f"{left} and {right}" for left, right in strange)
+        return failed(
+            f"samples of different prompts begin with the same noise; samples {pairs}",
+            remedy,
+            cause="noise_reused",
+            confidence="certain",
+        )
+    size = flat.numel()
+    mean, std = float(flat.mean()), float(flat.std())
+    if not (abs(mean) <= ERRORS / math.sqrt(size) and abs(std - 1) <= ERRORS / math.sqrt(2 * size)):
+        return failed(
+            f"the initial noise is not standard normal; mean {mean:.3g}, std {std:.4g}",
+            remedy,
+            cause="noise_scale",
+            confidence="certain",
+        )
+    shared = _shared_by_steps(captured.legs)
+    if shared is not None:
+        return failed(
+            f"steps of the window share their noise; terms {shared[0]} and {shared[1]}",
+            remedy,
+            cause="noise_reused",
+            confidence="certain",
+        )
+    told = "; samples of one prompt begin with the same noise" if twins else ""
+    return passed(f"standard normal, and drawn once{told}; initial noise: mean {mean:.2g}, std {std:.4g}")
+
+
+def _shared_by_steps(legs: Legs) -> tuple[int, int] | None:
+    """Two steps of the window with one noise, where the replay agrees with the log-probs."""
+    if not legs.agrees:
+        return None
+    flat = legs.noise.flatten(2).cpu().flatten(0, 1)
+    pairs = itertools.combinations(range(len(flat)), 2)
+    return next(((left, right) for left, right in pairs if _alike(flat[left], flat[right])), None)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two draws are one, or nearly."""
+    return float(torch.nn.functional.cosine_similarity(one, other, dim=0)) > SHARED
+
+
+def _same_rows(flat: Tensor, past: Tensor) -> int:
+    return sum(any(_alike(row, other) for other in past) for row in flat)

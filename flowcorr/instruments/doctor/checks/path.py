@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.instruments.doctor.exam import FACTOR_ERRORS, Exam, largest_gap
-from flowcorr.instruments.doctor.findings import Finding, failed, judged, skipped
+from flowcorr.instruments.doctor.findings import failed, judged, skipped
 from flowcorr.instruments.doctor.trials import TRAINING_STEP
+from flowcorr.instruments.finding import Finding
 from flowcorr.models import DTYPES, Schedule
 from flowcorr.rollout.precision import NO_GAP, coarse_weights
 from flowcorr.rollout.sampler import step_outside
@@ -134,7 +135,7 @@ def check_path(exam: Exam) -> Finding:
             found = _systematic(leg)
             if found is not None:
                 text, factor, limit = found
-                return failed(f"{text} {leg.name}", REMEDY, value=abs(factor), threshold=limit)
+                return failed(f"{text} {leg.name}", REMEDY, value=abs(factor), limit=limit)
     return judged(
         largest,
         LARGEST,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import Finding, failed, judged
+from flowcorr.instruments.doctor.findings import failed, judged
 from flowcorr.instruments.doctor.trials import Fit, Trial, score_means
+from flowcorr.instruments.finding import Finding
 from flowcorr.models import Conditioning
 from flowcorr.rollout.precision import NO_GAP
 
@@ -38,7 +39,7 @@ def check_embeddings(exam: Exam) -> Finding:
         f"the engine's {name} differs by {100 * worst:.2g} %",
         remedy,
     )
-    return finding if finding.status == "FAIL" else _unreturned(exam) or finding
+    return finding if finding.level == "serious" else _unreturned(exam) or finding
 
 
 def _unreturned(exam: Exam) -> Finding | None:
@@ -63,7 +64,7 @@ def _unreturned(exam: Exam) -> Finding | None:
         f"the steps fit {message}, {evidence.text}",
         "compare the conditioning that enters the engine's transformer with Rollout.conditioning, by value and length",
         value=evidence.value,
-        threshold=evidence.threshold,
+        limit=evidence.threshold,
     )
 
 

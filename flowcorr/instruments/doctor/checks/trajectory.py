@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import Finding, failed, judged, passed
+from flowcorr.instruments.doctor.findings import failed, judged, passed
 from flowcorr.instruments.doctor.trials import TRAINING_STEP, asked_windows
+from flowcorr.instruments.finding import Finding
 from flowcorr.rollout import witnesses
 from flowcorr.rollout.broken import decoder_dtype
 

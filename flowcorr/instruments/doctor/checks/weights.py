@@ -9,8 +9,9 @@ from typing import Protocol, runtime_checkable
 
 from flowcorr.instruments.doctor import precision
 from flowcorr.instruments.doctor.exam import EXPLAINED, Exam, largest_gap
-from flowcorr.instruments.doctor.findings import Finding, failed, judged, passed, skipped
+from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.trials import score_means, velocity_gap
+from flowcorr.instruments.finding import Finding
 from flowcorr.rollout.base import attention_name
 from flowcorr.rollout.precision import MARGIN, NO_GAP, coarse_weights, trainer_quantization
 
@@ -49,7 +50,7 @@ def check_sync(exam: Exam) -> Finding:
         "check the answer of every sync, and that no request keeps an old version; set an intended lag as "
         "rollout.staleness",
     )
-    if finding.status == "FAIL":
+    if finding.level == "serious":
         return finding
     told, said = exam.trials.moved_version, int(trial.rollout.policy_versions.max())
     if said > told:
@@ -83,7 +84,7 @@ def check_weights(exam: Exam) -> Finding:
             "compare model.path, revision and variant of both stacks, and the engine's layers: rounding does not "
             "explain this gap",
             value=errors.engine / errors.actor,
-            threshold=ROUNDING_FAIL,
+            limit=ROUNDING_FAIL,
         )
     limit = largest_gap(usual)
     coarse = gap <= limit

@@ -1,5 +1,8 @@
 import pytest
-from instruments.doctor.faults import WHOLE, check, finding_of, statuses
+from instruments.doctor.faults import WHOLE, check, finding_of
+
+from flowcorr.instruments.clip_noise import QUANTILES
+from flowcorr.instruments.page import exit_code
 
 
 def test_a_gap_above_the_clip_warns_in_bypass(small_run):
@@ -8,10 +11,10 @@ def test_a_gap_above_the_clip_warns_in_bypass(small_run):
     bypass = {"rollout_correction": RolloutCorrectionConfig.preset("bypass_ppo_clip")}
     run = small_run(rollout={"emulate": "fp8"}, algorithm=bypass, actor={"clip_ratio": 1e-5})
     report = check(run, run.engine, float32=False)
-    assert statuses(report, "WARN") == ["clip"]
-    assert finding_of(report, "clip").value > 0.9
+    assert report.causes("warning") == ["clip"]
+    assert finding_of(report, "clip").numbers["value"] > 0.9
     wide = small_run(rollout={"emulate": "fp8"}, algorithm=bypass, actor={"clip_ratio": 0.2})
-    assert check(wide, wide.engine, float32=False).exit_code == 0
+    assert exit_code(check(wide, wide.engine, float32=False)) == 0
 
 
 @pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard", "importance_cap", "flow_dppo"])
@@ -25,7 +28,7 @@ def test_the_clip_is_judged_on_the_ratio_that_the_loss_uses(small_run, loss_mode
     run = small_run(model=WHOLE, rollout={"emulate": "int4"}, algorithm=bypass, actor=actor)
     found = finding_of(check(run, run.engine, float32=False), "clip")
     if loss_mode == "flow_dppo":
-        assert found.message == "the loss does not clip"
+        assert found.sentence == "the loss does not clip"
         return
     rollout = run.engine.sample(run.conditioning, range(2), training_step=0, with_means=True)
     scores = run.actor.log_probs(rollout, with_means=True)
@@ -37,9 +40,9 @@ def test_the_clip_is_judged_on_the_ratio_that_the_loss_uses(small_run, loss_mode
         log_ratio = (log_ratio + r_squared / 2) * rollout.window.stds
     expected = (log_ratio.expm1().abs() > limit).double().mean().item()
     assert 0 < expected < 1
-    assert found.value == pytest.approx(expected)
+    assert found.numbers["value"] == pytest.approx(expected)
     key = f"importance_cap={1 + limit}" if loss_mode == "importance_cap" else f"clip_ratio={limit}"
-    assert f"outside actor.{key} before" in found.message
+    assert f"outside actor.{key} before" in found.sentence
 
 
 @pytest.mark.parametrize("clip", [1e-4, (1e-4, 5e-4)])
@@ -53,12 +56,14 @@ def test_noise_floor_by_hand(small_run, clip):
     r_squared = (scores.means - rollout.window.means).square().flatten(2).mean(
         -1
     ) / rollout.window.stds.square()
-    assert [step.step_index for step in report.noise] == [0, 1]
-    for place, step in enumerate(report.noise):
-        assert step.sigma == pytest.approx(rollout.window.sigmas[0, place].item())
-        assert step.abs_delta[0] == pytest.approx(delta[:, place].quantile(0.5).item())
-        assert step.abs_delta[0] <= step.abs_delta[1] <= step.abs_delta[2]
-        assert step.exact_kl == pytest.approx(r_squared[:, place].mean().item() / 2)
+    rows = report.table("noise_floor")
+    assert [row["step_index"] for row in rows] == [0, 1]
+    for place, row in enumerate(rows):
+        quantiles = [row[f"abs_delta_{quantile:g}"] for quantile in QUANTILES]
+        assert row["sigma"] == pytest.approx(rollout.window.sigmas[0, place].item())
+        assert quantiles[0] == pytest.approx(delta[:, place].quantile(0.5).item())
+        assert quantiles == sorted(quantiles)
+        assert row["exact_kl"] == pytest.approx(r_squared[:, place].mean().item() / 2)
         limit = clip[place] if isinstance(clip, tuple) else clip
-        assert step.outside_clip == pytest.approx((off[:, place] > limit).double().mean().item())
-    assert report.num_elements == 4 * 8 * 16
+        assert row["outside_clip"] == pytest.approx((off[:, place] > limit).double().mean().item())
+    assert report.fact("num_elements") == 4 * 8 * 16

@@ -54,9 +54,9 @@ def test_another_family(tmp_path, make_config, rollout):
     _, actor, engine, conditioning = tiny_pipelines.connect(config, ["cat", "dog"])
     tiny_pipelines.stir(actor)
     engine.sync(actor.weights.snapshot())
-    assert examine(actor, engine, conditioning, float32=False).failed() == []
+    assert examine(actor, engine, conditioning, float32=False).causes() == []
     another_guidance(true_cfg_scale=1.0)(engine)
-    assert examine(actor, engine, conditioning, float32=False).failed() == ["guidance"]
+    assert examine(actor, engine, conditioning, float32=False).causes() == ["guidance"]
 
 
 @pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}])
@@ -72,8 +72,8 @@ def test_distilled_guidance(tmp_path, make_config, rollout):
     _, actor, engine, conditioning = tiny_pipelines.connect(config, ["cat", "dog"])
     tiny_pipelines.stir(actor)
     engine.sync(actor.weights.snapshot())
-    assert examine(actor, engine, conditioning, float32=False).failed() == []
+    assert examine(actor, engine, conditioning, float32=False).causes() == []
     another_guidance(guidance_scale=1.0)(engine)
     report = examine(actor, engine, conditioning, float32=False)
-    assert report.failed() == ["guidance"]
-    assert "guidance_scale=1 instead of 3.5" in finding_of(report, "guidance").message
+    assert report.causes() == ["guidance"]
+    assert "guidance_scale=1 instead of 3.5" in finding_of(report, "guidance").sentence

@@ -11,7 +11,7 @@ from instruments.doctor.faults import (
     vae_scaling_off,
 )
 
-from flowcorr.instruments.doctor.checks.images import find_exchanged
+from flowcorr.instruments.doctor.checks.images import check_captured_images, find_exchanged
 from tests.overflow import overflow
 from tests.planted.mistakes import exchanged
 from tests.planted.plants import another_vae, returning
@@ -82,3 +82,44 @@ def test_an_image_that_went_another_way_is_not_exchanged():
     gaps = gaps_of(2.0, among=12.0, elsewhere=70.0)
     gaps[4, 4] = 44.0  # as far from its own as from those of its group's other way
     assert find_exchanged(gaps) is None
+
+
+# Captured samples ------------------------------------------------------------------------------------------
+
+
+def test_images_in_order(captured_of):
+    assert check_captured_images(captured_of()).level == "healthy"
+
+
+def test_all_of_a_batch_swapped_is_certain(captured_of, captured):
+    images = captured["images"][:4].roll(1, 0)
+    found = check_captured_images(captured_of(images=images, prompts=captured["prompts"][:4]))
+    assert (found.cause, found.numbers["confidence"]) == ("swapped_images", "certain")
+
+
+def test_one_image_of_many(captured_of, captured):
+    images = captured["images"].clone()
+    images[2] = images[0]
+    found = check_captured_images(captured_of(images=images))
+    assert (found.cause, found.numbers["confidence"]) == ("swapped_images", "certain")
+    assert [value > 1 for value in found.numbers["samples"]] == [False, False, True, False]
+
+
+def test_upside_down(captured_of, captured):
+    found = check_captured_images(captured_of(images=captured["images"].flip(2)))
+    assert found.cause == "flipped_images"
+
+
+def test_images_that_are_alike_cannot_be_told(captured_of, captured):
+    same = {
+        name: captured[name][:1].expand(8, *captured[name].shape[1:]) for name in ("images", "final_latents")
+    }
+    found = check_captured_images(captured_of(**same))
+    assert (found.level, found.headline) == ("note", "cannot tell: images of different samples are alike")
+
+
+def test_the_vae_keeps_its_numbers(captured_of, captured):
+    samples = captured_of(images=torch.zeros_like(captured["images"]))
+    before = dict(samples.stack.family.pipeline.vae.config)
+    assert check_captured_images(samples).level == "warning"
+    assert dict(samples.stack.family.pipeline.vae.config) == before

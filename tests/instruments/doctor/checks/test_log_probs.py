@@ -1,6 +1,10 @@
 import pytest
+import torch
 from instruments.doctor.faults import assert_named, check, finding_of, nudged, of_another_sample, unscaled
 
+import flowcorr
+from flowcorr import dumps
+from flowcorr.instruments.doctor.checks.log_probs import check_captured_log_probs
 from tests.planted.mistakes import without_normaliser
 from tests.planted.plants import returning, rounded
 
@@ -26,7 +30,7 @@ def test_step_means_of_another_step(recorded):
     returning(means=lambda rollout: rollout.window.means.roll(1, 1))(recorded.engine)
     report = check(recorded, recorded.engine)
     assert_named(report, "bookkeeping", "standard deviations")
-    assert finding_of(report, "log_probs").message.endswith("see bookkeeping")
+    assert finding_of(report, "log_probs").sentence.endswith("see bookkeeping")
 
 
 def test_squared_distances_are_judged_in_their_own_unit(small_run):
@@ -36,6 +40,37 @@ def test_squared_distances_are_judged_in_their_own_unit(small_run):
         sampling = {"sde_type": "cps", "noise_level": 0.5, "cps_unscaled": squared}
         run = small_run(rollout={"emulate": "int4"}, sampling=sampling)
         found[squared] = finding_of(check(run, run.engine), "bookkeeping")
-    assert found[True].status == found[False].status == "PASS"
+    assert found[True].level == found[False].level == "healthy"
     # Not quite equal, as less is put down to the rounding of log-probs in the one case.
-    assert found[True].value == pytest.approx(found[False].value, rel=0.25)
+    assert found[True].numbers["value"] == pytest.approx(found[False].numbers["value"], rel=0.25)
+
+
+# Captured samples ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale", "normaliser", "level", "cause"),
+    [(1, True, "healthy", ""), (1, False, "healthy", ""), ("D", True, "serious", "log_probs_summed")],
+)
+def test_conventions_of_captured_log_probs(scale, normaliser, level, cause, captured_of):
+    legs = captured_of().legs
+    elements = legs.noise[0, 0].numel()
+    values = -legs.square / 2
+    if normaliser:
+        values = values - legs.std.log() - 0.9189385332046727
+    values = values * (elements if scale == "D" else 1)
+    found = check_captured_log_probs(captured_of(log_probs=torch.cat([values, values])))
+    assert (found.level, found.cause) == (level, cause)
+
+
+@pytest.mark.parametrize(("both", "level"), [(True, "healthy"), (False, "serious")])
+def test_a_normaliser_that_one_side_lacks_cancels_in_no_ratio(both, level, captured_of, tmp_path):
+    legs = captured_of().legs
+    plain = (-legs.square / 2).repeat(8, 1)
+    trainer = plain if both else plain - legs.std.log().repeat(8, 1) - 0.9189385332046727
+    flowcorr.dump(
+        tmp_path, 0, rollout_log_probs=plain, old_log_probs=trainer, advantages=plain[:, 0], num_elements=512
+    )
+    given = torch.cat([plain[: len(legs.square)]] * 2)
+    found = check_captured_log_probs(captured_of(log_probs=given, terms=dumps.files(tmp_path)))
+    assert (found.level, found.cause) == (level, "" if both else "log_probs_normaliser")

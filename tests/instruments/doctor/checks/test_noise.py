@@ -3,13 +3,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from instruments.doctor.faults import assert_named, check, jitter, separate, statuses
+from instruments.doctor.faults import assert_named, check, jitter, separate
 
 from flowcorr import sde
 from flowcorr.instruments.doctor.checks import noise as checks
-from flowcorr.instruments.doctor.checks.noise import check_noise
+from flowcorr.instruments.doctor.checks.noise import check_captured_noise, check_noise
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.trials import run_trials
+from flowcorr.instruments.page import exit_code
 from tests.planted.plants import forgets_the_seed, seeds_by_place, uniform
 
 TRUE = sde.step_noise
@@ -66,7 +67,7 @@ def test_other_noise(small_run, monkeypatch, fault):
 
 def test_one_initial_noise_of_a_prompt_is_no_fault(small_run):
     run = small_run(rollout={"same_initial_noise": True})
-    assert check(run, run.engine).failed() == []
+    assert check(run, run.engine).causes() == []
 
 
 class Drawn:
@@ -102,15 +103,21 @@ class Drawn:
 
 @pytest.mark.parametrize(
     ("samples", "deviation", "status"),
-    [(4, 0.0, "PASS"), (160, 0.0, "PASS"), (16, 0.05, "FAIL"), (4, 0.01, "PASS"), (400, 0.01, "FAIL")],
+    [
+        (4, 0.0, "healthy"),
+        (160, 0.0, "healthy"),
+        (16, 0.05, "serious"),
+        (4, 0.01, "healthy"),
+        (400, 0.01, "serious"),
+    ],
 )
 def test_the_smallest_deviation_depends_on_the_elements(shared_run, samples, deviation, status):
     """Two rollouts of B samples with 2 steps of 512 elements: 1 % shows with B = 400, and 5 % with B = 16."""
     finding = check_noise(Drawn(shared_run, samples, lambda noise: (1 + deviation) * noise).exam)
-    assert finding.status == status
+    assert finding.level == status
     if not deviation:
-        smallest = 100 * finding.threshold / math.sqrt(2 * 2 * samples * 2 * 512)
-        assert f"an error of {smallest:.1g} % in the std would be found" in finding.message
+        smallest = 100 * finding.numbers["limit"] / math.sqrt(2 * 2 * samples * 2 * 512)
+        assert f"an error of {smallest:.1g} % in the std would be found" in finding.sentence
 
 
 def test_false_alarms_are_rare(shared_run):
@@ -143,5 +150,33 @@ def test_kernels_without_a_fixed_order_warn(small_run):
     engine = separate(run)
     jitter(1e-6)(engine)
     report = check(run, engine)
-    assert statuses(report, "WARN") == ["determinism"]
-    assert report.exit_code == 1
+    assert report.causes("warning") == ["determinism"]
+    assert exit_code(report) == 1
+
+
+# Captured samples ------------------------------------------------------------------------------------------
+
+
+def test_noise_of_a_step_before(captured_of):
+    found = check_captured_noise(captured_of(earlier={1: captured_of().stack.samples}))
+    assert (found.cause, found.headline) == ("noise_reused", "the initial noise is that of training step 1")
+
+
+def test_samples_of_one_prompt_may_share_their_noise(captured_of, captured):
+    same = captured["initial_noise"].clone()
+    same[1] = same[0]
+    found = check_captured_noise(captured_of(initial_noise=same, prompts=("cat", "cat", "sun", "bee")))
+    assert found.level == "healthy"
+    assert "samples of one prompt begin with the same noise" in found.sentence
+
+
+def test_noise_that_is_not_standard_normal(captured_of, captured):
+    found = check_captured_noise(captured_of(initial_noise=captured["initial_noise"] * 1.3))
+    assert (found.cause, found.level) == ("noise_scale", "serious")
+
+
+def test_noise_that_is_not_a_number_is_no_noise(captured_of, captured):
+    broken = captured["initial_noise"].clone()
+    broken[1, 0, 0, 0] = torch.nan
+    found = check_captured_noise(captured_of(initial_noise=broken))
+    assert (found.cause, found.level) == ("noise_scale", "serious")

@@ -32,7 +32,7 @@ def test_a_share_of_the_way_is_seen_beside_rounding(small_run, share, failed):
     run = small_run(**BF16)
     engine = separate(run)
     longer(share)(engine)
-    assert check(run, engine, float32=False).failed() == failed
+    assert check(run, engine, float32=False).causes() == failed
 
 
 def test_blank_prompts_after_the_window(small_run):
@@ -45,7 +45,7 @@ def test_blank_prompts_after_the_window(small_run):
 def test_a_window_over_the_whole_schedule_leaves_no_step(small_run):
     run = small_run(sampling={"num_inference_steps": 2, "sde_window_range": (0, 2), "sde_window_size": 2})
     engine = separate(run)
-    assert finding_of(check(run, engine), "path").status == "SKIP"
+    assert finding_of(check(run, engine), "path").level == "note"
 
 
 def test_an_engine_without_final_latents_is_examined_before_its_window(small_run):
@@ -54,6 +54,6 @@ def test_an_engine_without_final_latents_is_examined_before_its_window(small_run
     sample = engine.sample
     engine.sample = lambda *given, **options: replace(sample(*given, **options), final_latents=None)
     report = check(run, engine)
-    assert report.failed() == []
-    assert finding_of(report, "images").status == "SKIP"
-    assert torch.isfinite(torch.tensor(finding_of(report, "path").value or 0.0))
+    assert report.causes() == []
+    assert finding_of(report, "images").level == "note"
+    assert torch.isfinite(torch.tensor(finding_of(report, "path").numbers.get("value", 0.0)))

@@ -7,7 +7,6 @@ from instruments.doctor.faults import (
     finding_of,
     rounded_by_the_model,
     separate,
-    statuses,
 )
 
 from tests.planted.plants import feeding, rounded, scheduled, with_timesteps
@@ -47,15 +46,15 @@ def test_rounding_that_is_to_be_replayed_warns(small_run, plant, rollout):
     engine = separate(run)
     plant(engine)
     report = check(run, engine, float32=False)
-    assert report.failed() == []
-    assert statuses(report, "WARN") == ["timesteps"]
+    assert report.causes() == []
+    assert report.causes("warning") == ["timesteps"]
 
 
 def test_a_float32_table_made_in_another_order_is_the_schedule(small_run):
     run = small_run(**FRACTIONS)
     engine = separate(run)
     scheduled(with_timesteps(lambda timesteps: timesteps * (1 + 2**-23)))(engine)
-    assert finding_of(check(run, engine), "timesteps").status == "PASS"
+    assert finding_of(check(run, engine), "timesteps").level == "healthy"
 
 
 def test_ways_that_these_steps_cannot_tell_apart_are_all_named(small_run):
@@ -66,7 +65,7 @@ def test_ways_that_these_steps_cannot_tell_apart_are_all_named(small_run):
     assert torch.equal(torch.trunc(expected), rounded(expected))
     scheduled(with_timesteps(torch.trunc))(engine)
     assert_named(check(run, engine), "timesteps", "rounded to bfloat16 or ")
-    assert "truncated to integers" in finding_of(check(run, engine), "timesteps").message
+    assert "truncated to integers" in finding_of(check(run, engine), "timesteps").sentence
 
 
 @pytest.mark.slow
@@ -78,5 +77,5 @@ def test_truncation_stands_out_of_the_rounding_of_bfloat16(small_run):
     feeding(torch.trunc)(engine)
     report = check(run, engine, float32=False)
     finding = finding_of(report, "timesteps")
-    assert "beside rounding" in finding.message
-    assert finding.status in ("WARN", "FAIL")
+    assert "beside rounding" in finding.sentence
+    assert finding.level in ("warning", "serious")

@@ -13,7 +13,6 @@ from instruments.doctor.faults import (
     finding_of,
     one_block_missing,
     separate,
-    statuses,
 )
 
 from flowcorr.instruments.doctor.checks.weights import check_lora
@@ -94,11 +93,11 @@ def test_a_coarse_engine_warns(small_run):
     engine = separate(run)
     merging(coarse)(engine)
     report = check(run, engine)
-    assert report.failed() == []
-    assert statuses(report, "WARN") == ["weights"]
+    assert report.causes() == []
+    assert report.causes("warning") == ["weights"]
 
 
-@pytest.mark.parametrize(("precision", "status"), [(0.3, "PASS"), (0.01, "WARN")])
+@pytest.mark.parametrize(("precision", "status"), [(0.3, "healthy"), (0.01, "warning")])
 def test_how_much_of_a_change_arrives_is_known_as_well_as_precision_allows(precision, status):
     """A change of 15 % of the velocity, of which the engine lacks a fifth."""
     draw = torch.Generator().manual_seed(0)
@@ -117,7 +116,7 @@ def test_how_much_of_a_change_arrives_is_known_as_well_as_precision_allows(preci
         moved_under={"bare": without},
     )
     config = SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(rank=4)))
-    assert check_lora(SimpleNamespace(config=config, trials=trials, usual_gap=precision)).status == status
+    assert check_lora(SimpleNamespace(config=config, trials=trials, usual_gap=precision)).level == status
 
 
 def test_a_fresh_adapter_that_never_arrives(small_run):
@@ -125,8 +124,8 @@ def test_a_fresh_adapter_that_never_arrives(small_run):
     engine = separate(run)
     deaf_after_the_first_sync(engine)
     report = check(run, engine)
-    assert report.failed() == ["lora"]
-    assert "never arrives" in finding_of(report, "lora").message
+    assert report.causes() == ["lora"]
+    assert "never arrives" in finding_of(report, "lora").sentence
 
 
 @pytest.mark.parametrize(
@@ -140,8 +139,8 @@ def test_full_weights_from_before(full_run, plant, message):
     engine = separate(full_run)
     plant(engine)
     report = check(full_run, engine, float32=False)
-    assert report.failed() == ["sync"]
-    assert message in finding_of(report, "sync").message
+    assert report.causes() == ["sync"]
+    assert message in finding_of(report, "sync").sentence
 
 
 def test_full_weights_of_which_half_arrive(full_run):
@@ -152,8 +151,8 @@ def test_full_weights_of_which_half_arrive(full_run):
 
     merging(half)(engine)
     report = check(full_run, engine, float32=False)
-    assert report.failed() == ["sync"]
-    assert "layers are left out" in finding_of(report, "sync").message
+    assert report.causes() == ["sync"]
+    assert "layers are left out" in finding_of(report, "sync").sentence
 
 
 def test_an_engine_may_describe_itself(small_run):
@@ -166,7 +165,7 @@ def test_an_engine_may_describe_itself(small_run):
     engine.__class__ = Described
     merging(coarse)(engine)
     report = check(run, engine)
-    assert statuses(report, "WARN") == ["weights", "attention"]
-    message = finding_of(report, "attention").message
+    assert report.causes("warning") == ["weights", "attention"]
+    message = finding_of(report, "attention").sentence
     assert "attention FLASH_ATTN" in message
     assert "JointAttnProcessor2_0" in message

@@ -1,9 +1,7 @@
-"""Is the captured schedule the model's own, and is the noise what it should be?"""
+"""The check of a captured schedule: is it the model's own?"""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -11,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowcorr.dumps.replay import ReplaySamples
-from flowcorr.instruments.doctor.replayed.legs import Legs
-from flowcorr.instruments.doctor.replayed.stack import Stack
-from flowcorr.instruments.doctor.replayed.verdicts import Verdict
+from flowcorr.instruments.doctor.captured import Captured
+from flowcorr.instruments.doctor.findings import failed, passed, skipped
+from flowcorr.instruments.doctor.stack import Stack
+from flowcorr.instruments.finding import Finding
 from flowcorr.models import ModelFamily
 from flowcorr.models.base import linear_schedule
 
@@ -28,48 +26,35 @@ _SPACINGS = {
 }
 Spacing = Literal["pipeline", "equal steps"]
 _TABLES: tuple[Spacing, ...] = ("pipeline", "equal steps")
-_ERRORS = 6.0  # standard errors of noise
-_SHARED = 0.5  # correlation above which two draws are one
 
 
-def examine_schedule(stack: Stack, step: int) -> Verdict:
-    """Whether the captured sigmas and timesteps are those of the model's own scheduler."""
+def check_captured_schedule(captured: Captured) -> Finding:
+    """Whether the captured sigmas and timesteps are those of the model's own scheduler, and were used."""
+    found = _compared(captured.stack)
+    return found if found.level == "serious" else captured.replayed.get("schedule", found)
+
+
+def _compared(stack: Stack) -> Finding:
     captured = stack.samples.tensors().get("sigmas")
     if captured is None or stack.own is None:
-        return Verdict(
-            part="schedule", status="SKIP", step=step, message="cannot tell", remedy="capture sigmas"
-        )
+        return skipped("cannot tell", "capture sigmas")
     own = torch.tensor(stack.own.sigmas, dtype=torch.float64)
     sigmas = captured.double()
     gap = float((sigmas - own).abs().max())
     if gap > _SAME and _matches(stack, sigmas, "equal steps"):
-        return Verdict(
-            part="schedule",
-            status="PASS",
-            step=step,
-            message="equal steps from 1 to 1 / N, with the model's own shift; its pipeline ends them lower",
-            evidence=f"sigmas differ from the pipeline's by {gap:.2g}",
+        return passed(
+            "equal steps from 1 to 1 / N, with the model's own shift; its pipeline ends them lower; sigmas differ from "
+            f"the pipeline's by {gap:.2g}"
         )
-    shown = f"sigmas differ by {gap:.2g} at most: captured {_row(sigmas)}, the model's own {_row(own)}"
     if gap <= _SAME:
-        return Verdict(
-            part="schedule",
-            status="PASS",
-            step=step,
-            message="the model's own",
-            evidence=f"sigmas differ by {gap:.1g}",
-        )
+        return passed(f"the model's own; sigmas differ by {gap:.1g}")
     cause, message = _named(stack, sigmas, own)
-    return Verdict(
-        part="schedule",
-        status="FAIL",
-        step=step,
+    return failed(
+        f"{message}; sigmas differ by {gap:.2g} at most: captured {_row(sigmas)}, the model's own {_row(own)}",
+        "take sigmas and timesteps from the scheduler of the model's own folder, in both stacks; keep this one "
+        "only if it is meant",
         cause=cause,
         confidence="certain" if cause != "other_schedule" or "sigmas" in message else "likely",
-        message=message,
-        evidence=shown,
-        remedy="take sigmas and timesteps from the scheduler of the model's own folder, in both stacks; keep this one "
-        "only if it is meant",
     )
 
 
@@ -152,84 +137,6 @@ def _scheduler_with(family: ModelFamily, changes: Mapping[str, Any]) -> Iterator
         yield
     finally:
         family.pipeline.scheduler = before
-
-
-def examine_noise(stack: Stack, legs: Legs, step: int, earlier: Mapping[int, ReplaySamples]) -> Verdict:
-    """Whether initial noise, and the noise of the steps, is standard normal and not drawn twice."""
-    noise = stack.tensor("initial_noise")
-    assert noise is not None, "`Stack` has checked it"
-    flat = noise.flatten(1).cpu().double()
-    remedy = "seed the noise by training step, prompt and member"
-    prompts = stack.samples.prompts
-
-    def failed(cause: str, message: str, evidence: str) -> Verdict:
-        return Verdict(
-            part="noise",
-            status="FAIL",
-            step=step,
-            cause=cause,
-            confidence="certain",
-            message=message,
-            evidence=evidence,
-            remedy=remedy,
-        )
-
-    for number, samples in earlier.items():
-        past = samples.tensors()["initial_noise"].flatten(1).double()
-        if past.shape[1] == flat.shape[1] and (pair := _same_rows(flat, past)):
-            return failed(
-                "noise_reused",
-                f"the initial noise is that of training step {number}",
-                f"of {pair} of {len(flat)} samples",
-            )
-    twins = [
-        pair for pair in itertools.combinations(range(len(flat)), 2) if _alike(flat[pair[0]], flat[pair[1]])
-    ]
-    strange = [pair for pair in twins if prompts[pair[0]] != prompts[pair[1]]]
-    if strange:
-        return failed(
-            "noise_reused",
-            "samples of different prompts begin with the same noise",
-            f"samples {', '.join(f'{left} and {right}' for left, right in strange)}",
-        )
-    size = flat.numel()
-    mean, std = float(flat.mean()), float(flat.std())
-    if not (abs(mean) <= _ERRORS / math.sqrt(size) and abs(std - 1) <= _ERRORS / math.sqrt(2 * size)):
-        return failed(
-            "noise_scale", "the initial noise is not standard normal", f"mean {mean:.3g}, std {std:.4g}"
-        )
-    of_steps = _of_steps(legs)
-    if of_steps is not None:
-        return failed(*of_steps)
-    told = "; samples of one prompt begin with the same noise" if twins else ""
-    return Verdict(
-        part="noise",
-        status="PASS",
-        step=step,
-        message=f"standard normal, and drawn once{told}",
-        evidence=f"initial noise: mean {mean:.2g}, std {std:.4g}",
-    )
-
-
-def _of_steps(legs: Legs) -> tuple[str, str, str] | None:
-    """What is wrong with the noise of the window's steps, where the replay agrees with the log-probs."""
-    if not legs.agrees:
-        return None
-    noise = legs.noise.flatten(2).cpu()
-    flat = noise.flatten(0, 1)
-    for left, right in itertools.combinations(range(len(flat)), 2):
-        if _alike(flat[left], flat[right]):
-            return "noise_reused", "steps of the window share their noise", f"terms {left} and {right}"
-    return None
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two draws are one, or nearly."""
-    return float(torch.nn.functional.cosine_similarity(one, other, dim=0)) > _SHARED
-
-
-def _same_rows(flat: Tensor, past: Tensor) -> int:
-    return sum(any(_alike(row, other) for other in past) for row in flat)
 
 
 def _row(values: Tensor) -> str:

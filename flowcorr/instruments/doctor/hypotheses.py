@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowcorr.instruments.doctor.replayed.legs import LegName, Legs
-from flowcorr.instruments.doctor.replayed.stack import Inputs, Stack
-from flowcorr.instruments.doctor.replayed.verdicts import Part, Verdict
+from flowcorr.instruments.doctor.findings import failed, passed, skipped, warned
+from flowcorr.instruments.doctor.legs import LegName, Legs
+from flowcorr.instruments.doctor.stack import Inputs, Stack
+from flowcorr.instruments.finding import Finding
 
 _MAX_PROMPTS = 12
 _LENGTHS = (77, 128, 256, 512)
@@ -23,7 +24,7 @@ class Hypothesis:
     """Other inputs, with which the samples may have been made.
 
     Attributes:
-        part: which part would be wrong.
+        check: that fails then.
         cause: its name.
         message: what would be wrong, in words.
         remedy: what to do then.
@@ -31,7 +32,7 @@ class Hypothesis:
         whole: whether all samples would have been made so.
     """
 
-    part: Part
+    check: str
     cause: str
     message: str
     remedy: str
@@ -54,7 +55,7 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     if others:
         count = len(inputs.prompts)
         yield Hypothesis(
-            part="prompts",
+            check="embeddings",
             cause="wrong_prompt",
             message="the engine sampled with the prompts of other samples",
             remedy="compare the order of prompts, embeddings and latents in the batch; embeddings of an earlier batch "
@@ -64,7 +65,7 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         )
     if inputs.guidance_scale != 1:
         yield Hypothesis(
-            part="guidance",
+            check="guidance",
             cause="guidance_off",
             message=f"the engine sampled without guidance, where {inputs.guidance_scale:g} was asked for",
             remedy="hand guidance and the negative prompt's embeddings to the engine",
@@ -72,7 +73,7 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         )
     if inputs.guidance_scale != 1 and inputs.negative_prompt:
         yield Hypothesis(
-            part="guidance",
+            check="guidance",
             cause="negative_prompt",
             message="the engine sampled with an empty negative prompt",
             remedy="hand the negative prompt's embeddings to the engine",
@@ -80,7 +81,7 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         )
     if inputs.adapter and not stack.adapter_is_zero:
         yield Hypothesis(
-            part="adapter",
+            check="lora",
             cause="adapter_not_applied",
             message="the engine sampled without the adapter",
             remedy="load the adapter into the engine after each update, and switch it on",
@@ -93,7 +94,7 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         )
         if all(left > right for left, right in itertools.pairwise(sigmas)) and sigmas != inputs.sigmas:
             yield Hypothesis(
-                part="schedule",
+                check="schedule",
                 cause="rounded_sigmas",
                 message=f"the engine took its steps with sigmas rounded to {name}",
                 remedy="keep the table of sigmas in float32, and read it by step index",
@@ -101,7 +102,7 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
             )
         if timesteps != inputs.timesteps:
             yield Hypothesis(
-                part="schedule",
+                check="schedule",
                 cause="rounded_timesteps",
                 message=f"the engine's transformer was fed timesteps rounded to {name}",
                 remedy="capture the timesteps as the transformer is fed them, and replay these in training",
@@ -109,7 +110,7 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
             )
     if stack.own is not None and stack.own.timesteps != inputs.timesteps:
         yield Hypothesis(
-            part="schedule",
+            check="schedule",
             cause="timesteps",
             message="the transformer was fed the timesteps of the model's own schedule, not the captured ones",
             remedy="make timesteps and sigmas from one schedule",
@@ -117,7 +118,7 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         )
     lengths = [length for length in _LENGTHS if length != inputs.max_sequence_length]
     yield Hypothesis(
-        part="prompts",
+        check="embeddings",
         cause="sequence_length",
         message="the engine padded or cut prompts to another number of tokens",
         remedy="give both stacks one max_sequence_length, and capture it",
@@ -125,36 +126,22 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     )
 
 
-def examine_inputs(stack: Stack, legs: Legs, pool: Sequence[str], step: int) -> list[Verdict]:
-    """The verdicts on the legs, and on prompts, guidance and adapter."""
+def examine_inputs(stack: Stack, legs: Legs, pool: Sequence[str]) -> dict[str, Finding]:
+    """The findings on the legs, and on prompts, guidance and adapter, by check."""
     if not legs.known:
-        wanted = "latents, next_latents, sigmas and guidance_scale"
-        return [
-            Verdict(
-                part=part,
-                status="SKIP",
-                step=step,
-                message="cannot tell",
-                remedy=f"capture {wanted}, so that steps can be replayed",
-            )
-            for part in ("log_probs", "prompts", "guidance", "adapter")
-        ]
+        remedy = "capture latents, next_latents, sigmas and guidance_scale, so that steps can be replayed"
+        return {check: skipped("cannot tell", remedy) for check in ("log_probs", *_NEEDED)}
     scores = legs.scores(stack.captured, legs.known)
     bad = [leg for leg, score in scores.items() if bool((score > 1).any())]
     if bad:
-        return _explained(stack, legs, pool, scores, bad, step)
-    agree = [
-        Verdict(
-            part=leg,
-            status="PASS",
-            step=step,
-            message="the replay agrees",
-            evidence=f"at most {float(score.max()):.2g} limits",
-            samples=tuple(score.tolist()),
+        return _explained(stack, legs, pool, scores, bad)
+    agree: dict[str, Finding] = {
+        leg: passed(
+            f"the replay agrees; at most {float(score.max()):.2g} limits", samples=tuple(score.tolist())
         )
         for leg, score in scores.items()
-    ]
-    return agree + [_told_apart(stack, legs, pool, part, step) for part in ("prompts", "guidance", "adapter")]
+    }
+    return agree | {check: _told_apart(stack, legs, pool, check) for check in _NEEDED}
 
 
 def _explained(
@@ -163,9 +150,8 @@ def _explained(
     pool: Sequence[str],
     scores: dict[LegName, Tensor],
     bad: Sequence[LegName],
-    step: int,
-) -> list[Verdict]:
-    """The verdicts where the replay differs: the cause, if undoing it and nothing else makes the replay agree."""
+) -> dict[str, Finding]:
+    """The findings where the replay differs: the cause, if undoing it and nothing else makes the replay agree."""
     captured = torch.stack([scores[leg] for leg in bad]).amax(0)
     failing = captured > 1
     tried = [_try(legs, hypothesis, bad) for hypothesis in hypotheses(stack, pool)]
@@ -176,45 +162,32 @@ def _explained(
     partly = [one for one in by_sample if bool(found[one][failing].any())]
     causes = {one.hypothesis.cause for one in full}
     named = full[0] if len(causes) == 1 else partly[0] if not full and len(partly) == 1 else None
-    agree = [
-        Verdict(
-            part=leg,
-            status="PASS",
-            step=step,
-            message="the replay agrees",
-            samples=tuple(scores[leg].tolist()),
-        )
-        for leg in scores
-        if leg not in bad
-    ]
+    limits = {leg: tuple(score.tolist()) for leg, score in scores.items()}
+    findings: dict[str, Finding] = {
+        leg: passed("the replay agrees", samples=limits[leg]) for leg in scores if leg not in bad
+    }
     evidence = f"the replay differs by {_row(captured)} limits ({', '.join(bad)})"
     if named is None:
         differs = "the replay differs, and none of the known causes explains it"
         if full:
             messages = dict.fromkeys(one.hypothesis.message for one in full)
             differs = f"the replay differs, and several causes explain it: {'; '.join(messages)}"
-        unclear = Verdict(
-            part="log_probs",
-            status="WARN",
-            step=step,
-            message=differs,
-            evidence=evidence,
-            remedy=_odd_samples(failing) + _more(stack),
+        remedy = _odd_samples(failing) + _more(stack)
+        return findings | {leg: warned(f"{differs}; {evidence}", remedy, samples=limits[leg]) for leg in bad}
+    one = named.hypothesis
+    confidence = "certain" if full else "likely"
+    for leg in bad:
+        findings[leg] = failed(
+            f"see {one.check}; {evidence}", "", cause=one.cause, confidence=confidence, samples=limits[leg]
         )
-        return agree + [replace(unclear, part=leg, samples=tuple(scores[leg].tolist())) for leg in bad]
-    cause = Verdict(
-        part=named.hypothesis.part,
-        status="FAIL",
-        step=step,
-        cause=named.hypothesis.cause,
-        confidence="certain" if full else "likely",
-        message=named.hypothesis.message,
-        evidence=f"{evidence}; with this undone by {_row(named.score)}",
+    findings[one.check] = failed(
+        f"{one.message}; {evidence}; with this undone by {_row(named.score)}",
+        one.remedy,
+        cause=one.cause,
+        confidence=confidence,
         samples=tuple(captured.tolist()),
-        remedy=named.hypothesis.remedy,
     )
-    seen = replace(cause, message=f"see {cause.part}", evidence=evidence, remedy="")
-    return [*agree, *(replace(seen, part=leg, samples=tuple(scores[leg].tolist())) for leg in bad), cause]
+    return findings
 
 
 def _row(scores: Tensor) -> str:
@@ -250,38 +223,29 @@ def _try(legs: Legs, hypothesis: Hypothesis, bad: Sequence[LegName]) -> _Tried:
 
 
 _NEEDED = {
-    "prompts": "prompts that the model tells apart",
+    "embeddings": "prompts that the model tells apart",
     "guidance": "guidance_scale of a run with guidance",
-    "adapter": "adapter and adapter_alpha, once they have been trained",
+    "lora": "adapter and adapter_alpha, once they have been trained",
 }
 
 
-def _told_apart(stack: Stack, legs: Legs, pool: Sequence[str], part: Part, step: int) -> Verdict:
-    """PASS where the replay agrees, and would not with this part wrong; SKIP where nothing would tell."""
-    rivals = [one for one in hypotheses(stack, pool) if one.part == part and one.cause != "sequence_length"]
+def _told_apart(stack: Stack, legs: Legs, pool: Sequence[str], check: str) -> Finding:
+    """Healthy where the replay agrees, and would not with this input wrong; a note where nothing would tell."""
+    rivals = [one for one in hypotheses(stack, pool) if one.check == check and one.cause != "sequence_length"]
     rivals = [replace(one, inputs=_unlike(stack, one)) for one in rivals]
     worst = max((_effect(legs, one) for one in rivals), default=0.0)
     if worst > 1:
-        return Verdict(
-            part=part,
-            status="PASS",
-            step=step,
-            message="as captured",
-            evidence=f"with others the replay would differ by {worst:.2g} limits",
-        )
-    zero = part == "adapter" and bool(stack.samples.adapter) and stack.adapter_is_zero
+        return passed(f"as captured; with others the replay would differ by {worst:.2g} limits")
     why = "no other choice would be seen in this precision" if rivals else "no other choice to compare with"
-    if zero:
+    if check == "lora" and stack.samples.adapter and stack.adapter_is_zero:
         why = "the adapter is still 0"
-    return Verdict(
-        part=part, status="SKIP", step=step, message=f"cannot tell: {why}", remedy=f"capture {_NEEDED[part]}"
-    )
+    return skipped(f"cannot tell: {why}", f"capture {_NEEDED[check]}")
 
 
 def _unlike(stack: Stack, hypothesis: Hypothesis) -> tuple[Inputs, ...]:
     """Of many other prompts, one that is not the captured one is enough."""
     own = set(stack.captured.prompts)
-    if hypothesis.part != "prompts":
+    if hypothesis.check != "embeddings":
         return hypothesis.inputs
     count = len(stack.captured.prompts)
     rolled = stack.captured.prompts[1:] + stack.captured.prompts[:1]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowcorr.instruments.doctor.replayed.legs import CONVENTIONS, LEGS, MEAN, Legs
+from flowcorr.instruments.doctor.legs import CONVENTIONS, LEGS, MEAN, Legs
 
 
 def test_a_clean_replay_stays_far_below_its_limits(stack_of):

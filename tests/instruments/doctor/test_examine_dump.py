@@ -1,33 +1,35 @@
 """The replay of a plain loop's samples: each planted fault by its name, none in clean runs."""
 
 import pytest
-from instruments.doctor.replayed.plain_loop import dump_steps
+from instruments.doctor.plain_loop import dump_steps
 
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.doctor.replayed.examine import examine_dump
+from flowcorr.instruments.doctor import examine_dump
+from flowcorr.instruments.doctor.findings import check_of
+from flowcorr.instruments.page import exit_code
 from tests.shallow import SHALLOW
 
 FAULTS = {
-    "stale_prompts": ("wrong_prompt", "prompts"),
+    "stale_prompts": ("wrong_prompt", "embeddings"),
     "guidance_off": ("guidance_off", "guidance"),
-    "adapter_off": ("adapter_not_applied", "adapter"),
+    "adapter_off": ("adapter_not_applied", "lora"),
     "half_sigma": ("rounded_sigmas", "schedule"),
     "rounded_timesteps": ("rounded_timesteps", "schedule"),
     "wrong_shift": ("wrong_shift", "schedule"),
     "other_schedule": ("other_schedule", "schedule"),
     "summed": ("log_probs_summed", "log_probs"),
     "noise_reused": ("noise_reused", "noise"),
-    "swapped_images": ("swapped_images", "decode"),
-    "images_of_step_before": ("images_of_step_before", "decode"),
-    "decoder_unscaled": ("decoder_unscaled", "decode"),
-    "red_and_blue": ("channels_reversed", "decode"),
+    "swapped_images": ("swapped_images", "images"),
+    "images_of_step_before": ("images_of_step_before", "images"),
+    "decoder_unscaled": ("decoder_unscaled", "images"),
+    "red_and_blue": ("channels_reversed", "images"),
     "not_centred": ("advantages_not_centred", "advantages"),
 }
 IN_THE_MIDDLE = ("stale_prompts", "guidance_off", "adapter_off")
 
 
-def by_part(report):
-    return {verdict.part: verdict for verdict in report.verdicts}
+def by_check(report):
+    return {check_of(finding): finding for finding in report.findings}
 
 
 @pytest.mark.parametrize(
@@ -40,25 +42,27 @@ def by_part(report):
 def test_a_planted_fault_is_named(fault, window, tmp_path):
     steps = 2 if fault == "images_of_step_before" else 1
     report = examine_dump(dump_steps(tmp_path, fault, window=window, steps=steps), SHALLOW)
-    cause, part = FAULTS[fault]
-    assert set(report.causes) == {cause}
-    assert report.exit_code == 2
-    assert by_part(report)[part].cause == cause
+    cause, check = FAULTS[fault]
+    assert set(report.causes()) == {cause}
+    assert exit_code(report) == 2
+    assert by_check(report)[check].cause == cause
 
 
 @pytest.mark.parametrize("window", ["whole", pytest.param("middle", marks=pytest.mark.system)])
 def test_a_clean_run_is_clean(window, tmp_path):
     report = examine_dump(dump_steps(tmp_path, seed=1, window=window, steps=2), SHALLOW)
-    assert (report.causes, report.exit_code, report.steps) == ([], 0, [0, 1])
-    found = {part: verdict.status for part, verdict in by_part(report).items()}
-    assert found.pop("reward") == "SKIP"
-    assert set(found.values()) == {"PASS"}
+    assert (report.causes(), exit_code(report), report.fact("steps")) == ([], 0, [0, 1])
+    found = {check: finding.level for check, finding in by_check(report).items()}
+    assert found.pop("reward") == "note"
+    assert set(found.values()) == {"healthy"}
 
 
 def test_of_many_steps_a_few_are_replayed(tmp_path):
     report = examine_dump(dump_steps(tmp_path, steps=5, without=("latents", "next_latents")), SHALLOW)
-    assert report.steps == [0, 2, 4]
-    assert "not captured: latents; nothing between the noise and the final latents is judged" in report.notes
+    assert report.fact("steps") == [0, 2, 4]
+    assert "not captured: latents; nothing between the noise and the final latents is judged" in [
+        fact.value for fact in report.facts
+    ]
 
 
 # Where nothing can be told, nothing is said -------------------------------------------------------------------------
@@ -66,37 +70,35 @@ def test_of_many_steps_a_few_are_replayed(tmp_path):
 
 def test_an_adapter_that_is_still_0_cannot_be_told(tmp_path):
     report = examine_dump(dump_steps(tmp_path, "adapter_off", trained=False), SHALLOW)
-    assert report.causes == []
-    found = by_part(report)["adapter"]
-    assert (found.status, found.message) == ("SKIP", "cannot tell: the adapter is still 0")
+    assert report.causes() == []
+    found = by_check(report)["lora"]
+    assert (found.level, found.sentence) == ("note", "cannot tell: the adapter is still 0")
 
 
 def test_images_of_samples_that_were_not_captured_cannot_be_told(tmp_path):
     report = examine_dump(dump_steps(tmp_path, "swapped_with_others"), SHALLOW)
-    assert (report.causes, report.exit_code) == ([], 1)
-    assert by_part(report)["decode"].status == "WARN"
-    assert "capture all samples of a batch" in by_part(report)["decode"].remedy
+    assert (report.causes(), exit_code(report)) == ([], 1)
+    assert by_check(report)["images"].level == "warning"
+    assert "capture all samples of a batch" in by_check(report)["images"].remedy
 
 
 def test_a_fault_below_the_runs_precision_is_not_named(tmp_path):
     report = examine_dump(dump_steps(tmp_path, "half_sigma", changes={"dtype": "bfloat16"}), SHALLOW)
-    assert (report.causes, report.exit_code) == ([], 0)
+    assert (report.causes(), exit_code(report)) == ([], 0)
 
 
 @pytest.mark.system
 def test_a_run_without_its_dtype_is_judged_as_bfloat16(tmp_path):
     report = examine_dump(dump_steps(tmp_path, "guidance_off", without=("dtype",)), SHALLOW)
-    assert set(report.causes) == {"guidance_off"}
+    assert set(report.causes()) == {"guidance_off"}
 
 
 def test_two_faults_of_one_leg_are_not_given_one_name(tmp_path):
     """Neither undone alone makes the replay agree."""
     folder = dump_steps(tmp_path, "guidance_off", changes={"noise_level": 0.8})
     report = examine_dump(folder, SHALLOW)
-    assert (report.causes, report.exit_code) == ([], 1)
-    assert (
-        by_part(report)["log_probs"].message == "the replay differs, and none of the known causes explains it"
-    )
+    assert (report.causes(), exit_code(report)) == ([], 1)
+    assert by_check(report)["log_probs"].level == "warning"
 
 
 BARE = {
@@ -122,9 +124,9 @@ BARE = {
 )
 def test_what_was_not_captured_is_not_judged(without, tmp_path):
     report = examine_dump(dump_steps(tmp_path, without=without), SHALLOW)
-    assert (report.causes, report.exit_code) == ([], 0)
+    assert (report.causes(), exit_code(report)) == ([], 0)
     if without == BARE:
-        told = {part for part, verdict in by_part(report).items() if verdict.status == "PASS"}
+        told = {check for check, finding in by_check(report).items() if finding.level == "healthy"}
         assert told - {"advantages"} == {"noise"}
 
 

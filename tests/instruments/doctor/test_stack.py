@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.doctor.replayed.stack import prompt_pool
+from flowcorr.instruments.doctor.stack import prompt_pool
 
 
 def test_each_input_changes_the_velocity(stack_of):

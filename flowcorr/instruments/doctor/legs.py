@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.dumps.replay import ReplaySamples
-from flowcorr.instruments.doctor.replayed.stack import Inputs, Stack
+from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 from flowcorr.sde.transition import mean_over_elements

@@ -1,0 +1,36 @@
+"""The checks of captured samples by their replay: legs outside the window, prompts, guidance and adapter."""
+
+from __future__ import annotations
+
+from flowcorr.instruments.doctor.captured import Captured
+from flowcorr.instruments.finding import Finding
+
+
+def check_before(captured: Captured) -> Finding | None:
+    """Whether the replay goes from the initial noise to the latents before the window."""
+    return captured.replayed.get("before")
+
+
+def check_between(captured: Captured) -> Finding | None:
+    """Whether the replay goes from the latents after a step of the window to those before its next one."""
+    return captured.replayed.get("between")
+
+
+def check_after(captured: Captured) -> Finding | None:
+    """Whether the replay goes from the latents after the window to the final ones."""
+    return captured.replayed.get("after")
+
+
+def check_embeddings(captured: Captured) -> Finding | None:
+    """Whether the replay agrees with the captured prompts, and would not with others."""
+    return captured.replayed.get("embeddings")
+
+
+def check_guidance(captured: Captured) -> Finding | None:
+    """Whether the replay agrees with the captured guidance, and would not without it."""
+    return captured.replayed.get("guidance")
+
+
+def check_lora(captured: Captured) -> Finding | None:
+    """Whether the replay agrees with the captured adapter, and would not without it."""
+    return captured.replayed.get("lora")

@@ -1,0 +1,56 @@
+"""The check of the rewards: are captured ones those of their images?"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from flowcorr.data import load_prompts
+from flowcorr.errors import BackendError, BatchError
+from flowcorr.instruments.doctor.captured import Captured
+from flowcorr.instruments.doctor.findings import passed, skipped, warned
+from flowcorr.instruments.finding import Finding
+from flowcorr.records import Prompt
+from flowcorr.rewards import build_reward, score_batch
+from flowcorr.texts import folded
+
+REWARD_LIMIT = 0.1  # standard deviations of the scores, as the health rule `replay_reward`
+
+
+def check_captured_reward(captured: Captured) -> Finding:
+    """Whether the recipe's reward gives the captured images the captured scores."""
+    samples, config = captured.stack.samples, captured.config
+    rewards = samples.tensors().get("rewards")
+
+    if rewards is None:
+        return skipped("cannot tell", "capture rewards")
+    if config is None:
+        return skipped("cannot tell", "give --model a recipe, whose reward scores the images")
+    data = load_prompts(config.data)
+    known = {folded(prompt.text): prompt for prompt in (*data.heldout, *data.train)}
+    others = [text for text in samples.prompts if folded(text) not in known]
+    remedy = "give --model the recipe and the prompts that the run had"
+    if others and any(term.tags for term in config.reward.terms):
+        return skipped(
+            f"cannot tell: the recipe's data has no prompt {others[0]!r}, whose tag chooses the rewards",
+            remedy,
+        )
+    prompts = [known.get(folded(text), Prompt(text=text)) for text in samples.prompts]
+    reward = build_reward(config.reward.terms, timeout=config.reward.timeout)
+    assert isinstance(samples.images, Tensor)
+    try:
+        again, _ = score_batch(reward, samples.images.numpy(), prompts)
+    except (BatchError, BackendError) as error:
+        return skipped(f"cannot tell: {error}", remedy)
+    spread = float(np.nanstd([*rewards.tolist(), *again.scores])) or 1.0
+    gaps = np.abs(again.scores - rewards.double().numpy()) / spread / REWARD_LIMIT
+    shown = (", ".join(f"{value:.3g}" for value in values) for values in (rewards.tolist(), again.scores))
+    evidence = "{} captured, {} now".format(*shown)
+    limits = tuple(gaps.tolist())
+    if bool((gaps <= 1).all()):
+        return passed(f"the recipe's reward gives the images these scores; {evidence}", samples=limits)
+    return warned(
+        f"the recipe's reward gives the images other scores, and cannot tell why; {evidence}",
+        "compare the order of images, their channels and size, and the unit of the reward",
+        samples=limits,
+    )

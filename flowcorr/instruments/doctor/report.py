@@ -1,0 +1,146 @@
+"""The doctor's reports: verdict, findings in the order of their levels, and the noise floor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flowcorr.instruments.doctor.checks.clip import noise_floor
+from flowcorr.instruments.doctor.exam import Exam
+from flowcorr.instruments.doctor.findings import check_of
+from flowcorr.instruments.finding import LEVELS, Fact, Finding, Level, Report
+
+_OUTCOMES: dict[Level, str] = {
+    "serious": "failed",
+    "warning": "warned",
+    "healthy": "passed",
+    "note": "not judged",
+}
+_WEIGHTS: dict[Level, int] = {"serious": 3, "warning": 2, "healthy": 1, "note": 0}
+_INPUTS = ("embeddings", "guidance", "lora")
+
+
+def of_trials(exam: Exam, findings: Sequence[Finding]) -> Report:
+    """The report on the engine at hand."""
+    config, speed = exam.config, exam.trials.images_per_second
+    report = Report(
+        title=f"{config.model.path} in {config.rollout.name}",
+        verdict="",
+        facts=(
+            Fact(name="num_elements", value=exam.trials.base.rollout.num_elements),
+            Fact(name="clip_ratio", value=config.actor.clip_ratio),
+            Fact(
+                name="images_per_second",
+                value=speed,
+                text=f"the rollout makes {speed:.3g} images a second",
+            ),
+        ),
+        tables=(noise_floor(exam),),
+    )
+    return with_findings(report, findings)
+
+
+def with_findings(report: Report, findings: Sequence[Finding]) -> Report:
+    """A report on the engine at hand with these findings, and the verdict that follows from them."""
+    return replace(report, verdict=_verdict_of_trials(findings), findings=_sorted(findings))
+
+
+def _verdict_of_trials(findings: Sequence[Finding]) -> str:
+    named: dict[Level, list[str]] = {level: [] for level in LEVELS}
+    for finding in findings:
+        named[finding.level].append(finding.cause)
+    counts = ", ".join(f"{len(named[level])} {word}" for level, word in _OUTCOMES.items() if named[level])
+    if named["serious"]:
+        return f"rollout engine and actor do not agree on {', '.join(named['serious'])}: {counts}"
+    if named["warning"]:
+        return f"rollout engine and actor agree, with remarks on {', '.join(named['warning'])}: {counts}"
+    gap = _precision_gap(findings)
+    if gap > 0:
+        return (
+            f"no fault found: {counts}; what is left is the gap of precision (velocities differ by "
+            f"{100 * gap:.2g} %), which flowcorr audit measures"
+        )
+    return f"rollout engine and actor agree: {counts}"
+
+
+def _precision_gap(findings: Sequence[Finding]) -> float:
+    """The relative gap of both stacks' velocities; 0 where both compute in float32."""
+    found = {finding.cause: finding for finding in findings}
+    return found["weights"].numbers.get("value", 0.0) if "float32" in found else 0.0
+
+
+def of_captured(
+    folder: str, model: str, steps: Sequence[int], findings: Sequence[Finding], notes: Sequence[str]
+) -> Report:
+    """The report on captured samples.
+
+    Args:
+        folder: the dump.
+        model: its pipeline, which replayed them.
+        steps: the training steps whose samples were replayed.
+        findings: those of all these steps, each with its step.
+        notes: what was not captured, a line each.
+    """
+    findings = _sorted(worst(findings))
+    text = f"samples of training step {', '.join(map(str, steps))}, replayed with {model}"
+    return Report(
+        title=text,
+        verdict=_verdict_of_captured(findings),
+        facts=(
+            Fact(name="folder", value=folder),
+            Fact(name="model", value=model),
+            Fact(name="steps", value=steps, text=text),
+            *(Fact(name=f"note_{place}", value=note, text=note) for place, note in enumerate(notes)),
+        ),
+        findings=findings,
+    )
+
+
+def _verdict_of_captured(findings: Sequence[Finding]) -> str:
+    causes = dict.fromkeys(finding.cause for finding in findings if finding.level == "serious")
+    if causes:
+        return f"at fault: {', '.join(causes)}"
+    unclear, agree = (
+        [finding.cause for finding in findings if finding.level == level] for level in ("warning", "healthy")
+    )
+    if unclear:
+        differ = "differs" if len(unclear) == 1 else "differ"
+        return f"{' and '.join(unclear)} {differ} from the replay, and the cause cannot be told"
+    if not agree:
+        return "nothing can be told from what was captured"
+    return f"no fault found in {', '.join(agree)}"
+
+
+def worst(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding a check, of those of several training steps: the worst, and the first of equal ones.
+
+    Where a step's replay differs and no cause explains it, its inputs have no finding. Theirs of other steps are then
+    no sign that they were right in all.
+    """
+    found: dict[str, Finding] = {}
+    judged: dict[str, set[int]] = {}
+    for finding in findings:
+        check = check_of(finding)
+        judged.setdefault(check, set()).add(finding.numbers["step"])
+        known = found.get(check)
+        if known is None or _WEIGHTS[finding.level] > _WEIGHTS[known.level]:
+            found[check] = finding
+    unclear = {finding.numbers["step"] for finding in findings if finding.level == "warning"}
+    for check in _INPUTS:
+        if check in found and found[check].level == "healthy" and unclear - judged[check]:
+            found[check] = _of_some_steps(found[check], judged[check], unclear - judged[check])
+    return list(found.values())
+
+
+def _of_some_steps(finding: Finding, judged: set[int], unclear: set[int]) -> Finding:
+    at, others = (", ".join(map(str, sorted(steps))) for steps in (judged, unclear))
+    return replace(
+        finding,
+        level="note",
+        sentence=f"{finding.sentence} at training step {at}; not judged at {others}, where the replay differs",
+    )
+
+
+def _sorted(findings: Sequence[Finding]) -> list[Finding]:
+    """The worst first, each level in the order of the checks."""
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))

@@ -1,0 +1,36 @@
+"""Captured rewards beside those of a recipe."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from flowcorr.config import load
+from flowcorr.instruments.doctor.checks.reward import check_captured_reward
+from flowcorr.records import Prompt
+from flowcorr.rewards import build_reward
+
+
+def test_a_reward_again(captured_of):
+    config = load("tiny_jpeg_lora", ["data.num_train=4", "data.num_heldout=2"])
+    samples = captured_of().stack.samples
+    scores = build_reward(config.reward.terms)(samples.images.numpy(), [Prompt(text="x")] * 4)
+    right = torch.as_tensor(np.tile(getattr(scores, "scores", scores), 2))
+    assert check_captured_reward(captured_of(rewards=right, config=config)).level == "healthy"
+    assert check_captured_reward(captured_of(rewards=right.flip(0), config=config)).level == "warning"
+    assert check_captured_reward(captured_of(rewards=right)).remedy.startswith("give --model a recipe")
+
+
+@pytest.mark.parametrize(
+    ("terms", "reason"),
+    [
+        ("[{name: ocr}]", "cannot tell: .*target"),
+        ("[{name: jpeg_compressibility, tags: [colors]}]", "cannot tell: the recipe's data has no prompt"),
+    ],
+)
+def test_a_prompt_that_the_recipe_lacks_cannot_be_scored(captured_of, terms, reason):
+    config = load("tiny_jpeg_lora", [f"reward.terms={terms}", "trainer.best_metric=eval/reward"])
+    found = check_captured_reward(captured_of(rewards=torch.zeros(8), config=config))
+    assert found.level == "note"
+    assert re.match(reason, found.sentence)
