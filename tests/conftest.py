@@ -66,7 +66,7 @@ SHARED = {
         "distributed/test_ranks",
         "faults/test_reward_service",
         "faults/test_trainer",
-        "plan/test_sharding",
+        "instruments/plan/test_sharding",
         "test_invariants",
         "test_metrics",
         "trainer/test_asynchronous",

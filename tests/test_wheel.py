@@ -9,7 +9,7 @@ import pytest
 
 import flowcorr
 from flowcorr.config import recipe_names
-from flowcorr.plan.pipelines import SHIPPED
+from flowcorr.instruments.plan.pipelines import SHIPPED
 
 ROOT = Path(flowcorr.__file__).parent.parent
 
@@ -34,7 +34,9 @@ def test_wheel_runs_from_anywhere(tmp_path):
         archive.extractall(tmp_path / "site")
     assert {f"flowcorr/recipes/{name}.yaml" for name in recipe_names()} <= names
     assert "flowcorr/models/tiny_ocr/model_index.json" in names
-    assert {f"flowcorr/plan/architectures/{file.name}" for file in SHIPPED.glob("*.json")} <= names
+    assert {
+        f"flowcorr/instruments/plan/architectures/{file.name}" for file in SHIPPED.glob("*.json")
+    } <= names
     assert {f"flowcorr/instruments/templates/{name}" for name in ("page.html", "style.css")} <= names
     command = [sys.executable, "-m", "flowcorr", "config", "tiny_ocr_lora"]
     outcome = subprocess.run(command, cwd=tmp_path / "site", capture_output=True, text=True, check=True)

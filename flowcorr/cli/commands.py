@@ -42,7 +42,7 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr.cli.progress import TerminalObserver
     from flowcorr.instruments import page
     from flowcorr.instruments.doctor import examine_before_start, examines_before_start
-    from flowcorr.plan.check import check_this_gpu
+    from flowcorr.instruments.plan.check import check_this_gpu
     from flowcorr.trainer import train as run
 
     config = _checked(arguments)
@@ -92,7 +92,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Examine two stacks, or a dump's samples; the exit code is that of the worst finding."""
     from flowcorr.instruments.doctor import diagnose
     from flowcorr.instruments.doctor.examination import NUM_PROMPTS
-    from flowcorr.plan.check import check_this_gpu
+    from flowcorr.instruments.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
     if is_folder(Path(arguments.recipe)):
@@ -157,7 +157,7 @@ def audit(arguments: argparse.Namespace) -> int:
     from flowcorr.instruments.audit import audit_folder
     from flowcorr.instruments.audit.measure import NUM_BATCHES
     from flowcorr.instruments.audit.presets import parse_scales
-    from flowcorr.plan.check import check_this_gpu
+    from flowcorr.instruments.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
     out_dir = _out_path(arguments.out)
@@ -214,7 +214,7 @@ def report(arguments: argparse.Namespace) -> int:
 def config(arguments: argparse.Namespace) -> int:
     """Print a resolved recipe; prompts that this machine lacks are only a warning."""
     from flowcorr.config import load, to_yaml
-    from flowcorr.plan.preflight import check_prompts, check_settings
+    from flowcorr.instruments.plan.preflight import check_prompts, check_settings
 
     find_own_code()
     config = load(arguments.recipe, arguments.overrides)
@@ -230,7 +230,7 @@ def config(arguments: argparse.Namespace) -> int:
 def translate(arguments: argparse.Namespace) -> int:
     """Print the recipe that another trainer's configuration becomes."""
     from flowcorr.config.load import load_text
-    from flowcorr.plan.preflight import check_settings
+    from flowcorr.instruments.plan.preflight import check_settings
     from flowcorr.translate import translate as translated
 
     text = translated(arguments.source, arguments.overrides, gpus=arguments.gpus, all_keys=arguments.all)
@@ -273,7 +273,7 @@ def _allowed(arguments: argparse.Namespace) -> list[str]:
 def _checked(arguments: argparse.Namespace) -> Config:
     """The configuration of the recipe on the command line, checked as far as that takes no model."""
     from flowcorr.config import load
-    from flowcorr.plan.preflight import check_prompts, check_settings
+    from flowcorr.instruments.plan.preflight import check_prompts, check_settings
 
     find_own_code()
     config = load(arguments.recipe, arguments.overrides)

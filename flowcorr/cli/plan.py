@@ -14,7 +14,7 @@ from rich.markup import escape
 from flowcorr.instruments.terminal import console_of, show_table
 
 if TYPE_CHECKING:
-    from flowcorr.plan.answers import Plan
+    from flowcorr.instruments.plan.answers import Plan
 
 HELP = """\
 Predict whether a run fits a GPU, and how long a step takes. This takes seconds and needs neither a GPU nor weights:
@@ -38,7 +38,7 @@ DEFAULT_GPU = "h100-80gb"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options besides recipe and overrides."""
-    from flowcorr.plan.devices import CUSTOM, GPUS
+    from flowcorr.instruments.plan.devices import CUSTOM, GPUS
 
     parser.add_argument(
         "--gpu",
@@ -55,9 +55,9 @@ def plan(arguments: argparse.Namespace) -> int:
     from flowcorr.cli.commands import find_own_code
     from flowcorr.config import load
     from flowcorr.errors import ConfigError
-    from flowcorr.plan.devices import find_gpu
-    from flowcorr.plan.estimate import make_plan
-    from flowcorr.plan.preflight import check_settings
+    from flowcorr.instruments.plan.devices import find_gpu
+    from flowcorr.instruments.plan.estimate import make_plan
+    from flowcorr.instruments.plan.preflight import check_settings
 
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
@@ -87,7 +87,7 @@ def _at_work(text: str) -> Iterator[None]:
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:
     """Print whether the run fits, peaks and times by phase, and what to change."""
-    from flowcorr.plan.answers import duration, gigabytes
+    from flowcorr.instruments.plan.answers import duration, gigabytes
 
     console = console_of(console)
     ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"

@@ -16,8 +16,8 @@ from tiny_pipelines import (
 
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.pipelines import find_architecture
 from flowcorr.models import EMBEDDED, Guidance, load_family, resolve_path
-from flowcorr.plan.pipelines import find_architecture
 
 
 def test_the_embedded_model_is_frozen_and_in_evaluation_mode():

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.instruments.plan.pipelines import Architecture, find_architecture
 from flowcorr.models import DTYPES
-from flowcorr.plan.pipelines import Architecture, find_architecture
 from tests.gpu.hour import meter
 from tests.gpu.hour.families import RandomWeights, random_family, recipe_config
 from tests.gpu.hour.parts import Hour

@@ -18,10 +18,10 @@ from flowcorr.algorithm import (
 )
 from flowcorr.config import load
 from flowcorr.config.schema import Config
+from flowcorr.instruments.plan.pipelines import Architecture, build_family, find_architecture
+from flowcorr.instruments.plan.text_inputs import text_inputs
+from flowcorr.instruments.plan.training import one_optimizer_step
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily
-from flowcorr.plan.pipelines import Architecture, build_family, find_architecture
-from flowcorr.plan.text_inputs import text_inputs
-from flowcorr.plan.training import one_optimizer_step
 from flowcorr.records import ActorBatch
 from flowcorr.rollout import InProcessEngine
 from tests import tiny_pipelines

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from flowcorr.devices import free_memory
-from flowcorr.plan.devices import EAGER, PCIE_4, known_gpu
+from flowcorr.instruments.plan.devices import EAGER, PCIE_4, known_gpu
 from tests.gpu.hour import meter
 from tests.gpu.hour.parts import Hour
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowcorr.config.schema import Config
+from flowcorr.instruments.plan.answers import MARGIN
+from flowcorr.instruments.plan.components import trace_decoder, trace_text_encoders
+from flowcorr.instruments.plan.devices import EAGER, Gpu
+from flowcorr.instruments.plan.estimate import HALF, roofline
+from flowcorr.instruments.plan.pipelines import Architecture, family_class, find_architecture
+from flowcorr.instruments.plan.text_inputs import TextInputs, text_inputs
+from flowcorr.instruments.plan.tracing import Work
+from flowcorr.instruments.plan.training import Training, one_optimizer_step, trace_training
 from flowcorr.models import DTYPES
-from flowcorr.plan.answers import MARGIN
-from flowcorr.plan.components import trace_decoder, trace_text_encoders
-from flowcorr.plan.devices import EAGER, Gpu
-from flowcorr.plan.estimate import HALF, roofline
-from flowcorr.plan.pipelines import Architecture, family_class, find_architecture
-from flowcorr.plan.text_inputs import TextInputs, text_inputs
-from flowcorr.plan.tracing import Work
-from flowcorr.plan.training import Training, one_optimizer_step, trace_training
 from tests.gpu.hour.families import at_depth, recipe_config
 from tests.gpu.hour.parts import RECIPES, Hour
 

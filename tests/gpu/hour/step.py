@@ -10,8 +10,8 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.update import PolicyOptimizer
 from flowcorr.algorithm import AutoMode, needs_old_means
-from flowcorr.plan.answers import MEMORY_TOLERANCE
-from flowcorr.plan.training import recompute_log_probs, update
+from flowcorr.instruments.plan.answers import MEMORY_TOLERANCE
+from flowcorr.instruments.plan.training import recompute_log_probs, update
 from flowcorr.records import ActorBatch
 from tests.gpu.hour import meter
 from tests.gpu.hour.families import build_actor, build_engine, correct, planned_config, sampled_batch

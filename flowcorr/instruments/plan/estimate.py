@@ -12,13 +12,13 @@ from flowcorr.config import resolve_engine
 from flowcorr.config.rules import check
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.answers import MARGIN, Memory, Phase, Plan
+from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, EAGER, LINK, Gpu, Speed
+from flowcorr.instruments.plan.sharding import sharded
+from flowcorr.instruments.plan.traces import Traces, engine_layers, trace, wraps_adapters
+from flowcorr.instruments.plan.tracing import Work
+from flowcorr.instruments.plan.training import Training, one_optimizer_step
 from flowcorr.models import DTYPES
-from flowcorr.plan.answers import MARGIN, Memory, Phase, Plan
-from flowcorr.plan.devices import ADAPTED, COMPILED, EAGER, LINK, Gpu, Speed
-from flowcorr.plan.sharding import sharded
-from flowcorr.plan.traces import Traces, engine_layers, trace, wraps_adapters
-from flowcorr.plan.tracing import Work
-from flowcorr.plan.training import Training, one_optimizer_step
 from flowcorr.rewards.combine import computes_on_gpu, states
 from flowcorr.rollout.base import needs_base, samples_codes, shards_weights, shares_weights, trains_shards
 

@@ -1,7 +1,7 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.plan.devices import CUSTOM, GPUS, NETWORK, PCIE_4, find_gpu, known_gpu
+from flowcorr.instruments.plan.devices import CUSTOM, GPUS, NETWORK, PCIE_4, find_gpu, known_gpu
 
 
 def test_a_known_gpu_is_found_by_its_name():

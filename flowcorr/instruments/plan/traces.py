@@ -10,14 +10,21 @@ from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.config.task import RewardTerm
 from flowcorr.data import load_prompts
+from flowcorr.instruments.plan.components import Component, trace_clip, trace_decoder, trace_text_encoders
+from flowcorr.instruments.plan.pipelines import Architecture, family_class, find_architecture
+from flowcorr.instruments.plan.sharding import computed
+from flowcorr.instruments.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
+from flowcorr.instruments.plan.tracing import Work
+from flowcorr.instruments.plan.training import (
+    Layers,
+    Pass,
+    Training,
+    one_optimizer_step,
+    trace_pass,
+    trace_training,
+)
 from flowcorr.models import DTYPES
 from flowcorr.models.prompt_cache import MAX_BYTES, chunk_size
-from flowcorr.plan.components import Component, trace_clip, trace_decoder, trace_text_encoders
-from flowcorr.plan.pipelines import Architecture, family_class, find_architecture
-from flowcorr.plan.sharding import computed
-from flowcorr.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
-from flowcorr.plan.tracing import Work
-from flowcorr.plan.training import Layers, Pass, Training, one_optimizer_step, trace_pass, trace_training
 from flowcorr.rollout.base import samples_codes
 from flowcorr.texts import distinct
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.plan.published import FITTED, HELD_OUT, MEMORY, PAGE, ROWS, TIME, rewritten, summary
+from tests.instruments.plan.published import FITTED, HELD_OUT, MEMORY, PAGE, ROWS, TIME, rewritten, summary
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ def test_held_out_rows_are_planned_no_worse_than_fitted_ones():
 
 def test_the_page_shows_these_rows():
     page = PAGE.read_text(encoding="utf-8")
-    assert rewritten(page) == page, "write it anew: python -m tests.plan.published"
+    assert rewritten(page) == page, "write it anew: python -m tests.instruments.plan.published"

@@ -12,11 +12,11 @@ from tiny_pipelines import (
 
 from flowcorr.config.schema import Config, ModelConfig, SamplingConfig
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.pipelines import family_class, find_architecture
+from flowcorr.instruments.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
 from flowcorr.models import Guidance, ModelFamily, load_family
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
-from flowcorr.plan.pipelines import family_class, find_architecture
-from flowcorr.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
 
 
 @pytest.mark.parametrize("guided", [False, True])

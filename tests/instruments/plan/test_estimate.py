@@ -5,10 +5,10 @@ import pytest
 
 from flowcorr.config import ModelConfig, load
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.answers import MARGIN
+from flowcorr.instruments.plan.devices import GPUS
+from flowcorr.instruments.plan.estimate import IN_8_BITS, OFFLOAD, make_plan, other_changes
 from flowcorr.models import load_family
-from flowcorr.plan.answers import MARGIN
-from flowcorr.plan.devices import GPUS
-from flowcorr.plan.estimate import IN_8_BITS, OFFLOAD, make_plan, other_changes
 
 H100 = GPUS["h100-80gb"]
 

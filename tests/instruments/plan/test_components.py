@@ -3,10 +3,10 @@
 import pytest
 
 from flowcorr.config import RewardTerm
+from flowcorr.instruments.plan.components import trace_clip, trace_decoder, trace_text_encoders
+from flowcorr.instruments.plan.pipelines import family_class, find_architecture
+from flowcorr.instruments.plan.text_inputs import text_inputs
 from flowcorr.models import load_family
-from flowcorr.plan.components import trace_clip, trace_decoder, trace_text_encoders
-from flowcorr.plan.pipelines import family_class, find_architecture
-from flowcorr.plan.text_inputs import text_inputs
 
 
 def size_of(*modules):

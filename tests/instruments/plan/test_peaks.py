@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from flowcorr.config import load
-from flowcorr.plan.devices import GPUS
-from flowcorr.plan.estimate import make_plan
-from tests.plan.cards import RANKS, alone
+from flowcorr.instruments.plan.devices import GPUS
+from flowcorr.instruments.plan.estimate import make_plan
+from tests.instruments.plan.cards import RANKS, alone
 
 STORED = json.loads((Path(__file__).parent / "peaks.json").read_text(encoding="utf-8"))
 """GB on a card that holds the largest pass, and on each card that bounds `auto`, the micro-batch and its update."""

@@ -1,16 +1,16 @@
 """Every shipped recipe on common GPUs, as `flowcorr plan` predicts it: the table of `recipes/README.md`.
 
-`python -m tests.plan.cards` writes it; its test plans each recipe anew.
+`python -m tests.instruments.plan.cards` writes it; its test plans each recipe anew.
 """
 
 from functools import cache
 from pathlib import Path
 
 from flowcorr.config import load, recipe_names
-from flowcorr.plan.answers import Memory, Plan, duration
-from flowcorr.plan.devices import GPUS, Gpu
-from flowcorr.plan.estimate import FP8, OFFLOAD, SLEEP, plan_of
-from flowcorr.plan.traces import trace
+from flowcorr.instruments.plan.answers import Memory, Plan, duration
+from flowcorr.instruments.plan.devices import GPUS, Gpu
+from flowcorr.instruments.plan.estimate import FP8, OFFLOAD, SLEEP, plan_of
+from flowcorr.instruments.plan.traces import trace
 
 RECIPES = tuple(name for name in recipe_names() if not name.startswith("tiny_"))
 CARDS = tuple(
@@ -22,7 +22,7 @@ CARDS = tuple(
 )
 RANKS = {"qwen_image_ocr_lora_2x32gb": 2}
 """Training ranks of recipes that are for more than one."""
-PAGE = Path(__file__).parents[2] / "recipes" / "README.md"
+PAGE = Path(__file__).parents[3] / "recipes" / "README.md"
 BEGIN, END = "<!-- cards -->\n", "<!-- end of cards -->"
 SHARED_BY = {SLEEP: " (a)", f"{SLEEP} {FP8}": " (b)"}
 FITTED_BY = {OFFLOAD: "c", "actor.micro_batch_size=1": "d", FP8: "e"}
@@ -88,6 +88,6 @@ def table() -> str:
     return header + "".join(map(row, RECIPES))
 
 
-if __name__ == "__main__":  # python -m tests.plan.cards
+if __name__ == "__main__":  # python -m tests.instruments.plan.cards
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}", encoding="utf-8")

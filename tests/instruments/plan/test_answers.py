@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from flowcorr.config import load
-from flowcorr.plan.answers import duration, gigabytes
-from flowcorr.plan.devices import GPUS
-from flowcorr.plan.estimate import plan_of
+from flowcorr.instruments.plan.answers import duration, gigabytes
+from flowcorr.instruments.plan.devices import GPUS
+from flowcorr.instruments.plan.estimate import plan_of
 
 H100 = GPUS["h100-80gb"]
 

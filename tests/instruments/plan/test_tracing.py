@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from flowcorr.plan.tracing import Tracer
+from flowcorr.instruments.plan.tracing import Tracer
 
 WIDTH, ROWS = 64, 32
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import median
 
 from flowcorr.config import load
-from flowcorr.plan.answers import Plan
-from flowcorr.plan.components import trace_decoder
-from flowcorr.plan.devices import ADAPTED, COMPILED, EAGER, GPUS, Gpu, Speed
-from flowcorr.plan.estimate import engine_peak, plan_of, roofline
-from flowcorr.plan.pipelines import find_architecture
-from flowcorr.plan.traces import engine_pass, trace
+from flowcorr.instruments.plan.answers import Plan
+from flowcorr.instruments.plan.components import trace_decoder
+from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, EAGER, GPUS, Gpu, Speed
+from flowcorr.instruments.plan.estimate import engine_peak, plan_of, roofline
+from flowcorr.instruments.plan.pipelines import find_architecture
+from flowcorr.instruments.plan.traces import engine_pass, trace
 
 GB, MIB = 1e9, 2.0**20
 TIME, MEMORY = 1.35, 1.15
@@ -260,7 +260,7 @@ FITTED = tuple(row for place, row in enumerate(ROWS, 1) if place % 3)
 HELD_OUT = tuple(row for place, row in enumerate(ROWS, 1) if not place % 3)
 
 
-PAGE = Path(__file__).parents[2] / "recipes" / "README.md"
+PAGE = Path(__file__).parents[3] / "recipes" / "README.md"
 BEGIN, END = "<!-- published -->\n", "<!-- end of published -->"
 
 
@@ -297,5 +297,5 @@ def rewritten(page: str) -> str:
     return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
 
 
-if __name__ == "__main__":  # python -m tests.plan.published
+if __name__ == "__main__":  # python -m tests.instruments.plan.published
     PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

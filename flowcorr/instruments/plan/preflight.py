@@ -5,9 +5,9 @@ from __future__ import annotations
 from flowcorr.config.schema import Config
 from flowcorr.data import load_prompts
 from flowcorr.devices import check_device_name
+from flowcorr.instruments.plan.pipelines import Architecture, family_class, local_architecture
 from flowcorr.models import resolve_family
 from flowcorr.models.base import check_guidance, check_size
-from flowcorr.plan.pipelines import Architecture, family_class, local_architecture
 from flowcorr.rewards import check_prompts as check_prompts_of
 from flowcorr.rewards import check_terms
 from flowcorr.trackers import resolve_tracker

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from flowcorr.actor.passes import passes_of
 from flowcorr.config.schema import Config
+from flowcorr.instruments.plan.tracing import Work
+from flowcorr.instruments.plan.training import Training
 from flowcorr.models import DTYPES
-from flowcorr.plan.tracing import Work
-from flowcorr.plan.training import Training
 from flowcorr.rollout.base import actor_dtype, trains_shards
 
 FORWARD, BACKWARD = 3, 2

@@ -8,9 +8,9 @@ import torch
 from flowcorr.config import load
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
-from flowcorr.plan.pipelines import find_architecture
-from flowcorr.plan.training import trace_training
-from tests.plan.allocation import allocated
+from flowcorr.instruments.plan.pipelines import find_architecture
+from flowcorr.instruments.plan.training import trace_training
+from tests.instruments.plan.allocation import allocated
 
 SMALL = {"actor": {"micro_batch_size": 4, "mini_batches": 1}, "rollout": {"prompts_per_step": 2, "n": 4}}
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from flowcorr.config import find_recipe
-from tests.plan.cards import BEGIN, CARDS, END, PAGE, RECIPES, row
+from tests.instruments.plan.cards import BEGIN, CARDS, END, PAGE, RECIPES, row
 
 SHOWN = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines(keepends=True)[2:]
 
@@ -22,7 +22,7 @@ def test_the_page_has_a_row_for_each_recipe():
     ],
 )
 def test_the_page_shows_the_plan_of_today(recipe):
-    assert row(recipe) in SHOWN, "write it anew: python -m tests.plan.cards"
+    assert row(recipe) in SHOWN, "write it anew: python -m tests.instruments.plan.cards"
 
 
 def header(recipe):

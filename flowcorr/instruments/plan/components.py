@@ -13,10 +13,10 @@ from torch import nn
 
 from flowcorr.config.schema import Config
 from flowcorr.config.task import RewardTerm
+from flowcorr.instruments.plan.pipelines import Architecture, build_component, build_family, find_clip
+from flowcorr.instruments.plan.text_inputs import TextInputs
+from flowcorr.instruments.plan.tracing import Tracer, Work
 from flowcorr.models import DTYPES
-from flowcorr.plan.pipelines import Architecture, build_component, build_family, find_clip
-from flowcorr.plan.text_inputs import TextInputs
-from flowcorr.plan.tracing import Tracer, Work
 from flowcorr.rewards.clip import DTYPES as CLIP_DTYPES
 from flowcorr.rewards.combine import REWARDS, computes_on_gpu
 from flowcorr.rollout.sampler import decode, decoded_together

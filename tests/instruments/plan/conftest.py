@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flowcorr.config import load
-from flowcorr.plan.traces import Traces, trace
+from flowcorr.instruments.plan.traces import Traces, trace
 
 SIZE = {"height": 32, "width": 64}
 

@@ -5,7 +5,7 @@ from tiny_pipelines import build_tiny_sd3
 
 from flowcorr.config import load
 from flowcorr.errors import ConfigError
-from flowcorr.plan.check import check_fit, check_this_gpu
+from flowcorr.instruments.plan.check import check_fit, check_this_gpu
 
 ROOM = {"ranks": 1, "shared": True}
 

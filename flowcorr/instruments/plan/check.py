@@ -15,8 +15,8 @@ import torch
 from flowcorr.config.schema import Config
 from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.answers import MEMORY_TOLERANCE, gigabytes
 from flowcorr.models import EMBEDDED
-from flowcorr.plan.answers import MEMORY_TOLERANCE, gigabytes
 from flowcorr.rollout.vllm_omni.environment import engine_gpus
 from flowcorr.rollout.vllm_omni.options import num_gpus
 

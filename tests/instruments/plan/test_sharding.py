@@ -8,11 +8,11 @@ import pytest
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
 from flowcorr.distributed import fsdp
-from flowcorr.plan.pipelines import find_architecture
-from flowcorr.plan.sharding import computed, sharded
-from flowcorr.plan.training import trace_training
+from flowcorr.instruments.plan.pipelines import find_architecture
+from flowcorr.instruments.plan.sharding import computed, sharded
+from flowcorr.instruments.plan.training import trace_training
 from tests.conftest import small_config, start_run
-from tests.plan.allocation import allocated
+from tests.instruments.plan.allocation import allocated
 
 RANKS = 2
 SECTIONS = {

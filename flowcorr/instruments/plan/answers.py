@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from flowcorr.plan.devices import GPUS, Gpu, Speed
+from flowcorr.instruments.plan.devices import GPUS, Gpu, Speed
 
 MEMORY_TOLERANCE, FRAGMENTATION = 0.05, 0.08
 MARGIN = 1 + MEMORY_TOLERANCE + FRAGMENTATION

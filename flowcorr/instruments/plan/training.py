@@ -19,13 +19,13 @@ from flowcorr.actor.adamw import BLOCK, SMALLEST
 from flowcorr.actor.passes import passes_of
 from flowcorr.algorithm import AutoMode, needs_old_means, needs_rollout_means
 from flowcorr.config.schema import Config
+from flowcorr.instruments.plan.pipelines import Architecture, build_family
+from flowcorr.instruments.plan.text_inputs import text_inputs
+from flowcorr.instruments.plan.tracing import Section, Tracer, Work
 from flowcorr.lora import ADAPTER
 from flowcorr.models import DTYPES, ModelFamily, check_attention
 from flowcorr.models.base import repeated_blocks
 from flowcorr.models.quantized import weight_sizes
-from flowcorr.plan.pipelines import Architecture, build_family
-from flowcorr.plan.text_inputs import text_inputs
-from flowcorr.plan.tracing import Section, Tracer, Work
 from flowcorr.records import ActorBatch, Rollout, Window
 
 Layers = Literal["own", "beside", "merged"]

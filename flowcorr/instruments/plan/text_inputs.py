@@ -10,10 +10,10 @@ import torch
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.pipelines import Architecture
 from flowcorr.models import FAMILIES, Conditioning, ModelFamily
 from flowcorr.models.base import TextShapes
 from flowcorr.models.prompt_cache import MULTIPLE
-from flowcorr.plan.pipelines import Architecture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ import torch
 
 from flowcorr.config import ModelConfig, load, recipe_names
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.pipelines import Architecture, family_class, find_architecture, find_clip
 from flowcorr.models import load_family
-from flowcorr.plan.pipelines import Architecture, family_class, find_architecture, find_clip
 
 
 @pytest.mark.parametrize("path", sorted({load(name).model.path for name in recipe_names()}))

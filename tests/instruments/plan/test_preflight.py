@@ -7,9 +7,9 @@ import pytest
 from flowcorr.config import load
 from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.pipelines import find_architecture, local_architecture
+from flowcorr.instruments.plan.preflight import check_prompts, check_settings, size_limits
 from flowcorr.models import EMBEDDED, load_family
-from flowcorr.plan.pipelines import find_architecture, local_architecture
-from flowcorr.plan.preflight import check_prompts, check_settings, size_limits
 from tests import tiny_pipelines
 
 BUILDERS = {

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.tracing import TRACED
 from flowcorr.models import EMBEDDED, FAMILIES, ModelFamily, quiet_loaders, resolve_family, resolve_path
 from flowcorr.models.quantized import quantize_blocks
-from flowcorr.plan.tracing import TRACED
 
 SHIPPED = Path(__file__).parent / "architectures"
 _DEPTHS = {
