@@ -92,6 +92,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Examine two stacks, or a dump's samples; the exit code is that of the worst finding."""
     from flowcorr.instruments.doctor import diagnose
     from flowcorr.instruments.doctor.examination import NUM_PROMPTS
+    from flowcorr.instruments.page import exit_code
     from flowcorr.instruments.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
@@ -110,18 +111,19 @@ def doctor(arguments: argparse.Namespace) -> int:
     config = _checked(arguments)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     prompts = NUM_PROMPTS if arguments.prompts is None else arguments.prompts
-    return _told(diagnose(config, num_prompts=prompts, float32=arguments.float32), arguments)
+    report = diagnose(config, num_prompts=prompts, float32=arguments.float32)
+    show_report(report, as_json=arguments.json)
+    return exit_code(report)
 
 
-def _told(report: Report, arguments: argparse.Namespace) -> int:
-    """Print a report, as JSON where that was asked for; return its exit code."""
+def show_report(report: Report, *, as_json: bool) -> None:
+    """Print a report, as JSON and nothing else where that was asked for."""
     from flowcorr.instruments import page
 
-    if arguments.json:
+    if as_json:
         print(page.as_json(report))
     else:
         page.show(report)
-    return page.exit_code(report)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -130,6 +132,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     from flowcorr.config import Config, load
     from flowcorr.config.load import recipe_names
     from flowcorr.instruments.doctor import examine_dump
+    from flowcorr.instruments.page import exit_code
 
     model = arguments.model
     if model is None:
@@ -146,7 +149,8 @@ def _replay(arguments: argparse.Namespace) -> int:
     chosen: str | Config = load(model, arguments.overrides) if of_recipe else model
     device = chosen.trainer.device if isinstance(chosen, Config) else "auto"
     report = examine_dump(Path(arguments.recipe), chosen, device=distributed.local_device(device))
-    return _told(report, arguments)
+    show_report(report, as_json=arguments.json)
+    return exit_code(report)
 
 
 def audit(arguments: argparse.Namespace) -> int:

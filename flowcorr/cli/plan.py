@@ -1,20 +1,13 @@
-"""`flowcorr plan`: its arguments, and a plan on the terminal."""
+"""`flowcorr plan`: its arguments."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-
-from flowcorr.instruments.terminal import console_of, show_table
-
-if TYPE_CHECKING:
-    from flowcorr.instruments.plan.answers import Plan
 
 HELP = """\
 Predict whether a run fits a GPU, and how long a step takes. This takes seconds and needs neither a GPU nor weights:
@@ -24,7 +17,7 @@ examples:
   flowcorr plan sd35_medium_ocr_lora
   flowcorr plan qwen_image_ocr_lora_decoupled --gpu h200-141gb actor.micro_batch_size=8
   flowcorr plan flux_dev_pickscore_lora --gpu memory=48,bandwidth=864,bf16=362 --ranks 4
-  flowcorr plan my_recipe.yaml model.path=/models/my_pipeline --json | jq -r '.advice[]'
+  flowcorr plan my_recipe.yaml model.path=/models/my_pipeline --json | jq -r '.findings[].remedy'
 
 A GB is 1e9 bytes, and an 80 GB H100 has 85. A run fits if 13 percent are left over: 5 for the prediction's error, 8 for
 fragmentation and CUDA's own memory. The time of a phase is the longest of its arithmetic at the share of the GPU's peak
@@ -52,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print what it needs."""
-    from flowcorr.cli.commands import find_own_code
+    from flowcorr.cli.commands import find_own_code, show_report
     from flowcorr.config import load
     from flowcorr.errors import ConfigError
     from flowcorr.instruments.plan.devices import find_gpu
-    from flowcorr.instruments.plan.estimate import make_plan
     from flowcorr.instruments.plan.preflight import check_settings
+    from flowcorr.instruments.plan.report import plan as predict
 
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
@@ -67,11 +60,8 @@ def plan(arguments: argparse.Namespace) -> int:
     check_settings(config)
     title = " ".join((arguments.recipe, *arguments.overrides))
     with _at_work(f"planning {title}: tracing each phase without weights"):
-        made = make_plan(config, gpu=gpu, ranks=arguments.ranks, title=title)
-    if arguments.json:
-        print(json.dumps(made.to_mapping(), indent=2, allow_nan=False))
-    else:
-        show_plan(made)
+        made = predict(config, gpu=gpu, ranks=arguments.ranks, title=title)
+    show_report(made, as_json=arguments.json)
     return 0
 
 
@@ -83,34 +73,3 @@ def _at_work(text: str) -> Iterator[None]:
         console.print(text, markup=False, soft_wrap=True)
     with console.status(escape(text)) if console.is_terminal else contextlib.nullcontext():
         yield
-
-
-def show_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print whether the run fits, peaks and times by phase, and what to change."""
-    from flowcorr.instruments.plan.answers import duration, gigabytes
-
-    console = console_of(console)
-    ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
-    console.print(
-        f"{plan.title} on {plan.gpu.name}, {ranks}, {plan.images} images a step each\n", style="bold"
-    )
-    console.print(f"{plan.verdict()}\n", markup=False)
-    memory = plan.memory
-    engine = {"sample": memory.engine, "decode": memory.engine} if memory.engine else {}
-    peaks = {**memory.phases, **engine, "reward model": memory.phases["reward"]}
-    before = [name for name in ("load", "encode") if name in peaks]
-    rows: list[tuple[str, ...]] = [(name, "trainer", gigabytes(peaks[name]), "") for name in before]
-    for phase in plan.phases:
-        time = "unknown" if phase.seconds is None else duration(phase.seconds) if phase.seconds else ""
-        peak = gigabytes(peaks[phase.name]) if phase.name in peaks else ""
-        rows.append((phase.name, phase.where, peak, time))
-    rows.append(("step", "", "", duration(plan.seconds())))
-    styles = [*["dim"] * len(before), *[None] * len(plan.phases), "bold"]
-    show_table(console, ("phase", "on", "peak", "time"), rows, words=2, styles=styles)
-    for name, speed in plan.speeds.items():
-        console.print(f"{name}: {speed.share:.0%} of the peak; {speed.source}", style="dim", markup=False)
-    if plan.overlaps:
-        console.print("Sampling overlaps with training: a step takes as long as the longer of the two.")
-    console.print()
-    for sentence in plan.advice():
-        console.print(sentence, markup=False)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flowcorr.cli import gap
 from flowcorr.errors import BackendError
+from flowcorr.instruments import gap_words
 
 if TYPE_CHECKING:
     from flowcorr.config import Config
@@ -78,7 +78,7 @@ class TerminalObserver:
         self._start_step, self._total = start_step, config.trainer.total_steps
         begin = f"resumes after step {start_step}" if start_step else f"{self._total} steps"
         self._say(
-            f"{config.model.path} -> {out_dir}: {begin}, {gap.treatment(config.algorithm.rollout_correction)}"
+            f"{config.model.path} -> {out_dir}: {begin}, {gap_words.treatment(config.algorithm.rollout_correction)}"
         )
         self._progress.update(self._task, total=self._total, completed=start_step)
         self._recall(start_step)
@@ -93,7 +93,7 @@ class TerminalObserver:
 
         shown = {label: metrics[name] for name, label in PROGRESS_LABELS.items() if name in metrics}
         parts = [f"{label} {value:.3g}" for label, value in shown.items()]
-        parts += [gap.action(self._correction, metrics)]
+        parts += [gap_words.action(self._correction, metrics)]
         self._progress.update(self._task, completed=step)
         self._say("  ".join(filter(None, (f"step {step}/{self._total}", *parts, self._remaining(step)))))
         self._steps.append(metrics)
@@ -125,7 +125,7 @@ class TerminalObserver:
         if self._steps and result.status == "finished":
             recipe = self._recipe or str(result.out_dir / "config.yaml")
             audit = shlex.join(["flowcorr", "audit", recipe])
-            self._say(gap.measurement(self._correction, self._steps, audit))
+            self._say(gap_words.measurement(self._correction, self._steps, audit))
         if result.resume_command is not None:
             self._say(f"resume with: {result.resume_command}")
 

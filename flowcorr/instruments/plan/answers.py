@@ -1,10 +1,10 @@
-"""A plan, and the sentences that sum it up: whether it fits, and what to change."""
+"""The numbers of a plan: memory and time by phase, and what would need less."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from flowcorr.instruments.plan.devices import GPUS, Gpu, Speed
 
@@ -123,76 +123,6 @@ class Plan:
     def smallest_for_engine(self) -> tuple[Gpu, str] | None:
         """The same of an engine in its own process."""
         return _smallest({"": self.memory.engine, **self.engine_changes})
-
-    def to_mapping(self) -> dict[str, Any]:
-        """The plan for JSON."""
-        return {
-            **asdict(self),
-            "fits": self.fitting,
-            "shared_fits": None if self.memory.shared is None else self.fits(self.memory.shared),
-            "step_seconds": self.seconds(),
-            "verdict": self.verdict(),
-            "advice": self.advice(),
-        }
-
-    def verdict(self) -> str:
-        """Whether the trainer fits, and the phase of its peak."""
-        phases = self.memory.phases
-        highest = max(phases, key=lambda name: phases[name])
-        peak, card = phases[highest], f"{self.gpu.name} ({gigabytes(self.gpu.memory)})"
-        needed = gigabytes(peak * MARGIN)
-        size = f"the trainer needs {gigabytes(peak)} at its peak, in {highest}; with the margin {needed}"
-        if self.fits(peak):
-            return f"Fits {card}: {size}."
-        return f"{'May not' if peak <= self.gpu.memory else 'Does not'} fit {card}: {size}."
-
-    def advice(self) -> tuple[str, ...]:
-        """Sentences: the largest micro-batch, whether the engine fits, and what to change where something does not."""
-        return tuple(filter(None, (self._micro_batch(), self._trainer(), *self._engine())))
-
-    def _micro_batch(self) -> str:
-        largest, now = self.largest_micro_batch, f"actor.micro_batch_size={self.micro_batch}"
-        if largest >= self.micro_batch:
-            return f"{now} fits; the largest that does is {largest}."
-        if largest:
-            return f"{now} does not fit; use actor.micro_batch_size={largest}."
-        needed = gigabytes(self.memory.with_one_sample * MARGIN)
-        return f"No actor.micro_batch_size fits: one sample takes {needed} with the margin."
-
-    def _trainer(self) -> str:
-        if self.fits(self.memory.trainer):
-            return ""
-        for overrides, memory in self.changes.items():
-            with_one = f"{overrides} and actor.micro_batch_size=1"
-            for keys, peak in ((overrides, memory.trainer), (with_one, memory.with_one_sample)):
-                if self.fits(peak):
-                    return f"With {keys} the trainer needs {gigabytes(peak)} and fits."
-        if self.fits(self.memory.with_one_sample):
-            return ""
-        return f"Use {', '.join(('a GPU with more memory', *self.other_changes))}, or fewer images a step."
-
-    def _engine(self) -> tuple[str, ...]:
-        memory = self.memory
-        if not memory.engine:
-            return ("The trainer samples by itself, so no engine needs memory.",)
-        alone = f"The engine needs {gigabytes(memory.engine)}"
-        if not self.fits(memory.engine):
-            ways = [
-                f"with {keys} {gigabytes(peak)}"
-                for keys, peak in self.engine_changes.items()
-                if self.fits(peak)
-            ]
-            alone += ", which does not fit" + (f"; {ways[0]}" if ways else "")
-        if memory.shared is None:
-            return (f"{alone} on each GPU of its own.",)
-        together = f"with the trainer on one GPU {gigabytes(memory.shared)}"
-        if self.fits(memory.shared):
-            return (f"{alone}, {together}, which fits.",)
-        ways = [
-            f"with {keys} {gigabytes(peak)}" for keys, peak in self.shared_changes.items() if self.fits(peak)
-        ]
-        remedy = f"{ways[0]}, which does" if ways else "give it a GPU of its own"
-        return (f"{alone}; {together}, which does not fit; {remedy}.",)
 
 
 def _smallest(peaks: Mapping[str, float]) -> tuple[Gpu, str] | None:

@@ -83,12 +83,14 @@ def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: in
         )
         return
     plan = json.loads(outcome.stdout)
-    crowded = shared and plan["shared_fits"] is not None
-    if plan["shared_fits" if crowded else "fits"]:
+    facts = plan["facts"]
+    crowded = shared and facts["shared_fits"] is not None
+    if facts["shared_fits" if crowded else "fits"]:
         return
-    needed = plan["memory"]
+    needed = facts["memory"]
     peak = needed["shared"] if crowded else max(needed["engine"], *needed["phases"].values())
-    advice = f"{' '.join(plan['advice'])} `flowcorr plan {recipe}` shows the phases"
+    told = [": ".join(filter(None, (found["sentence"], found["remedy"]))) for found in plan["findings"]]
+    advice = f"{'. '.join(told)}. `flowcorr plan {recipe}` shows the phases"
     if peak * (1 - MEMORY_TOLERANCE) > memory:
         raise ConfigError(
             f"the run needs {gigabytes(peak)} of GPU memory, and there are {gigabytes(memory)}. {advice}"

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import pytest
@@ -22,15 +21,13 @@ def tiny():
     return plan()
 
 
-def test_a_plan_has_a_row_for_each_phase_and_survives_json(tiny):
+def test_a_plan_has_each_phase(tiny):
     names = [phase.name for phase in tiny.phases]
     assert names == ["sample", "decode", "reward jpeg_compressibility", "recompute", "update", "sync"]
     assert [*tiny.memory.phases] == [
         "load", "encode", "reward", "recompute", "update", "sync", "sample", "decode",
     ]  # fmt: skip
-    mapping = json.loads(json.dumps(tiny.to_mapping(), allow_nan=False))
-    assert mapping["fits"] is True
-    assert mapping["step_seconds"] == pytest.approx(sum(phase.seconds or 0 for phase in tiny.phases))
+    assert tiny.seconds() == pytest.approx(sum(phase.seconds or 0 for phase in tiny.phases))
 
 
 def test_offloaded_text_encoders_leave_the_trainers_peak_to_training(tiny):
@@ -57,15 +54,14 @@ def test_the_largest_micro_batch_is_the_largest_that_fits(tiny):
             gpu=replace(H100, memory=1.01 * needed * MARGIN),
         )
         assert small.largest_micro_batch == pytest.approx(size, abs=1)
-        assert "does not fit; use actor.micro_batch_size=" in small.advice()[0]
 
 
 def test_an_engine_of_its_own_is_weighed_beside_the_trainer(tiny):
-    assert "samples by itself" in tiny.advice()[-1]
+    assert tiny.memory.engine == 0
     beside = plan("rollout.name=vllm_omni")
     assert beside.memory.engine > 0
     assert beside.memory.shared > beside.memory.trainer
-    assert "which fits" in beside.advice()[-1]
+    assert beside.fits(beside.memory.shared)
     asleep = plan("rollout.name=vllm_omni", "rollout.engine.enable_sleep_mode=true")
     assert asleep.memory.shared < beside.memory.shared
     assert asleep.seconds("sync") > beside.seconds("sync")

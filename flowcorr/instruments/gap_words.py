@@ -1,4 +1,4 @@
-"""A run's gap and its correction, in the words of the terminal."""
+"""A run's gap and its correction in words, as training shows them."""
 
 from __future__ import annotations
 

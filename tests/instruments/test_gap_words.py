@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from flowcorr.cli.gap import action, measurement, treatment
 from flowcorr.correction import OFF
 from flowcorr.correction import RolloutCorrectionConfig as Correction
+from flowcorr.instruments.gap_words import action, measurement, treatment
 
 DISABLED = Correction.preset("disabled")
 BYPASS = Correction.preset("bypass_ppo_clip")

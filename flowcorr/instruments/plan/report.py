@@ -1,0 +1,154 @@
+"""The report on a plan: whether the run fits, peaks and times by phase, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from flowcorr.config.schema import Config
+from flowcorr.instruments.finding import Column, Fact, Finding, Level, Report, Table
+from flowcorr.instruments.plan.answers import MARGIN, Plan, duration, gigabytes
+from flowcorr.instruments.plan.devices import Gpu
+from flowcorr.instruments.plan.estimate import make_plan
+
+
+def plan(config: Config, *, gpu: Gpu, ranks: int = 1, title: str = "") -> Report:
+    """Predict memory and time of a run on a GPU; see `make_plan`."""
+    return report_of(make_plan(config, gpu=gpu, ranks=ranks, title=title))
+
+
+def report_of(made: Plan) -> Report:
+    """The report on the numbers of a plan; its verdict is on the trainer, which has a finding of the same words."""
+    trainer = _trainer(made)
+    ranks = "1 rank" if made.ranks == 1 else f"{made.ranks} ranks"
+    return Report(
+        title=made.title,
+        verdict=trainer.sentence,
+        facts=(
+            Fact(
+                name="title",
+                value=made.title,
+                text=f"{made.title} on {made.gpu.name}, {ranks}, {made.images} images a step each",
+            ),
+            *_facts(made),
+        ),
+        tables=(_phases(made),),
+        findings=(trainer, _micro_batch(made), *_engine(made)),
+    )
+
+
+def _facts(made: Plan) -> Iterator[Fact]:
+    for name in ("ranks", "images", "micro_batch", "largest_micro_batch"):
+        yield Fact(name=name, value=getattr(made, name))
+    yield Fact(name="gpu", value=asdict(made.gpu))
+    yield Fact(name="memory", value=asdict(made.memory))
+    yield Fact(name="fits", value=made.fitting)
+    shared = made.memory.shared
+    yield Fact(name="shared_fits", value=None if shared is None else made.fits(shared))
+    yield Fact(name="step_seconds", value=made.seconds())
+    for name, speed in made.speeds.items():
+        text = f"{name}: {speed.share:.0%} of the peak; {speed.source}"
+        yield Fact(name=f"{name}_speed", value=asdict(speed), text=text)
+    overlap = "sampling overlaps with training: a step takes as long as the longer of the two"
+    yield Fact(name="overlaps", value=made.overlaps, text=overlap if made.overlaps else "")
+
+
+def _phases(made: Plan) -> Table:
+    """Peak bytes and seconds by phase, those before the first step included."""
+    memory = made.memory
+    engine = {"sample": memory.engine, "decode": memory.engine} if memory.engine else {}
+    peaks = {**memory.phases, **engine, "reward model": memory.phases["reward"]}
+    rows: list[tuple[str, str, float | None, float | None]] = [
+        (name, "trainer", peaks[name], 0.0) for name in ("load", "encode") if name in peaks
+    ]
+    rows += [(phase.name, phase.where, peaks.get(phase.name), phase.seconds) for phase in made.phases]
+    rows.append(("step", "", None, made.seconds()))
+    return Table(
+        name="phases",
+        title="phases of a step",
+        columns=(
+            Column(name="phase", words=True),
+            Column(name="on", words=True),
+            Column(name="peak", show=gigabytes),
+            Column(name="seconds", heading="time", show=lambda seconds: duration(seconds) if seconds else ""),
+        ),
+        rows=rows,
+        marks=["this" if name == "step" else "" for name, *_ in rows],
+    )
+
+
+def _trainer(made: Plan) -> Finding:
+    """Whether the trainer fits, the phase of its peak, and what to change."""
+    phases = made.memory.phases
+    highest = max(phases, key=lambda name: phases[name])
+    peak, card = phases[highest], f"{made.gpu.name} ({gigabytes(made.gpu.memory)})"
+    needed = gigabytes(peak * MARGIN)
+    size = f"the trainer needs {gigabytes(peak)} at its peak, in {highest}; with the margin {needed}"
+    level: Level = "healthy"
+    fits = "fits"
+    if not made.fits(peak):
+        close = peak <= made.gpu.memory
+        level, fits = ("warning", "may not fit") if close else ("serious", "does not fit")
+    return Finding(
+        level=level, cause="trainer_memory", sentence=f"{fits} {card}: {size}", remedy=_less_memory(made)
+    )
+
+
+def _less_memory(made: Plan) -> str:
+    """What makes the trainer fit; empty where it does, or does with a smaller micro-batch."""
+    if made.fits(made.memory.trainer):
+        return ""
+    for overrides, memory in made.changes.items():
+        with_one = f"{overrides} and actor.micro_batch_size=1"
+        for keys, peak in ((overrides, memory.trainer), (with_one, memory.with_one_sample)):
+            if made.fits(peak):
+                return f"with {keys} the trainer needs {gigabytes(peak)} and fits"
+    if made.fits(made.memory.with_one_sample):
+        return ""
+    return f"use {', '.join(('a GPU with more memory', *made.other_changes))}, or fewer images a step"
+
+
+def _micro_batch(made: Plan) -> Finding:
+    """Whether the micro-batch fits, and the largest that does."""
+    largest, now = made.largest_micro_batch, f"actor.micro_batch_size={made.micro_batch}"
+    level: Level = "healthy"
+    remedy = ""
+    if largest >= made.micro_batch:
+        sentence = f"{now} fits; the largest that does is {largest}"
+    elif largest:
+        level, sentence = "warning", f"{now} does not fit"
+        remedy = f"use actor.micro_batch_size={largest}"
+    else:
+        needed = gigabytes(made.memory.with_one_sample * MARGIN)
+        level = "serious"
+        sentence = f"no actor.micro_batch_size fits: one sample takes {needed} with the margin"
+    return Finding(level=level, cause="micro_batch", sentence=sentence, remedy=remedy)
+
+
+def _engine(made: Plan) -> Iterator[Finding]:
+    """Whether the engine fits a GPU of its own, and one that it shares with the trainer."""
+    memory = made.memory
+    if not memory.engine:
+        yield _of_engine("note", "the trainer samples by itself, so no engine needs memory")
+        return
+    alone = f"the engine needs {gigabytes(memory.engine)}"
+    if not made.fits(memory.engine):
+        ways = [
+            f"with {keys} {gigabytes(peak)}" for keys, peak in made.engine_changes.items() if made.fits(peak)
+        ]
+        yield _of_engine("serious", f"{alone}, which does not fit", "".join(ways[:1]))
+    elif memory.shared is None:
+        yield _of_engine("healthy", f"{alone} on each GPU of its own")
+    if memory.shared is None:
+        return
+    together = f"{alone}, with the trainer on one GPU {gigabytes(memory.shared)}"
+    if made.fits(memory.shared):
+        yield _of_engine("healthy", f"{together}, which fits")
+        return
+    ways = [f"with {keys} {gigabytes(peak)}" for keys, peak in made.shared_changes.items() if made.fits(peak)]
+    remedy = f"{ways[0]}, which fits" if ways else "give it a GPU of its own"
+    yield _of_engine("warning", f"{together}, which does not fit", remedy)
+
+
+def _of_engine(level: Level, sentence: str, remedy: str = "") -> Finding:
+    return Finding(level=level, cause="engine_memory", sentence=sentence, remedy=remedy)

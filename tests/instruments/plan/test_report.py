@@ -1,0 +1,80 @@
+"""The report on a plan: levels, remedies and numbers, on GPUs of different sizes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from flowcorr.config import load
+from flowcorr.instruments.page import as_json
+from flowcorr.instruments.plan.devices import GPUS
+from flowcorr.instruments.plan.estimate import FP8, OFFLOAD, plan_of
+from flowcorr.instruments.plan.report import report_of
+
+H100 = GPUS["h100-80gb"]
+
+
+@pytest.fixture
+def tiny(traces):
+    return plan_of(traces, load("tiny_jpeg_lora"), gpu=H100)
+
+
+def on_gpu(made, memory, **changes):
+    return report_of(replace(made, gpu=replace(H100, memory=memory), **changes))
+
+
+def finding_of(report, cause):
+    return [finding for finding in report.findings if finding.cause == cause][-1]
+
+
+@pytest.mark.parametrize(
+    ("room", "level"), [(0.9, "serious"), (1.0, "warning"), (1.12, "warning"), (1.14, "healthy")]
+)
+def test_the_verdict_is_on_the_trainer(tiny, room, level):
+    report = on_gpu(tiny, room * tiny.memory.trainer)
+    assert (report.findings[0].level, report.findings[0].sentence) == (level, report.verdict)
+    assert report.fact("fits") == (level == "healthy")
+
+
+def test_a_micro_batch_that_is_too_large_gets_the_largest_that_fits(tiny):
+    found = finding_of(report_of(replace(tiny, largest_micro_batch=3)), "micro_batch")
+    assert (found.level, found.remedy) == ("warning", "use actor.micro_batch_size=3")
+    none = on_gpu(tiny, 1e6, largest_micro_batch=0)
+    assert finding_of(none, "micro_batch").level == "serious"
+    assert "a smaller model.lora.rank" in none.findings[0].remedy
+
+
+def test_a_change_that_helps_is_named(tiny):
+    peak = 0.5 * tiny.memory.trainer
+    less = replace(tiny.memory, phases=dict.fromkeys(tiny.memory.phases, peak))
+    assert OFFLOAD in on_gpu(tiny, 1.2 * peak, changes={OFFLOAD: less}).findings[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("engine", "shared", "changes", "levels", "remedy"),
+    [
+        (0.0, None, {}, ["note"], ""),
+        (1e9, None, {}, ["healthy"], ""),
+        (1e9, 3e9, {}, ["healthy"], ""),
+        (1e9, 9e11, {}, ["warning"], "give it a GPU of its own"),
+        (9e11, None, {FP8: 1e9}, ["serious"], f"with {FP8} 1.0 GB"),
+        (9e11, 9e11, {}, ["serious", "warning"], "give it a GPU of its own"),
+    ],
+)
+def test_an_engine_of_its_own_is_weighed_alone_and_beside_the_trainer(
+    tiny, engine, shared, changes, levels, remedy
+):
+    made = replace(tiny, memory=replace(tiny.memory, engine=engine, shared=shared), engine_changes=changes)
+    report = report_of(made)
+    assert [one.level for one in report.findings if one.cause == "engine_memory"] == levels
+    assert finding_of(report, "engine_memory").remedy == remedy
+
+
+def test_the_report_has_the_numbers(tiny):
+    report = json.loads(as_json(report_of(tiny)))
+    assert report["facts"]["step_seconds"] == pytest.approx(tiny.seconds())
+    assert report["facts"]["memory"]["phases"] == pytest.approx(tiny.memory.phases)
+    rows = {row["phase"]: row for row in report["tables"]["phases"]}
+    assert [*rows][:2] == ["load", "encode"]
+    assert [*rows][-1] == "step"
+    assert rows["update"]["peak"] == pytest.approx(tiny.memory.phases["update"])
