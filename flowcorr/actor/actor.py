@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr.actor.scoring import Scorer
-from flowcorr.actor.update import PolicyOptimizer
+from flowcorr.actor.folding import warn_if_folding_is_slower
+from flowcorr.actor.pass_bound import bound_passes
+from flowcorr.actor.scoring import Observe, Scorer
+from flowcorr.actor.update import PolicyOptimizer, Record
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
+from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.metrics import Metrics
 from flowcorr.models import Guidance, ModelFamily
+from flowcorr.records import ActorBatch, Rollout
 
 
 class DiffusionActor:
@@ -27,7 +32,6 @@ class DiffusionActor:
         scorer: scores SDE steps under the weights.
         optimizer: learns the weights.
         score, log_probs: those of `Scorer`.
-        update: that of `PolicyOptimizer`.
     """
 
     def __init__(self, family: ModelFamily, config: Config) -> None:
@@ -38,7 +42,31 @@ class DiffusionActor:
         self.scorer = Scorer(family, self.weights, config)
         self.optimizer = PolicyOptimizer(self.weights, self.scorer, config)
         self.score, self.log_probs = self.scorer.score, self.scorer.log_probs
-        self.update = self.optimizer.update
+        # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
+        self._measures_folding = self.weights.device.type == "cuda" and not self.weights.sharded
+
+    def update(
+        self,
+        batch: ActorBatch,
+        correction: RolloutCorrectionConfig,
+        *,
+        training_step: int,
+        record: Record | None = None,
+        observe: Observe | None = None,
+    ) -> Metrics:
+        """Learn from a batch, in passes that fit the memory; see `PolicyOptimizer.update`."""
+        self._choose_passes(batch.rollout)
+        return self.optimizer.update(
+            batch, correction, training_step=training_step, record=record, observe=observe
+        )
+
+    def _choose_passes(self, rollout: Rollout) -> None:
+        """Bound the passes, and measure once whether those with all steps at once pay."""
+        bound_passes(self.scorer, rollout)
+        if self._measures_folding and self.scorer.passes.folded and rollout.num_samples:
+            first = self.scorer.micro_batches(rollout.num_samples)[0]
+            warn_if_folding_is_slower(self.scorer, rollout.select(first))
+            self._measures_folding = False
 
     @property
     def guidance(self) -> Guidance:

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.actor.adamw import OPTIMIZERS
-from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.loss_scale import LossScale
-from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.actor.scoring import Observe, Scorer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
@@ -63,8 +61,6 @@ class PolicyOptimizer:
         self.weights, self.scorer, self.config = weights, scorer, config
         actor = config.actor
         self.adamw = OPTIMIZERS[actor.optimizer](weights.parameters, actor)
-        # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
-        self._measures_folding = weights.device.type == "cuda" and not weights.sharded
         self.loss_scale = LossScale(scales=config.model.dtype == "float16")
         self.bands = MeasuredBands(
             actor,
@@ -99,12 +95,7 @@ class PolicyOptimizer:
             terms = batch.rollout.log_probs
             places = torch.arange(terms.numel(), device=terms.device).view_as(terms)
             batch = replace(batch, places=places)
-        bound_passes(self.scorer, batch.rollout)
         filler_sample = batch.rollout.select(slice(1))
-        if self._measures_folding and self.scorer.passes.folded and batch.rollout.num_samples:
-            first = self.scorer.micro_batches(batch.rollout.num_samples)[0]
-            warn_if_folding_is_slower(self.scorer, batch.rollout.select(first))
-            self._measures_folding = False
         metrics = Metrics()
         untouched = True  # whether the weights are still those that the batch came with
         judged: list[Terms] = []
