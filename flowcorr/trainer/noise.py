@@ -197,3 +197,28 @@ class WindowResiduals:
         )
         zeros = added.new_zeros(len(self._groups), *added.shape[1:])
         self._sums.setdefault(name, zeros).index_add_(0, places, added)
+
+
+class FirstScores:
+    """The observer of the first scores that a step's batch gets: measures the noise and the residuals of its window.
+
+    Args:
+        rollout: the batch, with its members.
+        config: the run's configuration.
+        training_step: seeded its noise.
+    """
+
+    def __init__(self, rollout: Rollout, config: Config, training_step: int) -> None:
+        self._noise = NoiseMeter(rollout, config, training_step)
+        self._residuals = WindowResiduals(
+            rollout, config, training_step, noise=True, velocity=scored_by_sampler(config)
+        )
+
+    def __call__(self, part: Rollout, scores: Scores) -> None:
+        """Add a part of the batch."""
+        self._noise.add(part, scores)
+        self._residuals.add(part, scores)
+
+    def metrics(self) -> Metrics:
+        """All that was measured. All ranks have to call it together."""
+        return Metrics.merged([self._noise.metrics(), self._residuals.metrics()])

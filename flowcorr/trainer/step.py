@@ -20,13 +20,13 @@ from flowcorr.algorithm.terms import batch_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
-from flowcorr.records import ActorBatch, Prompt, Rollout, Scores
+from flowcorr.records import ActorBatch, Prompt, Rollout
 from flowcorr.rewards import training_scores
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
 from flowcorr.trainer.gap_split import old_scores
 from flowcorr.trainer.log_probs import TermRecorder
 from flowcorr.trainer.measurements import occasional_metrics, sample_metrics
-from flowcorr.trainer.noise import NoiseMeter, WindowResiduals, scored_by_sampler
+from flowcorr.trainer.noise import FirstScores
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
@@ -63,16 +63,10 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         samples = collect(run, drawn, distributed.local_indices(len(drawn)), step)
     rollout, old = samples.rollout, None
     bound_passes(actor.scorer, rollout)
-    noise = NoiseMeter(rollout, config, step)
-    residuals = WindowResiduals(rollout, config, step, noise=True, velocity=scored_by_sampler(config))
-
-    def observe(part: Rollout, scores: Scores) -> None:
-        noise.add(part, scores)
-        residuals.add(part, scores)
-
+    first_scores = FirstScores(rollout, config, step)
     if correction.mode != "bypass":
         with watch("old_log_prob"):  # while a reward that has a thread of its own is computed
-            old = old_scores(run, rollout, observe)
+            old = old_scores(run, rollout, first_scores)
     with distributed.fail_together("the rewards"), watch("reward"):
         scored, failed = score(run, samples)
 
@@ -109,10 +103,10 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
                 correction,
                 training_step=step,
                 record=recorder,
-                observe=observe if old is None else None,
+                observe=first_scores if old is None else None,
             )
         )
-        metrics += [noise.metrics(), residuals.metrics()]
+        metrics.append(first_scores.metrics())
         actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())
