@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from flowcorr.errors import BackendError
 
+_POLL = 0.05  # seconds
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 
@@ -152,8 +154,13 @@ def publish(key: str, value: Any) -> None:
 
 
 def published(key: str) -> Any:
-    """The value that a rank has left under `key`; waits for it."""
-    return pickle.loads(_store().get(f"flowcorr/published/{key}"))
+    """The value that a rank leaves under `key`; waits for it, unless a rank has reported a failure."""
+    name = f"flowcorr/published/{key}"
+    while not _store().check([name]):
+        if failures := _failures():
+            raise RankError(f"rank {rank()} of {world_size()} gave up waiting for the {key}: {failures}")
+        time.sleep(_POLL)
+    return pickle.loads(_store().get(name))
 
 
 def _several(group: Group) -> bool:

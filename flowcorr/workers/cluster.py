@@ -1,4 +1,4 @@
-"""The Ray cluster that this process joins or starts, and the loss of the node on which it runs."""
+"""The Ray cluster that this process joins or starts, and its errors as one line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
@@ -21,10 +20,6 @@ logger = logging.getLogger(__name__)
 START_ATTEMPTS = 3
 _REASON_LENGTH = 500
 _STARTED_HERE: set[str] = set()  # addresses of clusters that this process started; pools may share one
-
-
-class NodeLostError(BackendError):
-    """The Ray node on which this process runs has failed."""
 
 
 def init_ray(**options: Any) -> None:
@@ -58,8 +53,6 @@ class Cluster:
         address: the cluster to join; None joins the cluster in `RAY_ADDRESS` or, if that is not set, starts a local
             one, which ends with this object. A process that is already connected keeps its connection.
         feature: the feature that needs Ray, for messages.
-        on_lost: called in a thread when the raylet of this process's node ends. Without it no worker starts or answers,
-            and about 15 s later, when the cluster notices, Ray ends this process without a message.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -67,9 +60,7 @@ class Cluster:
         BackendError: the cluster cannot be joined or started.
     """
 
-    def __init__(
-        self, address: str | None, *, feature: str, on_lost: Callable[[NodeLostError], None] | None = None
-    ) -> None:
+    def __init__(self, address: str | None, *, feature: str) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics
         # A worker that reserves no GPU must not see any: it would share the trainer's.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
@@ -79,12 +70,9 @@ class Cluster:
             raise MissingExtraError(feature, "ray", "ray", error) from error
         self._owns_connection = not ray.is_initialized()
         self._folder: str | None = None
-        self._raylet: socket.socket | None = None
         try:
             if self._owns_connection:
                 self._connect(address)
-            if on_lost is not None:
-                self._watch_node(on_lost)
         except BaseException:
             self.close()
             raise
@@ -111,59 +99,36 @@ class Cluster:
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise BackendError(f"the Ray cluster at {address!r} cannot be used: {one_line(error)}") from error
         if address == "local":
-            _STARTED_HERE.add(_address())
+            _STARTED_HERE.add(self.address)
 
     @property
     def local(self) -> bool:
         """Whether this process started the cluster, which therefore cannot grow."""
-        return _address() in _STARTED_HERE
+        return self.address in _STARTED_HERE
 
-    def _watch_node(self, on_lost: Callable[[NodeLostError], None]) -> None:
-        """Connect to this node's raylet; the connection closes at once when the raylet ends."""
+    @property
+    def address(self) -> str:
+        """The cluster's address, as other ranks join it."""
         import ray
 
-        node = ray.get_runtime_context().get_node_id()
-        raylet = socket.socket(socket.AF_UNIX)
-        try:
-            (path,) = (entry["RayletSocketName"] for entry in ray.nodes() if entry["NodeID"] == node)
-            raylet.connect(path)
-        except (KeyError, ValueError, OSError) as error:
-            raylet.close()
-            logger.warning(
-                "the Ray node of this process cannot be watched (%s): its loss would be noticed about 15 s late",
-                error,
-            )
-            return
-        self._raylet = raylet
+        return ray.get_runtime_context().gcs_address
 
-        def watch() -> None:
-            with contextlib.suppress(OSError):
-                while raylet.recv(1):
-                    pass
-            if self._raylet is not None:
-                on_lost(
-                    NodeLostError(
-                        f"the Ray node of this process, {node}, is gone: its raylet has ended, and no worker can be "
-                        "started any more; continue with --resume"
-                    )
-                )
+    @property
+    def namespace(self) -> str:
+        """The namespace of this process's named actors."""
+        import ray
 
-        threading.Thread(target=watch, name="raylet", daemon=True).start()
+        return ray.get_runtime_context().namespace
 
     def close(self) -> None:
         """Disconnect; end the cluster if this object started it."""
-        raylet, self._raylet = self._raylet, None
-        if raylet is not None:
-            with contextlib.suppress(OSError):
-                raylet.shutdown(socket.SHUT_RDWR)
-            raylet.close()
         if not self._owns_connection:
             return
         import ray
 
         self._owns_connection = False
         if ray.is_initialized():
-            _STARTED_HERE.discard(_address())
+            _STARTED_HERE.discard(self.address)
         with _own_signal_handlers():
             ray.shutdown()
         if self._folder is not None:
@@ -190,9 +155,3 @@ def _own_signal_handlers() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)
-
-
-def _address() -> str:
-    import ray
-
-    return ray.get_runtime_context().gcs_address

@@ -37,9 +37,18 @@ class FlowcorrWorker:
             "gpus": ray.get_gpu_ids(),
         }
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object."""
-        return getattr(self._object, method)(*arguments)
+    def call(self, method: str, arguments: Sequence[Any], num_returns: int) -> tuple[Any, ...]:
+        """Call a method of the object; references among the arguments are replaced by their objects.
+
+        Returns:
+            None, which says that the call is done to a caller that does not read the values; then the values.
+        """
+        import ray
+
+        values = getattr(self._object, method)(
+            *(ray.get(value) if isinstance(value, ray.ObjectRef) else value for value in arguments)
+        )
+        return None, *(values if num_returns > 1 else (values,))
 
     def close(self) -> None:
         """Close the object, if it has a `close`."""

@@ -14,8 +14,7 @@ from flowcorr.config.task import RewardConfig, RewardTerm
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output, reward_name
 from flowcorr.rewards.combine import build_reward
-from flowcorr.workers.pool import Answer, OnEvent, ignore_event
-from flowcorr.workers.shared import open_pool
+from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
 
 BATCH_SIZE = 16  # images of one task, where all images come at once; independent of the number of workers
 
@@ -43,7 +42,7 @@ class RayReward:
         num_threads: int | None = None,
         on_event: OnEvent = ignore_event,
     ) -> None:
-        self._workers = open_pool(
+        self._workers = WorkerPool(
             "reward",
             partial(RewardWorker, config.terms, config.gold),
             num_workers=config.num_workers,
@@ -71,7 +70,12 @@ class RayReward:
 
         begins = range(0, len(prompts), BATCH_SIZE)
         batches = [slice(begin, begin + BATCH_SIZE) for begin in begins]
-        return concatenated([self._submit(torch.tensor(images[batch]), prompts[batch]) for batch in batches])
+        return concatenated(
+            [
+                self._workers.submit(*_task(prompts[batch]), torch.tensor(images[batch]), prompts[batch])
+                for batch in batches
+            ]
+        )
 
     def follow(self, shards: Sequence[Future[Answer]], prompts: Sequence[list[Prompt]]) -> Reward:
         """Score each shard of a rollout as soon as it is sampled.
@@ -83,11 +87,10 @@ class RayReward:
         Returns:
             The reward to call with all samples of the rollout, in order.
         """
-        scores: list[Future[Answer]] = []
-        for shard, shard_prompts in zip(shards, prompts, strict=True):
-            score: Future[Answer] = Future()
-            shard.add_done_callback(partial(self._score_shard, shard_prompts, score))
-            scores.append(score)
+        scores = [
+            self._workers.submit_after(shard, *_task(shard_prompts), partial(_of_images, shard_prompts))
+            for shard, shard_prompts in zip(shards, prompts, strict=True)
+        ]
         return _PendingReward(self, scores, sum(map(len, prompts)))
 
     @property
@@ -98,18 +101,6 @@ class RayReward:
     def close(self) -> None:
         """Stop the workers, and the cluster if it was started here."""
         self._workers.close()
-
-    def _score_shard(self, prompts: list[Prompt], score: Future[Answer], shard: Future[Answer]) -> None:
-        if shard.cancelled() or shard.exception() is not None:
-            score.cancel()  # without the samples, the score is not needed
-        else:
-            self._submit(shard.result().references[1], prompts, score)
-
-    def _submit(
-        self, images: Any, prompts: list[Prompt], score: Future[Answer] | None = None
-    ) -> Future[Answer]:
-        label = f"scoring of {len(prompts)} images from prompt {prompts[0].text!r} on"
-        return self._workers.submit(label, "score", images, prompts, future=score)
 
 
 class _PendingReward:
@@ -150,3 +141,13 @@ class RewardWorker:
 def concatenated(scores: Sequence[Future[Answer]]) -> RewardOutput:
     """Wait for the scores of all batches and concatenate them."""
     return RewardOutput.concatenate([score.result().values[0] for score in scores])
+
+
+def _task(prompts: list[Prompt]) -> tuple[str, str]:
+    """Label and method of a task."""
+    return f"scoring of {len(prompts)} images from prompt {prompts[0].text!r} on", "score"
+
+
+def _of_images(prompts: list[Prompt], shard: Answer) -> tuple[Any, list[Prompt]]:
+    """The arguments of a task that scores a sampled shard."""
+    return shard.references[1], prompts

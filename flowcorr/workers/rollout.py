@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -25,8 +23,7 @@ from flowcorr.records import Rollout
 from flowcorr.rollout.base import OnImages, Weights, ignore_images, needs_base, shards_weights
 from flowcorr.rollout.build import build_backend
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe, ShippedProbe
-from flowcorr.workers.pool import Answer, OnEvent, ignore_event
-from flowcorr.workers.shared import open_pool
+from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
 
 # Errors of the task, not of the worker: the task would fail in any other worker too.
 OWN_ERRORS = (ConfigError, BatchError, MissingExtraError)
@@ -34,33 +31,25 @@ OWN_ERRORS = (ConfigError, BatchError, MissingExtraError)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shard:
-    """Whole groups of one training step, as one worker samples them: the arguments of `RolloutEngine.sample`."""
+    """Whole groups of one training step, as one worker samples them: the arguments of `RolloutEngine.sample`.
+
+    Attributes:
+        weights: a reference to the `Weights` to sample with; a worker that has loaded them does not get them again.
+    """
 
     conditioning: Mapping[str, Tensor]
     groups: tuple[int, ...]
     training_step: int
     with_means: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WeightsHandle:
-    """Where a worker finds the weights that a shard has to be sampled with.
-
-    Attributes:
-        number: index of the sync, the same on all ranks; two syncs may have the same version.
-        reference: to the `Weights` in Ray's object store; None where another rank than the main one asks.
-    """
-
-    number: int
-    reference: Any
+    weights: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SyncedWeights:
-    """Weights of one sync: on the CPU of this process, and in the object store."""
+    """Weights of one sync: on the CPU of this process, and a reference to them in Ray's object store."""
 
     weights: Weights
-    handle: WeightsHandle
+    reference: Any
 
 
 def shipped_velocity(probe: ComputedProbe | None, weights: Weights, config: Config) -> Tensor | None:
@@ -97,15 +86,11 @@ class RayRollout:
         self.config = config
         self._probe = probe
         rollout = config.rollout
-        self._numbers = itertools.count()
         self._history: deque[SyncedWeights] = deque(maxlen=rollout.max_weight_age + 1)
         self._groups_per_shard = max(1, (rollout.batch_size or rollout.n) // rollout.n)
-        self._handles: dict[int, WeightsHandle] = {}  # of the newest syncs, for other ranks' shards
-        self._synced = threading.Condition()  # of `_handles`
-        self._workers = open_pool(
+        self._workers = WorkerPool(
             "rollout",
             partial(RolloutWorker, config, None if probe is None else probe.shipped()),
-            localize=self._with_reference,
             num_workers=rollout.num_workers,
             resources=rollout.worker_resources,
             scheduling=rollout.scheduling,
@@ -137,34 +122,12 @@ class RayRollout:
 
     def _put(self, weights: Weights) -> SyncedWeights:
         """Put weights into the object store; a worker loads them when a shard names them."""
-        self._workers.check()  # without a cluster, `ray.put` would end this process or start another cluster
         on_cpu = replace(
             weights,
             tensors={name: tensor.cpu() for name, tensor in weights.tensors.items()},
             probe_velocity=shipped_velocity(self._probe, weights, self.config),
         )
-        handle = WeightsHandle(number=next(self._numbers), reference=self._stored(on_cpu))
-        with self._synced:
-            self._handles[handle.number] = handle
-            self._handles.pop(handle.number - 2 * (self.config.rollout.max_weight_age + 1), None)
-            self._synced.notify_all()
-        return SyncedWeights(weights=on_cpu, handle=handle)
-
-    def _stored(self, weights: Weights) -> Any:
-        """A reference to weights in the object store; only the main rank, which has the workers, puts them there."""
-        if not distributed.is_main():
-            return None
-        import ray
-
-        return ray.put(weights)
-
-    def _with_reference(self, argument: Any) -> Any:
-        """An argument of another rank's task. Weights are those of the same sync on this rank, which may come later."""
-        if not isinstance(argument, WeightsHandle):
-            return argument
-        with self._synced:
-            self._synced.wait_for(lambda: argument.number in self._handles)
-            return self._handles[argument.number]
+        return SyncedWeights(weights=on_cpu, reference=self._workers.share(on_cpu))
 
     def weights_for(self, ahead: int) -> SyncedWeights:
         """The weights for the training step that lies `ahead` steps after the next one."""
@@ -224,9 +187,10 @@ class RayRollout:
                 groups=chosen,
                 training_step=training_step,
                 with_means=with_means,
+                weights=synced.reference,
             )
             label = f"sampling of groups {chosen[0]}..{chosen[-1]} of training step {training_step}"
-            shards.append(self._workers.submit(label, "sample", shard, synced.handle, num_returns=2))
+            shards.append(self._workers.submit(label, "sample", shard, num_returns=2))
         return PendingRollout(shards=shards, version=synced.weights.version, groups_per_shard=size)
 
     # Lifecycle -------------------------------------------------------------------------------------------
@@ -309,12 +273,11 @@ class RolloutWorker:
             base=base,
             probe=probe,
         )
-        self._loaded: int | None = None  # number of the sync
+        self._loaded: str | None = None  # the reference's id
 
-    def sample(self, shard: Shard, handle: WeightsHandle) -> tuple[Rollout, Tensor]:
-        """Sample a shard with the weights of `handle`; returns the rollout without images, and the images."""
-        if self._loaded != handle.number:
-            self._load(handle)
+    def sample(self, shard: Shard) -> tuple[Rollout, Tensor]:
+        """Sample a shard with its weights; returns the rollout without images, and the images."""
+        self._load(shard.weights)
         rollout = self._engine.sample(
             shard.conditioning, shard.groups, training_step=shard.training_step, with_means=shard.with_means
         ).to("cpu")
@@ -328,11 +291,14 @@ class RolloutWorker:
         """Stop the engine's processes."""
         self._engine.close()
 
-    def _load(self, handle: WeightsHandle) -> None:
+    def _load(self, reference: Any) -> None:
+        """Load weights, unless they are the last that were loaded."""
+        if self._loaded == reference.hex():
+            return
         import ray
 
         self._loaded = None
-        weights: Weights = ray.get(handle.reference)
+        weights: Weights = ray.get(reference)
         self._weights.load(weights.tensors)
         self._engine.restore([replace(weights, tensors=self._weights.like_parameters(weights.tensors))])
-        self._loaded = handle.number
+        self._loaded = reference.hex()

@@ -1,17 +1,19 @@
 """Workers that die, hang and fail, with tasks that need no model."""
 
 import os
-import socket
 import time
 from functools import partial
 
+import psutil
 import pytest
-from ray_tasks import Events, Tasks, broken, wait_for
+from ray_tasks import WORKERS, Events, Tasks, broken, wait_for
 
+from flowcorr import config, distributed, trainer
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
-from flowcorr.workers import pool as worker_pool
-from flowcorr.workers.cluster import Cluster, NodeLostError
+from flowcorr.trainer.events import read_events
+from flowcorr.workers.cluster import Cluster
 from flowcorr.workers.pool import WorkerPool
+from tests.trainer.test_ranks import SMALL, assert_same_run, in_float64, records
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
 NODE = "0" * 56
@@ -44,6 +46,10 @@ def pool(shared, events):
 def value(future):
     (only,) = future.result(timeout=600).values
     return only
+
+
+def children():
+    return psutil.Process().children(recursive=True)
 
 
 def runs(pid):
@@ -156,10 +162,9 @@ def test_workers_that_cannot_start_say_why(tmp_path):
         start(broken, num_workers=1)
 
 
-def test_without_a_worker_left_everything_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_pool, "ATTEMPTS", 1)
+def test_without_a_worker_left_everything_fails(tmp_path):
     events = Events()
-    pool = start(partial(Tasks, str(tmp_path / "flag")), events, num_workers=1)
+    pool = start(partial(Tasks, str(tmp_path / "flag")), events, num_workers=1, attempts=1)
     (tmp_path / "flag").write_text("the file system is gone")
     doomed, waiting = pool.submit("a fatal task", "die"), pool.submit("a pause", "pid")
     with pytest.raises(BackendError, match="a fatal task failed 1 times"):
@@ -173,37 +178,35 @@ def test_without_a_worker_left_everything_fails(tmp_path, monkeypatch):
     pool.close()
 
 
-def test_without_the_node_of_this_process_everything_fails_at_once(monkeypatch):
-    """Here only the connection to the raylet closes; `tests/faults` ends a real raylet."""
+def test_without_the_dispatcher_everything_fails_at_once():
+    """`tests/faults` ends the whole node of a run."""
     events = Events()
     pool = start(events=events, num_workers=1)
+    (place,) = pool.places
     busy, waiting = pool.submit("a long pause", "pid", 3000.0), pool.submit("a pause", "pid")
     wait_for(lambda: pool.num_busy == 1)
-    monkeypatch.setattr(worker_pool, "CLOSE_TIMEOUT", 600.0)
+    (dispatcher,) = [child for child in children() if child.name() == "ray::FlowcorrDispatcher"]
+    dispatcher.kill()
     begin = time.monotonic()
-    # No public call breaks the connection as the end of a raylet does.
-    pool._cluster._raylet.shutdown(socket.SHUT_RDWR)
     for future in (busy, waiting, pool.submit("a pause", "pid")):
         with pytest.raises(
-            NodeLostError, match=r"^the Ray node of this process, \w{56}, is gone: .* with --resume$"
+            BackendError, match=r"^the rollout workers are lost, .* with --resume \(ActorDied"
         ):
             future.result(timeout=600)
-    with pytest.raises(NodeLostError):
+    assert time.monotonic() - begin < 60
+    with pytest.raises(BackendError, match="lost"):
         pool.check()
     pool.close()
-    assert events.kinds() == ["node_lost"]
-    assert time.monotonic() - begin < worker_pool.CLOSE_TIMEOUT
+    assert events.kinds() == ["workers_lost"]
+    wait_for(lambda: not runs(place["pid"]))
 
 
-def test_close_ends_workers_at_work(monkeypatch):
+def test_close_ends_workers_at_work():
     pool = start(num_workers=1)
     busy, waiting = pool.submit("a long pause", "pid", 3000.0), pool.submit("a pause", "pid")
     (place,) = pool.places
     wait_for(lambda: pool.num_busy == 1)
-    monkeypatch.setattr(worker_pool, "CLOSE_TIMEOUT", 600.0)
-    begin = time.monotonic()
     pool.close()
-    assert time.monotonic() - begin < worker_pool.CLOSE_TIMEOUT / 2
     pool.close()
     assert waiting.cancelled()
     assert busy.cancelled()
@@ -247,3 +250,109 @@ def test_a_local_cluster_hands_out_no_gpus_that_ranks_train_on(monkeypatch):
     ):
         start(resources={"num_gpus": 1})
     start(num_workers=1, resources={"num_cpus": 0.5}).close()
+
+
+# Several ranks ------------------------------------------------------------------------------------------
+
+RUN = (*WORKERS, "rollout.emulate=int8", "rollout.max_staleness=1", "rollout.drift_every=1")
+
+
+def settings(*overrides):
+    return config.load(
+        "tiny_jpeg_lora", [*SMALL, "reward.terms=[{name: 'ray_tasks:brightness'}]", *overrides]
+    )
+
+
+def ask_workers():
+    """On each rank: the workers that answered, an object there and back, and errors."""
+    pool = start(own_errors=(ConfigError,), num_threads=1)
+    pauses = [pool.submit("a pause", "pid", 0.1) for _ in range(4)]
+    found = {"workers": {pause.result(600).values[0] for pause in pauses}}
+    found["pair"] = one(pool, "pair", distributed.rank())
+    answer = pool.submit("a pair", "pair", "a", num_returns=2).result(600)
+    found["of references"] = one(pool, "pair", answer.references[1])
+    distributed.gather(None, "the end of what succeeds")
+    kinds = ("config", "memory") if distributed.rank() else ("config",)  # each "memory" costs three workers
+    for kind in kinds:
+        with pytest.raises((ConfigError, BackendError)) as caught:
+            one(pool, "fail", kind)
+        found[kind] = f"{caught.type.__name__}: {caught.value}"
+    distributed.gather(None, "the end of all tasks")
+    pool.close()
+    with pytest.raises(BackendError, match="the rollout workers are closed"):
+        pool.check()
+    return found
+
+
+def load_shared_weights():
+    """On each rank: the main rank's object, as a worker gets it from each rank's reference."""
+    pool = start(num_threads=1)
+    references = [pool.share(f"of rank {distributed.rank()}, {number}") for number in range(3)]
+    found = [one(pool, "pair", reference)[0] for reference in references]
+    distributed.gather(None, "the end of all tasks")
+    pool.close()
+    return found
+
+
+def one(pool, method, *arguments):
+    (value,) = pool.submit("a task", method, *arguments).result(600).values
+    return value
+
+
+@pytest.fixture(scope="module")
+def two_ranks_of_a_cluster(ray_cluster, two_ranks):
+    # The cluster's secret is among them.
+    rays = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    two_ranks.call(join_cluster, {**rays, "RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address})
+    yield two_ranks
+    two_ranks.call(join_cluster, {"RAY_ADDRESS": ""})
+
+
+def join_cluster(variables):
+    os.environ.update(variables)
+
+
+def test_the_other_rank_joins_the_cluster_that_the_main_rank_starts(two_ranks):
+    """And may leave it after its end."""
+    told = two_ranks.call(ask_workers)
+    assert told[0]["workers"] == told[1]["workers"] or len(told[0]["workers"] | told[1]["workers"]) == 2
+    assert told[1]["pair"] == (1, [1])
+
+
+def test_every_rank_is_answered_by_the_same_workers(two_ranks_of_a_cluster):
+    told = two_ranks_of_a_cluster.call(ask_workers)
+    assert len(told[0]["workers"] | told[1]["workers"]) == 2
+    for rank, found in enumerate(told):
+        assert found["pair"] == (rank, [rank])
+        assert found["of references"] == (["a"], [["a"]])
+        assert found["config"] == "ConfigError: this cannot work"
+    assert told[1]["memory"].startswith(
+        "BackendError: a task failed 3 times, the last time in rollout worker "
+    )
+
+
+def test_every_rank_shares_the_main_ranks_weights(two_ranks_of_a_cluster):
+    expected = [f"of rank 0, {number}" for number in range(3)]
+    assert two_ranks_of_a_cluster.call(load_shared_weights) == [expected] * 2
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(ray_cluster, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    train(folder, (*RUN, "rollout.num_workers=1", "reward.placement=local"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_two_ranks_with_one_pool_are_one_rank(two_ranks_of_a_cluster, of_one_rank, workers, tmp_path):
+    two_ranks_of_a_cluster.call(train, tmp_path, (*RUN, f"rollout.num_workers={workers}"))
+    assert_same_run(tmp_path, of_one_rank, config=False)
+    assert [record["rollout/staleness_max"] for record in records(tmp_path)[1:]] == [0, 1]
+    assert [event["kind"] for event in read_events(tmp_path / "events.jsonl")].count("end") == 1
+
+
+@in_float64()
+def train(folder, overrides):
+    trainer.train(settings(*overrides), folder)

@@ -32,7 +32,7 @@ def test_it_makes_calls_and_closes_the_object(tmp_path, monkeypatch):
     started = worker.start(Counter, torch.get_num_threads())
     assert started["pid"] == os.getpid()
     assert len(started["node"]) == 56
-    assert [worker.call("add", 2), worker.call("add", 3)] == [2, 5]
+    assert [worker.call("add", [2], 1), worker.call("add", [3], 1)] == [(None, 2), (None, 5)]
     worker.close()
     assert Counter.closed
 

@@ -145,7 +145,7 @@ def test_nobody_scores_a_shard_that_was_not_sampled(remote, prompts):
     shard: Future[Answer] = Future()
     reward = remote.follow([shard], [prompts[:4]])
     shard.set_exception(BackendError("the rollout failed"))
-    assert reward.scores[0].cancelled()
+    wait_for(reward.scores[0].cancelled)
 
 
 def test_a_killed_reward_worker_is_replaced_and_its_share_scored_elsewhere(

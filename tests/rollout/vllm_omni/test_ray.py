@@ -12,7 +12,7 @@ import torch
 
 from flowcorr.models import EMBEDDED
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
-from flowcorr.workers.rollout import RayRollout, RolloutWorker, Shard, WeightsHandle
+from flowcorr.workers.rollout import RayRollout, RolloutWorker, Shard
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -73,9 +73,14 @@ def test_a_worker_needs_no_text_encoder_and_runs_no_transformer_of_its_own(
     monkeypatch.setattr(type(stack.family.transformer), "forward", None)
     worker = RolloutWorker(config, probe.shipped())
     try:
-        shard = Shard(conditioning=stack.conditioning, groups=(0, 1), training_step=1, with_means=True)
-        handle = WeightsHandle(number=0, reference=ray_cluster.put(weights))
-        found, _ = worker.sample(shard, handle)
+        shard = Shard(
+            conditioning=stack.conditioning,
+            groups=(0, 1),
+            training_step=1,
+            with_means=True,
+            weights=ray_cluster.put(weights),
+        )
+        found, _ = worker.sample(shard)
     finally:
         worker.close()
     assert_alike(found, expected)
