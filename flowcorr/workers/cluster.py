@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -97,7 +98,13 @@ class Cluster:
             with _own_signal_handlers(), signal_mask(signal.SIG_BLOCK, STOP_SIGNALS):
                 init_ray(**options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise BackendError(f"the Ray cluster at {address!r} cannot be used: {one_line(error)}") from error
+            message = f"the Ray cluster at {address!r} cannot be used: {one_line(error)}"
+            if address != "local":
+                message += (
+                    f"; on {socket.gethostname()}, as on each machine that runs a rank, a node of the cluster has to "
+                    f"run: `ray start --address {address}` starts one"
+                )
+            raise BackendError(message) from error
         if address == "local":
             _STARTED_HERE.add(self.address)
 

@@ -1,4 +1,4 @@
-"""How long Ray workers of two ranks are idle: with a pool for each rank, and with one pool for both.
+"""How long the Ray workers of two ranks are idle.
 
     python -m tests.benchmarks.idle_workers
 
@@ -15,20 +15,18 @@ from functools import partial
 
 from flowcorr import distributed
 from flowcorr.workers.pool import WorkerPool, ignore_event
-from flowcorr.workers.shared import open_pool
 from tests.ranks import Ranks
 from tests.ray_tasks import Tasks
 
 TASKS, RANKS = 5, 2
 
 
-def steps(shared: bool, workers: int, number: int, seconds: float) -> tuple[float, float]:
+def steps(workers: int, number: int, seconds: float) -> tuple[float, float]:
     """Seconds that this rank's tasks took, and seconds of all steps."""
-    open_it = open_pool if shared else WorkerPool
-    pool = open_it(
+    pool = WorkerPool(
         "rollout",
         Tasks,
-        num_workers=workers if shared else workers // RANKS,
+        num_workers=workers,
         resources={"num_cpus": 0.1},
         timeout=600.0,
         address=None,
@@ -58,12 +56,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5)
     options = parser.parse_args()
     ranks = Ranks(RANKS)
-    for shared, workers in ((False, 2), (True, 2), (False, 4), (True, 4), (True, 1), (True, 3)):
-        told = ranks.call(partial(steps, shared, workers, options.steps, options.seconds))
+    for workers in (1, 2, 3, 4):
+        told = ranks.call(partial(steps, workers, options.steps, options.seconds))
         busy, span = sum(part for part, _ in told), told[0][1]
-        pools = "one pool" if shared else "a pool for each rank"
         print(
-            f"{workers} workers, {pools}: idle {100 * (1 - busy / workers / span):.0f} %, {span / options.steps:.2f} s"
+            f"{workers} workers: idle {100 * (1 - busy / workers / span):.0f} %, {span / options.steps:.2f} s"
         )
     ranks.close()
 

@@ -147,7 +147,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_without_workers(runs, tmp_pat
     result = trainer.train(settings, tmp_path / "run", observer=stop)
     assert (result.status, result.step) == ("interrupted", 4)
     assert kinds(tmp_path / "run")[3:] == [("signal", 3), ("checkpoint", 4), ("end", 4)]
-    assert len(seen) == 3
+    assert len(seen) == 5  # two dispatchers too
     wait_until_workers_are_gone()
     assert trainer.train(settings, tmp_path / "run", resume=True).status == "finished"
     assert records(tmp_path / "run") == records(runs / "ahead")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 
@@ -38,6 +39,26 @@ def test_a_cluster_that_cannot_be_used_says_why(variable, value, error):
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert error in done.stderr
+
+
+def test_a_machine_without_a_node_of_the_cluster_is_named(ray_cluster):
+    """Ray looks for processes of a node, so a process that sees no others is on another machine."""
+    elsewhere = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*elsewhere, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs to be root, and to be allowed to make namespaces")
+    address = ray_cluster.get_runtime_context().gcs_address
+    code = (
+        f"from flowcorr.workers.cluster import Cluster; Cluster({address!r}, feature='rollout.placement=ray')"
+    )
+    done = subprocess.run(
+        [*elsewhere, sys.executable, "-c", code],
+        env={**os.environ, "RAY_gcs_server_request_timeout_seconds": "3"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    expected = (
+        f"on {socket.gethostname()}, as on each machine that runs a rank, a node of the cluster has to run"
+    )
+    assert expected in done.stderr
 
 
 def test_the_cluster_that_is_there_is_used_and_left_alone(ray_cluster):
