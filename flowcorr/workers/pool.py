@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -203,12 +203,10 @@ class WorkerPool:
         """
         if not self._thread.is_alive():
             return
-        lost, self._closed = (
-            self._closed,
-            self._closed or BackendError(f"the {self._section} workers are closed"),
-        )
+        lost = self._closed is not None
+        self._closed = self._closed or BackendError(f"the {self._section} workers are closed")
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
-        if self._dispatcher is not None and distributed.is_main() and lost is None:
+        if self._dispatcher is not None and distributed.is_main() and not lost:
             import ray
 
             with contextlib.suppress(ray.exceptions.RayError):
@@ -231,7 +229,11 @@ class WorkerPool:
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the dispatcher and wait for its value."""
-        return self._in_thread(self._call(method, *arguments)).result()
+        try:
+            return self._in_thread(self._call(method, *arguments)).result()
+        except CancelledError:
+            assert self._closed is not None
+            raise self._closed from None
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the dispatcher."""

@@ -19,24 +19,28 @@ from flowcorr.trainer import Silent
 
 
 class Meanwhile(Silent):
-    """Does things to a run's parts as steps begin to sample; `parts` is the run's hook before its start."""
+    """Does things to a run's parts as steps begin to sample; `parts` is the run's hook before its start.
+
+    `places` are those of the start: to ask for the newest takes some milliseconds, in which a step may end.
+    """
 
     def __init__(self, deeds):
-        self.deeds, self.done, self._parts = deeds, 0, None
+        self.deeds, self.done, self.engine, self.places = deeds, 0, None, {}
 
     def parts(self, parts):
-        self._parts = parts
+        self.engine = parts.engine
+        self.places.update(engine=parts.engine.places, reward=parts.reward.places)
 
     def on_phase(self, name):
         if name == "rollout" and self.done + 1 in self.deeds:
-            self.deeds[self.done + 1](self._parts)
+            self.deeds[self.done + 1](self)
 
     def on_step(self, step, metrics):
         self.done = step
 
 
 def kill(pool, place):
-    return lambda parts: os.kill(getattr(parts, pool).places[place]["pid"], signal.SIGKILL)
+    return lambda run: os.kill(run.places[pool][place]["pid"], signal.SIGKILL)
 
 
 def train(bench, out, deeds, *overrides):
@@ -70,8 +74,8 @@ def test_rollout_and_reward_workers_killed_in_mid_batch(bench, ray_cluster, tmp_
 def test_a_worker_that_is_slow_holds_up_nothing_but_itself(bench, ray_cluster, tmp_path, events):
     """It stops for some seconds, so that the other one takes its share; nobody takes it for dead."""
 
-    def pause(parts):
-        pid = parts.engine.places[0]["pid"]
+    def pause(run):
+        pid = run.places["engine"][0]["pid"]
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(3.0, os.kill, (pid, signal.SIGCONT)).start()
 
@@ -84,8 +88,8 @@ def test_a_worker_that_is_slow_holds_up_nothing_but_itself(bench, ray_cluster, t
 
 @pytest.mark.faults
 def test_a_worker_that_hangs_is_replaced(bench, ray_cluster, tmp_path, events, wait_for):
-    def stop(parts):
-        os.kill(parts.engine.places[0]["pid"], signal.SIGSTOP)
+    def stop(run):
+        os.kill(run.places["engine"][0]["pid"], signal.SIGSTOP)
 
     train(bench, tmp_path, {2: stop}, "rollout.timeout=20")
     bench.assert_same(tmp_path, bench.whole())
@@ -102,18 +106,19 @@ def test_where_workers_die_again_and_again_the_run_ends_and_later_goes_on(
 ):
     over = threading.Event()
 
-    def hunt(parts):
+    def hunt(engine):
         """Kill every rollout worker as soon as it is there."""
         while not over.is_set():
-            for place in parts.engine.places:
-                with contextlib.suppress(KeyError, ProcessLookupError):
-                    os.kill(place["pid"], signal.SIGKILL)
+            with contextlib.suppress(BackendError):  # the pool has closed
+                for place in engine.places:
+                    with contextlib.suppress(KeyError, ProcessLookupError):
+                        os.kill(place["pid"], signal.SIGKILL)
             over.wait(0.05)
 
     hunters = []
 
-    def doom(parts):
-        hunters.append(threading.Thread(target=hunt, args=(parts,)))
+    def doom(run):
+        hunters.append(threading.Thread(target=hunt, args=(run.engine,)))
         hunters[0].start()
 
     # Step 4 may have been sampled before the first of them dies.
