@@ -120,12 +120,12 @@ class Cluster:
 
         return ray.get_runtime_context().gcs_address
 
-    @property
-    def namespace(self) -> str:
-        """The namespace of this process's named actors."""
+    def invitation(self) -> tuple[str, str, dict[str, str]]:
+        """Address, namespace of named actors, and variables with the secret of the cluster, for other ranks to join it."""
         import ray
 
-        return ray.get_runtime_context().namespace
+        secrets = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+        return self.address, ray.get_runtime_context().namespace, secrets
 
     def close(self) -> None:
         """Disconnect; end the cluster if this object started it."""

@@ -128,7 +128,7 @@ class WorkerPool:
                 _check_resources(section, num_workers, resources)
             self._dispatcher = _start_dispatcher(name, options)
             if distributed.world_size() > 1:
-                distributed.publish(name, (self._cluster.address, self._cluster.namespace))
+                distributed.publish(name, self._cluster.invitation())
             self._in_thread(self._watch())
             logger.info("starting %s workers: %d", section, num_workers)
             begin = time.monotonic()
@@ -307,7 +307,8 @@ def _start_dispatcher(name: str, options: WorkerOptions) -> Any:
 
 def _join(name: str, feature: str) -> tuple[Cluster, Any]:
     """Join the main rank's cluster; returns the connection and the dispatcher."""
-    address, namespace = distributed.published(name)
+    address, namespace, secrets = distributed.published(name)
+    os.environ.update(secrets)
     cluster = Cluster(address, feature=feature)
     try:
         import ray

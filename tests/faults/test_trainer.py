@@ -121,9 +121,7 @@ def test_a_run_that_loses_its_own_node_saves_and_ends_soon(bench, tmp_path, even
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 1, said
     assert time.monotonic() - begin < 60
-    assert re.search(
-        r"flowcorr: error: the (rollout|reward) workers are lost, .* with --resume", said
-    ), said
+    assert re.search(r"flowcorr: error: the (rollout|reward) workers are lost, .* with --resume", said), said
     wait_for(lambda: not any(map(running, family)), 90, "the end of Ray's processes and agents")
     assert events(out)[-1] == "failure"
     assert len(events(out, "workers_lost")) == 2  # of both pools
