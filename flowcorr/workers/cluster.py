@@ -121,7 +121,7 @@ class Cluster:
         return ray.get_runtime_context().gcs_address
 
     def invitation(self) -> tuple[str, str, dict[str, str]]:
-        """Address, namespace of named actors, and variables with the secret of the cluster, for other ranks to join it."""
+        """Address, namespace of named actors, and variables with the cluster's secret: other ranks join by them."""
         import ray
 
         secrets = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}

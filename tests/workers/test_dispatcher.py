@@ -1,0 +1,59 @@
+"""The dispatcher in this process: the order of its tasks, and what ranks leave with it for each other."""
+
+import asyncio
+import contextlib
+import sys
+
+import pytest
+from ray_tasks import Tasks
+
+from flowcorr.workers.dispatcher import FlowcorrDispatcher, WorkerOptions
+
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
+OPTIONS = WorkerOptions(
+    section="rollout", num_workers=1, ray={}, timeout=600.0, num_threads=None, own_errors=()
+)
+
+
+def test_a_task_that_runs_again_comes_before_later_ones(ray_cluster, tmp_path):
+    """With one worker, which dies in the first task; the main rank reports that before the task goes on."""
+
+    async def run():
+        dispatcher = FlowcorrDispatcher(OPTIONS, sys.path)
+        reporting = asyncio.create_task(report(dispatcher))
+        await dispatcher.start([ray_cluster.put(Tasks)])
+
+        async def ask(method, *arguments):
+            references, worker = await dispatcher.run(method, method, [ray_cluster.put(arguments)], 1)
+            done.append((method, worker, await references[0]))
+
+        await asyncio.gather(ask("die", str(tmp_path / "flag")), ask("pid"), ask("pair", "a"))
+        places = await dispatcher.places()
+        assert await dispatcher.num_busy() == 0
+        await dispatcher.close()
+        await dispatcher.closing()
+        reporting.cancel()
+        return places
+
+    async def report(dispatcher):
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                reported.extend(await dispatcher.events(len(reported)))
+
+    done, reported = [], []
+    (place,) = asyncio.run(run())
+    assert done == [("die", 0, place["pid"]), ("pid", 0, place["pid"]), ("pair", 0, ("a", ["a"]))]
+    assert [event.kind for event in reported] == ["worker_lost", "shard_retried", "worker_restarted"]
+    assert all(event.message for event in reported)
+
+
+def test_each_rank_gets_what_the_main_rank_shares_once():
+    async def run():
+        dispatcher = FlowcorrDispatcher(OPTIONS, [])
+        early = asyncio.create_task(dispatcher.shared(0, 2))
+        await asyncio.sleep(0)
+        await dispatcher.share(0, 3, ["weights"])
+        assert await early == await dispatcher.shared(0, 1) == ["weights"]
+        assert not dispatcher._shared  # no public call tells what it still holds
+
+    asyncio.run(run())
