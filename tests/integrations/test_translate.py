@@ -25,7 +25,7 @@ from flowcorr.translate.table import flat
 
 GPUS = (8, 24, 1)
 CHOSEN = re.compile(
-    r"(reward\.reward_functions|reward\.custom_reward_function\.reward_kwargs|rewards|reward_fn)\."
+    r"(reward\.reward_functions|reward\.custom_reward_function\.reward_kwargs|rewards|eval_rewards|reward_fn)\."
 )
 """Sections with names that the user chooses, which a recipe names as a whole."""
 
