@@ -8,7 +8,9 @@ import math
 import os
 import reprlib
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,11 +24,9 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 IMAGES_FOLDER = "images"
-MAX_BYTES, MAX_NAMES = 2**30, 2000
-"""The largest `metrics.jsonl`, and the most different metrics in it, that are read."""
-_MAX_LINE = 2**22
-_MAX_RECORDS = 8  # of a step; the trainer writes two at most
-_MAX_NAME, _LARGEST = 200, 1e300
+MAX_BYTES = 2**30
+"""The largest `metrics.jsonl` that is read."""
+_LARGEST = 1e300  # so that sums of a few metrics are finite
 
 
 class JsonlTracker:
@@ -95,7 +95,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a `metrics.jsonl` in the order of their steps, see `checked_metrics`.
 
     Raises:
-        ConfigError: the file cannot be read, or holds too much.
+        ConfigError: the file cannot be read, or is too large.
 
     Warns:
         UserWarning: something that is no record, or no metric, is left out.
@@ -113,10 +113,10 @@ def checked_metrics(path: Path) -> tuple[list[dict[str, Any]], str]:
     step has already is left out. A last line that a crash left incomplete is not mentioned.
 
     Raises:
-        ConfigError: the file cannot be read, or holds too much.
+        ConfigError: the file cannot be read, or is too large.
     """
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    names: set[str] = set()
+    records: list[dict[str, Any]] = []
+    logged: dict[int, set[str]] = defaultdict(set)  # by step
     odd: list[str] = []
     for number, line in _lines(path):
         try:
@@ -125,16 +125,9 @@ def checked_metrics(path: Path) -> tuple[list[dict[str, Any]], str]:
             if line.endswith(b"\n"):
                 odd.append(f"line {number}: {error}")
             continue
-        earlier = by_step.setdefault(record["step"], [])
-        odd += [f"line {number}: {problem}" for problem in _clean(record, earlier)]
-        names.update(record)
-        if len(names) > MAX_NAMES:
-            raise ConfigError(f"{path} holds more than {MAX_NAMES} different metrics, which no run logs")
-        if len(earlier) < _MAX_RECORDS:
-            earlier.append(record)
-        else:
-            odd.append(f"line {number}: step {record['step']} has {_MAX_RECORDS} records already")
-    records = [record for _, found in sorted(by_step.items()) for record in found]
+        odd += [f"line {number}: {problem}" for problem in _clean(record, logged[record["step"]])]
+        records.append(record)
+    records.sort(key=itemgetter("step"))
     return records, f"{path}: left out {len(odd)} lines or values, the first at {odd[0]}" if odd else ""
 
 
@@ -144,20 +137,16 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} must be a file of at most {MAX_BYTES} bytes")
         with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), 1):
-                if len(line) == _MAX_LINE:
-                    raise ConfigError(f"{path}: line {number} holds {_MAX_LINE} bytes, which no record does")
-                if line.strip():
-                    yield number, line
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _clean(record: dict[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Take out of a record what is no metric, or is in an earlier record of its step; and say what that was."""
+def _clean(record: dict[str, Any], logged: set[str]) -> list[str]:
+    """Take out of a record what is no metric, or `logged` already, and say what that was; add its names to `logged`."""
     problems = []
     for name, value in list(record.items()):
-        if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        if not name or not name.isprintable():
             problems.append(f"{reprlib.repr(name)} is no name of a metric")
         elif value is not None and type(value) not in (int, float):
             problems.append(f"{name}={reprlib.repr(value)} must be a number or null")
@@ -166,11 +155,12 @@ def _clean(record: dict[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list
             continue
         elif name != "step" and abs(value) > _LARGEST:
             problems.append(f"{name}={reprlib.repr(value)} must be a number up to {_LARGEST:g}")
-        elif name != "step" and any(name in other for other in earlier):
+        elif name != "step" and name in logged:
             problems.append(f"step {record['step']} has {name} already")
         else:
             continue
         del record[name]
+    logged.update(record)
     return problems
 
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers import JsonlTracker, read_metrics
-from flowcorr.trackers.jsonl import MAX_BYTES, MAX_NAMES
+from flowcorr.trackers.jsonl import MAX_BYTES
 
 
 def log_steps(folder, steps, *, resume_step=None, offset=0.0):
@@ -87,7 +87,6 @@ def test_reader_skips_what_is_incomplete(tmp_path):
         (b'{"step": 1, "loss": 2}', "step 1 has loss already"),
         (b'{"step": 2, "a\\u001b[31m": 2}', "is no name of a metric"),
         (b'{"step": 2, "\\ud800": 2}', "is no name of a metric"),
-        (b'{"step": 2, "' + b"a" * 300 + b'": 2}', "is no name of a metric"),
     ],
 )
 def test_a_value_that_is_no_metric_is_left_out(line, says, tmp_path):
@@ -136,8 +135,8 @@ def test_records_come_in_the_order_of_their_steps(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_file_that_is_none_or_too_much_is_refused(tmp_path):
-    pipe, empty, many = (tmp_path / name for name in ("pipe", "empty", "many"))
+def test_a_file_that_is_none_or_too_large_is_refused(tmp_path):
+    pipe, empty = (tmp_path / name for name in ("pipe", "empty"))
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=f"{path.name} must be a file of at most"):
@@ -146,20 +145,6 @@ def test_a_file_that_is_none_or_too_much_is_refused(tmp_path):
     os.truncate(empty, MAX_BYTES + 1)
     with pytest.raises(ConfigError, match="must be a file of at most"):
         read_metrics(empty)
-    os.truncate(empty, 2**23)
-    with pytest.raises(ConfigError, match="line 1 holds 4194304 bytes, which no record does"):
-        read_metrics(empty)
-    many.write_text(json.dumps({"step": 1} | {f"reward/{place}": place for place in range(MAX_NAMES)}))
-    with pytest.raises(ConfigError, match="holds more than 2000 different metrics"):
-        read_metrics(many)
-
-
-def test_a_step_has_few_records(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 10)
-    with pytest.warns(
-        UserWarning, match="left out 2 lines or values, the first at line 9: step 1 has 8 records"
-    ):
-        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 8
 
 
 def test_images_are_saved_as_png(tmp_path):
