@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import yaml
@@ -27,41 +27,22 @@ _SCALARS = (
     ),
 )
 _MAX_VALUES, _MAX_LEVELS, _MAX_DIGITS = 20_000, 50, 19
+_TOO_MUCH = (
+    f"not valid YAML: with its aliases it holds more than {_MAX_VALUES} values, or {_MAX_LEVELS} levels"
+)
 
 
 class _Bounded(yaml.SafeLoader):
-    """An alias counts each time it is used, so that few lines cannot stand for a large document."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._level = 0
-        self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # nodes and levels of every composed node
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if getattr(event, "tag", None) not in (None, "!"):
             raise _refused(f"the tag {event.tag} is not read; leave it out", event)
-        self._level += 1
-        if self._level > _MAX_LEVELS:
-            raise _refused(f"it is nested more than {_MAX_LEVELS} levels deep", event)
-        if len(self._sizes) == _MAX_VALUES:
-            raise _refused(f"it holds more than {_MAX_VALUES} values", event)
-        node = super().compose_node(parent, index)
-        assert node is not None, "the document has a node here"
-        self._level -= 1
-        if isinstance(event, yaml.AliasEvent):
-            if node not in self._sizes:
-                raise _refused(f"the alias *{event.anchor} contains itself", event)
-            return node
-        parts = [self._sizes[part] for part in _parts(node)]
-        nodes = 1 + sum(size for size, _ in parts)
-        levels = 1 + max((depth for _, depth in parts), default=0)
-        if nodes > _MAX_VALUES or levels > _MAX_LEVELS:
-            raise _refused(
-                f"with its aliases it holds more than {_MAX_VALUES} values, or {_MAX_LEVELS} levels", event
-            )
-        self._sizes[node] = nodes, levels
-        return node
+        return super().compose_node(parent, index)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > _MAX_VALUES:  # before 6.0.4, PyYAML copies a pair each time that `<<` names it
+            raise _refused(f"with its merges it holds more than {_MAX_VALUES} values", node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -89,11 +70,12 @@ def _refused(problem: str, at: Any) -> ConstructorError:
     return ConstructorError(None, None, problem, at.start_mark)
 
 
-def _parts(node: yaml.Node) -> list[yaml.Node]:
-    """The nodes that a node holds."""
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
+def _values(data: Any, level: int = 0) -> Iterator[int]:
+    """The levels of all values, those of an alias each time that it is used: few lines may stand for many values."""
+    yield level
+    parts = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    for part in parts:
+        yield from _values(part, level + 1)
 
 
 class _Loader(_Bounded):
@@ -152,7 +134,7 @@ def parse_older(text: str) -> Any:
 
 def _load(text: str, loader: type[_Bounded]) -> Any:
     try:
-        return yaml.load(text, Loader=loader)
+        data = yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         problem = " ".join(f"{error.problem}".split())
         mark = error.problem_mark or error.context_mark
@@ -160,6 +142,11 @@ def _load(text: str, loader: type[_Bounded]) -> Any:
         raise ConfigError(f"not valid YAML: {problem}{place}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(_TOO_MUCH) from None
+    if any(number >= _MAX_VALUES or level >= _MAX_LEVELS for number, level in enumerate(_values(data))):
+        raise ConfigError(_TOO_MUCH)
+    return data
 
 
 def dump(data: Any) -> str:
