@@ -71,19 +71,35 @@ class TextShapes:
     conditioning: Mapping[str, tuple[int, ...]]
 
 
+def _call(transformer: Callable[..., Any], **inputs: Any) -> Any:
+    return transformer(**inputs)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InVllmOmni:
     """How vllm-omni computes a family.
 
     Attributes:
-        pipeline: its class in `flowcorr.rollout.vllm_omni.pipelines`, registered there under the same name.
+        transformer: its transformer there, as `package.module:Class`. It is built from the model's configuration.
+        vae: its VAE there; a class of diffusers will do.
+        call: calls that transformer with the inputs of its diffusers equivalent.
+        adapted_layers: ends of the names of the layers that take an adapter there; None if all do.
         layer_suffix: where names of layers differ, their end in diffusers and their end in vllm-omni.
         quantizes: whether its transformer takes a quantization.
     """
 
-    pipeline: str
+    transformer: str
+    vae: str = "vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl:DistributedAutoencoderKL"
+    call: Callable[..., Any] = _call
+    adapted_layers: tuple[str, ...] | None = None
     layer_suffix: tuple[str, str] = ("", "")
     quantizes: bool = True
+
+    def adapts(self, target: str) -> bool:
+        """Whether the layers that a target of an adapter names all take one there."""
+        return self.adapted_layers is None or f".{target}".endswith(
+            tuple(f".{layer}" for layer in self.adapted_layers)
+        )
 
 
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:

@@ -40,7 +40,9 @@ class Flux(PackedFamily):
         "ff_context.net.2",
     )
     encodes_negative = False
-    vllm_omni = InVllmOmni(pipeline="FlowcorrFluxPipeline")
+    vllm_omni = InVllmOmni(
+        transformer="vllm_omni.diffusion.models.flux.flux_transformer:FluxTransformer2DModel"
+    )
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

@@ -46,7 +46,10 @@ class Flux2Klein(PackedFamily):
         "ff_context.linear_in",
         "ff_context.linear_out",
     )
-    vllm_omni = InVllmOmni(pipeline="FlowcorrFlux2KleinPipeline")
+    vllm_omni = InVllmOmni(
+        transformer="vllm_omni.diffusion.models.flux2_klein.flux2_klein_transformer:Flux2Transformer2DModel",
+        vae="diffusers:AutoencoderKLFlux2",
+    )
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

@@ -25,6 +25,12 @@ from flowcorr.models.base import (
 _DROPPED_TEMPLATE = 34  # tokens that the pipeline puts before a prompt, and drops after encoding
 
 
+def _call_with_lengths(transformer: Callable[..., Any], **inputs: Any) -> Any:
+    """Call vllm-omni's transformer, which also reads the number of text tokens, of padding too."""
+    samples, length = inputs["encoder_hidden_states"].shape[:2]
+    return transformer(**inputs, txt_seq_lens=[length] * samples)
+
+
 class QwenImage(PackedFamily):
     """`QwenImagePipeline`; guidance is on above `true_cfg_scale` 1, and `guidance_scale` is not read.
 
@@ -51,7 +57,12 @@ class QwenImage(PackedFamily):
     )
     template_tokens = 5
     encodes_to_longest = True
-    vllm_omni = InVllmOmni(pipeline="FlowcorrQwenImagePipeline", layer_suffix=(".to_out.0", ".to_out"))
+    vllm_omni = InVllmOmni(
+        transformer="vllm_omni.diffusion.models.qwen_image.qwen_image_transformer:QwenImageTransformer2DModel",
+        vae="vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_qwenimage:DistributedAutoencoderKLQwenImage",
+        call=_call_with_lengths,
+        layer_suffix=(".to_out.0", ".to_out"),
+    )
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

@@ -38,7 +38,10 @@ class SD3(ModelFamily):
         "attn.to_add_out",
     )
     default_text_tokens = 256
-    vllm_omni = InVllmOmni(pipeline="FlowcorrSD3Pipeline", quantizes=False)  # of vllm-omni 0.30
+    vllm_omni = InVllmOmni(
+        transformer="vllm_omni.diffusion.models.sd3.sd3_transformer:SD3Transformer2DModel",
+        quantizes=False,  # vllm-omni 0.30
+    )
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,28 @@ NATIVE_SIZE = 1024
 PATCH = 2
 
 
+def _call_by_length(
+    transformer: Callable[..., Any],
+    *,
+    x: Sequence[Tensor],
+    t: Tensor,
+    cap_feats: Sequence[Tensor],
+    return_dict: bool,
+) -> tuple[list[Tensor]]:
+    """Call vllm-omni's transformer on captions of one padded length at a time: its attention has no mask."""
+    from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
+
+    velocities: dict[int, Tensor] = {}
+    lengths = [math.ceil(len(caption) / SEQ_MULTI_OF) for caption in cap_feats]
+    for length in dict.fromkeys(lengths):
+        rows = [row for row, found in enumerate(lengths) if found == length]
+        predicted, _ = transformer(
+            x=[x[row] for row in rows], t=t[rows], cap_feats=[cap_feats[row] for row in rows]
+        )
+        velocities |= zip(rows, predicted, strict=True)
+    return ([velocities[row] for row in range(len(x))],)
+
+
 class ZImage(ModelFamily):
     """`ZImagePipeline`; guidance is on above `guidance_scale` 1.
 
@@ -49,7 +72,10 @@ class ZImage(ModelFamily):
         "feed_forward.w3",
     )
     template_tokens = 8
-    vllm_omni = InVllmOmni(pipeline="FlowcorrZImagePipeline")
+    vllm_omni = InVllmOmni(
+        transformer="vllm_omni.diffusion.models.z_image.z_image_transformer:ZImageTransformer2DModel",
+        call=_call_by_length,
+    )
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

@@ -23,7 +23,7 @@ class Place:
     """Where faults are planted: the trainer's side, and the worker's in the same process."""
 
     engine: Any
-    pipelines: Any
+    module: Any
     pipeline: Any
     worker: Any
 
@@ -58,7 +58,7 @@ def loop(*edits: tuple[str, str]) -> Plant:
             source = source.replace(old, new)
         names = dict(vars(sampler))
         exec(compile(source, "<planted>", "exec"), names)
-        _swap(undo, place.pipelines, "sample_sde_window", names["sample_sde_window"])
+        _swap(undo, place.module, "sample_sde_window", names["sample_sde_window"])
 
     return plant
 
@@ -77,8 +77,8 @@ def decoding(change: Callable[..., tuple[Tensor, Tensor]]) -> Plant:
     """Another decoder: `change(decode, family, final)`."""
 
     def plant(place: Place, undo: contextlib.ExitStack) -> None:
-        decode = place.pipelines.decode
-        _swap(undo, place.pipelines, "decode", lambda family, final: change(decode, family, final))
+        decode = place.module.decode
+        _swap(undo, place.module, "decode", lambda family, final: change(decode, family, final))
 
     return plant
 

@@ -68,7 +68,7 @@ class Bench:
     """
 
     def __init__(self, stack: Stack, steps: int) -> None:
-        from flowcorr.rollout.vllm_omni import pipelines
+        from flowcorr.rollout.vllm_omni import pipeline
         from flowcorr.rollout.vllm_omni.worker import RolloutWorker
 
         def the_one(kind: type) -> Any:
@@ -79,8 +79,8 @@ class Bench:
         stack.sync()
         self.place = Place(
             engine=stack.engine,
-            pipelines=pipelines,
-            pipeline=the_one(pipelines.RolloutPipeline),
+            module=pipeline,
+            pipeline=the_one(pipeline.FlowcorrPipeline),
             worker=the_one(RolloutWorker),
         )
         self._initial, self._moves = stack.actor.weights.snapshot(), copy.copy(stack.engine._moves)

@@ -25,8 +25,8 @@ def test_lines_of_the_loop_that_faults_change_are_there(line):
 
 
 def test_a_changed_loop_is_taken_back():
-    place = SimpleNamespace(pipelines=SimpleNamespace(sample_sde_window=sampler.sample_sde_window))
+    place = SimpleNamespace(module=SimpleNamespace(sample_sde_window=sampler.sample_sde_window))
     with contextlib.ExitStack() as undo:
         engine_faults.noise("1.01 * z")(place, undo)
-        assert place.pipelines.sample_sde_window is not sampler.sample_sde_window
-    assert place.pipelines.sample_sde_window is sampler.sample_sde_window
+        assert place.module.sample_sde_window is not sampler.sample_sde_window
+    assert place.module.sample_sde_window is sampler.sample_sde_window

@@ -163,13 +163,20 @@ class VllmOmniEngine:
             folder = Path(self._folder.name) / str(self._adapter_id)
             adapter.write_adapter(folder, named or {}, config)
             named = None
-        self.client.rpc(
-            "flowcorr_adapter",
-            adapter_id=self._adapter_id,
-            path=None if folder is None else str(folder),
-            tensors=named,
-            config=config,
-        )
+        try:
+            self.client.rpc(
+                "flowcorr_adapter",
+                adapter_id=self._adapter_id,
+                path=None if folder is None else str(folder),
+                tensors=named,
+                config=config,
+            )
+        except BackendError as error:
+            raise BackendError(
+                "the engine did not load the adapter; if some of its layers take none there, set "
+                "rollout.engine.weight_sync=merged, or leave them out of model.lora.targets. This is its answer: "
+                f"{error}"
+            ) from error
         if folder is not None:
             shutil.rmtree(folder)
 

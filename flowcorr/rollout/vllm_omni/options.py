@@ -12,7 +12,10 @@ from flowcorr import distributed
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import FAMILIES, ModelFamily
+from flowcorr.models.base import InVllmOmni
 from flowcorr.rollout.vllm_omni.client import import_vllm_omni
+from flowcorr.rollout.vllm_omni.plugin import PIPELINE
+from flowcorr.rollout.vllm_omni.request import FAMILY
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +24,10 @@ WeightSync = Literal["lora_tensors", "lora_path", "merged"]
 SET_BY_FLOWCORR = {
     "model": "set model.path",
     "dtype": "set rollout.dtype",
-    "model_class_name": "it follows from the model's family",
+    "model_class_name": "flowcorr registers its own pipeline",
     "worker_extension_cls": "flowcorr syncs weights through its own worker extension",
-    "custom_pipeline_args": "flowcorr registers its own pipelines",
-    "step_execution": "flowcorr's pipelines sample whole trajectories",
+    "custom_pipeline_args": "they name the model's family",
+    "step_execution": "flowcorr's pipeline samples whole trajectories",
     "cfg_parallel_size": "guidance is computed in one batch",
     "cache_backend": "it would leave parts of stochastic steps out, whose log-probs then belong to no policy",
 }
@@ -81,11 +84,11 @@ def engine_options(
     if family.vllm_omni is None:
         known = ", ".join(name for name, other in FAMILIES.items() if other.vllm_omni is not None)
         raise ConfigError(
-            f"rollout.name=vllm_omni has no pipeline for the model family {family.name}, only for {known}; use "
-            "rollout.name=in_process"
+            f"rollout.name=vllm_omni cannot sample with the model family {family.name}, only with {known}; use "
+            f"rollout.name=in_process, or state {type(family).__name__}.vllm_omni: examples/new_model.py shows how"
         )
     asked = dict(config.rollout.engine)
-    weight_sync = _weight_sync(config, asked.pop("weight_sync", None))
+    weight_sync = _weight_sync(config, family, family.vllm_omni, asked.pop("weight_sync", None))
     installed = installed or _installed()
     for key in asked:
         if key in SET_BY_FLOWCORR:
@@ -112,14 +115,15 @@ def engine_options(
         "request_batch_max_wait_ms": BATCH_WAIT_MS,
         "distributed_executor_backend": installed.backend,
         **asked,
-        "model_class_name": family.vllm_omni.pipeline,
+        "model_class_name": PIPELINE,
+        "custom_pipeline_args": {FAMILY: f"{type(family).__module__}:{type(family).__qualname__}"},
         "worker_extension_cls": "flowcorr.rollout.vllm_omni.worker.RolloutWorker",
         "dtype": rollout.dtype,
     }
     return options, weight_sync
 
 
-def _weight_sync(config: Config, asked: str | None) -> WeightSync:
+def _weight_sync(config: Config, family: ModelFamily, engine: InVllmOmni, asked: str | None) -> WeightSync:
     rank = config.model.lora.rank
     if asked not in (None, *get_args(WeightSync)):
         raise ConfigError(unknown_choice("rollout.engine.weight_sync", asked, get_args(WeightSync)))
@@ -128,6 +132,14 @@ def _weight_sync(config: Config, asked: str | None) -> WeightSync:
         raise ConfigError(
             f"rollout.engine.weight_sync={weight_sync!r} needs an adapter, and model.lora.rank=0 trains all "
             "weights: use merged"
+        )
+    targets = config.model.lora.targets or family.lora_targets
+    refused = [target for target in targets if not engine.adapts(target)]
+    if rank and refused and weight_sync != "merged":
+        raise ConfigError(
+            f"rollout.engine.weight_sync={weight_sync!r} sends an adapter, and vllm-omni puts none on the layers "
+            f"{', '.join(refused)} of {family.name}; set rollout.engine.weight_sync=merged, or leave these layers out "
+            "of model.lora.targets"
         )
     quantization = _quantization(config)
     if weight_sync == "merged" and quantization:

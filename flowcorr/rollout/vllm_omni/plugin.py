@@ -1,17 +1,19 @@
-"""vllm-omni's plugin entry point, which registers flowcorr's pipelines beside the built-in ones."""
+"""vllm-omni's plugin entry point, which registers flowcorr's pipeline beside the built-in ones."""
 
 from __future__ import annotations
 
-from flowcorr.models import FAMILIES
 from flowcorr.processes import inherit_mark
+
+PIPELINE = "FlowcorrPipeline"
 
 
 def register() -> None:
-    """Register the pipelines, and mark shared memory; vllm-omni calls this in each of its processes."""
+    """Register the pipeline, and mark shared memory; vllm-omni calls this in each of its processes.
+
+    The pipeline finds its model family by the name in its arguments, so that a family of the user's own needs no
+    registration.
+    """
     from vllm_omni.diffusion.registry import register_diffusion_model
 
     inherit_mark()
-    for family in FAMILIES.values():
-        if family.vllm_omni is not None:
-            name = family.vllm_omni.pipeline
-            register_diffusion_model(name, f"{__package__}.pipelines", name)
+    register_diffusion_model(PIPELINE, f"{__package__}.pipeline", PIPELINE)

@@ -11,6 +11,8 @@ from flowcorr.models import Schedule
 
 EXTRA = "flowcorr"
 """The key of flowcorr's entry in a request's `extra_args`."""
+FAMILY = "flowcorr_family"
+"""The key of the model family, as `package.module:Class`, in the pipeline's `custom_pipeline_args`."""
 CONDITIONING, LATENTS, TIMESTEP = "conditioning", "latents", "timestep"
 """Keys of a request's prompt: the conditioning as the actor encoded it, and a probe's latents and timestep."""
 

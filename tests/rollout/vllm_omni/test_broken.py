@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
 def vae_of(stack):
     """The engine's own VAE: it samples in this process."""
-    from flowcorr.rollout.vllm_omni.pipelines import RolloutPipeline
+    from flowcorr.rollout.vllm_omni.pipeline import FlowcorrPipeline
 
     gc.collect()
-    (pipeline,) = [found for found in gc.get_objects() if RolloutPipeline in type(found).__mro__]
+    (pipeline,) = [found for found in gc.get_objects() if type(found) is FlowcorrPipeline]
     assert pipeline.vae is not stack.family.pipeline.vae
     return pipeline.vae
 

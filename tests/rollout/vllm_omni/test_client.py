@@ -114,4 +114,4 @@ def _is_worker_of(stack, child):
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_the_engine_cannot_load_is_an_error(tmp_path):
     with pytest.raises(BackendError, match="did not start"):
-        OmniClient(str(tmp_path), {"model_class_name": "FlowcorrSD3Pipeline"}, tmp_path / "engine.log")
+        OmniClient(str(tmp_path), {"model_class_name": "FlowcorrPipeline"}, tmp_path / "engine.log")

@@ -21,6 +21,7 @@ def config(engine, *, rank=4, **rollout):
 class Family:
     name = "flux"
     vllm_omni = Flux.vllm_omni
+    lora_targets = Flux.lora_targets
 
 
 INSTALLED = options.Installed(
@@ -53,7 +54,8 @@ def test_options_are_completed():
     assert way == "lora_tensors"
     assert found["max_num_seqs"] == 15
     assert found["dtype"] == "bfloat16"
-    assert found["model_class_name"] == "FlowcorrFluxPipeline"
+    assert found["model_class_name"] == "FlowcorrPipeline"
+    assert found["custom_pipeline_args"] == {"flowcorr_family": f"{__name__}:Family"}
     told, way = options.engine_options(config({"max_num_seqs": 2}, rank=0), Family(), INSTALLED)
     assert (told["max_num_seqs"], way) == (2, "merged")
 
@@ -75,11 +77,34 @@ def test_families_without_a_pipeline_or_quantization():
     other.name, other.vllm_omni = "aura_flow", None
     sd3.name, sd3.vllm_omni = "sd3", SD3.vllm_omni
     with pytest.raises(
-        ConfigError, match="no pipeline for the model family aura_flow, only for sd3, qwen_image"
+        ConfigError,
+        match=r"cannot sample with the model family aura_flow, only with sd3, qwen_image.*Family\.vllm_omni",
     ):
         options.engine_options(config({}), other, INSTALLED)
     with pytest.raises(ConfigError, match="does not quantize sd3"):
         options.engine_options(config({"quantization": "fp8"}), sd3, INSTALLED)
+
+
+@pytest.mark.parametrize(
+    ("targets", "refused"),
+    [
+        (("to_q", "attn.to_k", "blocks.0.attn.to_q"), ""),
+        (("attn.to_q", "to_out.0", "ff.net.2"), r"to_out\.0, ff\.net\.2"),
+        (("into_q",), "into_q"),
+    ],
+)
+def test_layers_that_take_no_adapter_in_the_engine_need_merged_weights(targets, refused):
+    family = Family()
+    family.lora_targets = targets
+    family.vllm_omni = replace(Flux.vllm_omni, adapted_layers=("to_q", "to_k"))
+    assert options.engine_options(config({"weight_sync": "merged"}), family, INSTALLED)[1] == "merged"
+    if not refused:
+        assert options.engine_options(config({}), family, INSTALLED)[1] == "lora_tensors"
+        return
+    with pytest.raises(ConfigError, match=rf"puts none on the layers {refused} of flux.*weight_sync=merged"):
+        options.engine_options(config({}), family, INSTALLED)
+    chosen = replace(config({}), model=ModelConfig(lora=LoraConfig(targets=("to_q",))))
+    assert options.engine_options(chosen, family, INSTALLED)[1] == "lora_tensors"
 
 
 def test_an_engine_of_several_gpus_is_refused_beside_other_ranks(monkeypatch):

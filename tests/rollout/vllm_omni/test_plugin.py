@@ -2,20 +2,25 @@
 
 import pytest
 
+from flowcorr.imports import import_target
 from flowcorr.models import FAMILIES
-from flowcorr.rollout.vllm_omni.plugin import register
+from flowcorr.rollout.vllm_omni.plugin import PIPELINE, register
 
 
 @pytest.mark.vllm_omni
 @pytest.mark.filterwarnings("ignore")
-def test_vllm_omni_loads_the_registered_classes():
+def test_vllm_omni_loads_the_registered_class():
     from vllm_omni.diffusion.registry import DiffusionModelRegistry
 
-    from flowcorr.rollout.vllm_omni import pipelines
+    from flowcorr.rollout.vllm_omni.pipeline import FlowcorrPipeline
 
     register()
-    for family in FAMILIES.values():
-        name = family.vllm_omni.pipeline
-        found = DiffusionModelRegistry.models[name].load_model_cls()
-        assert found is getattr(pipelines, name)
-        assert found.family_class is family
+    assert DiffusionModelRegistry.models[PIPELINE].load_model_cls() is FlowcorrPipeline
+
+
+@pytest.mark.vllm_omni
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_each_family_names_classes_of_the_engine(family):
+    for path in (family.vllm_omni.transformer, family.vllm_omni.vae):
+        assert isinstance(import_target("vllm_omni", path, "a class"), type)

@@ -60,9 +60,9 @@ def test_whole_images_are_replayed_to_rounding(start, dtype):
 
 def test_faults_outside_the_log_probs_are_named_by_their_leg(start, monkeypatch):
     run = training_run(start("tiny_ocr", rollout={"replay_every": 1}))
-    pipelines = "flowcorr.rollout.vllm_omni.pipelines"
+    pipeline = "flowcorr.rollout.vllm_omni.pipeline"
     with monkeypatch.context() as patch:
-        patch.setattr(f"{pipelines}.decode", lambda family, final: decode(family, 1.25 * final))
+        patch.setattr(f"{pipeline}.decode", lambda family, final: decode(family, 1.25 * final))
         assert broken_replay_rules(run) == ["replay_decode"]
     schedule = run.engine.plan.schedule
     sigmas = (*schedule.sigmas[:4], 0.5 * schedule.sigmas[4], 0.0)  # windows end at step 3

@@ -45,7 +45,7 @@ def test_weights_that_the_engine_does_not_know_are_an_error(stack, monkeypatch):
         }
 
     monkeypatch.setattr(adapter, "peft_tensors", misnamed)
-    with pytest.raises(BackendError, match=r"flowcorr_adapter.*incomplete"):
+    with pytest.raises(BackendError, match=r"weight_sync=merged.*flowcorr_adapter.*incomplete"):
         stack.sync()
 
 

@@ -1,6 +1,6 @@
-"""vllm-omni pipelines that run the engine's transformer inside flowcorr's sampling loop.
+"""The vllm-omni pipeline that runs the engine's transformer inside flowcorr's sampling loop.
 
-Only vllm-omni imports this module, in its workers. A pipeline holds a transformer and a VAE, but no text encoder:
+Only vllm-omni imports this module, in its workers. The pipeline holds a transformer and a VAE, but no text encoder:
 requests contain the conditioning as the actor encoded it. A second text encoder would cost memory, and its rounding
 would add to the gap. Requests also contain the timesteps, rounded as the engine's dtype requires.
 """
@@ -8,48 +8,42 @@ would add to the gap. Requests also contain the timesteps, rounded as the engine
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
-import math
 import os
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKLFlux2
 from torch import Tensor, nn
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
-from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl import DistributedAutoencoderKL
-from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_qwenimage import (
-    DistributedAutoencoderKLQwenImage,
-)
 from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
-from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
-from vllm_omni.diffusion.models.flux2_klein.flux2_klein_transformer import Flux2Transformer2DModel
 from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
-from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
-from vllm_omni.diffusion.models.sd3.sd3_transformer import SD3Transformer2DModel
-from vllm_omni.diffusion.models.z_image.z_image_transformer import SEQ_MULTI_OF, ZImageTransformer2DModel
 from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowcorr import sde
 from flowcorr.devices import keep_float32
-from flowcorr.models import Guidance, ModelFamily
-from flowcorr.models.flux import Flux
-from flowcorr.models.flux2_klein import Flux2Klein
-from flowcorr.models.qwen_image import QwenImage
-from flowcorr.models.sd3 import SD3
-from flowcorr.models.z_image import ZImage
+from flowcorr.imports import import_target
+from flowcorr.models import Guidance, ModelFamily, resolve_family
 from flowcorr.rollout.sampler import decode, sample_sde_window
-from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe, from_extra
+from flowcorr.rollout.vllm_omni.request import (
+    CONDITIONING,
+    FAMILY,
+    LATENTS,
+    TIMESTEP,
+    Job,
+    Plan,
+    Probe,
+    from_extra,
+)
 
 
-class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
-    """Base of the pipelines of all families. One request batch may mix plans, groups and windows.
+class FlowcorrPipeline(nn.Module, SupportsComponentDiscovery):
+    """The pipeline of all families. One request batch may mix plans, groups and windows.
 
     Attributes:
         family: the flowcorr family of this pipeline; it applies guidance and decodes as the actor does.
@@ -64,9 +58,6 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
     _encoder_modules: ClassVar[list[str]] = []
     _vae_modules: ClassVar[list[str]] = ["vae"]
 
-    family_class: ClassVar[type[ModelFamily]]
-    vae_class: ClassVar[Any]
-
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
         super().__init__()
         keep_float32()
@@ -77,24 +68,27 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
                 model_or_path=od_config.model, subfolder="transformer", revision=None, prefix="transformer."
             )
         ]
-        self.transformer = self.build_transformer(od_config)
-        self.vae = self.vae_class.from_pretrained(
-            od_config.model,
-            subfolder="vae",
-            torch_dtype=od_config.dtype,
-            use_safetensors=True,
-            local_files_only=os.path.isdir(od_config.model),
-        ).to(self.device)
-        self.family = self.family_class(self, dtype=od_config.dtype)
+        family = resolve_family((od_config.custom_pipeline_args or {})[FAMILY])
+        assert family.vllm_omni is not None, "an engine of a family without one is refused"
+        self._call = family.vllm_omni.call
+        self.transformer = build_transformer(family, od_config)
+        self.vae = (
+            _class_of(family, "vae")
+            .from_pretrained(
+                od_config.model,
+                subfolder="vae",
+                torch_dtype=od_config.dtype,
+                use_safetensors=True,
+                local_files_only=os.path.isdir(od_config.model),
+            )
+            .to(self.device)
+        )
+        self.family = family(self, dtype=od_config.dtype)
         self.adapters: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
-
-    @abstractmethod
-    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
-        """The engine's transformer; vllm-omni loads the weights afterwards."""
 
     def call_transformer(self, **inputs: Any) -> Any:
         """Call the transformer with the arguments of its diffusers equivalent."""
-        return self.transformer(**inputs)
+        return self._call(self.transformer, **inputs)
 
     # Sampling --------------------------------------------------------------------------------------------
 
@@ -196,89 +190,31 @@ class RolloutPipeline(nn.Module, SupportsComponentDiscovery):
         return model, helper
 
 
-class FlowcorrSD3Pipeline(RolloutPipeline):
-    """Stable Diffusion 3 and 3.5."""
-
-    family_class = SD3
-    vae_class = DistributedAutoencoderKL
-
-    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
-        return SD3Transformer2DModel(od_config=od_config)
-
-
-class FlowcorrQwenImagePipeline(RolloutPipeline):
-    """Qwen-Image."""
-
-    family_class = QwenImage
-    vae_class = DistributedAutoencoderKLQwenImage
-
-    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
-        options = get_transformer_config_kwargs(od_config.tf_model_config, QwenImageTransformer2DModel)
-        return QwenImageTransformer2DModel(
-            od_config=od_config, quant_config=od_config.quantization_config, **options
-        )
-
-    def call_transformer(self, **inputs: Any) -> Any:
-        samples, length = inputs["encoder_hidden_states"].shape[:2]
-        return self.transformer(**inputs, txt_seq_lens=[length] * samples)
-
-
-class FlowcorrFluxPipeline(RolloutPipeline):
-    """FLUX.1."""
-
-    family_class = Flux
-    vae_class = DistributedAutoencoderKL
-
-    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
-        options = get_transformer_config_kwargs(od_config.tf_model_config, FluxTransformer2DModel)
-        transformer = FluxTransformer2DModel(
-            od_config=od_config, quant_config=od_config.quantization_config, **options
-        )
-        transformer.config = od_config.tf_model_config  # the family reads `guidance_embeds` from it
-        # vllm-omni reads the parts of its fused layers from this attribute, which only this transformer lacks.
+def build_transformer(family: type[ModelFamily], od_config: OmniDiffusionConfig) -> nn.Module:
+    """The engine's transformer of a family; vllm-omni loads the weights afterwards."""
+    kind = _class_of(family, "transformer")
+    arguments = {"od_config": od_config, "quant_config": od_config.quantization_config}
+    accepted = inspect.signature(kind).parameters
+    transformer = kind(
+        **{name: value for name, value in arguments.items() if name in accepted},
+        **get_transformer_config_kwargs(od_config.tf_model_config, kind),
+    )
+    if not hasattr(transformer, "config"):
+        transformer.config = (
+            od_config.tf_model_config
+        )  # a family may read it, as diffusers' transformers let it
+    if not hasattr(transformer, "stacked_params_mapping"):
+        # vllm-omni reads the parts of its fused layers from this attribute, which not every transformer has.
+        packed = getattr(transformer, "packed_modules_mapping", {})
         transformer.stacked_params_mapping = [
-            (fused, part, "") for fused, parts in transformer.packed_modules_mapping.items() for part in parts
+            (fused, part, "") for fused, parts in packed.items() for part in parts
         ]
-        return transformer
+    return transformer
 
 
-class FlowcorrFlux2KleinPipeline(RolloutPipeline):
-    """FLUX.2 klein."""
-
-    family_class = Flux2Klein
-    vae_class = AutoencoderKLFlux2
-
-    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
-        options = get_transformer_config_kwargs(od_config.tf_model_config, Flux2Transformer2DModel)
-        return Flux2Transformer2DModel(
-            od_config=od_config, quant_config=od_config.quantization_config, **options
-        )
-
-
-class FlowcorrZImagePipeline(RolloutPipeline):
-    """Z-Image."""
-
-    family_class = ZImage
-    vae_class = DistributedAutoencoderKL
-
-    def build_transformer(self, od_config: OmniDiffusionConfig) -> nn.Module:
-        options = get_transformer_config_kwargs(od_config.tf_model_config, ZImageTransformer2DModel)
-        return ZImageTransformer2DModel(quant_config=od_config.quantization_config, **options)
-
-    def call_transformer(self, **inputs: Any) -> Any:
-        """Batch only captions of equal padded length, because this transformer's attention has no mask."""
-        images, captions = inputs["x"], inputs["cap_feats"]
-        velocities: dict[int, Tensor] = {}
-        lengths = [math.ceil(len(caption) / SEQ_MULTI_OF) for caption in captions]
-        for length in dict.fromkeys(lengths):
-            rows = [row for row, found in enumerate(lengths) if found == length]
-            predicted, _ = self.transformer(
-                x=[images[row] for row in rows],
-                t=inputs["t"][rows],
-                cap_feats=[captions[row] for row in rows],
-            )
-            velocities |= zip(rows, predicted, strict=True)
-        return ([velocities[row] for row in range(len(images))],)
+def _class_of(family: type[ModelFamily], part: str) -> Any:
+    key = f"{family.__name__}.vllm_omni.{part}"
+    return import_target(key, getattr(family.vllm_omni, part), "a class of vllm-omni or diffusers")
 
 
 def _initial_noise(job: Job) -> Tensor:

@@ -37,8 +37,8 @@ def test_bfloat16(start, family):
     rollout = stack.sample()
     assert rollout.window.latents.dtype == rollout.log_probs.dtype == torch.float32
     assert stack.mismatch(rollout).mean() <= 6e-5  # a missed sync of `stir` makes 1.4e-4
-    fed = stack.family.in_dtype(stack.engine.plan.schedule, torch.bfloat16)
-    assert rollout.window.timesteps.float().equal(torch.tensor(fed.timesteps)[rollout.window.step_indices])
+    fed = stack.family.in_dtype(stack.engine.plan.schedule, torch.bfloat16).timesteps
+    assert rollout.window.timesteps.float().equal(torch.tensor(fed)[rollout.window.step_indices])
 
 
 def test_captions_of_different_lengths_do_not_share_a_batch(start):
