@@ -163,7 +163,7 @@ class TrainedWeights:
     def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Write the trained weights for a diffusers pipeline.
 
-        An adapter goes to a file that the pipeline's `load_lora_weights` reads. Without an adapter the whole
+        An adapter goes to files that diffusers and peft read, see `ModelFamily.save_lora`. Without an adapter the whole
         transformer goes to `transformer/`, which `from_pretrained` reads.
 
         Args:

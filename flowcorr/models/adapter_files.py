@@ -21,8 +21,8 @@ DIFFUSERS_FILE, PEFT_FILE, PEFT_CONFIG = (
     "adapter_model.safetensors",
     "adapter_config.json",
 )
-_PEFT_PREFIX = "base_model.model."
-_PREFIXES = (_PEFT_PREFIX, "model.diffusion_model.", "diffusion_model.", "transformer.", "module.")
+_DIFFUSERS_PREFIX, _PEFT_PREFIX = "transformer.", "base_model.model."
+_PREFIXES = (_PEFT_PREFIX, "model.diffusion_model.", "diffusion_model.", _DIFFUSERS_PREFIX, "module.")
 _FLAT_PREFIXES = ("lora_unet_", "lora_transformer_")  # of kohya: names of layers with _ for each dot
 _TEXT_PREFIXES = ("text_encoder", "lora_te", "te1", "te2", "te3", "text_model")
 _MATRIX = re.compile(r"(.+?)\.(?:lora_(A|B|down|up)|lora\.(down|up))(?:\.([^.]+))?\.weight")
@@ -96,6 +96,17 @@ def at_full_strength(
         name: rescaled(value, alpha / rank) if ".lora_B." in name else value for name, value in state.items()
     }
     return tensors, {**metadata, "lora_alpha": rank}
+
+
+def write_for_diffusers(directory: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write an adapter for a pipeline's `load_lora_weights`, and for its transformer's `load_lora_adapter`."""
+    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+    from safetensors.torch import save_file
+
+    options = {f"{_DIFFUSERS_PREFIX}{name}": value for name, value in metadata.items()}
+    header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(options, indent=2, sort_keys=True)}
+    tensors = {f"{_DIFFUSERS_PREFIX}{name}": value.contiguous() for name, value in state.items()}
+    save_file(tensors, Path(directory) / DIFFUSERS_FILE, metadata=header)
 
 
 def write_for_peft(directory: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
@@ -188,7 +199,7 @@ def _options(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{place} holds a {type(options).__name__}, and not the options of an adapter by name"
         )
-    options = {name.removeprefix("transformer."): value for name, value in options.items()}
+    options = {name.removeprefix(_DIFFUSERS_PREFIX): value for name, value in options.items()}
     for name in ("r", "lora_alpha"):
         value = options.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

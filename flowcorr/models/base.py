@@ -8,6 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
-from flowcorr.models.adapter_files import at_full_strength, write_for_peft
+from flowcorr.models.adapter_files import at_full_strength, write_for_diffusers, write_for_peft
 from flowcorr.models.cuts import CutReport
 from flowcorr.records import Prompt
 
@@ -278,11 +279,14 @@ class ModelFamily(ABC):
     def save_lora(
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
     ) -> None:
-        """Write an adapter for the pipeline's `load_lora_weights(directory)` and for peft, at its full strength."""
+        """Write an adapter for diffusers and for peft, at its full strength.
+
+        The pipeline's `load_lora_weights(directory)` reads it; of a pipeline that has no such method, the transformer's
+        `load_lora_adapter(directory, use_safetensors=True)`.
+        """
         state, options = at_full_strength(lora_state, metadata)
-        type(self.pipeline).save_lora_weights(
-            directory, transformer_lora_layers=state, transformer_lora_adapter_metadata=options
-        )
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        write_for_diffusers(directory, state, options)
         write_for_peft(directory, state, options)
 
 

@@ -103,6 +103,12 @@ def test_diffusers_loads_it_at_full_strength(saved):
     assert_same(updates_of(pipeline.transformer), saved.updates)
 
 
+def test_a_transformer_loads_it_without_a_loader_of_its_pipeline(saved):
+    transformer = saved.plain()
+    transformer.load_lora_adapter(saved.folder, use_safetensors=True)
+    assert_same(updates_of(transformer), saved.updates)
+
+
 def test_peft_loads_it_at_full_strength(saved):
     import peft
 
