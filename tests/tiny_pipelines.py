@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 TEXT_WIDTH = 32
-SD3_SIZE = (64, 64)
+SD3_SIZE = (32, 32)
 SD35_SIZE = (32, 32)
 QWEN_SIZE = (32, 48)
 FLUX_SIZE = (16, 24)
@@ -227,20 +229,36 @@ def build_tiny_aura_flow(path, dtype: torch.dtype = torch.float32, seed: int = 0
         return _save(pipeline, path, dtype)
 
 
-BUILDERS = {
-    "sd3": (build_tiny_sd3, SD3_SIZE),
-    "sd35": (build_tiny_sd35, SD35_SIZE),
-    "qwen_image": (build_tiny_qwen_image, QWEN_SIZE),
-    "flux": (build_tiny_flux, FLUX_SIZE),
-    "flux2_klein": (build_tiny_flux2_klein, FLUX2_KLEIN_SIZE),
-    "z_image": (build_tiny_z_image, Z_IMAGE_SIZE),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiny:
+    """A tiny pipeline.
+
+    Attributes:
+        build: writes it, see the head of this file.
+        size: height and width of its images.
+        guidance: keys of `sampling` that turn its guidance on.
+    """
+
+    build: Callable[..., Path]
+    size: tuple[int, int]
+    guidance: dict[str, float] = field(default_factory=lambda: {"guidance_scale": 3.0})
+
+
+FAMILIES = {
+    "sd3": Tiny(build=build_tiny_sd3, size=SD3_SIZE),
+    "qwen_image": Tiny(build=build_tiny_qwen_image, size=QWEN_SIZE, guidance={"true_cfg_scale": 3.0}),
+    "flux": Tiny(build=build_tiny_flux, size=FLUX_SIZE),
+    "flux2_klein": Tiny(build=build_tiny_flux2_klein, size=FLUX2_KLEIN_SIZE),
+    "z_image": Tiny(build=build_tiny_z_image, size=Z_IMAGE_SIZE),
 }
-"""Builder and image size of each pipeline, by the beginning of its recipes' names."""
+"""The tiny pipeline of each family of `flowcorr.models.FAMILIES`; tests of all families run on these."""
+PIPELINES = {**FAMILIES, "sd35": Tiny(build=build_tiny_sd35, size=SD35_SIZE)}
+"""Every tiny pipeline, by the beginning of its recipes' names."""
 
 
-def of_recipe(recipe: str):
-    """The builder and image size that fit a recipe for a large model."""
-    return BUILDERS[max((name for name in BUILDERS if recipe.startswith(f"{name}_")), key=len)]
+def of_recipe(recipe: str) -> Tiny:
+    """The tiny pipeline that fits a recipe for a large model."""
+    return PIPELINES[max((name for name in PIPELINES if recipe.startswith(f"{name}_")), key=len)]
 
 
 def qwen_tokenizer():
@@ -466,14 +484,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("family", choices=BUILDERS)
+    parser.add_argument("family", choices=PIPELINES)
     parser.add_argument("folder", type=Path)
     # Not the recipes' bfloat16, whose matrix instructions not every virtual machine lets through.
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
-    build, size = BUILDERS[arguments.family]
-    folder = build(arguments.folder, getattr(torch, arguments.dtype))
-    print(*overrides(folder, size, arguments.dtype))
+    tiny = PIPELINES[arguments.family]
+    folder = tiny.build(arguments.folder, getattr(torch, arguments.dtype))
+    print(*overrides(folder, tiny.size, arguments.dtype))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import (
-    build_tiny_flux,
-    build_tiny_flux2_klein,
-    build_tiny_qwen_image,
-    build_tiny_sd3,
-    build_tiny_z_image,
-)
+from tiny_pipelines import FAMILIES
 from torch import Tensor
 
 from flowcorr import lora
@@ -21,13 +15,6 @@ from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.adapter_files import PEFT_CONFIG, read_adapter, rescaled
 
 RANK, ALPHA = 4, 6.0  # a scale that is no power of 2
-BUILDERS = {
-    "sd3": build_tiny_sd3,
-    "flux": build_tiny_flux,
-    "flux2_klein": build_tiny_flux2_klein,
-    "z_image": build_tiny_z_image,
-    "qwen_image": build_tiny_qwen_image,
-}
 FILE = "pytorch_lora_weights.safetensors"
 
 
@@ -66,7 +53,7 @@ def updates_of(transformer):
 
 
 def save(name, folder):
-    path = str(BUILDERS[name](folder / "model"))
+    path = str(FAMILIES[name].build(folder / "model"))
     family = load_family(ModelConfig(path=path))
     lora.add_adapter(family.transformer, family, LoraConfig(rank=RANK, alpha=ALPHA), seed=0)
     draw = torch.Generator().manual_seed(1)
@@ -78,7 +65,7 @@ def save(name, folder):
     return Saved(path, str(folder / "adapter"), family, updates_of(family.transformer))
 
 
-@pytest.fixture(scope="module", params=BUILDERS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def saved(request, tmp_path_factory):
     return save(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -2,13 +2,7 @@ import logging
 
 import pytest
 import torch
-from tiny_pipelines import (
-    build_tiny_flux,
-    build_tiny_flux2_klein,
-    build_tiny_qwen_image,
-    build_tiny_sd3,
-    build_tiny_z_image,
-)
+from tiny_pipelines import FAMILIES, build_tiny_sd3
 
 from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, load_family
@@ -17,18 +11,11 @@ from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 
 LENGTH = 40
-BUILDERS = [
-    build_tiny_sd3,
-    build_tiny_flux,
-    build_tiny_flux2_klein,
-    build_tiny_z_image,
-    build_tiny_qwen_image,
-]
 
 
-@pytest.fixture(scope="module", params=BUILDERS, ids=lambda build: build.__name__.removeprefix("build_tiny_"))
+@pytest.fixture(scope="module", params=FAMILIES)
 def path(request, tmp_path_factory):
-    return str(request.param(tmp_path_factory.mktemp("models") / "model"))
+    return str(FAMILIES[request.param].build(tmp_path_factory.mktemp("models") / "model"))
 
 
 @pytest.fixture

@@ -6,13 +6,7 @@ import pytest
 import torch
 from diffusers.hooks import HookRegistry
 from safetensors.torch import load_file
-from tiny_pipelines import (
-    build_tiny_flux,
-    build_tiny_flux2_klein,
-    build_tiny_qwen_image,
-    build_tiny_sd35,
-    build_tiny_z_image,
-)
+from tiny_pipelines import PIPELINES, build_tiny_flux, build_tiny_z_image
 
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
@@ -162,18 +156,9 @@ def encoders_of(family):
 
 
 @pytest.mark.usefixtures("group_offloading")
-@pytest.mark.parametrize(
-    "build",
-    [
-        build_tiny_sd35,
-        build_tiny_flux,
-        build_tiny_flux2_klein,
-        build_tiny_qwen_image,
-        build_tiny_z_image,
-    ],
-)
-def test_offloaded_text_encoders_give_the_same_embeddings(tmp_path, build):
-    model = ModelConfig(path=str(build(tmp_path / "model")), max_sequence_length=16)
+@pytest.mark.parametrize("tiny", PIPELINES.values(), ids=PIPELINES)
+def test_offloaded_text_encoders_give_the_same_embeddings(tmp_path, tiny):
+    model = ModelConfig(path=str(tiny.build(tmp_path / "model")), max_sequence_length=16)
     guidance = Guidance(guidance_scale=3.0, true_cfg_scale=3.0, negative_prompt="bad")
     expected = load_family(model).encode(["cat", "dog"], guidance)
     family = load_family(model)

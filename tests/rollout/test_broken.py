@@ -1,8 +1,8 @@
 """Decoders that overflow, of the classes and in the dtypes of real ones, leave no picture behind."""
 
 import pytest
-import tiny_pipelines
 import torch
+from tiny_pipelines import PIPELINES
 
 from flowcorr.config import ModelConfig
 from flowcorr.config.schema import Config, RolloutConfig
@@ -12,32 +12,23 @@ from flowcorr.rollout.broken import decoder_dtype, find_broken
 from flowcorr.rollout.sampler import MISSING
 from tests.overflow import overflow, overflow_one
 
-FAMILIES = {
-    "sd3": tiny_pipelines.SD3_SIZE,
-    "sd35": tiny_pipelines.SD3_SIZE,
-    "qwen_image": tiny_pipelines.QWEN_SIZE,
-    "flux": tiny_pipelines.FLUX_SIZE,
-    "flux2_klein": tiny_pipelines.FLUX2_KLEIN_SIZE,
-    "z_image": tiny_pipelines.Z_IMAGE_SIZE,
-}
-
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {name: str(getattr(tiny_pipelines, f"build_tiny_{name}")(folder / name)) for name in FAMILIES}
+    return {name: str(tiny.build(folder / name)) for name, tiny in PIPELINES.items()}
 
 
 def loaded(paths, name, dtype, samples=3):
     family = load_family(ModelConfig(path=paths[name], dtype=dtype), text_encoders=False)
     draw = torch.Generator().manual_seed(0)
-    return family, torch.randn(samples, *family.latent_shape(*FAMILIES[name]), generator=draw)
+    return family, torch.randn(samples, *family.latent_shape(*PIPELINES[name].size), generator=draw)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("layer", ["conv_in", "conv_out"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_a_decoder_that_overflows_leaves_no_picture(paths, name, dtype, layer):
     family, latents = loaded(paths, name, dtype)
     assert decode(family, latents)[1].tolist() == [True] * 3
@@ -49,7 +40,7 @@ def test_a_decoder_that_overflows_leaves_no_picture(paths, name, dtype, layer):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_one_image_of_a_batch_may_overflow_alone(paths, name, dtype):
     family, latents = loaded(paths, name, dtype)
     place = overflow_one(family, latents)

@@ -55,11 +55,11 @@ def tiny_model(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
 
     def get(recipe):
-        build, size = tiny_pipelines.of_recipe(recipe)
-        folder = root / build.__name__
+        tiny = tiny_pipelines.of_recipe(recipe)
+        folder = root / tiny.build.__name__
         if not folder.exists():
-            build(folder, dtype=torch.bfloat16)
-        return folder, size
+            tiny.build(folder, dtype=torch.bfloat16)
+        return folder, tiny.size
 
     return get
 

@@ -51,12 +51,9 @@ def measure(hour: Hour) -> None:
             _slept(hour, [*SMALL, "rollout.engine.enable_sleep_mode=true", device])
     else:
         hour.row("sleep", "skipped", note="an engine on a CPU cannot sleep")
-    for family, (build, size) in {
-        "qwen_image": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
-        "flux": (tiny_pipelines.build_tiny_flux, tiny_pipelines.FLUX_SIZE),
-    }.items():
-        recipe = {"qwen_image": "qwen_image_ocr_lora_rollout_corr", "flux": "flux_dev_pickscore_lora"}[family]
-        overrides = tiny_pipelines.overrides(build(hour.folder / family), size, "float32")
+    for recipe in ("qwen_image_ocr_lora_rollout_corr", "flux_dev_pickscore_lora"):
+        tiny = tiny_pipelines.of_recipe(recipe)
+        overrides = tiny_pipelines.overrides(tiny.build(hour.folder / recipe), tiny.size, "float32")
         _doctor(hour, recipe, [*overrides, "reward.gold=[]", device])
     _doctor(hour, "tiny_jpeg_lora", [*SMALL, device])
     _audit(hour, "tiny_jpeg_lora", [*SMALL, device])

@@ -29,21 +29,15 @@ from tests.gpu.hour.parts import RECIPES, Hour
 
 TOKENS_USED = 1 / 8
 """Of the tokens that a prompt is padded to."""
-_TINY = {
-    "sd35": (tiny_pipelines.build_tiny_sd3, tiny_pipelines.SD3_SIZE),
-    "flux": (tiny_pipelines.build_tiny_flux, tiny_pipelines.FLUX_SIZE),
-    "qwen_image": (tiny_pipelines.build_tiny_qwen_image, tiny_pipelines.QWEN_SIZE),
-    "flux2_klein": (tiny_pipelines.build_tiny_flux2_klein, tiny_pipelines.FLUX2_KLEIN_SIZE),
-    "z_image": (tiny_pipelines.build_tiny_z_image, tiny_pipelines.Z_IMAGE_SIZE),
-}
 
 
 def recipe_config(hour: Hour, family: str) -> Config:
     """The recipe of a family with an engine in this process; tiny, with a tiny pipeline of the same classes."""
     overrides = ["rollout.name=in_process", "rollout.engine={}"]
     if hour.tiny:
-        build, size = _TINY[family]
-        overrides = [*tiny_pipelines.overrides(build(hour.folder / family), size, "float32"), *overrides]
+        tiny = tiny_pipelines.PIPELINES[family]
+        folder = tiny.build(hour.folder / family)
+        overrides = [*tiny_pipelines.overrides(folder, tiny.size, "float32"), *overrides]
         overrides.append("model.max_sequence_length=8")
     return load(RECIPES[family], [*overrides, f"trainer.device={hour.device}"])
 

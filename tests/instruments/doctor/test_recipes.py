@@ -8,16 +8,13 @@ Each runs with the tiny random pipeline of its family in place of the model. All
 import pytest
 import tiny_pipelines
 
-from flowcorr.config import load
+from flowcorr.config import load, recipe_names
 from flowcorr.instruments.doctor import diagnose
 from flowcorr.models import DTYPES
 
-RECIPES = (
-    "flux2_klein_pickscore_lora",
-    "flux_dev_pickscore_lora",
-    "qwen_image_ocr_lora_rollout_corr",
-    "sd35_medium_ocr_lora",
-    "z_image_pickscore_lora",
+# One of each model.
+RECIPES = sorted(
+    {load(name).model.path: name for name in recipe_names() if not name.startswith("tiny_")}.values()
 )
 STEPS = (4, 8, 10, 20, 28)
 HALF = "bfloat16"
@@ -29,10 +26,10 @@ def model(tmp_path_factory):
     root, built = tmp_path_factory.mktemp("models"), {}
 
     def get(recipe, dtype):
-        build, size = tiny_pipelines.of_recipe(recipe)
-        if (build, dtype) not in built:
-            built[build, dtype] = build(root / f"{build.__name__}_{dtype}", DTYPES[dtype])
-        return tiny_pipelines.overrides(built[build, dtype], size, dtype)
+        tiny = tiny_pipelines.of_recipe(recipe)
+        if (tiny.build, dtype) not in built:
+            built[tiny.build, dtype] = tiny.build(root / f"{tiny.build.__name__}_{dtype}", DTYPES[dtype])
+        return tiny_pipelines.overrides(built[tiny.build, dtype], tiny.size, dtype)
 
     return get
 

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from tiny_pipelines import FAMILIES
 
 from flowcorr.config import load
 from flowcorr.config.schema import ModelConfig
@@ -10,20 +11,11 @@ from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.pipelines import find_architecture, local_architecture
 from flowcorr.instruments.plan.preflight import check_prompts, check_settings, size_limits
 from flowcorr.models import EMBEDDED, load_family
-from tests import tiny_pipelines
-
-BUILDERS = {
-    "sd3": tiny_pipelines.build_tiny_sd3,
-    "qwen_image": tiny_pipelines.build_tiny_qwen_image,
-    "flux": tiny_pipelines.build_tiny_flux,
-    "flux2_klein": tiny_pipelines.build_tiny_flux2_klein,
-    "z_image": tiny_pipelines.build_tiny_z_image,
-}
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_sizes_are_those_that_the_loaded_model_takes(name, tmp_path):
-    path = str(BUILDERS[name](tmp_path))
+    path = str(FAMILIES[name].build(tmp_path))
     multiple, largest = size_limits(find_architecture(path))
     family = load_family(ModelConfig(path=path), text_encoders=False)
     family.latent_shape(2 * multiple, multiple)

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from tiny_pipelines import (
-    build_tiny_flux,
-    build_tiny_flux2_klein,
-    build_tiny_qwen_image,
-    build_tiny_sd3,
-    build_tiny_z_image,
-)
+from tiny_pipelines import FAMILIES, build_tiny_qwen_image, build_tiny_z_image
 
 from flowcorr.config.schema import Config, ModelConfig, SamplingConfig
 from flowcorr.errors import ConfigError
@@ -20,19 +14,10 @@ from flowcorr.models.sd3 import SD3
 
 
 @pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize(
-    ("build", "key"),
-    [
-        (build_tiny_sd3, "guidance_scale"),
-        (build_tiny_flux, "guidance_scale"),
-        (build_tiny_flux2_klein, "guidance_scale"),
-        (build_tiny_z_image, "guidance_scale"),
-        (build_tiny_qwen_image, "true_cfg_scale"),
-    ],
-)
-def test_text_inputs_have_the_shapes_that_the_family_encodes(tmp_path, build, key, guided):
-    scale = {key: 3.0 if guided else 1.0}
-    path = str(build(tmp_path / "model"))
+@pytest.mark.parametrize("tiny", FAMILIES.values(), ids=FAMILIES)
+def test_text_inputs_have_the_shapes_that_the_family_encodes(tmp_path, tiny, guided):
+    scale = tiny.guidance if guided else {}
+    path = str(tiny.build(tmp_path / "model"))
     config = Config(model=ModelConfig(path=path, max_sequence_length=8), sampling=SamplingConfig(**scale))
     family = load_family(config.model)
     encoded = family.encode(["cat", "dog"], Guidance(**scale))
@@ -65,6 +50,6 @@ def test_a_family_of_ones_own_is_named_as_unknown():
 
     with pytest.raises(
         ConfigError,
-        match=r"only those of sd3, qwen_image, flux, flux2_klein, z_image; Other.text_shapes can state them",
+        match=rf"only those of {', '.join(FAMILIES)}; Other.text_shapes can state them",
     ):
         text_inputs(find_architecture("tiny_ocr"), Other, Config())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tiny_pipelines import FAMILIES
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
     from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
 
 PROMPTS = ("cat", "dog")
-SIZES = {
-    "tiny_ocr": (32, 64),
-    "sd3": (64, 64),
-    "qwen_image": (64, 96),
-    "flux": (32, 48),
-    "flux2_klein": (32, 48),
-    "z_image": (32, 48),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +76,8 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
         SamplingConfig,
     )
 
-    height, width = SIZES[family]
+    # Twice as large as elsewhere: the noise of a log-prob in bfloat16 falls with the number of latents.
+    height, width = (32, 64) if family == "tiny_ocr" else (2 * side for side in FAMILIES[family].size)
     sampling = {
         "height": height, "width": width, "num_inference_steps": 5, "sde_window_range": (0, 3),
         **sections.get("sampling", {}),
@@ -162,8 +156,6 @@ def guided(shared_guided: tuple[Stack, dict[str, Tensor]]) -> Stack:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
     """Start a further engine, in this process: on `tiny_ocr`, or on a tiny pipeline with random weights."""
-    import tiny_pipelines
-
     with contextlib.ExitStack() as engines:
 
         def enter(
@@ -171,18 +163,18 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             *,
             dtype: str = "float32",
             backend: str = "uni",
+            rollout: Mapping[str, Any] | None = None,
             **sections: Any,
         ) -> Stack:
             from flowcorr.models import DTYPES
 
             path: str | Path = family
             if family != "tiny_ocr":
-                build = getattr(tiny_pipelines, f"build_tiny_{family}")
-                path = build(tmp_path / family, DTYPES[dtype])
-            rollout = sections.pop("rollout", {})
-            engine = {"distributed_executor_backend": backend, **rollout.pop("engine", {})}
+                path = FAMILIES[family].build(tmp_path / family, DTYPES[dtype])
+            asked = rollout or {}
+            engine = {"distributed_executor_backend": backend, **asked.get("engine", {})}
             config = stack_config(
-                str(path), family, dtype=dtype, rollout={**rollout, "engine": engine}, **sections
+                str(path), family, dtype=dtype, rollout={**asked, "engine": engine}, **sections
             )
             return engines.enter_context(running(config))
 

@@ -4,23 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_pipelines import FAMILIES
 
 from flowcorr.errors import BackendError
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
-GUIDED = {
-    "sd3": {"guidance_scale": 2.0},
-    "qwen_image": {"true_cfg_scale": 2.0},
-    "flux": {"guidance_scale": 2.0},
-    "flux2_klein": {"guidance_scale": 2.0},
-    "z_image": {"guidance_scale": 2.0},
-}
 
-
-@pytest.mark.parametrize("family", sorted(GUIDED))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_float32(start, family):
-    stack = start(family, sampling=GUIDED[family])
+    stack = start(family, sampling=FAMILIES[family].guidance)
     assert stack.mismatch(stack.sample()).mean() <= 1e-6
     stack.stir()
     stack.sync()
@@ -31,7 +24,7 @@ def test_float32(start, family):
     assert (found.images.int() - expected.images.int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize("family", sorted(GUIDED))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16(start, family):
     stack = start(family, dtype="bfloat16")
     rollout = stack.sample()
