@@ -25,7 +25,16 @@ QWEN_SIZE = (32, 48)
 FLUX_SIZE = (16, 24)
 FLUX2_KLEIN_SIZE = (16, 24)
 Z_IMAGE_SIZE = (16, 24)
+OVIS_IMAGE_SIZE = (16, 24)
 AURA_FLOW_SIZE = (16, 24)
+QWEN_TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+OVIS_TEMPLATE = (
+    "<|im_start|>user\nDescribe the image by detailing the color, quantity, text, shape, size, texture, "
+    "spatial relationships of the objects and background"
+)
 
 
 def build_tiny_sd3(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
@@ -195,6 +204,34 @@ def build_tiny_z_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) 
         return _save(pipeline, path, dtype)
 
 
+def build_tiny_ovis_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Ovis-Image: 16-channel patches of a 4-channel VAE that shrinks by 2; a dynamic shift."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, OvisImagePipeline, OvisImageTransformer2DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = OvisImageTransformer2DModel(
+            patch_size=1,
+            in_channels=16,
+            out_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            axes_dims_rope=(4, 6, 6),
+        )
+        tokenizer = qwen_tokenizer(OVIS_TEMPLATE, 28)
+        pipeline = OvisImagePipeline(
+            transformer=transformer,
+            vae=_vae(),
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+            text_encoder=_qwen3("Qwen3Model", len(tokenizer), num_layers=2),
+            tokenizer=tokenizer,
+        )
+        return _save(pipeline, path, dtype)
+
+
 def build_tiny_aura_flow(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """AuraFlow, the family that `examples/new_model.py` adds."""
     from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
@@ -237,11 +274,13 @@ class Tiny:
         build: writes it, see the head of this file.
         size: height and width of its images.
         guidance: keys of `sampling` that turn its guidance on.
+        engine: keys of `rollout.engine` that it needs with vllm-omni.
     """
 
     build: Callable[..., Path]
     size: tuple[int, int]
     guidance: dict[str, float] = field(default_factory=lambda: {"guidance_scale": 3.0})
+    engine: dict[str, str] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -250,6 +289,7 @@ FAMILIES = {
     "flux": Tiny(build=build_tiny_flux, size=FLUX_SIZE),
     "flux2_klein": Tiny(build=build_tiny_flux2_klein, size=FLUX2_KLEIN_SIZE),
     "z_image": Tiny(build=build_tiny_z_image, size=Z_IMAGE_SIZE),
+    "ovis_image": Tiny(build=build_tiny_ovis_image, size=OVIS_IMAGE_SIZE, engine={"weight_sync": "merged"}),
 }
 """The tiny pipeline of each family of `flowcorr.models.FAMILIES`; tests of all families run on these."""
 PIPELINES = {**FAMILIES, "sd35": Tiny(build=build_tiny_sd35, size=SD35_SIZE)}
@@ -261,21 +301,17 @@ def of_recipe(recipe: str) -> Tiny:
     return PIPELINES[max((name for name in PIPELINES if recipe.startswith(f"{name}_")), key=len)]
 
 
-def qwen_tokenizer():
-    """A byte-level tokenizer trained on Qwen-Image's template, which it cuts into 34 tokens as the real one does.
+def qwen_tokenizer(template: str = QWEN_TEMPLATE, num_tokens: int = 34):
+    """A byte-level tokenizer trained on a template, which it cuts into as many tokens as the real one does.
 
     It has Qwen3's chat template, as far as one message of a user goes.
     """
     from transformers import Qwen2Tokenizer
 
-    template = (
-        "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
-        "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
-    )
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
         [template] * 2, vocab_size=600, new_special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False
     )
-    assert len(tokenizer(template).input_ids) == 34
+    assert len(tokenizer(template).input_ids) == num_tokens
     tokenizer.chat_template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
         "<|im_start|>assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"

@@ -42,7 +42,7 @@ for real models on GPUs; the header of each names its source, its engine and the
   sd35_medium_ocr_lora  sd35_medium_ocr_lora_bypass  sd35_medium_ocr_lora_12gb
   qwen_image_ocr_lora_rollout_corr  qwen_image_ocr_lora_decoupled
   qwen_image_ocr_grpo_guard_lora  qwen_image_ocr_lora_24gb  qwen_image_ocr_lora_2x32gb
-  flux_dev_pickscore_lora  flux2_klein_pickscore_lora  z_image_pickscore_lora
+  flux_dev_pickscore_lora  flux2_klein_pickscore_lora  z_image_pickscore_lora  ovis_image_ocr_lora
 """
 _EVAL = """\
 Score a run's checkpoint on its held-out prompts. This runs the rewards and the model family of the run's own, if it has

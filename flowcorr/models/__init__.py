@@ -20,6 +20,7 @@ from flowcorr.imports import import_target
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.flux import Flux
 from flowcorr.models.flux2_klein import Flux2Klein
+from flowcorr.models.ovis_image import OvisImage
 from flowcorr.models.quantized import quantize_blocks
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sampling_plan import SamplingPlan, windows_of
@@ -28,7 +29,7 @@ from flowcorr.models.step_rule import check_step_rule
 from flowcorr.models.z_image import ZImage
 
 FAMILIES: dict[str, type[ModelFamily]] = {
-    family.name: family for family in (SD3, QwenImage, Flux, Flux2Klein, ZImage)
+    family.name: family for family in (SD3, QwenImage, Flux, Flux2Klein, ZImage, OvisImage)
 }
 GUIDE = "examples/new_model.py shows how to add a family of your own, given as 'package.module:Class'"
 CONVERT = (

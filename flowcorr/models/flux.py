@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.models.base import (
+    JOINT_ATTENTION,
     Conditioning,
     Guidance,
     InVllmOmni,
@@ -26,14 +27,7 @@ class Flux(PackedFamily):
     name = "flux"
     pipeline_class = "FluxPipeline"
     lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",

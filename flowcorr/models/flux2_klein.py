@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import (
+    JOINT_ATTENTION,
     Conditioning,
     Guidance,
     InVllmOmni,
@@ -32,14 +33,7 @@ class Flux2Klein(PackedFamily):
     name = "flux2_klein"
     pipeline_class = "Flux2KleinPipeline"
     lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",
         "ff.linear_in",
         "ff.linear_out",

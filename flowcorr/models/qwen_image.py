@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowcorr.models.base import (
+    JOINT_ATTENTION,
     Conditioning,
     Guidance,
     InVllmOmni,
@@ -42,14 +43,7 @@ class QwenImage(PackedFamily):
     guidance_key = "true_cfg_scale"
     pipeline_class = "QwenImagePipeline"
     lora_targets = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
+        *JOINT_ATTENTION,
         "img_mlp.net.0.proj",
         "img_mlp.net.2",
         "txt_mlp.net.0.proj",

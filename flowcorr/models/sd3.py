@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.models.base import (
+    JOINT_ATTENTION,
     Conditioning,
     Guidance,
     InVllmOmni,
@@ -27,16 +28,7 @@ class SD3(ModelFamily):
 
     name = "sd3"
     pipeline_class = "StableDiffusion3Pipeline"
-    lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    lora_targets = JOINT_ATTENTION
     default_text_tokens = 256
     vllm_omni = InVllmOmni(
         transformer="vllm_omni.diffusion.models.sd3.sd3_transformer:SD3Transformer2DModel",

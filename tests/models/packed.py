@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.pipelines.flux import pipeline_flux
+from diffusers.pipelines.ovis_image import pipeline_ovis_image
 from diffusers.pipelines.qwenimage import pipeline_qwenimage
-from tiny_pipelines import FLUX_SIZE, QWEN_SIZE, build_tiny_flux, build_tiny_qwen_image
+from tiny_pipelines import (
+    FLUX_SIZE,
+    OVIS_IMAGE_SIZE,
+    QWEN_SIZE,
+    build_tiny_flux,
+    build_tiny_ovis_image,
+    build_tiny_qwen_image,
+)
 
 from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, load_family
@@ -161,6 +169,54 @@ FLUX = Packed(
     pipeline=pipeline_flux,
     velocity=flux_velocity,
     call=lambda guidance: {"guidance_scale": guidance.guidance_scale},
+    unscale=lambda vae, latents: latents / vae.config.scaling_factor + vae.config.shift_factor,
+)
+
+# Ovis-Image -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def ovis_velocity(pipe, latents, timestep, prompt, guidance):
+    """With the pipeline's own position ids, the two halves of guidance one after the other."""
+    _, image_ids = pipe.prepare_latents(
+        1, SHAPE[-1] // 4, *OVIS.size, torch.float32, "cpu", None, latents.reshape(1, -1, SHAPE[-1])
+    )
+    embeds, negative, text_ids, _ = pipe.encode_prompt(
+        [prompt], negative_prompt=guidance.negative_prompt, max_sequence_length=OVIS.length
+    )
+
+    def predict(text):
+        return pipe.transformer(
+            hidden_states=latents.reshape(1, -1, SHAPE[-1]),
+            timestep=torch.tensor([timestep]) / 1000,
+            encoder_hidden_states=text,
+            txt_ids=text_ids,
+            img_ids=image_ids,
+            return_dict=False,
+        )[0]
+
+    velocity = predict(embeds)
+    if guidance.guidance_scale > 1:
+        without = predict(negative)
+        velocity = without + guidance.guidance_scale * (velocity - without)
+    return velocity.reshape(1, *SHAPE)
+
+
+OVIS = Packed(
+    name="ovis_image",
+    build=build_tiny_ovis_image,
+    size=OVIS_IMAGE_SIZE,
+    length=24,
+    guidances=(Guidance(), Guidance(guidance_scale=3.0, negative_prompt="bad")),
+    sampling={"guidance_scale": 3.0, "negative_prompt": "bad"},
+    multiple=4,
+    adapter_tensors=2 * (12 + 3),  # (A, B) of a double block's targets and a single block's
+    pipeline=pipeline_ovis_image,
+    velocity=ovis_velocity,
+    call=lambda guidance: {
+        "guidance_scale": guidance.guidance_scale,
+        "negative_prompt": 2 * [guidance.negative_prompt],
+    },
     unscale=lambda vae, latents: latents / vae.config.scaling_factor + vae.config.shift_factor,
 )
 

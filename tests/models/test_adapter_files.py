@@ -13,6 +13,7 @@ from flowcorr.config.schema import LoraConfig, ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.adapter_files import PEFT_CONFIG, read_adapter, rescaled
+from tests.models.learning import load_adapter
 
 RANK, ALPHA = 4, 6.0  # a scale that is no power of 2
 FILE = "pytorch_lora_weights.safetensors"
@@ -86,7 +87,7 @@ def assert_same(found, expected):
 
 def test_diffusers_loads_it_at_full_strength(saved):
     pipeline = DiffusionPipeline.from_pretrained(saved.path)
-    pipeline.load_lora_weights(saved.folder)
+    load_adapter(pipeline, saved.folder)
     assert_same(updates_of(pipeline.transformer), saved.updates)
 
 

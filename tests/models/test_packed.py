@@ -1,4 +1,4 @@
-"""FLUX and Qwen-Image against loops written with diffusers' pieces."""
+"""FLUX, Qwen-Image and Ovis-Image against loops written with diffusers' pieces."""
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from tests.models.learning import (
 )
 from tests.models.packed import (
     FLUX,
+    OVIS,
     PROMPTS,
     QWEN,
     SHAPE,
@@ -23,7 +24,7 @@ from tests.models.packed import (
     noise,
 )
 
-FAMILIES = (FLUX, QWEN)
+FAMILIES = (FLUX, QWEN, OVIS)
 GUIDED = [
     pytest.param(packed, guidance, id=f"{packed.name} {number}")
     for packed in FAMILIES
@@ -74,7 +75,7 @@ def test_a_size_between_patches_is_an_error(packed, family, key):
 
 @pytest.mark.parametrize(
     ("packed", "steps", "shape"),
-    [(FLUX, 1, SHAPE), (QWEN, 2, SHAPE), *((packed, 5, SHAPE) for packed in FAMILIES)]
+    [(FLUX, 1, SHAPE), (QWEN, 2, SHAPE), (OVIS, 1, SHAPE), *((packed, 5, SHAPE) for packed in FAMILIES)]
     + [(packed, 10, (64, 64, 16)) for packed in FAMILIES],
     indirect=["packed"],
 )

@@ -33,6 +33,7 @@ def with_marks(recipes):
 
 # On images of noise OCR reads nothing, and equal rewards teach nothing: this one tells them apart.
 JPEG = RewardTerm(name="jpeg_incompressibility")
+IN_PROCESS = ("rollout.name=in_process", "rollout.engine={}")
 SMALL = (
     "model.max_sequence_length=16",
     "model.offload_text_encoders=false",
@@ -121,7 +122,7 @@ def assert_trains(config, folder):
 
 @pytest.mark.parametrize("recipe", with_marks(RECIPES))
 def test_recipe_runs_in_process(recipe, small, tiny_pickscore, tmp_path):
-    config = small(recipe, "rollout.name=in_process")
+    config = small(recipe, *IN_PROCESS)
     options = {
         "ocr": {"detect": False},  # the detector enlarges every image: a second each
         "pickscore": {"path": tiny_pickscore, "processor": tiny_pickscore},

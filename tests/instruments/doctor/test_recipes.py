@@ -18,6 +18,7 @@ RECIPES = sorted(
 )
 STEPS = (4, 8, 10, 20, 28)
 HALF = "bfloat16"
+IN_PROCESS = {"rollout.name": "in_process", "rollout.engine": "{}"}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def assert_agrees(report):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_process(recipe, model):
-    assert_agrees(report_on(recipe, model(recipe, HALF), **{"rollout.name": "in_process"}))
+    assert_agrees(report_on(recipe, model(recipe, HALF), **IN_PROCESS))
 
 
 @pytest.mark.slow
@@ -60,14 +61,14 @@ def test_in_process(recipe, model):
 @pytest.mark.parametrize("dtype", [HALF, "float16", "float32"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_process_with_other_schedules(recipe, dtype, steps, model):
-    assert_agrees(report_on(recipe, model(recipe, dtype), steps, **{"rollout.name": "in_process"}))
+    assert_agrees(report_on(recipe, model(recipe, dtype), steps, **IN_PROCESS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [HALF, "float16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_engine_of_lower_precision(recipe, dtype, model):
-    keys = {"rollout.name": "in_process", "rollout.dtype": dtype}
+    keys = {**IN_PROCESS, "rollout.dtype": dtype}
     assert_agrees(report_on(recipe, model(recipe, "float32"), **keys))
 
 

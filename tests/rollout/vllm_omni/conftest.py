@@ -169,10 +169,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             from flowcorr.models import DTYPES
 
             path: str | Path = family
-            if family != "tiny_ocr":
-                path = FAMILIES[family].build(tmp_path / family, DTYPES[dtype])
             asked = rollout or {}
             engine = {"distributed_executor_backend": backend, **asked.get("engine", {})}
+            if family != "tiny_ocr":
+                path = FAMILIES[family].build(tmp_path / family, DTYPES[dtype])
+                engine = {**FAMILIES[family].engine, **engine}
             config = stack_config(
                 str(path), family, dtype=dtype, rollout={**asked, "engine": engine}, **sections
             )

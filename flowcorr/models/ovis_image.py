@@ -1,0 +1,102 @@
+"""Ovis-Image: packed latents, one language model as encoder, classifier-free guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcorr.models.base import (
+    JOINT_ATTENTION,
+    Conditioning,
+    Guidance,
+    InVllmOmni,
+    PackedFamily,
+    TextShapes,
+    decode_scaled,
+    guided,
+    positions,
+    with_negative,
+)
+
+_DROPPED_TEMPLATE = 28  # tokens that the pipeline puts before a prompt, and drops after encoding
+
+
+class OvisImage(PackedFamily):
+    """`OvisImagePipeline`; guidance is on above `guidance_scale` 1.
+
+    Prompts are padded to `max_sequence_length` tokens, which the transformer attends to.
+    """
+
+    name = "ovis_image"
+    pipeline_class = "OvisImagePipeline"
+    lora_targets = (
+        *JOINT_ATTENTION,
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+    default_text_tokens = 256
+    vllm_omni = InVllmOmni(
+        transformer="vllm_omni.diffusion.models.ovis_image.ovis_image_transformer:OvisImageTransformer2DModel",
+        adapted_layers=("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        quantizes=False,  # vllm-omni 0.30
+    )
+
+    @classmethod
+    def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:
+        width = configs["transformer"]["joint_attention_dim"]
+        return TextShapes(
+            tokens={"text_encoder": _DROPPED_TEMPLATE + length},
+            conditioning={"prompt_embeds": (length, width)},
+        )
+
+    def tokenized_text(self, prompt: str) -> str:
+        message = {"role": "user", "content": self.pipeline.system_prompt + prompt}
+        return self.pipeline.tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+
+    @torch.no_grad()
+    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+        is_guided = guidance.guidance_scale > 1
+        embeds, negative, _, _ = self.pipeline.encode_prompt(
+            list(prompts),
+            negative_prompt=guidance.negative_prompt,
+            do_classifier_free_guidance=is_guided,
+            max_sequence_length=self.text_tokens,
+        )
+        return {"prompt_embeds": embeds} | ({"negative_prompt_embeds": negative} if is_guided else {})
+
+    def velocity(
+        self,
+        transformer: Callable[..., Any],
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Mapping[str, Tensor],
+        guidance: Guidance,
+    ) -> Tensor:
+        is_guided = guidance.guidance_scale > 1
+        if is_guided:
+            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
+        embeds = conditioning["prompt_embeds"]
+        _, rows, columns, _ = latents.shape
+        places = torch.arange(embeds.shape[1], device=embeds.device)
+        velocity = transformer(
+            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=embeds,
+            txt_ids=torch.stack([torch.zeros_like(places), places, places], dim=1).to(embeds.dtype),
+            img_ids=positions(1, rows, columns, device=embeds.device).to(embeds.dtype),
+            return_dict=False,
+        )[0].float()
+        if is_guided:
+            velocity = guided(velocity, guidance.guidance_scale)
+        return velocity.unflatten(1, (rows, columns))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        return decode_scaled(self.pipeline.vae, self.unpack(latents))
