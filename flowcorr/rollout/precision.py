@@ -61,10 +61,7 @@ OTHER_PROCESS = Rounding(plain=1.7e-4, guided=1.7e-4)
 
 
 def coarse_weights(config: Config) -> set[str]:
-    """The formats of fewer bits, names of `ROUNDINGS`, to which weights of one side alone are rounded.
-
-    Averaging does not reduce such an error.
-    """
+    """The formats of fewer bits, names of `ROUNDINGS`, to which weights of one side alone are rounded."""
     rollout = config.rollout
     asked = rollout.engine.get("quantization") or rollout.engine.get("quantization_config")
     found = {"fp8"} if asked and rollout.emulate == "none" else {rollout.emulate}
@@ -76,6 +73,14 @@ def trainer_quantization(config: Config) -> str:
     # Nothing of the run's own is imported here: reports read other people's runs.
     apart = trains_coarser(config, ENGINES.get(config.rollout.name))
     return config.model.quantization if apart else "none"
+
+
+def rounds_apart(config: Config) -> bool:
+    """Whether one side alone rounds its weights, to half precision or to fewer bits.
+
+    Averaging does not reduce such an error: it is the same at every step and prompt.
+    """
+    return config.rollout.dtype != config.model.dtype or bool(coarse_weights(config))
 
 
 def usual_gap(config: Config, *, distilled: bool) -> float:

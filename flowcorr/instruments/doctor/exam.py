@@ -14,7 +14,7 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.instruments.doctor.trials import Fit, Trial, Trials
 from flowcorr.rollout import RolloutEngine
-from flowcorr.rollout.precision import LARGEST_GAP, coarse_weights, usual_gap
+from flowcorr.rollout.precision import LARGEST_GAP, rounds_apart, usual_gap
 
 EXPLAINED = 0.75  # of r^2, so that the remaining gap is half as large: planted faults reach 0.98 and more
 # A small fault under rounding explains little of r^2, but its factor in the gap averages to 1 over many elements:
@@ -52,9 +52,12 @@ class Exam:
         return usual_gap(self.config, distilled=self.actor.family.distills_guidance)
 
     def leaves_rounding(self, trial: Trial, fit: Fit) -> bool:
-        """Whether the gap without the fault is one of rounding, which averages out over the elements."""
+        """Whether the gap without the fault is one of rounding, which averages out over the elements.
+
+        Where one side alone rounds, its error does not: an explanation that shares a part of it has a factor, too.
+        """
         rest = trial.velocity_gap() * math.sqrt(1 - fit.share)
-        return rest <= self.usual_gap and not coarse_weights(self.config)
+        return rest <= self.usual_gap and not rounds_apart(self.config)
 
     def evidence(self, trial: Trial, fit: Fit) -> Evidence | None:
         """Evidence for a fault of known size: it is most of the gap, or the gap contains it with a factor near 1."""

@@ -21,7 +21,7 @@ def test_no_precision_excuses_a_model_that_is_another():
 
 @pytest.fixture
 def exam(make_run):
-    run = make_run(rollout={"dtype": "bfloat16"})
+    run = make_run(model={"dtype": "bfloat16"}, rollout={"dtype": "bfloat16"})
     return Exam(actor=run.actor, engine=run.engine, trials=None)
 
 
@@ -51,3 +51,11 @@ def test_a_small_fault_is_accepted_by_its_factor(exam):
 )
 def test_other_gaps_are_not_explained(exam, fit, gap):
     assert evidence(exam, fit, gap) is None
+
+
+def test_rounding_of_one_side_alone_is_no_evidence_by_its_factor(make_run):
+    """It is the same at every step, so that an explanation without effect has a factor far from 0."""
+    run = make_run(model={"dtype": "bfloat16"})
+    exam = Exam(actor=run.actor, engine=run.engine, trials=None)
+    assert evidence(exam, Fit(factor=0.78, error=0.01, share=0.5)) is None
+    assert evidence(exam, Fit(factor=0.78, error=0.01, share=0.9)) is not None

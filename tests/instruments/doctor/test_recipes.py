@@ -35,13 +35,15 @@ def model(tmp_path_factory):
     return get
 
 
-def report_on(recipe, overrides, steps=None, **keys):
+def report_on(recipe, overrides, steps=None, float32=None, **keys):
     keys |= {"rollout.n": 2}
     if steps is not None:
         keys |= {"sampling.num_inference_steps": steps}
     if steps == min(STEPS):
         keys |= {"sampling.sde_window_range": "[0,3]"}
-    return diagnose(load(recipe, [*overrides, *(f"{key}={value}" for key, value in keys.items())]))
+    return diagnose(
+        load(recipe, [*overrides, *(f"{key}={value}" for key, value in keys.items())]), float32=float32
+    )
 
 
 def assert_agrees(report):
@@ -62,6 +64,14 @@ def test_in_process(recipe, model):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_process_with_other_schedules(recipe, dtype, steps, model):
     assert_agrees(report_on(recipe, model(recipe, dtype), steps, **IN_PROCESS))
+
+
+def test_an_actor_of_lower_precision_is_named_as_such(model):
+    keys = {"rollout.name": "in_process", "rollout.dtype": "float32"}
+    report = report_on(RECIPES[0], model(RECIPES[0], HALF), min(STEPS), float32=False, **keys)
+    assert report.failed() == []
+    weights = next(finding for finding in report.findings if finding.check == "weights")
+    assert "rollout.dtype=float32 and model.dtype=bfloat16 round apart" in weights.message
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.trials import score_means, velocity_gap
 from flowcorr.instruments.finding import Finding
 from flowcorr.rollout.base import attention_name
-from flowcorr.rollout.precision import MARGIN, NO_GAP, coarse_weights, trainer_quantization
+from flowcorr.rollout.precision import MARGIN, NO_GAP, rounds_apart, trainer_quantization
 
 # Missing share of a change of weights: up to 0.02 with all layers bound (0.08 for a random FLUX in bfloat16), 0.55 with
 # half of them.
@@ -69,6 +69,12 @@ def check_weights(exam: Exam) -> Finding:
     message = (
         f"velocities differ by {100 * gap:.2g} %, an exact KL of {kl:.2g} nats per latent element and step"
     )
+    engine_dtype, actor_dtype = exam.config.rollout.dtype, exam.config.model.dtype
+    if engine_dtype != actor_dtype:
+        message += (
+            f"; rollout.dtype={engine_dtype} and model.dtype={actor_dtype} round apart, which accounts for up to "
+            f"{100 * usual:.2g} %"
+        )
     quantization = trainer_quantization(exam.config)
     if quantization != "none":
         message += (
@@ -117,8 +123,7 @@ def _errors(exam: Exam) -> _Errors | None:
     """
     actor, trial = exam.actor, exam.trials.bare
     config = exam.config
-    alike = config.rollout.dtype == config.model.dtype and not coarse_weights(config)
-    if not alike or config.model.dtype == "float32" or not precision.fits(actor.family, copies=1):
+    if rounds_apart(config) or config.model.dtype == "float32" or not precision.fits(actor.family, copies=1):
         return None
     rollout = replace(trial.rollout, conditioning=precision.in_float32(trial.rollout.conditioning))
     with actor.weights.swapped(exam.trials.bare_weights.tensors), precision.actor_in_float32(actor):
