@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import io
@@ -10,12 +11,11 @@ import json
 import logging
 import os
 import re
-import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -156,46 +156,33 @@ class Endpoint:
         return shown if len(shown) <= _EXCERPT_CHARACTERS else f"{shown[:_EXCERPT_CHARACTERS]}..."
 
     def _attempt(self, body: bytes, content_type: str) -> bytes:
-        """One request, in a thread of its own that is left behind at the deadline.
+        """One request; at the deadline it is cancelled, and its connection closed.
 
         The timeouts of httpx2 begin anew with every byte, and those of a name's look-up are the system's.
         """
-        exchange = _Exchange()
-        answer: Future[bytes] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(self._exchange(body, content_type, exchange))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name=f"reward {self.reward}", daemon=True).start()
+        loop = asyncio.new_event_loop()  # `asyncio.run` would wait for the look-up's end
         try:
-            return answer.result(self.timeout)
-        except TimeoutError:
-            exchange.abandon()
+            return loop.run_until_complete(asyncio.wait_for(self._exchange(body, content_type), self.timeout))
+        except (TimeoutError, httpx2.TimeoutException):
             raise _Failure(f"did not answer within timeout={self.timeout:g} s", transient=True) from None
+        except httpx2.TransportError as error:
+            raise self._no_answer(error) from None
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
 
-    def _exchange(self, body: bytes, content_type: str, exchange: _Exchange) -> bytes:
+    async def _exchange(self, body: bytes, content_type: str) -> bytes:
         # An answer that is sent compressed could unpack to any size.
         headers = {"Content-Type": content_type, "Accept": "application/json", "Accept-Encoding": "identity"}
         if self.token_env is not None:
             headers["Authorization"] = f"Bearer {self._token()}"
-        extensions = {"trace": exchange.note}
-        try:
-            with (
-                httpx2.Client(verify=_tls(self.verify), timeout=self.timeout) as client,
-                client.stream(
-                    "POST", self.url, content=body, headers=headers, extensions=extensions
-                ) as response,
-            ):
-                if not response.is_success:
-                    raise self._refusal(response)
-                answer = _read(response, self.max_response_bytes)
-        except httpx2.TimeoutException:
-            raise TimeoutError from None
-        except httpx2.TransportError as error:
-            raise self._no_answer(error) from None
+        async with (
+            httpx2.AsyncClient(verify=_tls(self.verify), timeout=self.timeout) as client,
+            client.stream("POST", self.url, content=body, headers=headers) as response,
+        ):
+            if not response.is_success:
+                raise await self._refusal(response)
+            answer = await _read(response, self.max_response_bytes)
         if len(answer) > self.max_response_bytes:
             raise _Failure(f"answered more than max_response_bytes={self.max_response_bytes}")
         return answer
@@ -209,10 +196,10 @@ class Endpoint:
             raise _Failure(f"answered JSON that is nested more than {_MAX_DEPTH} levels deep")
         return value
 
-    def _refusal(self, response: httpx2.Response) -> _Failure:
+    async def _refusal(self, response: httpx2.Response) -> _Failure:
         status, hint, body = response.status_code, "", b""
         with suppress(httpx2.TransportError):
-            body = _read(response, _ERROR_BODY_BYTES)
+            body = await _read(response, _ERROR_BODY_BYTES)
         if response.is_redirect:
             hint = ", a redirect, which is not followed: give the final address"
         elif status in (401, 403):
@@ -228,10 +215,11 @@ class Endpoint:
         )
 
     def _no_answer(self, error: httpx2.TransportError) -> _Failure:
-        wrapped = (
-            error.__cause__ and error.__cause__.__context__
-        )  # what the socket raised, below two wrappers
-        cause = wrapped if isinstance(wrapped, OSError) else error
+        cause: BaseException = error
+        inner = error.__cause__
+        while inner is not None:  # to what the socket raised, below some wrappers
+            cause = inner if isinstance(inner, OSError) else cause
+            inner = inner.__cause__ or inner.__context__
         if isinstance(cause, ssl.SSLCertVerificationError):
             return _Failure(
                 f"has a certificate that cannot be verified ({cause.verify_message}); "
@@ -291,38 +279,10 @@ def png_base64(image: np.ndarray) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-class _Exchange:
-    """The connection of one request, which another thread can end."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # of the fields below
-        self._stream: Any = None
-        self._abandoned = False
-
-    def note(self, event: str, info: dict[str, Any]) -> None:
-        """Note the connection; httpx2 calls this with each of its events, in the thread of the request."""
-        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
-            with self._lock:
-                self._stream = info["return_value"]
-                if self._abandoned:
-                    self._hang_up()
-
-    def abandon(self) -> None:
-        """End the connection, now or as soon as it is made, and with it the thread that reads from it."""
-        with self._lock:
-            self._abandoned = True
-            if self._stream is not None:
-                self._hang_up()
-
-    def _hang_up(self) -> None:
-        with suppress(OSError):  # it is closed already
-            self._stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-
-
-def _read(response: httpx2.Response, most: int) -> bytes:
+async def _read(response: httpx2.Response, most: int) -> bytes:
     """The body of an answer; of one longer than `most` bytes, little more than its beginning."""
     body = bytearray()
-    for part in response.iter_raw():
+    async for part in response.aiter_raw():
         body += part
         if len(body) > most:
             break
