@@ -75,6 +75,8 @@ def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:
     names, text = list(choices), str(value)
     section = text.rpartition(".")[0] + "."
     start = len(section) if all(name.startswith(section) for name in names) else 0  # alike in all
-    near = difflib.get_close_matches(text[start:], [name[start:] for name in names], n=1)
+    ends, asked = [name[start:] for name in names], text[start:].lower().replace(" ", "")
+    near = [end for end in ends if asked in end.lower()] if len(asked) > 2 else []
+    near = difflib.get_close_matches(text[start:], ends, n=1) or near
     hint = f" (did you mean {text[:start]}{near[0]}?)" if near else ""
     return f"{key}={value!r} is unknown{hint}; choose from {', '.join(names)}"

@@ -7,16 +7,22 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TextIO
 
 import flowcorr
 from flowcorr.cli import commands
 from flowcorr.cli import plan as planning
-from flowcorr.errors import ConfigError, FlowcorrError, printable
+from flowcorr.errors import ConfigError, FlowcorrError, printable, unknown_choice
 
 EXIT_FAILED, EXIT_USAGE, EXIT_SIGNAL = 1, 2, 128
 
+_FIRST_DAY = """\
+flowcorr train tiny_ocr_lora             train an embedded model on this machine
+flowcorr report runs/tiny_ocr_lora       see what it learned, and what to mend
+flowcorr audit tiny_ocr_lora             measure the rollout gap, and get the lines that correct it
+
+flowcorr --help lists all commands."""
 _TRAIN = """\
 Train a model with FlowGRPO. RECIPE is a YAML file, or the name of a recipe that ships with flowcorr.
 dotted.key=value overrides a key of the recipe; the value is YAML. `flowcorr config RECIPE` prints all keys.
@@ -177,8 +183,14 @@ In decoupled mode, the threshold auto is measured on each batch.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
+        print(_FIRST_DAY)
+        return EXIT_USAGE
     parser = build_parser()
-    arguments, rest = parser.parse_known_args(argv)
+    if not words[0].startswith("-") and words[0] not in parser.commands:
+        parser.error(unknown_choice("COMMAND", words[0], parser.commands))
+    arguments, rest = parser.parse_known_args(words)
     _take_late_overrides(parser, arguments, rest)
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")  # hides their advice about optional packages
@@ -203,9 +215,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_SIGNAL + 2
 
 
-def build_parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser that tells the names of its commands."""
+
+    commands: Collection[str] = ()
+
+
+def build_parser() -> Parser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flowcorr",
         description="FlowGRPO training for flow-matching models, with rollout correction.\n\n"
         "start here:\n  flowcorr train tiny_ocr_lora",
@@ -317,6 +335,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands.explain,
     )
     explaining.add_argument("names", nargs="+", metavar="NAME", help="a name or word that a tool prints")
+    parser.commands = list(subparsers.choices)
     return parser
 
 
@@ -360,9 +379,34 @@ def _take_late_overrides(
     """Accept `key=value` after an option too, where argparse no longer expects positionals."""
     unknown = [text for text in rest if text.startswith("-") or "=" not in text]
     if unknown or (rest and not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+        hint = _override_of(rest) if hasattr(arguments, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
+
+
+def _override_of(words: Sequence[str]) -> str:
+    """The override that the first words may mean, `--trainer.seed=1` or `--steps 3`; empty where it is none."""
+    from flowcorr.config import load_mapping, to_mapping
+
+    name, _, value = (words[0] if "=" in words[0] else "=".join(words[:2])).lstrip("-").partition("=")
+    is_number = value[:1].isdecimal()
+    found = []
+    for key, default in _keys(to_mapping(load_mapping({"algorithm": {"rollout_correction": {}}}))):
+        last = key.rpartition(".")[2]
+        if name and (name == key or name in last):
+            other_kind = isinstance(default, int | float) is not is_number
+            found.append((name not in (key, last), other_kind, len(last), key))
+    return f" (did you mean {min(found)[-1]}={value or 'true'}?)" if found else ""
+
+
+def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of all values, and these."""
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _show_warning(

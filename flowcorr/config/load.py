@@ -254,6 +254,11 @@ def _override(config: DictConfig, override: str) -> None:
         raise ConfigError(
             f"override {override!r} must have the form section.key=value, such as trainer.seed=1"
         )
+    if key.startswith("+"):
+        raise ConfigError(
+            f"override {redact_override(override)} must have no + before its key; write "
+            f"{redact_override(override.lstrip('+ '))}"
+        )
     if len(re.split(r"[.\[]", key)) > _MAX_LEVELS:
         raise ConfigError(
             f"override {key[:20]}... names more than {_MAX_LEVELS} levels, and no section is so deep"

@@ -1,3 +1,4 @@
+import contextlib
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import pytest
 
 from flowcorr import __version__
 from flowcorr.cli import main
+from flowcorr.cli.app import build_parser
 from flowcorr.config import recipe_names
 
 COMMANDS = [
@@ -68,7 +70,6 @@ def test_bad_configuration_is_one_line_and_exit_code_2(arguments, message, capsy
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["trian"],
         ["presets", "a=1"],
         ["config", "tiny_ocr_lora", "--sed=1"],
@@ -82,6 +83,33 @@ def test_bad_usage_exits_with_2(arguments, capsys):
         code = error.code
     assert code == 2
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (["trian", "tiny_ocr_lora"], "train"),
+        (["config", "tiny_ocr_lora", "--trainer.seed=1"], "trainer.seed=1"),
+        (["train", "tiny_ocr_lora", "--steps", "3"], "trainer.total_steps=3"),
+        (["config", "tiny_ocr_lora", "--fold_steps"], "actor.fold_steps=true"),
+        (["config", "tiny_ocr_lora", "+trainer.seed=1"], "trainer.seed=1"),
+        (["plan", "tiny_ocr_lora", "--gpu", "4090"], "rtx4090-24gb"),
+        (["plan", "tiny_ocr_lora", "--gpu", "RTX 4090"], "rtx4090-24gb"),
+    ],
+)
+def test_a_wrong_word_is_told_the_right_one(arguments, instead, capsys):
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert f"(did you mean {instead}?)" in error or f"; write {instead} (" in error
+
+
+def test_without_a_word_the_commands_of_a_first_day_are_shown(capsys):
+    code, out, _ = run(capsys)
+    commands = [line.partition("   ")[0].split() for line in out.splitlines()[:3]]
+    assert code == 2
+    for _, *words in commands:
+        build_parser().parse_args(words)
 
 
 def test_overrides_may_follow_options(capsys, tmp_path):
