@@ -5,11 +5,10 @@ import signal
 import sys
 import time
 
-from ray_tasks import Tasks
-
 from flowcorr import distributed
 from flowcorr.errors import BackendError
 from flowcorr.workers.pool import WorkerPool, ignore_event
+from tests.ray_tasks import Tasks
 
 if __name__ == "__main__":
     lost = int(sys.argv[1])
