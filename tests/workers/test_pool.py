@@ -313,9 +313,8 @@ def join_cluster(variables):
 
 
 def test_the_other_rank_joins_the_cluster_that_the_main_rank_starts(two_ranks):
-    """And may leave it after its end."""
     told = two_ranks.call(ask_workers)
-    assert told[0]["workers"] == told[1]["workers"] or len(told[0]["workers"] | told[1]["workers"]) == 2
+    assert len(told[0]["workers"] | told[1]["workers"]) == 2
     assert told[1]["pair"] == (1, [1])
 
 
