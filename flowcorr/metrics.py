@@ -60,17 +60,28 @@ def _effective_sample_size(count: float, mean: float, squares: float) -> float |
     return mean * mean / second_moment if second_moment else None
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _largest(one: Parts, other: Parts) -> Parts:
+    """NaN if one of them is, whichever comes first: `max` alone keeps its first argument."""
+    both = (*one, *other)
+    return (math.nan if any(map(math.isnan, both)) else max(both),)
+
+
+def _smallest(one: Parts, other: Parts) -> Parts:
+    return tuple(-value for value in _largest((-one[0],), (-other[0],)))
+
+
+def _unless(empty: float) -> Callable[[float], float | None]:
+    """The value, except where it is still the one that a metric without a term has."""
+    return lambda value: None if value == empty else value
 
 
 KINDS: dict[str, Kind] = {
     "mean": Kind(_add, _mean),  # (total, count)
     "std": Kind(_merge_moments, _std),  # (count, mean, sum of squared deviations); unbiased
     "ess": Kind(_merge_moments, _effective_sample_size),  # likewise
-    "sum": Kind(_add, _finite),
-    "max": Kind(lambda one, other: (max(*one, *other),), _finite),
-    "min": Kind(lambda one, other: (min(*one, *other),), _finite),
+    "sum": Kind(_add, lambda value: value),
+    "max": Kind(_largest, _unless(-math.inf)),
+    "min": Kind(_smallest, _unless(math.inf)),
     "counts": Kind(_add, lambda count: None),  # not logged; read by `Metrics.parts`
     "moments": Kind(_merge_moments, lambda *parts: None),  # the parts of `std`; likewise
 }

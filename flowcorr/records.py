@@ -86,7 +86,7 @@ class Rollout:
         images: `[B, H, W, 3]` uint8, or None where nothing was decoded.
         final_latents: `[B, *L]` float32, the latents that were decoded, or None likewise.
         finite_images: `[B]` bool, whether the decoder's pixels were finite before they became integers. None where
-            nothing was decoded, or the engine does not know.
+            nothing was decoded, or the engine does not know; the trainer then decodes `final_latents` itself.
     """
 
     window: Window

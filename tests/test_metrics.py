@@ -119,6 +119,17 @@ def test_a_mean_that_is_not_finite_is_no_missing_one():
     assert math.isnan(values.merge(Metrics.from_stats({"mean": metrics.mean(1.0, 1)})).compute()["mean"])
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["maximum", "minimum", "total"])
+def test_a_value_that_is_not_finite_is_shown(kind, bad):
+    stat = getattr(metrics, kind)
+    one, other = (Metrics.from_stats({"x": stat(value)}) for value in (1.0, bad))
+    expected = {"maximum": max, "minimum": min, "total": lambda *values: sum(values)}[kind](1.0, bad)
+    for merged in (one.merge(other), other.merge(one)):
+        found = merged.compute()["x"]
+        assert math.isnan(found) if math.isnan(bad) else found == expected
+
+
 def test_one_term_has_a_std_of_zero():
     assert describe([2.0]).compute()["std"] == 0.0
 

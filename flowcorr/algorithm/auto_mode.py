@@ -28,6 +28,7 @@ distance between the two thresholds allows for that.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -88,13 +89,14 @@ class AutoMode:
             self._switch(configured, noise, "decoupled")
         elif correction.mode == "decoupled" and noise.high <= configured.auto_leave:
             self._switch(configured, noise, "bypass")
+        ends = {"": noise.value, "_low": noise.low, "_high": noise.high}
+        quantiles = {
+            f"rollout_corr/noise_quantile{end}": maximum(value)
+            for end, value in ends.items()
+            if math.isfinite(value)  # too few terms bound it
+        }
         return Metrics.from_stats(
-            {
-                "rollout_corr/bypass": mean(int(correction.mode == "bypass"), 1),
-                "rollout_corr/noise_quantile": maximum(noise.value),
-                "rollout_corr/noise_quantile_low": maximum(noise.low),
-                "rollout_corr/noise_quantile_high": maximum(noise.high),
-            }
+            {"rollout_corr/bypass": mean(int(correction.mode == "bypass"), 1), **quantiles}
         )
 
     def state(self) -> dict[str, Tensor]:

@@ -51,6 +51,7 @@ SDE_TYPES = ("sde", "cps", "dance_sde")
 _FILE, _NAME = "replay_{:06d}.safetensors", re.compile(r"replay_([0-9]{1,12})\.safetensors")
 _ADAPTER = "adapter."
 _BY_SAMPLE = ("initial_noise", "images", "latents", "next_latents", "log_probs", "final_latents", "rewards")
+_FINITE = ("initial_noise", "latents", "next_latents", "log_probs", "final_latents")
 _MAX_SAMPLES, _MAX_PROMPT, _MAX_JSON = 64, 20_000, 2**22
 
 Array = Tensor | np.ndarray | Sequence[Any]
@@ -248,7 +249,22 @@ def _problem(samples: ReplaySamples) -> str:
     if (samples.latents is None) != (samples.next_latents is None):
         return "latents and next_latents belong together; give both"
     tensors = samples.tensors()
-    return _problem_of_schedule(tensors) or _problem_of_shapes(tensors, len(samples.prompts))
+    return (
+        _problem_of_schedule(tensors)
+        or _problem_of_shapes(tensors, len(samples.prompts))
+        or _problem_of_values(tensors)
+    )
+
+
+def _problem_of_values(tensors: Mapping[str, Tensor]) -> str:
+    """The first latent or log-prob that is not finite; a reward may be, where it failed."""
+    for name in _FINITE:
+        if name in tensors and (lost := (~tensors[name].isfinite().flatten(1).all(1)).nonzero()).numel():
+            return (
+                f"{name} of sample {int(lost[0])} is not finite, so nothing can be replayed; give samples without NaN "
+                "and infinity, and see why this one has them: the weights have diverged, or its dtype overflows"
+            )
+    return ""
 
 
 def _problem_of_shapes(tensors: Mapping[str, Tensor], count: int) -> str:
@@ -273,8 +289,9 @@ def _problem_of_schedule(tensors: Mapping[str, Tensor]) -> str:
     sigmas, timesteps, indices = (tensors.get(name) for name in ("sigmas", "timesteps", "step_indices"))
     if sigmas is not None and (sigmas.dim() != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all())):
         return f"sigmas={checks.shown(str(sigmas.tolist()))} must descend from the first noise level to the image's"
-    if timesteps is not None and not bool(timesteps.isfinite().all()):
-        return f"timesteps={checks.shown(str(timesteps.tolist()))} must be finite"
+    for name in ("sigmas", "timesteps"):
+        if name in tensors and not bool(tensors[name].isfinite().all()):
+            return f"{name}={checks.shown(str(tensors[name].tolist()))} must be finite"
     if sigmas is not None and timesteps is not None and timesteps.shape != sigmas[1:].shape:
         allowed = f"with {len(sigmas)} sigmas it must be {list(sigmas[1:].shape)}"
         return f"timesteps has shape {list(timesteps.shape)}; {allowed}"

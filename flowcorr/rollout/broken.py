@@ -12,7 +12,7 @@ from flowcorr.config.schema import Config
 
 
 def find_broken(
-    latents: Sequence[Tensor], finite_images: Tensor | None, *, samples_in: str, decodes_in: str
+    latents: Sequence[Tensor], finite_images: Tensor, *, samples_in: str, decodes_in: str
 ) -> dict[int, str]:
     """Why each sample without a picture has none, by its place in the batch.
 
@@ -20,12 +20,12 @@ def find_broken(
 
     Args:
         latents: `[B, ...]` tensors of the trajectories.
-        finite_images: `[B]` bool, see `Rollout`; None if not known.
+        finite_images: `[B]` bool, see `Rollout`.
         samples_in: key and value of the dtype that the transformer samples in, such as `rollout.dtype=float16`.
         decodes_in: likewise of the VAE, see `decoder_dtype`.
     """
     lost = ~torch.stack([part.isfinite().flatten(1).all(1) for part in latents]).all(0)
-    undecoded = torch.zeros_like(lost) if finite_images is None else ~finite_images.to(lost.device) & ~lost
+    undecoded = ~finite_images.to(lost.device) & ~lost
     diverged = (
         f"its latents are not finite: the weights have diverged, or {samples_in} overflows; lower actor.lr, or use "
         "another dtype"

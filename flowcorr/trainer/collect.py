@@ -13,13 +13,12 @@ from torch import Tensor
 
 from flowcorr import distributed
 from flowcorr.algorithm import needs_rollout_means
-from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean, total
 from flowcorr.models import windows_of
 from flowcorr.records import Prompt, Rollout, Window
 from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
-from flowcorr.rollout import witnesses
+from flowcorr.rollout import decode, witnesses
 from flowcorr.rollout.broken import decoder_dtype, find_broken
 from flowcorr.trainer.run import PendingStep, TrainingRun
 from flowcorr.workers.reward import RayReward
@@ -117,7 +116,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
             f"{owners}: Rollout.group_ids has to come group by group, in the order of `groups`"
         )
     rollout = replace(rollout, members=torch.arange(len(owners)) % count).validate().to(run.actor.device)
-    broken = _find_broken(run.config, rollout)
+    broken = _find_broken(run, rollout)
     whole = [place for place in range(len(owners)) if place not in broken]
     if whole:
         metrics = metrics.merge(witness_metrics(run, rollout.only(torch.tensor(whole)), step))
@@ -135,12 +134,26 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     )
 
 
-def _find_broken(config: Config, rollout: Rollout) -> dict[int, str]:
-    """Why each sample without a picture has none, and which image of which group it is, by its place."""
+def _find_broken(run: TrainingRun, rollout: Rollout) -> dict[int, str]:
+    """Why each sample without a picture has none, and which image of which group it is, by its place.
+
+    Where an engine does not say whether its pixels were finite, its final latents are decoded here.
+
+    Raises:
+        BackendError: it returns no final latents either.
+    """
+    config, finite = run.config, rollout.finite_images
+    if finite is None:
+        if rollout.final_latents is None:
+            raise BackendError(
+                "the rollout engine returns neither Rollout.finite_images nor Rollout.final_latents, so an image whose "
+                "decoder overflowed would be scored like any other; return one of them"
+            )
+        _, finite = decode(run.actor.family, rollout.final_latents)
     latents = (rollout.window.latents, rollout.window.next_latents, rollout.final_latents)
     broken = find_broken(
         [part for part in latents if part is not None],
-        rollout.finite_images,
+        finite,
         samples_in=f"rollout.dtype={config.rollout.dtype}",
         decodes_in=decoder_dtype(config),
     )
@@ -186,8 +199,8 @@ def _other_windows(window: Window, asked: Tensor, sigmas: Tensor) -> Tensor:
 
 
 def _largest(errors: Tensor) -> float:
-    """The largest finite value; the others are counted elsewhere, and infinite if there is none."""
-    return float(errors.nan_to_num(0.0, posinf=0.0).max()) if errors.numel() else -math.inf
+    """The largest value, infinite if one is not finite; `-inf` if there is none."""
+    return float(errors.nan_to_num(math.inf).max()) if errors.numel() else -math.inf
 
 
 def whole_groups(group_ids: Tensor, failed: np.ndarray) -> Tensor:

@@ -61,7 +61,8 @@ class ImageGaps:
         window: relative error of the velocity in the SDE window.
         before, between, after: relative error of the mean velocity on the way to the window, between its steps, and on
             the way from it; `between` is 0 for a window of one step.
-        decode: mean absolute difference of the pixels, in grey levels of 255.
+        decode: mean absolute difference of the pixels, in grey levels of 255; infinite where the training stack's own
+            pixels are not finite.
         residuals: `[1]` or `[1, C]`, by name of a row of `RESIDUALS`.
     """
 
@@ -207,8 +208,9 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int, observe: 
     before, *between, after = (
         leg(begin, end, range(*part)) for begin, end, part in zip(begins, ends, parts, strict=True)
     )
-    image, _ = decode(actor.family, final)  # one that is not finite is `MISSING`, far from any picture
-    residuals = image_residuals(sample.images, image)
+    image, finite = decode(actor.family, final)
+    decoded = bool(finite.all())
+    residuals = image_residuals(sample.images, image) if decoded else {}
     if before.moves:
         residuals["path_before"] = share(before.gap, initial)
     moving = [leg for leg in (*between, after) if leg.moves]
@@ -223,7 +225,7 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int, observe: 
         before=_error([before]),
         between=_error(between) if between else 0.0,
         after=_error([after]),
-        decode=float((image.float() - sample.images.float()).abs().mean()),
+        decode=float((image.float() - sample.images.float()).abs().mean()) if decoded else math.inf,
         residuals=residuals,
     )
 

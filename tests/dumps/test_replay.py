@@ -104,7 +104,12 @@ def test_all_steps_are_the_window_where_no_place_is_given():
         ({"sigmas": [0.5, 0.9, 0.7, 0.4, 0.0]}, "must descend"),
         ({"timesteps": [1000.0]}, r"with 5 sigmas it must be \[4\]"),
         ({"timesteps": [1000.0, 750.0, float("nan"), 250.0]}, "must be finite"),
+        ({"sigmas": [float("inf"), 0.9, 0.7, 0.4, 0.0]}, "must be finite"),
         ({"images": torch.full((6, 3, 12, 16), float("nan"))}, "floats from 0 to 1"),
+        *(
+            ({name: torch.full_like(given()[name], float("nan"))}, f"{name} of sample 0 is not finite")
+            for name in ("initial_noise", "latents", "next_latents", "log_probs", "final_latents")
+        ),
         ({"guidance_scale": float("nan")}, "guidance_scale='nan' must be a number"),
         ({"sde_type": "ode"}, "sde_type='ode' must be sde or cps"),
         ({"dtype": "fp8"}, "must be float32 or bfloat16 or float16"),

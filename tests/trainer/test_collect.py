@@ -106,7 +106,7 @@ def test_latents_that_are_not_finite_fail_like_pixels(prepared, bad):
         rollout = sample(*args, **kwargs)
         rollout.window.latents[0, 1, 0, 0, 0] = bad
         rollout.final_latents[1, 0, 0, 0] = bad
-        return replace(rollout, finite_images=None)  # as an engine that does not know
+        return replace(rollout, finite_images=torch.ones(4, dtype=torch.bool))
 
     run.engine.sample = spoiled
     samples = collect(run, run.prompts.next(2), range(2), 1)
@@ -115,6 +115,25 @@ def test_latents_that_are_not_finite_fail_like_pixels(prepared, bad):
         "its latents are not finite: the weights have diverged, or rollout.dtype=float32" in samples.broken[0]
     )
     assert score(run, samples)[1].tolist() == [True, True, False, False]
+
+
+def test_an_engine_that_does_not_know_is_judged_by_the_trainer(prepared):
+    run, _, place = prepared("reward.on_error=drop_group")
+    sample = run.engine.sample
+    run.engine.sample = lambda *args, **kwargs: replace(sample(*args, **kwargs), finite_images=None)
+    samples = collect(run, run.prompts.next(2), range(2), 1)
+    assert list(samples.broken) == [place]
+    assert "its latents are finite and its decoded pixels are not" in samples.broken[place]
+
+
+def test_an_engine_that_gives_nothing_to_judge_is_refused(prepared):
+    run, _, _ = prepared()
+    sample = run.engine.sample
+    run.engine.sample = lambda *args, **kwargs: replace(
+        sample(*args, **kwargs), finite_images=None, final_latents=None
+    )
+    with pytest.raises(BackendError, match=r"neither Rollout.finite_images nor Rollout.final_latents"):
+        collect(run, run.prompts.next(2), range(2), 1)
 
 
 def test_an_evaluation_follows_the_same_rule():

@@ -1,5 +1,6 @@
 """Replays of whole images: each fault outside the log-probs is named by its leg, and by no other."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from flowcorr.trainer.residuals import RESIDUALS
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.instruments.doctor.faults import separate
+from tests.overflow import overflow
 from tests.planted.plants import feeding, noisy, returning, sampling_with, vae_configured
 from tests.shallow import SHALLOW
 
@@ -216,6 +218,16 @@ def test_a_broken_window_is_no_unit_of_the_other_legs(make_training):
     assert values["rollout_corr/replay/window"] > 0.1
     assert values["rollout_corr/replay/after"] > 1e3
     assert judged(run, values) == ["replay_window"]
+
+
+def test_a_decoder_of_the_trainer_that_overflows_is_named(make_training):
+    run = make_training()
+    vae = run.actor.family.pipeline.vae = copy.deepcopy(run.actor.family.pipeline.vae)
+    overflow(vae)
+    values = replayed(run)
+    assert values["rollout_corr/replay/decode"] == math.inf
+    assert not [name for name in values if "residual_terms/image" in name]
+    assert judged(run, values) == ["replay_decode"]
 
 
 def test_noise_that_nobody_seeded_is_told_from_faults(make_training):

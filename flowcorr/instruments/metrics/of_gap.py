@@ -226,7 +226,8 @@ DRIFT = under(
             name="replay_decode",
             what="difference of an image from the trainer's decoding of its latents, in grey levels of 255,",
             high=3.0,
-            advice="the decoder is at fault, or images and latents of different samples are paired: compare the "
+            advice="if it is infinite, the trainer's own decoder overflows: its VAE needs another dtype. Else the "
+            "decoder is at fault, or images and latents of different samples are paired: compare the "
             "VAEs, their scaling and shift, and the order of images in a batch",
         ),
     ),
