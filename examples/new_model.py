@@ -1,10 +1,12 @@
-"""A model family of your own: AuraFlow, which flowcorr does not know, in five methods.
+"""A model family of your own, its vllm-omni engine included: LongCat-Image, which flowcorr does not know.
 
-    python examples/new_model.py fal/AuraFlow-v0.3      # is the adapter right?
-    PYTHONPATH=examples flowcorr train RECIPE model.path=fal/AuraFlow-v0.3 model.family=new_model:AuraFlow
+    python examples/new_model.py meituan-longcat/LongCat-Image      # is the adapter right?
+    PYTHONPATH=examples flowcorr train RECIPE model.path=meituan-longcat/LongCat-Image \
+        model.family=new_model:LongCatImage rollout.name=vllm_omni
 
 An adapter says what its pipeline does between the prompt and the velocity, and nothing about training. Read the
-pipeline's `__call__` from top to bottom and put each part into its method; `check` then compares the two.
+pipeline's `__call__` from top to bottom and put each part into its method; `check` then compares the two. Here latents
+are packed, as in FLUX; `flowcorr/models/z_image.py` is a family with spatial ones.
 """
 
 import argparse
@@ -12,44 +14,43 @@ import argparse
 import torch
 
 from flowcorr.config import ModelConfig
-from flowcorr.models import Guidance, ModelFamily, Schedule, load_family
-from flowcorr.models.base import check_size, guided, with_negative
+from flowcorr.models import Guidance, load_family
+from flowcorr.models.base import (
+    JOINT_ATTENTION,
+    InVllmOmni,
+    PackedFamily,
+    decode_scaled,
+    guided,
+    positions,
+    with_negative,
+)
 from flowcorr.rollout import sample_ode
 
 
-class AuraFlow(ModelFamily):
-    """`AuraFlowPipeline`; guidance is on above `guidance_scale` 1."""
+class LongCatImage(PackedFamily):
+    """`LongCatImagePipeline` without its rewriting of prompts; guidance is on above `guidance_scale` 1."""
 
-    name = "aura_flow"
-    pipeline_class = "AuraFlowPipeline"
-    lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
-    default_text_tokens = 256
-
-    def latent_shape(self, height, width):
-        factor, config = self.pipeline.vae_scale_factor, self.transformer.config
-        height, width = height or config.sample_size * factor, width or config.sample_size * factor
-        check_size(height, width, 2 * factor)
-        return (config.in_channels, height // factor, width // factor)
-
-    def schedule(self, num_inference_steps, latent_shape):
-        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
-        scheduler.set_timesteps(num_inference_steps)
-        # What `velocity` gets: the pipeline feeds the scheduler's timesteps divided by 1000.
-        timesteps = (scheduler.timesteps / 1000).tolist()
-        return Schedule(sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(timesteps))
+    name = "longcat_image"
+    pipeline_class = "LongCatImagePipeline"
+    lora_targets = JOINT_ATTENTION
+    # The engine's half: where its transformer is, and which of its layers are called otherwise there. Without this row
+    # the family samples in process.
+    vllm_omni = InVllmOmni(
+        transformer="vllm_omni.diffusion.models.longcat_image.longcat_image_transformer:LongCatImageTransformer2DModel",
+        layer_suffix=(".to_out.0", ".to_out"),
+        quantizes=False,
+    )
 
     @torch.no_grad()
     def embed(self, prompts, guidance):
-        is_guided = guidance.guidance_scale > 1
-        embeds, _, negative, _ = self.pipeline.encode_prompt(
-            list(prompts),
-            [guidance.negative_prompt] * len(prompts),
-            do_classifier_free_guidance=is_guided,
-            max_sequence_length=self.text_tokens,
-        )
         # One row a prompt, whatever else is in the batch: these tensors are cached and put together anew. Prompts of
-        # different lengths are padded to one length beside a mask, as in flowcorr/models/z_image.py.
-        return {"embeds": embeds} | ({"negative_embeds": negative} if is_guided else {})
+        # different lengths are padded to one length, here by the pipeline.
+        self.pipeline.tokenizer_max_length = self.text_tokens
+        embeds, _ = self.pipeline.encode_prompt(list(prompts))
+        if guidance.guidance_scale <= 1:
+            return {"embeds": embeds}
+        negative, _ = self.pipeline.encode_prompt([guidance.negative_prompt])
+        return {"embeds": embeds, "negative_embeds": negative.expand_as(embeds)}
 
     def velocity(self, transformer, latents, timesteps, conditioning, guidance):
         is_guided = guidance.guidance_scale > 1
@@ -57,20 +58,34 @@ class AuraFlow(ModelFamily):
             # Twice the batch, in one forward pass: a tensor `negative_x` stands for the `x` of the negative prompt.
             latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
         embeds = conditioning["embeds"]
-        dtype = embeds.dtype
-        velocity = transformer(latents.to(dtype), embeds, timesteps.to(dtype), return_dict=False)[0].float()
-        return guided(velocity, guidance.guidance_scale) if is_guided else velocity
+        _, rows, columns, _ = latents.shape
+        length = embeds.shape[1]
+        text = torch.arange(length, device=embeds.device)
+        image = positions(1, rows, columns, device=embeds.device)
+        velocity = transformer(
+            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=embeds,
+            txt_ids=torch.stack([torch.zeros_like(text), text, text], dim=1),
+            img_ids=image + image.new_tensor([1, length, length]),
+            return_dict=False,
+        )[0].float()
+        if is_guided:
+            _, plain = velocity.chunk(2)
+            velocity = guided(velocity, guidance.guidance_scale)
+            norms = plain.norm(dim=-1, keepdim=True), velocity.norm(dim=-1, keepdim=True)
+            velocity = velocity * (norms[0] / (norms[1] + 1e-8)).clamp(max=1)
+        return velocity.unflatten(1, (rows, columns))
 
     @torch.no_grad()
     def decode(self, latents):
-        vae = self.pipeline.vae
-        return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
+        return decode_scaled(self.pipeline.vae, self.unpack(latents))
 
 
 def check(path: str, *, height: int | None = None, width: int | None = None) -> float:
     """Largest difference between flowcorr's sampler and the pipeline's own call, from the same noise."""
-    family = load_family(ModelConfig(path=path, family=f"{__name__}:AuraFlow"))
-    guidance = Guidance(guidance_scale=3.5, negative_prompt="a blurry photo")
+    family = load_family(ModelConfig(path=path, family=f"{__name__}:LongCatImage"))
+    guidance = Guidance(guidance_scale=4.5, negative_prompt="a blurry photo")
     shape = family.latent_shape(height, width)
     noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     prompts = ["a cat", "two dogs on a sofa"]
@@ -87,10 +102,11 @@ def check(path: str, *, height: int | None = None, width: int | None = None) -> 
         height=height,
         width=width,
         num_inference_steps=4,
-        latents=noise,
+        latents=noise.flatten(1, 2),
+        enable_prompt_rewrite=False,
         output_type="latent",
     ).images
-    return (ours - theirs).abs().max().item()
+    return (ours.flatten(1, 2) - theirs).abs().max().item()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ FLUX_SIZE = (16, 24)
 FLUX2_KLEIN_SIZE = (16, 24)
 Z_IMAGE_SIZE = (16, 24)
 OVIS_IMAGE_SIZE = (16, 24)
-AURA_FLOW_SIZE = (16, 24)
+LONGCAT_IMAGE_SIZE = (16, 24)
 QWEN_TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
     "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
@@ -232,36 +232,35 @@ def build_tiny_ovis_image(path, dtype: torch.dtype = torch.float32, seed: int = 
         return _save(pipeline, path, dtype)
 
 
-def build_tiny_aura_flow(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """AuraFlow, the family that `examples/new_model.py` adds."""
-    from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
-    from transformers import UMT5Config, UMT5EncoderModel
+def build_tiny_longcat_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """LongCat-Image, the family that `examples/new_model.py` adds."""
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        LongCatImagePipeline,
+        LongCatImageTransformer2DModel,
+    )
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformer = AuraFlowTransformer2DModel(
-            sample_size=16,
-            patch_size=2,
-            in_channels=4,
-            num_mmdit_layers=1,
-            num_single_dit_layers=1,
+        transformer = LongCatImageTransformer2DModel(
+            patch_size=1,
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
             attention_head_dim=16,
             num_attention_heads=2,
             joint_attention_dim=TEXT_WIDTH,
-            caption_projection_dim=32,
-            out_channels=4,
-            pos_embed_max_size=64,
+            pooled_projection_dim=TEXT_WIDTH,
+            axes_dims_rope=(4, 6, 6),
         )
-        tokenizer = t5_tokenizer()
-        text = UMT5Config(
-            vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=8, d_ff=32, num_layers=1, num_heads=2
-        )
-        pipeline = AuraFlowPipeline(
+        tokenizer = qwen_tokenizer()
+        pipeline = LongCatImagePipeline(
             transformer=transformer,
             vae=_vae(),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
-            text_encoder=UMT5EncoderModel(text),
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+            text_encoder=_qwen_text_encoder(len(tokenizer)),
             tokenizer=tokenizer,
+            text_processor=tokenizer,  # it would rewrite prompts
         )
         return _save(pipeline, path, dtype)
 

@@ -1,26 +1,31 @@
 """The guide's family agrees with its pipeline, trains, and is what errors point to."""
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_pipelines import AURA_FLOW_SIZE, build_tiny_aura_flow, connect, stir
+from tiny_pipelines import LONGCAT_IMAGE_SIZE, build_tiny_longcat_image, connect, overrides, stir
 
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
-from flowcorr.models import load_family
+from flowcorr.models import DTYPES, load_family
 from flowcorr.records import ActorBatch
 from flowcorr.rollout import decode
+from flowcorr.trackers.jsonl import read_metrics
+from tests.models.learning import load_adapter
 from tests.tolerances import LOG_PROBS, MEANS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-HEIGHT, WIDTH = AURA_FLOW_SIZE
+HEIGHT, WIDTH = LONGCAT_IMAGE_SIZE
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return str(build_tiny_aura_flow(tmp_path_factory.mktemp("aura_flow")))
+    return str(build_tiny_longcat_image(tmp_path_factory.mktemp("longcat_image")))
 
 
 @pytest.fixture
@@ -37,19 +42,24 @@ def test_the_check_agrees_with_the_pipeline(example, path):
 
 
 def test_the_check_finds_a_mistake(example, path, monkeypatch):
-    right = example.AuraFlow.schedule
+    right = example.LongCatImage.schedule
     monkeypatch.setattr(
-        example.AuraFlow, "schedule", lambda self, steps, shape: right(self, steps + 1, shape)
+        example.LongCatImage, "schedule", lambda self, steps, shape: right(self, steps + 1, shape)
     )
     assert example.check(path, height=HEIGHT, width=WIDTH) > 1e-2
 
 
 def test_decode_is_the_pipelines_own(example, path):
-    family = load_family(ModelConfig(path=path, family="new_model:AuraFlow"))
-    latents = torch.randn(2, *family.latent_shape(HEIGHT, WIDTH), generator=torch.Generator().manual_seed(0))
+    family = load_family(ModelConfig(path=path, family="new_model:LongCatImage"))
+    pipe, shape = family.pipeline, family.latent_shape(HEIGHT, WIDTH)
+    latents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    # The pipeline's own unpacking, which only its `__call__` uses.
+    unpacked = pipe._unpack_latents(latents.flatten(1, 2), HEIGHT, WIDTH, pipe.vae_scale_factor)
     with torch.no_grad():
-        pixels = family.pipeline.vae.decode(latents / family.pipeline.vae.config.scaling_factor).sample
-    expected = family.pipeline.image_processor.postprocess(pixels, output_type="np") * 255
+        pixels = pipe.vae.decode(
+            unpacked / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
+        ).sample
+    expected = pipe.image_processor.postprocess(pixels, output_type="np") * 255
     got, finite = decode(family, latents)
     assert got.shape == (2, HEIGHT, WIDTH, 3)
     assert finite.all()
@@ -58,7 +68,7 @@ def test_decode_is_the_pipelines_own(example, path):
 
 def test_it_trains_and_its_adapter_loads(example, path, make_config, tmp_path):
     config = make_config(
-        model={"path": path, "family": "new_model:AuraFlow", "max_sequence_length": 16},
+        model={"path": path, "family": "new_model:LongCatImage", "max_sequence_length": 16},
         sampling={"height": HEIGHT, "width": WIDTH, "guidance_scale": 3.0},
         rollout={"prompts_per_step": 2, "n": 2},
         actor={"mini_batches": 1},
@@ -76,8 +86,8 @@ def test_it_trains_and_its_adapter_loads(example, path, make_config, tmp_path):
     )
     stir(actor)
     actor.weights.save(tmp_path)
-    fresh = load_family(ModelConfig(path=path, family="new_model:AuraFlow", max_sequence_length=16))
-    fresh.pipeline.load_lora_weights(str(tmp_path))
+    fresh = load_family(ModelConfig(path=path, family="new_model:LongCatImage", max_sequence_length=16))
+    load_adapter(fresh.pipeline, tmp_path)
     inputs = (
         rollout.window.latents[:, 0],
         rollout.window.timesteps[:, 0],
@@ -90,7 +100,7 @@ def test_it_trains_and_its_adapter_loads(example, path, make_config, tmp_path):
 
 
 def test_unknown_families_point_to_the_guide(path):
-    with pytest.raises(ConfigError, match=r"AuraFlowPipeline.*FluxPipeline.*examples/new_model\.py"):
+    with pytest.raises(ConfigError, match=r"LongCatImagePipeline.*FluxPipeline.*examples/new_model\.py"):
         load_family(ModelConfig(path=path))
     with pytest.raises(
         ConfigError, match=r"model\.family='aura' is unknown.*qwen_image.*examples/new_model\.py"
@@ -101,7 +111,7 @@ def test_unknown_families_point_to_the_guide(path):
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("no_such_module:AuraFlow", "no module 'no_such_module'.*PYTHONPATH"),
+        ("no_such_module:LongCatImage", "no module 'no_such_module'.*PYTHONPATH"),
         ("new_model:Aura", r"new_model has no 'Aura'; name a ModelFamily"),
         ("new_model:check", r"is not a ModelFamily; examples/new_model\.py"),
     ],
@@ -113,5 +123,31 @@ def test_a_path_to_no_family_is_an_error(example, path, family, message):
 
 def test_the_guide_is_short():
     source = (EXAMPLES / "new_model.py").read_text(encoding="utf-8")
-    adapter = source.partition("class AuraFlow")[2].partition("\n\n\n")[0]
+    adapter = source.partition("class LongCatImage")[2].partition("\n\n\n")[0]
     assert len(adapter.splitlines()) <= 60
+
+
+@pytest.mark.vllm_omni
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_trains_with_the_engine_from_a_file_beside_the_recipe(dtype, tmp_path):
+    """Doctor and two training steps in an empty folder, by the command."""
+    shutil.copy(EXAMPLES / "new_model.py", tmp_path)
+    folder = build_tiny_longcat_image(tmp_path / "model", DTYPES[dtype])
+    keys = [
+        *overrides(folder, LONGCAT_IMAGE_SIZE, dtype),
+        "model.family=new_model:LongCatImage",
+        "rollout.name=vllm_omni",
+        "rollout.emulate=none",
+        "trainer.total_steps=2",
+        "trainer.doctor=true",
+    ]
+    command = [sys.executable, "-m", "flowcorr", "train", "tiny_jpeg_lora", *keys, "--out", "run"]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "actor/updates" in row]
+    gaps = [row["rollout_corr/logprob_abs_diff_mean"] for row in rows]
+    assert len(gaps) == 2
+    assert max(gaps) <= (1e-6 if dtype == "float32" else 1e-4)
