@@ -284,11 +284,7 @@ class ModelFamily(ABC):
     def save_lora(
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
     ) -> None:
-        """Write an adapter for diffusers and for peft, at its full strength.
-
-        The pipeline's `load_lora_weights(directory)` reads it; of a pipeline that has no such method, the transformer's
-        `load_lora_adapter(directory, use_safetensors=True)`.
-        """
+        """Write an adapter for diffusers and peft, at its full strength; `trainer/README.md` says how to load it."""
         state, options = at_full_strength(lora_state, metadata)
         Path(directory).mkdir(parents=True, exist_ok=True)
         write_for_diffusers(directory, state, options)
