@@ -142,5 +142,9 @@ def _of_some_steps(finding: Finding, judged: set[int], unclear: set[int]) -> Fin
 
 
 def _sorted(findings: Sequence[Finding]) -> list[Finding]:
-    """The worst first, each level in the order of the checks."""
-    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
+    """The worst first, each level in the order of the checks; those that only point to another one come last."""
+
+    def order(finding: Finding) -> tuple[int, bool]:
+        return LEVELS.index(finding.level), finding.level == "serious" and not finding.remedy
+
+    return sorted(findings, key=order)

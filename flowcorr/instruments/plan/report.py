@@ -110,7 +110,7 @@ def _less_memory(made: Plan) -> str:
 
 def _micro_batch(made: Plan) -> Finding:
     """Whether the micro-batch fits, and the largest that does."""
-    largest, now = made.largest_micro_batch, f"actor.micro_batch_size={made.micro_batch}"
+    largest, now = made.largest_micro_batch, f"a micro-batch of {made.micro_batch} samples"
     level: Level = "healthy"
     remedy = ""
     if largest >= made.micro_batch:

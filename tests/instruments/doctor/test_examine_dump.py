@@ -46,6 +46,7 @@ def test_a_planted_fault_is_named(fault, window, tmp_path):
     assert set(report.causes()) == {cause}
     assert exit_code(report) == 2
     assert by_check(report)[check].cause == cause
+    assert report.findings[0].remedy
 
 
 @pytest.mark.parametrize("window", ["whole", pytest.param("middle", marks=pytest.mark.system)])
