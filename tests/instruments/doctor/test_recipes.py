@@ -69,9 +69,9 @@ def test_in_process_with_other_schedules(recipe, dtype, steps, model):
 def test_an_actor_of_lower_precision_is_named_as_such(model):
     keys = {"rollout.name": "in_process", "rollout.dtype": "float32"}
     report = report_on(RECIPES[0], model(RECIPES[0], HALF), min(STEPS), float32=False, **keys)
-    assert report.failed() == []
-    weights = next(finding for finding in report.findings if finding.check == "weights")
-    assert "rollout.dtype=float32 and model.dtype=bfloat16 round apart" in weights.message
+    assert report.causes() == []
+    weights = next(finding for finding in report.findings if finding.cause == "weights")
+    assert "rollout.dtype=float32 and model.dtype=bfloat16 round apart" in weights.sentence
 
 
 @pytest.mark.slow
