@@ -111,8 +111,8 @@ class SamplingConfig:
         sde_noise_range: half-open range of steps that are SDE steps even outside the window, where they have no
             log-prob and are not trained on; null for none. DanceGRPO and flow_grpo sample so.
         window_per: `group` draws one window for all images of a prompt, `sample` one for each image.
-        guidance_scale: classifier-free guidance (SD3, FLUX.2 klein; Z-Image, one more than its pipeline counts) or
-            distilled guidance (FLUX.1); 1 is off.
+        guidance_scale: classifier-free guidance (SD3, FLUX.2 klein, Ovis-Image; Z-Image, one more than its pipeline
+            counts) or distilled guidance (FLUX.1); 1 is off.
         true_cfg_scale: classifier-free guidance of Qwen-Image; 1 is off.
         negative_prompt: the text that guidance moves away from.
         height, width: image size in pixels; null takes the model's native size.
