@@ -54,7 +54,7 @@ def test_what_wandb_keeps_is_the_same_recipe(tmp_path, values, gpus):
         ("- 1", "^it is no configuration of a trainer"),
         (
             "a: &a [*a]",
-            r"^not valid YAML: the alias \*a contains itself \(line 1, column 8\) \(.*some.yaml cannot be tr",
+            r"^not valid YAML: with its aliases it holds more .* 50 levels \(.*some.yaml cannot be translated",
         ),
         (
             "actor_rollout_ref: {model: {path: deepseek-llm-7b-chat}, rollout: {n: 5, name: vllm}}",
