@@ -11,9 +11,9 @@ from flowcorr.instruments.doctor.findings import check_of
 from flowcorr.instruments.finding import LEVELS, Fact, Finding, Level, Report
 
 _OUTCOMES: dict[Level, str] = {
-    "serious": "failed",
-    "warning": "warned",
-    "healthy": "passed",
+    "serious": "FAIL",
+    "warning": "WARN",
+    "healthy": "PASS",
     "note": "not judged",
 }
 _WEIGHTS: dict[Level, int] = {"serious": 3, "warning": 2, "healthy": 1, "note": 0}
