@@ -200,9 +200,7 @@ def build_transformer(family: type[ModelFamily], od_config: OmniDiffusionConfig)
         **get_transformer_config_kwargs(od_config.tf_model_config, kind),
     )
     if not hasattr(transformer, "config"):
-        transformer.config = (
-            od_config.tf_model_config
-        )  # a family may read it, as diffusers' transformers let it
+        transformer.config = od_config.tf_model_config  # a family may read it, as in diffusers
     if not hasattr(transformer, "stacked_params_mapping"):
         # vllm-omni reads the parts of its fused layers from this attribute, which not every transformer has.
         packed = getattr(transformer, "packed_modules_mapping", {})
