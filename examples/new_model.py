@@ -24,6 +24,7 @@ from flowcorr.models.base import (
     positions,
     with_negative,
 )
+from flowcorr.records import Prompt
 from flowcorr.rollout import sample_ode
 
 
@@ -46,7 +47,7 @@ class LongCatImage(PackedFamily):
         # One row a prompt, whatever else is in the batch: these tensors are cached and put together anew. Prompts of
         # different lengths are padded to one length, here by the pipeline.
         self.pipeline.tokenizer_max_length = self.text_tokens
-        embeds, _ = self.pipeline.encode_prompt(list(prompts))
+        embeds, _ = self.pipeline.encode_prompt([prompt.text for prompt in prompts])
         if guidance.guidance_scale <= 1:
             return {"embeds": embeds}
         negative, _ = self.pipeline.encode_prompt([guidance.negative_prompt])
@@ -89,7 +90,7 @@ def check(path: str, *, height: int | None = None, width: int | None = None) -> 
     shape = family.latent_shape(height, width)
     noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     prompts = ["a cat", "two dogs on a sofa"]
-    conditioning = family.encode(prompts, guidance)
+    conditioning = family.encode([Prompt(text=text) for text in prompts], guidance)
     ours = sample_ode(
         lambda latents, t: family.velocity(family.transformer, latents, t, conditioning, guidance),
         noise,

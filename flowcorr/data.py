@@ -15,7 +15,7 @@ import numpy as np
 
 from flowcorr.config.task import DataConfig
 from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.records import Prompt
+from flowcorr.records import Prompt, distinct
 from flowcorr.texts import folded, quoted
 from flowcorr.words import heldout_words, train_words
 
@@ -57,19 +57,19 @@ def load_prompts(data: DataConfig, *, seed: int = 0) -> PromptSet:
     prompts = _read(data, "path", data.path)
     if data.heldout_path is None:
         split = f"data.heldout_fraction={data.heldout_fraction}"
-        heldout = [prompt for prompt in prompts if _hash(prompt.text) < data.heldout_fraction]
+        heldout = [prompt for prompt in prompts if _hash(prompt) < data.heldout_fraction]
     else:
         split = f"data.heldout_path={data.heldout_path!r}"
         heldout = _read(data, "heldout_path", data.heldout_path)
-    held_back = {folded(prompt.text): prompt for prompt in heldout}
-    train = [prompt for prompt in prompts if folded(prompt.text) not in held_back]
+    held_back = {prompt.key: prompt for prompt in heldout}
+    train = [prompt for prompt in prompts if prompt.key not in held_back]
     for side, chosen in (("training", train), ("held-out", heldout)):
         if not chosen:
             raise ConfigError(
                 f"data.path={data.path!r}: {split} leaves no {side} prompt of {len(prompts)}; add prompts, or change "
                 "that key"
             )
-    ordered = sorted(held_back.values(), key=lambda prompt: _hash(prompt.text))
+    ordered = sorted(held_back.values(), key=_hash)
     return PromptSet(train=tuple(train), heldout=tuple(ordered[: data.num_heldout]))
 
 
@@ -114,7 +114,7 @@ def prompts_digest(prompts: PromptSet) -> str:
     parts = [
         [
             [
-                folded(prompt.text),
+                prompt.key,
                 None if prompt.target is None else folded(prompt.target),
                 prompt.tag,
                 dict(prompt.metadata),
@@ -152,14 +152,10 @@ class PromptStream:
         """The `n` prompts after the next `skip`, which are dealt later all the same."""
         return [self._at(self.position + skip + offset) for offset in range(n)]
 
-    def peek_texts(self, n: int) -> list[str]:
-        """The next `n` different texts, which are dealt later all the same; fewer if the prompts have fewer."""
-        texts: dict[str, str] = {}
-        offsets = iter(range(2 * len(self._prompts)))  # they contain a whole epoch
-        while len(texts) < n and (offset := next(offsets, None)) is not None:
-            text = self._at(self.position + offset).text
-            texts.setdefault(folded(text), text)
-        return list(texts.values())
+    def peek_distinct(self, n: int) -> list[Prompt]:
+        """The next `n` different prompts, which are dealt later all the same; fewer if there are fewer."""
+        epoch = (self._at(self.position + offset) for offset in range(2 * len(self._prompts)))
+        return distinct(epoch)[:n]
 
     def _at(self, position: int) -> Prompt:
         epoch, place = divmod(position, len(self._prompts))
@@ -250,6 +246,6 @@ def _quoted(text: str) -> str | None:
         return None
 
 
-def _hash(text: str) -> float:
-    """A number in [0, 1) that depends on nothing but the text, in whatever spelling."""
-    return int.from_bytes(hashlib.sha256(folded(text).encode()).digest()[:6], "big") / 2**48
+def _hash(prompt: Prompt) -> float:
+    """A number in [0, 1) that depends on nothing but what the model is asked for."""
+    return int.from_bytes(hashlib.sha256(prompt.key.encode()).digest()[:6], "big") / 2**48

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Self, TypeVar, cast
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowcorr.errors import BatchError
 from flowcorr.metrics import Metrics
+from flowcorr.texts import folded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,19 @@ class Prompt:
     tag: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     place: str | None = field(default=None, compare=False)
+
+    @property
+    def key(self) -> str:
+        """What the model is asked for: prompts of one key are one prompt, however their texts are spelt."""
+        return folded(self.text)
+
+
+def distinct(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Prompts that ask for different things, in their order, each in its first spelling."""
+    firsts: dict[str, Prompt] = {}
+    for prompt in prompts:
+        firsts.setdefault(prompt.key, prompt)
+    return list(firsts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

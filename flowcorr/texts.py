@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import unicodedata
-from collections.abc import Iterable
 
 from flowcorr.errors import ConfigError
 
@@ -57,14 +56,6 @@ def folded(text: str) -> str:
 def letters(text: str) -> str:
     """A folded text without case and blanks: what is compared with the text that is read in an image."""
     return folded("".join(folded(text).casefold().split()))
-
-
-def distinct(texts: Iterable[str]) -> list[str]:
-    """Different texts in their order, each in its first spelling."""
-    spellings: dict[str, str] = {}
-    for text in texts:
-        spellings.setdefault(folded(text), text)
-    return list(spellings.values())
 
 
 def quoted(text: str) -> str | None:

@@ -276,14 +276,14 @@ def test_a_peek_is_what_will_be_dealt(position, skip, n):
 
 def test_spellings_of_a_text_are_peeked_at_once():
     prompts = tuple(Prompt(text=text) for text in ("don't", "don\u2019t", "caf\u00e9", "cafe\u0301"))
-    assert len(PromptStream(prompts, seed=0).peek_texts(4)) == 2
+    assert len(PromptStream(prompts, seed=0).peek_distinct(4)) == 2
 
 
 @given(position=st.integers(0, 20), n=st.integers(0, 5))
 def test_different_texts_are_looked_for_in_a_whole_epoch(position, n):
     prompts = tuple(Prompt(text=text) for text in ("cat", "cat", "cat", "cat", "dog"))
     stream = PromptStream(prompts, seed=3, position=position)
-    found = stream.peek_texts(n)
+    found = texts(stream.peek_distinct(n))
     assert stream.position == position
     assert found == list(dict.fromkeys(texts(stream.next(10))))[:n]
     assert len(found) == min(n, 2)

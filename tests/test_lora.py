@@ -12,6 +12,7 @@ from flowcorr.config import ModelConfig
 from flowcorr.config.schema import LoraConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
+from tests.prompts import prompts_of
 from tests.tolerances import MEANS
 
 RANK, ALPHA = 4, 12.0
@@ -44,7 +45,7 @@ def stir(transformer, seed=1):
 def velocity(family, transformer):
     draw = torch.Generator().manual_seed(2)
     latents, timesteps = torch.randn(2, 4, 8, 16, generator=draw), torch.tensor([900.0, 200.0])
-    conditioning = family.encode(["cat", "dog"], Guidance())
+    conditioning = family.encode(prompts_of(["cat", "dog"]), Guidance())
     return family.velocity(transformer, latents, timesteps, conditioning, Guidance())
 
 

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcorr.errors import ConfigError
-from flowcorr.texts import distinct, folded, letters, quoted
+from flowcorr.records import distinct
+from flowcorr.texts import folded, letters, quoted
+from tests.prompts import prompts_of
 
 SAME = [
     ("don't", "don\u2019t", "don\u2018t", "don\u02bct", "don\u00b4t", "don`t", "don\uff07t", "don\u2032t"),
@@ -54,7 +56,7 @@ APART = [
 @pytest.mark.parametrize("spellings", SAME, ids=lambda spellings: spellings[0])
 def test_spellings_of_a_text_are_one(spellings):
     assert {folded(text) for text in spellings} == {folded(spellings[0])}
-    assert distinct(spellings) == [spellings[0]]
+    assert [prompt.text for prompt in distinct(prompts_of(spellings))] == [spellings[0]]
 
 
 @pytest.mark.parametrize(("one", "other"), APART)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from tests.prompts import prompts_of
+
 TEXT_WIDTH = 32
 SD3_SIZE = (32, 32)
 SD35_SIZE = (32, 32)
@@ -472,7 +474,7 @@ def connect(config, prompts):
         base=actor.weights.untrained,
     )
     engine.sync(actor.weights.snapshot())
-    return family, actor, engine, family.encode(prompts, actor.guidance)
+    return family, actor, engine, family.encode(prompts_of(prompts), actor.guidance)
 
 
 def stir(actor, scale: float = 0.05) -> None:

@@ -210,16 +210,16 @@ class ModelFamily(ABC):
         """
         return guidance
 
-    def encode(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
-        """Text conditioning of the prompts, see `embed`; logs prompts that the text encoders do not read to the end."""
+    def encode(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
+        """Conditioning of the prompts, see `embed`; logs prompts that the text encoders do not read to the end."""
         if self.encodes_negative and getattr(guidance, self.guidance_key) > 1:
             self.cuts.add([Prompt(text=guidance.negative_prompt, place="sampling.negative_prompt")])
-        self.cuts.add(Prompt(text=text) for text in prompts)
+        self.cuts.add(prompts)
         return self.embed(prompts, guidance)
 
     @abstractmethod
-    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
-        """Text conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on.
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
+        """Conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on.
 
         The prompts' own rows do not depend on `guidance`.
         """

@@ -19,6 +19,7 @@ from flowcorr.models.base import (
     decode_scaled,
     positions,
 )
+from flowcorr.records import Prompt
 
 
 class Flux(PackedFamily):
@@ -62,9 +63,9 @@ class Flux(PackedFamily):
         return replace(guidance, guidance_scale=embedded.item() / 1000)
 
     @torch.no_grad()
-    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         embeds, pooled, _ = self.pipeline.encode_prompt(
-            prompt=list(prompts),
+            prompt=[prompt.text for prompt in prompts],
             prompt_2=None,
             max_sequence_length=self.text_tokens,
         )

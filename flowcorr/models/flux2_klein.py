@@ -22,6 +22,7 @@ from flowcorr.models.base import (
     positions,
     with_negative,
 )
+from flowcorr.records import Prompt
 
 
 class Flux2Klein(PackedFamily):
@@ -64,14 +65,16 @@ class Flux2Klein(PackedFamily):
         )
 
     @torch.no_grad()
-    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         """See `ModelFamily.embed`.
 
         Raises:
             ConfigError: guidance is on, and the model was distilled to do without.
         """
         length = self.text_tokens
-        embeds, _ = self.pipeline.encode_prompt(list(prompts), max_sequence_length=length)
+        embeds, _ = self.pipeline.encode_prompt(
+            [prompt.text for prompt in prompts], max_sequence_length=length
+        )
         conditioning = {"prompt_embeds": embeds}
         if guidance.guidance_scale > 1:
             if self.pipeline.config.is_distilled:

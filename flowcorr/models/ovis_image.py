@@ -20,6 +20,7 @@ from flowcorr.models.base import (
     positions,
     with_negative,
 )
+from flowcorr.records import Prompt
 
 _DROPPED_TEMPLATE = 28  # tokens that the pipeline puts before a prompt, and drops after encoding
 
@@ -61,10 +62,10 @@ class OvisImage(PackedFamily):
         )
 
     @torch.no_grad()
-    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         is_guided = guidance.guidance_scale > 1
         embeds, negative, _, _ = self.pipeline.encode_prompt(
-            list(prompts),
+            [prompt.text for prompt in prompts],
             negative_prompt=guidance.negative_prompt,
             do_classifier_free_guidance=is_guided,
             max_sequence_length=self.text_tokens,

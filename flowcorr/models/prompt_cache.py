@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily
-from flowcorr.records import Prompt
-from flowcorr.texts import distinct, folded
+from flowcorr.records import Prompt, distinct
 
 logger = logging.getLogger(__name__)
 
@@ -21,29 +20,34 @@ MULTIPLE = 16  # of tokens: what matrix products and attention on a GPU are fast
 
 
 class PromptCache:
-    """Conditioning by prompt text, kept in main memory; all spellings of a text have that of the first one in `texts`.
+    """Conditioning by prompt, kept in main memory; prompts of one key have that of the first of them in `prompts`.
 
     The negative prompt is the same for all prompts, so it is encoded with the first of them only, and stored once. Of
-    text with a mask only the tokens that count are stored, and all rows are padded to the longest of `texts`: the mask
-    hides the padding, but it would cost time.
+    text with a mask only the tokens that count are stored, and all rows are padded to the longest of `prompts`: the
+    mask hides the padding, but it would cost time.
 
-    If the embeddings of all `texts` fit into `max_bytes` they are computed at once, in their order and in
+    If the embeddings of all `prompts` fit into `max_bytes` they are computed at once, in their order and in
     fixed chunks, and the text encoders are freed. Otherwise the encoders wait in main memory, and each prompt is
     encoded when it is needed, alone; beyond `max_bytes` those that were not asked for the longest are dropped, but none
     of the call that asks. Either way a prompt's embedding never depends on the batch that asks for it.
     """
 
     def __init__(
-        self, family: ModelFamily, guidance: Guidance, texts: Sequence[str], *, max_bytes: int = MAX_BYTES
+        self,
+        family: ModelFamily,
+        guidance: Guidance,
+        prompts: Sequence[Prompt],
+        *,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._family = family
         self._max_bytes = max_bytes
         self._rows: dict[str, Conditioning] = {}
         self._negative: Conditioning = {}
         self._num_tokens: dict[str, int] = {}  # of each text with a mask, negative or not
-        unique = distinct(texts)
-        self._spelling = {folded(text): text for text in unique}
-        family.cuts.add(Prompt(text=text) for text in unique)
+        unique = distinct(prompts)
+        self._first = {prompt.key: prompt for prompt in unique}
+        family.cuts.add(unique)
         chunk = chunk_size(family.text_tokens)
         self._add(unique[:chunk], guidance)
         size = sum(map(_nbytes, self._rows.values())) / len(self._rows) * len(unique)
@@ -65,35 +69,39 @@ class PromptCache:
             self._num_tokens[text] = min(full, -(-longest // MULTIPLE) * MULTIPLE)
         family.free_text_encoders()
 
-    def __call__(self, texts: Sequence[str]) -> Conditioning:
-        """Conditioning `{name: [B, ...]}` of `texts`, on the model's device."""
+    def __call__(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """Conditioning `{name: [B, ...]}` of `prompts`, on the model's device."""
         device = next(self._family.transformer.parameters()).device
-        texts = [self._spelling.setdefault(folded(text), text) for text in texts]
-        missing = [text for text in dict.fromkeys(texts) if text not in self._rows]
+        missing = [
+            self._first.setdefault(prompt.key, prompt)
+            for prompt in distinct(prompts)
+            if prompt.key not in self._rows
+        ]
         if missing:
             self._family.move_text_encoders(device)
-            for text in missing:
-                self._add([text])
+            for prompt in missing:
+                self._add([prompt])
             self._family.move_text_encoders(torch.device("cpu"))
-        for text in texts:
-            self._rows[text] = self._rows.pop(text)  # to the end: the oldest come first
+        keys = [prompt.key for prompt in prompts]
+        for key in keys:
+            self._rows[key] = self._rows.pop(key)  # to the end: the oldest come first
         if not self._fits:
-            self._drop_oldest(keep=len(set(texts)))
-        rows = [self._rows[text] for text in texts]
+            self._drop_oldest(keep=len(set(keys)))
+        rows = [self._rows[key] for key in keys]
         negative = {name: self._stacked(name, [row] * len(rows)) for name, row in self._negative.items()}
         positive = {name: self._stacked(name, [row[name] for row in rows]) for name in rows[0]}
         return {name: values.to(device) for name, values in (positive | negative).items()}
 
-    def _add(self, texts: Sequence[str], guidance: Guidance = Guidance()) -> None:  # noqa: B008
-        """Encode texts; with guidance also the negative prompt."""
-        encoded: dict[str, Tensor] = self._family.encode(texts, guidance)
+    def _add(self, prompts: Sequence[Prompt], guidance: Guidance = Guidance()) -> None:  # noqa: B008
+        """Encode prompts; with guidance also the negative prompt."""
+        encoded: dict[str, Tensor] = self._family.encode(prompts, guidance)
         masked = _with_masks(encoded)
         self._num_tokens = {_text(name): encoded[name].shape[1] for name in masked}
-        for index, text in enumerate(texts):
+        for index, prompt in enumerate(prompts):
             row = {name: rows[index] for name, rows in encoded.items()}
             lengths = {name: int(row[mask].nonzero().max()) + 1 for name, mask in masked.items()}
             kept = {name: self._stored(values[: lengths.get(name)]) for name, values in row.items()}
-            self._rows[text] = {name: kept[name] for name in kept if not name.startswith("negative_")}
+            self._rows[prompt.key] = {name: kept[name] for name in kept if not name.startswith("negative_")}
             self._negative |= {name: kept[name] for name in kept if name.startswith("negative_")}
 
     def _stored(self, values: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from flowcorr.models.base import (
     guided,
     with_negative,
 )
+from flowcorr.records import Prompt
 
 _DROPPED_TEMPLATE = 34  # tokens that the pipeline puts before a prompt, and drops after encoding
 
@@ -74,8 +75,8 @@ class QwenImage(PackedFamily):
     def tokenized_text(self, prompt: str) -> str:
         return self.pipeline.prompt_template_encode.format(prompt)
 
-    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
-        embeds, mask = self._encode(list(prompts))
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
+        embeds, mask = self._encode([prompt.text for prompt in prompts])
         conditioning = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
         if guidance.true_cfg_scale > 1:
             embeds, mask = self._encode([guidance.negative_prompt])

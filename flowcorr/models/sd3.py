@@ -21,6 +21,7 @@ from flowcorr.models.base import (
     guided,
     with_negative,
 )
+from flowcorr.records import Prompt
 
 
 class SD3(ModelFamily):
@@ -80,9 +81,9 @@ class SD3(ModelFamily):
         )
 
     @torch.no_grad()
-    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         embeds, negative, pooled, negative_pooled = self.pipeline.encode_prompt(
-            prompt=list(prompts),
+            prompt=[prompt.text for prompt in prompts],
             prompt_2=None,
             prompt_3=None,
             negative_prompt=guidance.negative_prompt,

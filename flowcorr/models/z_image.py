@@ -23,6 +23,7 @@ from flowcorr.models.base import (
     linear_schedule,
     with_negative,
 )
+from flowcorr.records import Prompt
 
 NATIVE_SIZE = 1024
 PATCH = 2
@@ -100,8 +101,8 @@ class ZImage(ModelFamily):
             [message], tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
 
-    def embed(self, prompts: Sequence[str], guidance: Guidance) -> Conditioning:
-        conditioning = self._encode(list(prompts))
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
+        conditioning = self._encode([prompt.text for prompt in prompts])
         if guidance.guidance_scale > 1:
             negative = self._encode([guidance.negative_prompt])
             conditioning |= {

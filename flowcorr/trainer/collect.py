@@ -67,7 +67,7 @@ def prefetch(run: TrainingRun, step: int) -> None:
         drawn = run.prompts.peek(count, skip=ahead * count)
         groups = distributed.local_indices(count)
         rollout = engine.submit(
-            run.cache([drawn[group].text for group in groups]),
+            run.cache([drawn[group] for group in groups]),
             groups,
             training_step=future_step,
             with_means=needs_rollout_means(config),
@@ -97,7 +97,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     metrics = Metrics()
     if pending is None:
         rollout = run.engine.sample(
-            run.cache([drawn[group].text for group in groups]),
+            run.cache([drawn[group] for group in groups]),
             groups,
             training_step=step,
             with_means=needs_rollout_means(run.config),

@@ -216,7 +216,7 @@ def _sample(
     family = actor.family
     shape = _latent_shape(run)
     steps = trainer.eval_num_inference_steps or sampling.num_inference_steps
-    conditioning = run.cache([prompts[index].text for index in indices])
+    conditioning = run.cache([prompts[index] for index in indices])
     noise = sde.initial_noise(shape, indices, [0] * len(indices), seed=_NOISE_SEED, training_step=0)
     final = sample_ode(
         actor.velocity(conditioning, transformer), noise.to(actor.device), family.schedule(steps, shape)

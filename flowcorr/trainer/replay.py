@@ -125,7 +125,7 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
     prompts, images = [samples.prompts[place] for place in places], samples.images[places]
     chosen = replace(
         rollout.select(torch.tensor(rows)),
-        conditioning=run.cache([prompt.text for prompt in prompts]),
+        conditioning=run.cache(prompts),
         conditioning_rows=torch.arange(len(prompts), device=run.actor.device),
         images=torch.from_numpy(images).to(run.actor.device),
     )

@@ -19,6 +19,7 @@ from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.base import check_guidance
 from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.records import Prompt
 from flowcorr.rewards import Reward, ThreadReward, build_reward, check_prompts, known_scores
 from flowcorr.rewards.combine import computes_on_gpu
 from flowcorr.rollout import RolloutEngine
@@ -62,7 +63,7 @@ def load_model(config: Config) -> ModelFamily:
 
 
 def build_stacks(
-    config: Config, family: ModelFamily, texts: Sequence[str], *, on_event: OnEvent = ignore_event
+    config: Config, family: ModelFamily, prompts: Sequence[Prompt], *, on_event: OnEvent = ignore_event
 ) -> Stacks:
     """Build the actor, embed prompts, and build the rollout engine, which has no weights before its first `sync`.
 
@@ -71,7 +72,7 @@ def build_stacks(
     Args:
         config: the configuration of both.
         family: the model as `load_model` returned it.
-        texts: the prompts.
+        prompts: the prompts.
         on_event: gets a record of each event that concerns Ray workers.
 
     Raises:
@@ -86,7 +87,7 @@ def build_stacks(
             with out_of_memory.explained(config, lambda: out_of_memory.PROBING):
                 probe = ComputedProbe(family, config, actor.weights.snapshot().tensors)
         with out_of_memory.explained(config, lambda: out_of_memory.ENCODING):
-            cache = PromptCache(family, actor.guidance, texts)
+            cache = PromptCache(family, actor.guidance, prompts)
         engine = _build_engine(config, actor, probe, on_event)
     return Stacks(actor=actor, engine=engine, cache=cache)
 
@@ -116,8 +117,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
                 on_failure.callback(reward.close)
             family = load_model(config)
         family.cuts.add((*prompts.train, *prompts.heldout))
-        texts = [prompt.text for prompt in (*prompts.train, *prompts.heldout)]
-        stacks = build_stacks(config, family, texts, on_event=on_event)
+        stacks = build_stacks(config, family, (*prompts.train, *prompts.heldout), on_event=on_event)
         on_failure.pop_all()
     run = TrainingRun(
         config=config,

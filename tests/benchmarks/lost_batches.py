@@ -24,6 +24,7 @@ from flowcorr.errors import BackendError
 from flowcorr.models import load_family
 from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from tests.prompts import prompts_of
 
 STEPS = 49  # of 2048 latents each, before and after it, with their means: 3 x 49 x 2048 floats
 
@@ -56,7 +57,7 @@ def main() -> None:
     )
     family = load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
     actor = DiffusionActor(family, config)
-    rows = family.encode(["cat"] * (arguments.size // 2), actor.guidance)
+    rows = family.encode(prompts_of(["cat"] * (arguments.size // 2)), actor.guidance)
     engine = VllmOmniEngine(
         family,
         config,

@@ -16,6 +16,7 @@ from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Terms
 from flowcorr.trainer.setup import load_model
 from tests.planted.plants import own_engine
+from tests.prompts import prompts_of
 
 STEPS = 4
 ROWS = {
@@ -36,13 +37,15 @@ def measured(*keys):
     stream = PromptStream(data.train, seed=config.trainer.seed)
     batches = [[prompt.text for prompt in stream.next(config.rollout.prompts_per_step)] for _ in range(STEPS)]
     exact = DiffusionActor(load_model(plain), plain)
-    cache = PromptCache(exact.family, exact.guidance, [text for texts in batches for text in texts])
+    cache = PromptCache(exact.family, exact.guidance, prompts_of(text for texts in batches for text in texts))
     actor = DiffusionActor(load_model(config), config)
     engine = own_engine(exact, plain)
     engine.sync(actor.weights.snapshot())
     gaps = []
     for step, texts in enumerate(batches, 1):
-        rollout = engine.sample(cache(texts), range(len(texts)), training_step=step, with_means=True)
+        rollout = engine.sample(
+            cache(prompts_of(texts)), range(len(texts)), training_step=step, with_means=True
+        )
         rows = {name: rows.to(actor.family.dtype) for name, rows in rollout.conditioning.items()}
         gaps.append(measure_gap(actor, replace(rollout, conditioning=rows)))
     return report_of("", Setting.of(config), Terms.concatenate(gaps), rollout.num_elements)

@@ -127,7 +127,7 @@ def profile_setting(setting: Setting, overrides: Sequence[str]) -> None:
         run, _ = build_run(config.load("tiny_jpeg_lora", [*overrides_of(setting, folder), *overrides]))
     run.engine.sync(run.actor.weights.snapshot())
     drawn = run.prompts.next(run.config.rollout.prompts_per_step)
-    conditioning = run.cache([prompt.text for prompt in drawn])
+    conditioning = run.cache(drawn)
 
     def sample():
         return run.engine.sample(conditioning, range(len(drawn)), training_step=1, with_means=False)

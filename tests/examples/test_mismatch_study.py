@@ -189,7 +189,7 @@ def test_wrong_prompts_are_sampled_as_such_and_scored_as_if_right(study):
     run, _ = build_run(config.load(study.run.RECIPE, [*SMALL, "data.num_heldout=2", "rollout.emulate=none"]))
     run.engine.sync(run.actor.weights.snapshot())
     engine = study.hooks.WrongPrompts(run.engine, share=0.3, seed=0)
-    conditioning = run.cache([prompt.text for prompt in run.prompts.next(2)])
+    conditioning = run.cache(run.prompts.next(2))
     sampling = {"training_step": 1, "with_means": True}
     plain, drawn = (one.sample(conditioning, range(2), **sampling) for one in (run.engine, engine))
     is_wrong = engine.is_wrong(8, 1)
@@ -215,7 +215,7 @@ def test_one_of_four_workers_has_a_gap_of_its_own(study, fault):
     run.engine.sync(run.actor.weights.snapshot())
     before = run.actor.weights.snapshot().tensors
     engine = study.hooks.OneOfFour(run.engine, run.actor.weights, fault)
-    conditioning = run.cache([prompt.text for prompt in run.prompts.next(4)])
+    conditioning = run.cache(run.prompts.next(4))
     drawn = engine.sample(conditioning, range(4), training_step=1, with_means=True)
     gap = (run.actor.log_probs(drawn).log_probs - drawn.log_probs).abs().amax(1)
     assert torch.equal(gap > 1e-5, drawn.group_ids == 3)
@@ -273,7 +273,7 @@ def test_an_unquantized_engine_is_exact_for_the_adapter_and_apart_from_the_quant
     engine = study.hooks.UnquantizedEngine(run.config, run.actor.weights)
     engine.sync(run.actor.weights.for_engine())
     drawn = engine.sample(
-        run.cache([prompt.text for prompt in run.prompts.next(2)]),
+        run.cache(run.prompts.next(2)),
         range(2),
         training_step=1,
         with_means=True,

@@ -12,6 +12,7 @@ from flowcorr.correction import compute_rollout_correction_and_rejection_mask
 from flowcorr.models import Guidance, load_family
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
+from tests.prompts import prompts_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,10 +90,10 @@ def test_moments_in_8_bits_follow_adamw_and_resume_with_the_same_bits():
 
 def test_offloaded_text_encoders_compute_on_the_device_and_go_back():
     model = config.ModelConfig(max_sequence_length=8)
-    expected = load_family(model, "cuda").encode(["cat", "dog"], Guidance())
+    expected = load_family(model, "cuda").encode(prompts_of(["cat", "dog"]), Guidance())
     family = load_family(replace(model, offload_text_encoders=True), "cuda")
     for _ in range(2):
-        found = family.encode(["cat", "dog"], Guidance())
+        found = family.encode(prompts_of(["cat", "dog"]), Guidance())
         assert {rows.device.type for rows in found.values()} == {"cuda"}
         torch.testing.assert_close(found, expected)
     parts = family.pipeline.components.items()

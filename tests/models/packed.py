@@ -25,6 +25,7 @@ from tiny_pipelines import (
 from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import sample_ode
+from tests.prompts import prompts_of
 from tests.tolerances import LATENTS, MEANS
 
 SHAPE = (4, 6, 16)
@@ -101,7 +102,7 @@ def noise(seed: int = 0, batch: int = 2) -> torch.Tensor:
 def assert_velocity_is_the_pipelines(packed: Packed, family: Any, guidance: Guidance) -> None:
     """In one forward for all prompts."""
     latents, timesteps, calls = noise(), torch.tensor([912.5, 303.0]), []
-    conditioning = family.encode(PROMPTS, guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), guidance)
     hook = family.transformer.register_forward_hook(lambda *_: calls.append(1))
     got = family.velocity(family.transformer, latents, timesteps, conditioning, guidance)
     hook.remove()
@@ -113,7 +114,7 @@ def assert_velocity_is_the_pipelines(packed: Packed, family: Any, guidance: Guid
 
 
 def assert_ode_is_the_pipelines(packed: Packed, family: Any, guidance: Guidance) -> None:
-    conditioning = family.encode(PROMPTS, guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), guidance)
     got = sample_ode(
         lambda latents, timesteps: family.velocity(
             family.transformer, latents, timesteps, conditioning, guidance

@@ -9,6 +9,7 @@ from flowcorr.models import Guidance, load_family
 from flowcorr.models.cuts import describe_cuts, readers
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
+from tests.prompts import prompts_of
 
 LENGTH = 40
 
@@ -44,22 +45,22 @@ def test_each_family_says_once_what_is_cut(family, caplog):
     assert f"of 4 beyond {limit} tokens, 2 of which lose words of their target" in line
     assert "2 become equal to another prompt" in line
     assert f"raise model.max_sequence_length={LENGTH}" in line
-    conditioning = family.encode([prompt.text for prompt in LONG], Guidance())
+    conditioning = family.encode(LONG, Guidance())
     assert all(torch.equal(rows[0], rows[1]) for rows in conditioning.values())  # they are equal indeed
-    PromptCache(family, Guidance(), [prompt.text for prompt in (*LONG, EARLY)])
+    PromptCache(family, Guidance(), (*LONG, EARLY))
     assert len(lines(caplog)) == 1
 
 
 def test_a_cache_says_it_for_all_its_prompts_at_once(family, caplog, monkeypatch):
     monkeypatch.setattr("flowcorr.models.prompt_cache.CHUNK_TOKENS", LENGTH)  # prompts are encoded one by one
-    PromptCache(family, Guidance(), [prompt.text for prompt in (*LONG, EARLY)])
+    PromptCache(family, Guidance(), (*LONG, EARLY))
     (line,) = lines(caplog)
     assert "3 of 3 beyond" in line
 
 
 def test_a_negative_prompt_is_read_to_its_end_or_named(family, caplog):
     guidance = Guidance(guidance_scale=3.0, true_cfg_scale=3.0, negative_prompt="ab " * 60)
-    family.encode(["ok"], guidance)
+    family.encode(prompts_of(["ok"]), guidance)
     named = any("sampling.negative_prompt is the first" in line for line in lines(caplog))
     assert named == family.encodes_negative
 
@@ -82,7 +83,7 @@ def test_the_check_counts_the_tokens_that_the_pipeline_is_given(family, monkeypa
             return original(self, text, *arguments, **options)
 
         monkeypatch.setattr(kind, "__call__", spy)
-    family.embed([prompt], Guidance())
+    family.embed(prompts_of([prompt]), Guidance())
     for reader in readers(family):
         ((text, limit),) = set(called[reader.name])
         assert text == family.tokenized_text(prompt)

@@ -13,6 +13,7 @@ from tests.models.packed import (
     assert_velocity_is_the_pipelines,
     noise,
 )
+from tests.prompts import prompts_of
 
 GUIDANCE = FLUX.guidance
 
@@ -38,7 +39,7 @@ def test_larger_images_get_more_noise(family):
 
 
 def test_encode_is_the_pipelines_own(family):
-    got = family.encode(PROMPTS, GUIDANCE)
+    got = family.encode(prompts_of(PROMPTS), GUIDANCE)
     embeds, pooled, _ = family.pipeline.encode_prompt(PROMPTS, None, max_sequence_length=FLUX.length)
     assert got.keys() == {"prompt_embeds", "pooled_prompt_embeds"}
     assert got["prompt_embeds"].shape == (2, FLUX.length, 32)
@@ -55,7 +56,12 @@ def test_schnell_is_the_pipelines(schnell):
 @torch.no_grad()
 def test_only_dev_reads_the_guidance_scale(request, variant, reads):
     family = request.getfixturevalue(variant)
-    inputs = (family.transformer, noise(), torch.tensor([912.5, 303.0]), family.encode(PROMPTS, GUIDANCE))
+    inputs = (
+        family.transformer,
+        noise(),
+        torch.tensor([912.5, 303.0]),
+        family.encode(prompts_of(PROMPTS), GUIDANCE),
+    )
     weak, strong = (family.velocity(*inputs, Guidance(guidance_scale=scale)) for scale in (1.0, 7.0))
     assert ((weak - strong).abs().max() > 1e-3) == reads
 
@@ -66,7 +72,9 @@ def embedded_scale(family, scale, dtype):
     embed = family.transformer.time_text_embed
     handle = embed.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
     family.transformer.to(dtype)
-    conditioning = {name: rows.to(dtype) for name, rows in family.encode(PROMPTS, GUIDANCE).items()}
+    conditioning = {
+        name: rows.to(dtype) for name, rows in family.encode(prompts_of(PROMPTS), GUIDANCE).items()
+    }
     timesteps, guidance = torch.tensor([912.5, 303.0]), Guidance(guidance_scale=scale)
     with torch.no_grad():
         family.velocity(family.transformer, noise(), timesteps, conditioning, guidance)
@@ -92,7 +100,7 @@ def test_guidance_that_is_not_embedded_is_not_rounded(schnell):
 
 @torch.no_grad()
 def test_velocity_depends_on_the_place(family):
-    conditioning = family.encode(PROMPTS, GUIDANCE)
+    conditioning = family.encode(prompts_of(PROMPTS), GUIDANCE)
     same = noise(batch=1).expand(2, *SHAPE)
     timesteps = torch.full((2,), 500.0)
     got = family.velocity(family.transformer, same, timesteps, conditioning, GUIDANCE)

@@ -16,6 +16,7 @@ from tests.models.learning import (
     assert_log_probs_are_those_of_a_loop,
     in_bfloat16,
 )
+from tests.prompts import prompts_of
 from tests.tolerances import LATENTS, MEANS
 
 HEIGHT, WIDTH = FLUX2_KLEIN_SIZE
@@ -112,20 +113,20 @@ def test_the_schedule_is_the_pipelines(family, steps, shape):
 
 
 def test_encode_is_the_pipelines_own(family):
-    got = family.encode(PROMPTS, Guidance(guidance_scale=3.0, negative_prompt="bad"))
+    got = family.encode(prompts_of(PROMPTS), Guidance(guidance_scale=3.0, negative_prompt="bad"))
     assert got.keys() == {"prompt_embeds", "negative_prompt_embeds"}
     assert got["prompt_embeds"].shape == (2, LENGTH, 96)  # three layers of width 32
     for name, prompts in (("prompt_embeds", PROMPTS), ("negative_prompt_embeds", ["bad", "bad"])):
         expected, _ = family.pipeline.encode_prompt(prompts, max_sequence_length=LENGTH)
         torch.testing.assert_close(got[name], expected, **MEANS)
-    assert family.encode(PROMPTS, Guidance()).keys() == {"prompt_embeds"}
+    assert family.encode(prompts_of(PROMPTS), Guidance()).keys() == {"prompt_embeds"}
 
 
 @pytest.mark.parametrize("guidance", [Guidance(), GUIDED])
 @torch.no_grad()
 def test_velocity_is_the_pipelines(family, guidance):
     latents, timesteps = noise(), torch.tensor([912.5, 303.0])
-    conditioning = family.encode(PROMPTS, guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), guidance)
     got = family.velocity(family.transformer, latents, timesteps, conditioning, guidance)
     for row, prompt in enumerate(PROMPTS):
         expected = pipeline_velocity(
@@ -137,7 +138,7 @@ def test_velocity_is_the_pipelines(family, guidance):
 
 @torch.no_grad()
 def test_velocity_depends_on_prompt_and_place(family):
-    conditioning = family.encode(PROMPTS, Guidance())
+    conditioning = family.encode(prompts_of(PROMPTS), Guidance())
     same = noise(batch=1).expand(2, *SHAPE)
     timesteps = torch.full((2,), 500.0)
     got = family.velocity(family.transformer, same, timesteps, conditioning, Guidance())
@@ -149,7 +150,7 @@ def test_velocity_depends_on_prompt_and_place(family):
 @pytest.mark.parametrize("guidance", [Guidance(), GUIDED])
 def test_sampled_images_are_those_of_the_pipelines_own_call(family, guidance):
     """The pipeline returns latents that it has scaled for the VAE, so images are compared as well as those."""
-    conditioning = family.encode(PROMPTS, guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), guidance)
     final = sample_ode(
         lambda latents, timesteps: family.velocity(
             family.transformer, latents, timesteps, conditioning, guidance
@@ -179,9 +180,9 @@ def test_sampled_images_are_those_of_the_pipelines_own_call(family, guidance):
 def test_a_distilled_model_refuses_guidance(tmp_path):
     path = build_tiny_flux2_klein(tmp_path, is_distilled=True)
     distilled = load_family(ModelConfig(path=str(path), max_sequence_length=LENGTH))
-    assert distilled.encode(PROMPTS, Guidance()).keys() == {"prompt_embeds"}
+    assert distilled.encode(prompts_of(PROMPTS), Guidance()).keys() == {"prompt_embeds"}
     with pytest.raises(ConfigError, match=r"sampling\.guidance_scale=3\.0 needs a base model.*set it to 1"):
-        distilled.encode(PROMPTS, GUIDED)
+        distilled.encode(prompts_of(PROMPTS), GUIDED)
 
 
 def test_log_probs_equal_an_independent_loop(path, make_config):
@@ -198,14 +199,14 @@ def test_one_update_and_its_adapter_loads_into_a_pipeline(path, make_config, tmp
         12 + 1
     )  # (A, B) of a double block's targets and a single block's
     fresh = load_family(ModelConfig(path=path, max_sequence_length=LENGTH))
-    inputs = (noise(), torch.tensor([900.0, 300.0]), family.encode(PROMPTS, GUIDED), GUIDED)
+    inputs = (noise(), torch.tensor([900.0, 300.0]), family.encode(prompts_of(PROMPTS), GUIDED), GUIDED)
     assert_an_adapter_is_learned_and_loads(connected, fresh, inputs, tmp_path, FLUX2_KLEIN_SIZE)
 
 
 @torch.no_grad()
 def test_a_bfloat16_transformer_computes_with_the_timesteps_of_its_schedule(path):
     family = load_family(ModelConfig(path=path, dtype="bfloat16", max_sequence_length=LENGTH))
-    conditioning = family.encode(PROMPTS[:1], Guidance())
+    conditioning = family.encode(prompts_of(PROMPTS[:1]), Guidance())
     exact = family.schedule(10, SHAPE)
     rounded = family.in_dtype(exact, torch.bfloat16)
     assert rounded.timesteps == pytest.approx(exact.timesteps, rel=2**-7)

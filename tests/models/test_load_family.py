@@ -12,6 +12,7 @@ from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.pipelines import find_architecture
 from flowcorr.models import EMBEDDED, Guidance, load_family, resolve_path
+from tests.prompts import prompts_of
 
 
 def test_the_embedded_model_is_frozen_and_in_evaluation_mode():
@@ -160,11 +161,11 @@ def encoders_of(family):
 def test_offloaded_text_encoders_give_the_same_embeddings(tmp_path, tiny):
     model = ModelConfig(path=str(tiny.build(tmp_path / "model")), max_sequence_length=16)
     guidance = Guidance(guidance_scale=3.0, true_cfg_scale=3.0, negative_prompt="bad")
-    expected = load_family(model).encode(["cat", "dog"], guidance)
+    expected = load_family(model).encode(prompts_of(["cat", "dog"]), guidance)
     family = load_family(model)
     family.offload_text_encoders("cpu")
     for _ in range(2):  # the hooks stay
-        found = family.encode(["cat", "dog"], guidance)
+        found = family.encode(prompts_of(["cat", "dog"]), guidance)
         assert found.keys() == expected.keys()
         for name, rows in found.items():
             assert torch.equal(rows, expected[name]), name

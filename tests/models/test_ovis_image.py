@@ -6,6 +6,7 @@ import torch
 from flowcorr.models import Guidance
 from flowcorr.models.ovis_image import OvisImage
 from tests.models.packed import OVIS, PROMPTS
+from tests.prompts import prompts_of
 from tests.tolerances import MEANS
 
 
@@ -15,7 +16,7 @@ def family(tmp_path_factory):
 
 
 def test_encode_is_the_pipelines_own(family):
-    got = family.encode(PROMPTS, OVIS.guidance)
+    got = family.encode(prompts_of(PROMPTS), OVIS.guidance)
     assert got.keys() == {"prompt_embeds", "negative_prompt_embeds"}
     for name, prompts in (("prompt_embeds", PROMPTS), ("negative_prompt_embeds", ["bad", "bad"])):
         expected = family.pipeline.encode_prompt(
@@ -23,7 +24,7 @@ def test_encode_is_the_pipelines_own(family):
         )[0]
         assert got[name].shape == (2, OVIS.length, 32)
         torch.testing.assert_close(got[name], expected, **MEANS)
-    assert family.encode(PROMPTS, Guidance()).keys() == {"prompt_embeds"}
+    assert family.encode(prompts_of(PROMPTS), Guidance()).keys() == {"prompt_embeds"}
 
 
 def test_the_engine_adapts_seven_of_its_twelve_targets():

@@ -23,6 +23,7 @@ from tests.models.packed import (
     assert_velocity_is_the_pipelines,
     noise,
 )
+from tests.prompts import prompts_of
 
 FAMILIES = (FLUX, QWEN, OVIS)
 GUIDED = [
@@ -95,7 +96,7 @@ def test_velocity_is_the_pipelines_in_one_forward(packed, family, guidance):
 @torch.no_grad()
 def test_velocity_depends_on_the_prompt(packed, family):
     guidance = packed.guidances[0]
-    conditioning = family.encode(PROMPTS, guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), guidance)
     same = noise(batch=1).expand(2, *SHAPE)
     got = family.velocity(family.transformer, same, torch.full((2,), 500.0), conditioning, guidance)
     assert (got[0] - got[1]).abs().max() > 1e-3
@@ -134,7 +135,7 @@ def test_log_probs_equal_an_independent_loop(packed, path, make_config, guidance
 def test_one_update_and_its_adapter_loads_into_a_pipeline(packed, path, family, make_config, tmp_path):
     connected = _, actor, _, _ = connect(make_config(**packed.sections(path)), PROMPTS)
     assert len(actor.weights.parameters) == packed.adapter_tensors
-    conditioning = family.encode(PROMPTS, packed.guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), packed.guidance)
     inputs = (noise(), torch.tensor([900.0, 300.0]), conditioning, packed.guidance)
     assert_an_adapter_is_learned_and_loads(connected, packed.load(path), inputs, tmp_path, packed.size)
 
@@ -142,7 +143,7 @@ def test_one_update_and_its_adapter_loads_into_a_pipeline(packed, path, family, 
 @torch.no_grad()
 def test_a_bfloat16_transformer_computes_with_the_timesteps_of_its_schedule(packed, path):
     family = packed.load(path, dtype="bfloat16")
-    conditioning = family.encode(PROMPTS[:1], packed.guidance)
+    conditioning = family.encode(prompts_of(PROMPTS[:1]), packed.guidance)
     exact = family.schedule(10, SHAPE)
     rounded = family.in_dtype(exact, torch.bfloat16)
     assert rounded.sigmas == exact.sigmas

@@ -6,6 +6,7 @@ import torch
 from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, load_family, prompt_cache
 from flowcorr.models.prompt_cache import CHUNK, PromptCache
+from tests.prompts import prompts_of
 from tests.tolerances import MEANS
 
 GUIDED = Guidance(guidance_scale=4.0, negative_prompt="bad")
@@ -19,9 +20,9 @@ def family():
 @pytest.mark.parametrize("guidance", [Guidance(), GUIDED])
 def test_rows_equal_a_direct_encoding(family, guidance):
     texts = ["cat", "dog", "bird"]
-    direct = family.encode(texts, guidance)
-    cache = PromptCache(family, guidance, texts)
-    cached = cache(["bird", "cat", "bird"])
+    direct = family.encode(prompts_of(texts), guidance)
+    cache = PromptCache(family, guidance, prompts_of(texts))
+    cached = cache(prompts_of(["bird", "cat", "bird"]))
     assert cached.keys() == direct.keys()
     for name, rows in cached.items():
         torch.testing.assert_close(rows, direct[name][[2, 0, 2]], **MEANS)
@@ -32,10 +33,12 @@ def test_spellings_of_a_text_have_the_rows_of_the_first(family, monkeypatch, max
     asked = []
     encode = family.encode
     monkeypatch.setattr(
-        family, "encode", lambda texts, guidance: asked.extend(texts) or encode(texts, guidance)
+        family,
+        "encode",
+        lambda prompts, guidance: asked.extend(each.text for each in prompts) or encode(prompts, guidance),
     )
-    cache = PromptCache(family, Guidance(), ["can't", "can\u2019t", "dog"], max_bytes=max_bytes)
-    rows = cache(["can\u2019t", "can't", "can\u00b4t"])
+    cache = PromptCache(family, Guidance(), prompts_of(["can't", "can\u2019t", "dog"]), max_bytes=max_bytes)
+    rows = cache(prompts_of(["can\u2019t", "can't", "can\u00b4t"]))
     for values in rows.values():
         assert torch.equal(values[0], values[1])
         assert torch.equal(values[0], values[2])
@@ -44,15 +47,15 @@ def test_spellings_of_a_text_have_the_rows_of_the_first(family, monkeypatch, max
 
 def test_prompts_that_are_encoded_one_by_one_have_the_same_rows(family, monkeypatch):
     texts = ["cat", "dog", "bird"]
-    direct = family.encode(texts, GUIDED)
+    direct = family.encode(prompts_of(texts), GUIDED)
     monkeypatch.setattr(prompt_cache, "CHUNK_TOKENS", family.text_tokens)
     assert prompt_cache.chunk_size(family.text_tokens) == 1
-    for name, rows in PromptCache(family, GUIDED, texts)(texts).items():
+    for name, rows in PromptCache(family, GUIDED, prompts_of(texts))(prompts_of(texts)).items():
         torch.testing.assert_close(rows, direct[name], **MEANS)
 
 
 def test_encoders_are_freed_once_all_prompts_are_known(family):
-    PromptCache(family, Guidance(), ["cat"])
+    PromptCache(family, Guidance(), prompts_of(["cat"]))
     assert family.pipeline.text_encoder is None
     assert family.pipeline.text_encoder_2 is None
     assert family.pipeline.text_encoder_3 is None
@@ -60,17 +63,17 @@ def test_encoders_are_freed_once_all_prompts_are_known(family):
 
 def test_encoders_wait_in_main_memory_where_the_embeddings_do_not_fit(family, caplog, monkeypatch):
     texts = ["cat", "dog"]
-    expected = {text: family.encode([text], Guidance()) for text in texts}
+    expected = {text: family.encode(prompts_of([text]), Guidance()) for text in texts}
     with caplog.at_level("INFO"):
-        cache = PromptCache(family, Guidance(), texts, max_bytes=1)
+        cache = PromptCache(family, Guidance(), prompts_of(texts), max_bytes=1)
     assert "the text encoders stay in memory" in caplog.text
     assert family.pipeline.text_encoder is not None
     moves = []
     move = family.move_text_encoders
     monkeypatch.setattr(family, "move_text_encoders", lambda device: moves.append(device) or move(device))
-    together = cache(["dog", "cat"])
+    together = cache(prompts_of(["dog", "cat"]))
     assert moves == [next(family.transformer.parameters()).device, torch.device("cpu")]
-    cache(["dog"])
+    cache(prompts_of(["dog"]))
     assert len(moves) == 2  # nothing to encode
     for row, text in enumerate(["dog", "cat"]):
         for name, rows in together.items():
@@ -81,11 +84,11 @@ def test_encoders_wait_in_main_memory_where_the_embeddings_do_not_fit(family, ca
 @pytest.mark.parametrize("max_bytes", [1, 10**9])
 def test_offloaded_encoders_give_the_same_rows_and_are_freed(family, max_bytes):
     texts = ["cat", "dog"]
-    expected = PromptCache(family, GUIDED, texts)(texts)
+    expected = PromptCache(family, GUIDED, prompts_of(texts))(prompts_of(texts))
     offloaded = load_family(ModelConfig(path="tiny_ocr", max_sequence_length=8))
     offloaded.offload_text_encoders("cpu")
     encoder = weakref.ref(offloaded.pipeline.text_encoder_3)
-    rows = PromptCache(offloaded, GUIDED, texts, max_bytes=max_bytes)(texts)
+    rows = PromptCache(offloaded, GUIDED, prompts_of(texts), max_bytes=max_bytes)(prompts_of(texts))
     assert rows.keys() == expected.keys()
     for name in rows:
         torch.testing.assert_close(rows[name], expected[name])
@@ -94,38 +97,35 @@ def test_offloaded_encoders_give_the_same_rows_and_are_freed(family, max_bytes):
 
 def test_rows_that_do_not_fit_are_dropped_oldest_first(family, monkeypatch):
     texts = ["cat", "dog", "bird", "fish"]
-    row = sum(rows.nbytes for rows in family.encode(["cat"], Guidance()).values())
-    cache = PromptCache(family, Guidance(), texts, max_bytes=2 * row)
+    row = sum(rows.nbytes for rows in family.encode(prompts_of(["cat"]), Guidance()).values())
+    cache = PromptCache(family, Guidance(), prompts_of(texts), max_bytes=2 * row)
     asked = []
     encode = family.encode
     monkeypatch.setattr(
-        family, "encode", lambda texts, guidance: asked.extend(texts) or encode(texts, guidance)
+        family,
+        "encode",
+        lambda prompts, guidance: asked.extend(each.text for each in prompts) or encode(prompts, guidance),
     )
-    for text in (
-        "cat",
-        "dog",
-        "cat",
-        "bird",
-    ):  # bird takes the place of dog, which was not asked for the longest
-        cache([text])
+    for text in ("cat", "dog", "cat", "bird"):  # bird takes the place of dog, the longest not asked for
+        cache(prompts_of([text]))
     assert asked == ["cat", "dog", "bird"]
-    cache(["cat", "bird"])
+    cache(prompts_of(["cat", "bird"]))
     assert asked == ["cat", "dog", "bird"]
-    assert len(cache(texts)["prompt_embeds"]) == len(texts)  # a call that does not fit itself
+    assert len(cache(prompts_of(texts))["prompt_embeds"]) == len(texts)  # a call that does not fit itself
     assert asked == ["cat", "dog", "bird", "dog", "fish"]
-    cache(["cat"])
+    cache(prompts_of(["cat"]))
     assert asked == ["cat", "dog", "bird", "dog", "fish"]
-    cache(["dog"])
-    cache(["cat"])
+    cache(prompts_of(["dog"]))
+    cache(prompts_of(["cat"]))
     assert asked[5:] == ["dog"]  # only two rows fit, and cat was asked for last
-    cache(["fish"])
+    cache(prompts_of(["fish"]))
     assert asked[5:] == ["dog", "fish"]
 
 
 def test_the_negative_prompt_is_stored_once(family):
     texts = ["cat", "dog", "bird"]
-    bare = sum(rows.nbytes for rows in family.encode(texts, Guidance()).values())
-    PromptCache(family, GUIDED, texts, max_bytes=bare)
+    bare = sum(rows.nbytes for rows in family.encode(prompts_of(texts), Guidance()).values())
+    PromptCache(family, GUIDED, prompts_of(texts), max_bytes=bare)
     assert family.pipeline.text_encoder is None  # all rows fit
 
 
@@ -134,7 +134,7 @@ def test_the_negative_prompt_is_encoded_with_the_first_prompts_only(family, max_
     texts = [f"{a}{b}" for a in "abcdefghij" for b in "klmnopqrst"]
     rows = []
     family.pipeline.text_encoder.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    PromptCache(family, GUIDED, texts, max_bytes=max_bytes)(texts)
+    PromptCache(family, GUIDED, prompts_of(texts), max_bytes=max_bytes)(prompts_of(texts))
     again = CHUNK if max_bytes == 1 else 0  # prompts of the first chunk, which were not kept
     assert sum(rows) == len(texts) + again + CHUNK  # the pipeline encodes it for each prompt of a call
 
@@ -142,8 +142,8 @@ def test_the_negative_prompt_is_encoded_with_the_first_prompts_only(family, max_
 def test_more_prompts_than_a_chunk(family):
     texts = [a + b + c for a in "abcde" for b in "fghij" for c in "klm"]
     assert len(texts) > CHUNK
-    last = family.encode([texts[-1]], Guidance())
-    cache = PromptCache(family, Guidance(), [*texts, *texts])
-    rows = cache(texts)
+    last = family.encode(prompts_of([texts[-1]]), Guidance())
+    cache = PromptCache(family, Guidance(), prompts_of([*texts, *texts]))
+    rows = cache(prompts_of(texts))
     assert len(rows["prompt_embeds"]) == len(texts)
     torch.testing.assert_close(rows["prompt_embeds"][-1], last["prompt_embeds"][0])

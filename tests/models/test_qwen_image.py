@@ -8,6 +8,7 @@ from flowcorr.models import Guidance, load_family
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.models.qwen_image import guided_at_equal_norm
 from tests.models.packed import PROMPTS, QWEN, noise
+from tests.prompts import prompts_of
 from tests.tolerances import MEANS
 
 GUIDED = QWEN.guidance
@@ -24,7 +25,7 @@ def family(path):
 
 
 def test_prompts_of_any_length_become_rows_of_one_shape(family):
-    got = family.encode(PROMPTS, GUIDED)
+    got = family.encode(prompts_of(PROMPTS), GUIDED)
     assert set(got) == {
         "prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask"
     }  # fmt: skip
@@ -39,16 +40,16 @@ def test_prompts_of_any_length_become_rows_of_one_shape(family):
             torch.testing.assert_close(embeds[row, :count], alone[0])
             assert (embeds[row, count:] == 0).all()
     assert got["prompt_embeds_mask"][0].sum() < got["prompt_embeds_mask"][1].sum()
-    assert set(family.encode(PROMPTS, Guidance(guidance_scale=4.0))) == {
+    assert set(family.encode(prompts_of(PROMPTS), Guidance(guidance_scale=4.0))) == {
         "prompt_embeds",
         "prompt_embeds_mask",
     }
 
 
 def test_a_long_prompt_is_cut_and_said_so(family, caplog):
-    family.encode(PROMPTS, Guidance())
+    family.encode(prompts_of(PROMPTS), Guidance())
     assert not caplog.records
-    got = family.encode(["cat", "x" * 100], Guidance())
+    got = family.encode(prompts_of(["cat", "x" * 100]), Guidance())
     assert got["prompt_embeds"].shape == (2, QWEN.length, 32)
     assert got["prompt_embeds_mask"][1].all()
     assert "1 of 1 beyond 58 tokens" in caplog.text
@@ -56,9 +57,9 @@ def test_a_long_prompt_is_cut_and_said_so(family, caplog):
 
 def test_prompts_can_be_cached(path):
     family = QWEN.load(path)
-    direct = family.encode(PROMPTS, GUIDED)
-    cache = PromptCache(family, GUIDED, PROMPTS)
-    for name, rows in cache(PROMPTS[::-1]).items():
+    direct = family.encode(prompts_of(PROMPTS), GUIDED)
+    cache = PromptCache(family, GUIDED, prompts_of(PROMPTS))
+    for name, rows in cache(prompts_of(PROMPTS[::-1])).items():
         torch.testing.assert_close(rows, direct[name].flip(0)[:, : rows.shape[1]], **MEANS)
     assert family.pipeline.text_encoder is None
 
@@ -66,8 +67,8 @@ def test_prompts_can_be_cached(path):
 @torch.no_grad()
 def test_text_is_cut_to_the_longest_prompt_without_changing_the_velocity(path):
     family = load_family(ModelConfig(path=path, max_sequence_length=200))
-    direct = family.encode(PROMPTS, GUIDED)
-    cached = PromptCache(family, GUIDED, PROMPTS)(PROMPTS)
+    direct = family.encode(prompts_of(PROMPTS), GUIDED)
+    cached = PromptCache(family, GUIDED, prompts_of(PROMPTS))(prompts_of(PROMPTS))
     longest = max(int(direct[name].sum(1).max()) for name in direct if name.endswith("_mask"))
     assert {rows.shape[1] for rows in direct.values()} == {200}
     assert {rows.shape[1] for rows in cached.values()} == {-(-longest // 16) * 16}

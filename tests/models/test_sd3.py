@@ -5,6 +5,7 @@ from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import decode
+from tests.prompts import prompts_of
 
 SHAPE = (4, 8, 16)
 
@@ -59,7 +60,7 @@ def test_dynamic_shifting_depends_on_the_latent_shape(family):
 
 
 def test_encode_is_the_pipelines_own(family):
-    got = family.encode(["cat", "dog"], Guidance())
+    got = family.encode(prompts_of(["cat", "dog"]), Guidance())
     embeds, _, pooled, _ = family.pipeline.encode_prompt(
         prompt=["cat", "dog"], prompt_2=None, prompt_3=None, do_classifier_free_guidance=False,
         max_sequence_length=8,
@@ -70,8 +71,8 @@ def test_encode_is_the_pipelines_own(family):
 
 
 def test_encode_adds_the_negative_prompt_under_guidance(family):
-    got = family.encode(["cat", "dog"], Guidance(guidance_scale=3.0, negative_prompt="bad"))
-    alone = family.encode(["bad"], Guidance())
+    got = family.encode(prompts_of(["cat", "dog"]), Guidance(guidance_scale=3.0, negative_prompt="bad"))
+    alone = family.encode(prompts_of(["bad"]), Guidance())
     torch.testing.assert_close(got["negative_prompt_embeds"][1], alone["prompt_embeds"][0])
     torch.testing.assert_close(got["negative_pooled_prompt_embeds"][0], alone["pooled_prompt_embeds"][0])
 
@@ -79,7 +80,7 @@ def test_encode_adds_the_negative_prompt_under_guidance(family):
 @torch.no_grad()
 def test_velocity_is_the_transformers_output(family):
     latents, timesteps = inputs()
-    conditioning = family.encode(["cat", "dog"], Guidance())
+    conditioning = family.encode(prompts_of(["cat", "dog"]), Guidance())
     got = family.velocity(family.transformer, latents, timesteps, conditioning, Guidance())
     expected = family.transformer(
         hidden_states=latents,
@@ -97,13 +98,13 @@ def test_guidance_is_two_velocities_in_one_forward(family):
     guidance = Guidance(guidance_scale=2.5, negative_prompt="bad")
     calls = []
     hook = family.transformer.register_forward_hook(lambda *_: calls.append(1))
-    conditioning = family.encode(["cat", "dog"], guidance)
+    conditioning = family.encode(prompts_of(["cat", "dog"]), guidance)
     got = family.velocity(family.transformer, latents, timesteps, conditioning, guidance)
     assert len(calls) == 1
     hook.remove()
 
     def alone(texts):
-        rows = family.encode(texts, Guidance())
+        rows = family.encode(prompts_of(texts), Guidance())
         return family.velocity(family.transformer, latents, timesteps, rows, Guidance())
 
     positive, negative = alone(["cat", "dog"]), alone(["bad", "bad"])
@@ -113,7 +114,7 @@ def test_guidance_is_two_velocities_in_one_forward(family):
 def test_velocity_is_float32_in_a_bfloat16_model():
     family = load_family(ModelConfig(path="tiny_ocr", dtype="bfloat16", max_sequence_length=8))
     latents, timesteps = inputs()
-    conditioning = family.encode(["cat", "dog"], Guidance())
+    conditioning = family.encode(prompts_of(["cat", "dog"]), Guidance())
     assert conditioning["prompt_embeds"].dtype == torch.bfloat16
     assert (
         family.velocity(family.transformer, latents, timesteps, conditioning, Guidance()).dtype

@@ -16,6 +16,7 @@ from tests.models.learning import (
     assert_log_probs_are_those_of_a_loop,
     in_bfloat16,
 )
+from tests.prompts import prompts_of
 from tests.tolerances import LATENTS, MEANS
 
 HEIGHT, WIDTH = Z_IMAGE_SIZE
@@ -109,7 +110,7 @@ def test_the_schedule_is_the_pipelines(path, steps, dynamic):
 
 
 def test_encode_is_the_pipelines_own(family):
-    got = family.encode(PROMPTS, GUIDED)
+    got = family.encode(prompts_of(PROMPTS), GUIDED)
     positive, negative = family.pipeline.encode_prompt(
         list(PROMPTS), negative_prompt=["bad"] * 2, max_sequence_length=LENGTH
     )
@@ -120,11 +121,11 @@ def test_encode_is_the_pipelines_own(family):
             assert mask.sum() == len(expected) < LENGTH
             torch.testing.assert_close(embeds[mask], expected, **MEANS)
             assert embeds[~mask].abs().max() == 0
-    assert family.encode(PROMPTS, Guidance()).keys() == {"prompt_embeds", "prompt_embeds_mask"}
+    assert family.encode(prompts_of(PROMPTS), Guidance()).keys() == {"prompt_embeds", "prompt_embeds_mask"}
 
 
 def test_a_long_prompt_is_cut_off_as_the_pipeline_does(family):
-    mask = family.encode(["word " * 100, "cat"], Guidance())["prompt_embeds_mask"]
+    mask = family.encode(prompts_of(["word " * 100, "cat"]), Guidance())["prompt_embeds_mask"]
     assert mask.sum(1).tolist() == [LENGTH, 17]
 
 
@@ -132,7 +133,7 @@ def test_a_long_prompt_is_cut_off_as_the_pipeline_does(family):
 @torch.no_grad()
 def test_velocity_is_the_pipelines(family, guidance):
     latents, timesteps = noise(), torch.tensor([912.5, 303.0])
-    conditioning = family.encode(PROMPTS, guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), guidance)
     got = family.velocity(family.transformer, latents, timesteps, conditioning, guidance)
     for row, prompt in enumerate(PROMPTS):
         expected = pipeline_velocity(family.pipeline, latents[row], timesteps[row].item(), prompt, guidance)
@@ -142,7 +143,7 @@ def test_velocity_is_the_pipelines(family, guidance):
 
 @torch.no_grad()
 def test_velocity_depends_on_the_prompt_and_on_its_length(family):
-    conditioning = family.encode([PROMPTS[1]] * 2, Guidance())
+    conditioning = family.encode(prompts_of([PROMPTS[1]] * 2), Guidance())
     conditioning["prompt_embeds_mask"][1, 20:] = False
     same = noise(batch=1).expand(2, *SHAPE)
     got = family.velocity(family.transformer, same, torch.full((2,), 500.0), conditioning, Guidance())
@@ -151,7 +152,7 @@ def test_velocity_depends_on_the_prompt_and_on_its_length(family):
 
 @pytest.mark.parametrize("guidance", [Guidance(), GUIDED])
 def test_the_ode_sampler_is_the_pipelines_own_call(family, guidance):
-    conditioning = family.encode(PROMPTS, guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), guidance)
     got = sample_ode(
         lambda latents, timesteps: family.velocity(
             family.transformer, latents, timesteps, conditioning, guidance
@@ -198,7 +199,7 @@ def test_one_update_and_its_adapter_loads_into_a_pipeline(path, make_config, tmp
     connected = family, actor, _, _ = connect(make_config(**settings(path)), PROMPTS)
     assert len(actor.weights.parameters) == 2 * 7 * 4  # (A, B) of the targets of two layers and two refiners
     fresh = load_family(ModelConfig(path=path, max_sequence_length=LENGTH))
-    inputs = (noise(), torch.tensor([900.0, 300.0]), family.encode(PROMPTS, GUIDED), GUIDED)
+    inputs = (noise(), torch.tensor([900.0, 300.0]), family.encode(prompts_of(PROMPTS), GUIDED), GUIDED)
     assert_an_adapter_is_learned_and_loads(connected, fresh, inputs, tmp_path, Z_IMAGE_SIZE)
 
 

@@ -32,6 +32,7 @@ from flowcorr.rewards.base import RewardOutput
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.planted.engine_faults import FAULTS, EngineFault, Place
+from tests.prompts import prompts_of
 from tests.rollout.vllm_omni.conftest import Stack, running, stack_config
 
 WORDS = ("cat", "dog", "owl", "fox")
@@ -84,7 +85,7 @@ class Bench:
             worker=the_one(RolloutWorker),
         )
         self._initial, self._moves = stack.actor.weights.snapshot(), copy.copy(stack.engine._moves)
-        self._cache = PromptCache(stack.family, stack.actor.guidance, list(WORDS))
+        self._cache = PromptCache(stack.family, stack.actor.guidance, prompts_of(WORDS))
 
     def named(self, fault: EngineFault | None, size: float = 0.0) -> Named:
         """What names a fault of this size; None for a clean engine."""

@@ -89,16 +89,15 @@ class Bench:
                 prompts_per_step=num_prompts,
             ),
         )
-        texts = first_prompts(config, num_prompts)
-        if len(texts) < 2:
+        self._prompts = first_prompts(config, num_prompts)
+        if len(self._prompts) < 2:
             raise ConfigError(
                 f"data.path={config.data.path!r} has one training prompt, and planted faults mix prompts up; give at "
                 "least 2 different ones"
             )
         self._float32 = float32
-        self._prompts = [Prompt(text=text) for text in texts]
         self.actor = DiffusionActor(load_model(self.config), self.config)
-        self._cache = PromptCache(self.actor.family, self.actor.guidance, texts)
+        self._cache = PromptCache(self.actor.family, self.actor.guidance, self._prompts)
 
     def report(self, plant: Plant | None = None) -> Report:
         """The doctor's report on an engine with a fault, or on a clean one.
@@ -107,8 +106,7 @@ class Bench:
             BackendError: the engine fails.
             BatchError: likewise.
         """
-        texts = [prompt.text for prompt in self._prompts]
-        return examine(self.actor, self._engine(plant), self._cache(texts), float32=self._float32)
+        return examine(self.actor, self._engine(plant), self._cache(self._prompts), float32=self._float32)
 
     def rules(self, plant: Plant | None = None) -> list[str]:
         """The rules that speak at the first training step, without waiting for more steps.

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import InProcessEngine, decode, in_process
+from tests.prompts import prompts_of
 from tests.tolerances import LATENTS, LOG_PROBS
 
 EMULATED = ["int8", "fp8", "int4"]
@@ -259,5 +260,7 @@ def test_a_family_may_be_sampled_without_an_actor(make_config):
     engine = InProcessEngine(
         family, config.rollout, config.sampling, seed=0, merge=dict, base=family.transformer
     )
-    rollout = engine.sample(family.encode(["cat"], Guidance()), [7], training_step=1, with_means=False)
+    rollout = engine.sample(
+        family.encode(prompts_of(["cat"]), Guidance()), [7], training_step=1, with_means=False
+    )
     assert rollout.group_ids.tolist() == [7] * 4

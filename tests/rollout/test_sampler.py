@@ -9,6 +9,7 @@ from flowcorr.config.schema import SamplingConfig
 from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import decode, sample_ode, sample_sde_window
 from flowcorr.rollout.sampler import MISSING, to_images
+from tests.prompts import prompts_of
 from tests.tolerances import LATENTS, LOG_PROBS
 
 PROMPTS = ["cat", "dog"]
@@ -68,7 +69,7 @@ def test_one_pixel_that_is_not_finite_leaves_no_picture(bad, dtype):
 
 
 def bound_velocity(family, guidance):
-    conditioning = family.encode(PROMPTS, guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), guidance)
 
     def velocity(latents, timesteps, rows=slice(None)):
         chosen = {name: values[rows] for name, values in conditioning.items()}
@@ -246,7 +247,7 @@ def test_twins_share_what_is_the_same(family, starts, second):
     """Rows 0, 1, 3 and 2, 4 are twins; each waits for its own window, whose `second` step comes so much later."""
     twins, windows = [7, 7, 5, 7, 5, 9], torch.tensor([[start, start + second] for start in starts])
     guidance = Guidance(guidance_scale=3.0)
-    conditioning = family.encode(["cat", "cat", "dog", "cat", "dog", "sun"], guidance)
+    conditioning = family.encode(prompts_of(["cat", "cat", "dog", "cat", "dog", "sun"]), guidance)
     noises = torch.randn(10, 4, 8, 16, generator=torch.Generator().manual_seed(3))
     called = []
 

@@ -16,6 +16,7 @@ from flowcorr.trainer.images import labelled
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 from tests.overflow import overflow, overflow_one
+from tests.prompts import prompts_of
 from tests.trainer.runs import small_config
 
 PLACEMENTS = ("local", "thread")
@@ -32,7 +33,9 @@ def prepared():
         run.engine.sync(run.actor.weights.for_engine())
         drawn = run.prompts.peek(run.config.rollout.prompts_per_step)
         texts = [prompt.text for prompt in drawn]
-        rollout = run.engine.sample(run.cache(texts), range(len(texts)), training_step=1, with_means=False)
+        rollout = run.engine.sample(
+            run.cache(prompts_of(texts)), range(len(texts)), training_step=1, with_means=False
+        )
         return run, data, overflow_one(run.actor.family, rollout.final_latents)
 
     yield prepare

@@ -50,7 +50,9 @@ def make_training(make_run):
             config=connected.config,
             actor=connected.actor,
             engine=separate(connected),
-            cache=lambda texts: {name: rows[list(map(TEXTS.index, texts))] for name, rows in embeds.items()},
+            cache=lambda prompts: {
+                name: rows[[TEXTS.index(prompt.text) for prompt in prompts]] for name, rows in embeds.items()
+            },
             prompts=PromptStream(PROMPTS, seed=0),
             reward=build_reward((RewardTerm(name="jpeg_compressibility"),)),
         )

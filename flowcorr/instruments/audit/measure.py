@@ -28,7 +28,7 @@ from flowcorr.instruments.audit.replay import LoggedSteps
 from flowcorr.instruments.finding import Fact, Report
 from flowcorr.instruments.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.records import ActorBatch, Rollout, Terms
+from flowcorr.records import ActorBatch, Prompt, Rollout, Terms
 from flowcorr.rollout import RolloutEngine
 from flowcorr.trainer.setup import build_stacks, load_model
 
@@ -86,14 +86,14 @@ def audit(
     # The steps that make an engine stale have to move the weights as far as those of a run after its warm-up.
     config = replace(config, actor=replace(config.actor, warmup_steps=0), rollout=_few_prompts(config))
     stream = PromptStream(load_prompts(config.data).train, seed=config.trainer.seed)
-    texts = [
-        [prompt.text for prompt in stream.next(config.rollout.prompts_per_step)]
+    prompts = [
+        stream.next(config.rollout.prompts_per_step)
         for _ in range(config.rollout.max_weight_age + num_batches)
     ]
-    stacks = build_stacks(config, load_model(config), [text for batch in texts for text in batch])
+    stacks = build_stacks(config, load_model(config), [prompt for batch in prompts for prompt in batch])
     try:
         stacks.engine.sync(stacks.actor.weights.snapshot())
-        return examine_batches(stacks.actor, stacks.engine, stacks.cache, texts, title=title, scales=scales)
+        return examine_batches(stacks.actor, stacks.engine, stacks.cache, prompts, title=title, scales=scales)
     finally:
         stacks.engine.close()
 
@@ -108,12 +108,12 @@ def examine_batches(
     actor: DiffusionActor,
     engine: RolloutEngine,
     cache: PromptCache,
-    texts: Sequence[Sequence[str]],
+    prompts: Sequence[Sequence[Prompt]],
     *,
     title: str = "",
     scales: Sequence[Scale] = (),
 ) -> Report:
-    """Audit an actor and its engine; the first `rollout.staleness` batches of `texts` make the engine stale.
+    """Audit an actor and its engine; the first `rollout.staleness` batches of `prompts` make the engine stale.
 
     Raises:
         BackendError: the engine returns no step means, or a log-prob is not finite.
@@ -121,7 +121,7 @@ def examine_batches(
     config, seconds = actor.config, _Seconds(actor.device)
     staleness = config.rollout.max_weight_age
     gaps, engines, stales, num_elements = [], [], [], 0
-    for step, batch in enumerate(texts):
+    for step, batch in enumerate(prompts):
         sample = partial(
             engine.sample, cache(batch), range(len(batch)), training_step=step + 1, with_means=True
         )
@@ -144,7 +144,7 @@ def examine_batches(
     for _ in range(staleness, 2):  # of which the first may have warmed up
         seconds.timed("update", learn)
     phases = ("rollout", "recompute", "update")
-    images = len(texts[-1]) * config.rollout.n
+    images = len(prompts[-1]) * config.rollout.n
     cost = Cost(images=images, **{phase: seconds.fastest(phase) for phase in phases})
     setting = Setting.of(config)
     return report_of(

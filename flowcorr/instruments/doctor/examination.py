@@ -33,9 +33,9 @@ from flowcorr.instruments.doctor.trials import run_trials
 from flowcorr.instruments.finding import Finding, Report
 from flowcorr.instruments.page import as_json
 from flowcorr.models import Conditioning, ModelFamily, load_family
+from flowcorr.records import Prompt, distinct
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
-from flowcorr.texts import distinct
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_stacks, load_model
 
@@ -96,15 +96,15 @@ def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | 
         ConfigError: `num_prompts` is too small, or something in `config` cannot work.
     """
     config = _shortened(config)
-    texts = first_prompts(config, num_prompts)
+    prompts = first_prompts(config, num_prompts)
     if precision.float32_config(config) == config or _changes_precision(config):
-        return _examine_built(config, load_model(config), texts, partial(examine, float32=float32))
-    first = _first_in_float32(config, texts, float32=float32)
+        return _examine_built(config, load_model(config), prompts, partial(examine, float32=float32))
+    first = _first_in_float32(config, prompts, float32=float32)
     family = load_model(config)
-    return _after(first, config, family, lambda: _examine_built(config, family, texts, _examine))
+    return _after(first, config, family, lambda: _examine_built(config, family, prompts, _examine))
 
 
-def _first_in_float32(config: Config, texts: list[str], *, float32: bool | None) -> Report | str:
+def _first_in_float32(config: Config, prompts: list[Prompt], *, float32: bool | None) -> Report | str:
     """The report on stacks that are started in float32 and closed again, or the reason why there is none."""
     exact = precision.float32_config(config)
     if float32 is False:
@@ -113,7 +113,7 @@ def _first_in_float32(config: Config, texts: list[str], *, float32: bool | None)
     if float32 is None and not fits:
         return NO_MEMORY
     try:
-        return _examine_built(exact, load_model(exact), texts, _examine)
+        return _examine_built(exact, load_model(exact), prompts, _examine)
     except BackendError as error:
         if float32:
             raise
@@ -173,14 +173,14 @@ def _after(
 def _examine_built(
     config: Config,
     family: ModelFamily,
-    texts: list[str],
+    prompts: list[Prompt],
     examine_stacks: Callable[[DiffusionActor, RolloutEngine, Conditioning], Report],
 ) -> Report:
     """The report on an actor and an engine that are built for it."""
-    stacks = build_stacks(config, family, texts)
+    stacks = build_stacks(config, family, prompts)
     try:
         stacks.engine.sync(stacks.actor.weights.snapshot())
-        return examine_stacks(stacks.actor, stacks.engine, stacks.cache(texts))
+        return examine_stacks(stacks.actor, stacks.engine, stacks.cache(prompts))
     finally:
         stacks.engine.close()
 
@@ -216,7 +216,7 @@ def examine_before_start(
         first = _first_in_float32(shortened, first_prompts(shortened, NUM_PROMPTS), float32=None)
 
     def examine_run(run: TrainingRun) -> None:
-        conditioning = run.cache(run.prompts.peek_texts(NUM_PROMPTS))
+        conditioning = run.cache(run.prompts.peek_distinct(NUM_PROMPTS))
         if first is None:
             report = examine(run.actor, run.engine, conditioning)
         else:
@@ -235,7 +235,7 @@ def examine_before_start(
     return examine_run
 
 
-def first_prompts(config: Config, count: int) -> list[str]:
+def first_prompts(config: Config, count: int) -> list[Prompt]:
     """The first `count` different training prompts, or all if there are fewer.
 
     Raises:
@@ -243,7 +243,7 @@ def first_prompts(config: Config, count: int) -> list[str]:
     """
     if count < 2:
         raise ConfigError(f"--prompts {count}: the doctor needs at least 2 different prompts")
-    return distinct(prompt.text for prompt in load_prompts(config.data).train)[:count]
+    return distinct(load_prompts(config.data).train)[:count]
 
 
 def examine_dump(folder: Path, model: str | Config, *, device: torch.device | str = "cpu") -> Report:

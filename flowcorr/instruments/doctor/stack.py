@@ -16,6 +16,7 @@ from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import ConfigError
 from flowcorr.lora import ADAPTER, adapter_state, add_adapter
 from flowcorr.models import Conditioning, Guidance, ModelFamily, Schedule
+from flowcorr.records import Prompt
 
 _PREFIXES = ("base_model.model.", "transformer.")
 # Relative error of a velocity: of two float32 stacks, of one whose weights and activations are rounded.
@@ -148,7 +149,7 @@ class Stack:
         if key not in self._encoded:
             before, self.family.text_tokens = self.family.text_tokens, self.family.count_text_tokens(length)
             try:
-                self._encoded[key] = self.family.encode([text], guidance)
+                self._encoded[key] = self.family.encode([Prompt(text=text)], guidance)
             finally:
                 self.family.text_tokens = before
         return self._encoded[key]

@@ -25,8 +25,8 @@ from flowcorr.instruments.plan.training import (
 )
 from flowcorr.models import DTYPES
 from flowcorr.models.prompt_cache import MAX_BYTES, chunk_size
+from flowcorr.records import distinct
 from flowcorr.rollout.base import samples_codes
-from flowcorr.texts import distinct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     architecture = find_architecture(config.model.path)
     family = family_class(architecture, config.model)
     data = load_prompts(config.data)
-    texts = distinct(prompt.text for prompt in (*data.train, *data.heldout))
+    texts = [prompt.text for prompt in distinct((*data.train, *data.heldout))]
     encoded = encoder_inputs(architecture, family, config, texts)
     chunk = chunk_size(family.count_text_tokens(config.model.max_sequence_length))
     config = with_longest_prompt(config, family, texts)

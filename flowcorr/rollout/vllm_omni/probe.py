@@ -17,6 +17,7 @@ from flowcorr import sde
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, SamplingPlan, Schedule
+from flowcorr.records import Prompt
 from flowcorr.rollout.base import Weights
 from flowcorr.rollout.precision import coarse_weights
 
@@ -66,7 +67,7 @@ def probe_point(
     family: ModelFamily, guidance: Guidance, schedule: Schedule, latent_shape: tuple[int, ...]
 ) -> ProbePoint:
     """The fixed point: pure noise at a step in the middle of the schedule."""
-    encoded = family.embed([PROMPT], guidance)
+    encoded = family.embed([Prompt(text=PROMPT)], guidance)
     return ProbePoint(
         latents=sde.initial_noise(latent_shape, [0], [0], seed=0, training_step=0)[0],
         timestep=schedule.timesteps[len(schedule.timesteps) // 2],

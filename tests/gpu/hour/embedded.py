@@ -16,6 +16,7 @@ from flowcorr.records import ActorBatch, Rollout
 from flowcorr.rollout import InProcessEngine
 from tests.gpu.hour import meter
 from tests.gpu.hour.parts import Hour
+from tests.prompts import prompts_of
 
 OVERRIDES = ("rollout.prompts_per_step=2", "rollout.n=8", "actor.mini_batches=1", "actor.grad_clip=1e9")
 PROMPTS = ("cat", "dog")
@@ -100,4 +101,4 @@ def _stack(config: Config, device: torch.device) -> _Stack:
         base=actor.weights.untrained,
     )
     engine.sync(actor.weights.snapshot())
-    return _Stack(actor=actor, engine=engine, conditioning=family.encode(PROMPTS, actor.guidance))
+    return _Stack(actor=actor, engine=engine, conditioning=family.encode(prompts_of(PROMPTS), actor.guidance))

@@ -22,6 +22,7 @@ from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 from tests import tiny_pipelines
 from tests.gpu.hour import meter
 from tests.gpu.hour.parts import Hour, SkippedError
+from tests.prompts import prompts_of
 
 SMALL = (
     *("rollout.name=vllm_omni", "rollout.prompts_per_step=2", "rollout.n=4", "actor.mini_batches=1"),
@@ -106,7 +107,7 @@ def _running(overrides: Sequence[str]) -> Iterator[_Stack]:
     config = configs.load("tiny_jpeg_lora", list(overrides))
     family = load_family(config.model, config.trainer.device)
     actor = DiffusionActor(family, config)
-    conditioning = family.encode(("cat", "dog"), actor.guidance)
+    conditioning = family.encode(prompts_of(("cat", "dog")), actor.guidance)
     engine = VllmOmniEngine(
         family,
         config,

@@ -9,6 +9,7 @@ from flowcorr.instruments.doctor import examine
 from flowcorr.instruments.page import exit_code
 from tests.planted.mistakes import without_normaliser
 from tests.planted.plants import feeding, own_engine, rounded
+from tests.prompts import prompts_of
 
 SMALL = {"n": 2}
 # Faults stand out of more elements than the images of other tests have.
@@ -100,7 +101,7 @@ def blank(kept):
 
 
 def other_words(engine, conditioning):
-    encoded = engine.family.encode(["pear", "lime"], engine.plan.guidance)
+    encoded = engine.family.encode(prompts_of(["pear", "lime"]), engine.plan.guidance)
     return {name: encoded[name][-len(rows) :] for name, rows in conditioning.items()}
 
 

@@ -157,8 +157,9 @@ def before_start(small_run, tmp_path):
         actor=run.actor,
         engine=run.engine,
         prompts=prompts,
-        cache=lambda texts: {
-            name: tensor[[rows[text] for text in texts]] for name, tensor in run.conditioning.items()
+        cache=lambda prompts: {
+            name: tensor[[rows[prompt.text] for prompt in prompts]]
+            for name, tensor in run.conditioning.items()
         },
     )
     return Shown(tmp_path, connected)

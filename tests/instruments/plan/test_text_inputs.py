@@ -11,6 +11,7 @@ from flowcorr.instruments.plan.text_inputs import encoder_inputs, text_inputs, w
 from flowcorr.models import Guidance, ModelFamily, load_family
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
+from tests.prompts import prompts_of
 
 
 @pytest.mark.parametrize("guided", [False, True])
@@ -20,7 +21,7 @@ def test_text_inputs_have_the_shapes_that_the_family_encodes(tmp_path, tiny, gui
     path = str(tiny.build(tmp_path / "model"))
     config = Config(model=ModelConfig(path=path, max_sequence_length=8), sampling=SamplingConfig(**scale))
     family = load_family(config.model)
-    encoded = family.encode(["cat", "dog"], Guidance(**scale))
+    encoded = family.encode(prompts_of(["cat", "dog"]), Guidance(**scale))
     inputs = text_inputs(find_architecture(path), type(family), config)
     assert inputs.shapes == {name: tuple(rows.shape[1:]) for name, rows in encoded.items()}
     kept = [rows[0].nbytes for name, rows in encoded.items() if not name.startswith("negative_")]

@@ -13,6 +13,8 @@ import torch
 from tiny_pipelines import FAMILIES
 from torch import Tensor
 
+from tests.prompts import prompts_of
+
 if TYPE_CHECKING:
     from flowcorr.actor import DiffusionActor
     from flowcorr.config.schema import Config
@@ -105,7 +107,7 @@ def running(config: Config) -> Iterator[Stack]:
 
     family = load_family(config.model)
     actor = DiffusionActor(family, config)
-    conditioning = family.encode(PROMPTS, actor.guidance)
+    conditioning = family.encode(prompts_of(PROMPTS), actor.guidance)
     engine = VllmOmniEngine(
         family,
         config,

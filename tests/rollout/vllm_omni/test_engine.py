@@ -9,6 +9,7 @@ import torch
 from flowcorr.errors import BackendError
 from flowcorr.models import Guidance
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from tests.prompts import prompts_of
 from tests.rollouts import columns
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
@@ -24,7 +25,7 @@ def with_sampling(stack, **changes):
     engine.config = config
     guidance = Guidance.of(config.sampling)
     engine.plan = replace(engine.plan, sampling=config.sampling, guidance=guidance)
-    conditioning = stack.family.encode(["cat", "dog"], guidance)
+    conditioning = stack.family.encode(prompts_of(["cat", "dog"]), guidance)
     return replace(stack, config=config, engine=engine, conditioning=conditioning)
 
 

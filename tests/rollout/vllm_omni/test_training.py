@@ -29,7 +29,7 @@ def training_run(stack):
         config=stack.config,
         actor=stack.actor,
         engine=stack.engine,
-        cache=PromptCache(stack.family, stack.actor.guidance, [prompt.text for prompt in prompts]),
+        cache=PromptCache(stack.family, stack.actor.guidance, prompts),
         prompts=PromptStream(prompts, seed=0),
         reward=build_reward((RewardTerm(name="jpeg_compressibility"),)),
     )
