@@ -18,12 +18,12 @@ from flowcorr.models import Guidance, load_family
 from flowcorr.models.base import (
     JOINT_ATTENTION,
     InVllmOmni,
-    PackedFamily,
     decode_scaled,
     guided,
     positions,
     with_negative,
 )
+from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
 from flowcorr.rollout import sample_ode
 

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ import numpy as np
 from flowcorr.config.task import DataConfig
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.records import Prompt, distinct
+from flowcorr.references import Reference
 from flowcorr.texts import folded, quoted
 from flowcorr.words import heldout_words, train_words
 
 TINY_WORDS = "tiny_words"
+_Parsed = tuple[Prompt, list[str]]  # and the paths of its reference images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptSet:
-    """Prompts to train on, and others to evaluate on; no text is in both, in whatever spelling."""
+    """Prompts to train on, and others to evaluate on; no prompt is in both, in whatever spelling."""
 
     train: tuple[Prompt, ...]
     heldout: tuple[Prompt, ...]
@@ -35,22 +38,23 @@ def load_prompts(data: DataConfig, *, seed: int = 0) -> PromptSet:
 
     A `.txt` file holds one prompt a line; the words in its one pair of double quotes are its target. A `.jsonl` file
     holds one object a line: `{"prompt": ..., "target": ..., "tag": ..., ...}`, where a missing target is taken from the
-    double quotes, and all fields but prompt and target go into `Prompt.metadata`. Where the quotes can be read in more
-    than one way there is no target, see `texts.quoted`. `tiny_words` is the embedded list of words, which the embedded
-    model was trained to draw: the prompt is the word itself.
+    double quotes. Where the quotes can be read in more than one way there is no target, see `texts.quoted`.
+    `"image": "cat.png"` or `"images": [...]` names reference images by their paths from the file; each is decoded once
+    here. All fields but these, prompt and target go into `Prompt.metadata`. `tiny_words` is the embedded list of words,
+    which the embedded model was trained to draw: the prompt is the word itself.
 
-    Without a second file, one is split by the SHA-256 of each prompt's folded text, so a prompt keeps its side whatever
-    else the file holds and however it is spelt. The embedded words have a split of their own, which the embedded
-    model's pretraining respects.
+    Without a second file, one is split by the SHA-256 of each prompt's key, which is its folded text and the content of
+    its images. So a prompt keeps its side whatever else the file holds and however it is spelt. The embedded words have
+    a split of their own, which the embedded model's pretraining respects.
 
     Args:
-        data: the files, or `tiny_words`, and how they are read. Of held-out prompts, each text counts once, and those
+        data: the files, or `tiny_words`, and how they are read. Of held-out prompts, each one counts once, and those
             with the smallest hashes are kept.
         seed: chooses among the embedded words; a file ignores it.
 
     Raises:
-        ConfigError: a file is missing, empty or malformed (the message names file and line), or a side of
-            the split is empty.
+        ConfigError: a file is missing, empty or malformed (the message names file and line), prompts have unequal
+            numbers of reference images, or a side of the split is empty.
     """
     if data.path == TINY_WORDS:
         return _tiny_words(data.num_train, data.num_heldout, seed)
@@ -61,6 +65,7 @@ def load_prompts(data: DataConfig, *, seed: int = 0) -> PromptSet:
     else:
         split = f"data.heldout_path={data.heldout_path!r}"
         heldout = _read(data, "heldout_path", data.heldout_path)
+    _check_counts([*prompts, *heldout])
     held_back = {prompt.key: prompt for prompt in heldout}
     train = [prompt for prompt in prompts if prompt.key not in held_back]
     for side, chosen in (("training", train), ("held-out", heldout)):
@@ -90,9 +95,10 @@ def read_prompts(
         target_field, tag_field: fields of a `.jsonl` line.
 
     Raises:
-        ConfigError: the file is missing, empty or malformed; the message names file and line.
+        ConfigError: the file is missing, empty or malformed, or a reference image cannot be used; the message names
+            file and line.
     """
-    parsers: dict[str, Callable[[str, str], Prompt]] = {
+    parsers: dict[str, Callable[[str, str], _Parsed]] = {
         ".txt": _parse_text,
         ".jsonl": partial(_parse_json, target_field=target_field, tag_field=tag_field),
     }
@@ -100,10 +106,38 @@ def read_prompts(
         raise ConfigError(unknown_choice(f"{key}={str(path)!r}: file type", path.suffix, parsers))
     parse = parsers[path.suffix]
     file = Path(os.path.expanduser(path))
-    prompts = [parse(line, f"{path}:{number}") for number, line in _lines(file, key)]
-    if not prompts:
+    parsed = [parse(line, f"{path}:{number}") for number, line in _lines(file, key)]
+    if not parsed:
         raise ConfigError(f"{key}={str(path)!r} holds no prompt; write one prompt per line")
-    return prompts
+    return _with_references(parsed, file.parent)
+
+
+def _with_references(parsed: list[_Parsed], folder: Path) -> list[Prompt]:
+    """The prompts with their images, each file of which is decoded once."""
+    places = {image: prompt.place for prompt, images in reversed(parsed) for image in images}
+
+    def read(image: str) -> Reference:
+        try:
+            return Reference.of(folder / os.path.expanduser(image))
+        except ConfigError as error:
+            raise ConfigError(f"{places[image]}: {error}") from error
+
+    with ThreadPoolExecutor(
+        min(8, os.cpu_count() or 1)
+    ) as pool:  # decoders release Python's interpreter lock
+        found = dict(zip(places, pool.map(read, places), strict=True))
+    return [replace(prompt, images=tuple(found[image] for image in images)) for prompt, images in parsed]
+
+
+def _check_counts(prompts: list[Prompt]) -> None:
+    """Refuse prompts with unequal numbers of reference images, which no batch could hold."""
+    first = prompts[0]
+    for prompt in prompts:
+        if len(prompt.images) != len(first.images):
+            raise ConfigError(
+                f"{prompt.place} has {len(prompt.images)} reference images, and {first.place} has {len(first.images)}; "
+                "give every prompt equally many, or train on each kind in a run of its own"
+            )
 
 
 def prompts_digest(prompts: PromptSet) -> str:
@@ -202,11 +236,11 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
             yield number, line.strip()
 
 
-def _parse_text(line: str, place: str) -> Prompt:
-    return Prompt(text=line, target=_quoted(line), place=place)
+def _parse_text(line: str, place: str) -> _Parsed:
+    return Prompt(text=line, target=_quoted(line), place=place), []
 
 
-def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> Prompt:
+def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> _Parsed:
     example = {"prompt": "a sign that says hello", target_field: "hello"}
     expected = f"each line must be an object such as {json.dumps(example)}"
     try:
@@ -221,13 +255,40 @@ def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> 
     if text is None:
         raise ConfigError(f'{place} has no "prompt"; {expected}')
     target = _string(entry, target_field, place, expected)
-    return Prompt(
+    prompt = Prompt(
         text=text,
         target=_quoted(text) if target is None else target,
         tag=_string(entry, tag_field, place, expected),
-        metadata={key: value for key, value in entry.items() if key not in ("prompt", target_field)},
+        metadata={
+            key: value
+            for key, value in entry.items()
+            if key not in ("prompt", "image", "images", target_field)
+        },
         place=place,
     )
+    return prompt, _images(entry, place)
+
+
+def _images(entry: Mapping[str, Any], place: str) -> list[str]:
+    """The paths of a line's reference images, as it has them."""
+    given = {key: entry[key] for key in ("image", "images") if entry.get(key) is not None}
+    if not given:
+        return []
+    (key, value), *further = given.items()
+    paths = [value] if key == "image" else value
+    usable = (
+        isinstance(paths, list) and paths and all(isinstance(path, str) and path.strip() for path in paths)
+    )
+    if further or not usable:
+        raise ConfigError(
+            f'{place} has {json.dumps(given)}; name reference images as "image": "cat.png" or "images": ["cat.png", '
+            '"dog.png"], relative to the file'
+        )
+    if remote := [path for path in paths if "://" in path]:
+        raise ConfigError(
+            f"{place} has the reference image {remote[0]}; download it, and give the file's path"
+        )
+    return paths
 
 
 def _string(entry: Mapping[str, Any], key: str, place: str, expected: str) -> str | None:

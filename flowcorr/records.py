@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowcorr.errors import BatchError
 from flowcorr.metrics import Metrics
+from flowcorr.references import Reference
 from flowcorr.texts import folded
 
 
@@ -20,6 +21,7 @@ class Prompt:
 
     Attributes:
         text: the prompt that the model gets.
+        images: the reference images that an editing model gets with it.
         target: what a reward looks for in the image, such as the words to render.
         tag: its kind, by which `reward.terms` may choose prompts.
         metadata: further fields of the data file, for a user's own reward.
@@ -27,6 +29,7 @@ class Prompt:
     """
 
     text: str
+    images: tuple[Reference, ...] = ()
     target: str | None = None
     tag: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -34,8 +37,11 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """What the model is asked for: prompts of one key are one prompt, however their texts are spelt."""
-        return folded(self.text)
+        """What the model is asked for: prompts of one key are one prompt, however their texts are spelt.
+
+        It is the folded text, and a line for each reference image.
+        """
+        return "\n".join([folded(self.text), *(image.digest for image in self.images)])
 
 
 def distinct(prompts: Iterable[Prompt]) -> list[Prompt]:

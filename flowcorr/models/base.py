@@ -7,7 +7,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,6 +133,7 @@ class ModelFamily(ABC):
         template_tokens: tokens that the pipeline adds to each prompt and keeps, for a family whose conditioning is cut
             to the longest prompt; else None.
         encodes_to_longest: whether its encoder reads prompts padded to the longest one, and not to the limit.
+        num_references: the fewest and the most reference images that a prompt may have.
         vllm_omni: how that engine computes the family; None where it cannot.
     """
 
@@ -144,6 +145,7 @@ class ModelFamily(ABC):
     default_text_tokens: ClassVar[int] = 512
     template_tokens: ClassVar[int | None] = None
     encodes_to_longest: ClassVar[bool] = False
+    num_references: ClassVar[tuple[int, int]] = (0, 0)
     vllm_omni: ClassVar[InVllmOmni | None] = None
 
     def __init__(self, pipeline: Any, *, dtype: torch.dtype, max_sequence_length: int | None = None) -> None:
@@ -157,6 +159,23 @@ class ModelFamily(ABC):
     def count_text_tokens(cls, max_sequence_length: int | None) -> int:
         """Tokens of the long text encoder under this `model.max_sequence_length`."""
         return cls.default_text_tokens if max_sequence_length is None else max_sequence_length
+
+    @classmethod
+    def check_references(cls, prompts: Sequence[Prompt]) -> None:
+        """Check that prompts have as many reference images as the family takes.
+
+        Raises:
+            ConfigError: one has too few or too many.
+        """
+        fewest, most = cls.num_references
+        for prompt in prompts:
+            if not fewest <= len(prompt.images) <= most:
+                allowed = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+                raise ConfigError(
+                    f"{prompt.place or repr(prompt.text)} has {len(prompt.images)} reference images, and a model of "
+                    f"the family {cls.name} takes {allowed}; add or remove the field image or images, or set "
+                    "model.path to another model"
+                )
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes | None:
@@ -289,43 +308,6 @@ class ModelFamily(ABC):
         Path(directory).mkdir(parents=True, exist_ok=True)
         write_for_diffusers(directory, state, options)
         write_for_peft(directory, state, options)
-
-
-class PackedFamily(ModelFamily):
-    """A family whose transformer reads patches of 2 x 2 latents as tokens.
-
-    `L` is `(rows, columns, 4 * channels)`: the pipeline's own packed latents `[B, rows * columns, 4 * channels]`
-    on their grid, the same numbers in the same order. So a `reshape` leads from one to the other, and latents
-    carry their image's proportions with them.
-
-    `velocity` takes the scheduler's timesteps, up to 1000, and divides them in float32; the transformer casts the
-    quotient to its own dtype, and multiplies it there. Timesteps that an engine rounded before are thereby replayed
-    exactly.
-    """
-
-    def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        native = self.pipeline.default_sample_size * factor
-        height, width = height or native, width or native
-        check_size(height, width, 2 * factor)
-        return (height // (2 * factor), width // (2 * factor), self.transformer.config.in_channels)
-
-    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        rows, columns, _ = latent_shape
-        return rows * columns
-
-    def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
-        return linear_schedule(self.pipeline.scheduler, num_inference_steps, self.image_tokens(latent_shape))
-
-    def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
-        timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
-        return replace(schedule, timesteps=tuple((timesteps.to(dtype) * 1000).tolist()))
-
-    @staticmethod
-    def unpack(latents: Tensor) -> Tensor:
-        """`[B, rows, columns, 4 * channels]` as the VAE's `[B, channels, 2 * rows, 2 * columns]`."""
-        patches = latents.unflatten(-1, (-1, 2, 2)).permute(0, 3, 1, 4, 2, 5)
-        return patches.flatten(4, 5).flatten(2, 3)
 
 
 def linear_schedule(

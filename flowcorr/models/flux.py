@@ -14,11 +14,11 @@ from flowcorr.models.base import (
     Conditioning,
     Guidance,
     InVllmOmni,
-    PackedFamily,
     TextShapes,
     decode_scaled,
     positions,
 )
+from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
 
 

@@ -14,7 +14,6 @@ from flowcorr.models.base import (
     Conditioning,
     Guidance,
     InVllmOmni,
-    PackedFamily,
     Schedule,
     TextShapes,
     guided,
@@ -22,6 +21,7 @@ from flowcorr.models.base import (
     positions,
     with_negative,
 )
+from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
 
 

@@ -13,13 +13,13 @@ from flowcorr.models.base import (
     Conditioning,
     Guidance,
     InVllmOmni,
-    PackedFamily,
     TextShapes,
     decode_scaled,
     guided,
     positions,
     with_negative,
 )
+from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
 
 _DROPPED_TEMPLATE = 28  # tokens that the pipeline puts before a prompt, and drops after encoding

@@ -16,12 +16,12 @@ from flowcorr.models.base import (
     Conditioning,
     Guidance,
     InVllmOmni,
-    PackedFamily,
     Schedule,
     TextShapes,
     guided,
     with_negative,
 )
+from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
 
 _DROPPED_TEMPLATE = 34  # tokens that the pipeline puts before a prompt, and drops after encoding

@@ -79,6 +79,7 @@ def build_stacks(
         ConfigError: something in `config` cannot work.
         BackendError: the engine does not start, or the device has no memory left.
     """
+    family.check_references(prompts)
     with out_of_memory.explained(config, lambda: out_of_memory.LOADING):
         actor = DiffusionActor(family, config)
     with distributed.fail_together("starting the rollout engine"):

@@ -8,7 +8,6 @@ from torch import nn
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import (
-    PackedFamily,
     check_guidance,
     check_size,
     guided,
@@ -19,6 +18,8 @@ from flowcorr.models.base import (
 )
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
+from flowcorr.records import Prompt
+from flowcorr.references import Reference
 
 
 @pytest.mark.parametrize(
@@ -47,13 +48,6 @@ def test_guidance_is_two_velocities_of_one_batch():
     velocity = torch.tensor([[1.0], [2.0], [3.0], [6.0]])
     assert guided(velocity, 1.0).flatten().tolist() == [3.0, 6.0]
     assert guided(velocity, 2.0).flatten().tolist() == [5.0, 10.0]
-
-
-def test_packed_latents_are_the_grid_of_their_patches():
-    channels, rows, columns = 3, 2, 4
-    image = torch.arange(channels * 4.0 * rows * columns).view(1, channels, 2 * rows, 2 * columns)
-    patches = image.view(1, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
-    assert torch.equal(PackedFamily.unpack(patches.reshape(1, rows, columns, -1)), image)
 
 
 def test_sizes_are_multiples_and_the_error_names_one():
@@ -125,3 +119,20 @@ def test_a_linear_schedule_is_shifted_by_the_number_of_tokens():
     assert all(low < high for low, high in zip(few.sigmas[1:-1], many.sigmas[1:-1], strict=True))
     assert linear_schedule(scheduler, 4, 256, shift=1.15).sigmas == pytest.approx(many.sigmas)
     assert few.timesteps == pytest.approx([1000 * sigma for sigma in few.sigmas[:-1]])
+
+
+@pytest.mark.parametrize(
+    ("allowed", "count", "wrong"),
+    [((0, 0), 1, "takes 0"), ((1, 1), 0, "takes 1"), ((1, 3), 4, "takes 1 to 3"), ((0, 1), 1, None)],
+)
+def test_a_prompt_has_as_many_references_as_its_family_takes(monkeypatch, allowed, count, wrong):
+    monkeypatch.setattr(SD3, "num_references", allowed)
+    images = (Reference(path="cat.png", digest="0"),) * count
+    prompts = [Prompt(text="a cat", images=images, place="edits.jsonl:7")]
+    if wrong is None:
+        SD3.check_references(prompts)
+        return
+    with pytest.raises(
+        ConfigError, match=f"^edits.jsonl:7 has {count} reference images, and .* family sd3 {wrong};"
+    ):
+        SD3.check_references(prompts)

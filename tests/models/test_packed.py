@@ -6,6 +6,7 @@ import torch
 from tiny_pipelines import connect
 
 from flowcorr.errors import ConfigError
+from flowcorr.models.packed import PackedFamily
 from flowcorr.rollout import decode
 from tests.models.learning import (
     assert_an_adapter_is_learned_and_loads,
@@ -56,6 +57,13 @@ def path(packed, paths):
 @pytest.fixture
 def family(packed, families):
     return families[packed.name]
+
+
+def test_packed_latents_are_the_grid_of_their_patches():
+    channels, rows, columns = 3, 2, 4
+    image = torch.arange(channels * 4.0 * rows * columns).view(1, channels, 2 * rows, 2 * columns)
+    patches = image.view(1, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
+    assert torch.equal(PackedFamily.unpack(patches.reshape(1, rows, columns, -1)), image)
 
 
 def test_latent_shape(packed, family):

@@ -1,9 +1,11 @@
 """What is quick to fail comes before a model is loaded, and what only a loaded model tells is told then."""
 
+import json
 import sys
 
 import pytest
 import torch
+from PIL import Image
 
 from flowcorr import config
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
@@ -64,6 +66,17 @@ def test_a_reward_model_that_would_run_on_a_cpu_warns(with_gpus):
         build_run(config.load("tiny_jpeg_lora", overrides))
     with pytest.raises(BackendError, match="loading"):
         build_run(config.load("tiny_jpeg_lora", [*overrides, "reward.worker_resources={num_gpus: 1}"]))
+
+
+def test_images_for_a_model_that_takes_none_are_refused(tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    lines = [{"prompt": text, "image": "a.png"} for text in "abcdefgh"]
+    (tmp_path / "edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    overrides = [f"data.path={tmp_path}/edits.jsonl", "data.heldout_fraction=0.5"]
+    with pytest.raises(
+        ConfigError, match=r"edits.jsonl:\d has 1 reference images, and .* family sd3 takes 0"
+    ):
+        build_run(config.load("tiny_jpeg_lora", overrides))
 
 
 def test_a_best_metric_that_no_evaluation_yields_is_refused_at_once(monkeypatch):
