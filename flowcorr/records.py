@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,11 @@ from flowcorr.errors import BatchError
 from flowcorr.metrics import Metrics
 from flowcorr.references import Reference
 from flowcorr.texts import folded
+
+Images: TypeAlias = Tensor
+"""Samples of `B` prompts, uint8: images `[B, H, W, 3]`, or videos `[B, F, H, W, 3]` of `F` frames."""
+ImageArray: TypeAlias = np.ndarray
+"""`Images` in main memory, as rewards get them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +109,7 @@ class Rollout:
         worker_ids: `[B]` int64, the Ray worker that sampled, or None where there is one engine.
         conditioning: `[G, ...]` tensors that the model family feeds to its transformer, one row a prompt.
         conditioning_rows: `[B]` int64, the row of each sample; None only where there is no conditioning.
-        images: `[B, H, W, 3]` uint8, or None where nothing was decoded.
+        images: of each sample, or None where nothing was decoded.
         final_latents: `[B, *L]` float32, the latents that were decoded, or None likewise.
         finite_images: `[B]` bool, whether the decoder's pixels were finite before they became integers. None where
             nothing was decoded, or the engine does not know; the trainer then decodes `final_latents` itself.
@@ -117,7 +123,7 @@ class Rollout:
     worker_ids: Tensor | None = None
     conditioning: Mapping[str, Tensor] = field(default_factory=dict)
     conditioning_rows: Tensor | None = None
-    images: Tensor | None = None
+    images: Images | None = None
     final_latents: Tensor | None = None
     finite_images: Tensor | None = None
 
@@ -142,7 +148,7 @@ class Rollout:
         return self.window.latents.shape[2:]
 
     @property
-    def decoded(self) -> Tensor:
+    def decoded(self) -> Images:
         """`images` of a rollout that comes from an engine, which decodes them."""
         assert self.images is not None, "an engine's rollout has images"
         return self.images

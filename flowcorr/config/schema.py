@@ -26,7 +26,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Placement = Literal["local", "ray"]
 
 # As `MOST_STEPS`: a slip of the exponent is named as such.
-_MOST_NOISE, _MOST_GUIDANCE = 10, 1000
+_MOST_NOISE, _MOST_GUIDANCE, _MOST_FRAMES = 10, 1000, 10_000
 _MOST_RANK, _MOST_TOKENS, _MOST_PROMPTS = 8192, 65536, 100_000
 
 
@@ -116,6 +116,7 @@ class SamplingConfig:
         true_cfg_scale: classifier-free guidance of Qwen-Image; 1 is off.
         negative_prompt: the text that guidance moves away from.
         height, width: image size in pixels; null takes the model's native size.
+        num_frames: frames of a video; null takes the model's native number, which is 1 of a model that makes images.
         cps_unscaled: drop `1 / (2 s^2)` from cps log-probs, as other code bases do. The result is not a density, and
             `rollout_corr/bookkeeping_z_max` then has another unit.
     """
@@ -133,6 +134,7 @@ class SamplingConfig:
     negative_prompt: str = ""
     height: int | None = None
     width: int | None = None
+    num_frames: int | None = None
     cps_unscaled: bool = False
 
     def __post_init__(self) -> None:
@@ -157,6 +159,7 @@ class SamplingConfig:
         for key, least, most in (
             *((key, 0, _MOST_GUIDANCE) for key in ("guidance_scale", "true_cfg_scale")),
             *((key, 1, MOST_PIXELS) for key in ("height", "width")),
+            ("num_frames", 1, _MOST_FRAMES),
         ):
             if getattr(self, key) is not None:
                 within(f"sampling.{key}", getattr(self, key), least, most)

@@ -64,7 +64,8 @@ class ReplaySamples:
     Attributes:
         prompts: of each sample.
         initial_noise: `[B, *L]`, as the pipeline has its latents.
-        images: `[B, H, W, 3]` uint8, or floats from 0 to 1, `[B, H, W, 3]` or `[B, 3, H, W]`.
+        images: `[B, H, W, 3]`, videos `[B, F, H, W, 3]`, or either with channels before `H`; uint8, or floats from
+            0 to 1.
         negative_prompt: of all samples.
         guidance_scale: as it was used; 1 is off.
         sigmas: `[N + 1]`, noise levels of the schedule as the engine used it, down to 0.
@@ -334,12 +335,13 @@ def _copied(name: str, values: Array) -> Tensor:
 
 
 def _as_pixels(images: Tensor) -> Tensor:
-    """`[B, H, W, 3]` uint8."""
-    if images.dim() == 4 and images.shape[1] == 3 and images.shape[3] != 3:
-        images = images.permute(0, 2, 3, 1)
-    if images.dim() != 4 or images.shape[3] != 3:
+    """`records.Images`."""
+    if images.dim() in (4, 5) and images.shape[-3] == 3 and images.shape[-1] != 3:
+        images = images.movedim(-3, -1)
+    if images.dim() not in (4, 5) or images.shape[-1] != 3:
         raise BatchError(
-            f"flowcorr.ReplaySamples: images has shape {list(images.shape)}; it must be [B, H, W, 3] or [B, 3, H, W]"
+            f"flowcorr.ReplaySamples: images has shape {list(images.shape)}; it must be [B, H, W, 3] or [B, 3, H, W], "
+            "and of videos [B, F, H, W, 3] or [B, F, 3, H, W]"
         )
     if images.dtype == torch.uint8:
         return images

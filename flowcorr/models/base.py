@@ -20,6 +20,7 @@ from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
 from flowcorr.models.adapter_files import at_full_strength, write_for_diffusers, write_for_peft
 from flowcorr.models.cuts import CutReport
+from flowcorr.models.sizes import check_frames
 from flowcorr.records import Prompt
 
 Conditioning = dict[str, Tensor]
@@ -132,6 +133,7 @@ class ModelFamily(ABC):
         default_text_tokens: tokens of the long text encoder, where `model.max_sequence_length` is null.
         template_tokens: tokens that the pipeline adds to each prompt and keeps, for a family whose conditioning is cut
             to the longest prompt; else None.
+        makes_videos: whether its samples are videos, of one frame or more; see `records.Images`.
         encodes_to_longest: whether its encoder reads prompts padded to the longest one, and not to the limit.
         num_references: the fewest and the most reference images that a prompt may have.
         vllm_omni: how that engine computes the family; None where it cannot.
@@ -144,6 +146,7 @@ class ModelFamily(ABC):
     encodes_negative: ClassVar[bool] = True
     default_text_tokens: ClassVar[int] = 512
     template_tokens: ClassVar[int | None] = None
+    makes_videos: ClassVar[bool] = False
     encodes_to_longest: ClassVar[bool] = False
     num_references: ClassVar[tuple[int, int]] = (0, 0)
     vllm_omni: ClassVar[InVllmOmni | None] = None
@@ -198,14 +201,27 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
-        """`L`, the latent shape of one image of `height` x `width` pixels (null: the native size).
+        """The latent shape of one image, or of one latent frame, of `height` x `width` pixels (null: the native size).
 
         Raises:
             ConfigError: the size is no multiple of what the model works on.
         """
 
+    def sample_shape(self, height: int | None, width: int | None, num_frames: int | None) -> tuple[int, ...]:
+        """`L`, the latent shape of one sample; a family that makes videos overrides it.
+
+        Args:
+            height, width: see `latent_shape`.
+            num_frames: of a video (null: the native number).
+
+        Raises:
+            ConfigError: as `latent_shape`, or the model does not make so many frames.
+        """
+        check_frames(num_frames, self.name, makes_videos=self.makes_videos)
+        return self.latent_shape(height, width)
+
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Tokens that the transformer reads an image as: here, patches of 2 x 2 latents."""
+        """Tokens that the transformer reads a sample as: here, patches of 2 x 2 latents."""
         return (latent_shape[-2] // 2) * (latent_shape[-1] // 2)
 
     @abstractmethod
@@ -298,7 +314,11 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Pixels `[B, 3, H, W]` of final latents `[B, *L]`, from -1 to 1, neither clamped nor rounded."""
+        """Pixels of final latents `[B, *L]`, from -1 to 1, neither clamped nor rounded.
+
+        Returns:
+            `[B, 3, H, W]`, or `[B, 3, F, H, W]` of a family that makes videos.
+        """
 
     def save_lora(
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
@@ -372,12 +392,16 @@ def guided(velocity: Tensor, scale: float) -> Tensor:
     return negative + scale * (positive - negative)
 
 
-def check_guidance(sampling: SamplingConfig, family: type[ModelFamily]) -> None:
-    """Check that guidance is set by the key that the family reads.
+def check_sampling(sampling: SamplingConfig, family: type[ModelFamily]) -> None:
+    """Check that a family reads the keys that are set.
+
+    Raises:
+        ConfigError: it makes no videos, and several frames are asked for.
 
     Warns:
-        UserWarning: another key is set, and has no effect. Python shows it once.
+        UserWarning: guidance is set by another key, which has no effect. Python shows it once.
     """
+    check_frames(sampling.num_frames, family.name, makes_videos=family.makes_videos)
     for key in GUIDANCE_KEYS:
         value = getattr(sampling, key)
         if key != family.guidance_key and value != getattr(SamplingConfig(), key):
@@ -386,37 +410,6 @@ def check_guidance(sampling: SamplingConfig, family: type[ModelFamily]) -> None:
                 f"sampling.{family.guidance_key}",
                 UserWarning,
                 stacklevel=1,  # from one place, or Python would show it again
-            )
-
-
-def check_size(
-    height: int | None,
-    width: int | None,
-    multiple: int,
-    *,
-    largest: int | None = None,
-    section: str = "sampling.",
-) -> None:
-    """Check the size of an image.
-
-    Args:
-        height, width: in pixels; null is not checked.
-        multiple: what they must be multiples of.
-        largest: the largest that the model can place; None if it can place any.
-        section: the beginning of their keys, for messages.
-
-    Raises:
-        ConfigError: one of them does not fit.
-    """
-    for key, value in (("height", height), ("width", width)):
-        if value is not None and value % multiple:
-            raise ConfigError(
-                f"{section}{key}={value} does not fit the model: it must be a multiple of {multiple}, "
-                f"such as {max(value // multiple, 1) * multiple}"
-            )
-        if value is not None and largest is not None and value > largest:
-            raise ConfigError(
-                f"{section}{key}={value} is larger than the model's positions allow; use at most {largest}"
             )
 
 

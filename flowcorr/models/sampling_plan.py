@@ -35,7 +35,7 @@ class SamplingPlan:
         Raises:
             ConfigError: the model cannot make images of this size, or a step that can be stochastic has no density.
         """
-        shape = family.latent_shape(sampling.height, sampling.width)
+        shape = family.sample_shape(sampling.height, sampling.width, sampling.num_frames)
         schedule = family.schedule(sampling.num_inference_steps, shape)
         sde.check_schedule(
             sampling.sde_type,

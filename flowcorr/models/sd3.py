@@ -16,11 +16,11 @@ from flowcorr.models.base import (
     ModelFamily,
     Schedule,
     TextShapes,
-    check_size,
     decode_scaled,
     guided,
     with_negative,
 )
+from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
 
 

@@ -17,12 +17,12 @@ from flowcorr.models.base import (
     ModelFamily,
     Schedule,
     TextShapes,
-    check_size,
     decode_scaled,
     guided,
     linear_schedule,
     with_negative,
 )
+from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
 
 NATIVE_SIZE = 1024

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from flowcorr.errors import BackendError, BatchError, ConfigError, MissingExtraError
-from flowcorr.records import Prompt
+from flowcorr.records import ImageArray, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class RewardOutput:
 
 
 class Reward(Protocol):
-    """A function, or an instance of a class, that scores images.
+    """A function, or an instance of a class, that scores images or videos.
 
     Attributes:
         overlaps: `True`: it scores each image by itself, in whatever thread and company, and spends its time where
@@ -91,8 +91,8 @@ class Reward(Protocol):
     All are optional, and stand on the function or the class.
     """
 
-    def __call__(self, images: np.ndarray, prompts: list[Prompt], /) -> RewardOutput:
-        """Score images `[B, H, W, 3]` uint8 of their `B` prompts; a term of a recipe gets a copy of the images."""
+    def __call__(self, images: ImageArray, prompts: list[Prompt], /) -> RewardOutput:
+        """Score the images of `B` prompts; a term of a recipe gets a copy of them."""
         ...
 
 
@@ -116,7 +116,7 @@ def as_reward_output(value: Any, batch_size: int, name: str) -> RewardOutput:
 
 def score_batch(
     reward: Reward,
-    images: np.ndarray,
+    images: ImageArray,
     prompts: list[Prompt],
     *,
     on_error: OnError = "fail",
@@ -130,7 +130,7 @@ def score_batch(
 
     Args:
         reward: the reward.
-        images: `[B, H, W, 3]` uint8.
+        images: of all samples.
         prompts: the `B` prompts of the images.
         on_error: `fail` raises at the first failed sample; `drop_group` marks all of them.
         broken: places of samples without a picture, which have failed already, see `report_broken`.
@@ -141,7 +141,7 @@ def score_batch(
     Raises:
         BackendError: a sample failed under `fail`; the message names sample, prompt, reward and cause. Or a
             service that the reward needs is down.
-        BatchError: the images are not `[B, H, W, 3]` uint8, or the reward's output has another shape.
+        BatchError: the images have another shape or dtype, or the reward's output has another shape.
     """
     _check_images(images, prompts)
     name = reward_name(reward)
@@ -193,7 +193,7 @@ def reward_name(reward: Any) -> str:
 
 
 def _score_whole(
-    reward: Reward, images: np.ndarray, prompts: list[Prompt], name: str, on_error: OnError
+    reward: Reward, images: ImageArray, prompts: list[Prompt], name: str, on_error: OnError
 ) -> tuple[RewardOutput, dict[int, Exception | str]]:
     """The scores of a batch, and why single samples raised, by place."""
     try:
@@ -211,7 +211,7 @@ def _score_whole(
 
 
 def _score_one_by_one(
-    reward: Reward, images: np.ndarray, prompts: list[Prompt], name: str, *, stop_at_first: bool
+    reward: Reward, images: ImageArray, prompts: list[Prompt], name: str, *, stop_at_first: bool
 ) -> tuple[RewardOutput, dict[int, Exception | str]]:
     scored: dict[int, RewardOutput] = {}
     causes: dict[int, Exception | str] = {}
@@ -290,10 +290,12 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{notes}"
 
 
-def _check_images(images: np.ndarray, prompts: list[Prompt]) -> None:
+def _check_images(images: ImageArray, prompts: list[Prompt]) -> None:
     shape, dtype = getattr(images, "shape", None), getattr(images, "dtype", None)
-    if dtype != np.uint8 or shape is None or len(shape) != 4 or shape[-1] != 3:
-        raise BatchError(f"images have shape {shape} and dtype {dtype}; rewards take [B, H, W, 3] uint8")
+    if dtype != np.uint8 or shape is None or len(shape) not in (4, 5) or shape[-1] != 3:
+        raise BatchError(
+            f"images have shape {shape} and dtype {dtype}; rewards take [B, H, W, 3] uint8, or videos [B, F, H, W, 3]"
+        )
     if len(prompts) != shape[0]:
         raise BatchError(f"{len(prompts)} prompts were given for {shape[0]} images; give one for each")
 

@@ -17,7 +17,7 @@ from flowcorr.advantages import AdvantageStd, group_advantages
 from flowcorr.config.task import RewardConfig
 from flowcorr.errors import BackendError, ConfigError, unknown_choice
 from flowcorr.imports import import_target
-from flowcorr.records import Prompt
+from flowcorr.records import ImageArray, Prompt
 from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output
 from flowcorr.rewards.http import HttpReward
@@ -96,7 +96,7 @@ class WeightedSum:
 
     labels: tuple[str, ...]
     weights: tuple[float, ...]
-    rewards: tuple[Callable[[np.ndarray, list[Prompt]], Any], ...]
+    rewards: tuple[Callable[[ImageArray, list[Prompt]], Any], ...]
     tags: tuple[Sequence[str], ...]
     timeout: float | None = None
 
@@ -118,8 +118,8 @@ class WeightedSum:
         """Whether every term says that it may score parts of a batch, in a thread beside other work."""
         return all(getattr(reward, "overlaps", False) for reward in self.rewards)
 
-    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
-        """Score images `[B, H, W, 3]` uint8."""
+    def __call__(self, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
+        """Score the images of `B` prompts."""
         outputs: dict[str, RewardOutput] = {}
         scores = np.zeros(len(prompts))
         for label, weight, reward, tags in zip(
@@ -141,7 +141,7 @@ class WeightedSum:
         self,
         label: str,
         reward: Callable[..., Any],
-        images: np.ndarray,
+        images: ImageArray,
         prompts: list[Prompt],
         rows: np.ndarray,
     ) -> RewardOutput:
@@ -152,7 +152,7 @@ class WeightedSum:
         return as_reward_output(self._score(label, reward, own_images, own_prompts), len(rows), label)
 
     def _score(
-        self, label: str, reward: Callable[..., Any], images: np.ndarray, prompts: list[Prompt]
+        self, label: str, reward: Callable[..., Any], images: ImageArray, prompts: list[Prompt]
     ) -> Any:
         try:
             with reported_when_slow(label, self.timeout):

@@ -8,11 +8,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from flowcorr.records import Prompt
+from flowcorr.records import ImageArray, Images, Prompt
 from flowcorr.rewards.base import Reward, RewardOutput
 from flowcorr.rewards.combine import WeightedSum
 
@@ -38,12 +36,12 @@ class ThreadReward:
         self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
         self._thread.start()
 
-    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
-        """Score images `[B, H, W, 3]` uint8 in one call, and wait for the scores."""
+    def __call__(self, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
+        """Score images in one call, and wait for the scores."""
         return self.submit(images, prompts).result()
 
-    def submit(self, images: np.ndarray, prompts: list[Prompt]) -> Future[RewardOutput]:
-        """Score images `[B, H, W, 3]` uint8 in one call, after those that were submitted before."""
+    def submit(self, images: ImageArray, prompts: list[Prompt]) -> Future[RewardOutput]:
+        """Score images in one call, after those that were submitted before."""
         call = _Call(images, prompts)
         self._calls.put(call)
         return call.scores
@@ -69,7 +67,7 @@ class ThreadReward:
 
 
 class _Call:
-    def __init__(self, images: np.ndarray, prompts: list[Prompt]) -> None:
+    def __init__(self, images: ImageArray, prompts: list[Prompt]) -> None:
         self.images, self.prompts = images, prompts
         self.scores: Future[RewardOutput] = Future()
 
@@ -91,14 +89,14 @@ class ScoredAhead:
         self._num_samples = len(prompts)
         self._scores: list[Future[RewardOutput]] = []
 
-    def add(self, images: Tensor) -> None:
-        """Begin to score the next images `[b, H, W, 3]` uint8; those beyond the prompts are left out."""
+    def add(self, images: Images) -> None:
+        """Begin to score the next images; those beyond the prompts are left out."""
         prompts, self._prompts = self._prompts[: len(images)], self._prompts[len(images) :]
         if prompts:
             self._scores.append(self._reward.submit(images[: len(prompts)].cpu().numpy(), prompts))
 
-    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
-        """The scores of images `[B, H, W, 3]` uint8, as they were scored ahead if these are all samples.
+    def __call__(self, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
+        """The scores of images, as they were scored ahead if these are all samples.
 
         Where a sample has no picture, the others are scored again, without it.
         """
@@ -111,7 +109,7 @@ class ScoredAhead:
         return self._reward(images, prompts)
 
 
-def scored_ahead(reward: Reward, prompts: list[Prompt]) -> tuple[Reward, Callable[[Tensor], None]]:
+def scored_ahead(reward: Reward, prompts: list[Prompt]) -> tuple[Reward, Callable[[Images], None]]:
     """The reward to call with all samples of `prompts`, and what takes their images as they come."""
     if not isinstance(reward, ThreadReward):
         return reward, lambda images: None

@@ -11,15 +11,15 @@ from torch import Tensor
 from flowcorr import distributed
 from flowcorr.config.engines import resolve_engine
 from flowcorr.config.schema import Config, Dtype
-from flowcorr.records import Rollout
+from flowcorr.records import Images, Rollout
 
 Merge = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Trained tensors -> the transformer's weights under diffusers' names, adapters merged, see `lora.merged_weights`."""
-OnImages = Callable[[Tensor], None]
-"""Called with images `[b, H, W, 3]` uint8 as soon as they are decoded, in the order of the samples."""
+OnImages = Callable[[Images], None]
+"""Called with the images of some samples as soon as they are decoded, in the order of the samples."""
 
 
-def ignore_images(images: Tensor) -> None:
+def ignore_images(images: Images) -> None:
     """Leave images to the rollout that they belong to."""
 
 
@@ -70,7 +70,7 @@ class RolloutEngine(Protocol):
         with_means: bool,
         on_images: OnImages = ignore_images,
     ) -> Rollout:
-        """Sample `rollout.n` images for each prompt.
+        """Sample `rollout.n` images or videos for each prompt.
 
         Args:
             conditioning: one row a prompt.

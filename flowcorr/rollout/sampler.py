@@ -11,7 +11,7 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.models import ModelFamily, Schedule
-from flowcorr.records import Window
+from flowcorr.records import Images, Window
 from flowcorr.rollout.base import OnImages, ignore_images
 from flowcorr.sde.transition import over_elements
 
@@ -146,12 +146,12 @@ def sample_sde_window(
 
 
 @torch.no_grad()
-def decode(family: ModelFamily, final: Tensor, on_images: OnImages = ignore_images) -> tuple[Tensor, Tensor]:
+def decode(family: ModelFamily, final: Tensor, on_images: OnImages = ignore_images) -> tuple[Images, Tensor]:
     """Decode final latents `[B, *L]`, a few at a time.
 
     Returns:
-        Images `[B, H, W, 3]` uint8, and whether the pixels of each were finite, `[B]` bool. Integers cannot say that:
-        without it, an image that overflowed would be an arbitrary one, with a reward.
+        Images, and whether the pixels of each were finite, `[B]` bool. Integers cannot say that: without it, an image
+        that overflowed would be an arbitrary one, with a reward.
     """
     size = decoded_together(math.prod(final.shape[1:]))
     decoded: list[Tensor] = []
@@ -166,13 +166,12 @@ def decode(family: ModelFamily, final: Tensor, on_images: OnImages = ignore_imag
     return torch.cat(decoded), torch.cat(known)
 
 
-def to_images(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """A VAE's pixels `[B, 3, H, W]` in [-1, 1] as images `[B, H, W, 3]` uint8, and whether they are finite, `[B]`."""
+def to_images(pixels: Tensor) -> tuple[Images, Tensor]:
+    """A VAE's pixels `[B, 3, H, W]` or `[B, 3, F, H, W]` in [-1, 1] as images, and whether they are finite, `[B]`."""
     finite = pixels.isfinite().flatten(1).all(1)
-    levels = (pixels.float().clamp(-1, 1) + 1) * 127.5
-    missing = levels.new_tensor(MISSING).view(1, 3, 1, 1)
-    levels = torch.where(finite.view(-1, 1, 1, 1), levels, missing)
-    return levels.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous(), finite
+    levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).movedim(1, -1)
+    levels = torch.where(over_elements(finite, levels), levels, levels.new_tensor(MISSING))
+    return levels.round().to(torch.uint8).contiguous(), finite
 
 
 def decoded_together(num_elements: int) -> int:

@@ -16,7 +16,7 @@ from flowcorr.algorithm import needs_rollout_means
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean, total
 from flowcorr.models import windows_of
-from flowcorr.records import Prompt, Rollout, Window
+from flowcorr.records import ImageArray, Prompt, Rollout, Window
 from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
 from flowcorr.rollout import decode, witnesses
 from flowcorr.rollout.broken import decoder_dtype, find_broken
@@ -32,8 +32,8 @@ class Samples:
     Attributes:
         rollout: the `b` samples of groups whose weights were not too old, without images.
         fresh: `[b]`, their places among all `B` samples.
-        images: `[B, H, W, 3]` uint8.
-        prompts: `B`, one for each image.
+        images: of all samples.
+        prompts: `B`, one for each sample.
         group_ids: `[B]`.
         broken: why a sample has no picture, by its place among all.
         reward: the reward to call with all images, which may already be scoring them.
@@ -42,7 +42,7 @@ class Samples:
 
     rollout: Rollout
     fresh: np.ndarray
-    images: np.ndarray
+    images: ImageArray
     prompts: list[Prompt]
     group_ids: np.ndarray
     broken: Mapping[int, str]

@@ -19,7 +19,7 @@ from flowcorr import distributed, sde
 from flowcorr.config.run import SERVED
 from flowcorr.errors import BackendError, CheckpointError, ConfigError, unknown_choice
 from flowcorr.imports import source_of
-from flowcorr.records import Prompt
+from flowcorr.records import ImageArray, Prompt
 from flowcorr.rewards import Reward, report_broken, score_batch, scored_ahead
 from flowcorr.rollout import OnImages, decode, sample_ode
 from flowcorr.rollout.base import actor_dtype
@@ -42,14 +42,14 @@ _FAILED = "failed_samples"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """One evaluation: `metrics` named `eval/...`, `images` `[B, H, W, 3]` uint8 and their `scores` `[B]`.
+    """One evaluation: `metrics` named `eval/...`, `images` of `B` prompts and their `scores` `[B]`.
 
     A score is NaN where a reward failed. Every rank has all scores. The main rank has all images, another rank only its
     own.
     """
 
     metrics: dict[str, float]
-    images: np.ndarray
+    images: ImageArray
     scores: np.ndarray
 
 
@@ -115,7 +115,7 @@ def _evaluate(run: TrainingRun, prompts: Sequence[Prompt], transformer: Any) -> 
 def _score(
     run: TrainingRun,
     reward: Reward,
-    images: np.ndarray,
+    images: ImageArray,
     prompts: list[Prompt],
     broken: Mapping[int, str],
 ) -> dict[str, np.ndarray]:
@@ -210,8 +210,8 @@ def _sample(
     indices: Sequence[int],
     transformer: Any,
     on_images: OnImages,
-) -> tuple[np.ndarray, Tensor, Tensor]:
-    """Images `[b, H, W, 3]` uint8 of the prompts at `indices`, their latents, and whether their pixels are finite."""
+) -> tuple[ImageArray, Tensor, Tensor]:
+    """Images of the prompts at `indices`, their latents, and whether their pixels are finite."""
     actor, sampling, trainer = run.actor, run.config.sampling, run.config.trainer
     family = actor.family
     shape = _latent_shape(run)
@@ -229,7 +229,7 @@ def _latent_shape(run: TrainingRun) -> tuple[int, ...]:
     sampling, trainer = run.config.sampling, run.config.trainer
     height, width = trainer.eval_height or sampling.height, trainer.eval_width or sampling.width
     try:
-        return run.actor.family.latent_shape(height, width)
+        return run.actor.family.sample_shape(height, width, sampling.num_frames)
     except ConfigError as error:
         raise ConfigError(
             f"trainer.eval_height={trainer.eval_height}, trainer.eval_width={trainer.eval_width}: {error}"

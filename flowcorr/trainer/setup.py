@@ -17,7 +17,7 @@ from flowcorr.config.schema import Config
 from flowcorr.data import PromptSet, PromptStream, load_prompts, prompts_digest
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily, load_family
-from flowcorr.models.base import check_guidance
+from flowcorr.models.base import check_sampling
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import Reward, ThreadReward, build_reward, check_prompts, known_scores
@@ -47,7 +47,7 @@ def load_model(config: Config) -> ModelFamily:
     """Load the model on this rank's device; torch gets `trainer.num_threads` first.
 
     Raises:
-        ConfigError: the device, the pipeline or its family cannot be used.
+        ConfigError: the device, the pipeline or its family cannot be used, or the family makes no videos.
         BackendError: the device has no memory left.
 
     Warns:
@@ -58,7 +58,7 @@ def load_model(config: Config) -> ModelFamily:
     device = distributed.local_device(config.trainer.device)
     with out_of_memory.explained(config, lambda: out_of_memory.LOADING):
         family = load_family(config.model, device, transformer_on_host=shards_weights(config))
-    check_guidance(config.sampling, type(family))
+    check_sampling(config.sampling, type(family))
     return family
 
 

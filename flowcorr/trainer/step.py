@@ -20,7 +20,7 @@ from flowcorr.algorithm.terms import batch_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
-from flowcorr.records import ActorBatch, Prompt, Rollout
+from flowcorr.records import ActorBatch, ImageArray, Prompt, Rollout
 from flowcorr.rewards import training_scores
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
 from flowcorr.trainer.gap_split import old_scores
@@ -37,14 +37,14 @@ class StepResult:
 
     Attributes:
         metrics: merged over the ranks.
-        images: `[B, H, W, 3]` uint8.
-        prompts: one for each image.
+        images: of `B` prompts.
+        prompts: one for each of them.
         scores: `[B]`, the rewards.
         terms: the terms of the loss, if `trainer.dump_log_probs` is set and this rank has samples.
     """
 
     metrics: Metrics
-    images: np.ndarray
+    images: ImageArray
     prompts: list[Prompt]
     scores: np.ndarray
     terms: DumpedTerms | None = None

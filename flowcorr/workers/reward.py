@@ -7,11 +7,8 @@ from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from flowcorr.config.task import RewardConfig, RewardTerm
-from flowcorr.records import Prompt
+from flowcorr.records import ImageArray, Images, Prompt
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output, reward_name
 from flowcorr.rewards.combine import build_reward
 from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
@@ -60,8 +57,8 @@ class RayReward:
         (name,) = self._workers.submit("the reward's name", "name").result().values
         return str(name)
 
-    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
-        """Score images `[B, H, W, 3]` uint8 in batches of `BATCH_SIZE`.
+    def __call__(self, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
+        """Score images in batches of `BATCH_SIZE`.
 
         Raises:
             Exception: the reward's own, or `BackendError` if workers were lost repeatedly.
@@ -116,7 +113,7 @@ class _PendingReward:
         self._num_samples = num_samples
         self.scores = scores
 
-    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
+    def __call__(self, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
         scores, self.scores = self.scores, []
         if scores and len(prompts) == self._num_samples:
             return concatenated(scores)
@@ -133,8 +130,8 @@ class RewardWorker:
         """The reward's name in messages."""
         return reward_name(self._reward)
 
-    def score(self, images: Tensor, prompts: list[Prompt]) -> RewardOutput:
-        """Score images `[b, H, W, 3]` uint8."""
+    def score(self, images: Images, prompts: list[Prompt]) -> RewardOutput:
+        """Score images."""
         return as_reward_output(self._reward(images.numpy(), prompts), len(prompts), self.name())
 
 

@@ -215,7 +215,7 @@ class PendingRollout:
     """A rollout that workers are sampling.
 
     Attributes:
-        shards: the answer to each shard: a rollout without images, and its images `[b, H, W, 3]`.
+        shards: the answer to each shard: a rollout without images, and its images.
         version: version of the weights that the shards name.
         groups_per_shard: groups in each shard; the last may have fewer.
     """

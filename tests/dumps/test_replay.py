@@ -64,6 +64,13 @@ def test_images_in_any_layout(layout):
     assert torch.equal(samples(images=images).images, expected)
 
 
+def test_videos_in_any_layout():
+    videos = torch.rand(6, 5, 3, 12, 16)
+    expected = (videos[:COUNT].movedim(2, -1) * 255).round().to(torch.uint8)
+    for layout in (videos, videos.movedim(2, -1)):
+        assert torch.equal(samples(images=layout).images, expected)
+
+
 def test_every_field_but_prompt_noise_and_image_may_be_left_out(tmp_path):
     fields = given()
     needed = {name: fields[name] for name in ("prompts", "initial_noise", "images")}

@@ -8,8 +8,7 @@ from torch import nn
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import (
-    check_guidance,
-    check_size,
+    check_sampling,
     guided,
     linear_schedule,
     positions,
@@ -32,9 +31,20 @@ def test_guidance_that_a_family_does_not_read_warns(family, reads, unread):
         f"^sampling.{unread}=.* has no effect: a model of the family {family.name} reads sampling.{reads}$"
     )
     with pytest.warns(UserWarning, match=message) as seen:
-        check_guidance(sampling, family)
+        check_sampling(sampling, family)
     assert len(seen) == 1
-    check_guidance(SamplingConfig(**{reads: 4.0}), family)
+    check_sampling(SamplingConfig(**{reads: 4.0}), family)
+
+
+def test_several_frames_are_asked_of_models_that_make_videos():
+    for num_frames in (None, 1):
+        check_sampling(SamplingConfig(num_frames=num_frames), SD3)
+    with pytest.raises(
+        ConfigError, match=r"sampling.num_frames=9 asks for videos, .* family sd3 makes images"
+    ):
+        check_sampling(SamplingConfig(num_frames=9), SD3)
+    with pytest.raises(ConfigError, match="sampling.num_frames=0 is out of range"):
+        SamplingConfig(num_frames=0)
 
 
 def test_guidance_is_two_velocities_of_one_batch():
@@ -50,14 +60,6 @@ def test_guidance_is_two_velocities_of_one_batch():
     assert guided(velocity, 2.0).flatten().tolist() == [5.0, 10.0]
 
 
-def test_sizes_are_multiples_and_the_error_names_one():
-    check_size(64, 96, 16)
-    with pytest.raises(ConfigError, match=r"sampling\.width=100 does not fit .*multiple of 16, such as 96$"):
-        check_size(64, 100, 16)
-    with pytest.raises(
-        ConfigError, match=r"^trainer\.eval_height=80 is larger than .* allow; use at most 64$"
-    ):
-        check_size(80, None, 16, largest=64, section="trainer.eval_")
 
 
 def test_places_run_along_the_rows():

@@ -57,6 +57,17 @@ def test_pixels_are_rounded_and_clamped():
     assert finite.tolist() == [True]
 
 
+def test_a_video_is_its_frames():
+    pixels = torch.rand(2, 3, 4, 5, 6) * 2 - 1
+    videos, finite = to_images(pixels)
+    frames, _ = to_images(pixels.transpose(1, 2).flatten(0, 1))
+    assert torch.equal(videos, frames.view(2, 4, 5, 6, 3))
+    pixels[1, 0, 2, 0, 0] = math.nan
+    videos, finite = to_images(pixels)
+    assert finite.tolist() == [True, False]
+    assert (videos[1] == torch.tensor(MISSING)).all()  # none of its frames is one
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_pixel_that_is_not_finite_leaves_no_picture(bad, dtype):

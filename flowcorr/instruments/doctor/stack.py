@@ -67,8 +67,9 @@ class Stack:
         self.family, self.samples = family, samples
         images = samples.images
         assert isinstance(images, Tensor)
-        height, width = images.shape[1:3]
-        self.latent_shape = family.latent_shape(height, width)
+        height, width = images.shape[-3:-1]
+        num_frames = images.shape[1] if images.dim() == 5 else None
+        self.latent_shape = family.sample_shape(height, width, num_frames)
         self.tensor("initial_noise")  # refuses samples of another model
         sigmas, timesteps = (samples.tensors().get(name) for name in ("sigmas", "timesteps"))
         count = len(sigmas) - 1 if sigmas is not None else 0 if timesteps is None else len(timesteps)

@@ -101,9 +101,10 @@ def trace_decoder(config: Config, architecture: Architecture, *, images: int) ->
     """The VAE, decoding at most `images` images at a time, as sampling does."""
     dtype = DTYPES[config.rollout.dtype]
     plain = replace(config.model, quantization="none", lora=replace(config.model.lora, rank=0))
+    sampling = config.sampling
     with Tracer() as tracer:
         family = build_family(architecture.shallow, plain, tracer, dtype=dtype)
-        shape = family.latent_shape(config.sampling.height, config.sampling.width)
+        shape = family.sample_shape(sampling.height, sampling.width, sampling.num_frames)
         images = min(images, decoded_together(math.prod(shape)))
         latents = torch.ones(images, *shape)
         with tracer.section() as section:

@@ -7,7 +7,8 @@ from flowcorr.data import load_prompts
 from flowcorr.devices import check_device_name
 from flowcorr.instruments.plan.pipelines import Architecture, family_class, local_architecture
 from flowcorr.models import resolve_family
-from flowcorr.models.base import check_guidance, check_size
+from flowcorr.models.base import check_sampling
+from flowcorr.models.sizes import check_size
 from flowcorr.rewards import check_prompts as check_prompts_of
 from flowcorr.rewards import check_terms
 from flowcorr.trackers import resolve_tracker
@@ -35,9 +36,9 @@ def check_settings(config: Config) -> None:
         return
     architecture = local_architecture(config.model.path)
     if config.model.family != "auto":
-        check_guidance(config.sampling, resolve_family(config.model.family))
+        check_sampling(config.sampling, resolve_family(config.model.family))
     elif architecture is not None:
-        check_guidance(config.sampling, family_class(architecture, config.model))
+        check_sampling(config.sampling, family_class(architecture, config.model))
     if architecture is not None:
         _check_sizes(config, architecture)
 

@@ -202,7 +202,7 @@ def update(actor: DiffusionActor, batch: ActorBatch) -> None:
 def actor_batch(config: Config, architecture: Architecture, family: ModelFamily, samples: int) -> ActorBatch:
     """A batch without values, with the shapes of the configured engine's and old log-probs."""
     sampling = config.sampling
-    shape = family.latent_shape(sampling.height, sampling.width)
+    shape = family.sample_shape(sampling.height, sampling.width, sampling.num_frames)
     steps = sampling.sde_window_size
     inputs = text_inputs(architecture, type(family), config)
 

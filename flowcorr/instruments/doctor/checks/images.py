@@ -49,7 +49,7 @@ def check_images(exam: Exam) -> Finding:
     if found.shape != expected.shape:
         return failed(
             f"images are {list(found.shape[1:])} in the engine and {list(expected.shape[1:])} here",
-            "pass sampling.height and sampling.width to the engine",
+            "pass sampling.height, sampling.width and sampling.num_frames to the engine",
         )
     gaps = torch.stack([(image - expected).abs().flatten(1).mean(1) for image in found])
     own = gaps.diagonal()
@@ -64,7 +64,7 @@ def check_images(exam: Exam) -> Finding:
             limit=float(gaps[worst, other]),
         )
     limit = SAME_IMAGE + MARGIN * rounding
-    largest, signed = float(own.max()), (found - expected).mean((0, 1, 2)).tolist()
+    largest, signed = float(own.max()), (found - expected).flatten(0, -2).mean(0).tolist()
     message = (
         f"images differ by up to {largest:.2g} grey levels of 255 from the actor's of the same final latents, by "
         f"{', '.join(f'{level:+.2g}' for level in signed)} in the mean of red, green and blue; rounding explains "
@@ -103,7 +103,7 @@ def _expected(family: ModelFamily, final: Tensor, exam: Exam) -> tuple[Tensor, T
     """Decode `final` latents in float32.
 
     Returns:
-        The images `[B, H, W, 3]`, which of them are finite `[B]`, and the largest error of one by the run's precision.
+        The images, which of them are finite `[B]`, and the largest error of one by the run's precision.
     """
     exact, finite = _decoded(family, final, torch.float32)
     dtypes = {DTYPES[name] for name in (exam.config.model.dtype, exam.config.rollout.dtype)} - {torch.float32}
@@ -204,8 +204,8 @@ def _rivals(
                 _distances(plain, images).diag(),
             )
     for cause, message, other in (
-        ("channels_reversed", "red and blue of the images are exchanged", decoded.flip(3)),
-        ("flipped_images", "the images are upside down", decoded.flip(1)),
+        ("channels_reversed", "red and blue of the images are exchanged", decoded.flip(-1)),
+        ("flipped_images", "the images are upside down", decoded.flip(-3)),
     ):
         yield (
             cause,

@@ -1,0 +1,49 @@
+"""Sizes of images and videos that a model cannot make, with the nearest that it can."""
+
+from __future__ import annotations
+
+from flowcorr.errors import ConfigError
+
+
+def check_frames(num_frames: int | None, family: str, *, makes_videos: bool) -> None:
+    """Check that several frames are asked of a family that makes videos only.
+
+    Raises:
+        ConfigError: it makes images.
+    """
+    if num_frames not in (None, 1) and not makes_videos:
+        raise ConfigError(
+            f"sampling.num_frames={num_frames} asks for videos, and a model of the family {family} makes images; "
+            "leave the key out, or take a model that makes videos, such as Wan"
+        )
+
+
+def check_size(
+    height: int | None,
+    width: int | None,
+    multiple: int,
+    *,
+    largest: int | None = None,
+    section: str = "sampling.",
+) -> None:
+    """Check the size of an image.
+
+    Args:
+        height, width: in pixels; null is not checked.
+        multiple: what they must be multiples of.
+        largest: the largest that the model can place; None if it can place any.
+        section: the beginning of their keys, for messages.
+
+    Raises:
+        ConfigError: one of them does not fit.
+    """
+    for key, value in (("height", height), ("width", width)):
+        if value is not None and value % multiple:
+            raise ConfigError(
+                f"{section}{key}={value} does not fit the model: it must be a multiple of {multiple}, "
+                f"such as {max(value // multiple, 1) * multiple}"
+            )
+        if value is not None and largest is not None and value > largest:
+            raise ConfigError(
+                f"{section}{key}={value} is larger than the model's positions allow; use at most {largest}"
+            )
