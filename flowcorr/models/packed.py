@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowcorr.models.base import ModelFamily, Schedule, check_size, linear_schedule
+from flowcorr.models.base import ModelFamily, Schedule, linear_schedule
+from flowcorr.models.sizes import check_size
 
 
 class PackedFamily(ModelFamily):

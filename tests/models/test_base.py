@@ -60,8 +60,6 @@ def test_guidance_is_two_velocities_of_one_batch():
     assert guided(velocity, 2.0).flatten().tolist() == [5.0, 10.0]
 
 
-
-
 def test_places_run_along_the_rows():
     places = positions(2, 3, device=torch.device("cpu"))
     assert places.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
