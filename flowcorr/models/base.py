@@ -273,14 +273,18 @@ class ModelFamily(ABC):
     def offload_text_encoders(self, device: torch.device | str) -> None:
         """Keep the text encoders in main memory; each layer is on `device` only while it computes.
 
-        It is diffusers' group offloading, layer by layer. Its hooks copy the weights to `device` before a layer's
-        forward pass, and back after it. Groups of blocks would need the names of each encoder's blocks: diffusers only
-        looks for them among the encoder's own children.
+        It is diffusers' group offloading, layer by layer. On a GPU the weights stay in pinned memory, and a stream of
+        its own copies a layer's while the one before computes; without a stream its hooks would also copy every layer
+        back, which took 24 times as long on an H200. Groups of blocks would need the names of each encoder's
+        blocks: diffusers only looks for them among the encoder's own children.
         """
         from diffusers.hooks import apply_group_offloading
 
+        onload = torch.device(device)
         for encoder in self.text_encoders.values():
-            apply_group_offloading(encoder, onload_device=torch.device(device), offload_type="leaf_level")
+            apply_group_offloading(
+                encoder, onload_device=onload, offload_type="leaf_level", use_stream=onload.type == "cuda"
+            )
         self.text_offloaded = True
 
     def move_text_encoders(self, device: torch.device) -> None:

@@ -27,9 +27,10 @@ def test_correction_equals_the_cpus_and_reads_the_device_once():
     old = rollout + 0.01 * torch.randn(512, 2, generator=draw)
     options = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": (0.99, 1.01)}
     expected = compute_rollout_correction_and_rejection_mask(old, rollout, **options)
+    there = old.cuda(), rollout.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = compute_rollout_correction_and_rejection_mask(old.cuda(), rollout.cuda(), **options)
+        found = compute_rollout_correction_and_rejection_mask(*there, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found.weights.cpu(), expected.weights)
@@ -46,11 +47,10 @@ def test_correction_equals_the_cpus_and_reads_the_device_once():
 )
 def test_a_training_step_runs_in_bfloat16(preset, clip):
     settings = config.load(
-        "tiny_ocr_lora",
+        "tiny_jpeg_lora",
         [
             f"algorithm.rollout_correction.preset={preset}",
             *clip,
-            "reward.terms=[{name: jpeg_compressibility}]",
             "rollout.dtype=bfloat16",
             "rollout.prompts_per_step=2",
             "rollout.n=4",

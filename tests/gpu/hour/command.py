@@ -112,7 +112,7 @@ def _measure(options: argparse.Namespace) -> int:
         facts={name: outcome.facts for name, outcome in Record(options.out).outcomes.items()},
         lines=folder / "lines.jsonl",
     )
-    if hour.device.type == "cuda":
+    if hour.device.index is not None:
         torch.cuda.set_device(hour.device)
     module = importlib.import_module(f"tests.gpu.hour.{part.module}")
     status, reason = "done", ""

@@ -38,6 +38,8 @@ def measure(hour: Hour) -> None:
 
     expected = encode()
     _report(hour, "on the device", encode, planned["here"])
+    for kernel, share in meter.kernel_shares(hour.device, encode, most=6).items():
+        hour.row(f"on the device: {kernel[:80]}", share, unit="of the time")
     before = meter.allocated(hour.device)
     family.offload_text_encoders(hour.device)
     hour.row("offloaded: freed", (before - meter.allocated(hour.device)) / 1e9, unit="GB")
