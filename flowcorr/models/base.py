@@ -71,11 +71,20 @@ class TextShapes:
     Attributes:
         tokens: number of tokens that each text encoder reads, by the component's name.
         conditioning: shape of each conditioning tensor without the negative prompt's; a name that ends in `mask` is
-            bool.
+            bool. Conditioning with a mask is cut to the longest prompt of a run.
+        template_tokens: tokens that the pipeline adds to each prompt and keeps.
+        encodes_to_longest: whether the encoder reads prompts padded to the longest one, and not to the limit.
     """
 
     tokens: Mapping[str, int]
     conditioning: Mapping[str, tuple[int, ...]]
+    template_tokens: int = 0
+    encodes_to_longest: bool = False
+
+    @property
+    def is_cut_to_longest(self) -> bool:
+        """Whether the conditioning is as long as the longest prompt, and not as long as the limit."""
+        return any(name.endswith("mask") for name in self.conditioning)
 
 
 def _call(transformer: Callable[..., Any], **inputs: Any) -> Any:
@@ -131,10 +140,7 @@ class ModelFamily(ABC):
         guidance_key: the key of `sampling` that turns guidance on, one of `GUIDANCE_KEYS`.
         encodes_negative: whether guidance needs the encoded negative prompt.
         default_text_tokens: tokens of the long text encoder, where `model.max_sequence_length` is null.
-        template_tokens: tokens that the pipeline adds to each prompt and keeps, for a family whose conditioning is cut
-            to the longest prompt; else None.
         makes_videos: whether its samples are videos, of one frame or more; see `records.Images`.
-        encodes_to_longest: whether its encoder reads prompts padded to the longest one, and not to the limit.
         num_references: the fewest and the most reference images that a prompt may have.
         vllm_omni: how that engine computes the family; None where it cannot.
     """
@@ -145,9 +151,7 @@ class ModelFamily(ABC):
     guidance_key: ClassVar[str] = "guidance_scale"
     encodes_negative: ClassVar[bool] = True
     default_text_tokens: ClassVar[int] = 512
-    template_tokens: ClassVar[int | None] = None
     makes_videos: ClassVar[bool] = False
-    encodes_to_longest: ClassVar[bool] = False
     num_references: ClassVar[tuple[int, int]] = (0, 0)
     vllm_omni: ClassVar[InVllmOmni | None] = None
 
@@ -189,6 +193,11 @@ class ModelFamily(ABC):
             length: tokens of the long text encoder.
         """
         return None
+
+    @classmethod
+    def needs_negative(cls, guidance: Guidance) -> bool:
+        """Whether the prompts come with the encoded negative prompt."""
+        return cls.encodes_negative and getattr(guidance, cls.guidance_key) > 1
 
     @property
     def transformer(self) -> Any:
@@ -247,7 +256,7 @@ class ModelFamily(ABC):
 
     def encode(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         """Conditioning of the prompts, see `embed`; logs prompts that the text encoders do not read to the end."""
-        if self.encodes_negative and getattr(guidance, self.guidance_key) > 1:
+        if self.needs_negative(guidance):
             self.cuts.add([Prompt(text=guidance.negative_prompt, place="sampling.negative_prompt")])
         self.cuts.add(prompts)
         return self.embed(prompts, guidance)

@@ -50,8 +50,6 @@ class QwenImage(PackedFamily):
         "txt_mlp.net.0.proj",
         "txt_mlp.net.2",
     )
-    template_tokens = 5
-    encodes_to_longest = True
     vllm_omni = InVllmOmni(
         transformer="vllm_omni.diffusion.models.qwen_image.qwen_image_transformer:QwenImageTransformer2DModel",
         vae="vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_qwenimage:DistributedAutoencoderKLQwenImage",
@@ -65,6 +63,8 @@ class QwenImage(PackedFamily):
         return TextShapes(
             tokens={"text_encoder": _DROPPED_TEMPLATE + length},
             conditioning={"prompt_embeds": (length, width), "prompt_embeds_mask": (length,)},
+            template_tokens=5,
+            encodes_to_longest=True,
         )
 
     def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:

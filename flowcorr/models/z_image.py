@@ -72,7 +72,6 @@ class ZImage(ModelFamily):
         "feed_forward.w2",
         "feed_forward.w3",
     )
-    template_tokens = 8
     vllm_omni = InVllmOmni(
         transformer="vllm_omni.diffusion.models.z_image.z_image_transformer:ZImageTransformer2DModel",
         call=_call_by_length,
@@ -84,6 +83,7 @@ class ZImage(ModelFamily):
         return TextShapes(
             tokens={"text_encoder": length},
             conditioning={"prompt_embeds": (length, width), "prompt_embeds_mask": (length,)},
+            template_tokens=8,
         )
 
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.pipelines import Architecture
-from flowcorr.models import FAMILIES, Conditioning, ModelFamily
+from flowcorr.models import FAMILIES, Conditioning, Guidance, ModelFamily
 from flowcorr.models.base import TextShapes
 from flowcorr.models.prompt_cache import MULTIPLE
 
@@ -45,16 +45,19 @@ class TextInputs(TextShapes):
         return sum(math.prod(shape) * _dtype(name, dtype).itemsize for name, shape in shapes)
 
 
-def with_longest_prompt(config: Config, family: type[ModelFamily], texts: Collection[str]) -> Config:
-    """The config with `model.max_sequence_length` lowered to the longest prompt, for families that pad to that.
+def with_longest_prompt(
+    architecture: Architecture, family: type[ModelFamily], config: Config, texts: Collection[str]
+) -> Config:
+    """The config with `model.max_sequence_length` lowered to the longest prompt, if conditioning is cut to that.
 
     A token is at least one byte, so the length in bytes bounds the number of tokens.
     """
-    if family.template_tokens is None:
+    inputs = text_inputs(architecture, family, config)
+    if not inputs.is_cut_to_longest:
         return config
     longest = max(len(text.encode()) for text in (*texts, config.sampling.negative_prompt))
-    longest += family.template_tokens
-    length = min(_text_tokens(config, family), -(-longest // MULTIPLE) * MULTIPLE)
+    length = -(-(longest + inputs.template_tokens) // MULTIPLE) * MULTIPLE
+    length = min(family.count_text_tokens(config.model.max_sequence_length), length)
     return replace(config, model=replace(config.model, max_sequence_length=length))
 
 
@@ -62,8 +65,10 @@ def encoder_inputs(
     architecture: Architecture, family: type[ModelFamily], config: Config, texts: Collection[str]
 ) -> TextInputs:
     """The text inputs while `texts` are encoded: padded to the longest, or to the family's limit."""
-    padded = with_longest_prompt(config, family, texts) if family.encodes_to_longest else config
-    return text_inputs(architecture, family, padded)
+    inputs = text_inputs(architecture, family, config)
+    if not inputs.encodes_to_longest:
+        return inputs
+    return text_inputs(architecture, family, with_longest_prompt(architecture, family, config, texts))
 
 
 def text_inputs(architecture: Architecture, family: type[ModelFamily], config: Config) -> TextInputs:
@@ -72,22 +77,16 @@ def text_inputs(architecture: Architecture, family: type[ModelFamily], config: C
     Raises:
         ConfigError: the family does not state them.
     """
-    shapes = family.text_shapes(architecture.configs, _text_tokens(config, family))
+    length = family.count_text_tokens(config.model.max_sequence_length)
+    shapes = family.text_shapes(architecture.configs, length)
     if shapes is None:
         raise ConfigError(
             f"flowcorr plan does not know the text inputs of model.family={config.model.family!r}, only "
             f"those of {', '.join(FAMILIES)}; {family.__name__}.text_shapes can state them"
         )
-    return TextInputs(
-        tokens=shapes.tokens,
-        conditioning=shapes.conditioning,
-        negative=family.encodes_negative and getattr(config.sampling, family.guidance_key) > 1,
-    )
+    stated = {field.name: getattr(shapes, field.name) for field in fields(shapes)}
+    return TextInputs(**stated, negative=family.needs_negative(Guidance.of(config.sampling)))
 
 
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.bool if name.endswith("mask") else dtype
-
-
-def _text_tokens(config: Config, family: type[ModelFamily]) -> int:
-    return family.count_text_tokens(config.model.max_sequence_length)

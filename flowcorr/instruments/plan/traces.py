@@ -72,7 +72,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     texts = [prompt.text for prompt in distinct((*data.train, *data.heldout))]
     encoded = encoder_inputs(architecture, family, config, texts)
     chunk = chunk_size(family.count_text_tokens(config.model.max_sequence_length))
-    config = with_longest_prompt(config, family, texts)
+    config = with_longest_prompt(architecture, family, config, texts)
     inputs = text_inputs(architecture, family, config)
     groups = -(-config.rollout.prompts_per_step // ranks)
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))

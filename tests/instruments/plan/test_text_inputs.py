@@ -31,9 +31,13 @@ def test_text_inputs_have_the_shapes_that_the_family_encodes(tmp_path, tiny, gui
 def test_only_padded_text_is_as_long_as_the_longest_prompt_may_be():
     config = Config(model=ModelConfig(max_sequence_length=256))
     texts = ["cat", "a sign that says STOP"]
-    assert with_longest_prompt(config, QwenImage, texts).model.max_sequence_length == 32
-    assert with_longest_prompt(config, QwenImage, ["x" * 900]).model.max_sequence_length == 256
-    assert with_longest_prompt(config, SD3, texts) is config
+
+    def longest(family, path, prompts):
+        return with_longest_prompt(find_architecture(path), family, config, prompts).model.max_sequence_length
+
+    assert longest(QwenImage, "Qwen/Qwen-Image", texts) == 32
+    assert longest(QwenImage, "Qwen/Qwen-Image", ["x" * 900]) == 256
+    assert longest(SD3, "tiny_ocr", texts) == 256
 
 
 @pytest.mark.parametrize(("build", "tokens"), [(build_tiny_qwen_image, 34 + 16), (build_tiny_z_image, 256)])
