@@ -14,9 +14,9 @@ import argparse
 import torch
 
 from flowcorr.config import ModelConfig
+from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.models import Guidance, load_family
 from flowcorr.models.base import (
-    JOINT_ATTENTION,
     InVllmOmni,
     decode_scaled,
     guided,

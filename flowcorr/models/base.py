@@ -26,11 +26,6 @@ from flowcorr.records import Prompt
 Conditioning = dict[str, Tensor]
 GUIDANCE_KEYS = ("guidance_scale", "true_cfg_scale")
 """Keys of `sampling` that turn guidance on; a family reads one of them."""
-JOINT_ATTENTION = (
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-)
-"""Linear layers of an attention over image and text tokens, which the adapters of most families take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.models.base import (
-    JOINT_ATTENTION,
     Conditioning,
     Guidance,
     InVllmOmni,
@@ -27,13 +27,7 @@ class Flux(PackedFamily):
 
     name = "flux"
     pipeline_class = "FluxPipeline"
-    lora_targets = (
-        *JOINT_ATTENTION,
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    )
+    lora_targets = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     encodes_negative = False
     vllm_omni = InVllmOmni(
         transformer="vllm_omni.diffusion.models.flux.flux_transformer:FluxTransformer2DModel"

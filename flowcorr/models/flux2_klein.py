@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import (
-    JOINT_ATTENTION,
     Conditioning,
     Guidance,
     InVllmOmni,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.models.base import (
-    JOINT_ATTENTION,
     Conditioning,
     Guidance,
     InVllmOmni,
@@ -33,13 +33,7 @@ class OvisImage(PackedFamily):
 
     name = "ovis_image"
     pipeline_class = "OvisImagePipeline"
-    lora_targets = (
-        *JOINT_ATTENTION,
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    )
+    lora_targets = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     default_text_tokens = 256
     vllm_omni = InVllmOmni(
         transformer="vllm_omni.diffusion.models.ovis_image.ovis_image_transformer:OvisImageTransformer2DModel",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.models.base import (
-    JOINT_ATTENTION,
     Conditioning,
     Guidance,
     InVllmOmni,

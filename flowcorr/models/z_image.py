@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from flowcorr.config.layers import ATTENTION
 from flowcorr.models.base import (
     Conditioning,
     Guidance,
@@ -64,10 +65,7 @@ class ZImage(ModelFamily):
     name = "z_image"
     pipeline_class = "ZImagePipeline"
     lora_targets = (
-        "attention.to_q",
-        "attention.to_k",
-        "attention.to_v",
-        "attention.to_out.0",
+        *(f"attention.{layer}" for layer in ATTENTION),
         "feed_forward.w1",
         "feed_forward.w2",
         "feed_forward.w3",

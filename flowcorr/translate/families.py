@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.errors import ConfigError
 
 _OTHERS = r"edit|kontext|layered|omni|fill|redux|depth|canny|control|inpaint|video|i2v|tts"
 _JOINT_LAYERS = (
-    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    *(layer.removeprefix("attn.") for layer in JOINT_ATTENTION),
     *("net.0.proj", "net.2", "linear_1", "linear_2", "norm_out.linear", "proj_out"),
 )
 

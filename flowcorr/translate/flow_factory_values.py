@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flowcorr.config.layers import ATTENTION, JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
 from flowcorr.translate.families import FAMILIES
@@ -84,8 +85,6 @@ REQUIRED = (
 SDE_TYPES = {"Flow-SDE": "sde", "Dance-SDE": "dance_sde", "CPS": "cps"}
 WHOLE_RUN = 100_000
 
-_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
@@ -98,16 +97,14 @@ class _Model:
     """
 
     family: str
-    attention: tuple[str, ...] = tuple(f"attn.{layer}" for layer in _ATTENTION)
+    attention: tuple[str, ...] = JOINT_ATTENTION
     others: tuple[str, ...] = ()
     tokens: int = 512
 
 
 MODELS = {
     "sd3-5": _Model(family="sd3", tokens=256),
-    "flux1": _Model(
-        family="flux", others=("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
-    ),
+    "flux1": _Model(family="flux", others=JOINT_FEED_FORWARD),
     "flux2-klein": _Model(
         family="flux2_klein",
         others=(
@@ -120,7 +117,7 @@ MODELS = {
     ),
     "z-image": _Model(
         family="z_image",
-        attention=tuple(f"attention.{layer}" for layer in _ATTENTION[:4]),
+        attention=tuple(f"attention.{layer}" for layer in ATTENTION),
         others=("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
     ),
 }

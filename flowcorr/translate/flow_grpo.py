@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.translate import rewards
 from flowcorr.translate.families import FAMILIES, family_of, require_family
@@ -43,10 +44,9 @@ _SCRIPTS = (
     "train_qwenimage.py",
 )
 _RANKS = {"sd3": 32, "flux": 64, "qwen_image": 64}
-_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 _LAYERS = {
     "sd3": (),
-    "flux": ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    "flux": JOINT_FEED_FORWARD,
     "qwen_image": ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
 }
 """Layers that a script's adapter has besides those of attention."""
@@ -228,7 +228,7 @@ ROWS = (
     Row(
         (),
         "model.lora.targets",
-        lambda get: [*(f"attn.{layer}" for layer in _ATTENTION), *_LAYERS[_family(get)]],
+        lambda get: [*JOINT_ATTENTION, *_LAYERS[_family(get)]],
         when=lambda get: get("use_lora"),
     ),
     Row("train.lora_path", "model.lora.warm_start"),
