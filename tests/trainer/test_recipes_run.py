@@ -18,6 +18,9 @@ from tests.trainer.runs import assert_same_run
 ROOT = Path(__file__).parents[2]
 RECIPES = [name for name in recipe_names() if not name.startswith("tiny_")]
 ON_ONE_CARD = [name for name in RECIPES if load(name).rollout.name == "in_process"]
+ONE_OF_EACH_MODEL = [*{load(name).model.path: name for name in RECIPES if name not in ON_ONE_CARD}.values()]
+
+IN_PROCESS = ("rollout.name=in_process", "rollout.engine={}")
 
 
 def marks(recipe):
@@ -27,13 +30,19 @@ def marks(recipe):
     return [*found, *[pytest.mark.adam8bit] * (config.actor.optimizer == "adamw_8bit")]
 
 
+def in_bypass_mode(recipe):
+    """The keys that a recipe lacks to run in this process and in bypass mode."""
+    if load(recipe).algorithm.rollout_correction.bypass_mode:
+        return IN_PROCESS
+    return (*IN_PROCESS, "algorithm.rollout_correction.preset=bypass_ppo_clip_auto_rs")
+
+
 def with_marks(recipes):
     return [pytest.param(name, marks=marks(name)) for name in recipes]
 
 
 # On images of noise OCR reads nothing, and equal rewards teach nothing: this one tells them apart.
 JPEG = RewardTerm(name="jpeg_incompressibility")
-IN_PROCESS = ("rollout.name=in_process", "rollout.engine={}")
 SMALL = (
     "model.max_sequence_length=16",
     "model.offload_text_encoders=false",
@@ -132,9 +141,14 @@ def test_recipe_runs_in_process(recipe, small, tiny_pickscore, tmp_path):
     assert_trains(with_rewards(config, terms=(*own, JPEG), gold=gold), tmp_path / "run")
 
 
-@pytest.mark.parametrize("recipe", with_marks(ON_ONE_CARD))
-def test_a_recipe_for_one_card_resumes(recipe, small, tmp_path):
-    config = with_rewards(small(recipe, "trainer.save_every=1"), terms=(JPEG,))
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [pytest.param(name, (), marks=marks(name)) for name in ON_ONE_CARD]
+    + [(name, in_bypass_mode(name)) for name in ONE_OF_EACH_MODEL],
+)
+def test_a_recipe_resumes_to_the_bit(recipe, overrides, small, tmp_path):
+    """Those for one card as they are shipped; one of each model in this process and in bypass mode."""
+    config = with_rewards(small(recipe, "trainer.save_every=1", *overrides), terms=(JPEG,))
     assert_trains(config, tmp_path / "whole")
     folder = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     shutil.rmtree(folder / "checkpoints" / "step_000002")
