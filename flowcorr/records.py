@@ -259,6 +259,11 @@ class ActorBatch:
     keep: Tensor | None = None
     places: Tensor | None = None
 
+    def numbered(self) -> ActorBatch:
+        """The batch with its terms numbered in `places`."""
+        terms = self.rollout.log_probs
+        return replace(self, places=torch.arange(terms.numel(), device=terms.device).view_as(terms))
+
     def select(self, index: Tensor | slice) -> ActorBatch:
         """The samples at `index` along the batch axis."""
         return _each(self, lambda column: column[index])
@@ -348,6 +353,10 @@ class Terms:
         """The samples of all parts in order; every part must hold the same optional columns."""
         return _join(parts)
 
+    def detach(self) -> Terms:
+        """The same values without their graph."""
+        return _each(self, torch.detach)
+
     def to(self, device: torch.device | str) -> Terms:
         """The same record on `device`."""
         return _each(self, lambda column: column.to(device))
@@ -373,7 +382,6 @@ class LossOutput:
         count_kept: 0-d, terms that entered the sum.
         metrics: `actor/*`, what describes the update.
         correction_metrics: `rollout_corr/*` of the correction inside the loss; empty outside bypass mode.
-        judged: in bypass mode the terms before the correction inside the loss, without gradients.
     """
 
     loss_sum: Tensor
@@ -381,7 +389,6 @@ class LossOutput:
     count_kept: Tensor
     metrics: Metrics
     correction_metrics: Metrics = field(default_factory=Metrics)
-    judged: Terms | None = None
 
     def mean(self, denominator: Literal["kept", "all"] = "kept") -> Tensor:
         """The mean loss over kept terms, or over all; 0 where there is none."""

@@ -34,7 +34,9 @@ from tests.shallow import SHALLOW
 
 if TYPE_CHECKING:
     from flowcorr.actor import DiffusionActor
+    from flowcorr.actor.update import Update
     from flowcorr.config.schema import Config
+    from flowcorr.metrics import Metrics
     from flowcorr.models import Guidance, ModelFamily
     from flowcorr.records import ActorBatch, Rollout
     from flowcorr.rollout import InProcessEngine
@@ -191,12 +193,16 @@ class Run:
         conditioning = {name: rows.double() for name, rows in batch.rollout.conditioning.items()}
         return replace(batch, rollout=replace(batch.rollout, conditioning=conditioning))
 
-    def update(self, batch: ActorBatch, *, training_step: int = 1, record: Any = None) -> Any:
+    def update(self, batch: ActorBatch, *, training_step: int = 1) -> Metrics:
+        """The metrics of an update under the configured correction, in the mode that a run begins in."""
+        return self.learn(batch, training_step=training_step).metrics
+
+    def learn(self, batch: ActorBatch, *, training_step: int = 1) -> Update:
         """An update under the configured correction, in the mode that a run begins in."""
         from flowcorr.algorithm import AutoMode
 
         correction = AutoMode.of(self.config).correction
-        return self.actor.update(batch, correction, training_step=training_step, record=record)
+        return self.actor.update(batch, correction, training_step=training_step)
 
     def gradient(self) -> dict[str, Tensor]:
         return {name: parameter.grad.clone() for name, parameter in self.actor.weights.parameters.items()}

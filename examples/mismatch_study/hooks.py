@@ -13,10 +13,10 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.actor import DiffusionActor
+from flowcorr.actor.update import Update
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, Rollout
 from flowcorr.rollout import InProcessEngine, OnImages, RolloutEngine, Weights, ignore_images
 from flowcorr.rollout.build import build_backend
@@ -197,7 +197,7 @@ class RandomRejection:
 
     def update(
         self, batch: ActorBatch, correction: RolloutCorrectionConfig, *, training_step: int, **settings: Any
-    ) -> Metrics:
+    ) -> Update:
         """See `DiffusionActor.update`."""
         draw = sde.generator(self._seed, training_step, 0, 0, stream="random rejection")
         keep = torch.rand(batch.rollout.log_probs.shape, generator=draw) >= self._share
@@ -217,7 +217,7 @@ class StepMeanWeights:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._actor, name)
 
-    def update(self, batch: ActorBatch, correction: RolloutCorrectionConfig, **settings: Any) -> Metrics:
+    def update(self, batch: ActorBatch, correction: RolloutCorrectionConfig, **settings: Any) -> Update:
         """See `DiffusionActor.update`."""
         assert batch.rollout_is_weights is not None, "the control needs weights to take the mean of"
         weights = step_means(batch.rollout_is_weights, batch.rollout.window.step_indices)

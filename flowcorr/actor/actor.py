@@ -11,11 +11,10 @@ from torch import Tensor
 from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.actor.scoring import Observe, Scorer
-from flowcorr.actor.update import PolicyOptimizer, Record
+from flowcorr.actor.update import PolicyOptimizer, Update
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.metrics import Metrics
 from flowcorr.models import Guidance, ModelFamily
 from flowcorr.records import ActorBatch, Rollout
 
@@ -51,14 +50,11 @@ class DiffusionActor:
         correction: RolloutCorrectionConfig,
         *,
         training_step: int,
-        record: Record | None = None,
         observe: Observe | None = None,
-    ) -> Metrics:
+    ) -> Update:
         """Learn from a batch, in passes that fit the memory; see `PolicyOptimizer.update`."""
         self._choose_passes(batch.rollout)
-        return self.optimizer.update(
-            batch, correction, training_step=training_step, record=record, observe=observe
-        )
+        return self.optimizer.update(batch, correction, training_step=training_step, observe=observe)
 
     def _choose_passes(self, rollout: Rollout) -> None:
         """Bound the passes, and measure once whether those with all steps at once pay."""

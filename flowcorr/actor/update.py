@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,26 +26,43 @@ from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.distributed import fsdp
 from flowcorr.losses import loss_of
-from flowcorr.metrics import Metrics, mean, total
+from flowcorr.metrics import Metrics, Stat, mean, total
 from flowcorr.records import ActorBatch, LossOutput, Rollout, Terms
 
 logger = logging.getLogger(__name__)
 
 BatchT = TypeVar("BatchT", ActorBatch, Rollout)
-RecordPart = Callable[[ActorBatch, Terms], None]
 
 
-class Record(Protocol):
-    """Is told of each part of an update, as its loss sees it."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """A part of a mini-batch, with its loss.
 
-    def __call__(self, part: ActorBatch, terms: Terms, *, before_update: bool) -> None:
-        """A part was scored.
+    Attributes:
+        loss: its loss, without a graph.
+        terms: the terms of the loss, as they were before a correction inside it; None if the part was not scored.
+        places: where each of the terms stands in the flattened `[B, T]` of the batch.
+    """
 
-        Args:
-            part: of the batch, with `places`.
-            terms: of its loss.
-            before_update: whether the weights were still those that the batch came with.
-        """
+    loss: LossOutput
+    terms: Terms | None = None
+    places: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """An update, in the parts that it was computed in.
+
+    Attributes:
+        metrics: `actor/*` over the whole update. In bypass mode also `rollout_corr/*`: under `actor/` over the whole
+            update, and as they are over the terms of `before`.
+        before: the parts that were scored before the first optimizer step.
+        after: the others.
+    """
+
+    metrics: Metrics
+    before: Sequence[Part]
+    after: Sequence[Part]
 
 
 class PolicyOptimizer:
@@ -75,55 +92,31 @@ class PolicyOptimizer:
         correction: RolloutCorrectionConfig,
         *,
         training_step: int,
-        record: Record | None = None,
         observe: Observe | None = None,
-    ) -> Metrics:
+    ) -> Update:
         """Take `epochs * mini_batches` optimizer steps on a batch whose `old_log_probs` are known.
 
         Args:
             batch: the samples.
             correction: the rollout correction in force; in bypass mode it acts inside the loss.
             training_step: seeds the order of the mini-batches.
-            record: called with each part of the batch, which then has `places`; see `Record`.
             observe: called with the parts that are scored before the first optimizer step; see `Observe`.
-
-        Returns:
-            `actor/*` metrics over the whole update. In bypass mode also `rollout_corr/*`: under `actor/` over the
-            whole update, and as they are over the terms scored before the first optimizer step.
         """
-        if record is not None:
-            terms = batch.rollout.log_probs
-            places = torch.arange(terms.numel(), device=terms.device).view_as(terms)
-            batch = replace(batch, places=places)
-        filler_sample = batch.rollout.select(slice(1))
-        metrics = Metrics()
-        untouched = True  # whether the weights are still those that the batch came with
-        judged: list[Terms] = []
+        batch, filler_sample = batch.numbered(), batch.rollout.select(slice(1))
+        first_version = self.weights.version
+        metrics: list[Metrics] = []
+        before: list[Part] = []
+        after: list[Part] = []
         for epoch in range(self.config.actor.epochs):
             for mini_batch in self.mini_batches(batch, training_step, epoch):
+                untouched = self.weights.version == first_version
                 observes = observe if untouched else None
-                records = None if record is None else functools.partial(record, before_update=untouched)
-                outputs = self._accumulate(mini_batch, correction, filler_sample, records, observes)
-                if untouched:
-                    judged += [output.judged for output in outputs if output.judged is not None]
-                stepped, stats = self._step(outputs, correction)
-                is_zero = mini_batch.advantages == 0
-                zeros = {"actor/zero_advantage_fraction": mean(is_zero.sum(), is_zero.numel())}
-                measured = Metrics.merged(output.correction_metrics for output in outputs)
-                metrics = Metrics.merged(
-                    [
-                        metrics,
-                        *(output.metrics for output in outputs),
-                        stats,
-                        Metrics.from_stats(zeros),
-                        measured.prefixed("actor/"),
-                        measured if untouched else Metrics(),
-                    ]
-                )
-                untouched = untouched and not stepped
-        bands = self.bands.observe(correction, judged, batch.rollout.num_elements)
-        workers, steps = self.config.rollout.num_workers, self.config.sampling.num_inference_steps
-        return Metrics.merged([metrics, by_worker(judged, workers, steps), bands])
+                parts = self._backward(mini_batch, correction, filler_sample, observes)
+                (before if untouched else after).extend(parts)
+                gradient = self._clipped_gradient(parts)
+                metrics += [_loss_metrics(mini_batch, parts), self._step(gradient, correction)]
+        gap = self._gap_metrics(before, correction, batch.rollout.num_elements)
+        return Update(metrics=Metrics.merged([*metrics, gap]), before=before, after=after)
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""
@@ -135,51 +128,46 @@ class PolicyOptimizer:
         for part in range(parts):
             yield batch.select((dealt == part).nonzero().squeeze(1))
 
-    def _accumulate(
+    def _backward(
         self,
         batch: ActorBatch,
         correction: RolloutCorrectionConfig,
         filler_sample: Rollout,
-        record: RecordPart | None,
         observe: Observe | None,
-    ) -> list[LossOutput]:
+    ) -> list[Part]:
         """Accumulate the gradient of a mini-batch's loss sum; a rank without samples adds zeros.
 
-        Samples without a gradient are only counted. In bypass mode, where the correction inside the loss measures and
-        rejects them, and for `record`, they are scored without a graph.
+        Samples without a gradient are only counted, or scored without a graph if something reads their scores: the
+        correction inside the loss in bypass mode, or the file of `trainer.dump_log_probs`.
 
         A sample whose forward pass is not finite is dropped with all its steps. Where steps have a backward pass each,
         the earlier ones are in the gradient by then, so the mini-batch is run again without the sample.
         """
-        whole_windows = sees_windows(self.config.actor, correction)
-        is_read = record is not None or correction.mode == "bypass"
+        is_read = self.config.trainer.dump_log_probs or correction.mode == "bypass"
         has_gradient = self._has_gradient(batch.advantages, correction, is_read)
         learned, rest = (where.nonzero().squeeze(1) for where in (has_gradient, ~has_gradient))
         num_fillers = self.scorer.num_fillers(len(self.scorer.micro_batches(len(learned))), filler_sample)
+        whole_windows = sees_windows(self.config.actor, correction)
         # Sharded weights allow no pass that other ranks do not make.
         one_unit = whole_windows or self.scorer.passes.folded or self.weights.sharded
         dropped = torch.zeros_like(batch.advantages, dtype=torch.bool)
         while True:
             self.adamw.zero_grad()
-            outputs, finite = self._losses(
-                batch, learned, dropped, correction, record, observe, whole_windows
-            )
+            parts, finite = self._losses(batch, learned, dropped, correction, observe)
             if is_read:
                 with torch.no_grad():
-                    more, also = self._losses(
-                        batch, rest, dropped, correction, record, observe, whole_windows
-                    )
-                outputs, finite = outputs + more, finite & also
+                    more, also = self._losses(batch, rest, dropped, correction, observe)
+                parts, finite = parts + more, finite & also
             if one_unit or (finite | dropped).all():
                 break
             dropped, observe = dropped | ~finite, None
         if not is_read:
-            outputs.append(_counted(batch, rest))
+            parts.append(Part(loss=_counted(batch, rest)))
         for _ in range(num_fillers):
             for rollout in self._backward_units(filler_sample, whole_windows):
                 self.scorer.reference_means(rollout)
                 (0.0 * self.scorer.score(rollout).log_probs.sum()).backward()
-        return outputs
+        return parts
 
     def _has_gradient(self, advantages: Tensor, correction: RolloutCorrectionConfig, is_read: bool) -> Tensor:
         """Which samples `[B]` may have a gradient; that of the others is 0 whatever their scores are."""
@@ -195,10 +183,8 @@ class PolicyOptimizer:
         samples: Tensor,
         dropped: Tensor,
         correction: RolloutCorrectionConfig,
-        record: RecordPart | None,
         observe: Observe | None,
-        whole_windows: bool,
-    ) -> tuple[list[LossOutput], Tensor]:
+    ) -> tuple[list[Part], Tensor]:
         """The loss of each micro-batch of the batch's `samples` `[b]`; its gradient is added to the others.
 
         Args:
@@ -206,36 +192,35 @@ class PolicyOptimizer:
             samples: places in the batch.
             dropped: `[B]` bool, samples that are left out, because a forward pass of them is not finite.
             correction, observe: as in `update`.
-            record: called with each part and the terms of its loss.
-            whole_windows: whether the loss takes whole windows.
 
         Returns:
-            The losses, and for which samples `[B]` of the batch no forward pass was found that is not finite.
+            The parts, and for which samples `[B]` of the batch no forward pass was found that is not finite.
         """
-        outputs, finite = [], torch.ones_like(dropped)
+        whole_windows = sees_windows(self.config.actor, correction)
+        parts, finite = [], torch.ones_like(dropped)
         for rows in self.scorer.micro_batches(len(samples)):
             places = samples[rows]
-            for part in self._backward_units(batch.select(places), whole_windows):
+            for unit in self._backward_units(batch.select(places), whole_windows):
                 # Before the policy's graph takes memory.
-                reference_means = self.scorer.reference_means(part.rollout)
-                scores = self.scorer.score_finite(part.rollout, dropped[places])
+                reference_means = self.scorer.reference_means(unit.rollout)
+                scores = self.scorer.score_finite(unit.rollout, dropped[places])
                 finite[places] &= scores.log_probs.detach().isfinite().all(1)
                 if observe is not None:
-                    observe(part.rollout, scores)
-                terms = batch_terms(part, scores, reference_means)
-                if record is not None:
-                    record(part, terms)
-                output = diffusion_loss(
-                    terms if whole_windows else terms.per_term(),
+                    observe(unit.rollout, scores)
+                terms = batch_terms(unit, scores, reference_means)
+                terms = terms if whole_windows else terms.per_term()
+                loss = diffusion_loss(
+                    terms,
                     self.config.actor,
                     correction,
                     num_steps=self.config.sampling.num_inference_steps,
                     noise=self.bands.noise,
                 )
-                if self.weights.sharded or output.loss_sum.requires_grad:
-                    (self.loss_scale.value * output.loss_sum).backward()
-                outputs.append(output)
-        return outputs, finite
+                if self.weights.sharded or loss.loss_sum.requires_grad:
+                    (self.loss_scale.value * loss.loss_sum).backward()
+                loss = replace(loss, loss_sum=loss.loss_sum.detach())
+                parts.append(Part(loss=loss, terms=terms.detach(), places=unit.places))
+        return parts, finite
 
     def _backward_units(self, batch: BatchT, whole_windows: bool) -> list[BatchT]:
         """The parts of a micro-batch that each get a backward pass: its windows, or each of their steps."""
@@ -243,60 +228,62 @@ class PolicyOptimizer:
             return [batch]
         return [batch.step(t) for t in range(self.config.sampling.sde_window_size)]
 
-    def _step(
-        self, outputs: Sequence[LossOutput], correction: RolloutCorrectionConfig
-    ) -> tuple[bool, Metrics]:
-        """Divide the accumulated gradient once by the count of all ranks, clip it, and step.
-
-        No step is taken if the gradient is not finite, or no term is left, or measured bands rejected most of them.
-
-        Returns:
-            Whether a step was taken, and its metrics.
-        """
-        actor = self.config.actor
+    def _clipped_gradient(self, parts: Sequence[Part]) -> Gradient:
+        """Divide the accumulated gradient once by the count of all ranks, and clip it."""
         zero = torch.zeros((), device=self.weights.device)
-        loss_sum = sum((output.loss_sum.detach() for output in outputs), zero)
-        kept = sum((output.count_kept for output in outputs), zero).float()
-        finite_terms = sum((output.count_all for output in outputs), zero).float()
+        loss_sum = sum((part.loss.loss_sum for part in parts), zero)
+        kept = sum((part.loss.count_kept for part in parts), zero).float()
+        finite_terms = sum((part.loss.count_all for part in parts), zero).float()
         over_all = self.config.algorithm.rollout_correction.rollout_rs_denominator == "all"
         counted = finite_terms if over_all else kept
         counts = self._divide_gradients(counted, [kept, finite_terms])
-        norm = torch.nn.utils.clip_grad_norm_(self.weights.parameters.values(), actor.grad_clip)
+        parameters = self.weights.parameters.values()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.actor.grad_clip)
         # The one read by the host of an optimizer step.
         values = torch.stack([fsdp.full_tensor(norm).double(), *(count.double() for count in counts)])
-        grad_norm, num_kept, num_finite = values.tolist()
-        finite = math.isfinite(grad_norm)
-        self.loss_scale.observe(finite=finite)
+        norm_on_host, num_kept, num_finite = values.tolist()
+        return Gradient(
+            norm=norm_on_host, num_kept=num_kept, num_finite=num_finite, loss=mean(loss_sum, counted)
+        )
+
+    def _step(self, gradient: Gradient, correction: RolloutCorrectionConfig) -> Metrics:
+        """Take an optimizer step, unless something is wrong with the gradient, and describe it."""
+        actor, finite = self.config.actor, math.isfinite(gradient.norm)
         measures = correction.mode == "bypass" and correction.needs_batch
-        most_rejected = measures and num_finite - num_kept > MOST_REJECTED * num_finite
-        stepped = num_kept > 0 and finite and not most_rejected
+        mostly_rejected = measures and gradient.num_rejected > MOST_REJECTED * gradient.num_finite
+        fault = _fault(gradient, mostly_rejected)
+        self.loss_scale.observe(finite=finite)
         last = self.config.trainer.total_steps * actor.epochs * actor.mini_batches
         learning_rate = scheduled_lr(actor, self.weights.version, last)
-        if stepped:
+        if fault:
+            logger.warning("%s; this update is skipped", fault)
+        else:
             self.adamw.step(learning_rate)
             self.weights.version += 1
             self.weights.update_average()
-        elif most_rejected:
-            logger.warning(
-                "%.2g %% of the terms lie outside the bands that earlier training steps measured: the rollout or the "
-                "trainer has changed; this update is skipped",
-                100 * (num_finite - num_kept) / num_finite,
-            )
-        elif num_kept:
-            logger.warning("the gradient is not finite; this update is skipped")
-        else:
-            logger.warning("every term was rejected, or its group dropped; this update is skipped")
         is_main = distributed.is_main()  # an update of all ranks is counted once
         stats = {
-            "actor/loss": mean(loss_sum, counted),
+            "actor/loss": gradient.loss,
             "actor/lr": mean(learning_rate, 1),
-            "actor/grad_norm": mean(grad_norm if finite else 0.0, int(finite)),
-            "actor/updates": total(int(stepped and is_main)),
-            "actor/skipped_updates": total(int(not stepped and is_main)),
+            "actor/grad_norm": mean(gradient.norm if finite else 0.0, int(finite)),
+            "actor/updates": total(int(not fault and is_main)),
+            "actor/skipped_updates": total(int(bool(fault) and is_main)),
         }
         if measures:
-            stats["actor/mostly_rejected_updates"] = total(int(most_rejected and is_main))
-        return stepped, Metrics.from_stats(stats)
+            stats["actor/mostly_rejected_updates"] = total(int(mostly_rejected and is_main))
+        return Metrics.from_stats(stats)
+
+    def _gap_metrics(
+        self, before: Sequence[Part], correction: RolloutCorrectionConfig, num_elements: int
+    ) -> Metrics:
+        """In bypass mode, `rollout_corr/*` of the parts that were scored before the first optimizer step."""
+        if correction.mode != "bypass":
+            return Metrics()
+        terms = [part.terms for part in before if part.terms is not None]
+        workers, steps = self.config.rollout.num_workers, self.config.sampling.num_inference_steps
+        bands = self.bands.observe(correction, terms, num_elements)
+        corrections = [part.loss.correction_metrics for part in before]
+        return Metrics.merged([*corrections, by_worker(terms, workers, steps), bands])
 
     def _divide_gradients(self, counted: Tensor, counts: Sequence[Tensor]) -> list[Tensor]:
         """Turn each rank's gradient of its scaled loss sum into that of the whole mini-batch's mean.
@@ -323,6 +310,49 @@ class PolicyOptimizer:
             counted, *totals = sum_over_ranks(gradients, [counted, *counts])
         torch._foreach_div_(gradients, self.loss_scale.value * counted.clamp(min=1))
         return totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gradient:
+    """The gradient of a mini-batch of all ranks, which the parameters hold.
+
+    Attributes:
+        norm: before it was clipped.
+        num_kept: terms that entered the loss.
+        num_finite: terms that are finite, rejected or not.
+        loss: the mean loss of this rank's terms.
+    """
+
+    norm: float
+    num_kept: float
+    num_finite: float
+    loss: Stat
+
+    @property
+    def num_rejected(self) -> float:
+        return self.num_finite - self.num_kept
+
+
+def _fault(gradient: Gradient, mostly_rejected: bool) -> str:
+    """Why no optimizer step may be taken; empty if one may."""
+    if mostly_rejected:
+        share = 100 * gradient.num_rejected / gradient.num_finite
+        return (
+            f"{share:.2g} % of the terms lie outside the bands that earlier training steps measured: the rollout or "
+            "the trainer has changed"
+        )
+    if not gradient.num_kept:
+        return "every term was rejected, or its group dropped"
+    return "" if math.isfinite(gradient.norm) else "the gradient is not finite"
+
+
+def _loss_metrics(batch: ActorBatch, parts: Sequence[Part]) -> Metrics:
+    """The metrics of a mini-batch's losses, under `actor/`."""
+    is_zero = batch.advantages == 0
+    zeros = {"actor/zero_advantage_fraction": mean(is_zero.sum(), is_zero.numel())}
+    losses = Metrics.merged(part.loss.metrics for part in parts)
+    corrections = Metrics.merged(part.loss.correction_metrics for part in parts)
+    return Metrics.merged([losses, Metrics.from_stats(zeros), corrections.prefixed("actor/")])
 
 
 def _counted(batch: ActorBatch, samples: Tensor) -> LossOutput:

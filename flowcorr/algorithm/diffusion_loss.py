@@ -44,18 +44,17 @@ def diffusion_loss(
     Raises:
         BatchError: shapes differ, or a KL is missing.
     """
-    measured, judged = Metrics(), None
+    measured = Metrics()
     if correction_config.mode == "bypass":
         if not sees_windows(actor_config, correction_config):
             terms = terms.per_term()
-        judged = replace(terms, log_prob=terms.log_prob.detach(), old_kl=None, reference_kl=None)
         terms, measured = correct(
             terms, correction_config, actor_config=actor_config, num_steps=num_steps, noise=noise
         )
     output = loss_of(actor_config, correction_config).objective(terms, actor_config)
     if actor_config.kl_coef and terms.reference_kl is not None:
         output = _with_reference_kl(output, terms, terms.reference_kl, actor_config)
-    return replace(output, correction_metrics=measured, judged=judged)
+    return replace(output, correction_metrics=measured)
 
 
 def _with_reference_kl(output: LossOutput, terms: Terms, kl: Tensor, actor_config: ActorConfig) -> LossOutput:

@@ -12,71 +12,69 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed, dumps
+from flowcorr.actor.update import Update
 from flowcorr.algorithm.terms import exact_kl
 from flowcorr.config.schema import ActorConfig
 from flowcorr.dumps import DumpedTerms
-from flowcorr.records import ActorBatch, Terms
+from flowcorr.records import ActorBatch
 
 
-class TermRecorder:
-    """The `record` of an update: keeps the last score of each term.
+def logged_terms(
+    batch: ActorBatch, update: Update, *, advantages: Tensor, rewards: np.ndarray, bypass: bool
+) -> DumpedTerms:
+    """All terms of a batch, on the CPU, each with its last score in the update.
 
     Args:
         batch: the batch of the update.
+        update: the update, of a run with `trainer.dump_log_probs`.
         advantages: `[B]`, before rejection.
         rewards: `[B]`.
         bypass: whether the training step is in bypass mode.
     """
-
-    def __init__(self, batch: ActorBatch, *, advantages: Tensor, rewards: np.ndarray, bypass: bool) -> None:
-        self._batch, self._advantages, self._rewards, self._bypass = batch, advantages, rewards, bypass
-        self._seen: dict[str, Tensor] = {}
-        self._before_update = torch.zeros_like(batch.rollout.log_probs, dtype=torch.int64)
-
-    def __call__(self, part: ActorBatch, terms: Terms, *, before_update: bool) -> None:
-        assert part.places is not None, "an update that is recorded numbers its terms"
-        self._before_update.view(-1)[part.places] = int(before_update)
-        self._put("current_log_probs", part, terms.log_prob)
-        self._put("stds", part, terms.std)
-        for name, kl in (("current_old_kl", terms.old_kl), ("current_rollout_kl", terms.rollout_kl)):
-            if kl is not None:
-                self._put(name, part, kl)
-
-    def terms(self) -> DumpedTerms:
-        """All terms of the batch, on the CPU."""
-        batch, rollout = self._batch, self._batch.rollout
-        assert batch.old_log_probs is not None
-        seen = dict(self._seen)
-        kl = exact_kl(batch.old_means, rollout.window.means, seen["stds"])
-        if kl is not None:
-            seen["old_rollout_kl"] = kl
-        if self._bypass:  # else the gap is that of the old policy, which learned nothing from the batch
-            seen["before_update"] = self._before_update
-        known: dict[str, Any] = dict(seen)
-        terms = DumpedTerms(
-            rollout_log_probs=rollout.log_probs,
-            old_log_probs=batch.old_log_probs,
-            advantages=self._advantages,
-            rewards=torch.as_tensor(self._rewards, dtype=torch.float32),
-            timesteps=rollout.window.timesteps,
-            sigmas=rollout.window.sigmas,
-            sigmas_next=rollout.window.sigmas_next,
-            step_indices=rollout.window.step_indices,
-            group_ids=rollout.group_ids,
-            policy_versions=rollout.policy_versions,
-            worker_ids=rollout.worker_ids,
-            num_elements=rollout.num_elements,
-            bypass=self._bypass,
-            **known,
-        )
-        on_cpu: dict[str, Any] = {name: value.cpu() for name, value in terms.tensors().items()}
-        return replace(terms, **on_cpu)
-
-    def _put(self, name: str, part: ActorBatch, values: Tensor) -> None:
-        assert part.places is not None
-        shape = self._batch.rollout.log_probs.shape
-        column = self._seen.setdefault(name, values.new_full(shape, math.nan))
-        column.view(-1)[part.places] = values.detach()
+    rollout, shape = batch.rollout, batch.rollout.log_probs.shape
+    assert batch.old_log_probs is not None
+    columns: dict[str, Tensor] = {}
+    before_update = torch.zeros_like(rollout.log_probs, dtype=torch.int64)
+    for is_before, parts in ((True, update.before), (False, update.after)):
+        for part in parts:
+            assert part.terms is not None, "a run that dumps its terms scores all samples"
+            assert part.places is not None
+            terms, places = part.terms, part.places.flatten()
+            before_update.view(-1)[places] = int(is_before)
+            scored = {
+                "current_log_probs": terms.log_prob,
+                "stds": terms.std,
+                "current_old_kl": terms.old_kl,
+                "current_rollout_kl": terms.rollout_kl,
+            }
+            for name, values in scored.items():
+                if values is not None:
+                    column = columns.setdefault(name, values.new_full(shape, math.nan))
+                    column.view(-1)[places] = values.flatten()
+    kl = exact_kl(batch.old_means, rollout.window.means, columns["stds"])
+    if kl is not None:
+        columns["old_rollout_kl"] = kl
+    if bypass:  # else the gap is that of the old policy, which learned nothing from the batch
+        columns["before_update"] = before_update
+    known: dict[str, Any] = dict(columns)
+    dumped = DumpedTerms(
+        rollout_log_probs=rollout.log_probs,
+        old_log_probs=batch.old_log_probs,
+        advantages=advantages,
+        rewards=torch.as_tensor(rewards, dtype=torch.float32),
+        timesteps=rollout.window.timesteps,
+        sigmas=rollout.window.sigmas,
+        sigmas_next=rollout.window.sigmas_next,
+        step_indices=rollout.window.step_indices,
+        group_ids=rollout.group_ids,
+        policy_versions=rollout.policy_versions,
+        worker_ids=rollout.worker_ids,
+        num_elements=rollout.num_elements,
+        bypass=bypass,
+        **known,
+    )
+    on_cpu: dict[str, Any] = {name: value.cpu() for name, value in dumped.tensors().items()}
+    return replace(dumped, **on_cpu)
 
 
 def save_terms(folder: Path, step: int, terms: DumpedTerms | None, actor: ActorConfig) -> None:

@@ -6,8 +6,10 @@ import numpy as np
 import torch
 
 from flowcorr import distributed
+from flowcorr.algorithm.by_worker import by_worker
+from flowcorr.algorithm.terms import batch_terms
 from flowcorr.metrics import Metrics, Over, maximum, mean, total
-from flowcorr.records import Rollout, Scores
+from flowcorr.records import ActorBatch, Scores
 from flowcorr.rewards import RewardOutput
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import measure_gap_split, splits_gap
@@ -17,53 +19,45 @@ from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
 
-def sample_metrics(samples: Samples, scored: RewardOutput, failed: np.ndarray) -> Metrics:
-    """The images and rewards of the samples.
-
-    Args:
-        samples: of the training step.
-        scored: their scores, `[B]`.
-        failed: `[B]` bool, samples without a score.
-    """
-    num_elements = {"rollout/num_elements": maximum(samples.rollout.num_elements)}
-    whole = [place for place in range(len(samples.images)) if place not in samples.broken]
-    return Metrics.merged(
-        [
-            image_metrics(samples.images[whole], samples.group_ids[whole]),
-            reward_metrics(scored, failed, samples.group_ids),
-            Metrics.from_stats(num_elements),
-        ]
-    )
-
-
-def occasional_metrics(
+def measure(
     run: TrainingRun,
     samples: Samples,
     scored: RewardOutput,
-    rollout: Rollout,
+    failed: np.ndarray,
+    batch: ActorBatch,
     old: Scores | None,
     step: int,
     watch: Stopwatch,
 ) -> list[Metrics]:
-    """Measurements of every few training steps: the two parts of the gap, and replays of whole images.
+    """The images, the rewards, the gap of each worker; every few training steps the parts of the gap, and replays.
 
     Args:
-        run: the training run.
+        run: the training run, whose weights are still those that sampled.
         samples: of training step `step`.
-        scored: their scores.
-        rollout: those samples that the actor learns from.
-        old: their scores under the old policy; None in bypass mode.
+        scored: their scores, `[B]`.
+        failed: `[B]` bool, samples without a score.
+        batch: the samples that the actor will learn from, before their correction.
+        old: the scores of `batch` under the old policy; None in bypass mode.
         step: the training step.
         watch: takes the time.
 
     Raises:
         BackendError: see `measure_gap_split` and `measure_replay`.
     """
-    measured = []
-    if splits_gap(run.config, step):
+    config = run.config
+    whole = [place for place in range(len(samples.images)) if place not in samples.broken]
+    measured = [
+        image_metrics(samples.images[whole], samples.group_ids[whole]),
+        reward_metrics(scored, failed, samples.group_ids),
+        Metrics.from_stats({"rollout/num_elements": maximum(samples.rollout.num_elements)}),
+    ]
+    if run.mode.correction.mode == "decoupled":
+        workers, steps = config.rollout.num_workers, config.sampling.num_inference_steps
+        measured.append(by_worker([batch_terms(batch)], workers, steps))
+    if splits_gap(config, step):
         with watch("drift"):
-            measured.append(measure_gap_split(run, rollout, old))
-    if replays(run.config, step):
+            measured.append(measure_gap_split(run, batch.rollout, old))
+    if replays(config, step):
         sharded = run.actor.weights.sharded
         replay = distributed.fail_together("the replay of a few images", has_collectives=sharded)
         with watch("replay"), replay:

@@ -15,8 +15,6 @@ from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
 )
-from flowcorr.algorithm.by_worker import by_worker
-from flowcorr.algorithm.terms import batch_terms
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
@@ -24,8 +22,8 @@ from flowcorr.records import ActorBatch, ImageArray, Prompt, Rollout
 from flowcorr.rewards import training_scores
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
 from flowcorr.trainer.gap_split import old_scores
-from flowcorr.trainer.log_probs import TermRecorder
-from flowcorr.trainer.measurements import occasional_metrics, sample_metrics
+from flowcorr.trainer.log_probs import logged_terms
+from flowcorr.trainer.measurements import measure
 from flowcorr.trainer.noise import FirstScores
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
@@ -71,7 +69,6 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         scored, failed = score(run, samples)
 
     kept = drop_failed_groups(rollout, failed[samples.fresh])
-    metrics = [samples.metrics, sample_metrics(samples, scored, failed)]
     rollout, old = rollout.only(kept), None if old is None else old.select(kept)
     succeeded = scored.map(lambda values: values[samples.fresh][kept.cpu().numpy()])
     rewards = training_scores(succeeded, config.reward.terms, rollout.group_ids)
@@ -82,31 +79,18 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         batch = apply_bypass_mode_to_diffusion_batch(batch)
     else:
         batch = replace(batch, old_log_probs=old.log_probs, old_means=old.means)
+    metrics = [samples.metrics, *measure(run, samples, scored, failed, batch, old, step, watch)]
     if correction.mode == "decoupled":
         with watch("correction"):
-            workers, steps = config.rollout.num_workers, config.sampling.num_inference_steps
-            metrics.append(by_worker([batch_terms(batch)], workers, steps))
             batch, corrected = apply_rollout_correction_to_diffusion_batch(
                 batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
             )
         metrics.append(corrected)
-    metrics += occasional_metrics(run, samples, scored, rollout, old, step, watch)
 
-    recorder = None
-    if config.trainer.dump_log_probs:
-        bypass = correction.mode == "bypass"
-        recorder = TermRecorder(batch, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
     with watch("update"):
-        metrics.append(
-            actor.update(
-                batch,
-                correction,
-                training_step=step,
-                record=recorder,
-                observe=first_scores if old is None else None,
-            )
-        )
-        metrics.append(first_scores.metrics())
+        observe = first_scores if old is None else None
+        update = actor.update(batch, correction, training_step=step, observe=observe)
+        metrics += [update.metrics, first_scores.metrics()]
         actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())
@@ -114,7 +98,10 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
 
     metrics.append(watch.metrics(num_images=len(drawn) * config.rollout.n))
     merged = Metrics.merged(metrics).across_ranks()
-    terms = recorder.terms() if recorder is not None and rollout.num_samples else None
+    terms = None
+    if config.trainer.dump_log_probs and rollout.num_samples:
+        bypass = correction.mode == "bypass"
+        terms = logged_terms(batch, update, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
     return StepResult(
         metrics=Metrics.merged([merged, run.mode.observe(merged), run.residuals.observe(merged)]),
         images=samples.images,

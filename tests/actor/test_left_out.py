@@ -3,7 +3,6 @@
 import logging
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -45,21 +44,23 @@ def test_steps_apart_drop_a_sample_of_which_only_the_last_step_is_not_finite(mak
     algorithm = {"rollout_correction": BYPASS} if kind == "bypass" else {}
     found = {}
     for fold in (True, False):
-        run = make_run(actor={"fold_steps": fold, "micro_batch_size": 3}, algorithm=algorithm)
+        sections = {"trainer": {"dump_log_probs": kind == "recorded"}, "algorithm": algorithm}
+        run = make_run(actor={"fold_steps": fold, "micro_batch_size": 3}, **sections)
         run.stir()
         batch = run.in_float64(spoiled(of_even_group(run), (torch.tensor([1, 6]), 1)))
-        seen = {}
-        record = partial(remember, seen) if kind == "recorded" else None
-        metrics = run.update(batch, training_step=1, record=record).compute()
-        found[fold] = run.gradient(), metrics, seen
+        update = run.learn(batch)
+        found[fold] = run.gradient(), update.metrics.compute(), seen_in(update)
     assert_same(found[False][0], found[True][0], **GRADIENTS)
     assert found[False][1] == pytest.approx(found[True][1], rel=1e-4, abs=1e-6)
     assert found[False][2].keys() == found[True][2].keys()
     assert all(math.isnan(value) == (place in (2, 3, 12, 13)) for place, value in found[False][2].items())
 
 
-def remember(seen, part, terms, **_):
-    seen.update(zip(part.places.flatten().tolist(), terms.log_prob.flatten().tolist(), strict=True))
+def seen_in(update):
+    """The log-prob of each term that was scored, by its place in the batch."""
+    scored = [part for part in update.before if part.terms is not None]
+    columns = [(part.places.flatten().tolist(), part.terms.log_prob.flatten().tolist()) for part in scored]
+    return {place: value for column in columns for place, value in zip(*column, strict=True)}
 
 
 def test_dropped_samples_do_not_depend_on_micro_batches(make_run):
@@ -217,14 +218,13 @@ BYPASS = RolloutCorrectionConfig.from_preset("bypass_ppo_clip")
 )
 def test_nothing_is_computed_for_a_gradient_of_zero(make_run, sections, recorded, passes):
     """Unless the loss is not known to vanish, or something reads the scores."""
-    run = make_run(**sections)
+    run = make_run(trainer={"dump_log_probs": recorded}, **sections)
     batch = of_even_group(run)
     bound_passes(run.actor.scorer, batch.rollout)
-    found, places = scored(run), []
-    record = (lambda part, *_, **__: places.extend(part.places.flatten().tolist())) if recorded else None
-    run.update(batch, training_step=1, record=record)
+    found = scored(run)
+    update = run.learn(batch)
     assert found == passes
-    assert not recorded or sorted(places) == list(range(16))
+    assert not recorded or sorted(seen_in(update)) == list(range(16))
 
 
 def test_micro_batches_that_stay_as_they_were_give_the_same_bits(make_run, monkeypatch):

@@ -138,7 +138,7 @@ def profile_setting(setting: Setting, overrides: Sequence[str]) -> None:
     batch = apply_bypass_mode_to_diffusion_batch(ActorBatch(rollout=rollout, advantages=advantages))
 
     def update():
-        run.actor.update(batch, run.mode.correction, training_step=1).compute()
+        run.actor.update(batch, run.mode.correction, training_step=1).metrics.compute()
 
     update()
     print(f"{setting.tokens} tokens, {setting.window} trained steps")

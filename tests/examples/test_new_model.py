@@ -79,7 +79,7 @@ def test_it_trains_and_its_adapter_loads(example, path, make_config, tmp_path):
     torch.testing.assert_close(old, rollout.log_probs, **LOG_PROBS)
     batch = ActorBatch(rollout=rollout, advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]), old_log_probs=old)
     assert (
-        actor.update(batch, actor.config.algorithm.rollout_correction, training_step=1).compute()[
+        actor.update(batch, actor.config.algorithm.rollout_correction, training_step=1).metrics.compute()[
             "actor/grad_norm"
         ]
         > 0

@@ -74,7 +74,9 @@ def assert_an_adapter_is_learned_and_loads(
         old_log_probs=scores.log_probs,
         old_means=scores.means,
     )
-    metrics = actor.update(batch, actor.config.algorithm.rollout_correction, training_step=1).compute()
+    metrics = actor.update(
+        batch, actor.config.algorithm.rollout_correction, training_step=1
+    ).metrics.compute()
     assert actor.weights.version == 1
     assert metrics["actor/grad_norm"] > 0
     stir(actor)

@@ -13,7 +13,7 @@ from flowcorr.instruments.audit.dumped import audit_folder, replays_of
 from flowcorr.instruments.steps import read_dumped
 from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint
-from flowcorr.trainer.log_probs import TermRecorder
+from flowcorr.trainer.log_probs import logged_terms
 from tests.tolerances import LOG_PROBS
 from tests.trainer import runs
 
@@ -25,11 +25,17 @@ SMALL = (
     "trainer.eval_every=0",
 )
 CORRECTION = "algorithm.rollout_correction"
+DUMPS = {"dump_log_probs": True}
 BYPASS = {"rollout_correction": RolloutCorrectionConfig.bypass_ppo_clip()}
 
 
 def small_config(*overrides):
     return config.load("tiny_jpeg_lora", [*SMALL, *overrides])
+
+
+def logged(batch, update, *, bypass=False):
+    rewards = batch.advantages.numpy()
+    return logged_terms(batch, update, advantages=batch.advantages, rewards=rewards, bypass=bypass)
 
 
 @pytest.fixture(scope="module")
@@ -112,24 +118,16 @@ def test_a_resumed_run_drops_what_is_later_and_writes_it_again(runs, tmp_path):
     ],
 )
 def test_each_term_is_recorded_where_it_stands(make_run, actor):
-    run = make_run(actor={"lr": 1e-3, "mini_batches": 1, "loss_mode": "grpo_guard", **actor})
+    run = make_run(actor={"lr": 1e-3, "mini_batches": 1, "loss_mode": "grpo_guard", **actor}, trainer=DUMPS)
     run.stir()
     batch = run.batch()
-    recorder = TermRecorder(
-        batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=False
-    )
-    last = {}
-
-    def record(part, policy, *, before_update):
-        recorder(part, policy, before_update=before_update)
-        for place, value in zip(part.places.flatten(), policy.log_prob.flatten(), strict=True):
+    update, last = run.learn(batch), {}
+    for part in [*update.before, *update.after]:
+        for place, value in zip(part.places.flatten(), part.terms.log_prob.flatten(), strict=True):
             last[place.item()] = value.item()
-        torch.testing.assert_close(
-            batch.rollout.log_probs.flatten()[part.places], part.rollout.log_probs, rtol=0, atol=0
-        )
-
-    run.update(batch, training_step=1, record=record)
-    found = recorder.terms()
+        rollout_log_probs = batch.rollout.log_probs.flatten()[part.places.flatten()]
+        assert torch.equal(rollout_log_probs, part.terms.rollout_log_prob.flatten())
+    found = logged(batch, update)
     assert found.current_log_probs.flatten().tolist() == [last[place] for place in range(len(last))]
     assert len(last) == batch.rollout.log_probs.numel()
     assert not torch.equal(found.current_log_probs, found.old_log_probs)
@@ -137,13 +135,10 @@ def test_each_term_is_recorded_where_it_stands(make_run, actor):
 
 
 def test_kls_are_those_of_the_steps(make_run):
-    run = make_run(rollout={"prompts_per_step": 2, "n": 4, "emulate": "int4"}, actor={"mini_batches": 2})
+    rollout = {"prompts_per_step": 2, "n": 4, "emulate": "int4"}
+    run = make_run(rollout=rollout, actor={"mini_batches": 2}, trainer=DUMPS)
     batch = run.batch()
-    recorder = TermRecorder(
-        batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=False
-    )
-    run.update(batch, training_step=1, record=recorder)
-    found = recorder.terms()
+    found = logged(batch, run.learn(batch))
     stds = batch.rollout.window.stds[(...,) + (None,) * 3].double()
     old, rollout = (Normal(means.double(), stds) for means in (batch.old_means, batch.rollout.window.means))
     expected = kl_divergence(old, rollout).flatten(2).mean(-1)
@@ -158,15 +153,11 @@ def test_kls_are_those_of_the_steps(make_run):
 
 
 def test_without_means_there_are_no_kls(make_run):
-    run = make_run()
+    run = make_run(trainer=DUMPS)
     rollout = run.sample()
     rollout = replace(rollout, window=replace(rollout.window, means=None, stds=None))
     batch = replace(run.batch(rollout), old_means=None)
-    recorder = TermRecorder(
-        batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=False
-    )
-    run.update(batch, training_step=1, record=recorder)
-    assert not {name for name in recorder.terms().tensors() if name.endswith("_kl")}
+    assert not {name for name in logged(batch, run.learn(batch)).tensors() if name.endswith("_kl")}
 
 
 @pytest.mark.parametrize(
@@ -179,12 +170,10 @@ def test_without_means_there_are_no_kls(make_run):
     ],
 )
 def test_terms_scored_before_the_first_update_are_marked(make_run, actor, fresh):
-    run = make_run(actor={"lr": 1e-2, **actor}, algorithm=BYPASS)
+    run = make_run(actor={"lr": 1e-2, **actor}, algorithm=BYPASS, trainer=DUMPS)
     batch = apply_bypass_mode_to_diffusion_batch(run.batch())
-    recorder = TermRecorder(batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=True)
     untouched = run.actor.log_probs(batch.rollout).log_probs
-    run.update(batch, training_step=1, record=recorder)
-    found = recorder.terms()
+    found = logged(batch, run.learn(batch), bypass=True)
     marked = found.before_update.bool()
     assert marked.double().mean() == fresh
     learned = (found.current_log_probs - untouched).abs() > 10 * LOG_PROBS["atol"]
@@ -193,12 +182,12 @@ def test_terms_scored_before_the_first_update_are_marked(make_run, actor, fresh)
 
 def test_a_skipped_update_leaves_the_weights_as_they_were(make_run):
     """So the second mini-batch of the step is scored before its first update too."""
-    run = make_run(actor={"mini_batches": 2}, algorithm=BYPASS)
+    run = make_run(actor={"mini_batches": 2}, algorithm=BYPASS, trainer=DUMPS)
     batch = apply_bypass_mode_to_diffusion_batch(run.batch())
     batch = replace(batch, keep=torch.zeros_like(batch.old_log_probs, dtype=torch.bool))
-    recorder = TermRecorder(batch, advantages=batch.advantages, rewards=batch.advantages.numpy(), bypass=True)
-    assert run.update(batch, training_step=1, record=recorder).compute()["actor/skipped_updates"] == 2
-    assert recorder.terms().before_update.all()
+    update = run.learn(batch)
+    assert update.metrics.compute()["actor/skipped_updates"] == 2
+    assert logged(batch, update, bypass=True).before_update.all()
 
 
 def test_the_gap_of_a_bypass_run_holds_nothing_that_was_learned(tmp_path):

@@ -80,7 +80,7 @@ def _update(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[
         update(actor, batch)
 
     before = meter.allocated(hour.device)
-    metrics = actor.update(batch, AutoMode.of(actor.config).correction, training_step=1).compute()
+    metrics = actor.update(batch, AutoMode.of(actor.config).correction, training_step=1).metrics.compute()
     hour.row("norm of the gradient", metrics["actor/grad_norm"])
     if not metrics["actor/updates"]:
         hour.row("update", "skipped", failed=True, note="the gradient is not finite, or no term was kept")
