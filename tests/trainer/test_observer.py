@@ -39,7 +39,7 @@ def test_a_run_tells_each_of_its_stages_once(tmp_path):
         ("on_eval", 0),
         *(
             ("on_phase", phase)
-            for phase in ("rollout", "old_log_prob", "reward", "correction", "replay", "update", "sync")
+            for phase in ("rollout", "old_log_prob", "reward", "replay", "correction", "update", "sync")
         ),
         ("on_step", 1),
         ("on_phase", "evaluation"),

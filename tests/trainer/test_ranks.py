@@ -378,7 +378,7 @@ def test_one_rank_alone_writes(usual):
 def test_a_rank_that_is_gone_or_hangs_is_named_in_bounded_time(then, tmp_path):
     processes = start_ranks(2, Path(__file__), tmp_path, then)
     first, _ = end_with_first(processes, timeout=600)
-    said = "rank 0 of 2 gave up waiting for the rewards: rank 1 ended or hangs after the rollout"
+    said = "rank 0 of 2 gave up waiting for the rewards: rank 1 ended or hangs after the largest pass"
     assert said in first.stderr
     assert said in (tmp_path / "run" / "failure.txt").read_text()
 
