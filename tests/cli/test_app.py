@@ -5,13 +5,11 @@ import sys
 import pytest
 
 from flowcorr import __version__
-from flowcorr.cli import main
+from flowcorr.cli import app, main
 from flowcorr.cli.app import build_parser
 from flowcorr.config import recipe_names
 
-COMMANDS = [
-    "train", "eval", "doctor", "audit", "plan", "report", "config", "translate", "presets", "explain",
-]  # fmt: skip
+COMMANDS = [command.name for command in app.COMMANDS]
 
 
 def run(capsys, *arguments):

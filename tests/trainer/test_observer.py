@@ -3,7 +3,7 @@
 import inspect
 
 from flowcorr import trainer
-from flowcorr.cli.progress import TerminalObserver
+from flowcorr.instruments.progress import TerminalObserver
 from flowcorr.trainer import Silent
 from flowcorr.trainer.observer import Observer
 from tests.trainer.runs import records, small_config

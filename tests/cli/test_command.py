@@ -1,10 +1,9 @@
-"""Commands that only print."""
+"""What every command does alike."""
 
 import pytest
 
 from flowcorr.cli import main
-from flowcorr.config import load
-from flowcorr.correction.presets import NAMES
+from flowcorr.cli.app import COMMANDS
 
 
 def run(capsys, *arguments):
@@ -14,12 +13,11 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def test_config_prints_what_load_reads(capsys, tmp_path):
-    code, out, err = run(capsys, "config", "tiny_ocr_lora", "trainer.seed=5")
-    path = tmp_path / "config.yaml"
-    path.write_text(out, encoding="utf-8")
-    assert (code, err) == (0, "")
-    assert load(path) == load("tiny_ocr_lora", ["trainer.seed=5"])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_a_command_is_told_from_its_docstring(command):
+    assert 0 < len(command.summary) < 90
+    assert command.summary not in command.description
+    assert "Examples:\n  flowcorr " in command.description or command.name == "presets"
 
 
 @pytest.mark.parametrize("command", ["config", "plan", "doctor", "audit", "train"])
@@ -37,26 +35,9 @@ def test_prompts_that_are_not_there_end_a_command_that_needs_them(capsys, comman
     assert err.splitlines()[-1].startswith("flowcorr: error: data.path='nowhere.txt' does not exist")
 
 
-@pytest.mark.filterwarnings("default:flowcorr train would stop here")
-def test_config_prints_a_recipe_whose_prompts_are_elsewhere(capsys):
-    code, out, err = run(capsys, "config", "tiny_ocr_lora", "data.path=nowhere.txt")
-    assert (code, out.startswith("model:\n")) == (0, True)
-    assert err.startswith(
-        "flowcorr: warning: flowcorr train would stop here: data.path='nowhere.txt' does not"
-    )
-
-
 @pytest.mark.parametrize(
     "arguments", [["train", "tiny_ocr_lora"], ["audit", "tiny_ocr_lora"], ["report", "x"]]
 )
 def test_an_out_without_a_name_is_refused(capsys, arguments):
     code, _, err = run(capsys, *arguments, "--out", "")
     assert (code, err) == (2, "flowcorr: error: --out '' names no folder; give one, or leave --out away\n")
-
-
-def test_presets_lists_all_names(capsys):
-    code, out, err = run(capsys, "presets")
-    assert (code, err) == (0, "")
-    words = set(out.split())
-    assert set(NAMES) <= words
-    assert "0.999..1.001" in out

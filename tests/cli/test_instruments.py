@@ -1,3 +1,5 @@
+"""The commands of the instruments; `flowcorr doctor`, `audit` and `report` have files of their own."""
+
 import json
 
 import pytest
@@ -41,5 +43,5 @@ def test_help_teaches_how_to_read_a_plan(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     out = capsys.readouterr().out
-    for word in ("examples:", "13 percent", "--gpu", "b200-180gb", "config.json"):
+    for word in ("Examples:", "13 percent", "--gpu", "b200-180gb", "config.json"):
         assert word in out

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flowcorr.cli.progress import TerminalObserver
 from flowcorr.config import load
 from flowcorr.errors import BackendError
+from flowcorr.instruments.progress import TerminalObserver
 from flowcorr.trainer import RunResult
 
 BEFORE = {"eval/reward": 0.5, "eval/exact_match": 0.4, "eval/reward_std": 0.1}
@@ -182,7 +182,7 @@ def test_a_pipe_that_nobody_reads_is_an_error():
     reading, writing = os.pipe()
     os.close(reading)
     script = (
-        "from flowcorr.cli.progress import TerminalObserver\n"
+        "from flowcorr.instruments.progress import TerminalObserver\n"
         "with TerminalObserver() as observer:\n"
         "    observer.on_message('anybody there?')"
     )
@@ -198,7 +198,7 @@ def test_a_closed_terminal_is_left():
     """SIGHUP ends a run with its work saved, or does not where `nohup` forbids it; what it prints is no error."""
     script = (
         "import sys, warnings\n"
-        "from flowcorr.cli.progress import TerminalObserver\n"
+        "from flowcorr.instruments.progress import TerminalObserver\n"
         "with TerminalObserver() as observer:\n"
         "    observer.on_message('ready')\n"
         "    sys.stdin.read()\n"

@@ -1,0 +1,30 @@
+"""Commands that print recipes, and what every command refuses."""
+
+import pytest
+
+from flowcorr.cli import main
+from flowcorr.config import load
+
+
+def run(capsys, *arguments):
+    """Exit code, stdout and stderr of `flowcorr *arguments`."""
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_config_prints_what_load_reads(capsys, tmp_path):
+    code, out, err = run(capsys, "config", "tiny_ocr_lora", "trainer.seed=5")
+    path = tmp_path / "config.yaml"
+    path.write_text(out, encoding="utf-8")
+    assert (code, err) == (0, "")
+    assert load(path) == load("tiny_ocr_lora", ["trainer.seed=5"])
+
+
+@pytest.mark.filterwarnings("default:flowcorr train would stop here")
+def test_config_prints_a_recipe_whose_prompts_are_elsewhere(capsys):
+    code, out, err = run(capsys, "config", "tiny_ocr_lora", "data.path=nowhere.txt")
+    assert (code, out.startswith("model:\n")) == (0, True)
+    assert err.startswith(
+        "flowcorr: warning: flowcorr train would stop here: data.path='nowhere.txt' does not"
+    )
