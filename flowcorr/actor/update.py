@@ -64,6 +64,11 @@ class Update:
     before: Sequence[Part]
     after: Sequence[Part]
 
+    @property
+    def terms_before(self) -> list[Terms]:
+        """The terms that were scored before the first optimizer step."""
+        return [part.terms for part in self.before if part.terms is not None]
+
 
 class PolicyOptimizer:
     """AdamW on the policy loss.

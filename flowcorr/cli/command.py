@@ -65,8 +65,8 @@ IMPORTS = Argument(
     action="append",
     default=[],
     metavar="NAME",
-    help="import this package.module:name, a loss, rejection mode or engine of the run's own; without it, reading "
-    "a run runs no code of it",
+    help="import this package.module:name, a loss, rejection mode, engine or metric of the run's own; without it, "
+    "reading a run runs no code of it",
 )
 RECIPES = """\
 recipes for the embedded model:

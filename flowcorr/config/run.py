@@ -35,6 +35,7 @@ class TrainerConfig:
         best_metric: the `eval/` metric by which the best checkpoint is chosen (higher is better).
         image_every: training steps between saved sample images; 0 is off.
         trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`, `swanlab`, or your own `package.module:name`.
+        metrics: besides those of every run, your own: `package.module:name` of a `flowcorr.instruments.metrics.Metric`.
         device: `auto` takes CUDA if there is any.
         num_threads: CPU threads of torch; null leaves torch's own choice.
         collective_timeout: seconds that a rank waits for the others before it gives up.
@@ -60,6 +61,7 @@ class TrainerConfig:
     best_metric: str = "eval/reward"
     image_every: int = 0
     trackers: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
     device: str = "auto"
     num_threads: int | None = None
     collective_timeout: float = 1800.0

@@ -57,6 +57,7 @@ class TerminalObserver:
         self._start_step = self._total = 0
         self._evals: list[Mapping[str, float]] = []
         self._steps: list[Mapping[str, float]] = []
+        self._labels: Mapping[str, str] = {}
         self._config: Config | None = None
         self._out_dir: Path | None = None
         self._health: HealthMonitor | None = None
@@ -73,6 +74,9 @@ class TerminalObserver:
 
     def on_start(self, config: Config, out_dir: Path, start_step: int) -> None:
         """The run is set up and begins after `start_step`."""
+        from flowcorr.instruments.metrics.table import progress_labels, rows_of
+
+        self._labels = progress_labels(rows_of(config))
         self._config, self._out_dir = config, out_dir
         self._start = self._first_step_start = self._clock()
         self._start_step, self._total = start_step, config.trainer.total_steps
@@ -89,9 +93,7 @@ class TerminalObserver:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A training step is done."""
-        from flowcorr.instruments.metrics.table import PROGRESS_LABELS
-
-        shown = {label: metrics[name] for name, label in PROGRESS_LABELS.items() if name in metrics}
+        shown = {label: metrics[name] for name, label in self._labels.items() if name in metrics}
         parts = [f"{label} {value:.3g}" for label, value in shown.items()]
         parts += [gap_words.action(self._correction, metrics)]
         self._progress.update(self._task, completed=step)

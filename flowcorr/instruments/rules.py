@@ -14,7 +14,7 @@ from flowcorr.instruments.clip_noise import clip_key
 from flowcorr.instruments.finding import LEVELS, Finding, Level
 from flowcorr.instruments.jumps import JumpDetector
 from flowcorr.instruments.metrics.metric import Metric, Rule
-from flowcorr.instruments.metrics.table import METRICS, RULES
+from flowcorr.instruments.metrics.table import METRICS, rows_of
 from flowcorr.instruments.replicas import ReplicaMonitor
 from flowcorr.instruments.setting import Setting
 from flowcorr.rollout.precision import LARGEST_DISTANCE, step_distance, usual_gap
@@ -40,6 +40,7 @@ class Units:
         usual_gap: the largest gap of both stacks' velocities that their precision explains.
         usual_distance: the largest distance of both stacks' step means, in stds, that their precision explains.
         rounding: by residual, the largest size that rounding explains.
+        rows: the metrics, with the rules that judge them.
     """
 
     cap: float | None = None
@@ -52,6 +53,18 @@ class Units:
     usual_gap: float = math.inf
     usual_distance: float = LARGEST_DISTANCE
     rounding: Mapping[str, float] = field(default_factory=dict)
+    rows: Sequence[Metric] = METRICS
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The rules, in the order of their metrics."""
+        return [metric.rule for metric in self.rows if metric.rule is not None]
+
+    def rule_of(self, metric: str) -> Rule | None:
+        """The rule that judges a metric, if any; one of the whole update has that of the same metric before it."""
+        names = (metric, metric.removeprefix("actor/"))
+        found = [next((row for row in self.rows if row.name == name), None) for name in names]
+        return next((row.rule for row in found if row is not None), None)
 
 
 _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
@@ -59,8 +72,6 @@ _NOISE_ERRORS = 6.0  # standard errors; chance exceeds this once in 5e8 steps
 _TAILS_OF_GAP = 30.0  # mean fourth power of a gap's elements beside `r^4`: 3 if they are normal
 _LIKE_WINDOW = ("replay_before", "replay_between", "replay_after")
 _OF_WEIGHTS = ("mean_weight", "weight_std", "effective_sample_size", "cap")
-_BY_NAME = {rule.name: rule for rule in (*RULES, image_drift.RULE)}
-_ROWS = {metric.name: metric for metric in METRICS}
 
 
 def units_of(config: Config, num_elements: int | None) -> Units:
@@ -77,6 +88,7 @@ def units_of(config: Config, num_elements: int | None) -> Units:
     units = replace(
         units_of_setting(setting, num_elements, num_terms=terms),
         usual_gap=gap,
+        rows=rows_of(config),
         rounding={residual.name: residual.limit(config) for residual in RESIDUALS},
     )
     if num_elements is None or setting.staleness:
@@ -117,13 +129,13 @@ def healthy_range(metric: str, units: Units) -> tuple[float, float]:
         metric: its full name.
         units: the run's units.
     """
-    row = _row_of(metric)
-    return _UNBOUNDED if row is None or row.rule is None else _limits(row.rule, units)
+    rule = units.rule_of(metric)
+    return _UNBOUNDED if rule is None else _limits(rule, units)
 
 
-def serious_limit(metric: str) -> float:
+def serious_limit(metric: str, units: Units) -> float:
     """The value above which a metric is serious; infinite if there is none."""
-    rule = rule_of(metric)
+    rule = units.rule_of(metric)
     return math.inf if rule is None else rule.serious
 
 
@@ -137,7 +149,7 @@ def examine_step(
         units: the run's units.
         start: the metrics of the run's first step; without them image drift is not judged.
     """
-    findings = [_examine(rule, metrics, units) for rule in RULES]
+    findings = [_examine(rule, metrics, units) for rule in units.rules]
     broken = {finding.cause for finding in findings if finding is not None}
     if "replay_window" in broken:  # the other legs have the same fault in them
         findings = [finding for finding in findings if finding is None or finding.cause not in _LIKE_WINDOW]
@@ -192,6 +204,7 @@ class HealthMonitor:
         for metrics in steps:
             self._jumps.update(metrics)
             self._replicas.update(metrics)
+        self._patience = {rule.name: rule.patience for rule in (*units.rules, image_drift.RULE)}
         self._streaks: dict[str, int] = {}
         self._reported: dict[str, int] = {}
 
@@ -210,7 +223,7 @@ class HealthMonitor:
         found = beside(faults, examine_step(metrics, self._units, start=self._start))
         self._streaks = {finding.cause: self._streaks.get(finding.cause, 0) + 1 for finding in found}
         lasting = [
-            finding for finding in found if self._streaks[finding.cause] >= _BY_NAME[finding.cause].patience
+            finding for finding in found if self._streaks[finding.cause] >= self._patience[finding.cause]
         ]
         new = [
             finding
@@ -227,17 +240,6 @@ class HealthMonitor:
 def beside(faults: Sequence[Finding], findings: Sequence[Finding]) -> list[Finding]:
     """The findings that tell something beside these faults: that noise fills a clip range is no news then."""
     return [finding for finding in findings if not (faults and finding.level == "note")]
-
-
-def rule_of(metric: str) -> Rule | None:
-    """The rule that judges a metric, if any."""
-    row = _row_of(metric)
-    return None if row is None else row.rule
-
-
-def _row_of(metric: str) -> Metric | None:
-    """The row of a metric; a metric of the whole update has that of the same metric before it."""
-    return _ROWS.get(metric) or _ROWS.get(metric.removeprefix("actor/"))
 
 
 def _rank(level: Level) -> int:

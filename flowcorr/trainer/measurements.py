@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from flowcorr import distributed
 from flowcorr.algorithm.by_worker import by_worker
 from flowcorr.algorithm.terms import batch_terms
+from flowcorr.config.schema import Config
+from flowcorr.imports import import_target
 from flowcorr.metrics import Metrics, Over, maximum, mean, total
-from flowcorr.records import ActorBatch, Scores
+from flowcorr.records import ActorBatch, Scores, Terms
 from flowcorr.rewards import RewardOutput
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import measure_gap_split, splits_gap
@@ -51,9 +55,12 @@ def measure(
         reward_metrics(scored, failed, samples.group_ids),
         Metrics.from_stats({"rollout/num_elements": maximum(samples.rollout.num_elements)}),
     ]
-    if run.mode.correction.mode == "decoupled":
+    mode, terms = run.mode.correction.mode, [batch_terms(batch)]
+    if mode != "bypass":
+        measured.append(own_metrics(config, terms))
+    if mode == "decoupled":
         workers, steps = config.rollout.num_workers, config.sampling.num_inference_steps
-        measured.append(by_worker([batch_terms(batch)], workers, steps))
+        measured.append(by_worker(terms, workers, steps))
     if splits_gap(config, step):
         with watch("drift"):
             measured.append(measure_gap_split(run, batch.rollout, old))
@@ -63,6 +70,22 @@ def measure(
         with watch("replay"), replay:
             measured.append(measure_replay(run, samples, scored, step))
     return measured
+
+
+def own_metrics(config: Config, parts: Sequence[Terms]) -> Metrics:
+    """The metrics of `trainer.metrics`.
+
+    Args:
+        config: the run's.
+        parts: terms whose `log_prob` is the policy's that is compared with the rollout's; a rank may have none.
+    """
+    rows = [import_target("trainer.metrics", path, "a row of metrics") for path in config.trainer.metrics]
+    return Metrics.merged(
+        Metrics.from_stats(
+            {row.name: row.measure(terms.windows()) for row in rows if row.measure is not None}
+        )
+        for terms in parts
+    )
 
 
 def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Metrics:

@@ -28,6 +28,7 @@ _OPENING = (
 _CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 _OWN_NAME = re.compile(r"[\w.]{1,100}:[\w.]{1,100}")
 LOSS, MODES, ENGINE = "actor.loss_mode", "algorithm.rollout_correction.rollout_rs", "rollout.name"
+METRICS = "trainer.metrics"
 _LOSS_KEYS = ("loss_mode", "loss_options")
 _ENGINE_KEYS = ("name", "engine")
 _MODE_KEYS = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
@@ -40,10 +41,10 @@ class RunConfig:
     Attributes:
         config: the configuration. Where the run names a loss of its own that was not to be imported, the default loss
             stands in, which clips the ratio as a function of one's own is taken to; for rejection modes, no rejection;
-            for an engine, `in_process`.
+            for an engine, `in_process`; for metrics, none.
         values: all keys and their values as the run has them, also those that another value stands in for.
         left_out: the names of code that were not imported, by key: `actor.loss_mode`,
-            `algorithm.rollout_correction.rollout_rs` and `rollout.name`.
+            `algorithm.rollout_correction.rollout_rs`, `rollout.name` and `trainer.metrics`.
     """
 
     config: Config
@@ -62,6 +63,7 @@ def notes(left_out: Mapping[str, str]) -> list[str]:
         LOSS: "the ratio is taken to be clipped to actor.clip_ratio",
         MODES: "this run's own rejection is left out",
         ENGINE: "the run is read as one of rollout.name=in_process",
+        METRICS: "they are not judged",
     }
     return [
         f"{key}={name} is not imported: {stand_ins[key]}; {how_to_allow(name)}"
@@ -82,8 +84,8 @@ def read_config(
     Args:
         folder: the run's folder.
         overrides: `dotted.key=value` strings, see `config.load`.
-        allow_imports: names of losses, rejection modes and engines of one's own, `package.module:name`, that may be
-            imported.
+        allow_imports: names of losses, rejection modes, engines and metrics of one's own, `package.module:name`, that
+            may be imported.
 
     Raises:
         ConfigError: there is none, or it cannot be used; or a name of `allow_imports` cannot be imported.
@@ -96,12 +98,14 @@ def read_config(
     with configs.errors_name(path, overrides), _in_one_line(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # shown already when the run started
         _check_text(path)
-        values = configs.read_mapping(path, overrides)
-        values, left_out = _without_own_code(values, frozenset(allow_imports))
+        values_of_run = configs.read_mapping(path, overrides)
+        values, left_out = _without_own_code(values_of_run, frozenset(allow_imports))
         config = configs.load_mapping(values)
     whole = configs.to_mapping(config)
     whole["actor"] |= left_out.get(LOSS, {})
     whole["rollout"] |= left_out.get(ENGINE, {})
+    if METRICS in left_out:
+        whole["trainer"]["metrics"] = values_of_run["trainer"]["metrics"]
     if MODES in left_out:
         whole["algorithm"]["rollout_correction"] |= left_out[MODES]
     names = {key: hidden[key.rpartition(".")[2]] for key, hidden in left_out.items()}
@@ -174,7 +178,15 @@ def _without_own_code(
 ) -> tuple[Mapping[str, Any], dict[str, dict[str, Any]]]:
     """Values that name no code to import but what is allowed; and by key what was taken out."""
     left_out: dict[str, dict[str, Any]] = {}
-    actor, algorithm, rollout = (values.get(section) for section in ("actor", "algorithm", "rollout"))
+    sections = ("actor", "algorithm", "rollout", "trainer")
+    actor, algorithm, rollout, trainer = (values.get(section) for section in sections)
+    metrics = trainer.get("metrics") if isinstance(trainer, Mapping) else None
+    if isinstance(trainer, Mapping) and isinstance(metrics, Sequence) and not isinstance(metrics, str):
+        refused = [name for name in metrics if _is_refused(name, allowed)]
+        if refused:
+            left_out[METRICS] = {"metrics": ",".join(refused)}
+            kept_metrics = [name for name in metrics if name not in refused]
+            values = {**values, "trainer": {**trainer, "metrics": kept_metrics}}
     if isinstance(actor, Mapping) and _is_refused(actor.get("loss_mode"), allowed):
         left_out[LOSS] = {key: actor[key] for key in _LOSS_KEYS if key in actor}
         values = {**values, "actor": _without(_LOSS_KEYS, actor)}

@@ -55,6 +55,7 @@ _MAY_CHANGE = (
             "requeue",
             "image_every",
             "trackers",
+            "metrics",
             "best_metric",
             "num_threads",
             "collective_timeout",

@@ -23,7 +23,7 @@ from flowcorr.rewards import training_scores
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
 from flowcorr.trainer.gap_split import old_scores
 from flowcorr.trainer.log_probs import logged_terms
-from flowcorr.trainer.measurements import measure
+from flowcorr.trainer.measurements import measure, own_metrics
 from flowcorr.trainer.noise import FirstScores
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
@@ -91,6 +91,8 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         observe = first_scores if old is None else None
         update = actor.update(batch, correction, training_step=step, observe=observe)
         metrics += [update.metrics, first_scores.metrics()]
+        if old is None:
+            metrics.append(own_metrics(config, update.terms_before))
         actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())

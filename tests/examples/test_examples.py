@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowcorr import config
+from flowcorr.cli import main
 from flowcorr.config.schema import ActorConfig
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan.preflight import check_settings
+from flowcorr.instruments.report import report
 from flowcorr.records import Terms
 from flowcorr.trackers import METRICS_FILE, read_metrics
 
@@ -62,11 +66,78 @@ def test_custom_loss_trains(tmp_path, monkeypatch, capsys):
     result = example.main(str(tmp_path / "run"), 1, *small)
     assert result.status == "finished"
     assert "held-out exact match after 1 steps" in capsys.readouterr().out
+    logged = [record for record in read_metrics(tmp_path / "run" / METRICS_FILE) if "actor/loss" in record]
+    assert all(0 <= record["rollout_corr/raised_fraction"] <= 1 for record in logged)
     with pytest.raises(
         ConfigError, match=r"loss_options=\{'over': 1\} do not fit .*it takes \(terms: .*above: float"
     ):
         example.main(str(tmp_path / "other"), 1, "actor.loss_options=null", "actor.loss_options={over: 1}")
     sys.modules.pop("custom_loss", None)
+
+
+OWN_ROWS = """
+from flowcorr.instruments.metrics import Metric, Rule
+from flowcorr.metrics import mean
+
+def terms(terms):
+    assert terms.log_prob.dim() == 2
+    return mean(terms.log_prob.sum() * 0 + 3 * terms.log_prob.numel(), terms.log_prob.numel())
+
+THREE = Metric(
+    name="own/three",
+    meaning="three.",
+    measure=terms,
+    label="three",
+    rule=Rule(name="three", what="three", high=2.0, advice="take less"),
+)
+ODD_REWARD = Metric(
+    name="reward/mean",
+    meaning="the mean reward.",
+    rule=Rule(name="odd_reward", what="the mean reward", low=1e6, advice="reward more"),
+)
+TAKEN = Metric(name="rollout_corr/kl", meaning="the KL.", measure=terms)
+"""
+
+
+@pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_ppo_clip", "disabled"])
+def test_rows_of_ones_own_are_judged_from_outside_the_package(tmp_path, monkeypatch, capsys, preset):
+    """A metric and a rule, in one file beside the recipe."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("own_rows.py").write_text(OWN_ROWS, encoding="utf-8")
+    small = [
+        "rollout.prompts_per_step=2",
+        "rollout.n=2",
+        "sampling.num_inference_steps=4",
+        "data.num_heldout=2",
+    ]
+    small += ["trainer.total_steps=1", "trainer.doctor=false", "actor.mini_batches=2", "data.num_train=8"]
+    rows = "trainer.metrics=[own_rows:THREE,own_rows:ODD_REWARD]"
+    preset = f"algorithm.rollout_correction.preset={preset}"
+    assert main(["train", "tiny_ocr_lora", preset, *small, rows, "--out", "run"]) == 0
+    printed = capsys.readouterr().out
+    assert "  three 3  " in printed
+    assert all(f"{metric}, value" in printed for metric in ("own/three", "reward/mean"))
+    (record,) = [record for record in read_metrics(Path("run", METRICS_FILE)) if "actor/loss" in record]
+    assert record["own/three"] == 3
+
+    allowed = ["own_rows:THREE", "own_rows:ODD_REWARD"]
+    judged, strangers = (report([Path("run")], allow_imports=names) for names in (allowed, []))
+    causes = [{finding.cause for finding in made.findings} for made in (judged, strangers)]
+    assert causes[0] - causes[1] == {"three", "odd_reward"}
+    assert any("own_rows:THREE,own_rows:ODD_REWARD" in finding.sentence for finding in strangers.findings)
+    sys.modules.pop("own_rows", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("TAKEN", "rollout_corr/kl"), ("mean", "type function"), ("NONE", "has no 'NONE'")]
+)
+def test_a_row_that_cannot_be_used_is_refused(tmp_path, monkeypatch, name, wrong):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_rows.py").write_text(OWN_ROWS, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"trainer.metrics='own_rows:{name}'.*{wrong}"):
+        check_settings(config.load("tiny_ocr_lora", [f"trainer.metrics=[own_rows:{name}]"]))
+    sys.modules.pop("own_rows", None)
 
 
 def test_new_engine_trains_and_is_measured(tmp_path, monkeypatch, capsys):

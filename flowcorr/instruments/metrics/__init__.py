@@ -1,1 +1,5 @@
-"""Every metric, one row each: meaning, unit, healthy range, chart."""
+"""The metrics of a run, a row each; rows of one's own are named by `trainer.metrics`."""
+
+from flowcorr.instruments.metrics.metric import Drawn, Metric, Rule
+
+__all__ = ["Drawn", "Metric", "Rule"]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from flowcorr.metrics import Stat
+from flowcorr.records import Terms
 
 NATS = "nats per latent element"
 DOCTOR = "find the cause with `flowcorr doctor` first"
@@ -68,6 +72,8 @@ class Metric:
         rule: its healthy range, with advice; None if nothing judges it.
         chart: its chart in the report; None for none of its own.
         label: its name after each step of `flowcorr train`; empty if it is not shown there.
+        measure: of a metric of one's own that no loss or reward logs: its value, from the terms of which the gap is
+            measured. They come in parts, whose stats are merged; a gradient is not needed.
     """
 
     name: str
@@ -76,6 +82,7 @@ class Metric:
     rule: Rule | None = None
     chart: Drawn | None = None
     label: str = ""
+    measure: Callable[[Terms], Stat] | None = None
 
     def matches(self, name: str) -> bool:
         """Whether `name` is this metric with its placeholders filled in."""
@@ -90,9 +97,10 @@ def row(name: str, meaning: str, unit: str = "", **facts: Any) -> Metric:
 
 def under(prefix: str, *metrics: Metric) -> tuple[Metric, ...]:
     """Rows with `prefix` before their names."""
-    return tuple(_named(metric, prefix + metric.name) for metric in metrics)
+    return tuple(named(metric, prefix + metric.name) for metric in metrics)
 
 
-def _named(metric: Metric, name: str) -> Metric:
+def named(metric: Metric, name: str) -> Metric:
+    """A row under another name, which is that of its rule's metric as well."""
     rule = None if metric.rule is None else replace(metric.rule, metric=name)
     return replace(metric, name=name, rule=rule)

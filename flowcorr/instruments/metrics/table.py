@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from flowcorr.instruments.metrics.metric import Metric, Rule
+from collections.abc import Sequence
+
+from flowcorr.config.schema import Config
+from flowcorr.errors import ConfigError
+from flowcorr.imports import import_target
+from flowcorr.instruments.metrics.metric import Metric, Rule, named
 from flowcorr.instruments.metrics.of_correction import REJECTION, WEIGHTS
 from flowcorr.instruments.metrics.of_gap import DRIFT, STEPS, WORKERS
 from flowcorr.instruments.metrics.of_run import RUN, UPDATE
@@ -18,8 +23,36 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 }
 METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for metric in section)
 RULES: tuple[Rule, ...] = tuple(metric.rule for metric in METRICS if metric.rule is not None)
-PROGRESS_LABELS = {metric.name: metric.label for metric in (*RUN, *METRICS) if metric.label}
-"""The metrics that `flowcorr train` shows after each step, and their labels there, the reward first."""
+
+
+def rows_of(config: Config) -> tuple[Metric, ...]:
+    """The rows of a run: those of every run, and its own, which take the place of rows of the same name.
+
+    Raises:
+        ConfigError: `trainer.metrics` names something else.
+    """
+    own = [_own_row(path) for path in config.trainer.metrics]
+    names = {metric.name for metric in own}
+    return (*(metric for metric in METRICS if metric.name not in names), *own)
+
+
+def _own_row(path: str) -> Metric:
+    row = import_target("trainer.metrics", path, "a row of metrics")
+    if not isinstance(row, Metric):
+        raise ConfigError(
+            f"trainer.metrics={path!r} is of type {type(row).__name__}; name a flowcorr.instruments.metrics.Metric"
+        )
+    if row.measure is not None and find_metric(row.name) is not None:
+        raise ConfigError(
+            f"trainer.metrics={path!r}: every run logs {row.name!r} itself; give your metric another name, or leave "
+            "its measure out to judge that metric by a rule of your own"
+        )
+    return named(row, row.name)
+
+
+def progress_labels(rows: Sequence[Metric]) -> dict[str, str]:
+    """The metrics that `flowcorr train` shows after each step, and their labels there, the reward first."""
+    return {metric.name: metric.label for metric in (*RUN, *rows) if metric.label}
 
 
 def find_metric(name: str) -> Metric | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flowcorr.config.schema import Config
 from flowcorr.data import load_prompts
 from flowcorr.devices import check_device_name
+from flowcorr.instruments.metrics.table import rows_of
 from flowcorr.instruments.plan.pipelines import Architecture, family_class, local_architecture
 from flowcorr.models import resolve_family
 from flowcorr.models.base import check_sampling
@@ -17,7 +18,7 @@ _PATCH = 2  # latents a side of a patch, for all families but sd3, whose transfo
 
 
 def check_settings(config: Config) -> None:
-    """Check what does not depend on the machine: names of trackers, devices, rewards and families, and image sizes.
+    """Check what does not depend on the machine: names of trackers, metrics, devices, rewards, families; image sizes.
 
     Image sizes are only checked if the pipeline's configuration files are on this machine or ship with flowcorr. A
     family of the user's own is not imported, and checks its sizes when it is loaded.
@@ -30,6 +31,7 @@ def check_settings(config: Config) -> None:
     """
     for name in config.trainer.trackers:
         resolve_tracker(name)
+    rows_of(config)
     check_device_name("trainer.device", config.trainer.device)
     check_terms(config.reward.terms, config.reward.gold)
     if ":" in config.model.family:

@@ -15,12 +15,12 @@ from flowcorr.instruments.doctor.checks import CHECKS
 from flowcorr.instruments.doctor.findings import CAUSES
 from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
 from flowcorr.instruments.metrics.metric import Metric
-from flowcorr.instruments.metrics.table import METRICS, PROGRESS_LABELS, RULES, find_metric
+from flowcorr.instruments.metrics.table import METRICS, RULES, find_metric, progress_labels
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
 from flowcorr.instruments.reference.keys import find_key, keys
 from flowcorr.instruments.reference.pages import healthy
 
-_BY_LABEL = {label: name for name, label in PROGRESS_LABELS.items()}
+_BY_LABEL = {label: name for name, label in progress_labels(METRICS).items()}
 _CHECKS = {check.name: check for check in CHECKS}
 _RULES = {rule.name: rule.metric for rule in RULES}
 _OF_SEVERAL_STEPS = {rule.name: rule for rule in (image_drift.RULE, jumps.RULE, replicas.RULE)}

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowcorr.config import Engine
 from flowcorr.correction import Mode, compute_rollout_correction_and_rejection_mask
+from flowcorr.instruments.metrics import Metric, Rule
 from flowcorr.instruments.reference.keys import meanings_of
 from flowcorr.losses import Loss
 from flowcorr.models.base import ModelFamily
@@ -63,6 +64,8 @@ INTERFACES: dict[str, Callable[[], Iterator[Row]]] = {
     "engine": lambda: fields(Engine),
     "engine_methods": lambda: members(RolloutEngine),
     "family": lambda: members(ModelFamily),
+    "metric": lambda: fields(Metric),
+    "rule": lambda: fields(Rule),
     "reward": lambda: members(Reward),
 }
 """Tables of `examples/README.md`, by the name in their marker."""

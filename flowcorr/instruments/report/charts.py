@@ -14,7 +14,6 @@ from torch import Tensor
 from flowcorr.config.run import SERVED
 from flowcorr.instruments.drawing import HEIGHT, PALETTE, Chart
 from flowcorr.instruments.finding import Charts
-from flowcorr.instruments.metrics.table import METRICS
 from flowcorr.instruments.plots import (
     BandPoint,
     Curve,
@@ -55,7 +54,11 @@ def chart_sections(groups: Sequence[Group]) -> list[Charts]:
     sections = [
         _curves(groups, "Learning", _learning_metrics(groups, of_images=False), _learning_text(groups)),
         _curves(
-            groups, "Drift between rollout and training", _rows_of("drift"), _drift_text(groups), zoom=True
+            groups,
+            "Drift between rollout and training",
+            _rows_of(groups, "drift"),
+            _drift_text(groups),
+            zoom=True,
         ),
         Charts(
             title="Drift by timestep",
@@ -63,9 +66,9 @@ def chart_sections(groups: Sequence[Group]) -> list[Charts]:
             f"All maps have one scale; grey: below {ROUNDING:g}, the rounding of float32; white: not in the window.",
             pictures=_named(heat_maps(groups)),
         ),
-        _curves(groups, "Outside the log-probs", _rows_of("replay"), _REPLAY_TEXT),
+        _curves(groups, "Outside the log-probs", _rows_of(groups, "replay"), _REPLAY_TEXT),
         _did(groups),
-        _curves(groups, "The update", _rows_of("update"), ""),
+        _curves(groups, "The update", _rows_of(groups, "update"), ""),
     ]
     timing = Charts(
         title="Where the time goes",
@@ -108,11 +111,12 @@ def marks(groups: Sequence[Group]) -> list[str]:
 # Curves --------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(section: str) -> list[tuple[str, str, str]]:
+def _rows_of(groups: Sequence[Group], section: str) -> list[tuple[str, str, str]]:
     """Name, title and remark of a section's metrics; those of the whole update beside the ones that it may judge."""
+    every = {metric.name: metric for group in groups for metric in group.units.rows}
     found = [
         (metric, (metric.chart.title, metric.unit if metric.chart.remark is None else metric.chart.remark))
-        for metric in METRICS
+        for metric in every.values()
         if metric.chart is not None and metric.chart.section == section
     ]
     in_update = [
@@ -172,7 +176,7 @@ def _drift_text(groups: Sequence[Group]) -> str:
 
 def _did(groups: Sequence[Group]) -> Charts:
     """Charts of the correction, and of the bands that it measured."""
-    section = _curves(groups, "What the correction did", _rows_of("correction"), "")
+    section = _curves(groups, "What the correction did", _rows_of(groups, "correction"), "")
     return replace(section, pictures={**section.pictures, **_named(band_charts(groups))})
 
 
@@ -213,14 +217,15 @@ def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom:
         for index, band in bands.items()
     ]
     ranges = {healthy_range(metric, groups[index].units) for index in bands}
+    serious = min(serious_limit(metric, groups[index].units) for index in bands)
     healthy, limits = (-math.inf, math.inf), "its limits differ between the runs"
     if len(ranges) == 1:
         healthy = ranges.pop()
-        limits = _healthy_text(curves, healthy, serious_limit(metric), zoom)
+        limits = _healthy_text(curves, healthy, serious, zoom)
     return Chart(
         name=metric.replace("/", "_"),
         title=title,
-        draw=partial(draw_curves, curves=curves, healthy=healthy, serious=serious_limit(metric), zoom=zoom),
+        draw=partial(draw_curves, curves=curves, healthy=healthy, serious=serious, zoom=zoom),
         caption="; ".join(filter(None, [unit, limits, stride_text(stride)])),
         metric="" if title == metric else metric,
         shaded=limit_in_view(curves, healthy, zoom=zoom),

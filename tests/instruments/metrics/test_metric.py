@@ -2,8 +2,8 @@
 
 import pytest
 
+from flowcorr.instruments.metrics.table import RULES
 from flowcorr.instruments.rules import (
-    RULES,
     Units,
     examine_step,
 )
