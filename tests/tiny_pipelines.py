@@ -137,6 +137,17 @@ def build_tiny_flux(
         return _save(pipeline, path, dtype)
 
 
+def build_tiny_flux_kontext(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """FLUX.1 Kontext: the tiny FLUX.1 as the pipeline that takes a reference image."""
+    from diffusers import FluxKontextPipeline, FluxPipeline
+
+    from flowcorr.models import quiet_loaders
+
+    with quiet_loaders():
+        flux = FluxPipeline.from_pretrained(build_tiny_flux(path, dtype, seed), torch_dtype=dtype)
+        return _save(FluxKontextPipeline(**flux.components), path, dtype)
+
+
 def build_tiny_flux2_klein(
     path, dtype: torch.dtype = torch.float32, seed: int = 0, *, is_distilled: bool = False
 ) -> Path:
@@ -276,18 +287,21 @@ class Tiny:
         size: height and width of its images.
         guidance: keys of `sampling` that turn its guidance on.
         engine: keys of `rollout.engine` that it needs with vllm-omni.
+        images: reference images of each prompt.
     """
 
     build: Callable[..., Path]
     size: tuple[int, int]
     guidance: dict[str, float] = field(default_factory=lambda: {"guidance_scale": 3.0})
     engine: dict[str, str] = field(default_factory=dict)
+    images: int = 0
 
 
 FAMILIES = {
     "sd3": Tiny(build=build_tiny_sd3, size=SD3_SIZE),
     "qwen_image": Tiny(build=build_tiny_qwen_image, size=QWEN_SIZE, guidance={"true_cfg_scale": 3.0}),
     "flux": Tiny(build=build_tiny_flux, size=FLUX_SIZE),
+    "flux_kontext": Tiny(build=build_tiny_flux_kontext, size=FLUX_SIZE, images=1),
     "flux2_klein": Tiny(build=build_tiny_flux2_klein, size=FLUX2_KLEIN_SIZE),
     "z_image": Tiny(build=build_tiny_z_image, size=Z_IMAGE_SIZE),
     "ovis_image": Tiny(build=build_tiny_ovis_image, size=OVIS_IMAGE_SIZE, engine={"weight_sync": "merged"}),
@@ -458,12 +472,12 @@ def _save(pipeline, path, dtype: torch.dtype) -> Path:
 
 
 def connect(config, prompts):
-    """Family, actor, engine and conditioning of `config`, connected as the trainer does."""
+    """Family, actor, engine and conditioning of prompts or their texts, connected as the trainer does."""
     from flowcorr.actor import DiffusionActor
-    from flowcorr.models import load_family
     from flowcorr.rollout import InProcessEngine
+    from flowcorr.trainer.setup import load_model
 
-    family = load_family(config.model)
+    family = load_model(config)
     actor = DiffusionActor(family, config)
     engine = InProcessEngine(
         family,
@@ -474,7 +488,9 @@ def connect(config, prompts):
         base=actor.weights.untrained,
     )
     engine.sync(actor.weights.snapshot())
-    return family, actor, engine, family.encode(prompts_of(prompts), actor.guidance)
+    if isinstance(prompts[0], str):
+        prompts = prompts_of(prompts)
+    return family, actor, engine, family.encode(prompts, actor.guidance)
 
 
 def stir(actor, scale: float = 0.05) -> None:

@@ -20,6 +20,7 @@ from flowcorr.imports import import_target
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.flux import Flux
 from flowcorr.models.flux2_klein import Flux2Klein
+from flowcorr.models.flux_kontext import FluxKontext
 from flowcorr.models.ovis_image import OvisImage
 from flowcorr.models.quantized import quantize_blocks
 from flowcorr.models.qwen_image import QwenImage
@@ -29,7 +30,7 @@ from flowcorr.models.step_rule import check_step_rule
 from flowcorr.models.z_image import ZImage
 
 FAMILIES: dict[str, type[ModelFamily]] = {
-    family.name: family for family in (SD3, QwenImage, Flux, Flux2Klein, ZImage, OvisImage)
+    family.name: family for family in (SD3, QwenImage, Flux, FluxKontext, Flux2Klein, ZImage, OvisImage)
 }
 GUIDE = "examples/new_model.py shows how to add a family of your own, given as 'package.module:Class'"
 CONVERT = (
@@ -95,6 +96,7 @@ def load_family(
     model: ModelConfig,
     device: torch.device | str = "cpu",
     *,
+    reference_size: tuple[int | None, int | None] = (None, None),
     text_encoders: bool = True,
     transformer_on_host: bool = False,
 ) -> ModelFamily:
@@ -108,6 +110,7 @@ def load_family(
         model: path, family, dtype, quantization, offloading and token limit of the pipeline; the adapter is not added
             here.
         device: where the pipeline is put; offloaded text encoders compute there. On a CPU nothing is offloaded.
+        reference_size: height and width that reference images are fitted to, those of the images that are drawn.
         text_encoders: whether to load them; without them `encode` cannot be called.
         transformer_on_host: leave the transformer in host memory, from where it is sharded.
 
@@ -148,7 +151,9 @@ def load_family(
         if isinstance(component, torch.nn.Module):
             component.to("cpu" if name in on_host else device)
             component.requires_grad_(False).eval()
-    family = chosen(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)
+    family = chosen(
+        pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length, reference_size=reference_size
+    )
     if offloads:
         family.offload_text_encoders(device)
     return family

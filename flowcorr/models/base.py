@@ -128,6 +128,8 @@ class ModelFamily(ABC):
         pipeline: the diffusers pipeline; `transformer` is trained, all other components are frozen.
         dtype: dtype that the trained transformer computes with.
         text_offloaded: whether the text encoders wait in main memory, see `offload_text_encoders`.
+        reference_size: height and width of the images that are drawn, as reference images are fitted to it; null for
+            the native size.
         cuts: reports prompts that are longer than a text encoder reads.
         name: the value of `model.family`.
         pipeline_class: the pipeline's class in diffusers.
@@ -150,9 +152,17 @@ class ModelFamily(ABC):
     num_references: ClassVar[tuple[int, int]] = (0, 0)
     vllm_omni: ClassVar[InVllmOmni | None] = None
 
-    def __init__(self, pipeline: Any, *, dtype: torch.dtype, max_sequence_length: int | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        dtype: torch.dtype,
+        max_sequence_length: int | None = None,
+        reference_size: tuple[int | None, int | None] = (None, None),
+    ) -> None:
         self.pipeline = pipeline
         self.dtype = dtype
+        self.reference_size = reference_size
         self.text_tokens = self.count_text_tokens(max_sequence_length)
         self.text_offloaded = False
         self.cuts = CutReport(self)

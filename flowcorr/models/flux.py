@@ -75,17 +75,25 @@ class Flux(PackedFamily):
     ) -> Tensor:
         embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
+        tokens, places = self.image_tokens_with_places(latents, conditioning)
         velocity = transformer(
-            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            hidden_states=tokens.to(embeds.dtype),
             timestep=timesteps / 1000,
             guidance=torch.full_like(timesteps, guidance.guidance_scale) if self.distills_guidance else None,
             pooled_projections=conditioning["pooled_prompt_embeds"],
             encoder_hidden_states=embeds,
             txt_ids=embeds.new_zeros(embeds.shape[1], 3),
-            img_ids=positions(1, rows, columns, device=embeds.device).to(embeds.dtype),
+            img_ids=places.to(embeds.dtype),
             return_dict=False,
         )[0].float()
-        return velocity.unflatten(1, (rows, columns))
+        return velocity[:, : rows * columns].unflatten(1, (rows, columns))
+
+    def image_tokens_with_places(
+        self, latents: Tensor, conditioning: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens `[B, tokens, channels]` of all images, first of the one that is drawn, and places `[tokens, 3]`."""
+        _, rows, columns, _ = latents.shape
+        return latents.flatten(1, 2), positions(1, rows, columns, device=latents.device)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flowcorr.models.base import ModelFamily, Schedule, linear_schedule
 from flowcorr.models.sizes import check_size
+from flowcorr.records import Prompt
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class PackedFamily(ModelFamily):
@@ -24,11 +29,20 @@ class PackedFamily(ModelFamily):
     """
 
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        native = self.pipeline.default_sample_size * factor
-        height, width = height or native, width or native
-        check_size(height, width, 2 * factor)
-        return (height // (2 * factor), width // (2 * factor), self.transformer.config.in_channels)
+        factor = 2 * self.pipeline.vae_scale_factor
+        height, width = self.image_size(height, width)
+        check_size(height, width, factor)
+        return (height // factor, width // factor, self.transformer.config.in_channels)
+
+    def image_size(self, height: int | None, width: int | None) -> tuple[int, int]:
+        """Height and width in pixels, the native ones where they are null."""
+        native = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
+        return height or native, width or native
+
+    def fitted_references(self, prompt: Prompt) -> list[Image]:
+        """The prompt's reference images at the size of the images that are drawn."""
+        height, width = self.image_size(*self.reference_size)
+        return [image.fitted(height, width) for image in prompt.images]
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
         rows, columns, _ = latent_shape
@@ -40,6 +54,12 @@ class PackedFamily(ModelFamily):
     def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
         timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
         return replace(schedule, timesteps=tuple((timesteps.to(dtype) * 1000).tolist()))
+
+    @staticmethod
+    def pack(latents: Tensor) -> Tensor:
+        """The VAE's `[B, channels, 2 * rows, 2 * columns]` as `[B, rows, columns, 4 * channels]`."""
+        patches = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+        return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
     @staticmethod
     def unpack(latents: Tensor) -> Tensor:

@@ -57,7 +57,12 @@ def load_model(config: Config) -> ModelFamily:
         torch.set_num_threads(config.trainer.num_threads)
     device = distributed.local_device(config.trainer.device)
     with out_of_memory.explained(config, lambda: out_of_memory.LOADING):
-        family = load_family(config.model, device, transformer_on_host=shards_weights(config))
+        family = load_family(
+            config.model,
+            device,
+            reference_size=(config.sampling.height, config.sampling.width),
+            transformer_on_host=shards_weights(config),
+        )
     check_sampling(config.sampling, type(family))
     return family
 
@@ -86,7 +91,8 @@ def build_stacks(
         probe = None
         if resolve_engine(config.rollout.name).takes_probe:
             with out_of_memory.explained(config, lambda: out_of_memory.PROBING):
-                probe = ComputedProbe(family, config, actor.weights.snapshot().tensors)
+                references = prompts[0].images
+                probe = ComputedProbe(family, config, actor.weights.snapshot().tensors, references)
         with out_of_memory.explained(config, lambda: out_of_memory.ENCODING):
             cache = PromptCache(family, actor.guidance, prompts)
         engine = _build_engine(config, actor, probe, on_event)

@@ -18,7 +18,7 @@ from tests.tolerances import LOG_PROBS, MEANS
 
 def assert_log_probs_are_those_of_a_loop(
     connected: tuple[Any, ...],
-    prompts: Sequence[str],
+    prompts: Sequence[Any],
     schedule: tuple[Sequence[float], Sequence[float]],
     velocity: Callable[..., torch.Tensor],
 ) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers.pipelines.flux import pipeline_flux
+from diffusers.pipelines.flux import pipeline_flux, pipeline_flux_kontext
 from diffusers.pipelines.ovis_image import pipeline_ovis_image
 from diffusers.pipelines.qwenimage import pipeline_qwenimage
 from tiny_pipelines import (
@@ -18,12 +18,14 @@ from tiny_pipelines import (
     OVIS_IMAGE_SIZE,
     QWEN_SIZE,
     build_tiny_flux,
+    build_tiny_flux_kontext,
     build_tiny_ovis_image,
     build_tiny_qwen_image,
 )
 
 from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, load_family
+from flowcorr.records import Prompt
 from flowcorr.rollout import sample_ode
 from tests.prompts import prompts_of
 from tests.tolerances import LATENTS, MEANS
@@ -47,8 +49,9 @@ class Packed:
         adapter_tensors: tensors of an adapter on all targets.
         pipeline: the module of its pipeline.
         velocity: `(pipe, latents, timestep, prompt, guidance)` -> the velocity of one prompt alone.
-        call: arguments of the pipeline's call, from the guidance.
+        call: arguments of the pipeline's call, from the prompts and the guidance.
         unscale: `(vae, latents)` -> what the VAE decodes.
+        images: reference images of a prompt.
     """
 
     name: str
@@ -61,15 +64,21 @@ class Packed:
     adapter_tensors: int
     pipeline: ModuleType
     velocity: Callable[..., torch.Tensor]
-    call: Callable[[Guidance], dict[str, Any]]
+    call: Callable[[list[Prompt], Guidance], dict[str, Any]]
     unscale: Callable[..., torch.Tensor]
+    images: int = 0
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return prompts_of(PROMPTS, images=self.images)
 
     @property
     def guidance(self) -> Guidance:
         return self.guidances[-1]
 
-    def load(self, path: str, **model: Any) -> Any:
-        return load_family(ModelConfig(path=path, max_sequence_length=self.length, **model))
+    def load(self, path: str, **keys: Any) -> Any:
+        model = ModelConfig(path=path, max_sequence_length=self.length, **keys)
+        return load_family(model, reference_size=self.size)
 
     def sections(self, path: str, **sampling: Any) -> dict[str, dict[str, Any]]:
         """Sections of a configuration of short trajectories."""
@@ -102,19 +111,19 @@ def noise(seed: int = 0, batch: int = 2) -> torch.Tensor:
 def assert_velocity_is_the_pipelines(packed: Packed, family: Any, guidance: Guidance) -> None:
     """In one forward for all prompts."""
     latents, timesteps, calls = noise(), torch.tensor([912.5, 303.0]), []
-    conditioning = family.encode(prompts_of(PROMPTS), guidance)
+    conditioning = family.encode(packed.prompts, guidance)
     hook = family.transformer.register_forward_hook(lambda *_: calls.append(1))
     got = family.velocity(family.transformer, latents, timesteps, conditioning, guidance)
     hook.remove()
     assert len(calls) == 1
-    for row, prompt in enumerate(PROMPTS):
+    for row, prompt in enumerate(packed.prompts):
         expected = packed.velocity(family.pipeline, latents[row], timesteps[row].item(), prompt, guidance)
         torch.testing.assert_close(got[row : row + 1], expected, **MEANS)
     assert got.std() > 0.1
 
 
 def assert_ode_is_the_pipelines(packed: Packed, family: Any, guidance: Guidance) -> None:
-    conditioning = family.encode(prompts_of(PROMPTS), guidance)
+    conditioning = family.encode(packed.prompts, guidance)
     got = sample_ode(
         lambda latents, timesteps: family.velocity(
             family.transformer, latents, timesteps, conditioning, guidance
@@ -123,8 +132,8 @@ def assert_ode_is_the_pipelines(packed: Packed, family: Any, guidance: Guidance)
         family.schedule(4, SHAPE),
     )
     expected = family.pipeline(
-        PROMPTS,
-        **packed.call(guidance),
+        prompt=[prompt.text for prompt in packed.prompts],
+        **packed.call(packed.prompts, guidance),
         height=packed.size[0],
         width=packed.size[1],
         num_inference_steps=4,
@@ -141,7 +150,7 @@ def assert_ode_is_the_pipelines(packed: Packed, family: Any, guidance: Guidance)
 @torch.no_grad()
 def flux_velocity(pipe, latents, timestep, prompt, guidance):
     """With the pipeline's own position ids."""
-    embeds, pooled, text_ids = pipe.encode_prompt([prompt], None, max_sequence_length=FLUX.length)
+    embeds, pooled, text_ids = pipe.encode_prompt([prompt.text], None, max_sequence_length=FLUX.length)
     _, image_ids = pipe.prepare_latents(
         1, SHAPE[-1] // 4, *FLUX.size, embeds.dtype, "cpu", None, latents.reshape(1, -1, SHAPE[-1])
     )
@@ -169,8 +178,53 @@ FLUX = Packed(
     adapter_tensors=2 * (12 + 3),  # (A, B) of a double block's targets and a single block's
     pipeline=pipeline_flux,
     velocity=flux_velocity,
-    call=lambda guidance: {"guidance_scale": guidance.guidance_scale},
+    call=lambda prompts, guidance: {"guidance_scale": guidance.guidance_scale},
     unscale=lambda vae, latents: latents / vae.config.scaling_factor + vae.config.shift_factor,
+)
+
+# FLUX.1 Kontext -------------------------------------------------------------------------------------------
+
+
+def kontext_image(prompt):
+    """The reference at the size that is drawn, for the pipeline."""
+    (image,) = prompt.images
+    return image.fitted(*KONTEXT.size)
+
+
+@torch.no_grad()
+def kontext_velocity(pipe, latents, timestep, prompt, guidance):
+    """With the pipeline's own latents and position ids of the reference."""
+    embeds, pooled, text_ids = pipe.encode_prompt([prompt.text], None, max_sequence_length=KONTEXT.length)
+    pixels = pipe.image_processor.preprocess(kontext_image(prompt))
+    packed = latents.reshape(1, -1, SHAPE[-1])
+    _, reference, image_ids, reference_ids = pipe.prepare_latents(
+        pixels, 1, SHAPE[-1] // 4, *KONTEXT.size, embeds.dtype, "cpu", None, packed
+    )
+    return pipe.transformer(
+        hidden_states=torch.cat([packed, reference], dim=1),
+        timestep=torch.tensor([timestep]) / 1000,
+        guidance=torch.tensor([guidance.guidance_scale]),
+        pooled_projections=pooled,
+        encoder_hidden_states=embeds,
+        txt_ids=text_ids,
+        img_ids=torch.cat([image_ids, reference_ids]),
+        return_dict=False,
+    )[0][:, : packed.shape[1]].reshape(1, *SHAPE)
+
+
+KONTEXT = replace(
+    FLUX,
+    name="flux_kontext",
+    build=build_tiny_flux_kontext,
+    pipeline=pipeline_flux_kontext,
+    velocity=kontext_velocity,
+    call=lambda prompts, guidance: {
+        "image": [kontext_image(prompt) for prompt in prompts],
+        "_auto_resize": False,
+        "max_area": KONTEXT.size[0] * KONTEXT.size[1],
+        "guidance_scale": guidance.guidance_scale,
+    },
+    images=1,
 )
 
 # Ovis-Image -----------------------------------------------------------------------------------------------
@@ -183,7 +237,7 @@ def ovis_velocity(pipe, latents, timestep, prompt, guidance):
         1, SHAPE[-1] // 4, *OVIS.size, torch.float32, "cpu", None, latents.reshape(1, -1, SHAPE[-1])
     )
     embeds, negative, text_ids, _ = pipe.encode_prompt(
-        [prompt], negative_prompt=guidance.negative_prompt, max_sequence_length=OVIS.length
+        [prompt.text], negative_prompt=guidance.negative_prompt, max_sequence_length=OVIS.length
     )
 
     def predict(text):
@@ -214,7 +268,7 @@ OVIS = Packed(
     adapter_tensors=2 * (12 + 3),  # (A, B) of a double block's targets and a single block's
     pipeline=pipeline_ovis_image,
     velocity=ovis_velocity,
-    call=lambda guidance: {
+    call=lambda prompts, guidance: {
         "guidance_scale": guidance.guidance_scale,
         "negative_prompt": 2 * [guidance.negative_prompt],
     },
@@ -239,7 +293,7 @@ def qwen_velocity(pipe, latents, timestep, prompt, guidance):
             return_dict=False,
         )[0]
 
-    positive = predict(prompt)
+    positive = predict(prompt.text)
     if guidance.true_cfg_scale > 1:
         negative = predict(guidance.negative_prompt)
         combined = negative + guidance.true_cfg_scale * (positive - negative)
@@ -249,7 +303,7 @@ def qwen_velocity(pipe, latents, timestep, prompt, guidance):
     return positive.reshape(1, *SHAPE)
 
 
-def qwen_call(guidance):
+def qwen_call(prompts, guidance):
     negative = ["bad", "bad"] if guidance.true_cfg_scale > 1 else None
     return {"negative_prompt": negative, "true_cfg_scale": guidance.true_cfg_scale}
 

@@ -1,4 +1,6 @@
-"""FLUX, Qwen-Image and Ovis-Image against loops written with diffusers' pieces."""
+"""FLUX, FLUX Kontext, Qwen-Image and Ovis-Image against loops written with diffusers' pieces."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,17 +18,16 @@ from tests.models.learning import (
 )
 from tests.models.packed import (
     FLUX,
+    KONTEXT,
     OVIS,
-    PROMPTS,
     QWEN,
     SHAPE,
     assert_ode_is_the_pipelines,
     assert_velocity_is_the_pipelines,
     noise,
 )
-from tests.prompts import prompts_of
 
-FAMILIES = (FLUX, QWEN, OVIS)
+FAMILIES = (FLUX, KONTEXT, QWEN, OVIS)
 GUIDED = [
     pytest.param(packed, guidance, id=f"{packed.name} {number}")
     for packed in FAMILIES
@@ -104,9 +105,20 @@ def test_velocity_is_the_pipelines_in_one_forward(packed, family, guidance):
 @torch.no_grad()
 def test_velocity_depends_on_the_prompt(packed, family):
     guidance = packed.guidances[0]
-    conditioning = family.encode(prompts_of(PROMPTS), guidance)
+    conditioning = family.encode(packed.prompts, guidance)
     same = noise(batch=1).expand(2, *SHAPE)
     got = family.velocity(family.transformer, same, torch.full((2,), 500.0), conditioning, guidance)
+    assert (got[0] - got[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("packed", [KONTEXT], indirect=True)
+@torch.no_grad()
+def test_velocity_depends_on_the_reference(packed, family):
+    first, second = packed.prompts
+    prompts = [first, replace(second, text=first.text)]
+    same = noise(batch=1).expand(2, *SHAPE)
+    conditioning = family.encode(prompts, packed.guidance)
+    got = family.velocity(family.transformer, same, torch.full((2,), 500.0), conditioning, packed.guidance)
     assert (got[0] - got[1]).abs().max() > 1e-3
 
 
@@ -133,17 +145,17 @@ def test_decode_is_the_pipelines_own(packed, family):
 @pytest.mark.parametrize(("packed", "guidance"), GUIDED, indirect=["packed"])
 def test_log_probs_equal_an_independent_loop(packed, path, make_config, guidance):
     scale = {key: getattr(guidance, key) for key in packed.sampling if key != "negative_prompt"}
-    connected = connect(make_config(**packed.sections(path, **scale)), PROMPTS)
+    connected = connect(make_config(**packed.sections(path, **scale)), packed.prompts)
     schedule = packed.schedule(connected[0].pipeline, 5, SHAPE[0] * SHAPE[1])
     assert_log_probs_are_those_of_a_loop(
-        connected, PROMPTS, schedule, lambda *inputs: packed.velocity(*inputs, guidance)
+        connected, packed.prompts, schedule, lambda *inputs: packed.velocity(*inputs, guidance)
     )
 
 
 def test_one_update_and_its_adapter_loads_into_a_pipeline(packed, path, family, make_config, tmp_path):
-    connected = _, actor, _, _ = connect(make_config(**packed.sections(path)), PROMPTS)
+    connected = _, actor, _, _ = connect(make_config(**packed.sections(path)), packed.prompts)
     assert len(actor.weights.parameters) == packed.adapter_tensors
-    conditioning = family.encode(prompts_of(PROMPTS), packed.guidance)
+    conditioning = family.encode(packed.prompts, packed.guidance)
     inputs = (noise(), torch.tensor([900.0, 300.0]), conditioning, packed.guidance)
     assert_an_adapter_is_learned_and_loads(connected, packed.load(path), inputs, tmp_path, packed.size)
 
@@ -151,7 +163,7 @@ def test_one_update_and_its_adapter_loads_into_a_pipeline(packed, path, family, 
 @torch.no_grad()
 def test_a_bfloat16_transformer_computes_with_the_timesteps_of_its_schedule(packed, path):
     family = packed.load(path, dtype="bfloat16")
-    conditioning = family.encode(prompts_of(PROMPTS[:1]), packed.guidance)
+    conditioning = family.encode(packed.prompts[:1], packed.guidance)
     exact = family.schedule(10, SHAPE)
     rounded = family.in_dtype(exact, torch.bfloat16)
     assert rounded.sigmas == exact.sigmas
@@ -170,4 +182,4 @@ def test_a_bfloat16_transformer_computes_with_the_timesteps_of_its_schedule(pack
 
 def test_bfloat16(packed, path, make_config):
     sections = in_bfloat16(packed.sections(path, sde_window_range=(1, 4)))
-    assert_both_stacks_round_alike(connect(make_config(**sections), PROMPTS))
+    assert_both_stacks_round_alike(connect(make_config(**sections), packed.prompts))

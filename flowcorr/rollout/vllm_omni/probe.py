@@ -18,6 +18,7 @@ from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, SamplingPlan, Schedule
 from flowcorr.records import Prompt
+from flowcorr.references import Reference
 from flowcorr.rollout.base import Weights
 from flowcorr.rollout.precision import coarse_weights
 
@@ -64,10 +65,14 @@ class Velocities:
 
 
 def probe_point(
-    family: ModelFamily, guidance: Guidance, schedule: Schedule, latent_shape: tuple[int, ...]
+    family: ModelFamily,
+    guidance: Guidance,
+    schedule: Schedule,
+    latent_shape: tuple[int, ...],
+    references: tuple[Reference, ...] = (),
 ) -> ProbePoint:
     """The fixed point: pure noise at a step in the middle of the schedule."""
-    encoded = family.embed([Prompt(text=PROMPT)], guidance)
+    encoded = family.embed([Prompt(text=PROMPT, images=references)], guidance)
     return ProbePoint(
         latents=sde.initial_noise(latent_shape, [0], [0], seed=0, training_step=0)[0],
         timestep=schedule.timesteps[len(schedule.timesteps) // 2],
@@ -130,14 +135,23 @@ class ComputedProbe:
         family: the actor's pipeline, with its text encoders still in place.
         config: the run's configuration.
         tensors: the current trained tensors.
+        references: the reference images of one of the run's prompts.
     """
 
-    def __init__(self, family: ModelFamily, config: Config, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        family: ModelFamily,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        references: tuple[Reference, ...] = (),
+    ) -> None:
         dtype = DTYPES[config.rollout.dtype]
         plan = SamplingPlan.of(family, config.sampling)
         guidance = family.guidance_in_dtype(plan.guidance, dtype)
         self._family = family
-        self.point = probe_point(family, guidance, family.in_dtype(plan.schedule, dtype), plan.latent_shape)
+        self.point = probe_point(
+            family, guidance, family.in_dtype(plan.schedule, dtype), plan.latent_shape, references
+        )
         self.start = actor_velocity(family, untrained(tensors), self.point)
 
     def velocity(self, weights: Weights) -> Tensor:

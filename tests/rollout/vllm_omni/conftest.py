@@ -101,17 +101,18 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
 def running(config: Config) -> Iterator[Stack]:
     """The engine that `config` asks for, synchronised with a new actor."""
     from flowcorr.actor import DiffusionActor
-    from flowcorr.models import load_family
     from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
     from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+    from flowcorr.trainer.setup import load_model
 
-    family = load_family(config.model)
+    family = load_model(config)
     actor = DiffusionActor(family, config)
-    conditioning = family.encode(prompts_of(PROMPTS), actor.guidance)
+    prompts = prompts_of(PROMPTS, images=FAMILIES[family.name].images)
+    conditioning = family.encode(prompts, actor.guidance)
     engine = VllmOmniEngine(
         family,
         config,
-        actor_probe=ComputedProbe(family, config, actor.weights.snapshot().tensors),
+        actor_probe=ComputedProbe(family, config, actor.weights.snapshot().tensors, prompts[0].images),
         merge=actor.weights.merged,
     )
     try:

@@ -1,0 +1,55 @@
+"""FLUX.1 Kontext: FLUX.1 that also reads a reference image, as tokens behind those of the image that it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, positions
+from flowcorr.models.flux import Flux
+from flowcorr.records import Prompt
+
+
+class FluxKontext(Flux):
+    """`FluxKontextPipeline`; without a reference image it draws from the text alone.
+
+    The reference is fitted to the size that is drawn, and not to the pipeline's list of sizes of about a megapixel:
+    at that size it is its call, and at a smaller one its call without `_auto_resize`.
+    """
+
+    name = "flux_kontext"
+    pipeline_class = "FluxKontextPipeline"
+    num_references = (0, 1)
+    vllm_omni = InVllmOmni(
+        transformer="vllm_omni.diffusion.models.flux.flux_transformer:FluxKontextTransformer2DModel"
+    )
+
+    @torch.no_grad()
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
+        conditioning = super().embed(prompts, guidance)
+        if prompts[0].images:
+            conditioning["reference"] = torch.cat([self._reference(prompt) for prompt in prompts])
+        return conditioning
+
+    def _reference(self, prompt: Prompt) -> Tensor:
+        """Packed latents `[1, rows, columns, 4 * channels]` of the prompt's image."""
+        vae = self.pipeline.vae
+        (image,) = self.fitted_references(prompt)
+        pixels = self.pipeline.image_processor.preprocess(image).to(vae.device, vae.dtype)
+        latents = vae.encode(pixels).latent_dist.mode()
+        return self.pack((latents - vae.config.shift_factor) * vae.config.scaling_factor)
+
+    def image_tokens_with_places(
+        self, latents: Tensor, conditioning: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        tokens, places = super().image_tokens_with_places(latents, conditioning)
+        if "reference" not in conditioning:
+            return tokens, places
+        reference = conditioning["reference"]
+        _, rows, columns, _ = reference.shape
+        places_of_reference = positions(1, rows, columns, device=latents.device)
+        places_of_reference[:, 0] = 1  # apart from the image that is drawn
+        joined = torch.cat([tokens.to(reference.dtype), reference.flatten(1, 2)], dim=1)
+        return joined, torch.cat([places, places_of_reference])
