@@ -18,8 +18,8 @@ class RewardTerm:
     """One term of the reward.
 
     Attributes:
-        name: `ocr`, `jpeg_compressibility`, `jpeg_incompressibility`, `pickscore`, `aesthetic`, `vlm_judge`, `http`
-            or `package.module:name`.
+        name: `ocr`, `jpeg_compressibility`, `jpeg_incompressibility`, `pickscore`, `aesthetic`,
+            `reference_similarity`, `vlm_judge`, `http` or `package.module:name`.
         weight: its factor in the sum.
         options: keyword arguments of the reward.
         tags: score only prompts with one of these tags, see `data.tag_field`; empty scores all. A term adds nothing to

@@ -25,6 +25,7 @@ from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
 from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rewards.reference_similarity import ReferenceSimilarity
 from flowcorr.rewards.thread import ThreadReward, scored_ahead
 from flowcorr.rewards.vlm_judge import VlmJudge
 
@@ -37,6 +38,7 @@ __all__ = [
     "OcrReward",
     "OnError",
     "PickScore",
+    "ReferenceSimilarity",
     "Reward",
     "RewardOutput",
     "ThreadReward",

@@ -86,6 +86,7 @@ class Reward(Protocol):
         extras: the names that its `RewardOutput.extra` may have, one of which `trainer.best_metric` can name. A reward
             of your own without `extras` has none; one of `REWARDS` without them chooses the names while it scores.
         sends_targets: of `REWARDS` only: it hands targets on, and does not know whether they are needed.
+        needs_reference: of `REWARDS` only: it compares with the prompts' reference images.
         needs_target: of `REWARDS` only, a function of the options: whether every prompt that it scores needs a target.
 
     All are optional, and stand on the function or the class.

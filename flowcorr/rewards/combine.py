@@ -24,6 +24,8 @@ from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
 from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rewards.reference_similarity import ReferenceSimilarity
+from flowcorr.rewards.references import check_references
 from flowcorr.rewards.slow import reported_when_slow
 from flowcorr.rewards.targets import is_ambiguous, target_of, why_without_target
 from flowcorr.rewards.vlm_judge import VlmJudge
@@ -34,6 +36,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = {
     "jpeg_incompressibility": JpegIncompressibility,
     "pickscore": PickScore,
     "aesthetic": Aesthetic,
+    "reference_similarity": ReferenceSimilarity,
     "vlm_judge": VlmJudge,
     "http": HttpReward,
 }
@@ -309,11 +312,15 @@ def computes_on_gpu(term: Term) -> bool:
 
 
 def check_prompts(reward: RewardConfig, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
-    """Check the tags and targets of prompts; those of training only for the rewards of training steps.
+    """Check the tags, targets and images of prompts; those of training only for the rewards of training steps.
 
     Raises:
-        ConfigError: a reward does not fit a prompt; see `check_tags` and `check_targets`.
+        ConfigError: a reward does not fit a prompt; see `check_tags`, `check_targets` and `check_references`.
     """
+    # All prompts have equally many images.
+    for term in (*reward.terms, *reward.gold):
+        if states(term, "needs_reference"):
+            check_references(term.name, heldout)
     check_tags(reward.terms, reward.gold, (*train, *heldout))
     check_targets(reward.step_terms, (*train, *heldout))
     check_targets(reward.gold, heldout)

@@ -9,6 +9,9 @@ and with `format: npz` an archive of NumPy (`Content-Type: application/x-npz`), 
 `numpy.load(io.BytesIO(body), allow_pickle=False)`, that holds `images`, `[b, H, W, 3]` uint8, and `request`, a text
 with the JSON above without its images. It is larger, and costs neither side a codec.
 
+Where prompts have reference images, there is also `references`: for each image a list of its prompt's, scaled and cut
+to its size as the model got them, in JSON as `[["<PNG in base64>", ...], ...]`, in an archive `[b, R, H, W, 3]` uint8.
+
 The answer is JSON in both cases, with status 200:
 
     {"scores": [0.5, null, ...], "extra": {"name": [1.0, 0.0, ...], ...}}
@@ -31,6 +34,7 @@ import numpy as np
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
 from flowcorr.rewards.options import check_choice, check_whole
+from flowcorr.rewards.references import references_of
 from flowcorr.rewards.service import Endpoint, map_in_threads, png_base64
 
 _MAX_EXTRAS = 64
@@ -122,13 +126,17 @@ class HttpReward:
 def encode_json(images: np.ndarray, prompts: list[Prompt]) -> tuple[bytes, str]:
     """The body of a request in the format `json`, and its content type."""
     request = {"images": [png_base64(image) for image in images], **_described(prompts)}
+    if references := _references(images, prompts):
+        request["references"] = [[png_base64(image) for image in own] for own in references]
     return json.dumps(request).encode(), "application/json"
 
 
 def encode_npz(images: np.ndarray, prompts: list[Prompt]) -> tuple[bytes, str]:
     """The body of a request in the format `npz`, and its content type."""
     buffer = io.BytesIO()
-    np.savez(buffer, images=images, request=np.array(json.dumps(_described(prompts))))
+    references = _references(images, prompts)
+    given: dict[str, Any] = {"references": np.array(references)} if references else {}
+    np.savez(buffer, images=images, request=np.array(json.dumps(_described(prompts))), **given)
     return buffer.getvalue(), "application/x-npz"
 
 
@@ -163,6 +171,12 @@ def _described(prompts: list[Prompt]) -> dict[str, list[Any]]:
         "targets": [prompt.target for prompt in prompts],
         "metadata": [dict(prompt.metadata) for prompt in prompts],
     }
+
+
+def _references(images: np.ndarray, prompts: list[Prompt]) -> list[list[np.ndarray]]:
+    """The reference images of each prompt; none at all if no prompt has one."""
+    has_some = any(prompt.images for prompt in prompts)
+    return references_of(prompts, *images.shape[1:3]) if has_some else []
 
 
 def _numbers(values: Any, batch_size: int, what: str) -> np.ndarray:

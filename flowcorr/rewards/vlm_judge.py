@@ -15,6 +15,7 @@ from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
 from flowcorr.rewards.ocr import compare
 from flowcorr.rewards.options import check_choice, check_whole, is_number
+from flowcorr.rewards.references import references_of
 from flowcorr.rewards.service import Endpoint, RequestRefusedError, map_in_threads, png_base64
 from flowcorr.rewards.targets import targets_of
 
@@ -28,6 +29,11 @@ TEMPLATES = {
     "score": (
         "This image was made for the following request.\n\n{prompt}\n\nRate from {low} to {high} how well it shows "
         "what was asked for and how free of flaws it is. "
+        'Answer with JSON only: {"score": <number>}.'
+    ),
+    "score an edit": (
+        "The last image was made from the others by the following request.\n\n{prompt}\n\nRate from {low} to {high} "
+        "how well it does what was asked for, keeps the rest as it was, and is free of flaws. "
         'Answer with JSON only: {"score": <number>}.'
     ),
 }
@@ -45,14 +51,16 @@ class VlmJudge:
     Each image is a request of its own, at temperature 0, so that no score depends on the batch. The last JSON object
     of the answer that has the key counts, so that a model may reason first. An answer without it fails its image
     alone, and is not asked for again: at temperature 0 it would be the same. So does a status 400, 413 or 422, as of
-    a content filter that refuses an image.
+    a content filter that refuses an image. In mode `score`, a prompt's reference images are sent before the image, at
+    its size.
 
     Attributes:
         base_url: what `/chat/completions` is appended to, such as `http://localhost:8000/v1`.
         model: the name that the endpoint knows the model by.
         mode: `transcribe` or `score`.
         template: the question, with `{prompt}`, `{target}`, `{low}`, `{high}` where they belong; null takes
-            `TEMPLATES[mode]`. It must ask for `{"text": "..."}` or `{"score": number}`.
+            `TEMPLATES[mode]`, or that of an edit where the prompt has reference images. It must ask for
+            `{"text": "..."}` or `{"score": number}`.
         score_range: lowest and highest score; an answer outside fails its image.
         max_tokens: of an answer.
         concurrency: requests at a time.
@@ -86,7 +94,7 @@ class VlmJudge:
     overlaps = True
 
     def __post_init__(self) -> None:
-        check_choice(self.name, "mode", self.mode, list(TEMPLATES))
+        check_choice(self.name, "mode", self.mode, ["transcribe", "score"])
         check_whole(self.name, "max_tokens", self.max_tokens, 1)
         check_whole(self.name, "concurrency", self.concurrency, 1)
         _check_score_range(self.score_range)
@@ -114,7 +122,11 @@ class VlmJudge:
         """
         if self.needs_target({"mode": self.mode, "template": self.template}):
             targets_of(prompts, self.name)
-        answers = map_in_threads(self._ask, zip(images, prompts, strict=True), self.concurrency)
+        references: list[list[np.ndarray]] = [[] for _ in prompts]
+        if self.mode == "score":
+            references = references_of(prompts, *images.shape[1:3])
+        requests = zip(images, prompts, references, strict=True)
+        answers = map_in_threads(self._ask, requests, self.concurrency)
         if self.mode == "transcribe":
             return self._compare(answers, prompts)
         low, high = self.score_range
@@ -164,14 +176,17 @@ class VlmJudge:
             raise ValueError(f"whose score is not within score_range=[{low:g}, {high:g}]")
         return score
 
-    def _ask(self, pair: tuple[np.ndarray, Prompt]) -> str | RequestRefusedError:
+    def _ask(self, asked: tuple[np.ndarray, Prompt, list[np.ndarray]]) -> str | RequestRefusedError:
         """The answer; a request that is refused is no reason not to make the others."""
-        image, prompt = pair
-        picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
+        image, prompt, references = asked
+        pictures = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(pixels)}"}}
+            for pixels in (*references, image)
+        ]
         question = {"type": "text", "text": self._question(prompt)}
         request = {
             "model": self.model,
-            "messages": [{"role": "user", "content": [picture, question]}],
+            "messages": [{"role": "user", "content": [*pictures, question]}],
             "temperature": 0,
             "max_tokens": self.max_tokens,
         }
@@ -189,7 +204,8 @@ class VlmJudge:
             "low": f"{low:g}",
             "high": f"{high:g}",
         }
-        template = self.template or TEMPLATES[self.mode]
+        edits = self.mode == "score" and prompt.images
+        template = self.template or TEMPLATES["score an edit" if edits else self.mode]
         return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
     def _content(self, completion: Any) -> str:

@@ -350,7 +350,11 @@ def test_an_own_reward_states_the_names_of_its_scores():
 
 def test_a_reward_states_where_it_computes():
     stated = {name: states(term(name), "computes_on_gpu") for name in REWARDS}
-    assert {name for name, on_gpu in stated.items() if on_gpu} == {"pickscore", "aesthetic"}
+    assert {name for name, on_gpu in stated.items() if on_gpu} == {
+        "pickscore",
+        "aesthetic",
+        "reference_similarity",
+    }
     assert not any(states(term(name), "overlaps") for name in ("pickscore", "aesthetic", "my_rewards:mine"))
     assert all(states(term(name), "overlaps") for name, on_gpu in stated.items() if not on_gpu)
 

@@ -11,6 +11,8 @@ from flowcorr.config import RewardTerm
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.records import Prompt
 from flowcorr.rewards import HttpReward, build_reward, score_batch
+from flowcorr.rewards.references import references_of
+from tests.prompts import prompts_of
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 4, 6, 3), dtype=np.uint8)
 PROMPTS = [
@@ -61,6 +63,22 @@ def test_the_server_receives_everything(serve, format):
         "targets": [prompt.target for prompt in PROMPTS],
         "metadata": [{"place": place} for place in range(5)],
     }
+
+
+@pytest.mark.parametrize("format", ["json", "npz"])
+def test_the_server_receives_reference_images(serve, format):
+    server, edits = serve(lambda _: {"scores": [0] * 5}), prompts_of("abcde", images=2)
+    reward(server, format=format)(IMAGES, edits)
+    (request,) = server.requests
+    if format == "json":
+        sent = [
+            [np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for text in own]
+            for own in request.json()["references"]
+        ]
+    else:
+        with np.load(io.BytesIO(request.body), allow_pickle=False) as archive:
+            sent = archive["references"]
+    np.testing.assert_array_equal(np.array(sent), np.array(references_of(edits, *IMAGES.shape[1:3])))
 
 
 def test_missing_target_is_null(serve):

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from PIL import Image
 from flowcorr.errors import BackendError, BatchError, ConfigError, MissingExtraError
 from flowcorr.records import Prompt
 from flowcorr.rewards import VlmJudge, score_batch
+from flowcorr.rewards.references import references_of
 from flowcorr.rewards.vlm_judge import last_value
+from tests.prompts import prompts_of
 
 IMAGES = (10 * np.arange(4, dtype=np.uint8))[:, None, None, None] * np.ones((4, 8, 8, 3), dtype=np.uint8)
 PROMPTS = [
@@ -73,6 +76,25 @@ def test_request_is_a_chat_completion_at_temperature_0(serve, monkeypatch):
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("vlm", 0, 99)
     assert 'a sign that says "open"' in question(request)
     assert re.search(r"\{(prompt|low|high)\}", question(request)) is None
+
+
+def test_reference_images_are_sent_before_the_image(serve):
+    server, (edit,) = serve(lambda _: completion('{"score": 5}')), prompts_of(["make it red"], images=2)
+    assert judge(server)(IMAGES[3:], [edit]).scores.tolist() == [0.5]
+    *pictures, asked = server.requests[0].json()["messages"][0]["content"]
+    shown = [
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(picture["image_url"]["url"].partition(",")[2]))))
+        for picture in pictures
+    ]
+    (references,) = references_of([edit], *IMAGES.shape[1:3])
+    np.testing.assert_array_equal(shown, [*references, IMAGES[3]])
+    assert "The last image was made from the others" in asked["text"]
+
+
+def test_a_transcriber_sees_no_reference(serve):
+    server, edits = serve(lambda _: completion('{"text": "x"}')), prompts_of(['say "x"'], images=1)
+    judge(server, mode="transcribe")(IMAGES[:1], [replace(edits[0], target="x")])
+    assert len(server.requests[0].json()["messages"][0]["content"]) == 2
 
 
 def test_transcription_is_compared_as_ocr_compares(serve):
