@@ -204,6 +204,15 @@ class ModelFamily(ABC):
         """Whether the prompts come with the encoded negative prompt."""
         return cls.encodes_negative and getattr(guidance, cls.guidance_key) > 1
 
+    def reference_shapes(self, latent_shape: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the conditioning tensors that hold one prompt's reference images, for `flowcorr plan`.
+
+        Args:
+            latent_shape: `L` of the image that is drawn.
+            count: reference images of a prompt.
+        """
+        return {}
+
     @property
     def transformer(self) -> Any:
         return self.pipeline.transformer

@@ -26,6 +26,9 @@ class FluxKontext(Flux):
         transformer="vllm_omni.diffusion.models.flux.flux_transformer:FluxKontextTransformer2DModel"
     )
 
+    def reference_shapes(self, latent_shape: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
+        return {"reference": latent_shape} if count else {}
+
     @torch.no_grad()
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         conditioning = super().embed(prompts, guidance)

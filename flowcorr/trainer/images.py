@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from flowcorr.errors import BackendError
 from flowcorr.records import Prompt
+from flowcorr.rewards.references import references_of
 
 MIN_WIDTH, MAX_WIDTH, MAX_PICTURES = 128, 256, 48
 _CAPTION_HEIGHT, _GAP = 18, 4
@@ -21,13 +22,16 @@ def labelled(
 ) -> list[Image.Image]:
     """The first `MAX_PICTURES` images of `[B, H, W, 3]` uint8, each above its target and score.
 
-    Small ones are enlarged by a whole factor, large ones reduced.
+    Small ones are enlarged by a whole factor, large ones reduced. The reference images of an edit stand to its left.
     """
+    references = references_of(prompts[:MAX_PICTURES], *images.shape[1:3])
     pictures = []
     for index, (pixels, prompt) in enumerate(zip(images[:MAX_PICTURES], prompts[:MAX_PICTURES], strict=True)):
-        picture = _fit(Image.fromarray(pixels))
-        canvas = Image.new("RGB", (picture.width, picture.height + _CAPTION_HEIGHT), "white")
-        canvas.paste(picture)
+        row = [_fit(Image.fromarray(part)) for part in (*references[index], pixels)]
+        picture = row[-1]
+        canvas = Image.new("RGB", (len(row) * picture.width, picture.height + _CAPTION_HEIGHT), "white")
+        for place, part in enumerate(row):
+            canvas.paste(part, (place * picture.width, 0))
         caption = prompt.target or prompt.text
         if scores is not None:
             caption += f"  {scores[index]:.2f}"

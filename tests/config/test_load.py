@@ -45,6 +45,7 @@ def test_shipped_recipes():
     assert recipe_names() == [
         "flux2_klein_pickscore_lora",
         "flux_dev_pickscore_lora",
+        "flux_kontext_edit_lora",
         "ovis_image_ocr_lora",
         "qwen_image_ocr_grpo_guard_lora",
         "qwen_image_ocr_lora_24gb",

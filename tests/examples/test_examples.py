@@ -11,6 +11,7 @@ import torch
 from flowcorr import config
 from flowcorr.cli import main
 from flowcorr.config.schema import ActorConfig
+from flowcorr.data import read_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.preflight import check_settings
 from flowcorr.instruments.report import report
@@ -194,3 +195,14 @@ def test_custom_reward_is_what_it_says():
     images = np.full((2, 4, 4, 3), 255, dtype=np.uint8)
     images[1, :2] = 0
     assert load("custom_reward").ink(images, []).tolist() == pytest.approx([0, 50])
+
+
+def test_sign_edits_are_those_that_ship_with_the_recipes(tmp_path):
+    load("sign_edits").write(tmp_path / "sign_edits")
+    shipped = EXAMPLES.parent / "recipes" / "sign_edits.jsonl"
+    assert (tmp_path / "sign_edits.jsonl").read_text() == shipped.read_text()
+    prompts = read_prompts(tmp_path / "sign_edits.jsonl")
+    assert len({prompt.key for prompt in prompts}) == 240
+    assert {prompt.images[0].image().size for prompt in prompts} == {(512, 512)}
+    assert len({prompt.images[0].digest for prompt in prompts}) == 24
+    assert all(prompt.target for prompt in prompts)

@@ -7,6 +7,7 @@ from PIL import Image
 from flowcorr.errors import BackendError
 from flowcorr.records import Prompt
 from flowcorr.trainer.images import MAX_PICTURES, before_after, image_grid, labelled, save_image
+from tests.prompts import prompts_of
 
 
 def pictures(count, height=32, width=64, scores=True):
@@ -23,6 +24,17 @@ def test_small_images_are_enlarged_and_large_ones_reduced(height, width, shown):
     picture = pictures(1, height, width)[0]
     assert picture.size == (shown[0], shown[1] + 18)
     assert picture.getpixel((5, 5)) == (200, 200, 200)
+
+
+def test_references_stand_beside_the_image():
+    images = np.full((2, 32, 64, 3), 200, dtype=np.uint8)
+    edits = prompts_of(["make it red", "add a cat"], images=2)
+    for picture, edit in zip(labelled(images, edits), edits, strict=True):
+        assert picture.size == (3 * 128, 64 + 18)
+        shown = np.asarray(picture)[:64]
+        np.testing.assert_array_equal(shown[::2, :128:2], np.asarray(edit.images[0].fitted(32, 64)))
+        np.testing.assert_array_equal(shown[::2, 128:256:2], np.asarray(edit.images[1].fitted(32, 64)))
+        assert (shown[:, 256:] == 200).all()
 
 
 def test_the_caption_is_the_target_or_the_text_with_its_score():

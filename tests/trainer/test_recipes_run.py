@@ -17,6 +17,7 @@ from tests.trainer.runs import assert_same_run
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [name for name in recipe_names() if not name.startswith("tiny_")]
+EDITING = [name for name in RECIPES if "_edit_" in name]
 ON_ONE_CARD = [name for name in RECIPES if load(name).rollout.name == "in_process"]
 ONE_OF_EACH_MODEL = [*{load(name).model.path: name for name in RECIPES if name not in ON_ONE_CARD}.values()]
 
@@ -100,8 +101,12 @@ def small(tiny_model, tmp_path):
     def small(recipe, *overrides):
         folder, (height, width) = tiny_model(recipe)
         prompts = tmp_path / "prompts.jsonl"
-        lines = (ROOT / load(recipe).data.path).read_text(encoding="utf-8").splitlines(keepends=True)
+        shipped = ROOT / load(recipe).data.path
+        lines = shipped.read_text(encoding="utf-8").splitlines(keepends=True)
         prompts.write_text("".join(lines[:8]), encoding="utf-8")
+        images = shipped.with_suffix("")
+        if images.is_dir():
+            (tmp_path / images.name).symlink_to(images)
         swap = (
             f"model.path={folder}",
             f"sampling.height={height}",
@@ -135,6 +140,7 @@ def test_recipe_runs_in_process(recipe, small, tiny_pickscore, tmp_path):
     options = {
         "ocr": {"detect": False},  # the detector enlarges every image: a second each
         "pickscore": {"path": tiny_pickscore, "processor": tiny_pickscore},
+        "reference_similarity": {"path": tiny_pickscore},
     }
     own = [replace(term, options=options[term.name]) for term in config.reward.terms]
     gold = tuple(replace(term, options=options[term.name]) for term in config.reward.gold)
@@ -148,7 +154,19 @@ def test_recipe_runs_in_process(recipe, small, tiny_pickscore, tmp_path):
 )
 def test_a_recipe_resumes_to_the_bit(recipe, overrides, small, tmp_path):
     """Those for one card as they are shipped; one of each model in this process and in bypass mode."""
-    config = with_rewards(small(recipe, "trainer.save_every=1", *overrides), terms=(JPEG,))
+    config = small(recipe, "trainer.save_every=1", *overrides)
+    assert_resumes(with_rewards(config, terms=(JPEG,), gold=()), tmp_path)
+
+
+@pytest.mark.parametrize("preset", ["disabled", "bypass_ppo_clip"])
+@pytest.mark.parametrize("recipe", EDITING)
+def test_an_editing_recipe_resumes_in_both_modes(recipe, preset, small, tmp_path):
+    overrides = (f"algorithm.rollout_correction.preset={preset}", "trainer.save_every=1")
+    config = small(recipe, *IN_PROCESS, *overrides)
+    assert_resumes(with_rewards(config, terms=(JPEG,), gold=()), tmp_path)
+
+
+def assert_resumes(config, tmp_path):
     assert_trains(config, tmp_path / "whole")
     folder = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     shutil.rmtree(folder / "checkpoints" / "step_000002")

@@ -52,11 +52,13 @@ class Architecture:
         path: the pipeline's folder or hub name.
         model_index: the content of `model_index.json`: the classes of the pipeline and its components.
         configs: the configuration of each component, by its name.
+        num_references: reference images of each prompt of the run.
     """
 
     path: str
     model_index: Mapping[str, Any]
     configs: Mapping[str, Mapping[str, Any]]
+    num_references: int = 0
 
     def cut(self, shorter: Callable[[int], int]) -> Architecture:
         """The same pipeline with `shorter(depth)` blocks of each kind in its transformer."""

@@ -69,6 +69,8 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     architecture = find_architecture(config.model.path)
     family = family_class(architecture, config.model)
     data = load_prompts(config.data)
+    family.check_references((*data.train, *data.heldout))
+    architecture = replace(architecture, num_references=len(data.train[0].images))
     texts = [prompt.text for prompt in distinct((*data.train, *data.heldout))]
     encoded = encoder_inputs(architecture, family, config, texts)
     chunk = chunk_size(family.count_text_tokens(config.model.max_sequence_length))

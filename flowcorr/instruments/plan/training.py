@@ -205,6 +205,7 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
     shape = family.sample_shape(sampling.height, sampling.width, sampling.num_frames)
     steps = sampling.sde_window_size
     inputs = text_inputs(architecture, type(family), config)
+    references = family.reference_shapes(shape, architecture.num_references)
 
     def numbers(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.ones(samples, *size, dtype=dtype)
@@ -222,7 +223,10 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
     rollout = Rollout(
         window=window,
         log_probs=numbers(steps),
-        conditioning=inputs.make(1, family.dtype),
+        conditioning={
+            **inputs.make(1, family.dtype),
+            **{name: torch.ones(1, *size, dtype=family.dtype) for name, size in references.items()},
+        },
         conditioning_rows=torch.zeros(samples, dtype=torch.long),
         group_ids=numbers(dtype=torch.long),
         policy_versions=numbers(dtype=torch.long),

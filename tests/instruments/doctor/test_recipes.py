@@ -40,7 +40,8 @@ def report_on(recipe, overrides, steps=None, float32=None, **keys):
     if steps is not None:
         keys |= {"sampling.num_inference_steps": steps}
     if steps == min(STEPS):
-        keys |= {"sampling.sde_window_range": "[0,3]"}
+        size = min(3, load(recipe).sampling.sde_window_size)
+        keys |= {"sampling.sde_window_range": "[0,3]", "sampling.sde_window_size": size}
     return diagnose(
         load(recipe, [*overrides, *(f"{key}={value}" for key, value in keys.items())]), float32=float32
     )
