@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +28,9 @@ class RewardTerm:
         normalize: in training, take the term relative to its prompt's mean and divide it by the std of its `group`
             (GDPO, together with `algorithm.advantage_std: global`), or of all rewards of the step (`global`), before
             it is summed; `none` sums raw scores. What is logged and evaluated is always raw.
+        frames: frames of a video that a reward of images scores: `middle`, the one in the middle, `mean`, the mean over
+            all, or `every K`, the mean over the first and every `K`-th after it. A reward that takes videos gets them
+            whole.
     """
 
     name: str
@@ -34,10 +38,16 @@ class RewardTerm:
     options: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     normalize: Literal["none", "group", "global"] = "none"
+    frames: str = "middle"
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise ConfigError(f"reward.terms[{self.name}].weight={self.weight} must be a finite number")
+        if self.frames not in ("middle", "mean") and not re.fullmatch(r"every [1-9]\d{0,3}", self.frames):
+            raise ConfigError(
+                f"reward.terms[{self.name}].frames={self.frames!r} is unknown; choose from middle, mean, or every K, "
+                "such as every 4"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ RULE = Rule(
     high=1.0,
     patience=3,
     advice="look at the images: if they are worse, the policy exploits the reward; add a reward term or a reward.gold "
-    "that detects it, raise actor.kl_coef, lower actor.lr, or use an earlier checkpoint",
+    "that detects it, raise actor.kl_coef, lower actor.lr, or use an earlier checkpoint; where motion fell, the videos "
+    "freeze, which a reward of single frames does not see: add a reward that takes videos",
 )
 
 

@@ -18,6 +18,7 @@ from flowcorr.rewards.combine import (
     check_tags,
     check_targets,
     check_terms,
+    frame_rules,
     known_scores,
     training_scores,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "check_tags",
     "check_targets",
     "check_terms",
+    "frame_rules",
     "known_scores",
     "report_broken",
     "reward_name",

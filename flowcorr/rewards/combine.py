@@ -7,19 +7,20 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flowcorr.advantages import AdvantageStd, group_advantages
-from flowcorr.config.task import RewardConfig
+from flowcorr.advantages import group_advantages
+from flowcorr.config.task import RewardConfig, RewardTerm
 from flowcorr.errors import BackendError, ConfigError, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.records import ImageArray, Prompt
 from flowcorr.rewards.aesthetic import Aesthetic
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output
+from flowcorr.rewards.frames import score_videos
 from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
@@ -42,7 +43,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = {
 }
 
 GOLD = "gold/"
-IMAGE_STATISTICS = ("dark", "saturated", "contrast", "sharpness", "bits_per_pixel", "diversity")
+IMAGE_STATISTICS = ("dark", "saturated", "contrast", "sharpness", "bits_per_pixel", "motion", "diversity")
 BUILT_IN_METRICS = frozenset(
     {
         *("reward", "reward_std"),  # eval/
@@ -51,30 +52,6 @@ BUILT_IN_METRICS = frozenset(
     }
 )
 """Names under `reward/` and `eval/` that every run logs; no score of a reward may have one of them."""
-
-
-class Term(Protocol):
-    """One term of a recipe's reward, as `flowcorr.config` reads it."""
-
-    @property
-    def name(self) -> str:
-        """A key of `REWARDS`, or `package.module:name`."""
-
-    @property
-    def weight(self) -> float:
-        """Its factor in the sum."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Keyword arguments of the reward."""
-
-    @property
-    def tags(self) -> Sequence[str]:
-        """Tags of the prompts that it scores; empty for all."""
-
-    @property
-    def normalize(self) -> AdvantageStd:
-        """The kind of std that `training_scores` divides the term by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +68,7 @@ class WeightedSum:
         weights: their weights.
         rewards: their rewards; may return plain sequences of numbers.
         tags: tags of the prompts that each scores, empty for all; its scores of other prompts are NaN.
+        frames: the rules by which rewards of images get the frames of videos.
         timeout: seconds after which the log says which reward is still computing; None never says so.
 
     Raises:
@@ -101,6 +79,7 @@ class WeightedSum:
     weights: tuple[float, ...]
     rewards: tuple[Callable[[ImageArray, list[Prompt]], Any], ...]
     tags: tuple[Sequence[str], ...]
+    frames: tuple[str, ...]
     timeout: float | None = None
 
     def __post_init__(self) -> None:
@@ -125,11 +104,11 @@ class WeightedSum:
         """Score the images of `B` prompts."""
         outputs: dict[str, RewardOutput] = {}
         scores = np.zeros(len(prompts))
-        for label, weight, reward, tags in zip(
-            self.labels, self.weights, self.rewards, self.tags, strict=True
+        for label, weight, reward, tags, frames in zip(
+            self.labels, self.weights, self.rewards, self.tags, self.frames, strict=True
         ):
             rows = np.flatnonzero([not tags or prompt.tag in tags for prompt in prompts])
-            own = self._score_rows(label, reward, images, prompts, rows)
+            own = self._score_rows(label, reward, images, prompts, rows, frames)
             with np.errstate(invalid="ignore"):  # 0 * inf: the sample has failed
                 scores[rows] += weight * own.scores
             outputs[label] = own.at(rows, len(prompts))
@@ -147,19 +126,25 @@ class WeightedSum:
         images: ImageArray,
         prompts: list[Prompt],
         rows: np.ndarray,
+        frames: str,
     ) -> RewardOutput:
         if len(rows) == 0:
             return RewardOutput(scores=np.zeros(0))
+
+        def score(own_images: ImageArray, own_rows: np.ndarray) -> RewardOutput:
+            return self._score(label, reward, own_images, [prompts[row] for row in own_rows])
+
+        if images.ndim == 5:
+            return score_videos(score, reward, images, rows, frames)
         # A copy for each term, even of all rows: a reward may write into its images.
-        own_images, own_prompts = images[rows], [prompts[row] for row in rows]
-        return as_reward_output(self._score(label, reward, own_images, own_prompts), len(rows), label)
+        return score(images[rows], rows)
 
     def _score(
         self, label: str, reward: Callable[..., Any], images: ImageArray, prompts: list[Prompt]
-    ) -> Any:
+    ) -> RewardOutput:
         try:
             with reported_when_slow(label, self.timeout):
-                return reward(images, prompts)
+                return as_reward_output(reward(images, prompts), len(prompts), label)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -200,7 +185,7 @@ class WeightedSum:
         return errors
 
 
-def training_scores(output: RewardOutput, terms: Sequence[Term], group_ids: Tensor) -> Tensor:
+def training_scores(output: RewardOutput, terms: Sequence[RewardTerm], group_ids: Tensor) -> Tensor:
     """The scores that advantages are taken of: `sum_k weight_k * reward_k`, each term normalised as it asks.
 
     `normalize: group` makes a term `(reward - mean of its group) / (std of its group)` before it is weighted and
@@ -234,7 +219,7 @@ def training_scores(output: RewardOutput, terms: Sequence[Term], group_ids: Tens
 
 
 def build_reward(
-    terms: Sequence[Term], gold: Sequence[Term] = (), *, timeout: float | None = None
+    terms: Sequence[RewardTerm], gold: Sequence[RewardTerm] = (), *, timeout: float | None = None
 ) -> WeightedSum:
     """The reward of a recipe, the weighted sum of its terms, with its held-out rewards at weight 0.
 
@@ -257,11 +242,12 @@ def build_reward(
         weights=(*(float(term.weight) for term in terms), *(0.0 for _ in gold)),
         rewards=tuple(_build_term(term) for term in (*terms, *gold)),
         tags=tuple(term.tags for term in (*terms, *gold)),
+        frames=tuple(term.frames for term in (*terms, *gold)),
         timeout=timeout,
     )
 
 
-def check_tags(terms: Sequence[Term], gold: Sequence[Term], prompts: Sequence[Prompt]) -> None:
+def check_tags(terms: Sequence[RewardTerm], gold: Sequence[RewardTerm], prompts: Sequence[Prompt]) -> None:
     """Check that a term scores each prompt, and that each tag of a term is that of a prompt.
 
     Raises:
@@ -285,7 +271,7 @@ def check_tags(terms: Sequence[Term], gold: Sequence[Term], prompts: Sequence[Pr
                 )
 
 
-def check_terms(terms: Sequence[Term], gold: Sequence[Term] = ()) -> None:
+def check_terms(terms: Sequence[RewardTerm], gold: Sequence[RewardTerm] = ()) -> None:
     """Check names and options of the rewards of `REWARDS`; those of the user's own are not imported.
 
     Raises:
@@ -298,7 +284,7 @@ def check_terms(terms: Sequence[Term], gold: Sequence[Term] = ()) -> None:
                 _check_options(term, _known_reward(term))
 
 
-def states(term: Term, fact: str) -> bool:
+def states(term: RewardTerm, fact: str) -> bool:
     """Whether the class of a term's reward states a fact of `Reward`, such as `overlaps`.
 
     A reward of the user's own is not imported, and is taken to state none.
@@ -306,7 +292,23 @@ def states(term: Term, fact: str) -> bool:
     return bool(getattr(REWARDS.get(term.name), fact, False))
 
 
-def computes_on_gpu(term: Term) -> bool:
+def frame_rules(terms: Sequence[RewardTerm], *, own: bool) -> dict[str, str]:
+    """The rule by which each reward of images gets the frames of videos, by its name.
+
+    Args:
+        terms: the rewards.
+        own: import rewards of the user's own, and read whether they take videos; without that they are left out.
+    """
+
+    def takes_videos(term: RewardTerm) -> bool:
+        if ":" in term.name:
+            return not own or getattr(_imported(term), "takes_videos", False)
+        return states(term, "takes_videos")
+
+    return {term.name: term.frames for term in terms if not takes_videos(term)}
+
+
+def computes_on_gpu(term: RewardTerm) -> bool:
     """Whether a term's reward uses the GPU of its process, if there is one."""
     return states(term, "computes_on_gpu") and term.options.get("device") != "cpu"
 
@@ -326,7 +328,7 @@ def check_prompts(reward: RewardConfig, train: Sequence[Prompt], heldout: Sequen
     check_targets(reward.gold, heldout)
 
 
-def check_targets(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
+def check_targets(terms: Sequence[RewardTerm], prompts: Sequence[Prompt]) -> None:
     """Check that each prompt has a target if a term of `REWARDS` that scores it needs one.
 
     Raises:
@@ -356,7 +358,9 @@ def check_targets(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
         warnings.warn(message, UserWarning, stacklevel=2)
 
 
-def known_scores(terms: Sequence[Term], gold: Sequence[Term] = (), *, own: bool) -> set[str] | None:
+def known_scores(
+    terms: Sequence[RewardTerm], gold: Sequence[RewardTerm] = (), *, own: bool
+) -> set[str] | None:
     """Names under `eval/` that the scores of a recipe's reward may have, before it is built.
 
     Args:
@@ -379,13 +383,13 @@ def known_scores(terms: Sequence[Term], gold: Sequence[Term] = (), *, own: bool)
     return names
 
 
-def _stated_extras(term: Term, own: bool) -> Sequence[str] | None:
+def _stated_extras(term: RewardTerm, own: bool) -> Sequence[str] | None:
     if ":" not in term.name:
         return getattr(REWARDS.get(term.name), "extras", None)
     return getattr(_imported(term), "extras", ()) if own else None
 
 
-def _labels(key: str, terms: Sequence[Term]) -> list[str]:
+def _labels(key: str, terms: Sequence[RewardTerm]) -> list[str]:
     labels = [_label(term) for term in terms]
     repeated = [label for label in labels if labels.count(label) > 1]
     if repeated:
@@ -393,11 +397,11 @@ def _labels(key: str, terms: Sequence[Term]) -> list[str]:
     return labels
 
 
-def _label(term: Term) -> str:
+def _label(term: RewardTerm) -> str:
     return term.name.rpartition(":")[2]
 
 
-def _build_term(term: Term) -> Callable[..., Any]:
+def _build_term(term: RewardTerm) -> Callable[..., Any]:
     if ":" in term.name:
         return _users_own(term)
     factory = _known_reward(term)
@@ -405,17 +409,17 @@ def _build_term(term: Term) -> Callable[..., Any]:
     return factory(**term.options)
 
 
-def _known_reward(term: Term) -> Callable[..., Any]:
+def _known_reward(term: RewardTerm) -> Callable[..., Any]:
     if term.name not in REWARDS:
         raise ConfigError(unknown_choice("reward.terms.name", term.name, [*REWARDS, "package.module:name"]))
     return REWARDS[term.name]
 
 
-def _imported(term: Term) -> Any:
+def _imported(term: RewardTerm) -> Any:
     return import_target("reward.terms.name", term.name, "a function or class")
 
 
-def _users_own(term: Term) -> Callable[..., Any]:
+def _users_own(term: RewardTerm) -> Callable[..., Any]:
     target = _imported(term)
     if inspect.isclass(target):
         _check_options(term, target)
@@ -431,7 +435,7 @@ def _users_own(term: Term) -> Callable[..., Any]:
     return functools.update_wrapper(functools.partial(target, **options), target) if options else target
 
 
-def _check_options(term: Term, factory: Callable[..., Any]) -> None:
+def _check_options(term: RewardTerm, factory: Callable[..., Any]) -> None:
     signature = inspect.signature(factory)
     try:
         signature.bind(**term.options)
@@ -442,7 +446,7 @@ def _check_options(term: Term, factory: Callable[..., Any]) -> None:
         ) from error
 
 
-def _check_call(term: Term, target: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check_call(term: RewardTerm, target: Callable[..., Any], options: Mapping[str, Any]) -> None:
     try:
         inspect.signature(target).bind("images", "prompts", **options)
     except TypeError as error:

@@ -6,11 +6,14 @@ policy exploits the reward, see `flowcorr.instruments.rules`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowcorr.metrics import Metrics, mean
+from flowcorr.records import ImageArray
 from flowcorr.rewards.jpeg import BYTES_PER_KB, jpeg_kilobytes
 from flowcorr.trainer.residuals import share
 
@@ -20,34 +23,35 @@ PER_GROUP = 4  # images of a prompt that are measured in training
 _LUMA = (0.299, 0.587, 0.114)  # of red, green and blue; ITU-R BT.601
 
 
-def image_statistics(images: np.ndarray) -> dict[str, np.ndarray]:
-    """Statistics `[B]` float64 of images `[B, H, W, 3]` uint8; luma goes from 0 to 1.
+def image_statistics(images: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """Statistics `[B]` float64 of images `[H, W, 3]` uint8 or videos `[F, H, W, 3]`; luma goes from 0 to 1.
 
     Returns:
         `dark`: share of pixels with a luma below .2. `saturated`: share of pixels with a channel of 250 or more.
         `contrast`: standard deviation of the luma. `sharpness`: mean absolute difference of the luma of neighbouring
-        pixels. `bits_per_pixel`: size as a JPEG of quality 95.
+        pixels. `bits_per_pixel`: size as a JPEG of quality 95. Of a video, they are means over its frames, and
+        `motion` is the mean absolute difference of the luma of neighbouring frames.
     """
-    pixels = images.shape[1] * images.shape[2]
-    rows = [_statistics(torch.from_numpy(image)) for image in images]
-    statistics = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
-    return statistics | {"bits_per_pixel": jpeg_kilobytes(images) * BYTES_PER_KB * 8 / pixels}
+    rows = [_statistics(image if image.ndim == 4 else image[None]) for image in images]
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
-def diversity(images: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Diversity `[G]` of the images `[B, H, W, 3]` uint8 of each of the `groups` `[B]`: their mean std, 0 to .5."""
-    by_group = [torch.from_numpy(images[groups == group]).float() / 255 for group in np.unique(groups)]
-    variances = [members.square().mean(0) - members.mean(0).square() for members in by_group]
-    return np.array([float(variance.clamp(min=0).sqrt().mean()) for variance in variances])
+def diversity(images: ImageArray, groups: np.ndarray) -> np.ndarray:
+    """Diversity `[G]` of the images of each of the `groups` `[B]`: their mean std, 0 to .5; of videos by frame."""
+    frames = [images] if images.ndim == 4 else [images[:, frame] for frame in range(images.shape[1])]
+    return np.array(
+        [np.mean([_mean_std(frame[groups == group]) for frame in frames]) for group in np.unique(groups)]
+    )
 
 
-def image_metrics(images: np.ndarray, groups: np.ndarray) -> Metrics:
-    """`reward/image/*`: means over the first `PER_GROUP` images `[B, H, W, 3]` uint8 of each of the `groups` `[B]`."""
-    if not len(images):
+def image_metrics(images: ImageArray, groups: np.ndarray, whole: np.ndarray) -> Metrics:
+    """`reward/image/*`: means over the first `PER_GROUP` `whole` `[B]` bool images of each of the `groups` `[B]`."""
+    rows = [np.flatnonzero((groups == group) & whole)[:PER_GROUP] for group in np.unique(groups)]
+    rows = [members for members in rows if len(members)]
+    if not rows:
         return Metrics()
-    rows = np.concatenate([np.flatnonzero(groups == group)[:PER_GROUP] for group in np.unique(groups)])
-    images, groups = images[rows], groups[rows]
-    values = image_statistics(images) | {"diversity": diversity(images, groups)}
+    values = image_statistics(images[row] for members in rows for row in members)
+    values["diversity"] = np.concatenate([diversity(images[members], members * 0) for members in rows])
     return Metrics.from_stats(
         {f"reward/image/{name}": mean(value.sum(), len(value)) for name, value in values.items()}
     )
@@ -73,12 +77,30 @@ def image_residuals(images: Tensor, decoded: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _statistics(image: Tensor) -> dict[str, Tensor]:
-    luma = image.float() @ torch.tensor(_LUMA) / 255
-    across, down = luma.diff(dim=1).abs().mean(), luma.diff(dim=0).abs().mean()
-    return {
-        "dark": (luma < DARK).float().mean(),
-        "saturated": (image.amax(-1) >= SATURATED).float().mean(),
-        "contrast": luma.std(correction=0),
-        "sharpness": (across + down) / 2,
-    }
+def _statistics(frames: np.ndarray) -> dict[str, float]:
+    """Means over the frames `[F, H, W, 3]`, of which one at a time becomes floating point."""
+    found, motion, before = [], [], None
+    for frame in frames:
+        luma = torch.from_numpy(frame).float() @ torch.tensor(_LUMA) / 255
+        across, down = luma.diff(dim=1).abs().mean(), luma.diff(dim=0).abs().mean()
+        found.append(
+            {
+                "dark": (luma < DARK).float().mean(),
+                "saturated": torch.from_numpy(frame.max(-1) >= SATURATED).float().mean(),
+                "contrast": luma.std(correction=0),
+                "sharpness": (across + down) / 2,
+                "bits_per_pixel": jpeg_kilobytes(frame[None])[0] * BYTES_PER_KB * 8 / luma.numel(),
+            }
+        )
+        if before is not None:
+            motion.append(float((luma - before).abs().mean()))
+        before = luma
+    means = {name: float(np.mean([float(values[name]) for values in found])) for name in found[0]}
+    return means | ({"motion": float(np.mean(motion))} if motion else {})
+
+
+def _mean_std(images: np.ndarray) -> float:
+    """Mean over the pixels of the standard deviation over images `[n, H, W, 3]`, of values from 0 to 1."""
+    values = torch.from_numpy(images).float() / 255
+    variance = values.square().mean(0) - values.mean(0).square()
+    return float(variance.clamp(min=0).sqrt().mean())

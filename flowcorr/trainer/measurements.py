@@ -49,9 +49,9 @@ def measure(
         BackendError: see `measure_gap_split` and `measure_replay`.
     """
     config = run.config
-    whole = [place for place in range(len(samples.images)) if place not in samples.broken]
+    whole = np.array([place not in samples.broken for place in range(len(samples.images))])
     measured = [
-        image_metrics(samples.images[whole], samples.group_ids[whole]),
+        image_metrics(samples.images, samples.group_ids, whole),
         reward_metrics(scored, failed, samples.group_ids),
         Metrics.from_stats({"rollout/num_elements": maximum(samples.rollout.num_elements)}),
     ]

@@ -14,13 +14,21 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config import resolve_engine
 from flowcorr.config.run import SERVED
 from flowcorr.config.schema import Config
+from flowcorr.config.task import RewardTerm
 from flowcorr.data import PromptSet, PromptStream, load_prompts, prompts_digest
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily, load_family
 from flowcorr.models.base import check_sampling
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
-from flowcorr.rewards import Reward, ThreadReward, build_reward, check_prompts, known_scores
+from flowcorr.rewards import (
+    Reward,
+    ThreadReward,
+    build_reward,
+    check_prompts,
+    frame_rules,
+    known_scores,
+)
 from flowcorr.rewards.combine import computes_on_gpu
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
@@ -123,6 +131,7 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             if isinstance(reward, RayReward | ThreadReward):
                 on_failure.callback(reward.close)
             family = load_model(config)
+        _log_frames(config, family, on_event)
         family.cuts.add((*prompts.train, *prompts.heldout))
         stacks = build_stacks(config, family, (*prompts.train, *prompts.heldout), on_event=on_event)
         on_failure.pop_all()
@@ -207,6 +216,26 @@ def _check_best_metric(config: Config) -> None:
         own = next((term.name.rpartition(":")[2] for term in terms if ":" in term.name), None)
         hint = "" if own is None else f"; if {own} returns it, say so by {own}.extras = (NAME,)"
         raise ConfigError(unknown_choice("trainer.best_metric", name, choices) + hint)
+
+
+def _log_frames(config: Config, family: ModelFamily, on_event: OnEvent) -> None:
+    """Log by which rule each reward of images gets the frames of videos.
+
+    Warns:
+        UserWarning: a rule is set, and the model makes images.
+    """
+    terms = (*config.reward.terms, *config.reward.gold)
+    if family.makes_videos:
+        on_event("frames", rules=frame_rules(terms, own=config.reward.placement != "ray"))
+        return
+    for term in terms:
+        if term.frames != RewardTerm(name=term.name).frames:
+            warnings.warn(
+                f"reward.terms[{term.name}].frames={term.frames} has no effect: a model of the family {family.name} "
+                "makes images",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def _build_reward(config: Config, on_event: OnEvent) -> Reward:

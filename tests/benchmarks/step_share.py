@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from flowcorr import config
@@ -79,7 +80,9 @@ def main(repeats: int) -> None:
     own_work(settings, batch)
     own = median_seconds(lambda: own_work(settings, batch), 20 * repeats)
     images, groups = train_step(run, next(steps), lambda _: None).images, batch.rollout.group_ids.numpy()
-    measuring = median_seconds(lambda: image_metrics(images, groups), 4 * repeats)
+    measuring = median_seconds(
+        lambda: image_metrics(images, groups, np.ones(len(images), dtype=bool)), 4 * repeats
+    )
     run.config = replace(settings, rollout=replace(settings.rollout, replay_every=1))
     replays = [train_step(run, next(steps), lambda _: None).metrics.compute() for _ in range(repeats)]
     replay = statistics.median(values["timing/replay"] for values in replays)

@@ -48,7 +48,7 @@ def test_a_mapping_of_a_config_builds_it_again():
         (RewardTerm, {"name": "ocr", "wait": 1}, r"^key='term\.wait' is unknown \(did you mean term\.weight\?"),
         (RewardTerm, {"name": "ocr", "weight": "2"}, r"^term\.weight='2' must be a number$"),
         (RewardTerm, {"name": "ocr", "tags": "a, b"}, r"^term\.tags='a, b' must be a list, such as \[a, b\]$"),
-        (RewardTerm, [], r"^term=\[\] must be a section of keys: name, weight, options, tags, normalize$"),
+        (RewardTerm, [], r"^term=\[\] must be a section of keys: name, weight, options, tags, normalize, frames$"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_names_its_dotted_key(section, values, message):

@@ -9,6 +9,7 @@ START = {
     "reward/mean": 0.5,
     "reward/image/dark": 0.45,
     "reward/image/sharpness": 0.08,
+    "reward/image/motion": 0.04,
     "reward/image/diversity": 0.05,
 }
 
@@ -24,6 +25,7 @@ def record(step, reward, **statistics):
         ({"dark": 0.2, "sharpness": 0.08}, "dark", 1.0),
         ({"dark": 0.45, "sharpness": 0.16}, "sharpness", 1.0),
         ({"dark": 0.45, "sharpness": 0.02}, "sharpness", 2.0),
+        ({"dark": 0.45, "motion": 0.01}, "motion", 2.0),
         ({"dark": 0.45, "diversity": 0.0125}, "diversity", 1.0),
     ],
 )
@@ -67,3 +69,10 @@ def test_scores_that_a_reward_names_like_statistics_tell_nothing():
     drift = largest_drift(scores, {"reward/image/aesthetic": 5.0, "reward/image/dark": 0.45})
     assert (drift.metric, drift.size) == ("reward/image/dark", 0)
     assert largest_drift({"reward/image/dark": -1.0}, START) is None
+
+
+def test_a_policy_that_freezes_its_videos_shows():
+    (found,) = examine_step(record(9, 0.9, dark=0.45, motion=0.001), Units(), start=START)
+    assert found.cause == "reward_hacking"
+    assert "motion" in found.sentence
+    assert (found.numbers["at the start"], found.numbers["now"]) == (0.04, 0.001)

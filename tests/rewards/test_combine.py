@@ -1,6 +1,5 @@
 import asyncio
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,7 +88,7 @@ def user_module(tmp_path, monkeypatch):
 
 
 def term(name, weight=1.0, *, tags=(), **options):
-    return SimpleNamespace(name=name, weight=weight, tags=tags, options=options)
+    return RewardTerm(name=name, weight=weight, tags=tags, options=options)
 
 
 def test_weighted_sum_of_a_function_and_a_class():

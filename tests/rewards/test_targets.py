@@ -1,7 +1,6 @@
-from types import SimpleNamespace
-
 import pytest
 
+from flowcorr.config import RewardTerm
 from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
 from flowcorr.rewards import check_targets
@@ -9,7 +8,7 @@ from flowcorr.rewards.targets import target_of
 
 
 def term(name, *, tags=(), **options):
-    return SimpleNamespace(name=name, tags=tags, options=options)
+    return RewardTerm(name=name, tags=tags, options=options)
 
 
 @pytest.mark.parametrize("target", [None, "", " ", "\u200b", "\u00a0\u00ad"])

@@ -65,6 +65,7 @@ def start():
             weights=(0.5,) * len(labels),
             rewards=rewards,
             tags=((),) * len(labels),
+            frames=("middle",) * len(labels),
             timeout=timeout,
         )
         started.append(ThreadReward(local))

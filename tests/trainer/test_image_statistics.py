@@ -46,10 +46,34 @@ def test_diversity_is_within_groups():
 
 def test_metrics_are_of_the_first_images_of_each_group():
     images = np.concatenate([flat(*[0] * PER_GROUP, 255, 255), flat(*[0, 255] * 3)])
-    values = image_metrics(images, np.repeat([0, 1], PER_GROUP + 2)).compute()
+    groups = np.repeat([0, 1], PER_GROUP + 2)
+    values = image_metrics(images, groups, np.ones(len(images), dtype=bool)).compute()
     assert values["reward/image/dark"] == pytest.approx((1 + 0.5) / 2)
     assert values["reward/image/diversity"] == pytest.approx((0 + 0.5) / 2)
     assert set(values) == {
         f"reward/image/{name}"
         for name in ("dark", "saturated", "contrast", "sharpness", "bits_per_pixel", "diversity")
     }
+
+
+def test_samples_without_a_picture_are_not_measured():
+    images, groups = flat(0, 0, 255, 255), np.array([0, 0, 1, 1])
+    values = image_metrics(images, groups, np.array([True, True, False, False])).compute()
+    assert values["reward/image/dark"] == 1
+    assert not image_metrics(images, groups, np.zeros(4, dtype=bool)).compute()
+
+
+def test_a_video_has_the_mean_of_its_frames():
+    videos = np.stack([flat(0, 100, 200), flat(100, 100, 100)])
+    values = image_statistics(videos)
+    assert values["dark"] == pytest.approx([1 / 3, 0])
+    by_frame = image_statistics(videos[0])
+    assert values["bits_per_pixel"][0] == pytest.approx(by_frame["bits_per_pixel"].mean())
+    assert diversity(videos, np.array([0, 0])) == pytest.approx([100 / 255 / 3])  # stds 50, 0 and 50 of 255
+    assert "motion" not in by_frame
+
+
+def test_a_video_that_stands_still_has_no_motion():
+    values = image_statistics(np.stack([flat(0, 51, 0), flat(9, 9, 9)]))
+    assert values["motion"] == pytest.approx([0.2, 0])
+    assert "motion" not in image_statistics(np.stack([flat(5)]))  # one frame has no neighbour

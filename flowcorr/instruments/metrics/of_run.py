@@ -94,6 +94,11 @@ _IMAGE_STATISTICS = (
         "of the largest luma",
     ),
     row("image/bits_per_pixel", "Size of an image as a JPEG of quality 95.", "bits a pixel"),
+    row(
+        "image/motion",
+        "Mean absolute difference of the luma of neighbouring frames of a video; 0 of a video that stands still.",
+        "of the largest luma",
+    ),
 )
 
 RUN = (
