@@ -63,7 +63,8 @@ def trace_text_encoders(
             with _copying_layers(encoder, tracer) as copying, tracer.section() as section:
                 encoder(tokens, output_hidden_states=True)
             here = here.then(section.work)
-            offloaded = offloaded.then(replace(section.work, peak=copying["peak"] - section.before))
+            peak = max(section.work.peak, copying["peak"] - section.before)
+            offloaded = offloaded.then(replace(section.work, peak=peak))
     return {
         False: Component(weights=weights, work=here, batch=prompts),
         True: Component(weights=0.0, work=offloaded, batch=prompts),

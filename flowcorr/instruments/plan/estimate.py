@@ -13,7 +13,7 @@ from flowcorr.config.rules import check
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.answers import MARGIN, Memory, Phase, Plan
-from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, EAGER, LINK, Gpu, Speed
+from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, DECODING, EAGER, LINK, Gpu, Speed
 from flowcorr.instruments.plan.sharding import sharded
 from flowcorr.instruments.plan.traces import Traces, engine_layers, trace, wraps_adapters
 from flowcorr.instruments.plan.tracing import Work
@@ -237,7 +237,7 @@ class _Rank:
         gathers = 0.0 if self.own_engine else training.sent_forward * self._passes / self._passes_traced
         sampling = max(roofline(denoised, gpu, self.engine_speed, half=engine_half), gathers / link)
         decoded = self.traces.decoder.scaled(images * share)
-        decoding = roofline(decoded, gpu, EAGER, half=self.traces.decoder.half)
+        decoding = roofline(decoded, gpu, DECODING, half=self.traces.decoder.half)
         scored = [(reward.scaled(images), reward.half) for reward in self.traces.rewards]
         update = training.backward.times(micro_batches * config.actor.epochs)
         stepped = training.step.times(updates)
@@ -365,9 +365,11 @@ class _Rank:
 
 
 def roofline(work: Work, gpu: Gpu, speed: Speed, *, half: bool) -> float:
-    """Seconds of `work`: arithmetic, memory traffic, or the host that launches its operations limits it."""
-    peak = gpu.half if half else gpu.float32
-    return max(work.flops / (speed.share * peak), work.moved / gpu.bandwidth, work.kernels * speed.launch)
+    """Seconds of `work`: arithmetic and memory traffic, or the host that launches its operations, limit it."""
+    arithmetic = work.flops / (speed.share * (gpu.half if half else gpu.float32))
+    traffic = work.moved / (speed.traffic * gpu.bandwidth)
+    device = arithmetic + traffic if speed.in_turn else max(arithmetic, traffic)
+    return max(device, work.kernels * speed.launch)
 
 
 def engine_peak(weights: float, sampling: float, decoder: float, decoding: float) -> float:

@@ -24,7 +24,7 @@ class Part:
 
     Attributes:
         about: what it measures.
-        minutes: that it takes on an H100, estimated before there was one.
+        minutes: that it takes: measured on an H200, or estimated for an H100, of parts that have not run yet.
         module: of this package, whose `measure(hour)` does it; `measure(hour, argument)` with an argument.
         argument: see there.
         on_host: whether no CUDA device may be visible to it.
@@ -56,19 +56,19 @@ def _of_families(about: str, module: str, minutes: tuple[float, ...]) -> dict[st
 
 
 PARTS: dict[str, Part] = {
-    "machine": Part(about="what the device reaches of its data sheet", minutes=1, module="machine"),
-    "plan": Part(about="what `flowcorr plan` predicts here", minutes=4, module="predict", on_host=True),
-    "embedded": Part(about="the embedded model on the device and on the CPU", minutes=1, module="embedded"),
-    "paths": Part(about="a training step of each kind, and resuming", minutes=3, module="paths"),
-    **_of_families("memory and time of a step, host reads, folded or not", "step", (2, 3, 5, 2, 2)),
-    **_of_families("noise floor by timestep and precision", "noise", (2, 3, 4, 2, 2)),
-    "encoders": Part(about="text encoders on the device and offloaded", minutes=1.5, module="encoders"),
-    "correction": Part(about="cost of the correction", minutes=0.5, module="correction"),
+    "machine": Part(about="what the device reaches of its data sheet", minutes=0.2, module="machine"),
+    "plan": Part(about="what `flowcorr plan` predicts here", minutes=1, module="predict", on_host=True),
+    "embedded": Part(about="the embedded model on the device and on the CPU", minutes=1.2, module="embedded"),
+    "paths": Part(about="a training step of each kind, and resuming", minutes=1.5, module="paths"),
+    **_of_families("memory and time of a step, host reads, folded or not", "step", (1.3, 2, 4, 0.8, 1.5)),
+    **_of_families("noise floor by timestep and precision", "noise", (1, 4, 5, 3, 4)),
+    "encoders": Part(about="text encoders on the device and offloaded", minutes=0.6, module="encoders"),
+    "correction": Part(about="cost of the correction", minutes=0.1, module="correction"),
     "vllm_omni": Part(about="weight sync, sleep, doctor and audit", minutes=5.5, module="engine"),
     **_of_families("compiled blocks", "compiled", (2, 2, 2)),
-    "curve": Part(about="whole runs on the device and on the CPU", minutes=3, module="curve"),
+    "curve": Part(about="whole runs on the device and on the CPU", minutes=2.2, module="curve"),
     "ranks": Part(about="two ranks beside one", minutes=2, module="two_ranks"),
-    "tests": Part(about="`pytest -m gpu`", minutes=1, module="gpu_tests"),
+    "tests": Part(about="`pytest -m gpu`", minutes=0.8, module="gpu_tests"),
 }
 
 

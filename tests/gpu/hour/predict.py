@@ -7,7 +7,7 @@ from dataclasses import replace
 from flowcorr.config.schema import Config
 from flowcorr.instruments.plan.answers import MARGIN
 from flowcorr.instruments.plan.components import trace_decoder, trace_text_encoders
-from flowcorr.instruments.plan.devices import EAGER, Gpu
+from flowcorr.instruments.plan.devices import DECODING, EAGER, Gpu
 from flowcorr.instruments.plan.estimate import HALF, roofline
 from flowcorr.instruments.plan.pipelines import Architecture, family_class, find_architecture
 from flowcorr.instruments.plan.text_inputs import TextInputs, text_inputs
@@ -72,8 +72,9 @@ def _numbers(config: Config, architecture: Architecture, training: Training, gpu
         "recompute_seconds": _seconds(config, training.recompute, gpu),
         "update_peak": training.gradients + max(training.backward.peak, training.step.peak),
         "update_seconds": 2 * _seconds(config, training.backward, gpu) + _seconds(config, training.step, gpu),
+        "decoded": decoder.batch,
         "decode_peak": decoder.work.peak,
-        "decode_seconds": _seconds(config, decoder.work, gpu),
+        "decode_seconds": roofline(decoder.work, gpu, DECODING, half=decoder.half),
     }
 
 

@@ -42,7 +42,8 @@ def measure(hour: Hour, family: str) -> None:
     window = config.sampling.sde_window_size
     passes = 2 * micro_batch * config.sampling.num_inference_steps / (micro_batch * window)
     sampling = meter.seconds(device, lambda: sampled_batch(engine, conditioning, config), repeats=1)
-    expected = passes * planned["recompute_seconds"] + 2 * planned["decode_seconds"]
+    decoding = 2 * micro_batch / planned["decoded"] * planned["decode_seconds"]
+    expected = passes * planned["recompute_seconds"] + decoding
     hour.row(f"sampling {2 * micro_batch} images, decoded", sampling, expected=expected, **TIME)
     _decode(hour, actor, batch, planned)
     _recompute(hour, actor, batch.select(slice(0, micro_batch)), planned)
@@ -56,7 +57,7 @@ def measure(hour: Hour, family: str) -> None:
 
 
 def _decode(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[str, float]) -> None:
-    latents = batch.rollout.window.next_latents[: int(planned["micro_batch"]), -1]
+    latents = batch.rollout.window.next_latents[: int(planned["decoded"]), -1]
     peak = meter.peak(hour.device, lambda: actor.family.decode(latents))
     seconds = meter.seconds(hour.device, lambda: actor.family.decode(latents))
     hour.row("decode, peak", peak / 1e9, expected=planned["decode_peak"] / 1e9, **MEMORY)
@@ -89,7 +90,7 @@ def _update(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[
     hour.row("moments", moments / 1e9, expected=planned["moments"] / 1e9, **MEMORY)
     peak = meter.peak(hour.device, learn)
     hour.row("update, peak", peak / 1e9, expected=planned["update_peak"] / 1e9, **MEMORY)
-    seconds = meter.seconds(hour.device, learn, repeats=2)
+    seconds = meter.seconds(hour.device, learn, repeats=1)
     hour.row("update of two micro-batches", seconds, expected=planned["update_seconds"], **TIME)
     _report_reads(hour, "update", meter.host_reads(hour.device, learn))
     for kernel, share in meter.kernel_shares(hour.device, learn, most=6).items():

@@ -15,10 +15,11 @@ from statistics import median
 from flowcorr.config import load
 from flowcorr.instruments.plan.answers import Plan
 from flowcorr.instruments.plan.components import trace_decoder
-from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, EAGER, GPUS, Gpu, Speed
+from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, DECODING, EAGER, GPUS, Gpu, Speed
 from flowcorr.instruments.plan.estimate import engine_peak, plan_of, roofline
 from flowcorr.instruments.plan.pipelines import find_architecture
 from flowcorr.instruments.plan.traces import engine_pass, trace
+from flowcorr.instruments.plan.training import one_optimizer_step, trace_training
 
 GB, MIB = 1e9, 2.0**20
 TIME, MEMORY = 1.35, 1.15
@@ -107,7 +108,7 @@ def forwards(
 
 
 def decoding(case, images: int) -> Planned:
-    return lambda gpu: roofline(decoder(case, min(images, 8)).scaled(images), gpu, EAGER, half=True)
+    return lambda gpu: roofline(decoder(case, min(images, 8)).scaled(images), gpu, DECODING, half=True)
 
 
 def generation(case, *, images: int, rows: int, steps: int, passes: int, adapted: bool) -> Planned:
@@ -167,6 +168,34 @@ def share_of_peak(case, ranks: int, name: str, counted: float = 1.0) -> Planned:
     return planned
 
 
+@cache
+def micro_batches(recipe: str):
+    """What a recipe's trainer does in an optimizer step of two micro-batches, sampling in process."""
+    config = one_optimizer_step(load(recipe, ["rollout.name=in_process", "rollout.engine={}"]))
+    return trace_training(config, find_architecture(config.model.path))
+
+
+def recomputing(recipe: str) -> Planned:
+    return lambda gpu: roofline(micro_batches(recipe).recompute, gpu, EAGER, half=True)
+
+
+def updating(recipe: str) -> Planned:
+    def planned(gpu: Gpu) -> float:
+        traced = micro_batches(recipe)
+        backward, step = (roofline(work, gpu, EAGER, half=True) for work in (traced.backward, traced.step))
+        return 2 * backward + step
+
+    return planned
+
+
+def update_peak(recipe: str) -> Planned:
+    def planned(gpu: Gpu) -> float:
+        traced = micro_batches(recipe)
+        return traced.gradients + max(traced.backward.peak, traced.step.peak)
+
+    return planned
+
+
 H100, H200, H800, H20 = "h100-80gb", "h200-141gb", "h800-80gb", "h20-96gb"
 SGLANG = "sglang, multimodal_gen/test/server/perf_baselines/h100.json, 2026-08-16"
 SGLANG_5090 = "sglang, multimodal_gen/test/server/perf_baselines/5090.json, 2026-08-16"
@@ -174,6 +203,7 @@ SGLANG_BATCHES = "sglang, comment in pull request 22183, 2026-04-10"
 BATCHING = "verl-omni, docs/start/rollout_batching.md, 2026-07-29"
 PERFORMANCE = "verl-omni, docs/algo/performance.md, 2026-06-17"
 MFU = "verl-omni, issue 124, 2026-06"
+OWN = "tests/gpu/h200.md, 2026-11-26"
 JUDGE = "a vision-language judge that scores on the same GPUs"
 SMALL = "the engine's work around each request of a small model"
 
@@ -254,6 +284,37 @@ ROWS = (
         source="verl-omni, pull request 489, 2026-09-06", planned=in_batches),
     Row(setting="the same, the step, judge beside it", gpu=H800, published=326,
         source="verl-omni, pull request 489, 2026-09-06", planned=total(in_batches, trained), outside=JUDGE),
+    *(
+        Row(setting=f"{model} LoRA, recompute of {images} images, {pixels} px", gpu=H200, published=seconds, source=OWN,
+            planned=recomputing(recipe))
+        for model, recipe, images, pixels, seconds in (
+            ("FLUX.1-dev", FLUX, 3, 512, 0.368), ("FLUX.2 klein base 4B", KLEIN, 4, 384, 0.151),
+            ("Z-Image", Z_IMAGE, 4, 512, 0.284), ("SD3.5 Medium", SD35, 8, 384, 0.152),
+        )
+    ),
+    *(
+        row
+        for model, recipe, images, pixels, seconds, size, outside in (
+            ("FLUX.2 klein base 4B", KLEIN, 8, 384, 0.962, 3.51, ""),
+            ("Z-Image", Z_IMAGE, 8, 512, 1.95, 5.60, "the plan counts a sixth too much"),
+            ("SD3.5 Medium", SD35, 16, 384, 1.08, 3.23, ""),
+        )
+        for row in (
+            Row(setting=f"{model} LoRA, update by {images} images, {pixels} px", gpu=H200, published=seconds,
+                source=OWN, planned=updating(recipe)),
+            Row(setting="the same, its peak beside the weights", gpu=H200, published=size * GB, unit="GB", source=OWN,
+                planned=update_peak(recipe), outside=outside),
+        )
+    ),
+    *(
+        Row(setting=f"{model}, {pixels} px, the decoder's peak for an image", gpu=H200,
+            published=size / images * GB, unit="GB", source=OWN,
+            planned=lambda gpu, recipe=recipe: decoder((recipe,), 1).work.peak)
+        for model, recipe, images, pixels, size in (
+            ("FLUX.1-dev", FLUX, 3, 512, 1.61), ("FLUX.2 klein base 4B", KLEIN, 4, 384, 1.21),
+            ("SD3.5 Medium", SD35, 8, 384, 2.42),
+        )
+    ),
 )  # fmt: skip
 
 FITTED = tuple(row for place, row in enumerate(ROWS, 1) if place % 3)
