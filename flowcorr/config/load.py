@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 _CORRECTION = "algorithm.rollout_correction"
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
-_MAX_LEVELS = 20
 _MAX_INTERPOLATIONS = 24  # each value may use others, so the text that they make grows exponentially
 
 
@@ -259,10 +258,6 @@ def _override(config: DictConfig, override: str) -> None:
             f"override {redact_override(override)} must have no + before its key; write "
             f"{redact_override(override.lstrip('+ '))}"
         )
-    if len(re.split(r"[.\[]", key)) > _MAX_LEVELS:
-        raise ConfigError(
-            f"override {key[:20]}... names more than {_MAX_LEVELS} levels, and no section is so deep"
-        )
     try:
         value = yaml_text.parse(text)
     except ConfigError as error:
@@ -271,7 +266,7 @@ def _override(config: DictConfig, override: str) -> None:
         raise ConfigError(f"{shown} is {reason}") from None
     try:
         OmegaConf.update(config, key, value, merge=value != {})  # to merge nothing would leave all as it was
-    except (OmegaConfBaseException, IndexError) as error:
+    except (OmegaConfBaseException, IndexError, RecursionError) as error:
         raise ConfigError(f"{redact_override(override)} cannot be set: {_reason(error)}") from None
 
 

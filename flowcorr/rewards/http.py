@@ -37,7 +37,6 @@ from flowcorr.rewards.options import check_choice, check_whole
 from flowcorr.rewards.references import references_of
 from flowcorr.rewards.service import Endpoint, map_in_threads, png_base64
 
-_MAX_EXTRAS = 64
 _EXTRA_NAME = re.compile(r"[\w./-]{1,64}")
 
 
@@ -152,8 +151,8 @@ def read_answer(answer: Any, batch_size: int) -> RewardOutput:
     if not isinstance(answer, dict) or "scores" not in answer:
         raise ValueError('no object with "scores", such as {"scores": [0.5, 1.0]}')
     extra = answer.get("extra") or {}
-    if not isinstance(extra, dict) or len(extra) > _MAX_EXTRAS:
-        raise ValueError(f'an "extra" that is not an object of at most {_MAX_EXTRAS} names')
+    if not isinstance(extra, dict):
+        raise ValueError('an "extra" that is not an object')
     for name in extra:
         if not _EXTRA_NAME.fullmatch(name):
             raise ValueError(

@@ -39,7 +39,6 @@ _REFUSED_STATUS = frozenset({400, 413, 422})
 _EXCERPT_CHARACTERS = 200
 _ERROR_BODY_BYTES = 1 << 16
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
-_MAX_DEPTH = 64  # of the objects and lists in an answer, far more than any format has
 _PLAIN_TOKEN = re.compile(r"[!-~]+")
 
 
@@ -189,12 +188,9 @@ class Endpoint:
 
     def _json(self, answer: bytes) -> Any:
         try:
-            value = json.loads(answer)
+            return json.loads(answer)
         except (ValueError, RecursionError):
             raise _Failure(f"answered no JSON: {self.excerpt(answer.decode(errors='replace'))!r}") from None
-        if _is_deep(value):
-            raise _Failure(f"answered JSON that is nested more than {_MAX_DEPTH} levels deep")
-        return value
 
     async def _refusal(self, response: httpx2.Response) -> _Failure:
         status, hint, body = response.status_code, "", b""
@@ -287,17 +283,6 @@ async def _read(response: httpx2.Response, most: int) -> bytes:
         if len(body) > most:
             break
     return bytes(body)
-
-
-def _is_deep(value: Any) -> bool:
-    """Whether a JSON value is nested more than `_MAX_DEPTH` levels deep, which could overflow code that recurses."""
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        containers = [item for item in level if isinstance(item, (dict, list))]
-        level = [
-            inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)
-        ]
-    return any(isinstance(item, (dict, list)) for item in level)
 
 
 @functools.cache

@@ -238,7 +238,7 @@ def test_infinite_cap_round_trips(recipe):
         ("actor.loss_mode=grpo_gard", r"actor\.loss_mode='grpo_gard' is unknown \(did you mean grpo_guard\?"),
         ("actor.loss_mode=nowhere:loss", r"actor\.loss_mode='nowhere:loss'.*no module 'nowhere'"),
         ("trainer.seed", r"override 'trainer.seed' must have the form section\.key=value"),
-        ("a." * 3000 + "b=1", r"override a\.a\.a\.a\.a\.a\.a\.a\.a\.a\.\.\.\. names more than 20 levels"),
+        ("a." * 3000 + "b=1", "cannot be set"),
         ("model.path=' '", r"model\.path=' ' is blank; name a file or folder"),
         ("data.path=''", r"data\.path='' is blank; name a file or folder"),
         ("data.heldout_path=''", r"data\.heldout_path='' is blank"),

@@ -40,13 +40,12 @@ def test_a_good_file_is_read(tmp_path):
         ({"loss_mode": None}, "loss_mode is missing from its metadata; it must be a name"),
         ({"loss_mode": ""}, "loss_mode='' must be a name"),
         ({"loss_mode": "red \x1b[31m"}, r"loss_mode='red \x1b[31m' must be a name"),
-        ({"loss_mode": "x" * 10**5}, "loss_mode='xxx"),
         ({"mode": None}, "mode is missing from its metadata; it must be decoupled or bypass"),
         ({"mode": "Bypass"}, "mode='Bypass' must be decoupled or bypass"),
         ({"step": None}, "step is missing from its metadata"),
         ({"step": "one"}, "step='one' must be a whole number below 1e12"),
         ({"step": "7"}, "step='7' is not the step of its name"),
-        ({"num_elements": "many"}, "num_elements='many' must be a whole number from 1 to 1000000000"),
+        ({"num_elements": "many"}, "num_elements='many' must be a whole number from 1, below 1e12"),
         ({"num_elements": "-5"}, "num_elements='-5'"),
         ({"num_elements": "0"}, "num_elements='0'"),
         ({"num_elements": "1.5"}, "num_elements='1.5'"),
@@ -54,7 +53,7 @@ def test_a_good_file_is_read(tmp_path):
         ({"num_elements": "٣"}, "num_elements='٣'"),
         (
             {"clip_ratio": "small"},
-            "clip_ratio='small' must be a number above 0, or a list of 1 to 1000 of them",
+            "clip_ratio='small' must be a number above 0, or a list of such numbers",
         ),
         ({"clip_ratio": '{"low": 1}'}, "clip_ratio='{\"low\": 1}'"),
         ({"clip_ratio": "[]"}, "clip_ratio='[]'"),
@@ -66,7 +65,6 @@ def test_a_good_file_is_read(tmp_path):
         ({"clip_ratio": "1" * 5000}, "clip_ratio='111"),
         ({"clip_ratio": "[" * 10**5}, "clip_ratio='[[["),
         ({"clip_ratio": "[" * 2**15 + "]" * 2**15}, "clip_ratio='[[["),
-        ({"clip_ratio": json.dumps([1e-3] * 1001)}, "clip_ratio='[0.001"),
         ({"adv_clip_max": "much"}, "adv_clip_max='much' must be a number above 0"),
         ({"adv_clip_max": "0"}, "adv_clip_max='0'"),
         ({"adv_clip_max": "[5.0]"}, "adv_clip_max='[5.0]'"),
@@ -112,10 +110,8 @@ def test_a_file_of_no_format_version_is_another_programs(tmp_path):
         ({"sigmas": WINDOW - 1}, "sigmas holds -1"),
         ({"sigmas": WINDOW + 900}, "sigmas holds 900; it must lie from 0 to 1"),
         ({"stds": WINDOW}, "stds holds 0"),
-        ({"old_log_probs": WINDOW + 2e30}, "old_log_probs holds 2e+30; it must lie from -1e+30 to 1e+30"),
-        ({"rewards": ROWS - 2e30}, "rewards holds -2e+30"),
         ({"stds": WINDOW + torch.inf}, "stds holds inf"),
-        ({"old_rollout_kl": WINDOW - 1e-3}, "old_rollout_kl holds -0.001; it must lie from 0 to 1e+30"),
+        ({"old_rollout_kl": WINDOW - 1e-3}, "old_rollout_kl holds -0.001; it must lie from 0 to inf"),
         (
             {"old_log_probs": WINDOW + torch.nan},
             "no term has a finite rollout_log_prob and a finite old_log_prob",
@@ -173,9 +169,8 @@ def test_sizes_that_a_header_claims_are_not_believed(tmp_path):
 
 
 def test_a_file_of_holes_is_not_read(tmp_path):
-    """Gigabytes and terabytes of zeros that the disk does not have."""
+    """Terabytes of zeros that the disk does not have."""
     path = tmp_path / "step_000001.safetensors"
-    assert f"B T from 1 to {checks.MAX_TERMS}" in refusal(holes(path, 2**26))
     assert f"it holds more than {checks.MAX_BYTES} bytes" in refusal(holes(path, 2**36))
 
 

@@ -1,6 +1,5 @@
 """The file with a few samples of a step: what it holds, what is refused, and what may be left out."""
 
-import json
 import subprocess
 import sys
 
@@ -100,7 +99,6 @@ def test_all_steps_are_the_window_where_no_place_is_given():
         ({"rewards": torch.zeros(6, 2)}, "rewards has shape"),
         ({"rewards": 1.0}, "rewards is one number"),
         ({"prompts": []}, "prompts is empty; give one a sample"),
-        ({"prompts": ["x" * 20_001] * 6}, "must be texts of at most 20000 characters"),
         ({"log_probs": torch.zeros(6, 3)}, "log_probs has shape"),
         ({"next_latents": None}, "latents and next_latents belong together"),
         ({"adapter_alpha": None}, "adapter and adapter_alpha"),
@@ -133,8 +131,7 @@ def test_samples_that_are_refused(changes, message):
     [
         ({"images": None}, {}, "images is missing"),
         ({}, {"prompts": None}, "prompts is missing"),
-        ({}, {"prompts": "[]"}, "it has 0 prompts"),
-        ({}, {"prompts": json.dumps(["x"] * 65)}, "it has 65 prompts"),
+        ({}, {"prompts": "[]"}, "prompts='\\[\\]' must be texts, one a sample"),
         ({}, {"prompts": "[1]"}, "prompts='\\[1\\]' must be texts"),
         ({}, {"prompts": "[" * 10**5}, "prompts='None' must be texts"),
         ({}, {"images": "1"}, "images is no text of its metadata"),

@@ -2,7 +2,6 @@ import base64
 import contextlib
 import gzip
 import io
-import json
 import logging
 import shutil
 import socket
@@ -243,25 +242,12 @@ def test_garbage_instead_of_http():
         thread.join()
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"\xff\xfe\x00", b"[" * 900], ids=repr)
+@pytest.mark.parametrize("body", [b"", b"<html>", b"\xff\xfe\x00", b"[" * 900, b"[" * 9000], ids=repr)
 def test_answer_that_is_no_json(serve, body):
     server = serve(lambda request: body)
     with pytest.raises(BackendError, match="answered no JSON"):
         post(endpoint(server, max_response_bytes=10_000))
     assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
-def test_deeply_nested_answer(serve, opening):
-    closing = b"]" if opening == b"[" else b"}"
-    bodies = [opening * 200_000, opening * 65 + b"1" + closing * 65, opening * 64 + b"1" + closing * 64]
-    server = serve(lambda request: bodies[len(server.requests) - 1])
-    point = endpoint(server, max_response_bytes=1_000_000)
-    with pytest.raises(BackendError, match="answered no JSON"):
-        post(point)
-    with pytest.raises(BackendError, match="answered JSON that is nested more than 64 levels deep"):
-        post(point)
-    assert json.loads(bodies[2]) == post(point)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

