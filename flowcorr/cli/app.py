@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Collection, Sequence
+from typing import TextIO
 
 import flowcorr
 from flowcorr.cli import instruments, recipes, running
@@ -105,26 +105,18 @@ def _take_late_overrides(
 
 def _override_of(words: Sequence[str]) -> str:
     """The override that the first words may mean, `--trainer.seed=1` or `--steps 3`; empty where it is none."""
-    from flowcorr.config import load_mapping, to_mapping
+    from flowcorr.config import dotted, load_mapping, to_mapping
 
     name, _, value = (words[0] if "=" in words[0] else "=".join(words[:2])).lstrip("-").partition("=")
     is_number = value[:1].isdecimal()
     found = []
-    for key, default in _keys(to_mapping(load_mapping({"algorithm": {"rollout_correction": {}}}))):
+    every_key = dotted(to_mapping(load_mapping({"algorithm": {"rollout_correction": {}}})))
+    for key, default in every_key.items():
         last = key.rpartition(".")[2]
         if name and (name == key or name in last):
             other_kind = isinstance(default, int | float) is not is_number
             found.append((name not in (key, last), other_kind, len(last), key))
     return f" (did you mean {min(found)[-1]}={value or 'true'}?)" if found else ""
-
-
-def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of all values, and these."""
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _keys(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _show_warning(

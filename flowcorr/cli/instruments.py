@@ -191,7 +191,7 @@ def plan(arguments: argparse.Namespace) -> int:
       flowcorr plan sd35_medium_ocr_lora
       flowcorr plan qwen_image_ocr_lora_decoupled --gpu h200-141gb actor.micro_batch_size=8
       flowcorr plan flux_dev_pickscore_lora --gpu memory=48,bandwidth=864,bf16=362 --ranks 4
-      flowcorr plan my_recipe.yaml model.path=/models/my_pipeline --json | jq -r '.findings[].remedy'
+      flowcorr plan my_recipe.yaml model.path=/models/my_pipeline --json | jq -r '.findings[].keys'
 
     A GB is 1e9 bytes, and an 80 GB H100 has 85. A run fits if 13 percent are left over: 5 for the prediction's error,
     8 for fragmentation and CUDA's own memory. The time of a phase is the longest of its arithmetic at the share of

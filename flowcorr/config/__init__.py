@@ -2,6 +2,7 @@
 
 from flowcorr.config.engines import ENGINES, Engine, resolve_engine
 from flowcorr.config.load import (
+    dotted,
     errors_name,
     find_recipe,
     load,
@@ -38,6 +39,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "TrainerConfig",
+    "dotted",
     "errors_name",
     "find_recipe",
     "load",

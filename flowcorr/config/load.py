@@ -111,6 +111,15 @@ def without_interpolation(value: Any) -> Any:
     return value
 
 
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """All values of nested mappings by their dotted keys; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        found |= dotted(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
+
+
 def recipe_names() -> list[str]:
     """Names of the recipes that ship with flowcorr."""
     return sorted(path.stem for path in _recipes_folder().glob("*.yaml"))

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from markupsafe import Markup
 
-from flowcorr.config import yaml_text
+from flowcorr.config import dotted, yaml_text
 
 Level = Literal["serious", "warning", "note", "healthy"]
 LEVELS: tuple[Level, ...] = ("serious", "warning", "note", "healthy")
@@ -241,17 +241,30 @@ def worst(levels: Iterable[Level]) -> Level:
 
 def as_overrides(keys: str) -> str:
     """The keys of a finding as arguments of a command; a correction takes the place of the recipe's own."""
-    sections = yaml_text.parse(keys)
+    sections = yaml_text.parse(keys) or {}
     correction = sections.get("algorithm", {}).pop("rollout_correction", None)
     given: dict[str, Any] = {}
     if correction is not None:
         given["algorithm.rollout_correction"] = None
         given |= {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
-    own = {f"{section}.{key}": value for section, found in sections.items() for key, value in found.items()}
+    own = dotted({section: keys for section, keys in sections.items() if keys})
     return shlex.join(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in (own | given).items()
     )
+
+
+def keys_of(overrides: str) -> str:
+    """The keys of a finding from arguments of a command, `dotted.key=value` with blanks between them."""
+    values: dict[str, Any] = {}
+    for override in overrides.split():
+        key, _, text = override.partition("=")
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = yaml_text.parse(text)
+    return yaml_text.dump(values)
 
 
 def _plain(value: Any) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from flowcorr.config.schema import Config
-from flowcorr.instruments.finding import Column, Fact, Finding, Level, Report, Table
+from flowcorr.instruments.finding import Column, Fact, Finding, Level, Report, Table, keys_of
 from flowcorr.instruments.plan.answers import MARGIN, Plan, duration, gigabytes
 from flowcorr.instruments.plan.devices import Gpu
 from flowcorr.instruments.plan.estimate import make_plan
@@ -89,40 +89,43 @@ def _trainer(made: Plan) -> Finding:
     if not made.fits(peak):
         close = peak <= made.gpu.memory
         level, fits = ("warning", "may not fit") if close else ("serious", "does not fit")
-    return Finding(
-        level=level, cause="trainer_memory", sentence=f"{fits} {card}: {size}", remedy=_less_memory(made)
-    )
+    remedy, keys = _less_memory(made)
+    sentence = f"{fits} {card}: {size}"
+    return Finding(level=level, cause="trainer_memory", sentence=sentence, remedy=remedy, keys=keys)
 
 
-def _less_memory(made: Plan) -> str:
-    """What makes the trainer fit; empty where it does, or does with a smaller micro-batch."""
+def _less_memory(made: Plan) -> tuple[str, str]:
+    """What makes the trainer fit, and its keys; empty where it does, or does with a smaller micro-batch."""
     if made.fits(made.memory.trainer):
-        return ""
+        return "", ""
     for overrides, memory in made.changes.items():
-        with_one = f"{overrides} and actor.micro_batch_size=1"
-        for keys, peak in ((overrides, memory.trainer), (with_one, memory.with_one_sample)):
+        with_one = f"{overrides} actor.micro_batch_size=1"
+        for ways, peak in ((overrides, memory.trainer), (with_one, memory.with_one_sample)):
             if made.fits(peak):
-                return f"with {keys} the trainer needs {gigabytes(peak)} and fits"
+                return f"keep less on the GPU: the trainer then needs {gigabytes(peak)} and fits", keys_of(
+                    ways
+                )
     if made.fits(made.memory.with_one_sample):
-        return ""
-    return f"use {', '.join(('a GPU with more memory', *made.other_changes))}, or fewer images a step"
+        return "", ""
+    ways = ", ".join(("a GPU with more memory", *made.other_changes))
+    return f"use {ways}, or fewer images a step", ""
 
 
 def _micro_batch(made: Plan) -> Finding:
     """Whether the micro-batch fits, and the largest that does."""
     largest, now = made.largest_micro_batch, f"a micro-batch of {made.micro_batch} samples"
     level: Level = "healthy"
-    remedy = ""
+    remedy = keys = ""
     if largest >= made.micro_batch:
         sentence = f"{now} fits; the largest that does is {largest}"
     elif largest:
         level, sentence = "warning", f"{now} does not fit"
-        remedy = f"use actor.micro_batch_size={largest}"
+        remedy, keys = "use the largest that does", keys_of(f"actor.micro_batch_size={largest}")
     else:
         needed = gigabytes(made.memory.with_one_sample * MARGIN)
         level = "serious"
         sentence = f"no actor.micro_batch_size fits: one sample takes {needed} with the margin"
-    return Finding(level=level, cause="micro_batch", sentence=sentence, remedy=remedy)
+    return Finding(level=level, cause="micro_batch", sentence=sentence, remedy=remedy, keys=keys)
 
 
 def _engine(made: Plan) -> Iterator[Finding]:
@@ -133,10 +136,9 @@ def _engine(made: Plan) -> Iterator[Finding]:
         return
     alone = f"the engine needs {gigabytes(memory.engine)}"
     if not made.fits(memory.engine):
-        ways = [
-            f"with {keys} {gigabytes(peak)}" for keys, peak in made.engine_changes.items() if made.fits(peak)
-        ]
-        yield _of_engine("serious", f"{alone}, which does not fit", "".join(ways[:1]))
+        yield _of_engine(
+            "serious", f"{alone}, which does not fit", *_first_that_fits(made, made.engine_changes)
+        )
     elif memory.shared is None:
         yield _of_engine("healthy", f"{alone} on each GPU of its own")
     if memory.shared is None:
@@ -145,10 +147,18 @@ def _engine(made: Plan) -> Iterator[Finding]:
     if made.fits(memory.shared):
         yield _of_engine("healthy", f"{together}, which fits")
         return
-    ways = [f"with {keys} {gigabytes(peak)}" for keys, peak in made.shared_changes.items() if made.fits(peak)]
-    remedy = f"{ways[0]}, which fits" if ways else "give it a GPU of its own"
-    yield _of_engine("warning", f"{together}, which does not fit", remedy)
+    remedy, keys = _first_that_fits(made, made.shared_changes)
+    remedy = remedy or "give it a GPU of its own"
+    yield _of_engine("warning", f"{together}, which does not fit", remedy, keys)
 
 
-def _of_engine(level: Level, sentence: str, remedy: str = "") -> Finding:
-    return Finding(level=level, cause="engine_memory", sentence=sentence, remedy=remedy)
+def _first_that_fits(made: Plan, changes: Mapping[str, float]) -> tuple[str, str]:
+    """The first of some changes whose peak fits, in words and as keys; empty if there is none."""
+    for overrides, peak in changes.items():
+        if made.fits(peak):
+            return f"let it keep less on the GPU: {gigabytes(peak)} then, which fits", keys_of(overrides)
+    return "", ""
+
+
+def _of_engine(level: Level, sentence: str, remedy: str = "", keys: str = "") -> Finding:
+    return Finding(level=level, cause="engine_memory", sentence=sentence, remedy=remedy, keys=keys)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flowcorr import dumps
-from flowcorr.config import Config
+from flowcorr.config import Config, dotted
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.plots import BandPoint
@@ -146,7 +146,7 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
     notes = [*filter(None, [odd]), *notes]
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
-    settings = {key: _text(value) for key, value in _flatten(redact(found.values)).items()}
+    settings = {key: _text(value) for key, value in dotted(redact(found.values)).items()}
     paths = {step: file.path for step, file in files.items()}
     width = next((file.window for file in files.values()), 0)
     faults = diagnosed(paths, scored=torch.ones(width, dtype=torch.bool))
@@ -260,14 +260,6 @@ def _ending(events: Sequence[Mapping[str, Any]]) -> str:
 def _shortened(error: object) -> str:
     text = str(error)
     return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
-
-
-def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        name = f"{prefix}{key}"
-        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
-    return flat
 
 
 def _text(value: object) -> str:
