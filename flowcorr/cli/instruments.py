@@ -128,7 +128,7 @@ def audit(arguments: argparse.Namespace) -> int:
       flowcorr audit tiny_ocr_lora rollout.emulate=int4 --out runs/audit_int4
       flowcorr audit tiny_ocr_lora rollout.staleness=4 --batches 4
       flowcorr audit tiny_ocr_lora --json | jq -r '.findings[0].keys'
-      flowcorr audit runs/int4 --scales sqrt,sum                # trained with trainer.dump_log_probs=true
+      flowcorr audit runs/int4                # trained with trainer.dump_log_probs=true
 
     RECIPE may also be the folder of a run, or of steps that any trainer wrote with flowcorr.dump. Then no model is
     loaded, nothing is timed, and presets are replayed on these steps: the table shows their effect there, not how a
@@ -143,12 +143,10 @@ def audit(arguments: argparse.Namespace) -> int:
     from flowcorr.instruments.audit import audit as measure
     from flowcorr.instruments.audit import audit_folder
     from flowcorr.instruments.audit.measure import NUM_BATCHES
-    from flowcorr.instruments.audit.presets import parse_scales
     from flowcorr.instruments.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
     out_dir = out_path(arguments.out)
-    scales = [] if arguments.scales is None else parse_scales(arguments.scales)
     if is_folder(Path(arguments.recipe)):
         out_dir = out_dir or Path(arguments.recipe)
         if arguments.overrides:
@@ -160,7 +158,7 @@ def audit(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--batches {arguments.batches} has no effect on a folder, whose steps are all read; leave it out"
             )
-        report = audit_folder(Path(arguments.recipe), allow_imports=allowed_imports(arguments), scales=scales)
+        report = audit_folder(Path(arguments.recipe), allow_imports=allowed_imports(arguments))
     elif arguments.allow_import:
         raise ConfigError(
             f"--allow-import {arguments.allow_import[0]} has no effect on a recipe, whose own code is imported anyway; "
@@ -171,7 +169,7 @@ def audit(arguments: argparse.Namespace) -> int:
         check_this_gpu(arguments.recipe, arguments.overrides, config)
         batches = NUM_BATCHES if arguments.batches is None else arguments.batches
         title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
-        report = measure(config, num_batches=batches, title=title, scales=scales)
+        report = measure(config, num_batches=batches, title=title)
     out_dir = out_dir or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
     files = page.save(report, out_dir, "audit")
     if arguments.json:
@@ -240,22 +238,18 @@ def report(arguments: argparse.Namespace) -> int:
 
     Examples:
       flowcorr report runs/tiny_ocr_lora
-      flowcorr report runs/tiny_ocr_lora --out shared/    # report.html, and report_charts/*.png
+      flowcorr report runs/tiny_ocr_lora --out shared/    # report.html, report.json and the charts as PNG
       flowcorr report runs/seed0 runs/seed1 runs/seed2 --out seeds.html
       flowcorr report runs/bypass runs/decoupled --out compare.html
     """
     from flowcorr.instruments import page
     from flowcorr.instruments.report import report as make
-    from flowcorr.instruments.report import write_report
 
     folders = [Path(folder) for folder in arguments.run_dirs]
     out = out_path(arguments.out) or folders[0] / "report.html"
-    into_folder = out.suffix.lower() not in (".html", ".htm")
-    path = out / "report.html" if into_folder else out
-    charts = path.with_name(f"{path.stem}_charts") if arguments.png or into_folder else None
     made = make(folders, allow_imports=allowed_imports(arguments))
-    write_report(made, path, charts=charts)
-    page.show(made, [path, *([] if charts is None else [charts])])
+    is_page = out.suffix.lower() in (".html", ".htm")
+    page.show(made, page.save_page(made, out) if is_page else page.save(made, out, "report"))
     return 0
 
 
@@ -293,11 +287,6 @@ COMMANDS = (
                 metavar="DIR",
                 help="the folder to write (default: runs/RECIPE_audit, or the folder of dumped steps)",
             ),
-            Argument(
-                "--scales",
-                metavar="SCALE,SCALE",
-                help="more scales to replay besides each preset's own: mean, sqrt, sum or a number",
-            ),
             Argument("--json", action="store_true", help="print audit.json, and nothing else"),
             IMPORTS,
         ),
@@ -327,10 +316,9 @@ COMMANDS = (
             Argument(
                 "--out",
                 metavar="FILE|DIR",
-                help="the .html file to write (default: report.html in the first RUN_DIR), or a folder for it and its "
-                "charts",
+                help="the .html file to write (default: report.html in the first RUN_DIR), or a folder for it, its "
+                "numbers as JSON and its charts as PNG",
             ),
-            Argument("--png", action="store_true", help="write the charts as PNG files beside the page"),
             IMPORTS,
         ),
     ),

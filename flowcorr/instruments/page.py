@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -52,34 +52,41 @@ def save(report: Report, folder: Path, name: str) -> list[Path]:
     Raises:
         BackendError: the folder cannot be written to.
     """
-    files = {folder / f"{name}.json": as_json(report) + "\n", folder / f"{name}.html": html(report)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
-            write(path, text)
-        return [*files, *save_pictures(report, folder)]
-    except OSError as error:
-        raise BackendError(
-            f"the {name} cannot be written to {folder} ({error.strerror or error}); give another --out DIR"
-        ) from error
+    return _written(
+        {folder / f"{name}.json": as_json(report) + "\n", folder / f"{name}.html": html(report)}
+        | {folder / f"{chart}.png": data for chart, data in _pictures(report)}
+    )
 
 
-def save_pictures(report: Report, folder: Path) -> list[Path]:
-    """Write every chart as PNG, with the names of its lines where it has several.
+def save_page(report: Report, path: Path) -> list[Path]:
+    """Write the page alone; its folder is made if it is missing.
 
     Raises:
-        OSError: a file cannot be written.
+        BackendError: it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    return _written({path: html(report)})
+
+
+def _written(files: Mapping[Path, str | bytes]) -> list[Path]:
+    for path, data in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, data)
+        except OSError as error:
+            raise BackendError(
+                f"{path} cannot be written ({error.strerror or error}); give another --out"
+            ) from error
+    return list(files)
+
+
+def _pictures(report: Report) -> Iterator[tuple[str, bytes]]:
+    """Every chart as PNG, with the names of its lines where it has several."""
     for section in report.charts:
         note = "; ".join(f"{mark}: {name}" for mark, name, _ in section.legend if mark != name)
         for name, picture in section.pictures.items():
             data = picture.png(note)
             if data is not None:
-                paths.append(folder / f"{name}.png")
-                write(paths[-1], data)
-    return paths
+                yield name, data
 
 
 def show(report: Report, files: Sequence[Path] = (), console: Console | None = None) -> None:

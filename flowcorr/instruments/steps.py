@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +23,11 @@ from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.step_files import DumpedFile, noise_levels, scored_in, survey, trained_log_probs
 from flowcorr.losses import LOSSES, clip_by_term, flow_grpo, resolve_loss
-from flowcorr.metrics import Metrics, Over, maximum, mean
+from flowcorr.metrics import Metrics, maximum
 from flowcorr.records import Terms
+from flowcorr.rewards import RewardOutput
 from flowcorr.trainer import run_config
+from flowcorr.trainer.measurements import reward_metrics
 from flowcorr.trainer.run_config import CONFIG_FILE, is_file, read_config
 from flowcorr.trainer.run_folder import resume_command
 
@@ -342,19 +345,12 @@ def _of_update(terms: Terms, actor: ActorConfig) -> Metrics:
 
 
 def _of_rewards(terms: DumpedTerms) -> Metrics:
+    """Of what training logs of its rewards, that which the rewards alone tell."""
     assert terms.rewards is not None
-    scored = terms.rewards.isfinite()
-    scores = terms.rewards[scored]
-    good = Over(torch.ones_like(scores, dtype=torch.bool))
-    stats = {"reward/mean": good.mean(scores), "reward/std": good.std(scores)}
+    scores, known = terms.rewards.double().numpy(), ["reward/mean", "reward/std"]
+    groups = np.zeros(len(scores), dtype=np.int64)
     if terms.group_ids is not None:
-        ids, group = terms.group_ids.unique(return_inverse=True)
-        low, high = (
-            torch.full((len(ids),), start, dtype=scores.dtype).scatter_reduce(
-                0, group[scored], scores, reduce
-            )
-            for start, reduce in ((torch.inf, "amin"), (-torch.inf, "amax"))
-        )
-        varied = low < high  # not where fewer than two samples have a score
-        stats["reward/zero_std_group_fraction"] = mean(int((~varied).sum()), len(ids))
-    return Metrics.from_stats(stats)
+        groups = terms.group_ids.numpy()
+        known.append("reward/zero_std_group_fraction")
+    logged = reward_metrics(RewardOutput(scores=scores), ~np.isfinite(scores), groups)
+    return logged.renamed(lambda name: name if name in known else None)

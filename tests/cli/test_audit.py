@@ -117,25 +117,3 @@ def test_help_teaches(capsys):
     text = capsys.readouterr().out
     for piece in ("flowcorr audit tiny_ocr_lora", "joint nats", "scale mean, sqrt or sum", "--batches", "jq"):
         assert piece in text
-
-
-@pytest.mark.parametrize(
-    ("scales", "message"),
-    [
-        ("summ", "did you mean sum?"),
-        ("", "--scales='' is unknown; choose from mean, sqrt, sum, a positive number"),
-    ],
-)
-def test_mistakes_in_scales_are_one_line(scales, message, tmp_path, capsys):
-    write_run(tmp_path / "dump", [terms_of()])
-    assert main(["audit", str(tmp_path / "dump"), "--scales", scales]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
-
-
-def test_more_scales_are_replayed(tmp_path, capsys):
-    write_run(tmp_path / "dump", [terms_of()])
-    assert main(["audit", str(tmp_path / "dump"), "--scales", "sqrt, 2", "--json"]) == 0
-    names = [row["preset"] for row in json.loads(capsys.readouterr().out)["tables"]["presets"]]
-    assert {"decoupled_seq_is", "decoupled_seq_is, sqrt", "decoupled_seq_is, 2"} <= set(names)

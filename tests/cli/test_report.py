@@ -37,13 +37,9 @@ def test_the_page_goes_where_it_is_wanted(run_dir, tmp_path):
 def test_a_folder_gets_the_charts_as_well(run_dir, folder, tmp_path, capsys):
     out = tmp_path / folder
     assert main(["report", str(run_dir), "--out", str(out)]) == 0
-    assert capsys.readouterr().out.endswith(f"saved: {out / 'report.html'}, {out / 'report_charts'}\n")
-    assert [path.name for path in (out / "report_charts").iterdir()] == ["reward_mean.png"]
-
-
-def test_charts_beside_a_page(run_dir, tmp_path, capsys):
-    assert main(["report", str(run_dir), "--out", str(tmp_path / "page.html"), "--png"]) == 0
-    with Image.open(tmp_path / "page_charts" / "reward_mean.png") as picture:
+    assert f"saved: {out / 'report.json'}, {out / 'report.html'} and 1 chart" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "report.json", "reward_mean.png"]
+    with Image.open(out / "reward_mean.png") as picture:
         assert picture.format == "PNG"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from flowcorr.correction import OFF
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.judge import report_of
-from flowcorr.instruments.audit.presets import Replay, Scale, replay_presets
+from flowcorr.instruments.audit.presets import Replay, replay_presets
 from flowcorr.instruments.audit.replay import chunks
 from flowcorr.instruments.faults import delta, diagnose, trained_columns
 from flowcorr.instruments.finding import Finding, Report
@@ -26,9 +26,7 @@ from flowcorr.trainer.run_config import LOSS, MODES, how_to_allow
 _DISAGREEMENT = 6.0
 
 
-def audit_folder(
-    folder: Path, *, allow_imports: Collection[str] = (), scales: Sequence[Scale] = ()
-) -> Report:
+def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report:
     """Audit the gap between rollout and old policy in all dumped steps of a folder, and replay presets on them.
 
     Where exact KLs were not dumped, each step's is estimated from the spread of its log-ratios, see `estimated_kl`.
@@ -36,7 +34,6 @@ def audit_folder(
     Args:
         folder: a run's folder, or one of dumped steps.
         allow_imports: see `read_dumped`.
-        scales: see `replay_presets`.
 
     Raises:
         ConfigError: no dumped step can be read, or nothing tells the trainer's log-probs.
@@ -88,7 +85,7 @@ def audit_folder(
         gap,
         num_elements,
         loss_mode=run.loss_mode,
-        replays=replays_of(run, scales),
+        replays=replays_of(run),
         steps=list(run.files),
         faults=faults,
         notes=[Finding(level="note", cause="dump", sentence=note) for note in notes],
@@ -97,7 +94,7 @@ def audit_folder(
     )
 
 
-def replays_of(run: DumpedRun, scales: Sequence[Scale] = ()) -> list[Replay]:
+def replays_of(run: DumpedRun) -> list[Replay]:
     """Presets on the dumped steps; none where the loss is not to be imported."""
     if LOSS in run.left_out:
         return []
@@ -105,7 +102,7 @@ def replays_of(run: DumpedRun, scales: Sequence[Scale] = ()) -> list[Replay]:
     if not run.of_flowcorr or MODES in run.left_out:  # what corrected it is not known, or cannot be replayed
         setting = replace(setting, correction=OFF)
     parts = chunks(list(run.files.values()), run.levels, of_flowcorr=run.of_flowcorr)
-    return replay_presets(parts, setting, scales=scales)
+    return replay_presets(parts, setting)
 
 
 def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]]:

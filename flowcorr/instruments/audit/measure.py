@@ -23,7 +23,7 @@ from flowcorr.data import PromptStream, load_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.gap import joint_nats, measure_gap, split_gap
 from flowcorr.instruments.audit.judge import report_of
-from flowcorr.instruments.audit.presets import Scale, replay_presets
+from flowcorr.instruments.audit.presets import replay_presets
 from flowcorr.instruments.audit.replay import LoggedSteps
 from flowcorr.instruments.finding import Fact, Report
 from flowcorr.instruments.setting import Setting
@@ -65,9 +65,7 @@ class Cost:
         return self.recompute / (self.rollout + self.recompute + self.update)
 
 
-def audit(
-    config: Config, *, num_batches: int = NUM_BATCHES, title: str = "", scales: Sequence[Scale] = ()
-) -> Report:
+def audit(config: Config, *, num_batches: int = NUM_BATCHES, title: str = "") -> Report:
     """Build the actor and the engine of a configuration, and audit them on its first training prompts.
 
     Args:
@@ -75,7 +73,6 @@ def audit(
         num_batches: rollout batches, each of `rollout.prompts_per_step * rollout.n` images; if those are more than
             `MAX_IMAGES`, of fewer prompts.
         title: the recipe with its overrides.
-        scales: see `replay_presets`.
 
     Raises:
         ConfigError: `num_batches` is below 1, or something in `config` cannot work.
@@ -93,7 +90,7 @@ def audit(
     stacks = build_stacks(config, load_model(config), [prompt for batch in prompts for prompt in batch])
     try:
         stacks.engine.sync(stacks.actor.weights.snapshot())
-        return examine_batches(stacks.actor, stacks.engine, stacks.cache, prompts, title=title, scales=scales)
+        return examine_batches(stacks.actor, stacks.engine, stacks.cache, prompts, title=title)
     finally:
         stacks.engine.close()
 
@@ -111,7 +108,6 @@ def examine_batches(
     prompts: Sequence[Sequence[Prompt]],
     *,
     title: str = "",
-    scales: Sequence[Scale] = (),
 ) -> Report:
     """Audit an actor and its engine; the first `rollout.staleness` batches of `prompts` make the engine stale.
 
@@ -152,7 +148,7 @@ def examine_batches(
         setting,
         whole,
         num_elements,
-        replays=replay_presets([as_steps(whole, num_elements)], setting, scales=scales, passes=WARM_UP + 1),
+        replays=replay_presets([as_steps(whole, num_elements)], setting, passes=WARM_UP + 1),
         facts=[*_of_cost(cost), *_of_staleness(setting, precision, stale)],
         stale=stale,
         recompute_share=cost.share,

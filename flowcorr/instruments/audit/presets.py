@@ -13,16 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from string import ascii_uppercase
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flowcorr.algorithm import MeasuredBands
 from flowcorr.correction import OFF, PRESETS, RolloutCorrectionConfig
-from flowcorr.correction.bounds import SCALES
 from flowcorr.correction.config import ScaleName
-from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.instruments.audit.replay import LoggedSteps, Replayed, obstacle, replay
 from flowcorr.instruments.drawing import PALETTE, Chart
 from flowcorr.instruments.finding import Column, Table
@@ -100,18 +98,15 @@ class Replay:
         return self.name if scale == "mean" else f"{self.name}, {scale}"
 
 
-def replay_presets(
-    parts: Iterable[LoggedSteps], setting: Setting, *, scales: Sequence[Scale] = (), passes: int = 1
-) -> list[Replay]:
+def replay_presets(parts: Iterable[LoggedSteps], setting: Setting, *, passes: int = 1) -> list[Replay]:
     """Replay all presets on training steps, those nearest to no correction first.
 
     Args:
         parts: the steps.
         setting: the run's; its correction is tried too, if it is none of the presets.
-        scales: values of `log_ratio_scale` to try besides each preset's own.
         passes: how often bands are measured on the steps before the outcome counts, where they stand for a long run.
     """
-    corrections = _corrections(setting, scales)
+    corrections = _corrections(setting)
     tallies = [_Tally() for _ in corrections]
     bands = [setting.bands() for _ in corrections]
     for steps in parts:
@@ -132,27 +127,6 @@ def replay_presets(
 
 def _measures(correction: RolloutCorrectionConfig, bands: MeasuredBands) -> bool:
     return correction.mode == "bypass" and correction.needs_batch and not bands.noise
-
-
-def parse_scales(text: str) -> list[Scale]:
-    """`mean,sqrt,2.5` as a list.
-
-    Raises:
-        ConfigError: an entry is neither the name of a scale nor a positive number.
-    """
-    return [_scale(entry.strip()) for entry in text.split(",")]
-
-
-def _scale(text: str) -> Scale:
-    if text in SCALES:
-        return cast(ScaleName, text)
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ConfigError(unknown_choice("--scales", text, (*SCALES, "a positive number")))
-    return number
 
 
 # As a table and charts -----------------------------------------------------------------------------------------
@@ -278,28 +252,14 @@ def _share(value: float) -> str:
 # What is replayed --------------------------------------------------------------------------------------------
 
 
-def _corrections(setting: Setting, scales: Sequence[Scale]) -> list[RolloutCorrectionConfig]:
-    """Each preset at its own scale and at `scales`, and the run's own correction if it is none of them."""
-    found: list[RolloutCorrectionConfig] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a scale that has nothing to act on
-        for name in PRESETS:
-            preset = RolloutCorrectionConfig.from_preset(name)
-            other = [scale for scale in scales if scale != preset.log_ratio_scale and _is_scaled(preset)]
-            found += [preset, *(replace(preset, log_ratio_scale=scale) for scale in other)]
-        own = setting.correction
-        if own.mode != "off" and own not in found:
-            changed = own.preset is None or own != RolloutCorrectionConfig.from_preset(own.preset)
-            found.append(replace(own, preset=None) if changed else own)
+def _corrections(setting: Setting) -> list[RolloutCorrectionConfig]:
+    """All presets, and the run's own correction if it is none of them."""
+    found, own = [RolloutCorrectionConfig.from_preset(name) for name in PRESETS], setting.correction
+    if own.mode != "off" and own not in found:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a scale that has nothing to act on
+            found.append(replace(own, preset=None))
     return found
-
-
-def _is_scaled(correction: RolloutCorrectionConfig) -> bool:
-    return (
-        correction.applies_weights
-        or correction.rollout_rs is not None
-        or correction.rollout_token_veto_threshold is not None
-    )
 
 
 def _in_mode(

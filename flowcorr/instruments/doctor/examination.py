@@ -8,7 +8,7 @@ gap (`checks`); what is left is the noise floor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from flowcorr.instruments.doctor.stack import Stack, prompt_pool
 from flowcorr.instruments.doctor.trials import run_trials
 from flowcorr.instruments.finding import Finding, Report
 from flowcorr.instruments.page import as_json
+from flowcorr.instruments.thinning import spread_out
 from flowcorr.models import Conditioning, ModelFamily, load_family
 from flowcorr.records import Prompt, distinct
 from flowcorr.rollout import RolloutEngine
@@ -267,7 +268,7 @@ def examine_dump(folder: Path, model: str | Config, *, device: torch.device | st
     config = model if isinstance(model, Config) else None
     of_model = ModelConfig(path=str(model)) if config is None else config.model
     family = load_family(of_model, device)
-    chosen = _spread(list(captured))
+    chosen = spread_out(list(captured), MAX_STEPS)
     findings = [
         finding
         for step in chosen
@@ -295,10 +296,3 @@ def _examine_step(
         terms=terms,
     )
     return [replace(finding, numbers={"step": step, **finding.numbers}) for finding in run_checks(samples)]
-
-
-def _spread(steps: Sequence[int]) -> list[int]:
-    """At most `MAX_STEPS` training steps, from the first to the last."""
-    if len(steps) <= MAX_STEPS:
-        return list(steps)
-    return [steps[round(place * (len(steps) - 1) / (MAX_STEPS - 1))] for place in range(MAX_STEPS)]

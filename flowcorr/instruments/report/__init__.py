@@ -1,5 +1,5 @@
-"""`flowcorr report`: some runs on one page."""
+"""`flowcorr report`: runs on one page."""
 
-from flowcorr.instruments.report.page import report, write_report
+from flowcorr.instruments.report.page import report
 
-__all__ = ["report", "write_report"]
+__all__ = ["report"]

@@ -9,7 +9,7 @@ from functools import partial
 from flowcorr.instruments.drawing import PALETTE, Chart
 from flowcorr.instruments.plots import BandPoint, Curve, draw_curves
 from flowcorr.instruments.report.runs import Group
-from flowcorr.instruments.report.thinning import steps_a_point
+from flowcorr.instruments.thinning import steps_a_point
 
 MAX_BANDS = len(PALETTE)  # of a chart
 _THRESHOLD = re.compile(r"rollout_corr/step_([0-9]{1,3})/rollout_rs_(\w{1,40})_threshold_high")

@@ -26,8 +26,8 @@ from flowcorr.instruments.report.bands import band_charts
 from flowcorr.instruments.report.heat_maps import ROUNDING, heat_maps
 from flowcorr.instruments.report.runs import Group
 from flowcorr.instruments.report.terms import Spread, reach, read_spread, shares
-from flowcorr.instruments.report.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
 from flowcorr.instruments.rules import healthy_range, serious_limit
+from flowcorr.instruments.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
 from flowcorr.trainer.timing import PHASES
 
 _REPLAY_TEXT = (

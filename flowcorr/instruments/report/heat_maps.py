@@ -11,7 +11,7 @@ from statistics import fmean
 from flowcorr.instruments.drawing import HEIGHT, Chart
 from flowcorr.instruments.plots import draw_heat_map
 from flowcorr.instruments.report.runs import Group
-from flowcorr.instruments.report.thinning import rows_text, spread_out, steps_a_point, stride_text
+from flowcorr.instruments.thinning import rows_text, spread_out, steps_a_point, stride_text
 
 # Four units in the last place of a float32 log-prob near 1: two stacks that score alike to rounding differ by less.
 ROUNDING = 5e-7

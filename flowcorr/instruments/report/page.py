@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flowcorr.errors import ConfigError
-from flowcorr.instruments import page
 from flowcorr.instruments.finding import LEVELS, Charts, Column, Fact, Finding, Report, Table
 from flowcorr.instruments.replicas import places_of, worker_table
 from flowcorr.instruments.report.charts import chart_sections, legend, marks
@@ -54,23 +52,6 @@ def report(folders: Sequence[Path], *, allow_imports: Collection[str] = ()) -> R
         charts=[*chart_sections(groups), *_images(groups)],
         findings=findings,
     )
-
-
-def write_report(made: Report, out: Path, *, charts: Path | None = None) -> None:
-    """Write a report as one page, and its charts as PNG into a folder if one is given.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        page.write(out, page.html(made))
-        if charts is not None:
-            page.save_pictures(made, charts)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {out} cannot be written ({error.strerror or error}); name another file"
-        ) from error
 
 
 def _facts(groups: Sequence[Group]) -> list[Fact]:

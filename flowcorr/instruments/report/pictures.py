@@ -6,10 +6,9 @@ import base64
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from markupsafe import Markup
 from PIL import Image, UnidentifiedImageError
@@ -17,6 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from flowcorr.instruments.image_drift import ImageDrift, largest_drift
 from flowcorr.instruments.report.runs import Run
 from flowcorr.instruments.rules import is_step
+from flowcorr.instruments.thinning import spread_out
 from flowcorr.trackers import IMAGES_FOLDER
 
 MAX_GRIDS = 4
@@ -25,8 +25,6 @@ MAX_IMAGE_BYTES = 100_000
 _MAX_FILE_BYTES = 2**26
 _ODD = (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _ROLLOUT = re.compile(r"rollout_([0-9]{1,12})_[0-9]+\.png")
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +81,14 @@ def _chosen(run: Run) -> Iterator[tuple[str, Path, bool]]:
     if pair.is_file():
         yield "held out, before and after", pair, True
     else:
-        for path in _spread(sorted(folder.glob("eval_*.png"))):
+        for path in spread_out(sorted(folder.glob("eval_*.png")), MAX_GRIDS):
             yield f"held out, {path.stem[5:]}", path, False
     names = ((_ROLLOUT.fullmatch(path.name), path) for path in sorted(folder.glob("rollout_*.png")))
     grids = {int(match[1]): path for match, path in names if match}
     drifts = _drifts(run)
     furthest = max(grids.keys() & drifts.keys(), key=lambda step: drifts[step].size, default=None)
-    for step in sorted({*_spread(sorted(grids)), *([] if furthest is None else [furthest])}):
+    shown = {*spread_out(sorted(grids), MAX_GRIDS), *([] if furthest is None else [furthest])}
+    for step in sorted(shown):
         caption = f"rollouts at step {step}"
         if step == furthest:
             drift = drifts[step]
@@ -102,13 +101,6 @@ def _drifts(run: Run) -> dict[int, ImageDrift]:
     steps = [record for record in run.records if is_step(record)]
     found = {int(record["step"]): largest_drift(record, steps[0]) for record in steps}
     return {step: drift for step, drift in found.items() if drift is not None}
-
-
-def _spread(items: Sequence[Item]) -> list[Item]:
-    """The first, the last and some between."""
-    if len(items) <= MAX_GRIDS:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (MAX_GRIDS - 1))] for i in range(MAX_GRIDS)]
 
 
 def _source(path: Path, folder: Path) -> str:

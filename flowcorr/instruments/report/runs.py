@@ -22,6 +22,7 @@ from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.step_files import survey
 from flowcorr.instruments.steps import UNBOUNDED, diagnosed, read_dumped
 from flowcorr.instruments.steps import records as dumped_records
+from flowcorr.instruments.thinning import spread_out
 from flowcorr.private import redact, redact_text, secrets_of
 from flowcorr.trackers import METRICS_FILE, checked_metrics
 from flowcorr.trainer import run_config
@@ -142,7 +143,9 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
         left = f"{odd}; no record is left" if odd else ""
         raise ConfigError(left or f"{path} holds no metrics yet; let the run finish a step first")
     _check_num_elements(path, records)
-    files, notes = survey(_spread_out(dumps.files(folder)), found.config)
+    every = dumps.files(folder)
+    shown = {step: every[step] for step in spread_out(list(every), MAX_STEPS)}
+    files, notes = survey(shown, found.config)
     notes = [*filter(None, [odd]), *notes]
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
@@ -179,7 +182,7 @@ def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
         records=dumped_records(dumped),
         ending="",
         name=_readable(os.path.basename(os.path.realpath(folder))),
-        dumped=list(_spread_out(dumped.files).values()),
+        dumped=spread_out(list(dumped.files.values()), MAX_STEPS),
         num_terms=dumps.load(next(iter(dumped.files.values()))).rollout_log_probs.numel(),
         faults=diagnosed(dumped.files, dumped.levels, dumped.scored),
         notes=dumped.notes,
@@ -193,14 +196,6 @@ def _check_num_elements(path: Path, records: Sequence[Mapping[str, Any]]) -> Non
             raise ConfigError(
                 f"{path}: {NUM_ELEMENTS}={size:g} at step {record['step']} must be a whole number from 1"
             )
-
-
-def _spread_out(files: Mapping[int, Path]) -> dict[int, Path]:
-    """All files, or `MAX_STEPS` of them from the first to the last."""
-    steps = list(files)
-    if len(steps) > MAX_STEPS:
-        steps = [steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
-    return {step: files[step] for step in steps}
 
 
 def group_by_seed(runs: Sequence[Run]) -> list[Group]:

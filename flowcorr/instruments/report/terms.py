@@ -13,7 +13,7 @@ from flowcorr import dumps
 from flowcorr.config.schema import ActorConfig
 from flowcorr.instruments.report.runs import Group
 from flowcorr.instruments.step_files import noise_levels, trained_log_probs
-from flowcorr.instruments.steps import UNBOUNDED, completed, gap_terms
+from flowcorr.instruments.steps import UNBOUNDED, gap_terms
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
 from flowcorr.records import Terms
 
@@ -51,13 +51,12 @@ def read_spread(group: Group) -> Spread | None:
     paths = [path for run in group.runs for path in run.dumped]
     levels = noise_levels(paths)
     loaded = [dumps.load(path) for path in paths]
-    steps = [completed(dumped, levels) for dumped in loaded]
-    if not steps:
+    if not loaded:
         return None
+    steps = [gap_terms(dumped, levels) for dumped in loaded]
     loss = loss_of(group.setting.actor, group.setting.correction)
     mismatch: dict[int, list[Tensor]] = {}
-    for dumped in loaded:
-        terms = gap_terms(dumped, levels)
+    for dumped, terms in zip(loaded, steps, strict=True):
         delta = trained_log_probs(dumped) - terms.rollout_log_prob
         if terms.keep is not None:
             delta = delta.where(terms.keep, torch.nan)

@@ -14,7 +14,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit import audit_folder
 from flowcorr.instruments.audit import replay as replaying
 from flowcorr.instruments.audit.dumped import replays_of
-from flowcorr.instruments.audit.presets import THIS_RUN, Outcome, parse_scales, preset_charts, preset_table
+from flowcorr.instruments.audit.presets import THIS_RUN, Outcome, preset_charts, preset_table
 from flowcorr.instruments.steps import read_dumped
 from flowcorr.trackers import read_metrics
 from tests.shallow import SHALLOW
@@ -43,8 +43,8 @@ def small_config(*overrides):
     return config.load("tiny_jpeg_lora", [*SMALL, *overrides])
 
 
-def replay_run(folder, *, scales=(), allow_imports=()):
-    return replays_of(read_dumped(folder, allow_imports=allow_imports), scales)
+def replay_run(folder, *, allow_imports=()):
+    return replays_of(read_dumped(folder, allow_imports=allow_imports))
 
 
 def by_label(replays):
@@ -174,9 +174,9 @@ def test_steps_may_be_stacked(tmp_path, monkeypatch):
     )
     parts = [terms_of(samples, seed=samples, shift=samples / 8) for samples in (8, 16, 12)]
     run_dir = write_run(tmp_path / "run", parts, *own)
-    whole = replay_run(run_dir, scales=["sum"])
+    whole = replay_run(run_dir)
     monkeypatch.setattr(replaying, "CHUNK_TERMS", 1)
-    same_outcomes(whole, replay_run(run_dir, scales=["sum"]))
+    same_outcomes(whole, replay_run(run_dir))
     assert 0 < by_label(whole)[f"{THIS_RUN}, 100"].outcome.rejected_terms < 1
 
 
@@ -195,20 +195,21 @@ def test_pooled_numbers_are_over_all_steps(tmp_path):
             assert found.outcome.mean_weight == pytest.approx((one.mean_weight + other.mean_weight) / 2)
 
 
-def test_every_preset_has_a_row_and_every_scale(tmp_path):
+def test_every_preset_has_a_row(tmp_path):
     run_dir = write_run(tmp_path / "run", [terms_of()], f"{CORRECTION}.preset=decoupled_seq_is")
     found = replay_run(run_dir)
     assert sorted(one.name for one in found) == sorted(PRESETS)
     assert [one.name for one in found if one.of_run] == ["decoupled_seq_is"]
     cosines = [one.outcome.cosine for one in found]
     assert cosines == pytest.approx(sorted(cosines, reverse=True), abs=1e-4)
-    scaled = by_label(replay_run(run_dir, scales=["mean", "sum", 2.0]))
-    names = {"decoupled_seq_is", "decoupled_seq_is, sum", "decoupled_seq_is, 2", "disabled"}
-    assert names <= scaled.keys()
-    assert "disabled, sum" not in scaled
+
+
+def test_the_runs_own_scale_is_tried(tmp_path):
+    own = (f"{CORRECTION}.preset=decoupled_seq_is", f"{CORRECTION}.log_ratio_scale=sum")
+    scaled = by_label(replay_run(write_run(tmp_path / "run", [terms_of()], *own)))
     delta = (terms_of().old_log_probs - terms_of().rollout_log_probs).sum(1)
     expected = (D * delta).exp().clamp(max=2).mean().item()
-    assert scaled["decoupled_seq_is, sum"].outcome.mean_weight == pytest.approx(expected, rel=1e-9)
+    assert scaled[f"{THIS_RUN}, sum"].outcome.mean_weight == pytest.approx(expected, rel=1e-9)
 
 
 # What cannot be replayed -----------------------------------------------------------------------------------------
@@ -248,11 +249,6 @@ def test_mistakes_are_named(tmp_path):
         replay_run(empty)
     with pytest.raises(ConfigError, match="holds no run"):
         replay_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"--scales='summ' is unknown.*did you mean sum"):
-        parse_scales("mean,summ")
-    with pytest.raises(ConfigError, match=r"--scales='-1'"):
-        parse_scales("-1")
-    assert parse_scales("mean, 2.5") == ["mean", 2.5]
 
 
 # As a table and charts -------------------------------------------------------------------------------------------

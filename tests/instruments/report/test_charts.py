@@ -14,7 +14,7 @@ from flowcorr.instruments.drawing import BLUE, INK
 from flowcorr.instruments.plots import SERIOUS, UNHEALTHY
 from flowcorr.instruments.report.charts import MAX_CHARTS, chart_sections, marks
 from flowcorr.instruments.report.runs import group_by_seed, read_run
-from flowcorr.instruments.report.thinning import MAX_ROWS
+from flowcorr.instruments.thinning import MAX_ROWS
 
 CORRECTION = "algorithm.rollout_correction"
 

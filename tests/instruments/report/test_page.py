@@ -14,9 +14,10 @@ from instruments.run_folders import dump, write_run
 from PIL import Image
 
 from flowcorr import dumps
-from flowcorr.errors import ConfigError
+from flowcorr.errors import BackendError, ConfigError
 from flowcorr.instruments.audit import audit_folder
-from flowcorr.instruments.report import report, write_report
+from flowcorr.instruments.page import save, save_page
+from flowcorr.instruments.report import report
 from flowcorr.instruments.report.charts import chart_sections
 from flowcorr.instruments.report.pictures import MAX_GRIDS, MAX_IMAGE_BYTES
 from flowcorr.instruments.report.runs import group_by_seed, read_run
@@ -27,9 +28,9 @@ FAILURE = {"step": 2, "kind": "failure", "error": "BackendError: no <space>"}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def page_of(folders, out, **options):
+def page_of(folders, out):
     """The page of some runs."""
-    write_report(report(folders), out, **options)
+    save_page(report(folders), out)
     return Page(out)
 
 
@@ -233,8 +234,8 @@ def test_a_run_that_was_just_begun_has_a_page(tmp_path):
 @pytest.mark.system
 def test_charts_are_pictures_too(runs, tmp_path):
     dump(runs[0])
-    write_report(report(runs), tmp_path / "report.html", charts=tmp_path / "charts")
-    pictures = {path.stem: path for path in (tmp_path / "charts").iterdir()}
+    save(report(runs), tmp_path / "report", "report")
+    pictures = {path.stem: path for path in (tmp_path / "report").glob("*.png")}
     sections = chart_sections(group_by_seed([read_run(folder) for folder in runs]))
     names = [name for section in sections for name in section.pictures]
     assert sorted(pictures) == sorted(names)
@@ -253,8 +254,8 @@ def test_what_is_no_run_is_refused(tmp_path):
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match="holds no metrics yet"):
         report([folder])
-    with pytest.raises(ConfigError, match="--out"):
-        write_report(report([write_run(tmp_path / "b")]), tmp_path)
+    with pytest.raises(BackendError, match="--out"):
+        save_page(report([write_run(tmp_path / "b")]), tmp_path)
 
 
 @pytest.mark.slow
@@ -263,7 +264,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 def test_a_browser_shows_it_without_complaint(runs, width, tmp_path):
     dump(runs[0])
     out = tmp_path / "report.html"
-    write_report(report(runs), out)
+    save_page(report(runs), out)
     # Windows have a least width of about 500 pixels, frames have none; the framed page tells how wide it got.
     tell = "<script>parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>"
     out.write_text(out.read_text(encoding="utf-8").replace("</body>", tell), encoding="utf-8")

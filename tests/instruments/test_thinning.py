@@ -1,6 +1,6 @@
 import pytest
 
-from flowcorr.instruments.report.thinning import (
+from flowcorr.instruments.thinning import (
     MAX_POINTS,
     MAX_ROWS,
     rows_text,

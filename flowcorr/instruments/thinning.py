@@ -1,12 +1,14 @@
-"""Long runs and long schedules in charts of a few hundred pixels."""
+"""Long runs and long schedules, in fewer steps than they have."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Sized
+from typing import TypeVar
 
 MAX_POINTS = 200  # of a curve, or columns of a heat map: a chart is 330 pixels wide
 MAX_ROWS = 40  # of steps in a chart; a run has fewer
+Item = TypeVar("Item")
 
 
 def steps_a_point(count: int) -> int:
@@ -19,11 +21,11 @@ def stride_text(stride: int) -> str:
     return f"means over {stride} steps" if stride > 1 else ""
 
 
-def spread_out(steps: Sequence[int]) -> list[int]:
-    """All steps, or `MAX_ROWS` of them from the first to the last."""
-    if len(steps) <= MAX_ROWS:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (MAX_ROWS - 1))] for i in range(MAX_ROWS)]
+def spread_out(items: Sequence[Item], most: int = MAX_ROWS) -> list[Item]:
+    """All items, or `most` of them from the first to the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def rows_text(shown: Sized, found: Sized) -> str:
