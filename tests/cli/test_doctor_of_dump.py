@@ -24,7 +24,6 @@ def test_a_clean_dump(clean, capsys):
     assert main(["doctor", str(clean), "--model", SHALLOW]) == 0
     out = capsys.readouterr().out
     assert out.startswith("no fault found in schedule, before, log_probs, after, noise, embeddings")
-    assert f"samples of training step 0, replayed with {SHALLOW}" in " ".join(out.split())
 
 
 def test_a_fault_is_printed_with_its_evidence(swapped, capsys):
@@ -32,7 +31,6 @@ def test_a_fault_is_printed_with_its_evidence(swapped, capsys):
     out = capsys.readouterr().out
     assert out.startswith("at fault: swapped_images\n")
     assert "serious swapped_images: " in out
-    assert "3 of 4 agree" in " ".join(out.split())
 
 
 def test_json(swapped, capsys):

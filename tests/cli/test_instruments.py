@@ -11,10 +11,8 @@ def test_plan_prints_a_row_a_phase_and_the_answers(capsys):
     assert main(["plan", "tiny_jpeg_lora", "--gpu", "l40s-48gb", "actor.micro_batch_size=8"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("fits l40s-48gb")
-    assert "tiny_jpeg_lora actor.micro_batch_size=8 on l40s-48gb" in out
     for name in ("load", "encode", "sample", "decode", "recompute", "update", "sync", "step"):
         assert f"\n{name} " in out
-    assert "healthy micro_batch: " in out
 
 
 @pytest.mark.slow
@@ -37,11 +35,3 @@ def test_plan_prints_json_and_nothing_else(capsys):
 def test_plan_refuses_what_it_cannot_use(capsys, options, message):
     assert main(["plan", "tiny_jpeg_lora", *options]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_teaches_how_to_read_a_plan(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    out = capsys.readouterr().out
-    for word in ("Examples:", "13 percent", "--gpu", "b200-180gb", "config.json"):
-        assert word in out

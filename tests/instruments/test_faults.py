@@ -84,7 +84,6 @@ def test_one_step_with_another_sigma_is_named():
     assert found.cause == "one_step"
     assert "most likely" not in found.sentence
     assert found.numbers["step"] == 2
-    assert "sigma, the next sigma and the timestep of step 2" in found.remedy
 
 
 def test_beside_bfloat16_one_step_is_likely_and_not_sure():
@@ -99,8 +98,6 @@ def test_non_finite_log_probs_are_counted_and_placed():
     steps[3].rollout_log_probs[5:7, 2] = math.inf
     (found,) = diagnose(steps)
     assert found.numbers == {"samples": 3, "of": 128, "since training step": 2, "training steps": 2}
-    assert "the engine's and the trainer's log-probs" in found.sentence
-    assert "at step 2 of the schedule" in found.sentence
 
 
 def test_a_step_that_nobody_trained_is_no_fault():
@@ -148,9 +145,8 @@ def test_a_number_that_all_samples_share_is_no_gap_of_densities(num_elements):
         one.log_probs.add_(torch.tensor([-0.4, 0.0, 0.3, 0.0]))
     (found,) = diagnose(steps)
     assert found.cause == "shared_shift"
-    places = "at steps 0, 2 of the schedule" if num_elements else "at step 2 of the schedule"
-    assert places in found.sentence
-    assert "-log s and -log(2 pi)/2" in found.remedy
+    shifted = [name for name in found.numbers if name.startswith("delta log p")]
+    assert shifted == [f"delta log p at step {step}" for step in ([0, 2] if num_elements else [2])]
 
 
 @pytest.mark.parametrize("k", [0.3, 0.8, 1.2, 2.0])
@@ -182,7 +178,6 @@ def test_a_gap_of_a_few_samples_is_theirs_alone(r):
     (found,) = diagnose(steps)
     assert found.cause == "few_samples"
     assert [found.numbers[name] for name in ("samples", "of", "since training step")] == [4, 96, 2]
-    assert "rollout_rs=step_z" in found.remedy
 
 
 def test_samples_of_older_weights_are_no_fault():

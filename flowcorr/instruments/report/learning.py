@@ -29,36 +29,38 @@ CHANGES = tuple(_LEVELS)
 
 def learning_of(run: Run) -> Finding:
     """Judge the held-out reward of a run; without two evaluations, say what is missing."""
-    change, text = _judged(run)
+    change, sentence, numbers = _judged(run)
     return Finding(
-        level=_LEVELS[change], cause="learning", sentence=text, numbers={"run": run.name, "change": change}
+        level=_LEVELS[change],
+        cause="learning",
+        sentence=sentence,
+        numbers={"run": run.name, "change": change, **numbers},
     )
 
 
-def _judged(run: Run) -> tuple[Change, str]:
+def _judged(run: Run) -> tuple[Change, str, dict[str, Any]]:
     if is_constant(run.records):
-        return "did not move", CONSTANT
+        return "did not move", CONSTANT, {}
     scores = [record for record in run.records if record.get(_SCORE) is not None]
     if len(scores) < 2:
-        return "unknown", _without_scores(run)
+        return _without_scores(run)
     first, last = scores[0], scores[-1]
     before, after = float(first[_SCORE]), float(last[_SCORE])
-    values = f"the held-out reward went from {before:.3g} to {after:.3g}"
-    steps = f"between step {first['step']} and {last['step']}"
+    numbers = {"from": before, "to": after, "at steps": [first["step"], last["step"]]}
     heldout = None if run.config is None else run.config.data.num_heldout
     found = [_standard_error(record, heldout) for record in (first, last)]
     errors = [error for error in found if error is not None]
     if len(errors) < 2:
-        return "unknown", f"{values} {steps}; its standard error was not logged"
+        return "unknown", "the standard error of the held-out reward was not logged", numbers
     error = math.hypot(*errors)
+    numbers["standard error"] = error
     change: Change = "did not move"
     if abs(after - before) > _ERRORS * error:
         change = "rose" if after > before else "fell"
     best = max(scores, key=lambda record: record[_SCORE])
-    peak = ""
     if best[_SCORE] - after > _ERRORS * error and change != "fell":
-        peak = f"; it had been {best[_SCORE]:.3g} at step {best['step']}"
-    return change, f"{values} {steps} (standard error {error:.2g}){peak}"
+        numbers |= {"best": best[_SCORE], "at step": best["step"]}
+    return change, f"the held-out reward {change}", numbers
 
 
 def _standard_error(record: Mapping[str, Any], num_heldout: int | None) -> float | None:
@@ -68,12 +70,12 @@ def _standard_error(record: Mapping[str, Any], num_heldout: int | None) -> float
     return float(record[_SPREAD]) / math.sqrt(num_heldout - (record.get(_FAILED) or 0))
 
 
-def _without_scores(run: Run) -> str:
+def _without_scores(run: Run) -> tuple[Change, str, dict[str, Any]]:
     rewards = run.series(_REWARD)
     if not rewards:
-        return "neither held-out scores nor rewards were logged"
-    moved = f"the reward of training samples went from {rewards[0][1]:.3g} to {rewards[-1][1]:.3g}"
-    return f"{moved}; there are not two held-out evaluations, so whether that was learned cannot be told"
+        return "unknown", "neither held-out scores nor rewards were logged", {}
+    sentence = "there are not two held-out evaluations, so whether it learned cannot be told"
+    return "unknown", sentence, {"reward of training samples": [rewards[0][1], rewards[-1][1]]}
 
 
 def is_constant(records: Sequence[Mapping[str, Any]]) -> bool:

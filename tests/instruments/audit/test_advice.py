@@ -82,12 +82,9 @@ def test_bypass_needs_headroom_in_the_clip_range():
 def test_a_quantized_trainer_is_named_as_the_source_and_bypass_is_left_to_each_runs_noise():
     facts = replace(FACTS, quantization="nf4")
     advice = advise(facts)
-    assert "model.quantization=nf4 rounds the trainer's weights and not" in " ".join(advice.reasons)
     assert "bypass_mode: auto" in advice.yaml
     large = advise(replace(facts, joint_nats=1.1 * LARGEST_DISTANCE**2 * D, clip_by_step={0: 5e-3, 1: 5e-3}))
     assert large.kind == "repair"
-    assert "weight_sync=merged" in " ".join(large.reasons)
-    assert "higher precision" not in " ".join(large.reasons)
     beside = ["model.quantization=nf4", "rollout.name=vllm_omni", "rollout.emulate=none"]
     for lines in (advice.yaml, large.yaml, large.alternative):
         load("tiny_ocr_lora", [*beside, *shlex.split(as_overrides(lines))])
@@ -114,7 +111,6 @@ def test_log_probs_that_are_no_densities_are_not_weighed():
     advice = advise(replace(facts, densities=False))
     assert advice.kind == "leave"
     assert "log_ratio_scale" not in advice.yaml
-    assert any("with sampling.cps_unscaled differences" in reason for reason in advice.reasons)
 
 
 @pytest.mark.parametrize(
@@ -140,15 +136,12 @@ def test_bypass_is_not_advised_with_older_weights():
     assert advise(fresh).mode == "bypass"
     advice = advise(replace(fresh, older_weights=True))
     assert (advice.mode, advice.alternative) == ("decoupled", "")
-    assert "PPO holds the update back to them" in " ".join(advice.reasons)
 
 
 def test_headroom_is_judged_step_by_step():
     needed = {0: 5e-3, 1: 2e-3}
     assert replace(FACTS, clip_limit=(5e-3, 2e-3), clip_by_step=needed).has_headroom
     assert not replace(FACTS, clip_limit=(1e-2, 1.9e-3), clip_by_step=needed).has_headroom
-    reasons = " ".join(advise(replace(FACTS, clip_limit=(1e-2, 1.9e-3), clip_by_step=needed)).reasons)
-    assert "above the range of [0.01, 0.0019]" in reasons
 
 
 def test_clip_range_is_four_times_the_noise():
@@ -177,7 +170,6 @@ def test_a_random_gap_is_left_up_to_the_largest_that_a_precision_explains():
     assert (advise(facts).kind, advise(facts).mode) == ("leave", "decoupled")
     advice = advise(replace(facts, joint_nats=1.01 * nats))
     assert (advice.kind, advice.mode) == ("repair", "decoupled")
-    assert "flowcorr doctor" in " ".join(advice.reasons)
 
 
 def test_outliers_are_rejected_as_the_mode_can():
@@ -214,8 +206,6 @@ def test_what_bounds_the_ratio(loss_mode, limit):
         assert yaml.safe_load(advice.alternative)["actor"] == {"importance_cap": 1.6}
     if limit is None:
         assert advice.alternative == ""
-        assert "bounds no ratio" in " ".join(advice.reasons)
-        assert "is to be corrected" not in " ".join(advice.reasons)  # it is to be left as it is
 
 
 @pytest.mark.filterwarnings("ignore:.*has no effect")
@@ -263,4 +253,4 @@ def test_advice_loads_on_top_of_the_recipe_that_it_is_for(
 def test_another_trainers_owner_gets_words_in_place_of_keys():
     found, *others = rules.advise(replace(FACTS, clip_by_step=WIDE), of_recipe=False)
     assert not any(one.keys for one in (found, *others))
-    assert "In your trainer: score each batch" in found.remedy
+    assert found.remedy == rules.WORDS[False, "decoupled"]

@@ -39,7 +39,6 @@ def test_a_shift_that_no_rounding_makes_is_told(tmp_path):
     folder = draw_steps(tmp_path, rollout_log_probs=rollout, old_log_probs=rollout + 1e-3)
     notes = notes_of(audit_folder(folder))
     assert [note.split(":")[0] for note in notes[1:]] == ["step 1", "step 3"]
-    assert "compare sigmas, timesteps and num_elements" in notes[1]
 
 
 def test_samples_that_are_not_finite_are_left_out(tmp_path):
@@ -123,7 +122,6 @@ def test_a_step_that_nobody_trained_is_left_out(tmp_path):
     untrained = ROLLOUT + column([0.0, math.nan])
     report = audit_folder(draw_steps(tmp_path, old_log_probs=untrained, rollout_log_probs=ROLLOUT))
     assert (report.fact("num_steps"), report.fact("num_samples"), report.findings[0].cause) == (1, 96, "gap")
-    assert "1 steps of the window have no log-prob of the trainer in any sample: left out" in notes_of(report)
 
 
 @pytest.mark.parametrize("without", [(), ("policy_versions",), ("version",)])
@@ -132,17 +130,14 @@ def test_bypass_is_advised_with_a_word_on_weights_of_unknown_age(without, tmp_pa
     report = audit_folder(folder)
     assert report.fact("mode") == "bypass"
     assert any(finding.cause == "ages" for finding in report.findings) == bool(without)
-    assert "In your trainer: take the engine's log-probs" in report.findings[0].remedy
 
 
-def test_without_a_size_there_is_no_advice(tmp_path, capsys):
+def test_without_a_size_there_is_no_advice(tmp_path):
     folder = draw_steps(tmp_path / "dump", without=("num_elements", "sigmas", "clip_ratio"))
     assert main(["audit", str(folder), "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "no advice: the dump does not tell num_elements" in out
-    assert "Weights without a cap" not in out
     saved = json.loads((tmp_path / "out" / "audit.json").read_text(encoding="utf-8"))
     assert saved["findings"][0]["cause"] == "num_elements"
+    assert "scales" not in saved["tables"]
     assert saved["tables"]["steps"][0]["sigma"] is None
     assert saved["facts"]["outside_clip"] is None
 
@@ -150,10 +145,6 @@ def test_without_a_size_there_is_no_advice(tmp_path, capsys):
 def test_the_command_reads_a_folder(tmp_path, capsys):
     folder = draw_steps(tmp_path / "dump")
     assert main(["audit", str(folder), "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "joint nats of a window" in out
-    assert "Recomputing costs a forward pass of each term" in " ".join(out.split())
-    assert "recompute pass:" not in out
     assert main(["audit", str(folder), "actor.lr=1"]) == 2
     assert "is a folder of dumped steps, so actor.lr=1 has no effect" in capsys.readouterr().err
 
@@ -178,9 +169,6 @@ def test_in_bypass_terms_scored_before_the_first_update_are_audited(tmp_path):
     draw_steps(tmp_path, without=("old_log_probs",), before_update=learned.expand(32, 2) == 0, **given)
     report = audit_folder(tmp_path)
     assert (report.fact("num_samples"), report.findings[0].cause, report.fact("joint_nats")) == (48, "gap", 0)
-    assert "96 terms were scored after the first update of their step, so they are left out" in notes_of(
-        report
-    )
 
 
 def test_a_run_without_terms_before_an_update_is_refused(tmp_path):

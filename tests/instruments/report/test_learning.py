@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from flowcorr.config import load
-from flowcorr.instruments.report.learning import learning_of
+from flowcorr.instruments.report.learning import CONSTANT, learning_of
 from flowcorr.instruments.report.runs import Run
 from flowcorr.instruments.setting import Setting
 
@@ -33,18 +33,19 @@ def evaluated(step, reward, std=0.4):
 def test_a_change_is_one_beyond_two_standard_errors(last, change):
     found = learning_of(run_of(evaluated(0, 0.5), evaluated(10, 0.9), evaluated(20, last)))
     assert found.numbers["change"] == change
-    assert f"went from 0.5 to {last:.3g} between step 0 and 20 (standard error 0.057)" in found.sentence
+    assert [found.numbers[name] for name in ("from", "to", "at steps")] == [0.5, last, [0, 20]]
+    assert found.numbers["standard error"] == pytest.approx(0.057, abs=5e-4)
 
 
 def test_images_on_which_the_reward_failed_are_none_of_its_error():
     half = {"eval/failed_samples": 50}
-    text = learning_of(run_of(evaluated(0, 0.5) | half, evaluated(20, 0.61) | half)).sentence
-    assert "(standard error 0.08)" in text  # .057 sqrt(2)
+    found = learning_of(run_of(evaluated(0, 0.5) | half, evaluated(20, 0.61) | half))
+    assert found.numbers["standard error"] == pytest.approx(0.08)  # .057 sqrt(2)
 
 
 def test_a_score_that_was_lost_again_is_told():
-    text = learning_of(run_of(evaluated(0, 0.5), evaluated(10, 0.9), evaluated(20, 0.7))).sentence
-    assert text.endswith("; it had been 0.9 at step 10")
+    found = learning_of(run_of(evaluated(0, 0.5), evaluated(10, 0.9), evaluated(20, 0.7)))
+    assert (found.numbers["best"], found.numbers["at step"]) == (0.9, 10)
 
 
 def test_without_a_standard_error_nothing_is_claimed():
@@ -56,15 +57,15 @@ def test_a_constant_reward_teaches_nothing():
     steps = [{"step": step, "reward/mean": 0.25, "reward/std": 0.0} for step in (1, 2, 3)]
     found = learning_of(run_of(evaluated(0, 0.25, 0.0), *steps))
     assert found.numbers["change"] == "did not move"
-    assert "the same number for all images" in found.sentence
+    assert found.sentence == CONSTANT
 
 
 def test_rewards_of_training_samples_do_not_tell_what_was_learned():
     steps = [{"step": step, "reward/mean": 0.1 * step, "reward/std": 0.1} for step in (1, 2, 3)]
     found = learning_of(run_of(*steps))
     assert found.numbers["change"] == "unknown"
-    assert "went from 0.1 to 0.3; there are not two held-out evaluations" in found.sentence
+    assert found.numbers["reward of training samples"] == pytest.approx([0.1, 0.3])
 
 
 def test_a_run_that_logged_nothing_is_said_to():
-    assert learning_of(run_of({"step": 1})).sentence == "neither held-out scores nor rewards were logged"
+    assert learning_of(run_of({"step": 1})).numbers == {"run": "a", "change": "unknown"}

@@ -28,7 +28,7 @@ def test_the_clip_is_judged_on_the_ratio_that_the_loss_uses(small_run, loss_mode
     run = small_run(model=WHOLE, rollout={"emulate": "int4"}, algorithm=bypass, actor=actor)
     found = finding_of(check(run, run.engine, float32=False), "clip")
     if loss_mode == "flow_dppo":
-        assert found.sentence == "the loss does not clip"
+        assert not found.numbers
         return
     rollout = run.engine.sample(run.conditioning, range(2), training_step=0, with_means=True)
     scores = run.actor.log_probs(rollout, with_means=True)
