@@ -204,15 +204,6 @@ class ModelFamily(ABC):
         """Whether the prompts come with the encoded negative prompt."""
         return cls.encodes_negative and getattr(guidance, cls.guidance_key) > 1
 
-    def reference_shapes(self, latent_shape: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the conditioning tensors that hold one prompt's reference images, for `flowcorr plan`.
-
-        Args:
-            latent_shape: `L` of the image that is drawn.
-            count: reference images of a prompt.
-        """
-        return {}
-
     @property
     def transformer(self) -> Any:
         return self.pipeline.transformer
@@ -401,10 +392,13 @@ def with_negative(
     Args:
         latents: `[B, *L]`.
         timesteps: `[B]`.
-        conditioning: `{name: [B, ...]}`, with a `negative_` tensor beside each other one.
+        conditioning: `{name: [B, ...]}`; both sides share a tensor that has no `negative_` one beside it, such as
+            reference images.
     """
     prompts = {name: rows for name, rows in conditioning.items() if not name.startswith("negative_")}
-    both = {name: torch.cat([conditioning[f"negative_{name}"], rows]) for name, rows in prompts.items()}
+    both = {
+        name: torch.cat([conditioning.get(f"negative_{name}", rows), rows]) for name, rows in prompts.items()
+    }
     return torch.cat([latents, latents]), torch.cat([timesteps, timesteps]), both
 
 

@@ -28,7 +28,8 @@ from flowcorr.records import Prompt
 class Flux2Klein(PackedFamily):
     """`Flux2KleinPipeline`; guidance is on above `guidance_scale` 1, for the base models only.
 
-    Prompts are padded to `max_sequence_length` tokens, which the transformer attends to.
+    Prompts are padded to `max_sequence_length` tokens, which the transformer attends to. Reference images are read
+    behind the image that is drawn.
     """
 
     name = "flux2_klein"
@@ -41,6 +42,7 @@ class Flux2Klein(PackedFamily):
         "ff_context.linear_in",
         "ff_context.linear_out",
     )
+    num_references = (0, 4)
     vllm_omni = InVllmOmni(
         transformer="vllm_omni.diffusion.models.flux2_klein.flux2_klein_transformer:Flux2Transformer2DModel",
         vae="diffusers:AutoencoderKLFlux2",
@@ -75,7 +77,7 @@ class Flux2Klein(PackedFamily):
         embeds, _ = self.pipeline.encode_prompt(
             [prompt.text for prompt in prompts], max_sequence_length=length
         )
-        conditioning = {"prompt_embeds": embeds}
+        conditioning = {"prompt_embeds": embeds, **self.encode_references(prompts)}
         if guidance.guidance_scale > 1:
             if self.pipeline.config.is_distilled:
                 raise ConfigError(
@@ -99,18 +101,32 @@ class Flux2Klein(PackedFamily):
             latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
         embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
+        tokens = latents.flatten(1, 2).to(embeds.dtype)
+        places = positions(1, rows, columns, 1, device=embeds.device)
+        if "references" in conditioning:
+            references = conditioning["references"]
+            _, count, *grid, _ = references.shape
+            places_of_references = positions(count, *grid, 1, device=embeds.device)
+            places_of_references[:, 0] = 10 * (places_of_references[:, 0] + 1)
+            tokens = torch.cat([tokens, references.flatten(1, 3)], dim=1)
+            places = torch.cat([places, places_of_references])
         velocity = transformer(
-            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            hidden_states=tokens,
             timestep=timesteps / 1000,
             guidance=None,
             encoder_hidden_states=embeds,
             txt_ids=positions(1, 1, 1, embeds.shape[1], device=embeds.device),
-            img_ids=positions(1, rows, columns, 1, device=embeds.device),
+            img_ids=places,
             return_dict=False,
         )[0].float()
         if is_guided:
             velocity = guided(velocity, guidance.guidance_scale)
-        return velocity.unflatten(1, (rows, columns))
+        return velocity[:, : rows * columns].unflatten(1, (rows, columns))
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        std = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
+        return (self.pack(vae.encode(pixels).latent_dist.mode()) - vae.bn.running_mean) / std
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

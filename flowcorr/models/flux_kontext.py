@@ -26,33 +26,18 @@ class FluxKontext(Flux):
         transformer="vllm_omni.diffusion.models.flux.flux_transformer:FluxKontextTransformer2DModel"
     )
 
-    def reference_shapes(self, latent_shape: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
-        return {"reference": latent_shape} if count else {}
-
-    @torch.no_grad()
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        conditioning = super().embed(prompts, guidance)
-        if prompts[0].images:
-            conditioning["reference"] = torch.cat([self._reference(prompt) for prompt in prompts])
-        return conditioning
-
-    def _reference(self, prompt: Prompt) -> Tensor:
-        """Packed latents `[1, rows, columns, 4 * channels]` of the prompt's image."""
-        vae = self.pipeline.vae
-        (image,) = self.fitted_references(prompt)
-        pixels = self.pipeline.image_processor.preprocess(image).to(vae.device, vae.dtype)
-        latents = vae.encode(pixels).latent_dist.mode()
-        return self.pack((latents - vae.config.shift_factor) * vae.config.scaling_factor)
+        return super().embed(prompts, guidance) | self.encode_references(prompts)
 
     def image_tokens_with_places(
         self, latents: Tensor, conditioning: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         tokens, places = super().image_tokens_with_places(latents, conditioning)
-        if "reference" not in conditioning:
+        if "references" not in conditioning:
             return tokens, places
-        reference = conditioning["reference"]
-        _, rows, columns, _ = reference.shape
+        references = conditioning["references"]
+        _, _, rows, columns, _ = references.shape
         places_of_reference = positions(1, rows, columns, device=latents.device)
         places_of_reference[:, 0] = 1  # apart from the image that is drawn
-        joined = torch.cat([tokens.to(reference.dtype), reference.flatten(1, 2)], dim=1)
+        joined = torch.cat([tokens.to(references.dtype), references.flatten(1, 3)], dim=1)
         return joined, torch.cat([places, places_of_reference])

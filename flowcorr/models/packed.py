@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flowcorr.models.base import ModelFamily, Schedule, linear_schedule
+from flowcorr.models.base import Conditioning, ModelFamily, Schedule, linear_schedule
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
 
@@ -39,11 +40,6 @@ class PackedFamily(ModelFamily):
         native = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
         return height or native, width or native
 
-    def fitted_references(self, prompt: Prompt) -> list[Image]:
-        """The prompt's reference images at the size of the images that are drawn."""
-        height, width = self.image_size(*self.reference_size)
-        return [image.fitted(height, width) for image in prompt.images]
-
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
         rows, columns, _ = latent_shape
         return rows * columns
@@ -54,6 +50,39 @@ class PackedFamily(ModelFamily):
     def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
         timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
         return replace(schedule, timesteps=tuple((timesteps.to(dtype) * 1000).tolist()))
+
+    @torch.no_grad()
+    def encode_references(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """`references` `[B, R, rows, columns, 4 * channels]`: latents of the reference images; without any, nothing.
+
+        Each image is fitted to the size that is drawn.
+        """
+        if not prompts[0].images:
+            return {}
+        size = self.image_size(*self.reference_size)
+        rows = [
+            torch.cat([self._encoded(image.fitted(*size)) for image in prompt.images]) for prompt in prompts
+        ]
+        return {"references": torch.stack(rows)}
+
+    def reference_shapes(self, latent_shape: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of one prompt's tensors of `encode_references`, for `flowcorr plan`.
+
+        Args:
+            latent_shape: `L` of the image that is drawn.
+            count: reference images of a prompt.
+        """
+        return {"references": (count, *latent_shape)} if count else {}
+
+    def _encoded(self, image: Image) -> Tensor:
+        vae = self.pipeline.vae
+        return self.encode_image(self.pipeline.image_processor.preprocess(image).to(vae.device, vae.dtype))
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        """Latents `[B, *L]` of pixels `[B, 3, H, W]` from -1 to 1; here of a VAE that scales them by one number."""
+        vae = self.pipeline.vae
+        latents = vae.encode(pixels).latent_dist.mode()
+        return self.pack((latents - vae.config.shift_factor) * vae.config.scaling_factor)
 
     @staticmethod
     def pack(latents: Tensor) -> Tensor:

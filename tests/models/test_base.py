@@ -49,11 +49,16 @@ def test_several_frames_are_asked_of_models_that_make_videos():
 
 def test_guidance_is_two_velocities_of_one_batch():
     latents, timesteps = torch.arange(4.0).view(2, 2), torch.tensor([10.0, 20.0])
-    conditioning = {"embeds": torch.ones(2, 3), "negative_embeds": torch.zeros(2, 3)}
+    conditioning = {
+        "embeds": torch.ones(2, 3),
+        "negative_embeds": torch.zeros(2, 3),
+        "references": torch.tensor([[5.0], [6.0]]),
+    }
     both, times, rows = with_negative(latents, timesteps, conditioning)
     assert torch.equal(both, torch.cat([latents, latents]))
     assert times.tolist() == [10.0, 20.0, 10.0, 20.0]
-    assert rows.keys() == {"embeds"}
+    assert rows.keys() == {"embeds", "references"}
+    assert rows["references"][:, 0].tolist() == [5.0, 6.0, 5.0, 6.0]  # of both sides
     assert rows["embeds"][:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
     velocity = torch.tensor([[1.0], [2.0], [3.0], [6.0]])
     assert guided(velocity, 1.0).flatten().tolist() == [3.0, 6.0]

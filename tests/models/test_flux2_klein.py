@@ -17,7 +17,7 @@ from tests.models.learning import (
     in_bfloat16,
 )
 from tests.prompts import prompts_of
-from tests.tolerances import LATENTS, MEANS
+from tests.tolerances import LATENTS, LOG_PROBS, MEANS
 
 HEIGHT, WIDTH = FLUX2_KLEIN_SIZE
 SHAPE = (4, 6, 16)
@@ -223,3 +223,58 @@ def test_bfloat16(path, make_config):
     sections = in_bfloat16(settings(path, sde_window_range=(1, 4)))
     connected = connect(make_config(**sections), PROMPTS)
     assert_both_stacks_round_alike(connected)
+
+
+# With reference images ------------------------------------------------------------------------------------
+
+
+EDITED = (64, 96)  # the smallest reference images that the pipeline takes
+EDITED_SHAPE = (16, 24, 16)
+
+
+@pytest.fixture(scope="module")
+def editor(path):
+    return load_family(ModelConfig(path=path, max_sequence_length=LENGTH), reference_size=EDITED)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_with_references_the_ode_sampler_is_the_pipelines_own_call(editor, count, scale):
+    prompts, guidance = prompts_of(PROMPTS, images=count), Guidance(guidance_scale=scale)
+    conditioning = editor.encode(prompts, guidance)
+    assert conditioning["references"].shape == (2, count, *EDITED_SHAPE)
+    drawn = torch.randn(2, *EDITED_SHAPE, generator=torch.Generator().manual_seed(0))
+    got = sample_ode(
+        lambda latents, timesteps: editor.velocity(
+            editor.transformer, latents, timesteps, conditioning, guidance
+        ),
+        drawn,
+        editor.schedule(4, EDITED_SHAPE),
+    )
+    for row, prompt in enumerate(prompts):
+        expected = editor.pipeline(
+            [image.fitted(*EDITED) for image in prompt.images],
+            prompt.text,
+            height=EDITED[0],
+            width=EDITED[1],
+            num_inference_steps=4,
+            guidance_scale=scale,
+            latents=spatial(drawn[row : row + 1]),
+            max_sequence_length=LENGTH,
+            output_type="latent",
+        ).images
+        vae = editor.pipeline.vae
+        std = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
+        scaled = got[row : row + 1] * std + vae.bn.running_mean
+        torch.testing.assert_close(editor.unpack(scaled), expected, **LATENTS)
+
+
+def test_with_references_both_stacks_agree_and_learn(path, make_config):
+    prompts = prompts_of(PROMPTS, images=2)
+    _, actor, engine, conditioning = connect(make_config(**settings(path)), prompts)
+    rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
+    torch.testing.assert_close(actor.log_probs(rollout).log_probs, rollout.log_probs, **LOG_PROBS)
+    _, _, plain, without = connect(make_config(**settings(path)), prompts_of(PROMPTS))
+    other = plain.sample(without, [0, 1], training_step=1, with_means=True)
+    assert (rollout.window.means - other.window.means).abs().max() > 1e-3

@@ -22,21 +22,21 @@ def family(path):
 
 def test_a_reference_has_the_shape_of_what_is_drawn(family):
     conditioning = family.encode(KONTEXT.prompts, GUIDANCE)
-    assert conditioning["reference"].shape == (2, *family.latent_shape(*KONTEXT.size))
+    assert conditioning["references"].shape == (2, 1, *family.latent_shape(*KONTEXT.size))
 
 
 def test_a_prompts_conditioning_does_not_depend_on_its_batch(family):
     first, second = KONTEXT.prompts
-    both = family.encode([first, second], GUIDANCE)["reference"]
+    both = family.encode([first, second], GUIDANCE)["references"]
     for row, prompt in enumerate((first, second)):
-        assert torch.equal(family.encode([prompt], GUIDANCE)["reference"][0], both[row])
+        assert torch.equal(family.encode([prompt], GUIDANCE)["references"][0], both[row])
 
 
 @torch.no_grad()
 def test_it_draws_from_text_alone_as_its_pipeline_does(family):
     prompts, shape = prompts_of(["cat"]), family.latent_shape(*KONTEXT.size)
     conditioning = family.encode(prompts, GUIDANCE)
-    assert "reference" not in conditioning
+    assert "references" not in conditioning
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     got = family.velocity(family.transformer, noise, torch.tensor([1000.0]), conditioning, GUIDANCE)
     schedule = family.schedule(1, shape)

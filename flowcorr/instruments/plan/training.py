@@ -25,6 +25,7 @@ from flowcorr.instruments.plan.tracing import Section, Tracer, Work
 from flowcorr.lora import ADAPTER
 from flowcorr.models import DTYPES, ModelFamily, check_attention
 from flowcorr.models.base import repeated_blocks
+from flowcorr.models.packed import PackedFamily
 from flowcorr.models.quantized import weight_sizes
 from flowcorr.records import ActorBatch, Rollout, Window
 
@@ -205,7 +206,8 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
     shape = family.sample_shape(sampling.height, sampling.width, sampling.num_frames)
     steps = sampling.sde_window_size
     inputs = text_inputs(architecture, type(family), config)
-    references = family.reference_shapes(shape, architecture.num_references)
+    count = architecture.num_references
+    references = family.reference_shapes(shape, count) if isinstance(family, PackedFamily) else {}
 
     def numbers(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.ones(samples, *size, dtype=dtype)
