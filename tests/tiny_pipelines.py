@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.prompts import prompts_of
@@ -24,6 +25,7 @@ TEXT_WIDTH = 32
 SD3_SIZE = (32, 32)
 SD35_SIZE = (32, 32)
 QWEN_SIZE = (32, 48)
+QWEN_EDIT_SIZE = (64, 96)
 FLUX_SIZE = (16, 24)
 FLUX2_KLEIN_SIZE = (16, 24)
 Z_IMAGE_SIZE = (16, 24)
@@ -32,6 +34,12 @@ LONGCAT_IMAGE_SIZE = (16, 24)
 QWEN_TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
     "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+QWEN_EDIT_TEMPLATE = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
+    "that meets the user's requirements while maintaining consistency with the original input where appropriate."
+    "<|im_end|>\n<|im_start|>user\n"
 )
 OVIS_TEMPLATE = (
     "<|im_start|>user\nDescribe the image by detailing the color, quantity, text, shape, size, texture, "
@@ -59,50 +67,57 @@ def build_tiny_sd35(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 def build_tiny_qwen_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """Qwen-Image: 16-channel patches of a 4-channel VAE that shrinks by 4; the real scheduler's shift."""
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImagePipeline,
-        QwenImageTransformer2DModel,
-    )
+    from diffusers import QwenImagePipeline
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformer = QwenImageTransformer2DModel(
-            patch_size=2,
-            in_channels=16,
-            out_channels=4,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=TEXT_WIDTH,
-            axes_dims_rope=(4, 6, 6),
-        )
-        vae = AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 2, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=[-0.7, 0.2, 0.4, -0.1],
-            latents_std=[2.8, 1.9, 2.3, 1.4],
-        )
-        scheduler = FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=0.9,
-            max_image_seq_len=8192,
-            shift_terminal=0.02,
-        )
+        parts = _qwen_parts(depth=2)
         tokenizer = qwen_tokenizer()
         pipeline = QwenImagePipeline(
-            transformer=transformer,
-            vae=vae,
-            scheduler=scheduler,
-            text_encoder=_qwen_text_encoder(len(tokenizer)),
-            tokenizer=tokenizer,
+            **parts, text_encoder=_qwen_text_encoder(len(tokenizer)), tokenizer=tokenizer
         )
         return _save(pipeline, path, dtype)
+
+
+def build_tiny_qwen_image_edit(
+    path, dtype: torch.dtype = torch.float32, seed: int = 0, *, name: str = "QwenImageEditPipeline"
+) -> Path:
+    """Qwen-Image-Edit, whose reference images have a megapixel: a VAE that shrinks by 16 leaves few tokens of them."""
+    pytest.importorskip("torchvision")  # which its processor needs
+    import diffusers
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # The newest checkpoints of the other pipeline tell reference tokens a timestep of 0.
+        parts = _qwen_parts(depth=4, zero_cond_t=name.endswith("PlusPipeline"))
+        tokenizer = qwen_tokenizer(QWEN_EDIT_TEMPLATE, 64)
+        marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+        tokenizer.add_special_tokens({"additional_special_tokens": marks})
+        start, end, image, video = tokenizer.convert_tokens_to_ids(marks)
+        places = {
+            "vision_start_token_id": start,
+            "vision_end_token_id": end,
+            "image_token_id": image,
+            "video_token_id": video,
+        }
+        processor = Qwen2VLProcessor(
+            image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 3136, "longest_edge": 12845056}),
+            tokenizer=tokenizer,
+            video_processor=Qwen2VLVideoProcessor(),
+        )
+        pipeline = getattr(diffusers, name)(
+            **parts,
+            text_encoder=_qwen_text_encoder(len(tokenizer), **places),
+            tokenizer=tokenizer,
+            processor=processor,
+        )
+        return _save(pipeline, path, dtype)
+
+
+def build_tiny_qwen_image_edit_plus(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """The same with several reference images."""
+    return build_tiny_qwen_image_edit(path, dtype, seed, name="QwenImageEditPlusPipeline")
 
 
 def build_tiny_flux(
@@ -300,6 +315,12 @@ class Tiny:
 FAMILIES = {
     "sd3": Tiny(build=build_tiny_sd3, size=SD3_SIZE),
     "qwen_image": Tiny(build=build_tiny_qwen_image, size=QWEN_SIZE, guidance={"true_cfg_scale": 3.0}),
+    "qwen_image_edit": Tiny(
+        build=build_tiny_qwen_image_edit, size=QWEN_EDIT_SIZE, guidance={"true_cfg_scale": 3.0}, images=1
+    ),
+    "qwen_image_edit_plus": Tiny(
+        build=build_tiny_qwen_image_edit_plus, size=QWEN_EDIT_SIZE, guidance={"true_cfg_scale": 3.0}, images=2
+    ),
     "flux": Tiny(build=build_tiny_flux, size=FLUX_SIZE),
     "flux_kontext": Tiny(build=build_tiny_flux_kontext, size=FLUX_SIZE, images=1),
     "flux2_klein": Tiny(build=build_tiny_flux2_klein, size=FLUX2_KLEIN_SIZE),
@@ -354,7 +375,45 @@ def t5_tokenizer():
     return T5Tokenizer(vocab=[*specials, *((letter, -2.0) for letter in letters)], extra_ids=0)
 
 
-def _qwen_text_encoder(vocab_size: int):
+def _qwen_parts(depth: int, *, zero_cond_t: bool = False) -> dict:
+    """Transformer, VAE that shrinks by `2 ** depth`, and scheduler of Qwen-Image."""
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImageTransformer2DModel,
+    )
+
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=(4, 6, 6),
+        zero_cond_t=zero_cond_t,
+    )
+    vae = AutoencoderKLQwenImage(
+        base_dim=8 if depth == 2 else 2,  # as fast on a megapixel
+        z_dim=4,
+        dim_mult=[1, *[2] * depth],
+        num_res_blocks=1,
+        temperal_downsample=[False] + [True] * (depth - 1),
+        latents_mean=[-0.7, 0.2, 0.4, -0.1],
+        latents_std=[2.8, 1.9, 2.3, 1.4],
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+    )
+    return {"transformer": transformer, "vae": vae, "scheduler": scheduler}
+
+
+def _qwen_text_encoder(vocab_size: int, **places: int):
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     config = Qwen2_5_VLConfig(
@@ -376,6 +435,7 @@ def _qwen_text_encoder(vocab_size: int):
             "num_heads": 2,
             "out_hidden_size": TEXT_WIDTH,
         },
+        **places,
     )
     return _with_unit_scale(Qwen2_5_VLForConditionalGeneration(config))
 

@@ -24,13 +24,25 @@ from flowcorr.models.flux_kontext import FluxKontext
 from flowcorr.models.ovis_image import OvisImage
 from flowcorr.models.quantized import quantize_blocks
 from flowcorr.models.qwen_image import QwenImage
+from flowcorr.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from flowcorr.models.sampling_plan import SamplingPlan, windows_of
 from flowcorr.models.sd3 import SD3
 from flowcorr.models.step_rule import check_step_rule
 from flowcorr.models.z_image import ZImage
 
 FAMILIES: dict[str, type[ModelFamily]] = {
-    family.name: family for family in (SD3, QwenImage, Flux, FluxKontext, Flux2Klein, ZImage, OvisImage)
+    family.name: family
+    for family in (
+        SD3,
+        QwenImage,
+        QwenImageEdit,
+        QwenImageEditPlus,
+        Flux,
+        FluxKontext,
+        Flux2Klein,
+        ZImage,
+        OvisImage,
+    )
 }
 GUIDE = "examples/new_model.py shows how to add a family of your own, given as 'package.module:Class'"
 CONVERT = (

@@ -139,6 +139,8 @@ class ModelFamily(ABC):
         default_text_tokens: tokens of the long text encoder, where `model.max_sequence_length` is null.
         makes_videos: whether its samples are videos, of one frame or more; see `records.Images`.
         num_references: the fewest and the most reference images that a prompt may have.
+        vision_tokens: tokens that the text encoder reads a square reference image as; 0 if it does not see them. An
+            encoder that does sees them beside the negative prompt too, whose embedding then differs by prompt.
         vllm_omni: how that engine computes the family; None where it cannot.
     """
 
@@ -150,6 +152,7 @@ class ModelFamily(ABC):
     default_text_tokens: ClassVar[int] = 512
     makes_videos: ClassVar[bool] = False
     num_references: ClassVar[tuple[int, int]] = (0, 0)
+    vision_tokens: ClassVar[int] = 0
     vllm_omni: ClassVar[InVllmOmni | None] = None
 
     def __init__(

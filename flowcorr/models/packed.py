@@ -55,15 +55,20 @@ class PackedFamily(ModelFamily):
     def encode_references(self, prompts: Sequence[Prompt]) -> Conditioning:
         """`references` `[B, R, rows, columns, 4 * channels]`: latents of the reference images; without any, nothing.
 
-        Each image is fitted to the size that is drawn.
+        Each image has the size that `fitted_references` gives it.
         """
         if not prompts[0].images:
             return {}
-        size = self.image_size(*self.reference_size)
         rows = [
-            torch.cat([self._encoded(image.fitted(*size)) for image in prompt.images]) for prompt in prompts
+            torch.cat([self._encoded(image) for image in self.fitted_references(prompt)])
+            for prompt in prompts
         ]
         return {"references": torch.stack(rows)}
+
+    def fitted_references(self, prompt: Prompt) -> list[Image]:
+        """The prompt's reference images at the size that the model reads: here, that of the image that is drawn."""
+        size = self.image_size(*self.reference_size)
+        return [image.fitted(*size) for image in prompt.images]
 
     def reference_shapes(self, latent_shape: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
         """Shapes of one prompt's tensors of `encode_references`, for `flowcorr plan`.

@@ -22,7 +22,8 @@ MULTIPLE = 16  # of tokens: what matrix products and attention on a GPU are fast
 class PromptCache:
     """Conditioning by prompt, kept in main memory; prompts of one key have that of the first of them in `prompts`.
 
-    The negative prompt is the same for all prompts, so it is encoded with the first of them only, and stored once. Of
+    The negative prompt is the same for all prompts, so it is encoded with the first of them only, and stored once; but
+    an encoder that sees reference images reads it with those of each prompt. Of
     text with a mask only the tokens that count are stored, and all rows are padded to the longest of `prompts`: the
     mask hides the padding, but it would cost time.
 
@@ -44,6 +45,8 @@ class PromptCache:
         self._max_bytes = max_bytes
         self._rows: dict[str, Conditioning] = {}
         self._negative: Conditioning = {}
+        self._own_negative = family.vision_tokens > 0 and any(prompt.images for prompt in prompts)
+        self._guidance = guidance if self._own_negative else Guidance()
         self._num_tokens: dict[str, int] = {}  # of each text with a mask, negative or not
         unique = distinct(prompts)
         self._first = {prompt.key: prompt for prompt in unique}
@@ -92,17 +95,18 @@ class PromptCache:
         positive = {name: self._stacked(name, [row[name] for row in rows]) for name in rows[0]}
         return {name: values.to(device) for name, values in (positive | negative).items()}
 
-    def _add(self, prompts: Sequence[Prompt], guidance: Guidance = Guidance()) -> None:  # noqa: B008
+    def _add(self, prompts: Sequence[Prompt], guidance: Guidance | None = None) -> None:
         """Encode prompts; with guidance also the negative prompt."""
-        encoded: dict[str, Tensor] = self._family.encode(prompts, guidance)
+        encoded: dict[str, Tensor] = self._family.encode(prompts, guidance or self._guidance)
+        shared = {name for name in encoded if name.startswith("negative_") and not self._own_negative}
         masked = _with_masks(encoded)
         self._num_tokens = {_text(name): encoded[name].shape[1] for name in masked}
         for index, prompt in enumerate(prompts):
             row = {name: rows[index] for name, rows in encoded.items()}
             lengths = {name: int(row[mask].nonzero().max()) + 1 for name, mask in masked.items()}
             kept = {name: self._stored(values[: lengths.get(name)]) for name, values in row.items()}
-            self._rows[prompt.key] = {name: kept[name] for name in kept if not name.startswith("negative_")}
-            self._negative |= {name: kept[name] for name in kept if name.startswith("negative_")}
+            self._rows[prompt.key] = {name: kept[name] for name in kept if name not in shared}
+            self._negative |= {name: kept[name] for name in shared}
 
     def _stored(self, values: Tensor) -> Tensor:
         """A copy in main memory, in the dtype that the transformer computes with."""

@@ -109,25 +109,42 @@ class QwenImage(PackedFamily):
             latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
         embeds = conditioning["prompt_embeds"]
         samples, rows, columns, _ = latents.shape
+        tokens, grids = latents.flatten(1, 2).to(embeds.dtype), [(1, rows, columns)]
+        if "references" in conditioning:
+            references = conditioning["references"]
+            _, count, height, width, _ = references.shape
+            tokens = torch.cat([tokens, references.flatten(1, 3)], dim=1)
+            grids += [(1, height, width)] * count
         velocity = transformer(
-            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            hidden_states=tokens,
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
-            img_shapes=[[(1, rows, columns)]] * samples,
+            img_shapes=[grids] * samples,
             return_dict=False,
-        )[0].float()
+        )[0].float()[:, : rows * columns]
         if is_guided:
             velocity = guided_at_equal_norm(velocity, guidance.true_cfg_scale)
         return velocity.unflatten(1, (rows, columns))
 
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        mean, std = self._scale(pixels)
+        latents = (self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode() - mean) / std
+        return self.pack(latents[:, :, 0])
+
+    def _scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and std of the VAE's latents `[1, channels, 1, 1, 1]`."""
+        config = self.pipeline.vae.config
+        mean, std = (
+            like.new_tensor(values).view(1, -1, 1, 1, 1)
+            for values in (config.latents_mean, config.latents_std)
+        )
+        return mean, std
+
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
-        mean, std = (
-            latents.new_tensor(values).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
+        mean, std = self._scale(latents)
         frames = self.unpack(latents)[:, :, None] * std + mean
         decoded: list[Tensor] = []
         hook = vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.append(pixels))

@@ -47,6 +47,7 @@ def test_shipped_recipes():
         "flux_dev_pickscore_lora",
         "flux_kontext_edit_lora",
         "ovis_image_ocr_lora",
+        "qwen_image_edit_plus_lora",
         "qwen_image_ocr_grpo_guard_lora",
         "qwen_image_ocr_lora_24gb",
         "qwen_image_ocr_lora_2x32gb",

@@ -77,7 +77,8 @@ def text_inputs(architecture: Architecture, family: type[ModelFamily], config: C
     Raises:
         ConfigError: the family does not state them.
     """
-    length = family.count_text_tokens(config.model.max_sequence_length)
+    seen = architecture.num_references * family.vision_tokens
+    length = family.count_text_tokens(config.model.max_sequence_length) + seen
     shapes = family.text_shapes(architecture.configs, length)
     if shapes is None:
         raise ConfigError(

@@ -1,5 +1,7 @@
 """Text inputs are those that the family's own `encode` returns, on pipelines of the real classes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_pipelines import FAMILIES, build_tiny_qwen_image, build_tiny_z_image
@@ -21,9 +23,14 @@ def test_text_inputs_have_the_shapes_that_the_family_encodes(tmp_path, tiny, gui
     path = str(tiny.build(tmp_path / "model"))
     config = Config(model=ModelConfig(path=path, max_sequence_length=8), sampling=SamplingConfig(**scale))
     family = load_family(config.model)
-    encoded = family.encode(prompts_of(["cat", "dog"]), Guidance(**scale))
-    inputs = text_inputs(find_architecture(path), type(family), config)
+    encoded = family.encode(prompts_of(["cat", "dog"], images=tiny.images), Guidance(**scale))
+    references = encoded.pop("references", None)
+    architecture = replace(find_architecture(path), num_references=tiny.images)
+    inputs = text_inputs(architecture, type(family), config)
     assert inputs.shapes == {name: tuple(rows.shape[1:]) for name, rows in encoded.items()}
+    if references is not None:
+        shapes = family.reference_shapes(family.latent_shape(None, None), tiny.images)
+        assert shapes == {"references": tuple(references.shape[1:])}
     kept = [rows[0].nbytes for name, rows in encoded.items() if not name.startswith("negative_")]
     assert inputs.nbytes(torch.float32) == sum(kept)
 
