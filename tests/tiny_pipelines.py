@@ -31,6 +31,8 @@ FLUX2_KLEIN_SIZE = (16, 24)
 Z_IMAGE_SIZE = (16, 24)
 OVIS_IMAGE_SIZE = (16, 24)
 LONGCAT_IMAGE_SIZE = (16, 24)
+WAN_SIZE = (32, 48)
+WAN_FRAMES = 9
 QWEN_TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
     "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
@@ -293,6 +295,23 @@ def build_tiny_longcat_image(path, dtype: torch.dtype = torch.float32, seed: int
         return _save(pipeline, path, dtype)
 
 
+def build_tiny_wan(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Wan 2.1: 16-channel latents of a VAE that shrinks by 8, and by 4 in time; the real scheduler, UniPC."""
+    return _save(_wan_pipeline(seed, channels=16), path, dtype)
+
+
+def build_tiny_wan22_ti2v(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Wan 2.2 TI2V: a timestep a token, and a VAE of patches of 2 x 2 pixels that shrinks by 16."""
+    patches = {
+        "patch_size": 2,
+        "in_channels": 12,
+        "out_channels": 12,
+        "scale_factor_spatial": 16,
+        "is_residual": True,
+    }
+    return _save(_wan_pipeline(seed, channels=48, expand_timesteps=True, **patches), path, dtype)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiny:
     """A tiny pipeline.
@@ -300,6 +319,7 @@ class Tiny:
     Attributes:
         build: writes it, see the head of this file.
         size: height and width of its images.
+        frames: frames of its videos; None if it makes images.
         guidance: keys of `sampling` that turn its guidance on.
         engine: keys of `rollout.engine` that it needs with vllm-omni.
         images: reference images of each prompt.
@@ -307,6 +327,7 @@ class Tiny:
 
     build: Callable[..., Path]
     size: tuple[int, int]
+    frames: int | None = None
     guidance: dict[str, float] = field(default_factory=lambda: {"guidance_scale": 3.0})
     engine: dict[str, str] = field(default_factory=dict)
     images: int = 0
@@ -326,9 +347,14 @@ FAMILIES = {
     "flux2_klein": Tiny(build=build_tiny_flux2_klein, size=FLUX2_KLEIN_SIZE),
     "z_image": Tiny(build=build_tiny_z_image, size=Z_IMAGE_SIZE),
     "ovis_image": Tiny(build=build_tiny_ovis_image, size=OVIS_IMAGE_SIZE, engine={"weight_sync": "merged"}),
+    "wan": Tiny(build=build_tiny_wan, size=WAN_SIZE, frames=WAN_FRAMES),
 }
 """The tiny pipeline of each family of `flowcorr.models.FAMILIES`; tests of all families run on these."""
-PIPELINES = {**FAMILIES, "sd35": Tiny(build=build_tiny_sd35, size=SD35_SIZE)}
+PIPELINES = {
+    **FAMILIES,
+    "sd35": Tiny(build=build_tiny_sd35, size=SD35_SIZE),
+    "wan22_ti2v": Tiny(build=build_tiny_wan22_ti2v, size=(64, 96), frames=WAN_FRAMES),
+}
 """Every tiny pipeline, by the beginning of its recipes' names."""
 
 
@@ -503,6 +529,50 @@ def _vae():
     return AutoencoderKL(**_VAE, scaling_factor=0.3611, shift_factor=0.1159)
 
 
+def _wan_pipeline(seed: int, *, channels: int, expand_timesteps: bool = False, **vae):
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = t5_tokenizer()
+        statistics = {
+            "latents_mean": torch.linspace(-0.5, 0.5, channels).tolist(),
+            "latents_std": torch.linspace(1.5, 3.0, channels).tolist(),
+        }
+        text = UMT5Config(
+            vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=8, d_ff=32, num_layers=1, num_heads=2
+        )
+        return WanPipeline(
+            tokenizer=tokenizer,
+            text_encoder=_with_unit_scale(UMT5EncoderModel(text)),
+            transformer=WanTransformer3DModel(
+                num_attention_heads=2,
+                attention_head_dim=12,
+                in_channels=channels,
+                out_channels=channels,
+                text_dim=TEXT_WIDTH,
+                freq_dim=32,
+                ffn_dim=32,
+                num_layers=2,
+                rope_max_seq_len=128,
+            ),
+            vae=AutoencoderKLWan(
+                base_dim=4,
+                z_dim=channels,
+                dim_mult=[1, 1, 1, 1],
+                num_res_blocks=1,
+                temperal_downsample=[False, True, True],
+                **statistics,
+                **vae,
+            ),
+            scheduler=UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+            ),
+            expand_timesteps=expand_timesteps,
+        )
+
+
 def _with_unit_scale(encoder: torch.nn.Module) -> torch.nn.Module:
     """Random embeddings of unit scale: at the initialisers' 0.02 all prompts would look alike."""
     for module in encoder.modules():
@@ -561,16 +631,16 @@ def stir(actor, scale: float = 0.05) -> None:
 
 
 def flow_grpo_log_prob(latents, following, velocity, sigma, sigma_next, noise_level):
-    """Mean log-density of `following` `[B, ...]` in float64, by Flow-GRPO's equation 9; `sigma` below 1."""
+    """Mean log-density of `following` `[B, ...]` in float64, by Flow-GRPO's equation 9."""
     latents, following, velocity = latents.double(), following.double(), velocity.double()
     step = sigma - sigma_next
-    c = noise_level * (sigma / (1 - (sigma if sigma < 1 else sigma_next))) ** 0.5
+    c = noise_level * (sigma / (1 - (sigma if sigma < 0.999 else sigma_next))) ** 0.5
     drift = velocity + c**2 / (2 * sigma) * (latents + (1 - sigma) * velocity)
     density = torch.distributions.Normal(latents - drift * step, c * step**0.5)
     return density.log_prob(following).flatten(1).mean(1)
 
 
-def overrides(path, size: tuple[int, int], dtype: str) -> list[str]:
+def overrides(path, size: tuple[int, int], dtype: str, frames: int | None = None) -> list[str]:
     """What makes a recipe for a large model one for the tiny model at `path`, three steps long."""
     height, width = size
     return [
@@ -580,6 +650,7 @@ def overrides(path, size: tuple[int, int], dtype: str) -> list[str]:
         "model.max_sequence_length=128",
         f"sampling.height={height}",
         f"sampling.width={width}",
+        f"sampling.num_frames={'null' if frames is None else frames}",
         "rollout.prompts_per_step=2",
         "rollout.n=4",
         "trainer.device=cpu",
@@ -604,7 +675,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tiny = PIPELINES[arguments.family]
     folder = tiny.build(arguments.folder, getattr(torch, arguments.dtype))
-    print(*overrides(folder, tiny.size, arguments.dtype))
+    print(*overrides(folder, tiny.size, arguments.dtype, tiny.frames))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ for real models on GPUs; the header of each names its source, its engine and the
   qwen_image_ocr_lora_rollout_corr  qwen_image_ocr_lora_decoupled
   qwen_image_ocr_grpo_guard_lora  qwen_image_ocr_lora_24gb  qwen_image_ocr_lora_2x32gb
   flux_dev_pickscore_lora  flux2_klein_pickscore_lora  z_image_pickscore_lora  ovis_image_ocr_lora
-  flux_kontext_edit_lora  qwen_image_edit_plus_lora
+  flux_kontext_edit_lora  qwen_image_edit_plus_lora  wan_ocr_lora
 """
 
 

@@ -28,6 +28,7 @@ from flowcorr.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from flowcorr.models.sampling_plan import SamplingPlan, windows_of
 from flowcorr.models.sd3 import SD3
 from flowcorr.models.step_rule import check_step_rule
+from flowcorr.models.wan import Wan
 from flowcorr.models.z_image import ZImage
 
 FAMILIES: dict[str, type[ModelFamily]] = {
@@ -42,6 +43,7 @@ FAMILIES: dict[str, type[ModelFamily]] = {
         Flux2Klein,
         ZImage,
         OvisImage,
+        Wan,
     )
 }
 GUIDE = "examples/new_model.py shows how to add a family of your own, given as 'package.module:Class'"
@@ -149,6 +151,7 @@ def load_family(
         message = f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {' '.join(str(error).split())}"
         hint = f". {CONVERT.format(path)}" if "safetensors" in message else ""
         raise ConfigError(message + hint) from error
+    pipeline.scheduler = chosen.with_euler_steps(pipeline.scheduler)
     check_step_rule(pipeline.scheduler, path)
     pipeline.set_progress_bar_config(disable=True)
     if model.attention is not None:

@@ -207,6 +207,11 @@ class ModelFamily(ABC):
         """Whether the prompts come with the encoded negative prompt."""
         return cls.encodes_negative and getattr(guidance, cls.guidance_key) > 1
 
+    @classmethod
+    def with_euler_steps(cls, scheduler: Any) -> Any:
+        """The scheduler that takes Euler steps through the noise levels of the pipeline's; here, the pipeline's own."""
+        return scheduler
+
     @property
     def transformer(self) -> Any:
         return self.pipeline.transformer
@@ -225,14 +230,9 @@ class ModelFamily(ABC):
         """
 
     def sample_shape(self, height: int | None, width: int | None, num_frames: int | None) -> tuple[int, ...]:
-        """`L`, the latent shape of one sample; a family that makes videos overrides it.
+        """`L`, the latent shape of a sample of `num_frames` (null: the native number); see `latent_shape`.
 
-        Args:
-            height, width: see `latent_shape`.
-            num_frames: of a video (null: the native number).
-
-        Raises:
-            ConfigError: as `latent_shape`, or the model does not make so many frames.
+        A family that makes videos overrides it.
         """
         check_frames(num_frames, self.name, makes_videos=self.makes_videos)
         return self.latent_shape(height, width)
@@ -335,11 +335,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Pixels of final latents `[B, *L]`, from -1 to 1, neither clamped nor rounded.
-
-        Returns:
-            `[B, 3, H, W]`, or `[B, 3, F, H, W]` of a family that makes videos.
-        """
+        """Pixels `[B, 3, H, W]` or `[B, 3, F, H, W]` of final latents `[B, *L]`, -1 to 1, not clamped nor rounded."""
 
     def save_lora(
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]

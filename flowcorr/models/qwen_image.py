@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from flowcorr.models.base import (
     guided,
     with_negative,
 )
+from flowcorr.models.frame_vae import decode_frames, encode_frames
 from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
 
@@ -128,33 +128,11 @@ class QwenImage(PackedFamily):
         return velocity.unflatten(1, (rows, columns))
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        mean, std = self._scale(pixels)
-        latents = (self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode() - mean) / std
-        return self.pack(latents[:, :, 0])
-
-    def _scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and std of the VAE's latents `[1, channels, 1, 1, 1]`."""
-        config = self.pipeline.vae.config
-        mean, std = (
-            like.new_tensor(values).view(1, -1, 1, 1, 1)
-            for values in (config.latents_mean, config.latents_std)
-        )
-        return mean, std
+        return self.pack(encode_frames(self.pipeline.vae, pixels[:, :, None])[:, :, 0])
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        mean, std = self._scale(latents)
-        frames = self.unpack(latents)[:, :, None] * std + mean
-        decoded: list[Tensor] = []
-        hook = vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.append(pixels))
-        try:
-            pixels = vae.decode(frames.to(vae.dtype), return_dict=False)[0]
-        finally:
-            hook.remove()
-        # diffusers clamps this decoder's pixels, which makes an infinite one a white or a black one.
-        finite = torch.stack([part.isfinite().flatten(1).all(1) for part in decoded]).all(0)
-        return pixels[:, :, 0].masked_fill(~finite.view(-1, 1, 1, 1), math.nan)
+        return decode_frames(self.pipeline.vae, self.unpack(latents)[:, :, None])[:, :, 0]
 
 
 def guided_at_equal_norm(velocity: Tensor, scale: float) -> Tensor:

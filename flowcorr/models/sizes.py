@@ -18,6 +18,20 @@ def check_frames(num_frames: int | None, family: str, *, makes_videos: bool) -> 
         )
 
 
+def check_frame_count(num_frames: int, factor: int) -> None:
+    """Check that `num_frames` is one frame more than a multiple of `factor`, as a VAE that packs frames makes them.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if num_frames % factor != 1 % factor:
+        below = (num_frames - 1) // factor * factor + 1
+        raise ConfigError(
+            f"sampling.num_frames={num_frames} does not fit the model: it must be a multiple of {factor} and one more, "
+            f"such as {below} or {below + factor}"
+        )
+
+
 def check_size(
     height: int | None,
     width: int | None,

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from flowcorr.errors import BackendError
-from flowcorr.records import Prompt
+from flowcorr.records import ImageArray, Prompt
 from flowcorr.rewards.references import references_of
 
 MIN_WIDTH, MAX_WIDTH, MAX_PICTURES = 128, 256, 48
@@ -18,16 +18,16 @@ _CAPTION_HEIGHT, _GAP = 18, 4
 
 
 def labelled(
-    images: np.ndarray, prompts: Sequence[Prompt], scores: np.ndarray | None = None
+    images: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None = None
 ) -> list[Image.Image]:
-    """The first `MAX_PICTURES` images of `[B, H, W, 3]` uint8, each above its target and score.
+    """The first `MAX_PICTURES` images, each above its target and score; of a video, its first, middle and last frame.
 
     Small ones are enlarged by a whole factor, large ones reduced. The reference images of an edit stand to its left.
     """
-    references = references_of(prompts[:MAX_PICTURES], *images.shape[1:3])
+    references = references_of(prompts[:MAX_PICTURES], *images.shape[-3:-1])
     pictures = []
     for index, (pixels, prompt) in enumerate(zip(images[:MAX_PICTURES], prompts[:MAX_PICTURES], strict=True)):
-        row = [_fit(Image.fromarray(part)) for part in (*references[index], pixels)]
+        row = [_fit(Image.fromarray(part)) for part in (*references[index], *_shown(pixels))]
         picture = row[-1]
         canvas = Image.new("RGB", (len(row) * picture.width, picture.height + _CAPTION_HEIGHT), "white")
         for place, part in enumerate(row):
@@ -43,9 +43,9 @@ def labelled(
 
 
 def image_grid(pictures: Sequence[Image.Image], *, columns: int = 8) -> Image.Image:
-    """Pictures of one size in rows of `columns`."""
+    """Pictures of one size in rows of at most `columns`, and of fewer if they are wide."""
     width, height = pictures[0].size
-    columns = min(columns, len(pictures))
+    columns = min(max(1, columns * MAX_WIDTH // width), columns, len(pictures))
     rows = math.ceil(len(pictures) / columns)
     canvas = Image.new("RGB", (columns * (width + _GAP) - _GAP, rows * (height + _GAP) - _GAP), "white")
     for index, picture in enumerate(pictures):
@@ -85,6 +85,13 @@ def before_after(folder: Path) -> None:
     joined.paste(halves[0], (0, 0))
     joined.paste(halves[1], (halves[0].width + 24, 0))
     save_image(joined, folder / "before_after.png")
+
+
+def _shown(pixels: np.ndarray) -> list[np.ndarray]:
+    """An image `[H, W, 3]`, or the first, the middle and the last frame of a video `[F, H, W, 3]`."""
+    if pixels.ndim == 3:
+        return [pixels]
+    return [pixels[place] for place in sorted({0, len(pixels) // 2, len(pixels) - 1})]
 
 
 def _fit(picture: Image.Image) -> Image.Image:

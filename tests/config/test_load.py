@@ -60,6 +60,7 @@ def test_shipped_recipes():
         "tiny_ocr_lora",
         "tiny_ocr_lora_bypass",
         "tiny_ocr_lora_grpo_guard",
+        "wan_ocr_lora",
         "z_image_pickscore_lora",
     ]
 

@@ -53,7 +53,7 @@ def assert_an_adapter_is_learned_and_loads(
     fresh: ModelFamily,
     inputs: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], Guidance],
     folder: Path,
-    size: tuple[int, int],
+    size: tuple[int, ...],
 ) -> None:
     """One update, and the saved adapter gives a fresh pipeline the same velocities.
 
@@ -62,7 +62,7 @@ def assert_an_adapter_is_learned_and_loads(
         fresh: the family anew, without an adapter.
         inputs: latents, timesteps, conditioning and guidance, at which velocities are compared.
         folder: where the adapter is saved.
-        size: height and width of the images.
+        size: height and width of the images, after the frames of videos.
     """
     family, actor, engine, conditioning = connected
     rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.models.sizes import check_size
+from flowcorr.models.sizes import check_frame_count, check_size
 
 
 def test_sizes_are_multiples_and_the_error_names_one():
@@ -14,3 +14,13 @@ def test_sizes_are_multiples_and_the_error_names_one():
         ConfigError, match=r"^trainer\.eval_height=80 is larger than .* allow; use at most 64$"
     ):
         check_size(80, None, 16, largest=64, section="trainer.eval_")
+
+
+def test_frames_are_one_more_than_a_multiple():
+    for num_frames in (1, 5, 81):
+        check_frame_count(num_frames, 4)
+    check_frame_count(2, 1)
+    with pytest.raises(
+        ConfigError, match=r"sampling\.num_frames=16 .* multiple of 4 and one more, such as 13 or 17"
+    ):
+        check_frame_count(16, 4)

@@ -22,7 +22,8 @@ def paths(tmp_path_factory):
 def loaded(paths, name, dtype, samples=3):
     family = load_family(ModelConfig(path=paths[name], dtype=dtype), text_encoders=False)
     draw = torch.Generator().manual_seed(0)
-    return family, torch.randn(samples, *family.latent_shape(*PIPELINES[name].size), generator=draw)
+    tiny = PIPELINES[name]
+    return family, torch.randn(samples, *family.sample_shape(*tiny.size, tiny.frames), generator=draw)
 
 
 @torch.no_grad()

@@ -74,3 +74,14 @@ def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "images").write_text("a file")
     with pytest.raises(BackendError, match=r"images/grid.png cannot be written"):
         save_image(Image.new("RGB", (1, 1)), tmp_path / "images" / "grid.png")
+
+
+def test_a_video_shows_its_first_middle_and_last_frame():
+    levels = np.array([0, 50, 100, 150, 200], dtype=np.uint8)
+    videos = np.broadcast_to(levels[None, :, None, None, None], (7, 5, 32, 64, 3))
+    pictures = labelled(videos, [Prompt(text="a cat")] * 7)
+    frames = [pictures[0].getpixel((x, 10)) for x in (64, 132 + 64, 264 + 64)]
+    assert frames == [(0,) * 3, (100,) * 3, (200,) * 3]
+    assert image_grid(pictures).width == 5 * (pictures[0].width + 4) - 4  # 2048 pixels hold five of them
+    one = labelled(videos[:1, :1], [Prompt(text="a cat")])
+    assert one[0].width == 128

@@ -62,7 +62,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
-    """Recipe -> folder of its family's tiny pipeline in bfloat16, and image size; each is built once."""
+    """Recipe -> folder of its family's tiny pipeline in bfloat16, and the pipeline's row; each is built once."""
     root = tmp_path_factory.mktemp("models")
 
     def get(recipe):
@@ -70,7 +70,7 @@ def tiny_model(tmp_path_factory):
         folder = root / tiny.build.__name__
         if not folder.exists():
             tiny.build(folder, dtype=torch.bfloat16)
-        return folder, tiny.size
+        return folder, tiny
 
     return get
 
@@ -99,7 +99,8 @@ def small(tiny_model, tmp_path):
     """`small(recipe, *overrides)` loads a recipe with its tiny model, few samples and the first of its prompts."""
 
     def small(recipe, *overrides):
-        folder, (height, width) = tiny_model(recipe)
+        folder, tiny = tiny_model(recipe)
+        height, width = tiny.size
         prompts = tmp_path / "prompts.jsonl"
         shipped = ROOT / load(recipe).data.path
         lines = shipped.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -111,6 +112,7 @@ def small(tiny_model, tmp_path):
             f"model.path={folder}",
             f"sampling.height={height}",
             f"sampling.width={width}",
+            f"sampling.num_frames={tiny.frames or 'null'}",
             f"data.path={prompts}",
         )
         return load(recipe, [*SMALL, *swap, *overrides])

@@ -9,7 +9,7 @@ from flowcorr.instruments.metrics.table import rows_of
 from flowcorr.instruments.plan.pipelines import Architecture, family_class, local_architecture
 from flowcorr.models import resolve_family
 from flowcorr.models.base import check_sampling
-from flowcorr.models.sizes import check_size
+from flowcorr.models.sizes import check_frame_count, check_size
 from flowcorr.rewards import check_prompts as check_prompts_of
 from flowcorr.rewards import check_terms
 from flowcorr.trackers import resolve_tracker
@@ -58,11 +58,12 @@ def check_prompts(config: Config) -> None:
 def size_limits(architecture: Architecture) -> tuple[int, int | None]:
     """The number that heights and widths in pixels must be multiples of, and the largest, if there is one."""
     vae, transformer = architecture.configs["vae"], architecture.configs["transformer"]
-    halvings = (
-        len(vae["block_out_channels"]) - 1 if "block_out_channels" in vae else len(vae["temperal_downsample"])
-    )
+    if "temperal_downsample" in vae:
+        factor = 2 ** len(vae["temperal_downsample"]) * (vae.get("patch_size") or 1)
+    else:
+        factor = 2 ** (len(vae["block_out_channels"]) - 1)
     positions = transformer.get("pos_embed_max_size")
-    multiple = 2**halvings * (_PATCH if positions is None else transformer["patch_size"])
+    multiple = factor * (_PATCH if positions is None else transformer["patch_size"])
     return multiple, None if positions is None else multiple * positions
 
 
@@ -70,4 +71,8 @@ def _check_sizes(config: Config, architecture: Architecture) -> None:
     multiple, largest = size_limits(architecture)
     sampling, trainer = config.sampling, config.trainer
     check_size(sampling.height, sampling.width, multiple, largest=largest)
+    if sampling.num_frames is not None:
+        check_frame_count(
+            sampling.num_frames, 2 ** sum(architecture.configs["vae"].get("temperal_downsample", ()))
+        )
     check_size(trainer.eval_height, trainer.eval_width, multiple, largest=largest, section="trainer.eval_")

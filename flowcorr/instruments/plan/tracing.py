@@ -365,7 +365,11 @@ def _workspace(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fl
     if packet is _aten.convolution:
         return args[0].nbytes
     mask = kwargs.get("attn_mask")
-    if packet is _aten._scaled_dot_product_flash_attention_for_cpu and mask is not None and mask.stride(-1) != 1:
+    if (
+        packet is _aten._scaled_dot_product_flash_attention_for_cpu
+        and mask is not None
+        and mask.stride(-1) != 1
+    ):
         query, key, value = args[:3]
         scores = query.numel() // query.shape[-1] * key.shape[-2]
         return 4 * (2 * scores + query.numel() + key.numel() + value.numel())

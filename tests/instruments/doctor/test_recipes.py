@@ -30,7 +30,7 @@ def model(tmp_path_factory):
         tiny = tiny_pipelines.of_recipe(recipe)
         if (tiny.build, dtype) not in built:
             built[tiny.build, dtype] = tiny.build(root / f"{tiny.build.__name__}_{dtype}", DTYPES[dtype])
-        return tiny_pipelines.overrides(built[tiny.build, dtype], tiny.size, dtype)
+        return tiny_pipelines.overrides(built[tiny.build, dtype], tiny.size, dtype, tiny.frames)
 
     return get
 

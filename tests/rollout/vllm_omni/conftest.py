@@ -80,8 +80,9 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
 
     # Twice as large as elsewhere: the noise of a log-prob in bfloat16 falls with the number of latents.
     height, width = (32, 64) if family == "tiny_ocr" else (2 * side for side in FAMILIES[family].size)
+    frames = None if family == "tiny_ocr" else FAMILIES[family].frames
     sampling = {
-        "height": height, "width": width, "num_inference_steps": 5, "sde_window_range": (0, 3),
+        "height": height, "width": width, "num_frames": frames, "num_inference_steps": 5, "sde_window_range": (0, 3),
         **sections.get("sampling", {}),
     }  # fmt: skip
     rollout = {

@@ -1,0 +1,135 @@
+"""Wan: videos from text, one language model as encoder, classifier-free guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcorr.errors import ConfigError
+from flowcorr.models.base import (
+    Conditioning,
+    Guidance,
+    InVllmOmni,
+    ModelFamily,
+    Schedule,
+    TextShapes,
+    guided,
+    with_negative,
+)
+from flowcorr.models.frame_vae import decode_frames
+from flowcorr.models.sizes import check_frame_count, check_size
+from flowcorr.records import Prompt
+
+_HEIGHT, _WIDTH, _FRAMES = 480, 832, 81  # defaults of the pipeline's call
+
+
+class Wan(ModelFamily):
+    """`WanPipeline`, text to video: Wan 2.1, and Wan 2.2 TI2V 5B; guidance is on above `guidance_scale` 1.
+
+    `L` is `(channels, latent frames, rows, columns)`. TI2V's pipeline feeds its transformer a timestep a token, for
+    videos that begin with a given image. Without one they are all equal, and so is the velocity at one timestep a
+    sample, which is fed here.
+
+    Published checkpoints have a UniPC scheduler. Its noise levels are kept, and its steps are replaced by Euler's.
+
+    Raises:
+        ConfigError: the model has a second transformer for low noise levels, as Wan 2.2 A14B has.
+    """
+
+    name = "wan"
+    pipeline_class = "WanPipeline"
+    lora_targets = tuple(
+        f"{attention}.{layer}"
+        for attention in ("attn1", "attn2")
+        for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+    makes_videos = True
+    vllm_omni = InVllmOmni(
+        transformer="vllm_omni.diffusion.models.wan2_2.wan2_2_transformer:WanTransformer3DModel",
+        vae="vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan:DistributedAutoencoderKLWan",
+        layer_suffix=("to_out.0", "to_out"),
+    )
+
+    def __init__(self, pipeline: Any, *, dtype: torch.dtype, max_sequence_length: int | None = None) -> None:
+        if getattr(pipeline, "transformer_2", None) is not None:
+            raise ConfigError(
+                "the model has two transformers, one for high and one for low noise levels, and flowcorr trains models "
+                "with one, such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers or Wan-AI/Wan2.2-TI2V-5B-Diffusers"
+            )
+        super().__init__(pipeline, dtype=dtype, max_sequence_length=max_sequence_length)
+
+    @classmethod
+    def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:
+        width = configs["transformer"]["text_dim"]
+        return TextShapes(tokens={"text_encoder": length}, conditioning={"prompt_embeds": (length, width)})
+
+    @classmethod
+    def with_euler_steps(cls, scheduler: Any) -> Any:
+        if type(scheduler).__name__ != "UniPCMultistepScheduler":
+            return scheduler
+        steps = scheduler.config.num_train_timesteps
+        # Of the first order and without its corrector, UniPC's step is Euler's.
+        return type(scheduler).from_config(
+            scheduler.config, solver_order=1, disable_corrector=list(range(steps))
+        )
+
+    def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor_spatial
+        height, width = height or _HEIGHT, width or _WIDTH
+        _, rows, _ = self.transformer.config.patch_size
+        check_size(height, width, rows * factor)
+        return (self.transformer.config.in_channels, height // factor, width // factor)
+
+    def sample_shape(self, height: int | None, width: int | None, num_frames: int | None) -> tuple[int, ...]:
+        factor, num_frames = self.pipeline.vae_scale_factor_temporal, num_frames or _FRAMES
+        check_frame_count(num_frames, factor)
+        channels, rows, columns = self.latent_shape(height, width)
+        return (channels, (num_frames - 1) // factor + 1, rows, columns)
+
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        return latent_shape[1] * super().image_tokens(latent_shape)
+
+    def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
+        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
+        scheduler.set_timesteps(num_inference_steps)
+        return Schedule(
+            sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.float().tolist())
+        )
+
+    @torch.no_grad()
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
+        is_guided = guidance.guidance_scale > 1
+        embeds, negative = self.pipeline.encode_prompt(
+            [prompt.text for prompt in prompts],
+            negative_prompt=guidance.negative_prompt,
+            do_classifier_free_guidance=is_guided,
+            max_sequence_length=self.text_tokens,
+        )
+        return {"prompt_embeds": embeds} | ({"negative_prompt_embeds": negative} if is_guided else {})
+
+    def velocity(
+        self,
+        transformer: Callable[..., Any],
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Mapping[str, Tensor],
+        guidance: Guidance,
+    ) -> Tensor:
+        is_guided = guidance.guidance_scale > 1
+        if is_guided:
+            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
+        embeds = conditioning["prompt_embeds"]
+        velocity = transformer(
+            hidden_states=latents.to(embeds.dtype),
+            timestep=timesteps,
+            encoder_hidden_states=embeds,
+            return_dict=False,
+        )[0].float()
+        return guided(velocity, guidance.guidance_scale) if is_guided else velocity
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        return decode_frames(self.pipeline.vae, latents)
