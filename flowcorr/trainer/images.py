@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +61,20 @@ def save_image(picture: Image.Image, path: Path) -> None:
     Raises:
         BackendError: the folder cannot be written to, such as when the disk is full.
     """
+    with writing(path):
+        picture.save(path)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of `path`, which is written inside this context.
+
+    Raises:
+        BackendError: the folder cannot be written to, such as when the disk is full.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        yield
     except OSError as error:
         raise BackendError(
             f"{path} cannot be written ({error.strerror or error}); make room, then continue with --resume"

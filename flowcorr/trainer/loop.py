@@ -26,13 +26,14 @@ from flowcorr.trainer.best import Best, best_checkpoint, best_so_far
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.evaluate import Evaluation, evaluate
 from flowcorr.trainer.events import EventLog
-from flowcorr.trainer.images import before_after, image_grid, labelled, save_image
+from flowcorr.trainer.images import before_after, image_grid, labelled
 from flowcorr.trainer.log_probs import save_terms
 from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_run, check_prompts_per_rank
 from flowcorr.trainer.signals import REPEAT, StopSignals
 from flowcorr.trainer.step import StepResult, train_step
+from flowcorr.trainer.videos import save_film, save_samples
 from flowcorr.workers.rollout import RayRollout
 
 logger = logging.getLogger(__name__)
@@ -293,9 +294,9 @@ class _Loop:
         metrics = self.evaluation.metrics
         self.best = best_so_far(self.best, self.config.trainer.best_metric, self.step, metrics)
         if distributed.is_main():
-            pictures = labelled(self.evaluation.images, self.data.heldout, self.evaluation.scores)
             name = "before" if self.step == 0 else "after"
-            save_image(image_grid(pictures), self.out_dir / run_folder.IMAGES / f"eval_{name}.png")
+            path = self.out_dir / run_folder.IMAGES / f"eval_{name}"
+            save_samples(self.evaluation.images, self.data.heldout, self.evaluation.scores, path)
         self.observer.on_eval(self.step, metrics)
         return metrics
 
@@ -313,6 +314,9 @@ class _Loop:
         grid = image_grid(labelled(result.images, result.prompts, result.scores))
         for tracker in self.trackers:
             tracker.log_images({"rollout": [grid]}, self.step)
+        if result.images.ndim == 5:
+            path = self.out_dir / run_folder.IMAGES / f"rollout_{self.step:06d}"
+            save_film(result.images, result.prompts, result.scores, path)
 
     # Checkpoints -----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The images of a run, as they stand in its page: PNG files that lie in the run's own folder."""
+"""The images and films of a run, as they stand in its page: files that lie in the run's own folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from flowcorr.trackers import IMAGES_FOLDER
 MAX_GRIDS = 4
 # Larger images are shown smaller and compressed, so that the page of three runs stays below 2 MB.
 MAX_IMAGE_BYTES = 100_000
+MAX_FILM_BYTES = 1_000_000
 _MAX_FILE_BYTES = 2**26
 _ODD = (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning)
+_FILMS = {".mp4": "video/mp4", ".webp": "image/webp"}
 _ROLLOUT = re.compile(r"rollout_([0-9]{1,12})_[0-9]+\.png")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An image in a page.
+    """An image or a film in a page.
 
     Attributes:
         title: what it shows.
@@ -44,16 +46,20 @@ class Picture:
     def html(self) -> Markup:
         """It inside a page."""
         return Markup(
-            '<figure class="card{}"><figcaption>{}</figcaption>'
-            '<div class="scroll"><img alt="{}" src="{}"></div></figure>'
-        ).format(" full" if self.full else "", self.title, self.title, self.source)
+            '<figure class="card{}"><figcaption>{}</figcaption><div class="scroll">{}</div></figure>'
+        ).format(" full" if self.full else "", self.title, self._element())
+
+    def _element(self) -> Markup:
+        if self.source.startswith("data:video/"):
+            return Markup('<video controls loop muted src="{}"></video>').format(self.source)
+        return Markup('<img alt="{}" src="{}">').format(self.title, self.source)
 
     def png(self, note: str = "") -> None:
         """Nothing: it has a file already."""
 
 
 def pictures(run: Run) -> list[Picture]:
-    """The held-out images before and after, and those of some training steps.
+    """The held-out images before and after, those of some training steps, and the last films of videos.
 
     Warns:
         UserWarning: a file is no image, or lies outside the run's folder; it is left out.
@@ -94,6 +100,15 @@ def _chosen(run: Run) -> Iterator[tuple[str, Path, bool]]:
             drift = drifts[step]
             caption += f", the furthest from the start: {drift.metric} {drift.start:.3g} → {drift.now:.3g}"
         yield caption, grids[step], False
+    for kind, caption in (("eval_*", "held out, moving"), ("rollout_*", "rollouts, moving")):
+        films = [path for suffix in _FILMS for path in folder.glob(f"{kind}{suffix}")]
+        if films:
+            yield caption, max(films, key=_age), False
+
+
+def _age(path: Path) -> tuple[bool, str]:
+    """Films in the order in which they were made: `eval_after` comes after `eval_before`."""
+    return "before" not in path.stem, path.name
 
 
 def _drifts(run: Run) -> dict[int, ImageDrift]:
@@ -109,6 +124,8 @@ def _source(path: Path, folder: Path) -> str:
         raise ValueError("it is a link that leads out of the run's folder")
     if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
         raise ValueError(f"it must be a file of at most {_MAX_FILE_BYTES} bytes")
+    if path.suffix in _FILMS:
+        return _film(path)
     data, kind = path.read_bytes(), "png"
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -126,3 +143,13 @@ def _source(path: Path, folder: Path) -> str:
         small.save(buffer, format="WEBP", quality=80)
         data, kind, side = buffer.getvalue(), "webp", side * 3 // 4
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
+
+
+def _film(path: Path) -> str:
+    """A film as the `src` of its element; raises one of `_ODD` where it is none, or too large for a page."""
+    if path.stat().st_size > MAX_FILM_BYTES:
+        raise ValueError(f"a page holds films of at most {MAX_FILM_BYTES} bytes; open the file itself")
+    data = path.read_bytes()
+    if data[4:8] != b"ftyp" and (data[:4], data[8:12]) != (b"RIFF", b"WEBP"):
+        raise ValueError("it is no film")
+    return f"data:{_FILMS[path.suffix]};base64,{base64.b64encode(data).decode('ascii')}"

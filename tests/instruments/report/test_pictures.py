@@ -1,15 +1,20 @@
 """The images of a run: of its own folder, and nothing but images."""
 
+import base64
 import os
 import struct
+import sys
 import zlib
 
+import numpy as np
 import pytest
 from instruments.run_folders import write_run
 from PIL import Image
 
-from flowcorr.instruments.report.pictures import MAX_GRIDS, pictures
+from flowcorr.instruments.report.pictures import MAX_FILM_BYTES, MAX_GRIDS, pictures
 from flowcorr.instruments.report.runs import read_run
+from flowcorr.records import Prompt
+from flowcorr.trainer.videos import save_film
 
 
 @pytest.fixture
@@ -122,3 +127,29 @@ def test_of_many_images_some_are_shown(folder):
     for place in range(40):
         Image.new("RGB", (8, 8)).save(folder / "images" / f"eval_{place:03d}.png")
     assert len(captions(folder)) == MAX_GRIDS + 1
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".webp"])
+def test_the_last_films_of_a_run_are_shown(suffix, folder, monkeypatch):
+    if suffix == ".webp":
+        monkeypatch.setitem(sys.modules, "av", None)
+    else:
+        pytest.importorskip("av")
+    videos = np.zeros((2, 3, 32, 32, 3), dtype=np.uint8)
+    for name in ("eval_before", "eval_after", "rollout_000002", "rollout_000010"):
+        save_film(videos + len(name), [Prompt(text="a cat")] * 2, None, folder / "images" / name)
+    found = {picture.title: picture for picture in pictures(read_run(folder))}
+    assert list(found)[-2:] == ["held out, moving", "rollouts, moving"]
+    for title, name in (("held out, moving", "eval_after"), ("rollouts, moving", "rollout_000010")):
+        data = base64.b64encode((folder / "images" / f"{name}{suffix}").read_bytes()).decode()
+        assert found[title].source.endswith(data)
+        assert ("<video" in found[title].html()) == (suffix == ".mp4")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"), [(b"a private key", "it is no film"), (b"0" * (MAX_FILM_BYTES + 1), "at most")]
+)
+def test_a_file_that_is_no_film_is_left_out(data, message, folder):
+    (folder / "images" / "rollout_000002.mp4").write_bytes(data)
+    with pytest.warns(UserWarning, match=f"rollout_000002.mp4 is not shown: .*{message}"):
+        assert "rollouts, moving" not in captions(folder)

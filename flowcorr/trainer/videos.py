@@ -1,0 +1,81 @@
+"""Films of sampled videos with their prompts, for a person to look at."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from flowcorr.records import ImageArray, Prompt
+from flowcorr.trainer.images import image_grid, labelled, save_image, writing
+
+MAX_VIDEOS = 8
+FRAMES_A_SECOND = 16  # of Wan 2.1
+
+
+def save_film(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path) -> None:
+    """Write the first `MAX_VIDEOS` videos side by side: as MP4, or as animated WebP where PyAV is not installed.
+
+    Args:
+        videos: `[B, F, H, W, 3]` uint8; one frame of all at a time is drawn.
+        prompts: of the videos.
+        scores: `[B]`, shown below them.
+        path: without the suffix, which is `.mp4` or `.webp`.
+
+    Raises:
+        BackendError: the folder cannot be written to, such as when the disk is full.
+    """
+    try:
+        import av  # noqa: F401
+    except ImportError:
+        path = path.with_name(f"{path.name}.webp")
+        write = _write_webp
+    else:
+        path = path.with_name(f"{path.name}.mp4")
+        write = _write_mp4
+    with writing(path):
+        write(_frames(videos[:MAX_VIDEOS], prompts[:MAX_VIDEOS], scores), path)
+
+
+def save_samples(
+    images: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path
+) -> None:
+    """Write a grid of images as PNG to `path` without its suffix, and beside it the film of videos.
+
+    Raises:
+        BackendError: the folder cannot be written to, such as when the disk is full.
+    """
+    save_image(image_grid(labelled(images, prompts, scores)), path.with_name(f"{path.name}.png"))
+    if images.ndim == 5:
+        save_film(images, prompts, scores, path)
+
+
+def _frames(
+    videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None
+) -> Iterator[Image.Image]:
+    """Grids of the videos' frames, one after the other."""
+    for frame in range(videos.shape[1]):
+        yield image_grid(labelled(videos[:, frame], prompts, scores), columns=4)
+
+
+def _write_mp4(frames: Iterator[Image.Image], path: Path) -> None:
+    import av
+
+    first = next(frames)
+    with av.open(str(path), mode="w", format="mp4") as film:
+        stream = film.add_stream("libx264", rate=FRAMES_A_SECOND, options={"crf": "18"})
+        stream.pix_fmt = "yuv420p"  # which browsers play; its colours are of 2 x 2 pixels, so sides are even
+        stream.width, stream.height = first.width + first.width % 2, first.height + first.height % 2
+        for frame in itertools.chain([first], frames):
+            even = Image.new("RGB", (stream.width, stream.height), "white")
+            even.paste(frame)
+            film.mux(stream.encode(av.VideoFrame.from_image(even)))
+        film.mux(stream.encode())
+
+
+def _write_webp(frames: Iterator[Image.Image], path: Path) -> None:
+    first, *rest = frames
+    first.save(path, save_all=True, append_images=rest, duration=1000 // FRAMES_A_SECOND, loop=0, quality=80)

@@ -1,0 +1,119 @@
+"""Films of videos, and a run that makes videos from its first step to its report."""
+
+import math
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import tiny_pipelines
+from PIL import Image
+
+from flowcorr.config import load
+from flowcorr.records import Prompt
+from flowcorr.trackers.jsonl import read_metrics
+from flowcorr.trainer import train
+from flowcorr.trainer.events import read_events
+from flowcorr.trainer.videos import MAX_VIDEOS, save_film, save_samples
+from tests.trainer.runs import assert_same_run
+
+LEVELS = np.linspace(0, 255, 5).astype(np.uint8)
+VIDEOS = np.broadcast_to(LEVELS[:, None, None, None], (10, 5, 31, 40, 3))
+PROMPTS = [Prompt(text="a cat")] * 10
+
+
+def brightness(path):
+    """Levels of a pixel of the first video, frame by frame."""
+    if path.suffix == ".webp":
+        with Image.open(path) as film:
+            frames = [film.seek(frame) or film.convert("RGB") for frame in range(film.n_frames)]
+    else:
+        av = pytest.importorskip("av")
+        with av.open(str(path)) as film:
+            frames = [frame.to_image() for frame in film.decode(video=0)]
+    assert len({frame.size for frame in frames}) == 1
+    return [frame.getpixel((20, 20))[0] for frame in frames], frames[0].size
+
+
+def test_a_film_shows_every_frame(tmp_path):
+    pytest.importorskip("av")
+    save_samples(VIDEOS, PROMPTS, None, tmp_path / "images" / "eval_after")
+    assert {path.name for path in (tmp_path / "images").iterdir()} == {"eval_after.png", "eval_after.mp4"}
+    levels, size = brightness(tmp_path / "images" / "eval_after.mp4")
+    assert levels == pytest.approx(LEVELS.tolist(), abs=3)
+    assert size[0] % 2 == size[1] % 2 == 0
+    assert size[0] == 4 * 120 + 3 * 4  # of the first eight videos, in rows of four
+    assert MAX_VIDEOS == 8
+
+
+def test_without_av_it_is_an_animated_webp(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    save_film(VIDEOS, PROMPTS, np.zeros(10), tmp_path / "rollout_000002")
+    levels, _ = brightness(tmp_path / "rollout_000002.webp")
+    assert levels == pytest.approx(LEVELS.tolist(), abs=6)
+
+
+def test_images_have_no_film(tmp_path):
+    save_samples(VIDEOS[:, 0], PROMPTS, None, tmp_path / "eval_before")
+    assert [path.name for path in tmp_path.iterdir()] == ["eval_before.png"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_pipelines.build_tiny_wan(tmp_path_factory.mktemp("wan"))
+
+
+def run_config(model, *overrides):
+    """Two training steps of 17 frames of 64 x 64 pixels."""
+    return load(
+        "wan_ocr_lora",
+        [
+            *tiny_pipelines.overrides(model, (64, 64), "float32", 17),
+            "model.max_sequence_length=24",
+            "rollout.n=2",
+            "sampling.num_inference_steps=6",
+            "sampling.sde_window_size=2",
+            'reward.terms=[{"name":"jpeg_incompressibility","frames":"every 8"}]',
+            "data.num_heldout=2",
+            "trainer.total_steps=2",
+            "trainer.eval_num_inference_steps=3",
+            "trainer.image_every=1",
+            "trainer.save_every=1",
+            "trainer.keep_checkpoints=3",
+            *overrides,
+        ],
+    )
+
+
+@pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_ppo_clip"])
+def test_a_run_of_videos(model, preset, tmp_path):
+    from flowcorr.instruments.report import report, write_report
+
+    config = run_config(model, f"algorithm.rollout_correction.preset={preset}")
+    folder = tmp_path / "run"
+    result = train(config, folder)
+    assert (result.status, result.step) == ("finished", 2)
+    records = [record for record in read_metrics(folder / "metrics.jsonl") if "reward/mean" in record]
+    assert len(records) == 2
+    for record in records:
+        assert all(math.isfinite(value) for value in record.values())
+        assert record["actor/grad_norm"] > 0
+        assert record["rollout/num_elements"] == 16 * 5 * 8 * 8
+        assert record["reward/image/motion"] > 0
+        assert record["rollout_corr/logprob_abs_diff_mean"] < 1e-5
+    films = {path.name for path in (folder / "images").glob("*.mp4")}
+    assert films == {"eval_before.mp4", "eval_after.mp4", "rollout_000001.mp4", "rollout_000002.mp4"}
+    (event,) = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "frames"]
+    assert event["rules"] == {"jpeg_incompressibility": "every 8"}
+    write_report(report([folder]), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:video/mp4;base64,") == 2
+
+
+def test_a_run_of_videos_resumes_to_equal_bits(model, tmp_path):
+    config = run_config(model, "trainer.image_every=0")
+    train(config, tmp_path / "whole")
+    folder = shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints" / "step_000002")
+    assert train(config, folder, resume=True).step == 2
+    assert_same_run(tmp_path / "whole", folder)
