@@ -358,9 +358,9 @@ class _Counting(TorchDispatchMode):
 def _workspace(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Bytes that a GPU's kernel takes beside its inputs and outputs.
 
-    A convolution turns the channels of its input to the end. Attention under a mask whose rows are not contiguous, as T5's
-    biases are in transformers 5.17, has no fused kernel: it computes in float32 and stores the scores twice. So decoders'
-    peaks are planned at 0.94 of those that an H200 showed, and T5's as high.
+    A convolution turns the channels of its input to the end. Attention under a mask whose rows are not contiguous, as
+    T5's biases are in transformers 5.17, has no fused kernel: it computes in float32 and stores the scores twice. So
+    decoders' peaks, and those of T5, are planned at 0.94 of what an H200 showed.
     """
     if packet is _aten.convolution:
         return args[0].nbytes
