@@ -53,13 +53,13 @@ class Wan(ModelFamily):
         layer_suffix=("to_out.0", "to_out"),
     )
 
-    def __init__(self, pipeline: Any, *, dtype: torch.dtype, max_sequence_length: int | None = None) -> None:
+    def __init__(self, pipeline: Any, **options: Any) -> None:
         if getattr(pipeline, "transformer_2", None) is not None:
             raise ConfigError(
                 "the model has two transformers, one for high and one for low noise levels, and flowcorr trains models "
                 "with one, such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers or Wan-AI/Wan2.2-TI2V-5B-Diffusers"
             )
-        super().__init__(pipeline, dtype=dtype, max_sequence_length=max_sequence_length)
+        super().__init__(pipeline, **options)
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:

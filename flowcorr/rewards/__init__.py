@@ -14,9 +14,6 @@ from flowcorr.rewards.combine import (
     REWARDS,
     WeightedSum,
     build_reward,
-    check_prompts,
-    check_tags,
-    check_targets,
     check_terms,
     frame_rules,
     known_scores,
@@ -26,6 +23,7 @@ from flowcorr.rewards.http import HttpReward
 from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
 from flowcorr.rewards.pickscore import PickScore
+from flowcorr.rewards.prompt_checks import check_prompts, check_tags, check_targets
 from flowcorr.rewards.reference_similarity import ReferenceSimilarity
 from flowcorr.rewards.thread import ThreadReward, scored_ahead
 from flowcorr.rewards.vlm_judge import VlmJudge

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.advantages import group_advantages
-from flowcorr.config.task import RewardConfig, RewardTerm
+from flowcorr.config.task import RewardTerm
 from flowcorr.errors import BackendError, ConfigError, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.records import ImageArray, Prompt
@@ -26,9 +25,7 @@ from flowcorr.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from flowcorr.rewards.ocr import OcrReward
 from flowcorr.rewards.pickscore import PickScore
 from flowcorr.rewards.reference_similarity import ReferenceSimilarity
-from flowcorr.rewards.references import check_references
 from flowcorr.rewards.slow import reported_when_slow
-from flowcorr.rewards.targets import is_ambiguous, target_of, why_without_target
 from flowcorr.rewards.vlm_judge import VlmJudge
 
 REWARDS: Mapping[str, Callable[..., Reward]] = {
@@ -247,30 +244,6 @@ def build_reward(
     )
 
 
-def check_tags(terms: Sequence[RewardTerm], gold: Sequence[RewardTerm], prompts: Sequence[Prompt]) -> None:
-    """Check that a term scores each prompt, and that each tag of a term is that of a prompt.
-
-    Raises:
-        ConfigError: a prompt would get no reward, or no prompt has a tag that a term names.
-    """
-    found = dict.fromkeys(prompt.tag for prompt in prompts)
-    known = [tag for tag in found if tag is not None]
-    for key, listed in (("reward.terms", terms), ("reward.gold", gold)):
-        for term in listed:
-            for name in term.tags:
-                if name not in found:
-                    raise ConfigError(unknown_choice(f"{key}[{term.name}].tags", name, known))
-    if all(term.tags for term in terms):
-        scored = {name for term in terms for name in term.tags}
-        for tag in found:
-            if tag not in scored:
-                which = "without a tag" if tag is None else f"with the tag {tag!r}"
-                raise ConfigError(
-                    f"no term of reward.terms scores prompts {which}; name that tag in a term, or add a term without "
-                    "tags"
-                )
-
-
 def check_terms(terms: Sequence[RewardTerm], gold: Sequence[RewardTerm] = ()) -> None:
     """Check names and options of the rewards of `REWARDS`; those of the user's own are not imported.
 
@@ -311,51 +284,6 @@ def frame_rules(terms: Sequence[RewardTerm], *, own: bool) -> dict[str, str]:
 def computes_on_gpu(term: RewardTerm) -> bool:
     """Whether a term's reward uses the GPU of its process, if there is one."""
     return states(term, "computes_on_gpu") and term.options.get("device") != "cpu"
-
-
-def check_prompts(reward: RewardConfig, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
-    """Check the tags, targets and images of prompts; those of training only for the rewards of training steps.
-
-    Raises:
-        ConfigError: a reward does not fit a prompt; see `check_tags`, `check_targets` and `check_references`.
-    """
-    # All prompts have equally many images.
-    for term in (*reward.terms, *reward.gold):
-        if states(term, "needs_reference"):
-            check_references(term.name, heldout)
-    check_tags(reward.terms, reward.gold, (*train, *heldout))
-    check_targets(reward.step_terms, (*train, *heldout))
-    check_targets(reward.gold, heldout)
-
-
-def check_targets(terms: Sequence[RewardTerm], prompts: Sequence[Prompt]) -> None:
-    """Check that each prompt has a target if a term of `REWARDS` that scores it needs one.
-
-    Raises:
-        ConfigError: a prompt has none; the message names the first one.
-
-    Warns:
-        UserWarning: a reward that may read targets gets none for a prompt, since its quotes are ambiguous.
-    """
-    for term in terms:
-        needs_target = getattr(REWARDS.get(term.name), "needs_target", None)
-        is_needed = needs_target is not None and needs_target(term.options)
-        scored = [prompt for prompt in prompts if not term.tags or prompt.tag in term.tags]
-        missing = [prompt for prompt in scored if target_of(prompt) is None]
-        if not is_needed:
-            may_read = ":" in term.name or states(term, "sends_targets")
-            missing = [prompt for prompt in missing if may_read and is_ambiguous(prompt)]
-        if not missing:
-            continue
-        first = missing[0]
-        reason, remedy = why_without_target(first)
-        message = (
-            f"{first.place or 'data'}: the prompt {first.text!r} {reason}, which reward {term.name} "
-            f"{'needs' if is_needed else 'may read'} ({len(missing)} of {len(scored)} prompts have none); {remedy}"
-        )
-        if is_needed:
-            raise ConfigError(message)
-        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def known_scores(

@@ -67,7 +67,7 @@ def test_the_advice_can_be_trained_with(tmp_path, capsys):
 def test_every_recipe_takes_the_advice_as_overrides(tmp_path, recipe):
     lines = """\
 actor:
-  clip_ratio: [0.1, 0.2, 0.3, 0.4, 0.5]  # by step index
+  clip_ratio: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]  # by step index
 algorithm:
   rollout_correction:
     rollout_is: token
@@ -81,7 +81,7 @@ algorithm:
     expected = load(pasted)
     found = load(recipe, shlex.split(as_overrides(lines)))
     assert found.algorithm.rollout_correction == expected.algorithm.rollout_correction
-    assert found.actor.clip_ratio == (0.1, 0.2, 0.3, 0.4, 0.5)
+    assert found.actor.clip_ratio == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 
 
 def test_dumps_of_one_name_keep_their_own_audits(tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ from flowcorr.records import Prompt
 from flowcorr.rewards import (
     RewardOutput,
     build_reward,
-    check_tags,
     known_scores,
     score_batch,
     training_scores,
@@ -290,33 +289,6 @@ def test_a_rank_whose_samples_all_failed_has_no_terms():
     nothing = RewardOutput(scores=np.zeros(0))
     terms = [RewardTerm(name="a", normalize="global"), RewardTerm(name="b")]
     assert training_scores(nothing, terms, torch.zeros(0, dtype=torch.int64)).tolist() == []
-
-
-@pytest.mark.parametrize(
-    ("terms", "gold", "message"),
-    [
-        (
-            [term("ocr", tags=("tezt",)), term("b")],
-            [],
-            r"reward.terms\[ocr\].tags='tezt' is unknown \(did you mean text\?\); choose from text, count",
-        ),
-        ([term("a")], [term("ocr", tags=("x",))], r"reward.gold\[ocr\].tags='x' is unknown"),
-        (
-            [term("ocr", tags=("text",))],
-            [term("b")],
-            "no term of reward.terms scores prompts with the tag 'count'",
-        ),
-        ([term("ocr", tags=("text", "count"))], [], "no term of reward.terms scores prompts without a tag"),
-    ],
-)
-def test_tags_and_prompts_that_do_not_fit_are_named(terms, gold, message):
-    with pytest.raises(ConfigError, match=message):
-        check_tags(terms, gold, [*TAGGED, Prompt(text="d")])
-
-
-def test_tags_that_fit():
-    check_tags([term("a", tags=("text",)), term("b")], [term("c", tags=("count",))], TAGGED)
-    check_tags([term("a", tags=("text",)), term("b", tags=("count",))], [], TAGGED)
 
 
 def test_names_of_scores_are_known_before_a_reward_is_built():
