@@ -11,8 +11,7 @@ from flowcorr.correction.presets import NAMES
 from flowcorr.correction.rejection import RS_MODES
 from flowcorr.errors import ConfigError
 from flowcorr.instruments import image_drift, jumps, replicas
-from flowcorr.instruments.doctor.checks import CHECKS
-from flowcorr.instruments.doctor.findings import CAUSES
+from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
 from flowcorr.instruments.metrics.metric import Metric
 from flowcorr.instruments.metrics.table import METRICS, RULES, find_metric, progress_labels

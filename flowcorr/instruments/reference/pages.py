@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
-from flowcorr.instruments.doctor.findings import CAUSES
+from flowcorr.instruments.doctor.checks import CAUSES
 from flowcorr.instruments.metrics.metric import Metric
 from flowcorr.instruments.metrics.table import SECTIONS
 from flowcorr.instruments.reference.interfaces import INTERFACES, Row

@@ -5,8 +5,7 @@ import pytest
 from flowcorr.cli import main
 from flowcorr.correction.presets import NAMES
 from flowcorr.correction.rejection import RS_MODES
-from flowcorr.instruments.doctor.checks import CHECKS
-from flowcorr.instruments.doctor.findings import CAUSES
+from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.metrics.table import RULES
 from flowcorr.instruments.reference.explain import explanation
 from flowcorr.instruments.reference.glossary import WORDS

@@ -7,8 +7,8 @@ check `weights`; of captured samples, it warns at the legs that have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowcorr.instruments.doctor.captured import Captured
@@ -43,12 +43,14 @@ class Check:
         captured: examines captured samples; it may find nothing to look at.
         blockers: checks whose failure makes the result on trials meaningless. Captured samples are replayed with what
             was captured, so that none of their checks upsets another.
+        causes: what each cause that it names of captured samples means.
     """
 
     name: str
     trials: Callable[[Exam], Finding] | None = None
     captured: Callable[[Captured], Finding | None] | None = None
     blockers: Sequence[str] = ()
+    causes: Mapping[str, str] = field(default_factory=dict)
 
 
 _TRAJECTORY = ("finite", "schedule", "latent_dtype", "transition", "log_probs", "bookkeeping")
@@ -60,6 +62,13 @@ CHECKS: Sequence[Check] = (
         trials=trajectory.check_schedule,
         captured=schedule.check_captured_schedule,
         blockers=("finite",),
+        causes={
+            "wrong_shift": "the sigmas are those of the model's scheduler with another shift",
+            "other_schedule": "the sigmas are not those of the model's own scheduler",
+            "timesteps": "the timesteps are not those of the model's own scheduler",
+            "rounded_sigmas": "the table of sigmas is in half precision",
+            "rounded_timesteps": "the transformer was fed timesteps in half precision",
+        },
     ),
     Check(name="window", trials=trajectory.check_window, blockers=("finite", "schedule")),
     Check(name="latent_dtype", trials=trajectory.check_latent_dtype, blockers=("finite",)),
@@ -70,6 +79,11 @@ CHECKS: Sequence[Check] = (
         trials=log_probs.check_log_probs,
         captured=log_probs.check_captured_log_probs,
         blockers=("finite", "latent_dtype"),
+        causes={
+            "log_probs_summed": "log-probs are sums over the latent, where means are expected",
+            "log_probs_normaliser": "log-probs lack `- log s` or `- log(2 pi) / 2`, and the trainer's have it",
+            "log_probs_unscaled": "log-probs lack the factor `1 / (2 s^2)`",
+        },
     ),
     Check(name="between", captured=replay.check_between),
     Check(name="after", captured=replay.check_after),
@@ -88,6 +102,10 @@ CHECKS: Sequence[Check] = (
         trials=noise.check_noise,
         captured=noise.check_captured_noise,
         blockers=("finite", "latent_dtype", "log_probs", "bookkeeping"),
+        causes={
+            "noise_reused": "noise was drawn twice",
+            "noise_scale": "noise is not standard normal",
+        },
     ),
     Check(name="determinism", trials=noise.check_determinism, blockers=("finite",)),
     Check(
@@ -101,6 +119,10 @@ CHECKS: Sequence[Check] = (
         trials=prompts.check_embeddings,
         captured=replay.check_embeddings,
         blockers=(*_TRAJECTORY, "timesteps"),
+        causes={
+            "wrong_prompt": "the engine took the embeddings of other samples, or of an earlier batch",
+            "sequence_length": "prompts are cut or padded to another length",
+        },
     ),
     Check(
         name="batch_shape",
@@ -112,6 +134,10 @@ CHECKS: Sequence[Check] = (
         trials=guidance.check_guidance,
         captured=replay.check_guidance,
         blockers=(*_TRAJECTORY, "timesteps", "embeddings"),
+        causes={
+            "guidance_off": "the engine took no guidance",
+            "negative_prompt": "the engine took an empty negative prompt",
+        },
     ),
     Check(name="sync", trials=weights.check_sync, blockers=_INPUTS),
     Check(name="weights", trials=weights.check_weights, blockers=(*_INPUTS, "sync")),
@@ -120,6 +146,9 @@ CHECKS: Sequence[Check] = (
         trials=weights.check_lora,
         captured=replay.check_lora,
         blockers=(*_INPUTS, "sync", "weights"),
+        causes={
+            "adapter_not_applied": "the engine sampled with the base model",
+        },
     ),
     Check(name="attention", trials=weights.check_attention, blockers=(*_INPUTS, "sync", "weights", "lora")),
     Check(
@@ -132,12 +161,27 @@ CHECKS: Sequence[Check] = (
         trials=images.check_images,
         captured=images.check_captured_images,
         blockers=("finite",),
+        causes={
+            "swapped_images": "images and latents of different samples are paired",
+            "images_of_step_before": "images and latents of different training steps are paired",
+            "decoder_unscaled": "the decoder lacks its scaling factor or its shift",
+            "channels_reversed": "red and blue of the images are exchanged",
+            "flipped_images": "the images are upside down",
+        },
     ),
     Check(name="reward", captured=reward.check_captured_reward),
-    Check(name="advantages", captured=advantages.check_captured_advantages),
+    Check(
+        name="advantages",
+        captured=advantages.check_captured_advantages,
+        causes={
+            "advantages_not_centred": "advantages have a mean far from 0, so all samples are pushed one way",
+        },
+    ),
     Check(name="clip", trials=clip.check_clip, blockers=(*_INPUTS, "sync", "weights", "lora")),
 )
 """In the order of execution."""
+CAUSES = {cause: meaning for check in CHECKS for cause, meaning in check.causes.items()}
+"""What each cause means that a check of captured samples names; that of another finding is its check."""
 
 
 def run_checks(samples: Exam | Captured) -> list[Finding]:
@@ -154,6 +198,7 @@ def run_checks(samples: Exam | Captured) -> list[Finding]:
         finding = skipped(f"not judged, because {causes[0]} fails") if causes else examine(samples)
         if finding is None:
             continue
+        assert finding.cause in ("", check.name, *CAUSES), "every cause has its meaning in the table"
         findings.append(of_check(check.name, finding))
         if finding.level == "serious":
             failed.add(check.name)
