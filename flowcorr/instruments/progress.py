@@ -128,6 +128,7 @@ class TerminalObserver:
             recipe = self._recipe or str(result.out_dir / "config.yaml")
             audit = shlex.join(["flowcorr", "audit", recipe])
             self._say(gap_words.measurement(self._correction, self._steps, audit))
+            self._say(_next_commands(result.out_dir))
         if result.resume_command is not None:
             self._say(f"resume with: {result.resume_command}")
 
@@ -191,6 +192,18 @@ def _leave_terminal() -> None:
         if os.fstat(stream.fileno()).st_rdev == terminal:
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def _next_commands(out_dir: Path) -> str:
+    """What to do after a first run."""
+    run = shlex.quote(str(out_dir))
+    rows = (
+        (f"flowcorr report {run}", "a page: what it learned, and what to mend"),
+        (f"flowcorr eval {run}", "score its checkpoint again, on other prompts too"),
+        ("flowcorr plan sd35_medium_ocr_lora --gpu rtx4090-24gb", "does a real model fit your GPU?"),
+    )
+    width = max(len(command) for command, _ in rows)
+    return "\n".join(["next:", *(f"  {command:<{width}}  {what}" for command, what in rows)])
 
 
 def _scores(metrics: Mapping[str, float]) -> str:
