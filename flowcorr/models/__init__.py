@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flowcorr import hub
 from flowcorr.config.schema import ModelConfig
 from flowcorr.devices import keep_float32
 from flowcorr.errors import ConfigError, unknown_choice
@@ -145,12 +146,16 @@ def load_family(
         with quiet_loaders():
             pipeline_class = getattr(diffusers, chosen.pipeline_class)
             pipeline = pipeline_class.from_pretrained(
-                location, torch_dtype=dtype, use_safetensors=True, **dict.fromkeys(omitted)
+                location,
+                torch_dtype=dtype,
+                use_safetensors=True,
+                local_files_only=hub.only_cached(location),
+                **dict.fromkeys(omitted),
             )
     except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
         message = f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {' '.join(str(error).split())}"
         hint = f". {CONVERT.format(path)}" if "safetensors" in message else ""
-        raise ConfigError(message + hint) from error
+        raise ConfigError(message + hint + hub.why_not_found(location)) from error
     pipeline.scheduler = chosen.with_euler_steps(pipeline.scheduler)
     check_step_rule(pipeline.scheduler, path)
     pipeline.set_progress_bar_config(disable=True)
@@ -241,12 +246,14 @@ def _pipeline_parts(location: str, path: str) -> tuple[str, list[str]]:
         raise ConfigError(f"model.path={path!r} is not a diffusers pipeline: {index} is missing")
     try:
         with quiet_loaders():
-            found = (
-                json.loads(index.read_text()) if index.is_file() else DiffusionPipeline.load_config(location)
-            )
+            if index.is_file():
+                found = json.loads(index.read_text())
+            else:
+                alone = hub.only_cached(location)
+                found = DiffusionPipeline.load_config(location, local_files_only=alone)
         return found["_class_name"], [name for name in found if not name.startswith("_")]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path={path!r} is neither a pipeline folder, nor a pipeline on the hub, nor one of "
-            f"{', '.join(EMBEDDED)}: {error}"
+            f"{', '.join(EMBEDDED)}: {' '.join(str(error).split())}{hub.why_not_found(location)}"
         ) from error

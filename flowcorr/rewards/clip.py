@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from flowcorr import hub
 from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError
 from flowcorr.rewards.options import check_choice, check_whole
@@ -103,17 +104,24 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
     where = named_device(f"reward {reward}: device", device)
     try:
         # Pillow resizes alike on every machine, whether torchvision is there or not.
-        loaded = AutoProcessor.from_pretrained(processor, backend="pil", trust_remote_code=False)
+        loaded = AutoProcessor.from_pretrained(
+            processor, backend="pil", trust_remote_code=False, local_files_only=hub.only_cached(processor)
+        )
         model = AutoModel.from_pretrained(
-            path, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False
+            path,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=hub.only_cached(path),
         )
     except (OSError, ValueError) as error:
         message = (
             f"reward {reward}: path={path!r} with processor={processor!r} cannot be loaded: "
-            f"{' '.join(str(error).split())}"
+            f"{' '.join(str(error).split()).rstrip('.')}"
         )
         hint = f". {_CONVERT.format(path)}" if "safetensors" in message else ""
-        raise ConfigError(message + hint) from error
+        missing = hub.why_not_found(processor) or hub.why_not_found(path)
+        raise ConfigError(message + hint + missing) from error
     if not isinstance(model, CLIPModel):
         raise ConfigError(
             f"reward {reward}: path={path!r} holds a {type(model).__name__}; it must be a CLIPModel"

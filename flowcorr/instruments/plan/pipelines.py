@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from flowcorr import hub
 from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.tracing import TRACED
@@ -293,7 +294,7 @@ def _download(path: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=patterns))
+        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=hub.only_cached(path)))
     except (OSError, ValueError, HfHubHTTPError) as error:
         files = sorted(SHIPPED.glob("*.json"))
         known = ", ".join(json.loads(file.read_text(encoding="utf-8"))["path"] for file in files)
