@@ -197,6 +197,21 @@ def test_custom_reward_is_what_it_says():
     assert load("custom_reward").ink(images, []).tolist() == pytest.approx([0, 50])
 
 
+def test_an_editing_family_of_ones_own_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    small = (
+        "rollout.prompts_per_step=2",
+        "rollout.n=4",
+        "sampling.num_inference_steps=4",
+        "data.num_heldout=4",
+    )
+    result = load("tiny_edit").main(str(tmp_path / "edit"), 1, *small, count=32)
+    assert result.status == "finished"
+    assert 0.6 < result.metrics["eval/reward"] < 1
+    assert "of the best constant shade: 0.804" in capsys.readouterr().out
+    sys.modules.pop("tiny_edit", None)
+
+
 def test_sign_edits_are_those_that_ship_with_the_recipes(tmp_path):
     load("sign_edits").write(tmp_path / "sign_edits")
     shipped = EXAMPLES.parent / "recipes" / "sign_edits.jsonl"
