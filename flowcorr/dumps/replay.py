@@ -50,7 +50,11 @@ SDE_TYPES = ("sde", "cps", "dance_sde")
 
 _FILE, _NAME = "replay_{:06d}.safetensors", re.compile(r"replay_([0-9]{1,12})\.safetensors")
 _ADAPTER = "adapter."
-_BY_SAMPLE = ("initial_noise", "images", "latents", "next_latents", "log_probs", "final_latents", "rewards")
+_BY_SAMPLE = (
+    *("initial_noise", "images", "latents", "next_latents", "log_probs", "final_latents", "rewards"),
+    "references",
+)
+_PIXELS = ("images", "references")
 _FINITE = ("initial_noise", "latents", "next_latents", "log_probs", "final_latents")
 
 Array = Tensor | np.ndarray | Sequence[Any]
@@ -76,6 +80,7 @@ class ReplaySamples:
         step_indices: `[T]`, their places in the schedule; None if all steps of it are SDE steps.
         final_latents: `[B, *L]`, which were decoded.
         rewards: `[B]`.
+        references: `[B, R, H, W, 3]`, or `[B, H, W, 3]` of one each: the reference images that an editing model got.
         adapter: the tensors of the LoRA that sampled, as `peft.get_peft_model_state_dict` names them.
         adapter_alpha: its `lora_alpha`; needed with `adapter`.
         max_sequence_length: tokens of the long text encoder; None is the model family's default.
@@ -97,6 +102,7 @@ class ReplaySamples:
     step_indices: Array | None = None
     final_latents: Array | None = None
     rewards: Array | None = None
+    references: Array | None = None
     adapter: Mapping[str, Tensor] = field(default_factory=dict)
     adapter_alpha: float | None = None
     max_sequence_length: int | None = None
@@ -115,7 +121,9 @@ class ReplaySamples:
                         f"flowcorr.ReplaySamples: {name} is one number; give one a sample or step"
                     )
                 changed[name] = _copied(name, value[:count] if name in _BY_SAMPLE else value)
-        changed["images"] = _as_pixels(changed["images"])
+        changed |= {name: _as_pixels(name, changed[name]) for name in _PIXELS if name in changed}
+        if "references" in changed and changed["references"].dim() == 4:
+            changed["references"] = changed["references"].unsqueeze(1)
         changed["adapter"] = {name: value.detach().cpu().clone() for name, value in self.adapter.items()}
         for name, value in changed.items():
             object.__setattr__(self, name, value)
@@ -197,7 +205,7 @@ def replay_files(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), folder / match[0]) for match in found if match))
 
 
-_OTHER_DTYPES = {("images", "U8"), ("step_indices", "I64")}
+_OTHER_DTYPES = {("images", "U8"), ("references", "U8"), ("step_indices", "I64")}
 _IS_NUMBER = ("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
 _PLAIN: dict[str, tuple[str, Any]] = {
     "prompts": (
@@ -264,6 +272,7 @@ def _problem_of_shapes(tensors: Mapping[str, Tensor], count: int) -> str:
         "final_latents": shape,
         "log_probs": (window,),
         "rewards": (),
+        "references": tensors["references"].shape[1:] if "references" in tensors else (),
     }
     for name, rest in expected.items():
         if name in tensors and list(tensors[name].shape) != [count, *rest]:
@@ -312,24 +321,24 @@ def _copied(name: str, values: Array) -> Tensor:
     tensor = (
         values.detach().cpu().clone() if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
     )
-    if name == "images":
+    if name in _PIXELS:
         return tensor
     if name == "step_indices":
         return tensor.long()
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _as_pixels(images: Tensor) -> Tensor:
+def _as_pixels(name: str, images: Tensor) -> Tensor:
     """`records.Images`."""
     if images.dim() in (4, 5) and images.shape[-3] == 3 and images.shape[-1] != 3:
         images = images.movedim(-3, -1)
     if images.dim() not in (4, 5) or images.shape[-1] != 3:
         raise BatchError(
-            f"flowcorr.ReplaySamples: images has shape {list(images.shape)}; it must be [B, H, W, 3] or [B, 3, H, W], "
-            "and of videos [B, F, H, W, 3] or [B, F, 3, H, W]"
+            f"flowcorr.ReplaySamples: {name} has shape {list(images.shape)}; it must be [B, H, W, 3] or [B, 3, H, W], "
+            "and of videos [B, F, H, W, 3] or [B, F, 3, H, W]; of references, R stands in the place of F"
         )
     if images.dtype == torch.uint8:
         return images
     if not images.is_floating_point() or not bool(((images >= 0) & (images <= 1)).all()):
-        raise BatchError("flowcorr.ReplaySamples: images must be uint8, or floats from 0 to 1")
+        raise BatchError(f"flowcorr.ReplaySamples: {name} must be uint8, or floats from 0 to 1")
     return (images.float() * 255).round().to(torch.uint8)

@@ -28,6 +28,7 @@ def given(**changes):
         "log_probs": normal(6, 2),
         "step_indices": [1, 2],
         "final_latents": normal(6, *L),
+        "references": torch.rand(6, 2, 12, 16, 3, generator=draw),
         "rewards": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5],
         "adapter": {"blocks.0.to_q.lora_A.weight": normal(2, 8).bfloat16()},
         "adapter_alpha": 4.0,

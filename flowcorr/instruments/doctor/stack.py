@@ -6,9 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from flowcorr.config.schema import LoraConfig
@@ -17,6 +21,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.lora import ADAPTER, adapter_state, add_adapter
 from flowcorr.models import Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.records import Prompt
+from flowcorr.references import Reference
 
 _PREFIXES = ("base_model.model.", "transformer.")
 # Relative error of a velocity: of two float32 stacks, of one whose weights and activations are rounded.
@@ -70,6 +75,9 @@ class Stack:
         height, width = images.shape[-3:-1]
         num_frames = images.shape[1] if images.dim() == 5 else None
         self.latent_shape = family.sample_shape(height, width, num_frames)
+        family.reference_size = (height, width)
+        with self._prompt(samples.prompts[0], 0) as prompt:
+            family.check_references([prompt])
         self.tensor("initial_noise")  # refuses samples of another model
         sigmas, timesteps = (samples.tensors().get(name) for name in ("sigmas", "timesteps"))
         count = len(sigmas) - 1 if sigmas is not None else 0 if timesteps is None else len(timesteps)
@@ -89,7 +97,7 @@ class Stack:
         self.velocity_error = max(of_engine, of_stack)
         if samples.adapter:
             load_adapter(family, samples)
-        self._encoded: dict[tuple[str, float, str, int | None], Conditioning] = {}
+        self._encoded: dict[tuple[str, int, float, str, int | None], Conditioning] = {}
 
     @property
     def device(self) -> torch.device:
@@ -127,14 +135,17 @@ class Stack:
         guidance = Guidance(guidance_scale=1.0, true_cfg_scale=1.0, negative_prompt=inputs.negative_prompt)
         scale: dict[str, Any] = {self.family.guidance_key: inputs.guidance_scale}
         guidance = replace(guidance, **scale)
-        texts = [inputs.prompts[row] for row in rows]
-        known = {text: self._conditioning(text, guidance, inputs.max_sequence_length) for text in set(texts)}
+        asked = [(inputs.prompts[row], self._source(row, inputs.prompts[row])) for row in rows]
+        known = {
+            one: self._conditioning(*one, guidance, inputs.max_sequence_length)
+            for one in dict.fromkeys(asked)
+        }
         found = []
         with self._adapter(on=inputs.adapter):
             for start in range(0, len(rows), _BATCH):
                 part = slice(start, start + _BATCH)
                 conditioning = {
-                    name: torch.cat([known[text][name] for text in texts[part]]) for name in known[texts[0]]
+                    name: torch.cat([known[one][name] for one in asked[part]]) for name in known[asked[0]]
                 }
                 times = torch.tensor([inputs.timesteps[index] for index in indices[part]], device=self.device)
                 found.append(
@@ -144,13 +155,32 @@ class Stack:
                 )
         return torch.cat(found)
 
-    def _conditioning(self, text: str, guidance: Guidance, length: int | None) -> Conditioning:
+    def _source(self, row: int, text: str) -> int:
+        """The sample whose reference images belong to a text: one that was captured with it, else `row` itself."""
+        captured = self.samples.prompts
+        return captured.index(text) if text != captured[row] and text in captured else row
+
+    @contextmanager
+    def _prompt(self, text: str, source: int) -> Iterator[Prompt]:
+        """A text with the captured reference images of a sample, which are files meanwhile."""
+        with TemporaryDirectory() as folder:
+            images = []
+            for place, pixels in enumerate(
+                () if self.samples.references is None else self.samples.references[source]
+            ):
+                path = Path(folder) / f"{place}.png"
+                Image.fromarray(np.asarray(pixels)).save(path)
+                images.append(Reference.of(path))
+            yield Prompt(text=text, images=tuple(images))
+
+    def _conditioning(self, text: str, source: int, guidance: Guidance, length: int | None) -> Conditioning:
         scale = getattr(guidance, self.family.guidance_key)
-        key = (text, scale, guidance.negative_prompt, length)
+        key = (text, source, scale, guidance.negative_prompt, length)
         if key not in self._encoded:
             before, self.family.text_tokens = self.family.text_tokens, self.family.count_text_tokens(length)
             try:
-                self._encoded[key] = self.family.encode([Prompt(text=text)], guidance)
+                with self._prompt(text, source) as prompt:
+                    self._encoded[key] = self.family.encode([prompt], guidance)
             finally:
                 self.family.text_tokens = before
         return self._encoded[key]

@@ -2,11 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from tiny_pipelines import FAMILIES
 
+from flowcorr import ReplaySamples
+from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.doctor.stack import prompt_pool
+from flowcorr.instruments.doctor.stack import Stack, prompt_pool
+from flowcorr.models import Guidance, load_family
+from flowcorr.rewards.references import references_of
+from tests.prompts import prompts_of
 
 
 def test_each_input_changes_the_velocity(stack_of):
@@ -49,3 +56,43 @@ def test_an_adapter_of_another_model_is_refused(stack_of):
 def test_all_prompts_are_collected(stack_of):
     samples = stack_of().samples
     assert prompt_pool({0: samples, 1: samples}) == ["cat", "dog", "sun", "bee"]
+
+
+@torch.no_grad()
+def test_captured_references_are_those_of_the_velocity(tmp_path):
+    tiny = FAMILIES["flux_kontext"]
+    model = ModelConfig(path=str(tiny.build(tmp_path)), max_sequence_length=12)
+    family = load_family(model, reference_size=tiny.size)
+    guidance, prompts = Guidance(guidance_scale=2.5), prompts_of(["make it red", "add a cat"], images=1)
+    noise = torch.randn(2, *family.latent_shape(*tiny.size), generator=torch.Generator().manual_seed(0))
+    expected = family.velocity(
+        family.transformer, noise, torch.tensor([1000.0] * 2), family.encode(prompts, guidance), guidance
+    )
+    references = np.stack([np.array(own) for own in references_of(prompts, *tiny.size)])
+    samples = ReplaySamples(
+        prompts=[prompt.text for prompt in prompts],
+        initial_noise=noise,
+        images=np.zeros((2, *tiny.size, 3), dtype=np.uint8),
+        guidance_scale=2.5,
+        timesteps=[1000.0, 500.0],
+        references=references,
+        max_sequence_length=12,
+    )
+    stack = Stack(load_family(model), samples)
+    torch.testing.assert_close(
+        stack.velocity(noise, [0, 0], [0, 1], stack.captured), expected, rtol=1e-4, atol=1e-5
+    )
+    swapped = replace(stack.captured, prompts=stack.captured.prompts[::-1])
+    turned = family.velocity(
+        family.transformer,
+        noise,
+        torch.tensor([1000.0] * 2),
+        family.encode(prompts[::-1], guidance),
+        guidance,
+    )
+    torch.testing.assert_close(stack.velocity(noise, [0, 0], [0, 1], swapped), turned, rtol=1e-4, atol=1e-5)
+
+
+def test_too_many_captured_references_are_refused(stack_of):
+    with pytest.raises(ConfigError, match="has 1 reference images, and a model of the family sd3 takes 0"):
+        stack_of(references=np.zeros((8, 1, 32, 32, 3), dtype=np.uint8))
