@@ -99,8 +99,8 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
 
 
 @contextlib.contextmanager
-def running(config: Config) -> Iterator[Stack]:
-    """The engine that `config` asks for, synchronised with a new actor."""
+def running(config: Config, images: int | None = None) -> Iterator[Stack]:
+    """The engine that `config` asks for, synchronised with a new actor; `images` are those of a prompt."""
     from flowcorr.actor import DiffusionActor
     from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
     from flowcorr.rollout.vllm_omni.probe import ComputedProbe
@@ -108,7 +108,7 @@ def running(config: Config) -> Iterator[Stack]:
 
     family = load_model(config)
     actor = DiffusionActor(family, config)
-    prompts = prompts_of(PROMPTS, images=FAMILIES[family.name].images)
+    prompts = prompts_of(PROMPTS, images=FAMILIES[family.name].images if images is None else images)
     conditioning = family.encode(prompts, actor.guidance)
     engine = VllmOmniEngine(
         family,
@@ -168,6 +168,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             dtype: str = "float32",
             backend: str = "uni",
             rollout: Mapping[str, Any] | None = None,
+            images: int | None = None,
             **sections: Any,
         ) -> Stack:
             from flowcorr.models import DTYPES
@@ -181,6 +182,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             config = stack_config(
                 str(path), family, dtype=dtype, rollout={**asked, "engine": engine}, **sections
             )
-            return engines.enter_context(running(config))
+            return engines.enter_context(running(config, images))
 
         yield enter

@@ -34,6 +34,15 @@ def test_bfloat16(start, family):
     assert rollout.window.timesteps.float().equal(torch.tensor(fed)[rollout.window.step_indices])
 
 
+def test_references_of_a_family_that_also_draws_without_them(start):
+    stack = start("flux2_klein", images=2, sampling=FAMILIES["flux2_klein"].guidance)
+    assert stack.conditioning["references"].shape[:2] == (2, 2)
+    assert stack.mismatch(stack.sample()).mean() <= 1e-6
+    stack.stir()
+    stack.sync()
+    assert stack.mismatch(stack.sample()).mean() <= 1e-6
+
+
 def test_captions_of_different_lengths_do_not_share_a_batch(start):
     """Z-Image: the engine's attention has no mask, so padding one caption to another's length would change it."""
     sampling = {"guidance_scale": 2.0, "negative_prompt": "blurry and dark and far too small"}
