@@ -27,7 +27,14 @@ def check_captured_reward(captured: Captured) -> Finding:
     if config is None:
         return skipped("cannot tell", "give --model a recipe, whose reward scores the images")
     data = load_prompts(config.data)
-    known = {folded(prompt.text): prompt for prompt in (*data.heldout, *data.train)}
+    every = (*data.heldout, *data.train)
+    known = {folded(prompt.text): prompt for prompt in every}
+    ambiguous = {text for prompt in every if known[text := folded(prompt.text)].key != prompt.key}
+    if mixed := [text for text in samples.prompts if folded(text) in ambiguous]:
+        return skipped(
+            f"cannot tell: the recipe's data has the prompt {mixed[0]!r} with several reference images",
+            "give --model a recipe whose data has each of the captured prompts once",
+        )
     others = [text for text in samples.prompts if folded(text) not in known]
     remedy = "give --model the recipe and the prompts that the run had"
     if others and any(term.tags for term in config.reward.terms):

@@ -1,10 +1,12 @@
 """Captured rewards beside those of a recipe."""
 
+import json
 import re
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from flowcorr.config import load
 from flowcorr.instruments.doctor.checks.reward import check_captured_reward
@@ -34,3 +36,15 @@ def test_a_prompt_that_the_recipe_lacks_cannot_be_scored(captured_of, terms, rea
     found = check_captured_reward(captured_of(rewards=torch.zeros(8), config=config))
     assert found.level == "note"
     assert re.match(reason, found.sentence)
+
+
+def test_a_text_with_several_references_cannot_be_scored(captured_of, tmp_path):
+    for shade in range(8):
+        Image.new("RGB", (32, 32), (30 * shade,) * 3).save(tmp_path / f"{shade}.png")
+    lines = [{"prompt": "cat", "image": f"{shade}.png"} for shade in range(8)]
+    (tmp_path / "edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    overrides = [f"data.path={tmp_path}/edits.jsonl", "data.heldout_fraction=0.5"]
+    config = load("tiny_jpeg_lora", overrides)
+    found = check_captured_reward(captured_of(rewards=torch.zeros(8), config=config))
+    assert found.level == "note"
+    assert "the prompt 'cat' with several reference images" in found.sentence
