@@ -239,6 +239,11 @@ def worst(levels: Iterable[Level]) -> Level:
     return min(levels, key=LEVELS.index, default="healthy")
 
 
+def on_files(notes: Iterable[str]) -> list[Finding]:
+    """Findings on what the files of a run lack, or what stands in for it."""
+    return [Finding(level="note", cause="files", sentence=note) for note in notes]
+
+
 def as_overrides(keys: str) -> str:
     """The keys of a finding as arguments of a command; a correction takes the place of the recipe's own."""
     sections = yaml_text.parse(keys) or {}

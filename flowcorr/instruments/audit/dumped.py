@@ -17,7 +17,7 @@ from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import Replay, replay_presets
 from flowcorr.instruments.audit.replay import chunks
 from flowcorr.instruments.faults import delta, diagnose, trained_columns
-from flowcorr.instruments.finding import Finding, Report
+from flowcorr.instruments.finding import Report, on_files
 from flowcorr.instruments.steps import DumpedRun, ages_of, gap_of, read_dumped
 from flowcorr.records import Terms
 from flowcorr.trainer.run_config import LOSS, MODES, how_to_allow
@@ -88,7 +88,7 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         replays=replays_of(run),
         steps=list(run.files),
         faults=faults,
-        notes=[Finding(level="note", cause="dump", sentence=note) for note in notes],
+        notes=on_files(notes),
         of_recipe=run.of_flowcorr,
         ages=ages if len(ages) == len(steps) else None,
     )

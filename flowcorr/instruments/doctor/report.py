@@ -8,7 +8,7 @@ from dataclasses import replace
 from flowcorr.instruments.doctor.checks.clip import noise_floor
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import check_of
-from flowcorr.instruments.finding import LEVELS, Fact, Finding, Level, Report
+from flowcorr.instruments.finding import LEVELS, Fact, Finding, Level, Report, on_files
 
 _OUTCOMES: dict[Level, str] = {
     "serious": "FAIL",
@@ -90,9 +90,8 @@ def of_captured(
             Fact(name="folder", value=folder),
             Fact(name="model", value=model),
             Fact(name="steps", value=steps, text=text),
-            *(Fact(name=f"note_{place}", value=note, text=note) for place, note in enumerate(notes)),
         ),
-        findings=findings,
+        findings=[*findings, *on_files(notes)],
     )
 
 

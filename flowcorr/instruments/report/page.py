@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flowcorr.instruments.finding import LEVELS, Charts, Column, Fact, Finding, Report, Table
+from flowcorr.instruments.finding import LEVELS, Charts, Column, Fact, Finding, Report, Table, on_files
 from flowcorr.instruments.replicas import places_of, worker_table
 from flowcorr.instruments.report.charts import chart_sections, legend, marks
 from flowcorr.instruments.report.learning import CHANGES, learning_of
@@ -109,7 +109,7 @@ def _findings(run: Run, group: Group) -> Iterator[Finding]:
         if run.setting.correction.mode == "off":
             text += "; without rollout_correction, the gap was not measured"
         found.append(Finding(level="healthy", cause="rules", sentence=text))
-    found += [Finding(level="note", cause="files", sentence=note) for note in run.notes]
+    found += on_files(run.notes)
     for finding in found:
         yield replace(finding, numbers={"run": run.name, **finding.numbers})
 

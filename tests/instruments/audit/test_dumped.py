@@ -76,7 +76,7 @@ PLANTED = {
 
 def notes_of(report):
     """What a dump lacks, and how that was made up for."""
-    return [finding.sentence for finding in report.findings if finding.cause == "dump"]
+    return [finding.sentence for finding in report.findings if finding.cause == "files"]
 
 
 def advice_in(report):

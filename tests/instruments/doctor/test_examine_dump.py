@@ -62,7 +62,7 @@ def test_of_many_steps_a_few_are_replayed(tmp_path):
     report = examine_dump(dump_steps(tmp_path, steps=5, without=("latents", "next_latents")), SHALLOW)
     assert report.fact("steps") == [0, 2, 4]
     assert "not captured: latents; nothing between the noise and the final latents is judged" in [
-        fact.value for fact in report.facts
+        finding.sentence for finding in report.findings
     ]
 
 
