@@ -57,8 +57,8 @@ def trace_text_encoders(
         for name, length in inputs.tokens.items():
             if name not in architecture.configs:
                 continue
-            encoder = build_component(architecture, name, tracer, dtype)
-            weights += sum(tensor.nbytes for tensor in (*encoder.parameters(), *encoder.buffers()))
+            encoder, held = build_component(architecture, name, tracer, dtype)
+            weights += held
             tokens = torch.ones(prompts, length, dtype=torch.long)
             with _copying_layers(encoder, tracer) as copying, tracer.section() as section:
                 encoder(tokens, output_hidden_states=True)
@@ -123,10 +123,9 @@ def trace_clip(term: RewardTerm) -> Component | None:
     options: dict[str, Any] = {**defaults, **term.options}
     dtype, batch = CLIP_DTYPES[options["dtype"]], options["batch_size"]
     with Tracer() as tracer, torch.no_grad():
-        model: Any = build_component(find_clip(options["path"]), "model", tracer, dtype)
+        model, weights = build_component(find_clip(options["path"]), "model", tracer, dtype)
         size = model.config.vision_config.image_size
         pixels = torch.ones(batch, 3, size, size, dtype=dtype)
         with tracer.section() as section:
             model.get_image_features(pixel_values=pixels)
-        weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     return Component(weights=weights, work=section.work, batch=batch, half=dtype.itemsize == 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flowcorr import hub
 from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.plan.tracing import TRACED
+from flowcorr.instruments.plan.tracing import TRACED, Tracer
 from flowcorr.models import EMBEDDED, FAMILIES, ModelFamily, quiet_loaders, resolve_family, resolve_path
 from flowcorr.models.quantized import quantize_blocks
 
+Kind = tuple[list[nn.Module], int]
+"""Blocks that are alike, of which few are built, and how many the real module has."""
 SHIPPED = Path(__file__).parent / "architectures"
 _DEPTHS = {
     "transformer_blocks": "num_layers",
@@ -84,7 +86,7 @@ class Architecture:
         config = self.configs["transformer"]
         return sum(config[key] for key in set(_DEPTHS.values()) & config.keys())
 
-    def kinds(self, transformer: nn.Module) -> list[tuple[list[nn.Module], int]]:
+    def kinds(self, transformer: nn.Module) -> list[Kind]:
         """The blocks of each kind in a shallow transformer, and how many the real one has."""
         config = self.configs["transformer"]
         kinds = []
@@ -101,10 +103,7 @@ class Architecture:
 
     def whole(self, transformer: nn.Module, measure: Callable[[nn.Module], float]) -> float:
         """A sum over the weights of the real transformer, measured on a shallow one."""
-        kinds = self.kinds(transformer)
-        return measure(transformer) + sum(
-            (depth - len(blocks)) * measure(blocks[-2]) for blocks, depth in kinds if depth > len(blocks)
-        )
+        return _of_all(transformer, self.kinds(transformer), measure)
 
     @property
     def text_encoders(self) -> list[str]:
@@ -211,12 +210,43 @@ def build_family(
     return family(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)
 
 
-def build_component(architecture: Architecture, name: str, tracer: Places, dtype: torch.dtype) -> nn.Module:
-    """One component without values, frozen and in evaluation mode."""
+def build_component(
+    architecture: Architecture, name: str, tracer: Tracer, dtype: torch.dtype
+) -> tuple[Any, float]:
+    """One component without values, of few blocks that count as all, frozen and in evaluation mode; and its bytes."""
     with _disable_current_modes(), on_meta():
         module = _new(architecture, name)
+        kinds = _shortened(module)
     tracer.place(module, dtype)
-    return module
+    for blocks, depth in kinds:
+        tracer.repeat(blocks, depth)
+    return module, _of_all(module, kinds, nbytes)
+
+
+def nbytes(module: nn.Module) -> float:
+    """Bytes of a module's weights and buffers."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _shortened(module: nn.Module) -> list[Kind]:
+    """Leave `TRACED` of each list of blocks that are alike; the first and the last one may differ from the others."""
+    kinds: list[Kind] = []
+    for parent in list(module.modules()):
+        for name, blocks in parent.named_children():
+            if isinstance(blocks, nn.ModuleList) and len(blocks) > TRACED:
+                sizes = [[weight.shape for weight in block.parameters()] for block in blocks[1:-1]]
+                if all(size == sizes[0] for size in sizes):
+                    kept = [*blocks[: TRACED - 1], blocks[-1]]
+                    setattr(parent, name, nn.ModuleList(kept))
+                    kinds.append((kept, len(blocks)))
+    return kinds
+
+
+def _of_all(module: nn.Module, kinds: Sequence[Kind], measure: Callable[[nn.Module], float]) -> float:
+    """A sum over the weights of a module with all its blocks, measured on one with few."""
+    return measure(module) + sum(
+        (depth - len(blocks)) * measure(blocks[-2]) for blocks, depth in kinds if depth > len(blocks)
+    )
 
 
 def _new(architecture: Architecture, name: str) -> Any:

@@ -19,7 +19,7 @@ from flowcorr.actor.adamw import BLOCK, SMALLEST
 from flowcorr.actor.passes import passes_of
 from flowcorr.algorithm import AutoMode, needs_old_means, needs_rollout_means
 from flowcorr.config.schema import Config
-from flowcorr.instruments.plan.pipelines import Architecture, build_family
+from flowcorr.instruments.plan.pipelines import Architecture, build_family, nbytes
 from flowcorr.instruments.plan.text_inputs import text_inputs
 from flowcorr.instruments.plan.tracing import Section, Tracer, Work
 from flowcorr.lora import ADAPTER
@@ -123,7 +123,7 @@ def trace_training(config: Config, architecture: Architecture, layers: Layers = 
     adapter = whole(_trained_bytes) if adapted else 0
     prompt = sum(rows.nbytes for rows in batch.rollout.conditioning.values())
     return Training(
-        transformer=whole(_bytes) - adapter,
+        transformer=whole(nbytes) - adapter,
         numbers=whole(lambda module: sum(weight_sizes(module))) - (whole(_trained_numbers) if adapted else 0),
         largest=max(weight_sizes(transformer)),
         part=_largest_part(architecture, transformer),
@@ -148,7 +148,7 @@ def trace_pass(config: Config, architecture: Architecture, layers: Layers = "own
         batch = actor_batch(config, architecture, family, passes_of(config).samples)
         with computing(family.transformer, layers), tracer.section() as section:
             recompute_log_probs(actor, batch)
-    return Pass(weights=architecture.whole(family.transformer, _bytes), work=section.work)
+    return Pass(weights=architecture.whole(family.transformer, nbytes), work=section.work)
 
 
 @contextlib.contextmanager
@@ -291,10 +291,6 @@ def _split_at_optimizer(tracer: Tracer) -> Iterator[tuple[Section, Section]]:
         entered.close()
         for handle in handles:
             handle.remove()
-
-
-def _bytes(module: nn.Module) -> float:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _trained_bytes(module: nn.Module) -> float:
