@@ -154,20 +154,36 @@ def decode(family: ModelFamily, final: Tensor, on_images: OnImages = ignore_imag
         that overflowed would be an arbitrary one, with a reward.
     """
     size = decoded_together(math.prod(final.shape[1:]))
-    decoded: list[Tensor] = []
+    images = torch.empty(0, dtype=torch.uint8)
     known: list[Tensor] = []
-    for part in final.split(DECODE_BATCH):
-        images, finite = zip(
-            *(to_images(family.decode(latents)) for latents in part.split(size)), strict=True
-        )
-        decoded.append(torch.cat(images))
-        known += finite
-        on_images(decoded[-1])
-    return torch.cat(decoded), torch.cat(known)
+    for begin in range(0, len(final), DECODE_BATCH):
+        batch = final[begin : begin + DECODE_BATCH]
+        for place in range(0, len(batch), size):
+            decoded, finite = to_images(family.decode(batch[place : place + size]))
+            if not known:  # all at once, so that no image stands in memory twice
+                images = decoded.new_empty(len(final), *decoded.shape[1:])
+            images[begin + place : begin + place + len(decoded)] = decoded
+            known.append(finite)
+        on_images(images[begin : begin + len(batch)])
+    return images, torch.cat(known)
 
 
 def to_images(pixels: Tensor) -> tuple[Images, Tensor]:
     """A VAE's pixels `[B, 3, H, W]` or `[B, 3, F, H, W]` in [-1, 1] as images, and whether they are finite, `[B]`."""
+    if pixels.dim() == 4:
+        return _levels(pixels)
+    # Frame by frame: beside the pixels of a video, only one frame of it is in floating point.
+    videos = pixels.new_empty(len(pixels), *pixels.shape[2:], 3, dtype=torch.uint8)
+    finite = torch.ones(len(pixels), dtype=torch.bool, device=pixels.device)
+    for place, frame in enumerate(pixels.unbind(2)):
+        videos[:, place], whole = _levels(frame)
+        finite &= whole
+    videos[~finite] = videos.new_tensor(MISSING)
+    return videos, finite
+
+
+def _levels(pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Images `[B, H, W, 3]` uint8, and whether they are finite, `[B]`."""
     finite = pixels.isfinite().flatten(1).all(1)
     levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).movedim(1, -1)
     levels = torch.where(over_elements(finite, levels), levels, levels.new_tensor(MISSING))
