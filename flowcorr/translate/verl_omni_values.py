@@ -266,7 +266,7 @@ def engine_options(get: Given) -> dict[str, Any] | None:
 def refuse(get: Given) -> str:
     """Why flowcorr cannot run a configuration, or an empty string."""
     if get(f"{PIPELINE}.num_frames", int) > 1:
-        return f"{PIPELINE}.num_frames={get(f'{PIPELINE}.num_frames')} makes videos, but flowcorr trains on images"
+        return f"{PIPELINE}.num_frames={get(f'{PIPELINE}.num_frames')} makes videos, whose recipes are not translated"
     family(get)
     for key, values in _ONLY_OF_ADAPTERS.items() if adapted(get) else ():
         if get(key) not in values:

@@ -386,3 +386,37 @@ def test_ranks_may_hold_different_steps_and_no_samples(two_ranks):
 def of_this_rank():
     found = {case: of_rank(parts[distributed.rank()]) for case, parts in RANK_BOUNDS.items()}
     return {case: (part.keep, part.metrics.across_ranks().compute()) for case, part in found.items()}
+
+
+@pytest.mark.parametrize("num_elements", [10**5, 10**6])
+def test_the_latents_of_videos(num_elements):
+    """A step whose means are `r` stds apart, by the model of the log-ratio; float32 log-probs near -1."""
+    r = 1e-3
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(8192, 1, generator=draw, dtype=torch.float64)
+    delta = -(r**2) / 2 + r / math.sqrt(num_elements) * noise
+    options = {"rollout_is": "token", "rollout_is_threshold": math.inf, "num_elements": num_elements}
+    by_scale = {
+        scale: correct(delta, torch.zeros_like(delta), log_ratio_scale=scale, **options)
+        for scale in ("mean", "sqrt", "sum")
+    }
+    assert by_scale["mean"].weights.sub(1).abs().max() < 1e-4  # whatever the gap
+    assert by_scale["sqrt"].weights.log().std().item() == pytest.approx(r, rel=0.05)  # whatever D
+    spread = by_scale["sum"].weights.log().std().item()
+    assert spread == pytest.approx(r * math.sqrt(num_elements), rel=0.05)
+    weights = by_scale["sum"].weights
+    share = float(weights.sum() ** 2 / (len(weights) * weights.square().sum()))  # effective samples of all
+    assert share == pytest.approx(math.exp(-num_elements * r**2), rel=0.2)
+
+
+@pytest.mark.parametrize("num_elements", [10**5, 10**6])
+@pytest.mark.parametrize(("scale", "rejects"), [("mean", False), ("sqrt", False), ("sum", True)])
+def test_a_usual_band_on_the_latents_of_videos(num_elements, scale, rejects):
+    """Of 0.5 to 2: it acts on the density ratio of a step, and on no mean of it."""
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(4096, 1, generator=draw, dtype=torch.float64)
+    r = 2 / math.sqrt(num_elements)
+    delta = -(r**2) / 2 + r / math.sqrt(num_elements) * noise
+    band = {"rollout_rs": "token_k1", "rollout_rs_threshold": (0.5, 2.0), "num_elements": num_elements}
+    found = correct(delta, torch.zeros_like(delta), log_ratio_scale=scale, **band)
+    assert bool((~found.keep).any()) == rejects

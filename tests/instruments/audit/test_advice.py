@@ -164,9 +164,10 @@ def test_only_staleness_is_corrected_and_only_by_density_ratios():
     assert advise(replace(stale, exact_ess=0.99 * rules.MIN_ESS)).kind == "repair"
 
 
-def test_a_random_gap_is_left_up_to_the_largest_that_a_precision_explains():
-    nats = LARGEST_DISTANCE**2 * FACTS.num_steps * D / 2
-    facts = replace(FACTS, joint_nats=0.99 * nats, clip_by_step=WIDE)
+@pytest.mark.parametrize("num_elements", [D, 10**6])  # of an image, of a video
+def test_a_random_gap_is_left_up_to_the_largest_that_a_precision_explains(num_elements):
+    nats = LARGEST_DISTANCE**2 * FACTS.num_steps * num_elements / 2
+    facts = replace(FACTS, num_elements=num_elements, joint_nats=0.99 * nats, clip_by_step=WIDE)
     assert (advise(facts).kind, advise(facts).mode) == ("leave", "decoupled")
     advice = advise(replace(facts, joint_nats=1.01 * nats))
     assert (advice.kind, advice.mode) == ("repair", "decoupled")
