@@ -94,7 +94,8 @@ def explain(arguments: argparse.Namespace) -> int:
 
     Explain what the tools print: a metric, a configuration key, a preset, a check or cause of the doctor, a leg of a
     replay, a finding, a rejection mode, or a word such as ESS, joint nats, delta or bypass. Each with its unit, when to
-    worry, and what to do then. A name with spaces needs quotes.
+    worry, and what to do then. A name with spaces needs quotes. A class or function that code of your own fills in,
+    such as Loss or Engine, is listed with its fields.
 
     Examples:
       flowcorr explain k3_kl clip_noise_fraction
@@ -103,9 +104,16 @@ def explain(arguments: argparse.Namespace) -> int:
       flowcorr explain actor.clip_ratio
       flowcorr explain decoupled_seq_is
       flowcorr explain gap clipped            labels that flowcorr train prints after each step
+      flowcorr explain --all > all.md         every name, as Markdown tables to search in
     """
     from flowcorr.instruments.reference.explain import explanation
+    from flowcorr.instruments.reference.tables import everything
 
+    if arguments.all == bool(arguments.names):
+        raise ConfigError("`flowcorr explain` takes names, or `--all` and no names")
+    if arguments.all:
+        print(everything())
+        return 0
     print("\n\n".join(explanation(name) for name in arguments.names))
     return 0
 
@@ -130,6 +138,9 @@ COMMANDS = (
     Command(
         name="explain",
         run=explain,
-        arguments=(Argument("names", nargs="+", metavar="NAME", help="a name or word that a tool prints"),),
+        arguments=(
+            Argument("names", nargs="*", metavar="NAME", help="a name or word that a tool prints"),
+            Argument("--all", action="store_true", help="print every name, as Markdown tables"),
+        ),
     ),
 )

@@ -1,1 +1,1 @@
-"""The meaning of each metric, configuration key and preset, for `flowcorr explain` and for the tables of the pages."""
+"""The meaning of each metric, configuration key, preset, check and interface: `flowcorr explain`."""

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Iterator
 
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.presets import NAMES
 from flowcorr.correction.rejection import RS_MODES
 from flowcorr.errors import ConfigError
-from flowcorr.instruments import image_drift, jumps, replicas
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
 from flowcorr.instruments.metrics.metric import Metric
 from flowcorr.instruments.metrics.table import METRICS, RULES, find_metric, progress_labels
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
+from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface
 from flowcorr.instruments.reference.keys import find_key, keys
-from flowcorr.instruments.reference.pages import healthy
+from flowcorr.instruments.reference.tables import OF_SEVERAL_STEPS, first_line, healthy
 
 _BY_LABEL = {label: name for name, label in progress_labels(METRICS).items()}
 _CHECKS = {check.name: check for check in CHECKS}
 _RULES = {rule.name: rule.metric for rule in RULES}
-_OF_SEVERAL_STEPS = {rule.name: rule for rule in (image_drift.RULE, jumps.RULE, replicas.RULE)}
 
 
 def explanation(name: str) -> str:
@@ -36,8 +34,8 @@ def explanation(name: str) -> str:
         near = difflib.get_close_matches(name, _known(), n=3, cutoff=0.5)
         hint = f": did you mean {', '.join(near)}?" if near else "."
         raise ConfigError(
-            f"{name!r} is not a metric, configuration key, preset, check, cause or word of the tools{hint} The tables "
-            "are in flowcorr/instruments/README.md, recipes/README.md and flowcorr/correction/README.md"
+            f"{name!r} is not a metric, configuration key, preset, check, cause or word of the tools{hint} "
+            "`flowcorr explain --all` prints every name"
         )
     return "\n\n".join("\n".join(lines) for lines in senses)
 
@@ -66,7 +64,7 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
         for metric in ending:
             if metric.name != _BY_LABEL.get(name):
                 yield _metric(metric.name, metric)
-    if name in _RULES or name in _OF_SEVERAL_STEPS:
+    if name in _RULES or name in OF_SEVERAL_STEPS:
         yield _rule(name)
     if name in _CHECKS:
         yield _check(name)
@@ -74,7 +72,7 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
         yield iter(
             (
                 f"{name} (fault of log-probs, in audit, report and watch)",
-                f"  {(inspect.getdoc(FAULTS_OF_TERMS[name]) or '').splitlines()[0]}",
+                f"  {first_line(FAULTS_OF_TERMS[name])}",
                 "  worry: always: the finding has its numbers, and says what to do",
             )
         )
@@ -88,6 +86,8 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
         )
     if name in RS_MODES and name not in WORDS:
         yield _mode(name)
+    if (interface := find_interface(name)) is not None:
+        yield _interface(interface)
 
 
 def _word(name: str) -> Iterator[str]:
@@ -121,9 +121,9 @@ def _labelled(label: str) -> Iterator[str]:
 
 def _rule(name: str) -> Iterator[str]:
     yield f"{name} (finding of the health rules, in training and in flowcorr report)"
-    if name in _OF_SEVERAL_STEPS:
-        yield f"  {_OF_SEVERAL_STEPS[name].what}"
-        yield f"  do: {_OF_SEVERAL_STEPS[name].advice}"
+    if name in OF_SEVERAL_STEPS:
+        yield f"  {OF_SEVERAL_STEPS[name].what}"
+        yield f"  do: {OF_SEVERAL_STEPS[name].advice}"
         return
     metric = find_metric(_RULES[name])
     assert metric is not None, "rules belong to metrics"
@@ -135,7 +135,7 @@ def _check(name: str) -> Iterator[str]:
     yield f"{name} (check of flowcorr doctor)"
     for samples, examine in (("", check.trials), ("of a dump: ", check.captured)):
         if examine is not None:
-            yield f"  {samples}{(inspect.getdoc(examine) or '').splitlines()[0]}"
+            yield f"  {samples}{first_line(examine)}"
     yield "  worry: a serious finding stops a run, a warning does not"
     yield "  do: what the report says behind `->`"
     if check.blockers:
@@ -147,6 +147,12 @@ def _mode(name: str) -> Iterator[str]:
     yield f"{name} (rejection mode)"
     yield f"  Judges {'each step' if mode.level == 'step' else 'whole samples'}; takes {mode.bounds.threshold}."
     yield from _watched("rollout_corr/rejected_ratio")
+
+
+def _interface(name: str) -> Iterator[str]:
+    yield f"{name} (for code of your own)"
+    for field, meaning, default in INTERFACES[name]():
+        yield f"  {field}: {meaning}{f' Default: {default}' if default else ''}"
 
 
 def _preset(name: str) -> Iterator[str]:
@@ -177,6 +183,7 @@ def _watched(name: str) -> Iterator[str]:
 def _known() -> list[str]:
     names = [*_BY_LABEL, *WORDS, *NAMES, *(key.name for key in keys()), *(metric.name for metric in METRICS)]
     names += [metric.name.rpartition("/")[2] for metric in METRICS]
+    names += [interface.rpartition(".")[2] for interface in INTERFACES]
     return list(
-        dict.fromkeys([*names, *_CHECKS, *CAUSES, *FAULTS_OF_TERMS, *_RULES, *_OF_SEVERAL_STEPS, *RS_MODES])
+        dict.fromkeys([*names, *_CHECKS, *CAUSES, *FAULTS_OF_TERMS, *_RULES, *OF_SEVERAL_STEPS, *RS_MODES])
     )

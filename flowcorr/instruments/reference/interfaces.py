@@ -54,18 +54,25 @@ _REQUIRED = object()
 def _default(value: Any, required: Any) -> str:
     if value is required:
         return ""
-    return f"`{getattr(value, '__name__', value)!s}`" if callable(value) else f"`{value!r}`"
+    return str(getattr(value, "__name__", value)) if callable(value) else repr(value)
 
 
 INTERFACES: dict[str, Callable[[], Iterator[Row]]] = {
-    "call": lambda: arguments(compute_rollout_correction_and_rejection_mask),
-    "loss": lambda: fields(Loss),
-    "mode": lambda: fields(Mode),
-    "engine": lambda: fields(Engine),
-    "engine_methods": lambda: members(RolloutEngine),
-    "family": lambda: members(ModelFamily),
-    "metric": lambda: fields(Metric),
-    "rule": lambda: fields(Rule),
-    "reward": lambda: members(Reward),
+    "flowcorr.correction.compute_rollout_correction_and_rejection_mask": lambda: arguments(
+        compute_rollout_correction_and_rejection_mask
+    ),
+    "flowcorr.losses.Loss": lambda: fields(Loss),
+    "flowcorr.correction.Mode": lambda: fields(Mode),
+    "flowcorr.config.Engine": lambda: fields(Engine),
+    "flowcorr.rollout.base.RolloutEngine": lambda: members(RolloutEngine),
+    "flowcorr.models.base.ModelFamily": lambda: members(ModelFamily),
+    "flowcorr.instruments.metrics.Metric": lambda: fields(Metric),
+    "flowcorr.instruments.metrics.Rule": lambda: fields(Rule),
+    "flowcorr.rewards.Reward": lambda: members(Reward),
 }
-"""Tables of `examples/README.md`, by the name in their marker."""
+"""By the name to import."""
+
+
+def find_interface(name: str) -> str | None:
+    """The full name of an interface, from that name or its last part."""
+    return next((full for full in INTERFACES if name in (full, full.rpartition(".")[2])), None)

@@ -1,12 +1,16 @@
 """What an extension fills in, read from docstrings and signatures."""
 
+from pkgutil import resolve_name
+
 import pytest
 
-from flowcorr.instruments.reference.interfaces import INTERFACES
+from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface
 
 
 @pytest.mark.parametrize("name", INTERFACES)
 def test_every_row_has_a_meaning(name):
+    module, _, described = name.rpartition(".")
+    assert resolve_name(f"{module}:{described}").__name__ == described
     rows = list(INTERFACES[name]())
     assert rows
     assert all(meaning for _, meaning, _ in rows)
@@ -15,25 +19,27 @@ def test_every_row_has_a_meaning(name):
 @pytest.mark.parametrize(
     ("name", "row", "default"),
     [
-        ("call", "target_log_prob", ""),
-        ("call", "rollout_is_threshold", "`2.0`"),
-        ("loss", "objective", ""),
-        ("loss", "log_ratio", "`plain_log_ratio`"),
-        ("mode", "bounds", ""),
-        ("engine", "extra", "`None`"),
-        ("engine_methods", "history", ""),
-        ("engine_methods", "sample()", ""),
-        ("family", "name", ""),
-        ("family", "guidance_key", "`'guidance_scale'`"),
-        ("family", "decode()", ""),
-        ("reward", "extras", ""),
+        ("compute_rollout_correction_and_rejection_mask", "target_log_prob", ""),
+        ("compute_rollout_correction_and_rejection_mask", "rollout_is_threshold", "2.0"),
+        ("Loss", "objective", ""),
+        ("Loss", "log_ratio", "plain_log_ratio"),
+        ("Mode", "bounds", ""),
+        ("Engine", "extra", "None"),
+        ("RolloutEngine", "history", ""),
+        ("RolloutEngine", "sample()", ""),
+        ("ModelFamily", "name", ""),
+        ("ModelFamily", "guidance_key", "'guidance_scale'"),
+        ("ModelFamily", "decode()", ""),
+        ("Reward", "extras", ""),
     ],
 )
 def test_a_row_shows_what_is_required_and_what_has_a_default(name, row, default):
-    assert [found for found, _, found_default in INTERFACES[name]() if found_default == default].count(
-        row
-    ) == 1
+    assert [
+        found for found, _, found_default in INTERFACES[find_interface(name)]() if found_default == default
+    ].count(row) == 1
 
 
 def test_what_an_instance_holds_is_not_stated_by_a_family():
-    assert not {"pipeline", "dtype", "text_offloaded"} & {row for row, _, _ in INTERFACES["family"]()}
+    assert not {"pipeline", "dtype", "text_offloaded"} & {
+        row for row, _, _ in INTERFACES["flowcorr.models.base.ModelFamily"]()
+    }

@@ -1,0 +1,117 @@
+"""Everything that `flowcorr explain` knows, as Markdown tables: `flowcorr explain --all`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import flowcorr
+from flowcorr.correction import PRESETS, RolloutCorrectionConfig
+from flowcorr.correction.rejection import RS_MODES
+from flowcorr.instruments import image_drift, jumps, replicas
+from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
+from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
+from flowcorr.instruments.metrics.metric import Metric, Rule
+from flowcorr.instruments.metrics.table import METRICS, SECTIONS, progress_labels
+from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
+from flowcorr.instruments.reference.interfaces import INTERFACES
+from flowcorr.instruments.reference.keys import keys
+from flowcorr.instruments.rules import Units, healthy_range
+
+OF_SEVERAL_STEPS: Mapping[str, Rule] = {
+    rule.name: rule for rule in (image_drift.RULE, jumps.RULE, replicas.RULE)
+}
+"""Findings that need several training steps, by their name."""
+
+
+def everything() -> str:
+    """All tables, each below a heading."""
+    tables = [f"## {heading}\n\n{_table(*table)}" for heading, table in _tables()]
+    return "\n\n".join([f"# The words of flowcorr {flowcorr.__version__}", *tables])
+
+
+def healthy(metric: Metric) -> str:
+    """The healthy range of a metric, or nothing where no rule judges it by a number alone."""
+    low, high = healthy_range(metric.name, Units())
+    bounds = [f"≥ {low:.3g}"] * (low > -float("inf")) + [f"≤ {high:.3g}"] * (high < float("inf"))
+    return ", ".join(bounds)
+
+
+def first_line(function: Callable[..., Any]) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
+_Table = tuple[Sequence[str], Iterable[Sequence[str]]]
+
+
+def _tables() -> Iterator[tuple[str, _Table]]:
+    """Heading, header and rows of each table."""
+    for section, rows in _keys().items():
+        yield f"Keys of `{section}`", (("key", "meaning", "values", "default"), rows)
+    for section, metrics in SECTIONS.items():
+        rows = [_metric(metric) for metric in metrics]
+        yield (
+            f"Metrics: {section.lower()}",
+            (("metric", "meaning", "unit", "healthy", "finding", "outside"), rows),
+        )
+    labels = [(label, f"`{name}`") for name, label in progress_labels(METRICS).items()]
+    yield "Labels of `flowcorr train` after each step", (("label", "metric"), labels)
+    yield "Presets", (("preset", "aliases", "mode", "what it does", "keys"), _presets())
+    modes = [(f"`{name}`", mode.level, mode.bounds.threshold) for name, mode in RS_MODES.items()]
+    yield "Rejection modes", (("mode", "judges each", "threshold"), modes)
+    samples = ("on samples of the engine", "on samples of a dump")
+    yield "Checks of `flowcorr doctor`", (("check", *samples, "skipped where one of these fails"), _checks())
+    causes = [(f"`{name}`", meaning) for name, meaning in CAUSES.items()]
+    yield "Causes that `flowcorr doctor` names in a dump", (("cause", "meaning"), causes)
+    faults = [(f"`{name}`", first_line(rule)) for name, rule in FAULTS_OF_TERMS.items()]
+    yield "Faults of log-probs, in audit, report and watch", (("fault", "meaning"), faults)
+    several = [(f"`{name}`", rule.what, rule.advice) for name, rule in OF_SEVERAL_STEPS.items()]
+    yield "Findings of several training steps", (("finding", "about", "what to do"), several)
+    yield "Words", (("word", "meaning", "worry", "what to do", "metrics"), _words())
+    for name, fields in INTERFACES.items():
+        rows = [(f"`{field}`", meaning, _code(default)) for field, meaning, default in fields()]
+        yield f"`{name}`", (("name", "meaning", "default"), rows)
+
+
+def _keys() -> dict[str, list[tuple[str, ...]]]:
+    sections: dict[str, list[tuple[str, ...]]] = {}
+    for key in keys():
+        row = (f"`{key.name}`", key.meaning, _code(key.choices), _code(key.default))
+        sections.setdefault(key.name.rpartition(".")[0], []).append(row)
+    return sections
+
+
+def _metric(metric: Metric) -> tuple[str, ...]:
+    finding, advice = (metric.rule.name, metric.rule.advice) if metric.rule else ("", "")
+    return f"`{metric.name}`", metric.meaning, metric.unit, healthy(metric), _code(finding), advice
+
+
+def _presets() -> Iterator[tuple[str, ...]]:
+    for name, preset in PRESETS.items():
+        aliases = ", ".join(_code(alias) for alias in preset.aliases)
+        values = ", ".join(_code(f"{key}: {value}") for key, value in preset.keys.items())
+        yield f"`{name}`", aliases, RolloutCorrectionConfig.preset(name).mode, preset.summary, values
+
+
+def _checks() -> Iterator[tuple[str, ...]]:
+    for check in CHECKS:
+        lines = ("" if examine is None else first_line(examine) for examine in (check.trials, check.captured))
+        yield f"`{check.name}`", *lines, ", ".join(map(_code, check.blockers))
+
+
+def _words() -> Iterator[tuple[str, ...]]:
+    for name, word in WORDS.items():
+        names = [name, *(synonym for synonym, of in SYNONYMS.items() if of == name)]
+        metrics = ", ".join(map(_code, word.metrics))
+        yield ", ".join(map(_code, names)), word.meaning, word.worry, word.remedy, metrics
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines)
