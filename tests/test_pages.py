@@ -14,7 +14,14 @@ import flowcorr
 ROOT = Path(flowcorr.__file__).parent.parent
 PAGES = sorted(
     path
-    for pattern in ("*.md", ".github/*.md", "examples/*.md", "recipes/*.md", "flowcorr/**/README.md")
+    for pattern in (
+        "*.md",
+        ".github/*.md",
+        "examples/**/*.md",
+        "recipes/*.md",
+        "flowcorr/**/*.md",
+        "tests/**/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
