@@ -321,7 +321,7 @@ FITTED = tuple(row for place, row in enumerate(ROWS, 1) if place % 3)
 HELD_OUT = tuple(row for place, row in enumerate(ROWS, 1) if not place % 3)
 
 
-PAGE = Path(__file__).parents[3] / "recipes" / "README.md"
+PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- published -->\n", "<!-- end of published -->"
 
 

@@ -1,4 +1,4 @@
-"""`flowcorr plan` against published measurements, and the page that shows them."""
+"""`flowcorr plan` against published measurements, and the table that shows them."""
 
 import pytest
 
