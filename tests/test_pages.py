@@ -74,3 +74,13 @@ def _project():
 
 def _extras():
     return _project()["optional-dependencies"]
+
+
+def test_the_code_of_the_readme_runs_as_printed(capsys):
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert "rollout_corr/" in capsys.readouterr().out

@@ -109,7 +109,7 @@ def test_terminated_ahead_it_saves_and_leaves_no_process(
 
 @pytest.mark.faults
 def test_a_run_that_loses_its_own_node_saves_and_ends_soon(bench, tmp_path, events, wait_for, family_of):
-    """Its raylet and its workers; some 15 s later Ray ends the process, and until then it waits for another node."""
+    """Its raylet and its workers. Ray ends a process that uses the object store just then at once, others later."""
     out = tmp_path / "run"
     run = bench.start(out, *AHEAD)
     wait_for(lambda: steps(out) or run.poll() is not None)
@@ -121,10 +121,14 @@ def test_a_run_that_loses_its_own_node_saves_and_ends_soon(bench, tmp_path, even
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 1, said
     assert time.monotonic() - begin < 60
-    assert re.search(r"flowcorr: error: the (rollout|reward) workers are lost, .* with --resume", said), said
+    ended_by_ray = "Raylet is terminated" in said and not (out / "failure.txt").exists()
+    assert ended_by_ray or re.search(
+        r"error: the (rollout|reward) workers are lost, .* with --resume", said
+    ), said
     wait_for(lambda: not any(map(running, family)), 90, "the end of Ray's processes and agents")
-    assert events(out)[-1] == "failure"
-    assert len(events(out, "workers_lost")) == 2  # of both pools
+    if not ended_by_ray:
+        assert events(out)[-1] == "failure"
+        assert len(events(out, "workers_lost")) == 2  # of both pools
     assert events(out, "worker_restarted") == []
     assert checkpoint.load_latest(out / "checkpoints")[1].step == steps(out)[-1]
     bench.resume(out)

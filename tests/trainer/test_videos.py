@@ -87,7 +87,8 @@ def run_config(model, *overrides):
 
 @pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_ppo_clip"])
 def test_a_run_of_videos(model, preset, tmp_path):
-    from flowcorr.instruments.report import report, write_report
+    from flowcorr.instruments.page import save_page
+    from flowcorr.instruments.report import report
 
     config = run_config(model, f"algorithm.rollout_correction.preset={preset}")
     folder = tmp_path / "run"
@@ -105,7 +106,7 @@ def test_a_run_of_videos(model, preset, tmp_path):
     assert films == {"eval_before.mp4", "eval_after.mp4", "rollout_000001.mp4", "rollout_000002.mp4"}
     (event,) = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "frames"]
     assert event["rules"] == {"jpeg_incompressibility": "every 8"}
-    write_report(report([folder]), tmp_path / "report.html")
+    save_page(report([folder]), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.count("data:video/mp4;base64,") == 2
 
