@@ -31,7 +31,8 @@ class Fit:
 
     Attributes:
         factor: 1 if the engine has the fault as it was assumed, 0 if it has none of it.
-        error: standard error of `factor`, if other differences of both sides are independent by element.
+        error: standard error of `factor`: the larger of two, by element and by sample. Rounding of a prompt's
+            embedding, for one, moves all elements of a sample together.
         share: part of `r^2` that disappears with `factor` times the fault; never negative.
     """
 
@@ -96,7 +97,9 @@ class Trial:
         size = fault.square().sum().clamp(min=1e-30)
         factor = (gap * fault).sum() / size
         rest = gap - factor * fault
-        error = (rest * fault).square().sum().sqrt() / size
+        correlated = rest * fault
+        by_element, by_sample = correlated.square().sum(), correlated.sum((1, 2)).square().sum()
+        error = torch.maximum(by_element, by_sample).sqrt() / size
         share = (1 - rest.square().sum() / gap.square().sum().clamp(min=1e-30)).clamp(min=0)
         return Fit(factor=float(factor), error=float(error), share=float(share))
 

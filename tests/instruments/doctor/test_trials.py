@@ -86,3 +86,18 @@ def test_a_fit_finds_a_fault_beside_noise(small_run):
     assert fit.factor == pytest.approx(1.0, abs=4 * fit.error)
     assert fit.error == pytest.approx(10 / trial.means.numel() ** 0.5, rel=0.1)
     assert fit.share == pytest.approx(0.01, abs=0.01)
+
+
+def test_a_fit_is_as_uncertain_as_differences_that_samples_have_as_a_whole(small_run):
+    """Rounding of a prompt's embedding moves every element of a sample; its elements are no independent evidence."""
+    run = small_run()
+    trial = run_trials(run.actor, run.engine, run.conditioning).base
+    draw = torch.Generator().manual_seed(0)
+    fault = torch.randn(trial.means.shape, generator=draw)
+    samples = len(fault)
+    size = torch.tensor([0.3, -0.3]).repeat(samples)[:samples].reshape(-1, *[1] * (fault.ndim - 1))
+    means = trial.means + size * fault
+    faulty = replace(trial, rollout=replace(trial.rollout, window=replace(trial.rollout.window, means=means)))
+    fit = faulty.fit(trial.means + fault)
+    assert fit.factor == pytest.approx(0, abs=0.1)
+    assert fit.error == pytest.approx(0.3 / samples**0.5, rel=0.1)
