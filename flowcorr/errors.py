@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -75,8 +75,14 @@ def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:
     names, text = list(choices), str(value)
     section = text.rpartition(".")[0] + "."
     start = len(section) if all(name.startswith(section) for name in names) else 0  # alike in all
-    ends, asked = [name[start:] for name in names], text[start:].lower().replace(" ", "")
-    near = [end for end in ends if asked in end.lower()] if len(asked) > 2 else []
-    near = difflib.get_close_matches(text[start:], ends, n=1) or near
-    hint = f" (did you mean {text[:start]}{near[0]}?)" if near else ""
+    near = nearest(text[start:], [name[start:] for name in names])
+    hint = f" (did you mean {text[:start]}{near}?)" if near else ""
     return f"{key}={value!r} is unknown{hint}; choose from {', '.join(names)}"
+
+
+def nearest(text: str, names: Sequence[str]) -> str:
+    """The name that was meant: one that begins with `text`, is spelled like it, or holds it; empty if there is none."""
+    asked = text.lower().replace(" ", "")
+    holding = [name for name in names if len(asked) > 2 and asked in name.lower()]
+    beginning = [name for name in holding if name.lower().startswith(asked)]
+    return next(iter([*beginning, *difflib.get_close_matches(text, names, n=1), *holding]), "")

@@ -35,3 +35,10 @@ def test_what_all_choices_begin_with_makes_none_alike(value, hint):
     assert errors.unknown_choice("key", value, ["actor.lr", "actor.ema"]).startswith(
         f"key={value!r} is unknown{hint}; choose from actor.lr, actor.ema"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("a100-80", "a100-80gb"), ("H100-80", "h100-80gb"), ("4090", "rtx4090"), ("x", "")]
+)
+def test_a_name_that_begins_like_the_text_is_nearer_than_one_spelled_like_it(text, meant):
+    assert errors.nearest(text, ["h100-80gb", "a100-80gb", "rtx4090"]) == meant

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import shlex
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 import flowcorr
@@ -15,12 +17,13 @@ from flowcorr.cli import instruments, recipes, running
 from flowcorr.errors import ConfigError, FlowcorrError, printable, unknown_choice
 
 COMMANDS = (*running.COMMANDS, *instruments.COMMANDS, *recipes.COMMANDS)
+OPTIONS = ("-h", "--help", "--version")
 EXIT_FAILED, EXIT_USAGE, EXIT_SIGNAL = 1, 2, 128
 
 _FIRST_DAY = """\
 flowcorr train tiny_ocr_lora             train an embedded model on this machine
-flowcorr report runs/tiny_ocr_lora       see what it learned, and what to mend
-flowcorr audit tiny_ocr_lora             measure the rollout gap, and get the lines that correct it
+flowcorr report runs/tiny_ocr_lora       what it learned, and what to mend
+flowcorr audit tiny_ocr_lora             how far the rollout engine is off
 
 flowcorr --help lists all commands."""
 
@@ -32,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_FIRST_DAY)
         return EXIT_USAGE
     parser = build_parser()
-    if not words[0].startswith("-") and words[0] not in parser.commands:
-        parser.error(unknown_choice("COMMAND", words[0], parser.commands))
+    if words[0] not in (*parser.commands, *OPTIONS):
+        parser.error(_command_of(words, parser.commands))
     arguments, rest = parser.parse_known_args(words)
     _take_late_overrides(parser, arguments, rest)
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Parser(argparse.ArgumentParser):
     """A parser that tells the names of its commands."""
 
-    commands: Collection[str] = ()
+    commands: Sequence[str] = ()
 
 
 def build_parser() -> Parser:
@@ -101,6 +104,23 @@ def _take_late_overrides(
         parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
+
+
+def _command_of(words: Sequence[str], commands: Sequence[str]) -> str:
+    """The message for a first word that is no command, with the line that may be meant."""
+    from flowcorr.config import find_recipe
+    from flowcorr.trainer.run_config import CONFIG_FILE
+
+    first = words[0]
+    if first == "help":
+        meant = [word for word in words[1:] if word in commands]
+        return f"write {' '.join(['flowcorr', *meant, '--help'])}"
+    if os.path.isfile(os.path.join(first, CONFIG_FILE)):
+        return f"{first} is the folder of a run; write flowcorr report {shlex.quote(first)}"
+    with contextlib.suppress(ConfigError):
+        find_recipe(first)
+        return f"{first} is a recipe; write {shlex.join(['flowcorr', 'train', *words])}"
+    return unknown_choice("COMMAND", first, [*commands, *OPTIONS[1:]])
 
 
 def _override_of(words: Sequence[str]) -> str:

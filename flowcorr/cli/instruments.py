@@ -83,8 +83,11 @@ def _replay(arguments: argparse.Namespace) -> int:
     from flowcorr.config.load import recipe_names
     from flowcorr.instruments.doctor import examine_dump
     from flowcorr.instruments.page import exit_code
+    from flowcorr.trainer.run_config import CONFIG_FILE, is_file
 
-    model = arguments.model
+    model, recipe = arguments.model, Path(arguments.recipe) / CONFIG_FILE
+    if model is None and is_file(recipe):
+        raise ConfigError(f"{arguments.recipe} is the folder of a run; write flowcorr doctor {recipe}")
     if model is None:
         raise ConfigError(
             f"{arguments.recipe} is a folder of dumped steps; give --model, the pipeline or recipe that replays them"

@@ -22,7 +22,7 @@ from flowcorr.config.rules import check, warn
 from flowcorr.config.schema import Config, LoraConfig
 from flowcorr.config.text_file import read_text
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.errors import ConfigError, nearest
 from flowcorr.private import REDACTED, names_secret, redact
 
 __all__ = [
@@ -130,14 +130,20 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     path = Path(recipe)
     if os.path.isfile(path):
         return path
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise ConfigError(
-            f"recipe={str(recipe)!r}: no such file; give a YAML file or one of {_listed_recipes()}"
-        )
     shipped = _recipes_folder() / f"{path.name}.yaml"
-    if not os.path.isfile(shipped):
-        raise ConfigError(unknown_choice("recipe", str(recipe), recipe_names()) + ", or give a YAML file")
-    return shipped
+    if len(path.parts) == 1 and os.path.isfile(shipped):
+        return shipped
+    if os.path.isfile(path / "config.yaml"):
+        raise ConfigError(
+            f"recipe={str(recipe)!r} is the folder of a run; give its recipe, {path / 'config.yaml'}"
+        )
+    beside = sorted(file.name for ending in ("yaml", "yml") for file in path.parent.glob(f"*.{ending}"))
+    found = nearest(path.name, beside)
+    near = str(path.parent / found) if found else nearest(path.stem, recipe_names())
+    hint = f" (did you mean {near}?)" if near else ""
+    raise ConfigError(
+        f"recipe={str(recipe)!r}: no such file{hint}; give a YAML file or one of {', '.join(recipe_names())}"
+    )
 
 
 def redact_override(override: str) -> str:
@@ -162,10 +168,6 @@ def _beside(recipe: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(name, str) and not os.path.exists(name) and os.path.isfile(recipe.parent / name):
             found[key] = str((recipe.parent / name).resolve())
     return {**values, "data": {**data, **found}}
-
-
-def _listed_recipes() -> str:
-    return ", ".join(recipe_names())
 
 
 def _recipes_folder() -> Path:
@@ -199,6 +201,7 @@ def _resolve(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
         )
     recipe = _numbers_of_lora(config)
     _give_way_to_preset(config, overrides)
+    _check_blanks(overrides)
     for override in overrides:
         _override(config, override)
     _say_other_scale(recipe, _numbers_of_lora(config))
@@ -253,6 +256,15 @@ def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
             stacklevel=4,
         )
     OmegaConf.update(config, _CORRECTION, {}, merge=False)
+
+
+def _check_blanks(overrides: Sequence[str]) -> None:
+    """Refuse `key = value`, which a shell hands over as several words."""
+    if any("=" not in override or override.startswith("=") for override in overrides):
+        joined = re.sub(r" *= *", "=", " ".join(overrides)).split()
+        meant = [redact_override(word) for word in joined if "=" in word and word not in overrides]
+        if meant:
+            raise ConfigError(f"an override must have no blanks around =; write {' '.join(meant)}")
 
 
 def _override(config: DictConfig, override: str) -> None:

@@ -28,7 +28,7 @@ from flowcorr.records import Terms
 from flowcorr.rewards import RewardOutput
 from flowcorr.trainer import run_config
 from flowcorr.trainer.measurements import reward_metrics
-from flowcorr.trainer.run_config import CONFIG_FILE, is_file, read_config
+from flowcorr.trainer.run_config import CONFIG_FILE, is_file, near_run, read_config
 from flowcorr.trainer.run_folder import resume_command
 
 UNBOUNDED = 1e9  # in place of a clip range that is not known: no ratio reaches it
@@ -90,8 +90,8 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
         )
     if not files:
         raise ConfigError(
-            f"{folder} holds no run ({CONFIG_FILE} is missing) and no dumped step; name the --out of flowcorr train, "
-            "or a folder that flowcorr.dump wrote"
+            f"{folder} holds no run ({CONFIG_FILE} is missing) and no dumped step{near_run(folder)}; name the --out of "
+            "flowcorr train, or a folder that flowcorr.dump wrote"
         )
     run = read_config(folder, allow_imports=allow_imports) if of_flowcorr else None
     found, notes = survey(files, None if run is None else run.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import yaml
 from flowcorr import config as configs
 from flowcorr.config.schema import Config
 from flowcorr.config.text_file import read_text
-from flowcorr.errors import ConfigError, printable
+from flowcorr.errors import ConfigError, nearest, printable
 
 CONFIG_FILE = "config.yaml"
 _INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
@@ -86,7 +87,8 @@ def read_config(
     path = folder / CONFIG_FILE
     if not is_file(path):
         raise ConfigError(
-            f"{folder} holds no run: {CONFIG_FILE} is missing; name a folder that flowcorr train wrote, its --out"
+            f"{folder} holds no run: {CONFIG_FILE} is missing{near_run(folder)}; name a folder that flowcorr train "
+            "wrote, its --out"
         )
     with configs.errors_name(path, overrides), _in_one_line(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # shown already when the run started
@@ -135,6 +137,14 @@ def own_names(chain: object) -> list[str]:
 def is_own_name(name: str) -> bool:
     """Whether a name is that of code of one's own, `package.module:name`."""
     return _OWN_NAME.fullmatch(name) is not None
+
+
+def near_run(path: Path) -> str:
+    """In brackets, the folder of a run that may be meant by a path that is none; empty if there is none."""
+    beside = [file.parent.name for file in path.parent.glob(f"*/{CONFIG_FILE}")]
+    places = (path.parent, Path("runs") / path, path.parent / nearest(path.name, beside))
+    found = next((place for place in places if os.path.isfile(place / CONFIG_FILE)), None)
+    return f" (did you mean {found}?)" if found else ""
 
 
 def is_file(path: Path) -> bool:

@@ -93,6 +93,7 @@ def test_bad_usage_exits_with_2(arguments, capsys):
         (["config", "tiny_ocr_lora", "+trainer.seed=1"], "trainer.seed=1"),
         (["plan", "tiny_ocr_lora", "--gpu", "4090"], "rtx4090-24gb"),
         (["plan", "tiny_ocr_lora", "--gpu", "RTX 4090"], "rtx4090-24gb"),
+        (["--verison"], "--version"),
     ],
 )
 def test_a_wrong_word_is_told_the_right_one(arguments, instead, capsys):
@@ -100,6 +101,32 @@ def test_a_wrong_word_is_told_the_right_one(arguments, instead, capsys):
         main(arguments)
     error = capsys.readouterr().err
     assert f"(did you mean {instead}?)" in error or f"; write {instead} (" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["tiny_ocr_lora", "trainer.seed=1"], "flowcorr train tiny_ocr_lora trainer.seed=1"),
+        (["recipes/tiny_ocr_lora.yaml"], "flowcorr train recipes/tiny_ocr_lora.yaml"),
+        (["help"], "flowcorr --help"),
+        (["help", "plan"], "flowcorr plan --help"),
+        (["RUN"], "flowcorr report RUN"),
+        (["doctor", "RUN"], "flowcorr doctor RUN/config.yaml"),
+        (["eval", "RUN/config.yaml"], "(did you mean RUN?)"),
+        (["report", "RUM"], "(did you mean RUN?)"),
+    ],
+)
+def test_what_is_no_command_is_told_the_line_to_type(words, line, capsys, tmp_path):
+    run_folder = tmp_path / "a_run"
+    run_folder.mkdir()
+    (run_folder / "config.yaml").touch()
+    put = [word.replace("RUN", str(run_folder)).replace("RUM", f"{tmp_path}/a_rum") for word in words]
+    try:
+        code = main(put)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert line.replace("RUN", str(run_folder)) in capsys.readouterr().err
 
 
 def test_without_a_word_the_commands_of_a_first_day_are_shown(capsys):

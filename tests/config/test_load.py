@@ -327,7 +327,8 @@ def test_bad_files_are_named(recipe, text, message):
 
 def test_missing_recipe():
     with pytest.raises(
-        ConfigError, match=r"recipe='tiny_ocr_lra' is unknown \(did you mean tiny_ocr_lora\?\); choose from "
+        ConfigError,
+        match=r"recipe='tiny_ocr_lra': no such file \(did you mean tiny_ocr_lora\?\); give a YAML",
     ):
         load("tiny_ocr_lra")
     with pytest.raises(
@@ -335,8 +336,46 @@ def test_missing_recipe():
     ):
         load("gone/away.yaml")
     for name in ("", "n" * 5000, "/" + "n" * 5000):
-        with pytest.raises(ConfigError, match=f"^recipe='{name}'(: no such file| is unknown)"):
+        with pytest.raises(ConfigError, match=f"^recipe='{name}': no such file"):
             load(name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("mine.yml", "mine.yaml"),
+        ("mine", "mine.yaml"),
+        ("tiny_ocr_lora.yml", "tiny_ocr_lora"),
+        ("sd35.yaml", "sd35"),
+    ],
+)
+def test_a_file_beside_the_missing_one_is_named_and_else_a_shipped_recipe(
+    tmp_path, monkeypatch, asked, meant
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError, match=rf"no such file \(did you mean {meant}"):
+        load(asked)
+
+
+def test_of_a_runs_folder_the_recipe_is_named(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=f"give its recipe, {tmp_path}/config.yaml"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["trainer.seed", "=", "1"], "trainer.seed=1"),
+        (["actor.lr=1e-4", "trainer.seed=", "1"], "trainer.seed=1"),
+        (["trainer.seed", "=1", "rollout.n", "=", "4"], "trainer.seed=1 rollout.n=4"),
+        (["reward.terms.0.api_key", "=", "sesame"], r"reward.terms.0.api_key=\*\*\*"),
+    ],
+)
+def test_blanks_around_the_equals_sign_are_named(bare, words, meant):
+    with pytest.raises(ConfigError, match=rf"no blanks around =; write {meant} \(in"):
+        load(bare, words)
 
 
 def test_overrides_are_shown_without_their_secrets():
