@@ -103,7 +103,7 @@ def explain(arguments: argparse.Namespace) -> int:
       flowcorr explain lora wrong_prompt      a check of flowcorr doctor, and a cause that it names
       flowcorr explain actor.clip_ratio
       flowcorr explain decoupled_seq_is
-      flowcorr explain gap clipped            labels that flowcorr train prints after each step
+      flowcorr explain gap clipped            as flowcorr train prints them after each step
       flowcorr explain --all > all.md         every name, as Markdown tables to search in
     """
     from flowcorr.instruments.reference.explain import explanation

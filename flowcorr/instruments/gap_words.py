@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
+from flowcorr.config.schema import Config, SamplingConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import idle_modes
 
-_GAP = "rollout_corr/logprob_abs_diff_mean"
+_EXACT, _K3, _SIZE = "rollout_corr/exact_kl", "rollout_corr/k3_kl", "rollout/num_elements"
 _OUTSIDE = "rollout_corr/clip_noise_fraction"
 _UNMEASURED = "rollout_corr/rollout_rs_unmeasured_fraction"
 _IDLE_WEIGHTS = 1e-4  # weights nearer to 1 than this print as 1
@@ -18,6 +20,28 @@ Values = Mapping[str, float]
 def treatment(correction: RolloutCorrectionConfig) -> str:
     """The correction, as a run's first line names it."""
     return f"rollout gap {correction.label}"
+
+
+def joint_nats(sampling: SamplingConfig, values: Values) -> float | None:
+    """The KL of a whole SDE window in nats, summed over all latent elements; None where a step did not measure it.
+
+    It is the exact KL where the engine returns step means. Else it follows from the mean square of `delta`: with `m`
+    the KL of a step a latent element, `delta` is normal with mean `-m` and variance `2 m / D`, so
+    `2 k3_kl = m^2 + 2 m / D`.
+    """
+    size, exact, k3 = values.get(_SIZE), values.get(_EXACT), values.get(_K3)
+    if size is None or (exact is None and (k3 is None or sampling.cps_unscaled)):
+        return None
+    if exact is None:
+        assert k3 is not None, "checked above"
+        square = 2 * size * size * k3
+        exact = square / (1 + math.sqrt(1 + square)) / size  # sqrt(1 + square) - 1 cancels
+    return sampling.sde_window_size * size * exact
+
+
+def gap(nats: float) -> str:
+    """The gap, as every screen names it."""
+    return f"gap {nats:.2g} joint nats"
 
 
 def action(correction: RolloutCorrectionConfig, values: Values) -> str:
@@ -47,30 +71,29 @@ def action(correction: RolloutCorrectionConfig, values: Values) -> str:
     return "  ".join(parts)
 
 
-def measurement(correction: RolloutCorrectionConfig, steps: Sequence[Values], audit: str) -> str:
-    """The measurements of a run in a sentence, with the next command.
+def measurement(config: Config, steps: Sequence[Values]) -> str:
+    """The measurements of a run in a sentence; empty where no training step was done.
 
     Args:
-        correction: the run's.
+        config: the run's.
         steps: the metrics of its training steps.
-        audit: the command that audits the run's configuration.
-
-    Returns:
-        An empty text where no training step was done.
     """
     if not steps:
         return ""
-    gap, outside = _mean(steps, _GAP), _mean(steps, _OUTSIDE)
-    if correction.mode == "off" or gap is None:
+    correction = config.algorithm.rollout_correction
+    sizes = [size for values in steps if (size := joint_nats(config.sampling, values)) is not None]
+    if correction.mode == "off" or not sizes:
         return (
             "gap not measured: algorithm.rollout_correction.preset=disabled measures it and corrects nothing"
         )
-    if gap == 0:
-        return f"gap 0: engine and trainer give equal log-probs; {audit}"
-    found = f"gap {gap:.2g}"
-    if outside is not None:
-        found += f"; {percent(outside)} of ratios outside the clip range before any update{_consequence(correction)}"
-    return f"{found}: {audit}"
+    mean = sum(sizes) / len(sizes)
+    if mean == 0:
+        return "gap 0: engine and trainer give equal log-probs"
+    found, shares = gap(mean), [values[_OUTSIDE] for values in steps if _OUTSIDE in values]
+    if shares:
+        outside = percent(sum(shares) / len(shares))
+        found += f"; {outside} of ratios outside the clip range before any update{_consequence(correction)}"
+    return found
 
 
 def percent(share: float) -> str:
@@ -89,8 +112,3 @@ def _consequence(correction: RolloutCorrectionConfig) -> str:
 def _applied(values: Values, name: str) -> float | None:
     """A metric of the correction that acted: inside the loss in bypass mode, else on the whole batch."""
     return values.get(f"actor/rollout_corr/{name}", values.get(f"rollout_corr/{name}"))
-
-
-def _mean(steps: Sequence[Values], name: str) -> float | None:
-    found = [values[name] for values in steps if name in values]
-    return sum(found) / len(found) if found else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shlex
 import sys
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from flowcorr.trainer import RunResult
 
 _STATISTICS = "/image/"
+_GAP = "  "  # between the fields of a line
+_NUMBER = re.compile(r"\d[\d.e+-]*")
 _CLOSED = (OSError, ValueError, SystemExit)  # rich raises the last where the reader of a pipe has gone
 
 
@@ -93,11 +96,16 @@ class TerminalObserver:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A training step is done."""
-        shown = {label: metrics[name] for name, label in self._labels.items() if name in metrics}
-        parts = [f"{label} {value:.3g}" for label, value in shown.items()]
-        parts += [gap_words.action(self._correction, metrics)]
+        assert self._config is not None, "a run starts before its first step"
+        shown = {
+            name: f"{label} {metrics[name]:.3g}" for name, label in self._labels.items() if name in metrics
+        }
+        learned = [shown.pop(name) for name in list(shown) if name.startswith("reward/")]
+        nats = gap_words.joint_nats(self._config.sampling, metrics)
+        measured = ["" if nats is None else gap_words.gap(nats), gap_words.action(self._correction, metrics)]
+        fields = list(filter(None, (*learned, *measured, *shown.values())))
         self._progress.update(self._task, completed=step)
-        self._say("  ".join(filter(None, (f"step {step}/{self._total}", *parts, self._remaining(step)))))
+        self._say(self._line(f"step {step}/{self._total}", fields, self._remaining(step)))
         self._steps.append(metrics)
         self._say_what_is_unhealthy(metrics)
 
@@ -106,7 +114,7 @@ class TerminalObserver:
         self._evals.append(metrics)
         if step == self._start_step:
             self._first_step_start = self._clock()
-        self._say(f"eval at step {step}: {_scores(metrics)}")
+        self._say(f"eval at step {step}: {_scores(metrics)}", prose=True)
 
     def on_message(self, text: str) -> None:
         """Something that the user should read."""
@@ -119,16 +127,15 @@ class TerminalObserver:
         seconds = self._clock() - self._start
         self._say(f"{result.status} after step {result.step} in {_duration(seconds)}: {result.out_dir}")
         if len(self._evals) > 1:
-            self._say(f"held out: {_changes(self._evals[0], self._evals[-1])}")
+            self._say(f"held out: {_changes(self._evals[0], self._evals[-1])}", prose=True)
         if is_constant(self._steps):
             self._say(
                 f"warning: {CONSTANT}; flowcorr report {shlex.quote(str(result.out_dir))} shows the images"
             )
         if self._steps and result.status == "finished":
-            recipe = self._recipe or str(result.out_dir / "config.yaml")
-            audit = shlex.join(["flowcorr", "audit", recipe])
-            self._say(gap_words.measurement(self._correction, self._steps, audit))
-            self._say(_next_commands(result.out_dir))
+            assert self._config is not None, "a run starts before its first step"
+            self._say(gap_words.measurement(self._config, self._steps), prose=True)
+            self._say(_next_commands(result.out_dir, self._recipe or str(result.out_dir / "config.yaml")))
         if result.resume_command is not None:
             self._say(f"resume with: {result.resume_command}")
 
@@ -153,7 +160,7 @@ class TerminalObserver:
             self._health = HealthMonitor(units, earlier=self._earlier(), places=places)
         for finding in self._health.update(metrics):
             if finding.level != "note":
-                self._say(str(finding))
+                self._say(str(finding), prose=True)
 
     def _earlier(self) -> Sequence[Mapping[str, float]]:
         """The records of a run that was resumed."""
@@ -172,9 +179,21 @@ class TerminalObserver:
         per_step = (self._clock() - self._first_step_start) / max(1, step - self._start_step)
         return f"{per_step:.1f} s a step, {_duration(per_step * (self._total - step))} left"
 
-    def _say(self, text: str) -> None:
+    def _line(self, head: str, fields: Sequence[str], remaining: str) -> str:
+        """A step's line: all of it for a file, and on a terminal, whose bar has the time, the first fields that fit."""
+        if not self._live:
+            return _GAP.join((head, *fields, remaining))
+        room = self._console.width - len(head)
+        for count, field in enumerate(fields):
+            room -= len(_GAP) + len(_NUMBER.sub("0.000", field))  # so that digits do not decide
+            if room < 0:
+                return _GAP.join((head, *fields[:count]))
+        return _GAP.join((head, *fields))
+
+    def _say(self, text: str, *, prose: bool = False) -> None:
+        """Print lines; prose is broken between words, and a command never."""
         try:
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(text, markup=False, soft_wrap=not (prose and self._live))
         except _CLOSED as error:
             if self._live and getattr(error, "errno", None) == errno.EIO:
                 _leave_terminal()
@@ -194,32 +213,33 @@ def _leave_terminal() -> None:
     os.close(nowhere)
 
 
-def _next_commands(out_dir: Path) -> str:
+def _next_commands(out_dir: Path, recipe: str) -> str:
     """What to do after a first run."""
     run = shlex.quote(str(out_dir))
     rows = (
-        (f"flowcorr report {run}", "a page: what it learned, and what to mend"),
-        (f"flowcorr eval {run}", "score its checkpoint again, on other prompts too"),
-        ("flowcorr plan sd35_medium_ocr_lora --gpu rtx4090-24gb", "does a real model fit your GPU?"),
+        (f"flowcorr report {run}", "what it learned"),
+        (f"flowcorr audit {shlex.quote(recipe)}", "does the gap matter?"),
+        ("flowcorr plan sd35_medium_ocr_lora --gpu rtx4090-24gb", "does a real model fit?"),
     )
     width = max(len(command) for command, _ in rows)
     return "\n".join(["next:", *(f"  {command:<{width}}  {what}" for command, what in rows)])
 
 
 def _scores(metrics: Mapping[str, float]) -> str:
-    return "  ".join(
-        f"{name.removeprefix('eval/')} {value:.3f}"
-        for name, value in metrics.items()
-        if _STATISTICS not in name
-    )
+    return _GAP.join(f"{name.removeprefix('eval/')} {metrics[name]:.3f}" for name in _means(metrics))
 
 
 def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    names = [name for name in before if name in after and not name.endswith("_std")]
-    names = [name for name in names if _STATISTICS not in name]
     return ", ".join(
-        f"{name.removeprefix('eval/')} {before[name]:.3f} -> {after[name]:.3f}" for name in names
+        f"{name.removeprefix('eval/')} {before[name]:.3f} -> {after[name]:.3f}"
+        for name in _means(before)
+        if name in after
     )
+
+
+def _means(scores: Mapping[str, float]) -> list[str]:
+    """The names of mean scores, without spreads and statistics of images."""
+    return [name for name in scores if _STATISTICS not in name and not name.endswith("_std")]
 
 
 def _duration(seconds: float) -> str:

@@ -1,19 +1,28 @@
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
-from flowcorr.correction import OFF
+from flowcorr.config import load
+from flowcorr.correction import OFF, compute_rollout_correction_and_rejection_mask
 from flowcorr.correction import RolloutCorrectionConfig as Correction
-from flowcorr.instruments.gap_words import action, measurement, treatment
+from flowcorr.instruments.gap_words import action, joint_nats, measurement, treatment
 
 DISABLED = Correction.preset("disabled")
 BYPASS = Correction.preset("bypass_ppo_clip")
 WEIGHTS = Correction.preset("decoupled_token_is")
 BAND = Correction.preset("decoupled_geo_rs")
+SIZE = {"rollout/num_elements": 512.0}
 STEPS = [
-    {"rollout_corr/logprob_abs_diff_mean": gap, "rollout_corr/clip_noise_fraction": outside}
-    for gap, outside in ((1e-4, 0.02), (3e-4, 0.04))
+    SIZE | {"rollout_corr/exact_kl": kl, "rollout_corr/clip_noise_fraction": outside}
+    for kl, outside in ((1e-4, 0.02), (3e-4, 0.04))
 ]
+
+
+def run_of(correction, *overrides):
+    config = load("tiny_ocr_lora", overrides)
+    return replace(config, algorithm=replace(config.algorithm, rollout_correction=correction))
 
 
 @pytest.mark.parametrize(
@@ -71,19 +80,43 @@ def test_in_bypass_mode_the_loss_says_what_it_rejected():
 @pytest.mark.parametrize(
     ("correction", "steps", "parts"),
     [
-        (DISABLED, STEPS, ["gap 0.0002; 3 % of ratios outside", "PPO clipped none of that: CHECK"]),
-        (BYPASS, STEPS, ["gap 0.0002; 3 %", "PPO clipped as if the policy had learned it: CHECK"]),
-        (Correction(bypass_mode="auto"), STEPS, ["where a step was in bypass mode: CHECK"]),
-        (Correction.preset("bypass_pg_is"), STEPS, ["before any update: CHECK"]),
-        (DISABLED, [{"rollout_corr/logprob_abs_diff_mean": 0.0}], ["gap 0: engine and trainer give equal"]),
+        (DISABLED, STEPS, ["gap 0.2 joint nats; 3 % of ratios outside", "PPO clipped none of that"]),
+        (BYPASS, STEPS, ["gap 0.2 joint nats; 3 %", "PPO clipped as if the policy had learned it"]),
+        (Correction(bypass_mode="auto"), STEPS, ["where a step was in bypass mode"]),
+        (Correction.preset("bypass_pg_is"), STEPS, ["before any update"]),
+        (DISABLED, [SIZE | {"rollout_corr/k3_kl": 0.0}], ["gap 0: engine and trainer give equal"]),
         (OFF, STEPS, ["gap not measured", "preset=disabled measures it"]),
         (DISABLED, [{"reward/mean": 1.0}], ["gap not measured"]),
     ],
 )
 def test_the_last_sentence_says_what_was_measured(correction, steps, parts):
-    sentence = measurement(correction, steps, "CHECK")
+    sentence = measurement(run_of(correction), steps)
     assert [part for part in parts if part not in sentence] == []
 
 
 def test_a_run_without_a_step_measured_nothing():
-    assert measurement(DISABLED, [], "CHECK") == ""
+    assert measurement(run_of(DISABLED), []) == ""
+
+
+@pytest.mark.parametrize("nats", [1e-3, 0.1, 1.0, 30.0])
+def test_the_gap_without_step_means_is_that_of_exact_kls(nats):
+    """Policies that are equally far apart at every step: `delta` is normal with mean `-m` and variance `2 m / D`."""
+    samples, window, size = 20_000, 2, 512
+    kl = nats / window / size
+    noise = torch.randn(samples, window, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    delta = -kl + math.sqrt(2 * kl / size) * noise
+    found = compute_rollout_correction_and_rejection_mask(delta, torch.zeros_like(delta))
+    values = found.metrics.compute() | SIZE
+    sampling = load("tiny_ocr_lora").sampling
+    assert sampling.sde_window_size == window
+    error = 4 * math.sqrt(1 / samples)  # of a mean square, relative
+    assert joint_nats(sampling, values) == pytest.approx(
+        nats, rel=error + 2 * kl
+    )  # k3 is a mean square to `delta / 3`
+    assert joint_nats(sampling, values | {"rollout_corr/exact_kl": kl}) == pytest.approx(nats)
+    assert (
+        joint_nats(
+            load("tiny_ocr_lora", ["sampling.sde_type=cps", "sampling.cps_unscaled=true"]).sampling, values
+        )
+        is None
+    )

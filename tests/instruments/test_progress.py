@@ -76,6 +76,37 @@ def test_every_step_leaves_a_line(console):
     ]
 
 
+@pytest.mark.parametrize(
+    ("width", "fields"),
+    [
+        (60, ["reward 0.25", "exact match 0.5"]),
+        (80, ["reward 0.25", "exact match 0.5", "gap 0.31 joint nats"]),
+        (120, ["reward 0.25", "exact match 0.5", "gap 0.31 joint nats", "clipped 0.125"]),
+    ],
+)
+def test_a_terminal_shows_the_fields_that_fit_and_a_file_all(width, fields):
+    values = MEASURED | {"reward/mean": 0.25, "reward/exact_match": 0.5, "actor/pg_clipfrac": 0.125}
+    lines = {}
+    for live in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=live, width=width, highlight=False)
+        with TerminalObserver(console) as observer:
+            observer.on_start(load("tiny_ocr_lora", ["trainer.total_steps=100"]), Path("runs/x"), 0)
+            observer.on_step(10, values)
+        lines[live] = next(line for line in plain(console).split("\n") if "step 10/100" in line)
+    assert lines[True].partition("step 10/100")[2].split("  ")[1:] == fields
+    assert re.fullmatch(r"step 10/100  .*clipped 0\.125  .* s a step, .* left", lines[False])
+
+
+def test_a_terminal_breaks_prose_between_words_and_no_command():
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, highlight=False)
+    finished = RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics=AFTER)
+    with TerminalObserver(console) as observer:
+        follow(observer, result=finished)
+    text = plain(console)
+    assert "held out: reward 0.500 -> 0.900, \nexact_match 0.400 -> 0.800" in text
+    assert "  flowcorr plan sd35_medium_ocr_lora --gpu rtx4090-24gb  " in text
+
+
 def test_without_a_terminal_the_text_is_plain():
     console = Console(file=io.StringIO(), force_terminal=False, width=40)
     with TerminalObserver(console) as observer:
@@ -83,7 +114,8 @@ def test_without_a_terminal_the_text_is_plain():
     assert "\x1b" not in console.file.getvalue()
 
 
-MEASURED = {"rollout_corr/logprob_abs_diff_mean": 3e-4, "rollout_corr/clip_noise_fraction": 0.11}
+SIZE = {"rollout/num_elements": 512.0}
+MEASURED = SIZE | {"rollout_corr/exact_kl": 3e-4, "rollout_corr/clip_noise_fraction": 0.11}
 
 
 @pytest.mark.parametrize(
@@ -97,8 +129,9 @@ def test_a_finished_run_ends_with_its_measurement(console, recipe, advised):
         observer.on_step(1, MEASURED)
         observer.on_finish(RunResult(status="finished", step=1, out_dir=out_dir, metrics={}))
     text = plain(console)
-    assert "gap 0.0003; 11 % of ratios outside the clip range before any update, but old log-probs" in text
-    assert f": {advised}\n" in text
+    assert "step 1/1  gap 0.31 joint nats" in text
+    assert "gap 0.31 joint nats; 11 % of ratios outside the clip range before any update, but" in text
+    assert f"\n  {advised}  " in text
 
 
 @pytest.mark.parametrize(("spread", "warned"), [(0.0, True), (0.1, False)])
@@ -112,21 +145,21 @@ def test_a_reward_that_is_constant_is_named_at_the_end(console, spread, warned):
 
 
 def test_a_resumed_run_sums_up_the_whole_run(console, tmp_path):
-    measured = {"reward/mean": 0.25, "reward/std": 0.0, "rollout_corr/logprob_abs_diff_mean": 1e-4}
+    measured = SIZE | {"reward/mean": 0.25, "reward/std": 0.0, "rollout_corr/exact_kl": 1e-4}
     earlier = [
         {"step": 0, **BEFORE},
         {"step": 1, **measured, "actor/grad_norm": None},
-        {"step": 2, **measured, "rollout_corr/logprob_abs_diff_mean": 9.0},  # after the checkpoint
+        {"step": 2, **measured, "rollout_corr/exact_kl": 9.0},  # after the checkpoint
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in earlier))
     with TerminalObserver(console) as observer:
         observer.on_start(load("tiny_ocr_lora", ["trainer.total_steps=2"]), tmp_path, 1)
-        observer.on_step(2, {**measured, "rollout_corr/logprob_abs_diff_mean": 3e-4})
+        observer.on_step(2, {**measured, "rollout_corr/exact_kl": 3e-4})
         observer.on_eval(2, AFTER)
         observer.on_finish(RunResult(status="finished", step=2, out_dir=tmp_path, metrics=AFTER))
     text = plain(console)
     assert "held out: reward 0.500 -> 0.900, exact_match 0.400 -> 0.800\n" in text
-    assert "gap 0.0002: " in text
+    assert "gap 0.2 joint nats\n" in text
     assert "the same number for all images" in text
 
 
@@ -147,7 +180,7 @@ def test_a_clip_range_below_the_noise_is_told_once(console):
         observer.on_start(load("tiny_ocr_lora_bypass"), Path("runs/x"), 0)
         for step in (1, 2, 3, 4):
             observer.on_step(step, noisy)
-    text = console.file.getvalue()
+    text = " ".join(console.file.getvalue().split())
     assert text.count("warning: ") == 1
     assert "clip range actor.clip_ratio=0.001, mean |delta log p| 0.0047" in text
     assert "range that `flowcorr audit` recommends" in text

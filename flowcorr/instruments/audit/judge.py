@@ -76,7 +76,7 @@ def report_of(
     limit = loss.ratio_limit(setting.actor)
     limit = None if limit == UNBOUNDED else limit
     distance = ratio_distance(delta(gap), gap.old_rollout_kl, gap.std, setting.actor)
-    by_step = step_table(gap, distance, limit)
+    by_step = step_table(gap, distance, limit, num_elements)
     outside = None if limit is None else fraction(distance > clip_by_term(limit, gap.step_index))
     samples, window = gap.old_log_prob.shape
     loss_mode = loss_mode or setting.actor.loss_mode

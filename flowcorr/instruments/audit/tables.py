@@ -24,13 +24,16 @@ _MAX_NAMES = 20  # of steps below a chart
 _ABS_DELTA = tuple(f"abs_delta_{100 * level:.0f}" for level in QUANTILES)
 
 
-def step_table(gap: Terms, distance: Tensor, limit: float | Sequence[float] | None) -> Table:
+def step_table(
+    gap: Terms, distance: Tensor, limit: float | Sequence[float] | None, num_elements: int | None
+) -> Table:
     """The gap at each step of the schedule.
 
     Args:
         gap: what was measured.
         distance: `[B, T]`, `|ratio - 1|` as the loss has it.
         limit: how far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none.
+        num_elements: `D`; None where it is not known.
     """
     log_ratio, kl, sigmas, rows = delta(gap), gap.old_rollout_kl, gap.sigma, []
     assert kl is not None, "a gap has exact KLs"
@@ -52,10 +55,13 @@ def step_table(gap: Terms, distance: Tensor, limit: float | Sequence[float] | No
             )
         )
     size = "{:.1e}".format
+    nats = Column(name="exact_kl", heading="exact KL", show=size)
+    if num_elements is not None:
+        nats = Column(name="exact_kl", heading="joint nats", show=lambda kl: f"{num_elements * kl:.2g}")
     return Table(
         name="steps",
         title="By step",
-        note="delta log p, in nats a latent element",
+        note="delta log p, in nats a latent element" + "; joint nats of a step" * (num_elements is not None),
         columns=[
             Column(name="step_index", heading="step", words=True),
             Column(name="sigma", show="{:.3f}".format),
@@ -65,7 +71,7 @@ def step_table(gap: Terms, distance: Tensor, limit: float | Sequence[float] | No
                 Column(name=name, heading=f"|delta| {level:.0%}", show=size)
                 for name, level in zip(_ABS_DELTA, QUANTILES, strict=True)
             ),
-            Column(name="exact_kl", heading="exact KL", show=size),
+            nats,
             Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
             Column(name="clip_needed", heading="clip needed", show=size),
         ],

@@ -62,7 +62,6 @@ DRIFT = under(
         "Mean absolute difference of the two log-probs.",
         NATS,
         chart=Drawn(section="drift", title="Mean |Δ log p|"),
-        label="gap",
     ),
     row("logprob_abs_diff_max", "Largest absolute difference of the two log-probs.", NATS),
     row(

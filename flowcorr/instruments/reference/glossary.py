@@ -32,9 +32,10 @@ WORDS: Mapping[str, Word] = {
         remedy="run `flowcorr doctor`, then `flowcorr audit`",
     ),
     "joint nats": Word(
-        meaning="Exact KL of a whole SDE window, summed over all latent elements; metrics are means over them. At x "
+        meaning="The gap, as every screen shows it: KL of a whole SDE window, summed over all latent elements; metrics "
+        "are means over them. Where the engine returns no step means, it follows from the mean square of delta. At x "
         "joint nats exact importance weights leave at most exp(-2 x) of the samples.",
-        metrics=("rollout_corr/exact_kl",),
+        metrics=("rollout_corr/exact_kl", "rollout_corr/k3_kl"),
         worry="weights at scale `sum`: at .1 they leave 82 % of the samples, at 1 only 14 %. Without weights a large "
         "gap need not do harm",
         remedy="recompute old log-probs, and close a large gap at its source: precision or staleness of the engine",
@@ -98,6 +99,7 @@ WORDS: Mapping[str, Word] = {
 SYNONYMS: Mapping[str, str] = {
     "effective sample size": "ess",
     "nats": "joint nats",
+    "gap": "joint nats",
     "legs": "leg",
     "|delta|": "delta",
 }

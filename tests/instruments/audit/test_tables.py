@@ -110,7 +110,7 @@ def outcomes(gap):
 
 def test_the_chart_shows_the_gap_beside_the_clip_range():
     gap = normal_gap(0.03)
-    steps = step_table(gap, delta(gap).expm1().abs(), 1e-3)
+    steps = step_table(gap, delta(gap).expm1().abs(), 1e-3, 512)
     axes = drawn(gap_chart(steps, 1e-3))
     assert axes.get_yscale() == "log"
     assert [text.get_text() for text in axes.texts] == ["50%", "90%", "99%", "needed", "clip"]

@@ -20,7 +20,7 @@ from flowcorr.instruments.reference.glossary import WORDS
         ("rollout_corr/step_12/kl", "of step index"),
         ("reward/exact_match", "letter by letter"),
         ("actor.clip_ratio", "values: number | list of number; default: 0.001"),
-        ("gap", "gap: the label of rollout_corr/logprob_abs_diff_mean"),
+        ("gap", "The gap, as every screen shows it"),
         ("clipped", "Share of scored terms whose ratio the loss cuts."),
         ("reward", "Mean training reward."),
         ("exact match", "reward/exact_match (metric"),

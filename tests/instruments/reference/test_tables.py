@@ -46,7 +46,7 @@ def test_rows_say_as_much_as_an_explanation():
         assert [cell.strip("`") for cell in cells[f"`{key.name}`"][1:]] == [key.choices, key.default]
         assert cells[f"`{key.name}`"][0] == key.meaning
     assert "≥ 0.3" in cells["`rollout_corr/rollout_is_eff_sample_size`"]
-    assert cells["gap"] == ["`rollout_corr/logprob_abs_diff_mean`"]
+    assert cells["clipped"] == ["`actor/pg_clipfrac`"]
 
 
 def test_tables_have_rows_of_one_length():

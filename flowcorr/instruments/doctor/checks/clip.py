@@ -63,17 +63,18 @@ def noise_floor(exam: Exam) -> Table:
     tiny = "{:.1e}".format
     return Table(
         name="noise_floor",
-        title="noise floor before any update, nats a latent element",
+        title="noise floor before any update",
         columns=(
             Column(name="step_index", heading="step"),
             Column(name="sigma", show="{:.3f}".format),
             *(
-                Column(name=f"abs_delta_{quantile:g}", heading=f"|delta log p| {quantile:.0%}", show=tiny)
+                Column(name=f"abs_delta_{quantile:g}", heading=f"|delta| {quantile:.0%}", show=tiny)
                 for quantile in QUANTILES
             ),
-            Column(name="exact_kl", heading="exact KL", show=tiny),
+            Column(name="exact_kl", heading="joint nats", show=lambda kl: f"{rollout.num_elements * kl:.2g}"),
             Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
         ),
         rows=rows,
-        note=f"D = {rollout.num_elements}, clip range {clip_text(exam.config.actor.clip_ratio)}",
+        note="|delta log p| in nats a latent element, joint nats of a step; "
+        f"D = {rollout.num_elements}, clip range {clip_text(exam.config.actor.clip_ratio)}",
     )
