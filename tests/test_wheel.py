@@ -38,6 +38,7 @@ def test_wheel_runs_from_anywhere(tmp_path):
         f"flowcorr/instruments/plan/architectures/{file.name}" for file in SHIPPED.glob("*.json")
     } <= names
     assert {f"flowcorr/instruments/templates/{name}" for name in ("page.html", "style.css")} <= names
+    assert "flowcorr/trainer/templates/model_card.md.j2" in names
     command = [sys.executable, "-m", "flowcorr", "config", "tiny_ocr_lora"]
     outcome = subprocess.run(command, cwd=tmp_path / "site", capture_output=True, text=True, check=True)
     assert outcome.stdout.startswith("model:")

@@ -51,6 +51,7 @@ class TrainedWeights:
 
     def __init__(self, family: ModelFamily, config: Config) -> None:
         self.family = family
+        self._base = config.model.path
         self.transformer: Any = family.transformer
         self._adapted = config.model.lora.rank > 0
         self._decay = config.actor.ema
@@ -172,7 +173,9 @@ class TrainedWeights:
         """
         tensors = self.exported() if tensors is None else tensors
         if self._adapted:
-            self.family.save_lora(str(folder), tensors, lora.adapter_metadata(self.transformer))
+            of_base = {"base_model_name_or_path": self._base}
+            metadata = lora.adapter_metadata(self.transformer) | of_base
+            self.family.save_lora(str(folder), tensors, metadata)
             return
         from huggingface_hub import save_torch_state_dict
 

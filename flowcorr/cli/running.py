@@ -1,10 +1,11 @@
-"""`flowcorr train` and `flowcorr eval`. torch and all that follows it is imported only when one runs."""
+"""`flowcorr train`, `eval` and `export`. torch and all that follows it is imported only when one runs."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -114,6 +115,33 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def export(arguments: argparse.Namespace) -> int:
+    """Write a run's weights with a model card, for the hub.
+
+    Write the weights of a run's checkpoint as a folder that can be uploaded: files that diffusers and peft load, a
+    model card with scores and the code that loads them, the recipe without its secrets, and images before and after.
+    Look through card and recipe before you upload them: they name your files.
+
+    Examples:
+      flowcorr export runs/tiny_ocr_lora
+      flowcorr export runs/tiny_ocr_lora --checkpoint last --merge --out exported
+    """
+    from flowcorr.trainer import export_run
+
+    if arguments.merge:
+        find_own_code()
+    made = export_run(
+        arguments.run_dir, out_path(arguments.out), which=arguments.checkpoint, merge=arguments.merge
+    )
+    print(f"{made.folder}: the weights of {made.checkpoint}")
+    for name in made.files:
+        print(f"  {name}")
+    upload = ["hf", "upload", Path(arguments.run_dir).resolve().name, str(made.folder), "."]
+    print(f"upload: {shlex.join(upload)}")
+    return 0
+
+
+CHECKPOINT = Argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best")
 COMMANDS = (
     Command(
         name="train",
@@ -136,8 +164,22 @@ COMMANDS = (
         run=evaluate,
         arguments=(
             Argument("run_dir", metavar="RUN_DIR", help="the folder of a run"),
-            Argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best"),
+            CHECKPOINT,
             OVERRIDES,
+        ),
+    ),
+    Command(
+        name="export",
+        run=export,
+        arguments=(
+            Argument("run_dir", metavar="RUN_DIR", help="the folder of a run"),
+            CHECKPOINT,
+            Argument("--out", metavar="DIR", help="a new folder (default: export in RUN_DIR)"),
+            Argument(
+                "--merge",
+                action="store_true",
+                help="also write the transformer with the adapter merged into it, which loads the model",
+            ),
         ),
     ),
 )

@@ -66,6 +66,7 @@ __all__ = [
     "Schedule",
     "check_attention",
     "load_family",
+    "pipeline_class_of",
     "quiet_loaders",
     "resolve_family",
     "resolve_path",
@@ -88,6 +89,15 @@ def resolve_path(path: str) -> str:
             f"one of {', '.join(EMBEDDED)}"
         )
     return location
+
+
+def pipeline_class_of(path: str) -> str:
+    """The class of the pipeline at `model.path`.
+
+    Raises:
+        ConfigError: there is no such pipeline.
+    """
+    return _pipeline_parts(resolve_path(path), path)[0]
 
 
 def resolve_family(name: str) -> type[ModelFamily]:

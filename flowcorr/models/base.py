@@ -340,7 +340,7 @@ class ModelFamily(ABC):
     def save_lora(
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
     ) -> None:
-        """Write an adapter for diffusers and peft, at its full strength; `trainer/README.md` says how to load it."""
+        """Write an adapter for diffusers and peft, at its full strength; see `trainer/model_card.py`."""
         state, options = at_full_strength(lora_state, metadata)
         Path(directory).mkdir(parents=True, exist_ok=True)
         write_for_diffusers(directory, state, options)

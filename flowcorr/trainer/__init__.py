@@ -1,6 +1,7 @@
 """Training runs."""
 
 from flowcorr.trainer.evaluate import evaluate_run
+from flowcorr.trainer.export import export_run
 from flowcorr.trainer.loop import train
 from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.run import TrainingRun
@@ -13,6 +14,7 @@ __all__ = [
     "StepResult",
     "TrainingRun",
     "evaluate_run",
+    "export_run",
     "train",
     "train_step",
 ]

@@ -183,7 +183,7 @@ def evaluate_run(
     config = read_config(folder, overrides).config
     for key, name in imported_by_eval(config).items():
         logger.warning("%s=%r is imported from %s", key, name, source_of(name) or "nowhere: it is not found")
-    chosen, state = _choose(folder / run_folder.CHECKPOINTS, which)
+    chosen, state = choose_checkpoint(folder / run_folder.CHECKPOINTS, which)
     # Nothing is sampled by the engine, so let it share the actor's weights.
     rollout = replace(
         config.rollout,
@@ -236,7 +236,12 @@ def _latent_shape(run: TrainingRun) -> tuple[int, ...]:
         ) from error
 
 
-def _choose(root: Path, which: str) -> tuple[Path, TrainingState]:
+def choose_checkpoint(root: Path, which: str) -> tuple[Path, TrainingState]:
+    """The `best` or the `last` checkpoint below `root`, or one given by its folder.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
     if which not in ("best", "last"):
         folder = Path(which)
         if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""`flowcorr train` and `eval` on the embedded model, from the command to the exit code."""
+"""`flowcorr train`, `eval` and `export` on the embedded model, from the command to the exit code."""
 
 import json
 import os
@@ -53,6 +53,15 @@ def test_train_resume_and_eval(tmp_path, capsys, monkeypatch):
     assert main(["eval", str(out), "--checkpoint", "last"]) == 0
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines()[1:])
     assert float(printed["eval/reward"]) == pytest.approx(records[-1]["eval/reward"], abs=1e-4)
+
+    assert main(["export", str(out), "--checkpoint", "last"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{out}/export: the weights of {out}/checkpoints/step_000002"
+    assert {line.strip() for line in lines[1:-1]} >= {"README.md", "adapter_config.json", "recipe.yaml"}
+    assert lines[-1] == f"upload: hf upload run {out}/export ."
+    assert main(["config", str(out / "export" / "recipe.yaml")]) == 0
+    assert main(["export", str(out)]) == 2
+    assert "holds files; delete it" in capsys.readouterr().err
 
 
 def interrupt_after_first_step(out, number=signal.SIGINT):

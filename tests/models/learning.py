@@ -92,7 +92,7 @@ def assert_an_adapter_is_learned_and_loads(
 
 
 def load_adapter(pipeline: Any, folder: Path | str) -> None:
-    """Load a saved adapter as users do, see `flowcorr/trainer/README.md`."""
+    """Load a saved adapter as the model card does."""
     if hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights(folder)
     else:

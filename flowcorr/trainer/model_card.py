@@ -1,0 +1,148 @@
+"""The model card of exported weights: base, scores, how to load them, how they were trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+import flowcorr
+from flowcorr.config.schema import Config
+from flowcorr.models import EMBEDDED, FAMILIES, ModelFamily
+from flowcorr.trainer.run_config import RunConfig
+
+_ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_LEFT_OUT = ("/image/", "_std", "samples_failed")
+
+
+def model_card(
+    run: RunConfig,
+    *,
+    family: str,
+    title: str,
+    folder: str,
+    step: int,
+    records: Sequence[Mapping[str, Any]],
+    picture: str | None,
+    merged: bool,
+) -> str:
+    """The card as Markdown, with the front matter that the hub reads.
+
+    Args:
+        run: the run's configuration.
+        family: the name of its model's family; that of a family of one's own is its path.
+        title: its heading.
+        folder: the folder of the exported weights, as the code on the card names it.
+        step: training steps that made the weights.
+        records: of `metrics.jsonl`.
+        picture: an image in the folder, if there is one.
+        merged: whether the folder also holds merged weights.
+    """
+    config, base = run.config, run.config.model.path
+    kind = FAMILIES.get(family)
+    rank = config.model.lora.rank
+    base_code = f'str(EMBEDDED["{base}"])' if base in EMBEDDED else json.dumps(base)
+    return (
+        _environment()
+        .get_template("model_card.md.j2")
+        .render(
+            config=config,
+            loss_mode=run.loss_mode,
+            version=flowcorr.__version__,
+            title=title,
+            step=step,
+            base=base,
+            base_code=base_code,
+            on_hub=_ON_HUB.fullmatch(base) is not None and not os.path.exists(base),
+            task=_task(kind),
+            what=f"A LoRA of rank {rank}" if rank else "All weights of the transformer",
+            reward=" + ".join(
+                f"{'' if term.weight == 1 else f'{term.weight:g} '}{term.name}"
+                for term in config.reward.terms
+            ),
+            scores=_scores(records, step),
+            code=_code(config, kind, base_code, folder),
+            picture=picture,
+            merged=merged,
+        )
+    )
+
+
+def _task(family: type[ModelFamily] | None) -> str:
+    """The hub's name of the task."""
+    if family is None or not (family.makes_videos or family.num_references[0]):
+        return "text-to-image"
+    return "text-to-video" if family.makes_videos else "image-to-image"
+
+
+def _scores(records: Sequence[Mapping[str, Any]], step: int) -> list[tuple[str, float | None, float]]:
+    """Name, mean before training and mean at `step` of each held-out score."""
+    of_step = {record["step"]: record for record in records if record.get("eval/reward") is not None}
+    before, after = of_step.get(0, {}), of_step.get(step, {})
+    return [
+        (name.removeprefix("eval/"), before.get(name), value)
+        for name, value in after.items()
+        if name.startswith("eval/") and value is not None and not any(part in name for part in _LEFT_OUT)
+    ]
+
+
+def _code(config: Config, family: type[ModelFamily] | None, base: str, folder: str) -> list[str]:
+    """Lines of Python that load the weights and draw a sample."""
+    edits = family is not None and family.num_references[0] > 0
+    lines = ["import torch", "from diffusers import AutoModel, DiffusionPipeline"]
+    if config.model.lora.rank:
+        lines[1] = "from diffusers import DiffusionPipeline"
+    lines += ["from diffusers.utils import load_image"] * edits
+    lines += ["from flowcorr.models import EMBEDDED"] * base.startswith("str(EMBEDDED")
+    lines += ["", f"folder = {json.dumps(folder)}  # or the name of this repository"]
+    dtype = f"torch_dtype=torch.{config.model.dtype}"
+    if not config.model.lora.rank:
+        lines += [
+            f"pipe = DiffusionPipeline.from_pretrained({base}, {dtype})",
+            f'pipe.transformer = AutoModel.from_pretrained(folder, subfolder="transformer", {dtype})',
+        ]
+    else:
+        lines += [f"pipe = DiffusionPipeline.from_pretrained({base}, {dtype})", _loading(family)]
+    return lines if family is None else [*lines, *_call(config, family)]
+
+
+def _loading(family: type[ModelFamily] | None) -> str:
+    """The line that loads an adapter: a pipeline of diffusers may have no loader of its own."""
+    import diffusers
+
+    pipeline = None if family is None else getattr(diffusers, family.pipeline_class)
+    if hasattr(pipeline, "load_lora_weights"):
+        return "pipe.load_lora_weights(folder)"
+    return "pipe.transformer.load_lora_adapter(folder, use_safetensors=True)"
+
+
+def _call(config: Config, family: type[ModelFamily]) -> list[str]:
+    sampling, trainer = config.sampling, config.trainer
+    steps = trainer.eval_num_inference_steps or sampling.num_inference_steps
+    values: dict[str, Any] = {
+        "height": trainer.eval_height or sampling.height,
+        "width": trainer.eval_width or sampling.width,
+        "num_frames": sampling.num_frames if family.makes_videos else None,
+        "num_inference_steps": steps,
+        family.guidance_key: getattr(sampling, family.guidance_key),
+    }
+    options = [f"{name}={value!r}" for name, value in values.items() if value is not None]
+    options = ['image=load_image("reference.png")'] * (family.num_references[0] > 0) + options
+    first, result = ('"a prompt"', "frames" if family.makes_videos else "images")
+    return [f"sample = pipe(prompt={first}, {', '.join(options)}).{result}[0]"]
+
+
+def _environment() -> Environment:
+    # The card is Markdown, whose code must not be escaped.
+    return Environment(
+        loader=PackageLoader("flowcorr.trainer"),
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
