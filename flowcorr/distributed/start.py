@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from datetime import timedelta
@@ -34,11 +35,7 @@ def start_ranks(device: str, *, timeout: float) -> None:
 
     num_ranks = get_int_from_env(_WORLD_SIZES, 1)
     if num_ranks == 1 and {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():
-        logger.warning(
-            "accelerate launch was asked for several processes and started one: without --multi_gpu it needs MPI to "
-            "start more; for N ranks, on CPUs too, use torchrun --nproc_per_node N -m flowcorr, or accelerate launch "
-            "--multi_gpu --num_processes N -m flowcorr"
-        )
+        _warn_of_one_process()
     if num_ranks == 1 or dist.is_initialized():
         return
     on_gpu = local_device(device).type == "cuda"
@@ -53,6 +50,15 @@ def start_ranks(device: str, *, timeout: float) -> None:
     # Child processes, such as a rollout engine's, must not join this process group.
     for name in [name for name in os.environ if name.startswith(_RENDEZVOUS)]:
         del os.environ[name]
+
+
+@functools.cache  # a command joins before it loads a model, and the trainer asks again
+def _warn_of_one_process() -> None:
+    logger.warning(
+        "accelerate launch was asked for several processes and started one: without --multi_gpu it needs MPI to start "
+        "more; for N ranks, on CPUs too, use torchrun --nproc_per_node N -m flowcorr, or accelerate launch "
+        "--multi_gpu --num_processes N -m flowcorr"
+    )
 
 
 def leave_ranks() -> None:
