@@ -9,8 +9,8 @@ from .config import Config, load
 from .correction import RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from .dumps import dump
 from .dumps.replay import ReplaySamples
+from .instruments.notebook import train
 from .instruments.watch import Watch, watch
-from .trainer import train
 
 __all__ = [
     "Config",

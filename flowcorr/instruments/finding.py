@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from markupsafe import Markup
 
 from flowcorr.config import dotted, yaml_text
+from flowcorr.instruments.web_page import framed
 
 Level = Literal["serious", "warning", "note", "healthy"]
 LEVELS: tuple[Level, ...] = ("serious", "warning", "note", "healthy")
@@ -50,6 +51,11 @@ class Finding:
     def evidence(self) -> str:
         """The numbers in words."""
         return ", ".join(f"{name} {shown(value)}" for name, value in self.numbers.items())
+
+    @property
+    def overrides(self) -> str:
+        """The keys as arguments of a command."""
+        return as_overrides(self.keys)
 
     def __str__(self) -> str:
         text = f"{self.level}: {self.sentence}"
@@ -180,7 +186,7 @@ class Charts:
     wide: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """What an instrument has to say.
 
@@ -204,6 +210,12 @@ class Report:
     def level(self) -> Level:
         """The worst level of the findings; `healthy` without any."""
         return worst(finding.level for finding in self.findings)
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.title}: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        return framed(self)
 
     def causes(self, level: Level = "serious") -> list[str]:
         """The different causes of the findings of a level."""

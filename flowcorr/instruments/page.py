@@ -1,24 +1,23 @@
 """A `Report` on the terminal, as JSON, as one HTML page with charts beside it, and as an exit code.
 
-A page is one file without scripts, and every text in it is escaped. The verdict is the first line everywhere.
+The verdict is the first line everywhere.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 import flowcorr
 from flowcorr.errors import BackendError, printable
-from flowcorr.instruments.finding import Finding, Level, Report, Table, as_overrides
+from flowcorr.instruments.finding import Finding, Level, Report, Table
 from flowcorr.instruments.terminal import console_of, show_table
+from flowcorr.instruments.web_page import sentence, web_page
 
 STYLES: Mapping[Level, str] = {
     "healthy": "bold green",
@@ -40,12 +39,6 @@ def as_json(report: Report) -> str:
     return json.dumps({"flowcorr": flowcorr.__version__} | report.to_mapping(), indent=2, allow_nan=False)
 
 
-def html(report: Report) -> str:
-    """The page."""
-    template = _environment().get_template("page.html")
-    return template.render(version=flowcorr.__version__, report=report, as_overrides=as_overrides)
-
-
 def save(report: Report, folder: Path, name: str) -> list[Path]:
     """Write `<name>.json`, `<name>.html` and the charts as PNG; the folder is made if it is missing.
 
@@ -53,7 +46,7 @@ def save(report: Report, folder: Path, name: str) -> list[Path]:
         BackendError: the folder cannot be written to.
     """
     return _written(
-        {folder / f"{name}.json": as_json(report) + "\n", folder / f"{name}.html": html(report)}
+        {folder / f"{name}.json": as_json(report) + "\n", folder / f"{name}.html": web_page(report)}
         | {folder / f"{chart}.png": data for chart, data in _pictures(report)}
     )
 
@@ -64,7 +57,7 @@ def save_page(report: Report, path: Path) -> list[Path]:
     Raises:
         BackendError: it cannot be written.
     """
-    return _written({path: html(report)})
+    return _written({path: web_page(report)})
 
 
 def _written(files: Mapping[Path, str | bytes]) -> list[Path]:
@@ -121,19 +114,17 @@ def _show_finding(console: Console, finding: Finding, *, heads: bool) -> None:
     evidence = _line(f"({finding.evidence})", "dim") if finding.numbers else Text()
     if not heads:
         head = _line(finding.level, STYLES[finding.level])
-        head.append(_line(f" {finding.cause}: {_sentence(finding.sentence)}", quiet))
+        head.append(_line(f" {finding.cause}: {sentence(finding.sentence)}", quiet))
         if _fits_a_line(finding) and finding.numbers:
             head.append(" ").append(evidence)
         console.print(head)
     if finding.numbers and (heads or not _fits_a_line(finding)):
         console.print(Padding(evidence, (0, 0, 0, 2)))
     if finding.remedy:
-        console.print(
-            Padding(_line(f"-> {_sentence(finding.remedy)}", "" if quiet else "bold"), (0, 0, 0, 2))
-        )
+        console.print(Padding(_line(f"-> {sentence(finding.remedy)}", "" if quiet else "bold"), (0, 0, 0, 2)))
     if finding.keys:
         console.print(f"\n{finding.keys.rstrip()}", markup=False, soft_wrap=True)
-        console.print(f"or, in a command: {as_overrides(finding.keys)}", markup=False, soft_wrap=True)
+        console.print(f"or, in a command: {finding.overrides}", markup=False, soft_wrap=True)
 
 
 def _show_table(console: Console, table: Table) -> None:
@@ -156,10 +147,6 @@ def _line(text: str, style: str = "") -> Text:
     return Text(printable(text), style)
 
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
-
-
 def _saved(files: Sequence[Path]) -> str:
     charts = sum(file.suffix == ".png" for file in files)
     others = ", ".join(str(file) for file in files if file.suffix != ".png")
@@ -180,16 +167,3 @@ def write(path: Path, data: str | bytes) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-@functools.cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("flowcorr.instruments"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["sentence"] = _sentence
-    return environment

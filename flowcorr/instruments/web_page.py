@@ -1,0 +1,40 @@
+"""A report as one HTML page: one file without scripts, in which every text is escaped."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import escape
+
+import flowcorr
+
+
+def web_page(report: Any) -> str:
+    """The page of a `Report`."""
+    return _environment().get_template("page.html").render(version=flowcorr.__version__, report=report)
+
+
+def framed(report: Any) -> str:
+    """The page in a frame, as a notebook shows it: neither takes the styles of the other."""
+    style = "width: 100%; height: 480px; border: 1px solid #dfe4ea"
+    return f'<iframe title="{escape(report.title)}" style="{style}" srcdoc="{escape(web_page(report))}"></iframe>'
+
+
+def sentence(text: str) -> str:
+    """A text with a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("flowcorr.instruments"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["sentence"] = sentence
+    return environment
