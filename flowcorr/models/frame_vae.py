@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -16,23 +14,44 @@ def encode_frames(vae: Any, pixels: Tensor) -> Tensor:
 
 
 def decode_frames(vae: Any, latents: Tensor) -> Tensor:
-    """Pixels `[B, 3, F, H, W]` of latents `[B, C, f, h, w]`, NaN in each sample of which a pixel is not finite.
+    """Pixels `[B, 3, F, H, W]` of latents `[B, C, f, h, w]`, before diffusers clamps them: an infinite one stays so.
 
-    diffusers clamps the pixels of this decoder, which makes an infinite one a white or a black one.
+    The VAE copies all frames so far at each latent frame, and once more where it clamps them. So a hook puts the frames
+    of each latent frame into their places, and leaves the VAE none to copy: a video is in memory once.
     """
     mean, std = _scale(vae, latents)
-    known: list[Tensor] = []
+    pixels = latents.new_empty(0)
+    num_frames = (latents.shape[2] - 1) * 2 ** sum(vae.config.temperal_downsample) + 1
+    done = 0
 
-    def judge(module: nn.Module, inputs: tuple[Any, ...], pixels: Tensor) -> None:
-        known.append(pixels.isfinite().flatten(1).all(1))
+    def take(module: nn.Module, inputs: tuple[Any, ...], decoded: Tensor) -> Tensor:
+        nonlocal pixels, done
+        frames = _whole_pixels(vae, decoded)
+        batch, channels, count, height, width = frames.shape
+        if not done:
+            pixels = frames.new_empty(batch, channels, num_frames, height, width)
+        pixels[:, :, done : done + count] = frames
+        done += count
+        return decoded[:, :, :0]
 
-    hook = vae.decoder.register_forward_hook(judge)
+    hook = vae.decoder.register_forward_hook(take)
     try:
-        pixels = vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0]
+        vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)
     finally:
         hook.remove()
-    pixels[~torch.stack(known).all(0)] = math.nan
+    assert done == num_frames, "the VAE is neither tiled nor sliced"
     return pixels
+
+
+def _whole_pixels(vae: Any, decoded: Tensor) -> Tensor:
+    """The decoder's frames; those of Wan 2.2 hold patches of pixels in their channels."""
+    patch_size = vae.config.get("patch_size")
+    if patch_size is None:
+        return decoded
+    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
+    frames: Tensor = unpatchify(decoded, patch_size=patch_size)
+    return frames
 
 
 def _scale(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,8 @@ class Reward(Protocol):
             Python's interpreter lock is released, so that other work goes on.
         computes_on_gpu: `True`: it computes a CLIP model on a GPU, if its process sees one and its option `device` is
             not `cpu`.
-        takes_videos: `True`: it scores videos; others get images of them, see `reward.terms[].frames`.
+        takes_videos: `True`: it scores videos; others get images of them, see `reward.terms[].frames`. Either way it
+            gets a few videos of the batch at a time.
         extras: the names that its `RewardOutput.extra` may have, one of which `trainer.best_metric` can name. A reward
             of your own without `extras` has none; one of `REWARDS` without them chooses the names while it scores.
         sends_targets: of `REWARDS` only: it hands targets on, and does not know whether they are needed.

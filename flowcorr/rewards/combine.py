@@ -132,7 +132,8 @@ class WeightedSum:
             return self._score(label, reward, own_images, [prompts[row] for row in own_rows])
 
         if images.ndim == 5:
-            return score_videos(score, reward, images, rows, frames)
+            takes_videos = getattr(reward, "takes_videos", False)
+            return score_videos(score, images, rows, frames, takes_videos=takes_videos)
         # A copy for each term, even of all rows: a reward may write into its images.
         return score(images[rows], rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,27 +12,26 @@ from flowcorr.records import ImageArray
 from flowcorr.rewards.base import RewardOutput
 
 TOGETHER = 4
-"""Videos that a reward gets at a time if it scores each by itself: only so many are copied."""
+"""Videos that a reward gets at a time, whole or as their frames: only so many are copied, whatever the batch."""
 
 Score: TypeAlias = Callable[[ImageArray, np.ndarray], RewardOutput]
-"""Scores images or videos of the samples at some rows of the batch."""
+"""Scores images or videos, of the samples whose rows in the batch are given beside them."""
 
 
 def score_videos(
-    score: Score, reward: Callable[..., Any], videos: ImageArray, rows: np.ndarray, rule: str
+    score: Score, videos: ImageArray, rows: np.ndarray, rule: str, *, takes_videos: bool
 ) -> RewardOutput:
     """Scores of the videos at `rows`, of which the reward gets copies.
 
     Args:
         score: calls the reward.
-        reward: says whether it `takes_videos`, and whether it `overlaps`, which lets it score a few at a time.
         videos: of all samples.
         rows: places of the samples that are scored, at least one.
         rule: by which a reward of images gets frames, see `reward.terms[].frames`.
+        takes_videos: the reward scores videos, and not images of them.
     """
-    size = TOGETHER if getattr(reward, "overlaps", False) else len(rows)
-    parts = np.split(rows, range(size, len(rows), size))
-    if getattr(reward, "takes_videos", False):
+    parts = np.split(rows, range(TOGETHER, len(rows), TOGETHER))
+    if takes_videos:
         return RewardOutput.concatenate([score(videos[part], part) for part in parts])
     return RewardOutput.concatenate([_score_frames(score, videos, part, rule) for part in parts])
 
@@ -47,15 +46,10 @@ def chosen_frames(rule: str, num_frames: int) -> range:
 def _score_frames(score: Score, videos: ImageArray, rows: np.ndarray, rule: str) -> RewardOutput:
     """The mean over the chosen frames of each score and extra, NaN where one of them is; and why a frame failed."""
     frames = chosen_frames(rule, videos.shape[1])
-    outputs = [score(videos[rows, frame], rows) for frame in frames]
-    names = outputs[0].extra
-    return replace(
-        outputs[0],
-        scores=np.mean([output.scores for output in outputs], axis=0),
-        extra={name: np.mean([output.extra[name] for output in outputs], axis=0) for name in names},
-        errors={
-            row: f"frame {frame}: {error}"
-            for frame, output in reversed(list(zip(frames, outputs, strict=True)))
-            for row, error in output.errors.items()
-        },
-    )
+    images = videos[rows[:, None], frames].reshape(-1, *videos.shape[2:])
+    output = score(images, rows.repeat(len(frames)))
+    errors: dict[int, str] = {}
+    for place, error in sorted(output.errors.items()):
+        row, frame = divmod(place, len(frames))
+        errors.setdefault(row, f"frame {frames[frame]}: {error}")
+    return replace(output.map(lambda scores: scores.reshape(len(rows), -1).mean(1)), errors=errors)

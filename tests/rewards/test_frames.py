@@ -43,27 +43,25 @@ def test_frames_of_a_rule(rule, num_frames, frames):
     assert list(chosen_frames(rule, num_frames)) == frames
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
     ("rule", "frames"), [("middle", [5]), ("mean", range(10)), ("every 3", [0, 3, 6, 9])]
 )
-def test_a_reward_of_images_gets_the_mean_over_frames(rule, frames, overlaps):
-    output = score(brightness, rule, overlaps=overlaps)
+def test_a_reward_of_images_gets_the_mean_over_frames(rule, frames):
+    output = score(brightness, rule)
     assert output.scores == pytest.approx(LEVELS[:, list(frames)].mean(1))
     assert output.extra["twice"] == pytest.approx(2 * output.scores)
 
 
-@pytest.mark.parametrize(("overlaps", "sizes"), [(False, [6]), (True, [TOGETHER, 6 - TOGETHER])])
-def test_a_reward_that_takes_videos_gets_them_whole(overlaps, sizes):
+def test_a_reward_that_takes_videos_gets_them_whole():
     seen = []
 
     def last_frame(videos, prompts):
         seen.append(len(prompts))
         return videos[:, -1].mean((1, 2, 3))
 
-    output = score(last_frame, "middle", takes_videos=True, overlaps=overlaps)
+    output = score(last_frame, "middle", takes_videos=True)
     assert output.scores == pytest.approx(LEVELS[:, -1])
-    assert seen == sizes
+    assert seen == [TOGETHER, 6 - TOGETHER]
 
 
 def test_a_frame_that_fails_fails_its_sample():

@@ -6,9 +6,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from tiny_pipelines import PIPELINES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowcorr.config import RewardTerm
+from flowcorr.config import ModelConfig, RewardTerm
+from flowcorr.models import load_family
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
 from flowcorr.rollout.sampler import decode
@@ -60,9 +62,40 @@ def test_decoding_needs_as_much_for_many_videos_as_for_few():
     assert peaks[12] <= 2.2 * pixels + VIDEO
 
 
+@pytest.mark.parametrize("name", ["wan", "wan22_ti2v"])
+@torch.no_grad()
+def test_a_decoded_video_is_in_memory_once_in_floating_point(name, tmp_path):
+    """What the decoder computes from one latent frame does not grow with their number; its pixels do."""
+    family, peaks = load_family(ModelConfig(path=str(PIPELINES[name].build(tmp_path)))), {}
+    for num_frames in (33, 65):
+        latents = torch.zeros(1, *family.sample_shape(*PIPELINES[name].size, num_frames))
+        with LiveBytes() as live:
+            videos, _ = decode(family, latents)
+        peaks[num_frames] = live.peak
+    height, width = PIPELINES[name].size
+    values = 32 * height * width * 3  # of the other 32 frames
+    assert peaks[65] - peaks[33] <= 1.1 * values * 4 + 2 * values  # float32, and its uint8 in two places
+
+
+def brightness(images, prompts):
+    """A reward of the user's own, which states nothing about itself."""
+    return images.mean((1, 2, 3))
+
+
+def video_brightness(videos, prompts):
+    """As `brightness`, of whole videos."""
+    return videos.mean((1, 2, 3, 4))
+
+
+video_brightness.takes_videos = True
+
+
 @pytest.mark.parametrize("rule", ["middle", "mean"])
-def test_scoring_needs_as_much_for_many_videos_as_for_few(rule):
-    reward, peaks = build_reward([RewardTerm(name="jpeg_incompressibility", frames=rule)]), {}
+@pytest.mark.parametrize(
+    "name", ["jpeg_incompressibility", f"{__name__}:brightness", f"{__name__}:video_brightness"]
+)
+def test_scoring_needs_as_much_for_many_videos_as_for_few(name, rule):
+    reward, peaks = build_reward([RewardTerm(name=name, frames=rule)]), {}
     for count in (8, 64):
         videos = np.zeros((count, FRAMES, SIDE, SIDE, 3), dtype=np.uint8)
         prompts = [Prompt(text="a cat")] * count
