@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -243,5 +244,12 @@ def _device(transformer: nn.Module) -> torch.device:
 
 
 def _frozen_copy(transformer: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A copy in `dtype` as diffusers loads one: some modules, and tables that no checkpoint holds, stay in float32."""
     # By nn.Module's own `to`: that of diffusers warns whenever it is given a dtype.
-    return nn.Module.to(copy.deepcopy(transformer), device, dtype).requires_grad_(False)
+    copied = nn.Module.to(copy.deepcopy(transformer), device).requires_grad_(False)
+    in_float32 = set(getattr(transformer, "_keep_in_fp32_modules", None) or ())
+    stored = copied.state_dict().keys()
+    for name, tensor in itertools.chain(copied.named_parameters(), copied.named_buffers()):
+        if name in stored and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if in_float32 & set(name.split(".")) else dtype)
+    return copied

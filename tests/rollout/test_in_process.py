@@ -2,7 +2,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_pipelines import PIPELINES
 
+from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
 from flowcorr.rollout import InProcessEngine, decode, in_process
@@ -165,6 +167,31 @@ def test_a_copy_in_the_same_precision_agrees_with_the_actor(make_run):
     assert not run.engine.shared
     assert run.engine.version == run.actor.weights.version
     assert mismatch(run) < SAME
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_copy_has_the_precisions_of_a_loaded_model(name, make_config, tmp_path):
+    """Wan's has tables and norms that stay in float32 in any precision."""
+    tiny, path = PIPELINES[name], tmp_path / "model"
+    tiny.build(path)
+    height, width = tiny.size
+    loaded = {
+        dtype: load_family(ModelConfig(path=str(path), dtype=dtype)) for dtype in ("float32", "bfloat16")
+    }
+    config = make_config(rollout={"dtype": "bfloat16"}, sampling={"height": height, "width": width})
+    engine = InProcessEngine(
+        loaded["float32"], config.rollout, config.sampling, seed=0, merge=lambda weights: [],
+        base=loaded["float32"].transformer,
+    )  # fmt: skip
+    for own, expected in (
+        (engine.transformer.named_parameters(), loaded["bfloat16"].transformer.named_parameters()),
+        (engine.transformer.named_buffers(), loaded["bfloat16"].transformer.named_buffers()),
+    ):
+        found, tensors = dict(own), dict(expected)
+        assert found.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(found[key], tensor), key
+            assert found[key].dtype == tensor.dtype, key
 
 
 def test_emulated_precisions_disagree_in_their_order(make_run):

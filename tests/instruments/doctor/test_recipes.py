@@ -16,6 +16,11 @@ from flowcorr.models import DTYPES
 RECIPES = sorted(
     {load(name).model.path: name for name in recipe_names() if not name.startswith("tiny_")}.values()
 )
+MODELS = [(recipe, tiny_pipelines.of_recipe(recipe)) for recipe in RECIPES]
+MODELS += [("wan_ocr_lora", tiny_pipelines.PIPELINES["wan22_ti2v"])]  # no recipe's model
+of_each_model = pytest.mark.parametrize(
+    ("recipe", "tiny"), MODELS, ids=[tiny.build.__name__.removeprefix("build_tiny_") for _, tiny in MODELS]
+)
 STEPS = (4, 8, 10, 20, 28)
 HALF = "bfloat16"
 IN_PROCESS = {"rollout.name": "in_process", "rollout.engine": "{}"}
@@ -23,11 +28,10 @@ IN_PROCESS = {"rollout.name": "in_process", "rollout.engine": "{}"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """`model(recipe, dtype)` is the overrides that put a tiny pipeline in place of the recipe's model."""
+    """`model(tiny, dtype)` is the overrides that put a tiny pipeline in place of a recipe's model."""
     root, built = tmp_path_factory.mktemp("models"), {}
 
-    def get(recipe, dtype):
-        tiny = tiny_pipelines.of_recipe(recipe)
+    def get(tiny, dtype):
         if (tiny.build, dtype) not in built:
             built[tiny.build, dtype] = tiny.build(root / f"{tiny.build.__name__}_{dtype}", DTYPES[dtype])
         return tiny_pipelines.overrides(built[tiny.build, dtype], tiny.size, dtype, tiny.frames)
@@ -54,22 +58,23 @@ def assert_agrees(report):
     assert levels.get("float32", "healthy") == "healthy"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_in_process(recipe, model):
-    assert_agrees(report_on(recipe, model(recipe, HALF), **IN_PROCESS))
+@of_each_model
+def test_in_process(recipe, tiny, model):
+    assert_agrees(report_on(recipe, model(tiny, HALF), **IN_PROCESS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("dtype", [HALF, "float16", "float32"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_in_process_with_other_schedules(recipe, dtype, steps, model):
-    assert_agrees(report_on(recipe, model(recipe, dtype), steps, **IN_PROCESS))
+@of_each_model
+def test_in_process_with_other_schedules(recipe, tiny, dtype, steps, model):
+    assert_agrees(report_on(recipe, model(tiny, dtype), steps, **IN_PROCESS))
 
 
 def test_an_actor_of_lower_precision_is_named_as_such(model):
     keys = {"rollout.name": "in_process", "rollout.dtype": "float32"}
-    report = report_on(RECIPES[0], model(RECIPES[0], HALF), min(STEPS), float32=False, **keys)
+    recipe, tiny = MODELS[0]
+    report = report_on(recipe, model(tiny, HALF), min(STEPS), float32=False, **keys)
     assert report.causes() == []
     weights = next(finding for finding in report.findings if finding.cause == "weights")
     assert "rollout.dtype=float32 and model.dtype=bfloat16 round apart" in weights.sentence
@@ -77,17 +82,17 @@ def test_an_actor_of_lower_precision_is_named_as_such(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [HALF, "float16"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_an_engine_of_lower_precision(recipe, dtype, model):
+@of_each_model
+def test_an_engine_of_lower_precision(recipe, tiny, dtype, model):
     keys = {**IN_PROCESS, "rollout.dtype": dtype}
-    assert_agrees(report_on(recipe, model(recipe, "float32"), **keys))
+    assert_agrees(report_on(recipe, model(tiny, "float32"), **keys))
 
 
 @pytest.mark.vllm_omni
 @pytest.mark.filterwarnings("ignore")  # of vLLM's own
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("dtype", [HALF, "float32"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_on_the_real_engine(recipe, dtype, steps, model):
-    keys = {"rollout.engine.distributed_executor_backend": "uni"}
-    assert_agrees(report_on(recipe, model(recipe, dtype), steps, **keys))
+@of_each_model
+def test_on_the_real_engine(recipe, tiny, dtype, steps, model):
+    keys = {"rollout.name": "vllm_omni", "rollout.engine.distributed_executor_backend": "uni"}
+    assert_agrees(report_on(recipe, model(tiny, dtype), steps, **keys))
