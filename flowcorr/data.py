@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -122,9 +123,9 @@ def _with_references(parsed: list[_Parsed], folder: Path) -> list[Prompt]:
         except ConfigError as error:
             raise ConfigError(f"{places[image]}: {error}") from error
 
-    with ThreadPoolExecutor(
-        min(8, os.cpu_count() or 1)
-    ) as pool:  # decoders release Python's interpreter lock
+    # Decoders release Python's interpreter lock. Pillow's warnings would name neither file nor line.
+    with warnings.catch_warnings(), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        warnings.simplefilter("ignore")
         found = dict(zip(places, pool.map(read, places), strict=True))
     return [replace(prompt, images=tuple(found[image] for image in images)) for prompt, images in parsed]
 

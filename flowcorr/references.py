@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from flowcorr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,18 +110,31 @@ def _check(image: Image, path: Path) -> None:
             f"the reference image {path} has {getattr(image, 'n_frames', 'several')} frames; give one of them as an "
             "image of its own"
         )
-    if image.mode == "F":
+    # 16 bits of grey are "I;16"; in a PNG, older Pillows say "I".
+    if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
         raise ConfigError(
-            f"the reference image {path} has floating-point pixels without a known range; give 8 or 16 bits a channel"
+            f"the reference image {path} has pixels of 32 bits without a known range; give 8 or 16 bits a channel"
         )
 
 
 def _in_rgb(image: Image) -> Image:
     from PIL import Image
 
-    if image.mode.startswith("I"):  # 16 bits of grey, which PIL would clip at 255
-        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
+    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would clip at 255
+        image = _in_8_bits(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")
+
+
+def _in_8_bits(image: Image) -> Image:
+    """Grey of 16 bits as grey of 8, where one of its values is transparent with an alpha channel."""
+    from PIL import Image
+
+    pixels = np.asarray(image)
+    grey = Image.fromarray((pixels / 257).round().astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        grey.putalpha(Image.fromarray(np.where(pixels == transparent, 0, 255).astype(np.uint8)))
+    return grey

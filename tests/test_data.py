@@ -355,6 +355,7 @@ def with_images(folder, *lines, name="prompts.jsonl"):
     (folder / "pictures").mkdir(exist_ok=True)
     for number in range(8):
         Image.new("RGB", (32, 32), (30 * number, 0, 0)).save(folder / "pictures" / f"{number}.png")
+    Image.new("1", (10_000, 10_000)).save(folder / "pictures" / "large.png")
     return write(folder, "\n".join(map(json.dumps, lines)), name)
 
 
@@ -395,6 +396,7 @@ def test_a_prompt_is_its_text_and_its_images(tmp_path):
     [
         ({"image": "gone.png"}, "gone.png does not exist"),
         ({"image": "prompts.jsonl"}, "is no image"),
+        ({"image": "pictures/large.png"}, "has 10000 x 10000 pixels"),  # Pillow warns, which is an error here
         ({"images": ["pictures/0.png", "pictures"]}, "is a folder"),
         ({"image": "https://example.org/cat.png"}, "download it"),
         ({"image": ""}, "name reference images as"),

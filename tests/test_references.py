@@ -38,8 +38,10 @@ def with_alpha(mode):
     return image
 
 
-def in_16_bits():
-    return Image.fromarray(np.full((HEIGHT, WIDTH), 0x8080, dtype=np.uint16))
+def in_16_bits(left=0x8080):
+    pixels = np.full((HEIGHT, WIDTH), 0x8080, dtype=np.uint16)
+    pixels[:, : WIDTH // 2] = left
+    return Image.fromarray(pixels)
 
 
 RED, BLUE, WHITE, GREY = (255, 0, 0), (0, 0, 255), (255, 255, 255), (128, 128, 128)
@@ -57,6 +59,12 @@ RED, BLUE, WHITE, GREY = (255, 0, 0), (0, 0, 255), (255, 255, 255), (128, 128, 1
         pytest.param(encoded(with_alpha("RGB"), "PNG"), WHITE, BLUE, id="alpha channel"),
         pytest.param(encoded(with_alpha("L"), "PNG"), WHITE, (29, 29, 29), id="grey with alpha"),
         pytest.param(encoded(in_16_bits(), "PNG"), GREY, GREY, id="16 bits"),
+        pytest.param(
+            encoded(in_16_bits(left=0x80), "PNG", transparency=0x80),
+            WHITE,
+            GREY,
+            id="16 bits, one transparent",
+        ),
         pytest.param(
             encoded(picture(), "MPO", save_all=True, append_images=[picture()], quality=100),
             RED,
@@ -97,7 +105,8 @@ FRAMES = {"save_all": True, "append_images": [picture().rotate(180)]}
         pytest.param(encoded(picture(), "GIF", **FRAMES), "has 2 frames", id="animated gif"),
         pytest.param(encoded(picture(), "PNG", **FRAMES), "has 2 frames", id="animated png"),
         pytest.param(encoded(picture(), "TIFF", **FRAMES), "has 2 frames", id="pages"),
-        pytest.param(encoded(picture("F"), "TIFF"), "floating-point", id="float"),
+        pytest.param(encoded(picture("F"), "TIFF"), "32 bits", id="float"),
+        pytest.param(encoded(picture("I"), "TIFF"), "32 bits", id="long integers"),
     ],
 )
 def test_unusable_files_are_refused_in_one_line(tmp_path, content, cause):
