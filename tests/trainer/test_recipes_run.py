@@ -17,7 +17,8 @@ from tests.trainer.runs import assert_same_run
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [name for name in recipe_names() if not name.startswith("tiny_")]
-EDITING = [name for name in RECIPES if "_edit_" in name]
+SIGNS = ROOT / "recipes/sign_edits.jsonl"
+EDITING = [*(name for name in RECIPES if "_edit_" in name), "flux2_klein_pickscore_lora"]
 ON_ONE_CARD = [name for name in RECIPES if load(name).rollout.name == "in_process"]
 ONE_OF_EACH_MODEL = [*{load(name).model.path: name for name in RECIPES if name not in ON_ONE_CARD}.values()]
 
@@ -96,13 +97,16 @@ def tiny_pickscore(tmp_path_factory):
 
 @pytest.fixture
 def small(tiny_model, tmp_path):
-    """`small(recipe, *overrides)` loads a recipe with its tiny model, few samples and the first of its prompts."""
+    """`small(recipe, *overrides)` loads a recipe with its tiny model, few samples and the first of its prompts.
 
-    def small(recipe, *overrides):
+    `shipped` is the file of its prompts, where it is not the recipe's.
+    """
+
+    def small(recipe, *overrides, shipped=None):
         folder, tiny = tiny_model(recipe)
         height, width = tiny.size
         prompts = tmp_path / "prompts.jsonl"
-        shipped = ROOT / load(recipe).data.path
+        shipped = shipped or ROOT / load(recipe).data.path
         lines = shipped.read_text(encoding="utf-8").splitlines(keepends=True)
         prompts.write_text("".join(lines[:8]), encoding="utf-8")
         images = shipped.with_suffix("")
@@ -164,7 +168,7 @@ def test_a_recipe_resumes_to_the_bit(recipe, overrides, small, tmp_path):
 @pytest.mark.parametrize("recipe", EDITING)
 def test_an_editing_recipe_resumes_in_both_modes(recipe, preset, small, tmp_path):
     overrides = (f"algorithm.rollout_correction.preset={preset}", "trainer.save_every=1")
-    config = small(recipe, *IN_PROCESS, *overrides)
+    config = small(recipe, *IN_PROCESS, *overrides, shipped=SIGNS)
     assert_resumes(with_rewards(config, terms=(JPEG,), gold=()), tmp_path)
 
 

@@ -23,7 +23,13 @@ of_each_model = pytest.mark.parametrize(
 )
 STEPS = (4, 8, 10, 20, 28)
 HALF = "bfloat16"
+# References beside those of the recipes above: with another recipe's model, or with another recipe's prompts.
+WITH_REFERENCES = {
+    "flux2_klein": ("flux2_klein_pickscore_lora", {"data.path": "recipes/sign_edits.jsonl"}),
+    "qwen_image_edit": ("qwen_image_edit_plus_lora", {}),
+}
 IN_PROCESS = {"rollout.name": "in_process", "rollout.engine": "{}"}
+ON_THE_ENGINE = {"rollout.name": "vllm_omni", "rollout.engine.distributed_executor_backend": "uni"}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +69,14 @@ def test_in_process(recipe, tiny, model):
     assert_agrees(report_on(recipe, model(tiny, HALF), **IN_PROCESS))
 
 
+@pytest.mark.parametrize("dtype", [HALF, "float32"])
+@pytest.mark.parametrize("family", WITH_REFERENCES)
+def test_with_reference_images(family, dtype, model):
+    recipe, keys = WITH_REFERENCES[family]
+    overrides = model(tiny_pipelines.FAMILIES[family], dtype)
+    assert_agrees(report_on(recipe, overrides, min(STEPS), **keys, **IN_PROCESS))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("dtype", [HALF, "float16", "float32"])
@@ -94,5 +108,14 @@ def test_an_engine_of_lower_precision(recipe, tiny, dtype, model):
 @pytest.mark.parametrize("dtype", [HALF, "float32"])
 @of_each_model
 def test_on_the_real_engine(recipe, tiny, dtype, steps, model):
-    keys = {"rollout.name": "vllm_omni", "rollout.engine.distributed_executor_backend": "uni"}
-    assert_agrees(report_on(recipe, model(tiny, dtype), steps, **keys))
+    assert_agrees(report_on(recipe, model(tiny, dtype), steps, **ON_THE_ENGINE))
+
+
+@pytest.mark.vllm_omni
+@pytest.mark.filterwarnings("ignore")  # of vLLM's own
+@pytest.mark.parametrize("dtype", [HALF, "float32"])
+@pytest.mark.parametrize("family", WITH_REFERENCES)
+def test_reference_images_on_the_real_engine(family, dtype, model):
+    recipe, keys = WITH_REFERENCES[family]
+    overrides = model(tiny_pipelines.FAMILIES[family], dtype)
+    assert_agrees(report_on(recipe, overrides, min(STEPS), **keys, **ON_THE_ENGINE))
