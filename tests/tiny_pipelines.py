@@ -25,7 +25,7 @@ TEXT_WIDTH = 32
 SD3_SIZE = (32, 32)
 SD35_SIZE = (32, 32)
 QWEN_SIZE = (32, 48)
-QWEN_EDIT_SIZE = (128, 192)
+QWEN_EDIT_SIZE = (64, 96)
 FLUX_SIZE = (16, 24)
 FLUX2_KLEIN_SIZE = (16, 24)
 Z_IMAGE_SIZE = (16, 24)
@@ -84,7 +84,7 @@ def build_tiny_qwen_image(path, dtype: torch.dtype = torch.float32, seed: int = 
 def build_tiny_qwen_image_edit(
     path, dtype: torch.dtype = torch.float32, seed: int = 0, *, name: str = "QwenImageEditPipeline"
 ) -> Path:
-    """Qwen-Image-Edit, whose reference images have a megapixel: a VAE that shrinks by 32 leaves 256 tokens of each."""
+    """Qwen-Image-Edit, whose reference images have a megapixel: a VAE that shrinks by 16 leaves few tokens of them."""
     pytest.importorskip("torchvision")  # which its processor needs
     import diffusers
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
@@ -92,7 +92,7 @@ def build_tiny_qwen_image_edit(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The newest checkpoints of the other pipeline tell reference tokens a timestep of 0.
-        parts = _qwen_parts(depth=5, zero_cond_t=name.endswith("PlusPipeline"))
+        parts = _qwen_parts(depth=4, zero_cond_t=name.endswith("PlusPipeline"))
         tokenizer = qwen_tokenizer(QWEN_EDIT_TEMPLATE, 64)
         marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
         tokenizer.add_special_tokens({"additional_special_tokens": marks})
