@@ -91,7 +91,7 @@ class Bench:
         """What names a fault of this size; None for a clean engine."""
         with self._planted(fault, size):
             try:
-                report = examine(self.stack.actor, self.stack.engine, self._cache(list(WORDS)))
+                report = examine(self.stack.actor, self.stack.engine, self._cache(prompts_of(WORDS)))
                 warned = [f"({check})" for check in report.causes("warning")]
                 doctor = ", ".join(report.causes() or warned)
             except (BackendError, BatchError) as error:

@@ -34,11 +34,16 @@ class Fit:
         error: standard error of `factor`: the larger of two, by element and by sample. Rounding of a prompt's
             embedding, for one, moves all elements of a sample together.
         share: part of `r^2` that disappears with `factor` times the fault; never negative.
+        by_rounding: the largest factor that rounding alone gives where the fault was computed in a pass of its own,
+            whose rounding is in the gap, too. Guidance of scale `s` over two passes that round with variance `v`
+            gives gap and fault a covariance of `(s - 1) (2s - 1) v`, and both stacks give the gap a variance of
+            `2 (s^2 + (s - 1)^2) v`: twice as much or more. So it is half of `gap^2 / fault^2`.
     """
 
     factor: float
     error: float
     share: float
+    by_rounding: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,8 +105,12 @@ class Trial:
         correlated = rest * fault
         by_element, by_sample = correlated.square().sum(), correlated.sum((1, 2)).square().sum()
         error = torch.maximum(by_element, by_sample).sqrt() / size
-        share = (1 - rest.square().sum() / gap.square().sum().clamp(min=1e-30)).clamp(min=0)
-        return Fit(factor=float(factor), error=float(error), share=float(share))
+        whole = gap.square().sum()
+        share = (1 - rest.square().sum() / whole.clamp(min=1e-30)).clamp(min=0)
+        by_rounding = whole / (2 * size)
+        return Fit(
+            factor=float(factor), error=float(error), share=float(share), by_rounding=float(by_rounding)
+        )
 
     def select(self, rows: Tensor) -> Trial:
         """The samples at `rows` alone."""

@@ -30,13 +30,13 @@ def evidence(exam, fit, gap=1e-2):
 
 
 def test_a_fault_that_is_most_of_the_gap_is_accepted(exam):
-    found = evidence(exam, Fit(factor=0.5, error=0.2, share=0.9))
+    found = evidence(exam, Fit(factor=0.5, error=0.2, share=0.9, by_rounding=0.0))
     assert (found.value, found.threshold) == (0.9, EXPLAINED)
     assert "90 % of the gap" in found.text
 
 
 def test_a_small_fault_is_accepted_by_its_factor(exam):
-    found = evidence(exam, Fit(factor=0.95, error=0.1, share=0.01))
+    found = evidence(exam, Fit(factor=0.95, error=0.1, share=0.01, by_rounding=0.0))
     assert (found.value, found.threshold) == (pytest.approx(9.5), FACTOR_ERRORS)
     assert "0.95 +- 0.10 times" in found.text
 
@@ -44,9 +44,9 @@ def test_a_small_fault_is_accepted_by_its_factor(exam):
 @pytest.mark.parametrize(
     ("fit", "gap"),
     [
-        (Fit(factor=0.5, error=0.01, share=0.01), 1e-2),  # not of the assumed size
-        (Fit(factor=1.0, error=0.3, share=0.01), 1e-2),  # may be chance
-        (Fit(factor=1.0, error=0.01, share=0.01), 0.1),  # leaves more than rounding
+        (Fit(factor=0.5, error=0.01, share=0.01, by_rounding=0.0), 1e-2),  # not of the assumed size
+        (Fit(factor=1.0, error=0.3, share=0.01, by_rounding=0.0), 1e-2),  # may be chance
+        (Fit(factor=1.0, error=0.01, share=0.01, by_rounding=0.0), 0.1),  # leaves more than rounding
     ],
 )
 def test_other_gaps_are_not_explained(exam, fit, gap):
@@ -57,5 +57,5 @@ def test_rounding_of_one_side_alone_is_no_evidence_by_its_factor(make_run):
     """It is the same at every step, so that an explanation without effect has a factor far from 0."""
     run = make_run(model={"dtype": "bfloat16"})
     exam = Exam(actor=run.actor, engine=run.engine, trials=None)
-    assert evidence(exam, Fit(factor=0.78, error=0.01, share=0.5)) is None
-    assert evidence(exam, Fit(factor=0.78, error=0.01, share=0.9)) is not None
+    assert evidence(exam, Fit(factor=0.78, error=0.01, share=0.5, by_rounding=0.0)) is None
+    assert evidence(exam, Fit(factor=0.78, error=0.01, share=0.9, by_rounding=0.0)) is not None

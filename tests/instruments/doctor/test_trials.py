@@ -101,3 +101,29 @@ def test_a_fit_is_as_uncertain_as_differences_that_samples_have_as_a_whole(small
     fit = faulty.fit(trial.means + fault)
     assert fit.factor == pytest.approx(0, abs=0.1)
     assert fit.error == pytest.approx(0.3 / samples**0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("scale", [1.5, 4.0, 20.0])
+def test_two_passes_that_round_give_a_factor_of_guidance_that_is_known(small_run, scale):
+    """Where the text hardly changes the velocity, the difference of both passes is the actor's own rounding."""
+    run = small_run()
+    trial = run_trials(run.actor, run.engine, run.conditioning).base
+    draw = torch.Generator().manual_seed(0)
+    engine, actor = (torch.randn(2, *trial.means.shape, generator=draw) for _ in range(2))
+    guided, theirs = (scale * pair[0] - (scale - 1) * pair[1] for pair in (actor, engine))
+    window = replace(trial.rollout.window, means=theirs)
+    rounded = replace(trial, means=guided, rollout=replace(trial.rollout, window=window))
+    fit = rounded.fit(actor[0])
+    assert fit.factor == pytest.approx((2 * scale - 1) / (2 * scale - 2), abs=6 * fit.error)
+    assert abs(fit.factor) < fit.by_rounding + 6 * fit.error
+
+
+def test_a_fault_that_is_large_beside_rounding_has_twice_the_factor_that_rounding_gives(small_run):
+    run = small_run()
+    trial = run_trials(run.actor, run.engine, run.conditioning).base
+    draw = torch.Generator().manual_seed(0)
+    fault, rounding = (torch.randn(trial.means.shape, generator=draw) for _ in range(2))
+    window = replace(trial.rollout.window, means=trial.means + fault + 0.1 * rounding)
+    fit = replace(trial, rollout=replace(trial.rollout, window=window)).fit(trial.means + fault)
+    assert fit.factor == pytest.approx(1, abs=0.05)
+    assert fit.by_rounding == pytest.approx((1 + 0.1**2) / 2, rel=0.1)

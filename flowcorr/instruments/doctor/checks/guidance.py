@@ -67,19 +67,20 @@ def _linear(exam: Exam, key: str, configured: float) -> Finding:
             limit=EXPLAINED,
         )
     unguided = coarse_weights(exam.config) and trial.explained_by([plain]) >= UNGUIDED
-    if _acts(exam, scale) or unguided:
+    if _acts(exam, scale, by_rounding=scale.by_rounding) or unguided:
         return failed(
             f"the steps fit {key}={found:.3g} instead of {configured:g}, which is {100 * scale.share:.0f} % of the gap",
             REMEDY.format(key=key),
             value=found,
             limit=configured,
         )
-    return passed(f"the steps fit {key}={found:.3g}")
+    error = (configured - 1) * (scale.error + scale.by_rounding)
+    return passed(f"the steps fit {key}={found:.3g} +- {error:.2g}")
 
 
-def _acts(exam: Exam, fit: Fit) -> bool:
+def _acts(exam: Exam, fit: Fit, *, by_rounding: float = 0.0) -> bool:
     """Whether a change of guidance explains the gap, or at least all of it but rounding."""
-    significant = abs(fit.factor) >= max(PUSH, FACTOR_ERRORS * fit.error)
+    significant = abs(fit.factor) >= max(PUSH, by_rounding + FACTOR_ERRORS * fit.error)
     return fit.share >= EXPLAINED or (significant and exam.leaves_rounding(exam.trials.base, fit))
 
 
