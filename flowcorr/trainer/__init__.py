@@ -1,20 +1,5 @@
-"""Training runs."""
+"""Training runs. Names are imported when they are first used: the instruments read single modules of this package."""
 
-from flowcorr.trainer.evaluate import evaluate_run
-from flowcorr.trainer.export import export_run
-from flowcorr.trainer.loop import train
-from flowcorr.trainer.observer import Observer, RunResult, Silent
-from flowcorr.trainer.run import TrainingRun
-from flowcorr.trainer.step import StepResult, train_step
+import lazy_loader
 
-__all__ = [
-    "Observer",
-    "RunResult",
-    "Silent",
-    "StepResult",
-    "TrainingRun",
-    "evaluate_run",
-    "export_run",
-    "train",
-    "train_step",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
