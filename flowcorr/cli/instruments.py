@@ -50,10 +50,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     Exit codes: 0 all checks passed; 1 a check warned, the cause cannot be told, or the engine could not be examined;
     2 a check failed, a cause is named, or bad configuration
     """
-    from flowcorr.instruments.doctor import diagnose
-    from flowcorr.instruments.doctor.examination import NUM_PROMPTS
-    from flowcorr.instruments.page import exit_code
-    from flowcorr.instruments.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
     if is_folder(Path(arguments.recipe)):
@@ -69,6 +65,12 @@ def doctor(arguments: argparse.Namespace) -> int:
             "folder of dumped steps"
         )
     config = checked(arguments)
+
+    from flowcorr.instruments.doctor import diagnose
+    from flowcorr.instruments.doctor.examination import NUM_PROMPTS
+    from flowcorr.instruments.page import exit_code
+    from flowcorr.instruments.plan.check import check_this_gpu
+
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     prompts = NUM_PROMPTS if arguments.prompts is None else arguments.prompts
     report = diagnose(config, num_prompts=prompts, float32=arguments.float32)

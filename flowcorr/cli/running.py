@@ -46,7 +46,10 @@ def train(arguments: argparse.Namespace) -> int:
     """
     if os.environ.get("RANK", "0") == "0":
         print(f"loading {arguments.recipe}", flush=True)  # torch alone takes seconds to import
+    config = checked(arguments)
+    out_dir = out_path(arguments.out) or _run_folder(Path(arguments.recipe), resume=arguments.resume)
 
+    # After the checks: a mistake is told before the trainer is imported, which takes as long as torch does.
     from flowcorr import distributed
     from flowcorr.instruments import page
     from flowcorr.instruments.doctor import examine_before_start, examines_before_start
@@ -54,8 +57,6 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr.instruments.progress import TerminalObserver
     from flowcorr.trainer import train as run
 
-    config = checked(arguments)
-    out_dir = out_path(arguments.out) or _run_folder(Path(arguments.recipe), resume=arguments.resume)
     check_this_gpu(arguments.recipe, arguments.overrides, config)
     distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
     shows = distributed.is_main()
