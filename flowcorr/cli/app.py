@@ -34,11 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         print(_FIRST_DAY)
         return EXIT_USAGE
-    parser = build_parser()
-    if words[0] not in (*parser.commands, *OPTIONS):
-        parser.error(_command_of(words, parser.commands))
-    arguments, rest = parser.parse_known_args(words)
-    _take_late_overrides(parser, arguments, rest)
+    arguments = parse(words)
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")  # hides their advice about optional packages
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # the same
@@ -60,6 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FAILED
         except KeyboardInterrupt:
             return EXIT_SIGNAL + 2
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line; a line that is none exits with a message that names the one to type."""
+    parser = build_parser()
+    if words[0] not in (*parser.commands, *OPTIONS):
+        parser.error(_command_of(words, parser.commands))
+    arguments, rest = parser.parse_known_args(words)
+    _take_late_overrides(parser, arguments, rest)
+    return arguments
 
 
 class Parser(argparse.ArgumentParser):
