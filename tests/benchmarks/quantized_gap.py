@@ -1,4 +1,4 @@
-"""The gap between a quantized trainer and an engine on the unquantized base: the table in `flowcorr/trainer/README.md`.
+"""The gap between a quantized trainer and an engine on the unquantized base: the table in `results.md`.
 
 `python -m tests.benchmarks.quantized_gap` takes half a minute on a CPU; nf4 needs bitsandbytes.
 """
