@@ -111,9 +111,9 @@ class SamplingConfig:
         sde_noise_range: half-open range of steps that are SDE steps even outside the window, where they have no
             log-prob and are not trained on; null for none. DanceGRPO and flow_grpo sample so.
         window_per: `group` draws one window for all images of a prompt, `sample` one for each image.
-        guidance_scale: classifier-free guidance (SD3, FLUX.2 klein, Ovis-Image; Z-Image, one more than its pipeline
-            counts) or distilled guidance (FLUX.1); 1 is off.
-        true_cfg_scale: classifier-free guidance of Qwen-Image; 1 is off.
+        guidance_scale: classifier-free guidance (SD3, FLUX.2 klein, Ovis-Image, Wan; Z-Image, one more than its
+            pipeline counts) or distilled guidance (FLUX.1); 1 is off.
+        true_cfg_scale: classifier-free guidance of Qwen-Image and Qwen-Image-Edit; 1 is off.
         negative_prompt: the text that guidance moves away from.
         height, width: image size in pixels; null takes the model's native size.
         num_frames: frames of a video; null takes the model's native number, which is 1 of a model that makes images.
@@ -207,7 +207,7 @@ class RolloutConfig:
         replay_every: training steps between replays of a few whole images with the training stack, for differences that
             log-probs cannot show, see `rollout_corr/replay/*`. The first step has one too; 0 is off.
         prompts_per_step: prompts (groups) a training step, of all ranks together.
-        n: images per prompt.
+        n: images or videos per prompt.
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once, or
             on a CPU at most 5,000 tokens a thread. With less, rewards in a thread begin earlier. With `placement: ray`
             it is also the size of a worker's request, in whole prompts; null is one prompt.
