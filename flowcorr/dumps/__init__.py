@@ -144,7 +144,8 @@ class StepFields(TypedDict, total=False):
         old_rollout_kl: `[B, T]`, exact KL of the old policy from the rollout policy, nats per latent element.
         policy_versions: `[B]` whole numbers, the version of the weights that sampled, such as their update's number.
         version: the version of the trainer's weights before the step's first update.
-        num_elements: `D`, elements of a latent: channels times height times width.
+        num_elements: `D`, elements of a latent: channels times height times width, of a video also times latent
+            frames.
         clip_ratio: PPO clip range of the loss.
         loss_mode: flowcorr's name of the loss, `flow_grpo` if it is left out.
         adv_clip_max: what the loss clamps advantages to.

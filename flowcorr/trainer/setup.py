@@ -55,8 +55,8 @@ def load_model(config: Config) -> ModelFamily:
     """Load the model on this rank's device; torch gets `trainer.num_threads` first.
 
     Raises:
-        ConfigError: the device, the pipeline or its family cannot be used, or a family that makes images shall make
-            several frames.
+        ConfigError: the device, the pipeline or its family cannot be used, or several frames are asked of a
+            family that makes images.
         BackendError: the device has no memory left.
 
     Warns:
