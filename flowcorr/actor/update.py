@@ -313,6 +313,7 @@ class PolicyOptimizer:
             torch._foreach_mul_(gradients, distributed.world_size())  # FSDP has averaged them over the ranks
         else:
             counted, *totals = sum_over_ranks(gradients, [counted, *counts])
+        # Divided once, by the terms of all ranks: a rank with fewer terms then counts for less, as it should.
         torch._foreach_div_(gradients, self.loss_scale.value * counted.clamp(min=1))
         return totals
 

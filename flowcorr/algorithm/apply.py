@@ -61,6 +61,7 @@ def correct(
     target, kl = windows.old_log_prob, windows.old_rollout_kl
     judged_by: dict[str, Any] = {}
     if config.mode == "bypass":
+        # Detached: a weight that had a gradient would be learned, instead of weighing what is learned.
         target, kl = windows.log_prob.detach(), windows.rollout_kl
         slack = None if actor_config is None else slack_of(windows, actor_config, config)
         judged_by = {"noise": noise or {}, "slack": slack}

@@ -69,7 +69,7 @@ def log_ratios(
         step_kl = step_kl.detach().double()
         valid = valid & step_kl.isfinite()
         step_kl = torch.where(valid, step_kl, 0.0)
-    delta = torch.where(valid, delta, 0.0)
+    delta = torch.where(valid, delta, 0.0)  # before any exp or sum: NaN times a mask of 0 is still NaN
     return LogRatios(
         delta=delta,
         scaled=scale * delta,

@@ -17,6 +17,7 @@ def raw_weights(level: str, ratios: LogRatios) -> Tensor:
     `d` is the scaled log-ratio. The weight of a sample stands at each of its valid steps; elsewhere weights are 0.
     """
     exponent = ratios.scaled
+    # Steps form a Markov chain: the ratio of two trajectories' densities is the product of their steps' ratios.
     if level == "sequence":
         exponent = exponent.sum(1, keepdim=True)
     elif level == "geometric":

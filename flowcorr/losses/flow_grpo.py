@@ -67,5 +67,6 @@ def clipped(
         clip = log_ratio.new_full((), clip_ratio)
     low, high = 1 - clip, 1 + clip
     ratio, minus_a = exp_ratio(log_ratio), -terms.advantage
+    # The larger loss of both: a ratio beyond the range on the side that A asks for has no gradient, the others keep it.
     loss = terms.weight * torch.maximum(minus_a * ratio, minus_a * ratio.clamp(low, high))
     return loss, ratio_stats(terms, log_ratio, above=ratio > high, below=ratio < low)

@@ -185,6 +185,7 @@ def clip_by_term(clip_ratio: float | Sequence[float], step_index: Tensor) -> flo
 
 def output(loss: Tensor, terms: MaskedTerms, stats: Mapping[str, Stat]) -> LossOutput:
     """Sum of a loss whose terms are 0 where not kept, its counts, and its metrics under `actor/`."""
+    # A sum and its counts: micro-batches keep different numbers of terms, so a mean of their means would be wrong.
     finite = terms.valid.sum()
     nonfinite = metrics.mean(terms.valid.numel() - finite, terms.valid.numel())
     return LossOutput(

@@ -62,12 +62,14 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     rollout, old = samples.rollout, None
     bound_passes(actor.scorer, rollout)
     first_scores = FirstScores(rollout, config, step)
+    # Old log-probs by the trainer's own arithmetic: the ratio begins at 1, and the engine's gap stays out of the clip.
     if correction.mode != "bypass":
         with watch("old_log_prob"):  # while a reward that has a thread of its own is computed
             old = old_scores(run, rollout, first_scores)
     with distributed.fail_together("the rewards"), watch("reward"):
         scored, failed = score(run, samples)
 
+    # Whole groups only: an advantage compares an image with the others of its prompt.
     kept = drop_failed_groups(rollout, failed[samples.fresh])
     rollout, old = rollout.only(kept), None if old is None else old.select(kept)
     succeeded = scored.map(lambda values: values[samples.fresh][kept.cpu().numpy()])
