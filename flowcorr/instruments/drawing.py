@@ -171,7 +171,7 @@ def _saved(figure: Figure, kind: str) -> bytes:
 
 
 def _inline(text: str, title: str) -> Markup:
-    """An SVG file as an element of a page: titled, without what only a file needs, and as wide as its place."""
+    """An SVG file as an element of a page: with a title, without the XML header, at full width."""
     text = re.sub(r"<defs>\s*<style.*?</defs>", "", text[text.index("<svg") :], count=1, flags=re.DOTALL)
     head = Markup("<title>{}</title>").format(title)
     text = re.sub(

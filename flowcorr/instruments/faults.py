@@ -127,7 +127,7 @@ def _summed(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
 
 
 def _typical(values: Tensor) -> float:
-    """The median size of those that are finite, 0 where none is."""
+    """Median magnitude of the finite values; 0 without any."""
     known = values[values.isfinite()].abs()
     return float(known.median()) if len(known) else 0.0
 
@@ -193,7 +193,7 @@ def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
 
 
 def _few_samples(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
-    """A few samples whose gap is far from that of the others, which rounding is not.
+    """The gap of a few samples is far from that of the others; rounding affects all samples alike.
 
     Those of older weights are not looked at.
     """

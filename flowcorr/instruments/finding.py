@@ -104,7 +104,7 @@ class Column:
     words: bool = False
 
     def cell(self, value: Any) -> str:
-        """What people read of a value."""
+        """A value as text for a person."""
         return "-" if value is None else self.show(value)
 
 
@@ -140,7 +140,7 @@ class Table:
         return sum(column.words for column in self.columns)
 
     def cells(self, row: Sequence[Any]) -> list[str]:
-        """A row as people read it."""
+        """A row as text for a person."""
         return [column.cell(value) for column, value in zip(self.columns, row, strict=True)]
 
     def records(self) -> list[dict[str, Any]]:
@@ -161,10 +161,10 @@ class Picture(Protocol):
         """What it shows."""
 
     def html(self) -> Markup:
-        """It inside a page, with its title and its caption."""
+        """The picture as an element of a page, with its title and its caption."""
 
     def png(self, note: str = "") -> bytes | None:
-        """It as a file of its own, with `note` below it; None where it has a file already."""
+        """The picture as a PNG file, with `note` below it; None where it has a file already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ class Charts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
-    """What an instrument has to say.
+    """The result of an instrument: verdict, findings, facts, tables and charts.
 
     Attributes:
         title: what was looked at.
@@ -252,7 +252,7 @@ def worst(levels: Iterable[Level]) -> Level:
 
 
 def on_files(notes: Iterable[str]) -> list[Finding]:
-    """Findings on what the files of a run lack, or what stands in for it."""
+    """Findings about missing parts of a run's files, and about stand-ins for them."""
     return [Finding(level="note", cause="files", sentence=note) for note in notes]
 
 

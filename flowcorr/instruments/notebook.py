@@ -34,7 +34,7 @@ def train(
     observer: Observer | None = None,
     before_start: Callable[[TrainingRun], None] | None = None,
 ) -> ShownRun:
-    """Train as `flowcorr.trainer.train` does, whose arguments and errors these are.
+    """Train like `flowcorr.trainer.train`, with the same arguments and errors.
 
     Without an `observer`, a notebook prints a line for each step, and any other program prints nothing.
     """

@@ -204,7 +204,7 @@ class TerminalObserver:
 
 
 def _leave_terminal() -> None:
-    """Write to nowhere what would go to the terminal, which has been closed; SIGHUP tells a run to end by that."""
+    """Discard output to a terminal that was closed, which SIGHUP tells."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     terminal = os.fstat(sys.stdout.fileno()).st_rdev
     for stream in (sys.stdout, sys.stderr):

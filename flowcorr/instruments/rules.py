@@ -238,7 +238,7 @@ class HealthMonitor:
 
 
 def beside(faults: Sequence[Finding], findings: Sequence[Finding]) -> list[Finding]:
-    """The findings that tell something beside these faults: that noise fills a clip range is no news then."""
+    """The findings that matter beside these faults: all but notes, such as that noise fills the clip range."""
     return [finding for finding in findings if not (faults and finding.level == "note")]
 
 

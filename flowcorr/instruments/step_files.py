@@ -42,7 +42,7 @@ class DumpedFile:
     scored: Tensor
 
     def num_steps(self, levels: Tensor | None) -> int:
-        """Steps of a schedule that its terms are of, as `completed` counts them."""
+        """Number of steps of the terms' schedule, as `completed` counts them."""
         if self.last_index is not None:
             return self.last_index + 1
         return self.window if levels is None or not self.has_levels else len(levels)

@@ -345,7 +345,7 @@ def _of_update(terms: Terms, actor: ActorConfig) -> Metrics:
 
 
 def _of_rewards(terms: DumpedTerms) -> Metrics:
-    """Of what training logs of its rewards, that which the rewards alone tell."""
+    """The `reward/*` metrics of training that follow from the rewards alone."""
     assert terms.rewards is not None
     scores, known = terms.rewards.double().numpy(), ["reward/mean", "reward/std"]
     groups = np.zeros(len(scores), dtype=np.int64)

@@ -19,6 +19,6 @@ def stored_in(values: Tensor) -> torch.dtype | None:
 
 
 def rounding_of(values: Tensor, otherwise: float) -> float:
-    """Relative, what this precision explains of a difference; `otherwise` where there is none."""
+    """Relative rounding error of this precision, or `otherwise` if there is none."""
     dtype = stored_in(values)
     return otherwise if dtype is None else _ROUNDING[dtype]

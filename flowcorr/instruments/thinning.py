@@ -17,7 +17,7 @@ def steps_a_point(count: int) -> int:
 
 
 def stride_text(stride: int) -> str:
-    """That a point is a mean over steps, if it is."""
+    """A note that a point is a mean over steps; empty where it is one step."""
     return f"means over {stride} steps" if stride > 1 else ""
 
 
@@ -29,5 +29,5 @@ def spread_out(items: Sequence[Item], most: int = MAX_ROWS) -> list[Item]:
 
 
 def rows_text(shown: Sized, found: Sized) -> str:
-    """That some steps are left out, if they are."""
+    """A note that some steps are left out; empty where none is."""
     return f"{len(shown)} of {len(found)} steps" if len(shown) < len(found) else ""

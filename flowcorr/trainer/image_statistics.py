@@ -45,7 +45,7 @@ def diversity(images: ImageArray, groups: np.ndarray) -> np.ndarray:
 
 
 def image_metrics(images: ImageArray, groups: np.ndarray, whole: np.ndarray) -> Metrics:
-    """`reward/image/*`: means over the first `PER_GROUP` `whole` `[B]` bool images of each of the `groups` `[B]`."""
+    """The `reward/image/*` metrics: means over the first `PER_GROUP` images of each group for which `whole` is true."""
     rows = [np.flatnonzero((groups == group) & whole)[:PER_GROUP] for group in np.unique(groups)]
     rows = [members for members in rows if len(members)]
     if not rows:

@@ -210,7 +210,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _given_up_after(self, signals: StopSignals) -> Iterator[None]:
-        """After a signal, which may have reached an engine's processes too, a step may fail.
+        """Let a step fail after a signal, which may have ended the engine's processes too.
 
         The run then ends as if the step had not begun, provided that the state before it is saved.
         """

@@ -33,7 +33,7 @@ def measure(
     step: int,
     watch: Stopwatch,
 ) -> list[Metrics]:
-    """The images, the rewards, the gap of each worker; every few training steps the parts of the gap, and replays.
+    """Measure images, rewards and the gap of each worker; every few training steps, split the gap and replay images.
 
     Args:
         run: the training run, whose weights are still those that sampled.

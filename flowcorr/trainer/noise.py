@@ -93,7 +93,7 @@ class NoiseMeter:
         return Metrics.merged([*self._parts, Metrics.from_stats(stats)])
 
     def _std(self, log_probs: Tensor, stds: Tensor, num_elements: int) -> Stat:
-        """The std around 0 that the rollout's own log-probs imply, which no difference of the means enters."""
+        """The std around 0 that the rollout's own log-probs imply; a difference of the means does not change it."""
         known = log_probs.isfinite()
         variance = sde.noise_variance(log_probs[known], stds[known], cps_unscaled=self._cps_unscaled)
         variance = variance.clamp(min=0)  # below, the log-probs are higher than those of any latents
@@ -102,7 +102,7 @@ class NoiseMeter:
 
 
 def _scores(sums: Tensor) -> Tensor:
-    """How many standard errors a noise is from that of its seeds, along it; of each column of `sums` `[3, N]`.
+    """Distance of a noise from that of its seeds, projected on the latter, in standard errors `[N]`.
 
     Args:
         sums: over the elements: the rest times the seeded noise, the square of the seeded noise, and that of the rest.

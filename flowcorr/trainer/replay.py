@@ -98,7 +98,7 @@ class _Leg:
 
 @torch.no_grad()
 def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, step: int) -> Metrics:
-    """`rollout_corr/replay/*` of one image of each prompt: means of the ways, and the worst image and score.
+    """The `rollout_corr/replay/*` metrics of one image of each prompt: mean errors of the legs, largest other gaps.
 
     Args:
         run: the training run.

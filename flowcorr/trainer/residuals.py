@@ -192,7 +192,7 @@ def share(residuals: Tensor, direction: Tensor) -> Tensor:
 
 
 def in_common(residuals: Tensor) -> Tensor:
-    """Products `[G - 1]` of each of the rows `[G, D]` but the first with the mean of the rows before it.
+    """Product of each row `[G, D]` with the mean of the rows before it, `[G - 1]`: the first row has none.
 
     Given the rows before, each has the mean 0 if rows are independent and have no mean of their own, and `c^2` if all
     have a part of length `c` in common.

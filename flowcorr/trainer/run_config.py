@@ -117,7 +117,7 @@ def _in_one_line() -> Iterator[None]:
 
 
 def imported_by_eval(config: Config) -> dict[str, str]:
-    """By key, the rewards and the model family of one's own, which an evaluation has to import."""
+    """The user's own rewards and model family that an evaluation has to import, by key."""
     reward = config.reward
     terms = {
         f"reward.{section}[{place}].name": term.name
@@ -140,7 +140,7 @@ def is_own_name(name: str) -> bool:
 
 
 def near_run(path: Path) -> str:
-    """In brackets, the folder of a run that may be meant by a path that is none; empty if there is none."""
+    """A hint in brackets that names a run's folder near a path that is no run; empty without one."""
     beside = [file.parent.name for file in path.parent.glob(f"*/{CONFIG_FILE}")]
     places = (path.parent, Path("runs") / path, path.parent / nearest(path.name, beside))
     found = next((place for place in places if os.path.isfile(place / CONFIG_FILE)), None)
@@ -178,7 +178,7 @@ def _readable(path: Path) -> Iterator[None]:
 def _without_own_code(
     values: Mapping[str, Any], allowed: frozenset[str]
 ) -> tuple[Mapping[str, Any], dict[str, dict[str, Any]]]:
-    """Values that name no code to import but what is allowed; and by key what was taken out."""
+    """The values without names of code that may not be imported, and the removed names by key."""
     left_out: dict[str, dict[str, Any]] = {}
     sections = ("actor", "algorithm", "rollout", "trainer")
     actor, algorithm, rollout, trainer = (values.get(section) for section in sections)

@@ -97,7 +97,7 @@ class StopSignals:
         self._report = report
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        """In the main thread, between two of its calls."""
+        """Python's handler of a signal, which runs in the main thread between two of its calls."""
         if self._report is None:
             self._restore()
             raise StopRequest(number)
@@ -106,13 +106,13 @@ class StopSignals:
         self._react()
 
     def _react(self, *_: object) -> None:
-        """In the main thread, too: stop at once if that was asked for."""
+        """Stop the main thread at once if that was asked for."""
         if self._forced.is_set() and not self._reacted.is_set():
             self._reacted.set()
             raise KeyboardInterrupt
 
     def _read(self) -> None:
-        """In a thread, as soon as a signal comes."""
+        """Read signals in a thread, as soon as they come."""
         assert self._pipe is not None
         came, first = 0.0, True
         while (number := os.read(self._pipe[0], 1)[0]) != 0:

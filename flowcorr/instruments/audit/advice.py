@@ -126,7 +126,7 @@ class Facts:
 
     @property
     def has_headroom(self) -> bool:
-        """Whether bypass may start its ratios this far off; never with older weights, to which it holds the update."""
+        """Whether the clip range leaves room above bypass's noise; never with stale weights, around which it clips."""
         if self.older_weights:
             return False
         if self.clip_limit is None:
@@ -144,7 +144,7 @@ class Facts:
 
 
 def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
-    """The advice on a gap with its keys, bypass by a wider clip range where that is another way, and the reasons.
+    """The advice on a gap with its keys and reasons, and a wider clip range for bypass where that is an alternative.
 
     Args:
         facts: what was measured.
@@ -205,7 +205,7 @@ def clip_needed(distance: Tensor) -> float:
 
 
 def round_up(value: float) -> float:
-    """Up to two digits."""
+    """Round up to two digits."""
     if value <= 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
@@ -395,6 +395,6 @@ def _band(width: float) -> str:
 
 
 def _number(value: float) -> str:
-    """As YAML 1.1 reads a float: with a point."""
+    """A number as text that YAML 1.1 reads as a float: with a point."""
     mantissa, exponent, power = f"{value:.6g}".partition("e")
     return (mantissa if "." in mantissa else f"{mantissa}.0") + exponent + power

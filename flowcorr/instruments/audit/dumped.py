@@ -106,7 +106,7 @@ def replays_of(run: DumpedRun) -> list[Replay]:
 
 
 def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]]:
-    """The gap with each step's mean KL estimated from its log-ratios, and what is to be said about that.
+    """The gap with each step's mean KL estimated from its log-ratios, and notes on the estimate.
 
     For a gap of one size, `delta` is normal with mean `-r^2 / 2` and variance `r^2 / D`, and the KL is `r^2 / 2`: both
     moments tell it, the variance more surely. The larger is taken. Where they disagree the gap is not of one size, and

@@ -39,7 +39,7 @@ def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Terms:
 
 
 def split_gap(actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights]) -> tuple[Terms, Terms]:
-    """The parts of the gap that are the engine's and that are of older weights, see `trainer.gap_split`."""
+    """Split the gap into the part of the engine and the part of older weights, see `trainer.gap_split`."""
     behaviour = behaviour_scores(actor, rollout, history, with_means=True)
     window = replace(rollout.window, means=behaviour.means)
     as_scored = replace(rollout, window=window, log_probs=behaviour.log_probs)

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of one batch, of the fastest that was measured, so that warming up does not count.
+    """Seconds of the fastest batch that was measured, so that warm-up does not count.
 
     Attributes:
         rollout: sampling and decoding.
@@ -56,7 +56,7 @@ class Cost:
 
     @property
     def images_per_second(self) -> float:
-        """Of the rollout alone."""
+        """Images per second of the rollout alone."""
         return self.images / self.rollout
 
     @property
@@ -208,7 +208,7 @@ def _of_staleness(setting: Setting, precision: float, stale: float) -> list[Fact
 
 
 class _Seconds:
-    """The time that phases take; a device is waited for."""
+    """Times phases; each ends when the device has finished its work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -227,7 +227,7 @@ class _Seconds:
 
 
 def _learn_anything(actor: DiffusionActor, rollout: Rollout, gap: Terms, *, training_step: int) -> None:
-    """One training step on random advantages: it moves the weights about as far as one that learns."""
+    """Take one training step on random advantages; it moves the weights about as far as one that learns."""
     draw = torch.Generator().manual_seed(training_step)
     advantages = torch.randn(rollout.num_samples, generator=draw).to(actor.device)
     batch = ActorBatch(

@@ -215,7 +215,7 @@ def preset_charts(replays: Sequence[Replay], steps: Sequence[int]) -> dict[str, 
 
 
 def _curves(shown: Sequence[tuple[Replay, Outcome]], steps: Sequence[int]) -> tuple[list[Curve], str]:
-    """The presets that turn the gradient, one of each that do it alike, with a letter each; and the letters' names."""
+    """The presets that turn the gradient, one of those that turn it alike, by letter; and the letters' names."""
     kinds: dict[tuple[float, ...], tuple[Replay, Outcome]] = {}
     for one, outcome in shown if len(steps) > 1 else ():
         if not outcome.same and any(cosine is not None for cosine in outcome.cosines):
@@ -265,7 +265,7 @@ def _corrections(setting: Setting) -> list[RolloutCorrectionConfig]:
 def _in_mode(
     correction: RolloutCorrectionConfig, mode: Literal["decoupled", "bypass"]
 ) -> RolloutCorrectionConfig:
-    """The correction as a step in `mode` has it, where its own mode is `auto`."""
+    """The correction with `mode` in place of `auto`."""
     if correction.mode != "auto":
         return correction
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What the checks look at of another trainer's run: the captured samples of one training step, and their replay."""
+"""The input of checks on another trainer's run: the captured samples of one training step, and their replay."""
 
 from __future__ import annotations
 

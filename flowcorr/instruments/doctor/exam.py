@@ -1,4 +1,4 @@
-"""What the checks look at, and when an explanation of a gap is accepted.
+"""The input of the checks, and the evidence with which an explanation of a gap is accepted.
 
 Numbers in comments were measured on the embedded model (float32 actor, D = 512, 4 to 10 steps, noise level 0.7).
 """

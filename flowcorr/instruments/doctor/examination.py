@@ -55,7 +55,7 @@ def examine(
     *,
     float32: bool | None = None,
 ) -> Report:
-    """Compare both stacks on a few prompts; afterwards the weights of both are as they were.
+    """Compare both stacks on a few prompts, then restore the weights of both.
 
     Stacks of lower precision are examined in float32 first, where no rounding hides a fault, if the engine can change
     its precision. If a check fails there, the report is that of float32.

@@ -195,12 +195,12 @@ def _row(scores: Tensor) -> str:
 
 
 def _holds(one: _Tried, failing: Tensor) -> bool:
-    """Whether it holds for the samples that agree anyway, where all samples would have been made so."""
+    """Whether a hypothesis about all samples also holds for the samples that agree without it."""
     return not one.hypothesis.whole or bool((one.score <= 1).all()) or bool(failing.all())
 
 
 def _odd_samples(failing: Tensor) -> str:
-    """What a few samples that differ suggest."""
+    """A hint where only a few samples differ; else empty."""
     places = failing.nonzero().flatten().tolist()
     if 2 * len(places) >= len(failing):
         return ""
@@ -214,7 +214,7 @@ def _more(stack: Stack) -> str:
 
 
 def _try(legs: Legs, hypothesis: Hypothesis, bad: Sequence[LegName]) -> _Tried:
-    """The scores of the best of its inputs: for each sample, or for all where they were all made so."""
+    """The scores with a hypothesis's best inputs: the same for all samples if it is about all, else by sample."""
     found = torch.stack(
         [torch.stack(list(legs.scores(inputs, bad).values())).amax(0) for inputs in hypothesis.inputs]
     )
@@ -243,7 +243,7 @@ def _told_apart(stack: Stack, legs: Legs, pool: Sequence[str], check: str) -> Fi
 
 
 def _unlike(stack: Stack, hypothesis: Hypothesis) -> tuple[Inputs, ...]:
-    """Of many other prompts, one that is not the captured one is enough."""
+    """Inputs that differ from the captured ones; of many other prompts, one is enough."""
     own = set(stack.captured.prompts)
     if hypothesis.check != "embeddings":
         return hypothesis.inputs

@@ -195,14 +195,14 @@ class Legs:
         return self._gap(self.convention, square, std)
 
     def _gap(self, convention: Convention, square: Tensor, std: Tensor) -> Tensor:
-        """`[n]`, the captured log-probs beside those of a convention, in limits."""
+        """Difference `[n]` of the captured log-probs from those of a convention, in units of the limit."""
         scale = self._elements if convention.summed else 1
         gap = (self._claimed - convention.of(square, std, self._elements)).abs() / scale
         rounding = _ULP * self._claimed.abs() / scale
         return _in_limits(gap, self._limits + rounding).amax(1)
 
     def _path(self, leg: LegName, inputs: Inputs) -> Tensor:
-        """Distance of a replayed way from the captured one, as a share of the way, in limits."""
+        """Distance of a replayed leg from the captured one, as a share of the leg, in units of the limit."""
         assert self._before is not None
         assert self._after is not None
         assert self._noise is not None

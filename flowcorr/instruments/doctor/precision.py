@@ -55,14 +55,14 @@ def float32_config(config: Config) -> Config:
 
 @contextlib.contextmanager
 def both_in_float32(actor: DiffusionActor, engine: ComputesInFloat32) -> Iterator[None]:
-    """Compute in float32 on both sides meanwhile; afterwards all weights are as before, bit for bit."""
+    """Run both stacks in float32, then restore all weights bit for bit."""
     with actor_in_float32(actor), engine.in_float32():
         yield
 
 
 @contextlib.contextmanager
 def actor_in_float32(actor: DiffusionActor) -> Iterator[None]:
-    """Compute in float32 on the actor's side meanwhile."""
+    """Run the actor in float32, then restore its weights and configuration."""
     config = actor.config
     with _upcast(actor.family):
         actor.config = actor.scorer.config = float32_config(config)
@@ -121,7 +121,7 @@ def marked(finding: Finding) -> Finding:
 
 @contextlib.contextmanager
 def _upcast(family: ModelFamily) -> Iterator[None]:
-    """The transformer and the VAE in float32 meanwhile; every value of a lower precision comes back as it was."""
+    """Run the transformer and the VAE in float32, then restore the original values."""
     modules = (family.transformer, family.pipeline.vae)
     tensors: list[Any] = [
         tensor

@@ -157,7 +157,7 @@ class Trials:
 
 
 def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> Trials:
-    """Sample and score under several weights; those of actor and engine are afterwards as before.
+    """Sample and score under several weights, then restore those of actor and engine.
 
     Args:
         actor: trains.
@@ -256,7 +256,7 @@ def score_means(actor: DiffusionActor, rollout: Rollout, *, guidance: Guidance |
 
 
 def r_squared(means: Tensor, others: Tensor, stds: Tensor) -> Tensor:
-    """`r^2` `[B, T]` of DESIGN's units: twice the exact KL of the step, a latent element."""
+    """`r^2` `[B, T]`, twice the exact KL of the step, a latent element."""
     return 2 * sde.step_kl(means, others, stds)
 
 

@@ -219,7 +219,7 @@ class _Rank:
         return ADAPTED if engine_layers(self.config) == "beside" else COMPILED
 
     def phases(self, gpu: Gpu) -> list[Phase]:
-        """The phases of a step: of one rank, and of one engine where engines are others' processes."""
+        """The phases of a step: of one rank, and of one engine if engines have processes of their own."""
         config, training = self.config, self.training
         half = config.model.dtype in HALF or config.actor.autocast
         link = gpu.link_among(self.ranks) * LINK
@@ -378,7 +378,7 @@ def engine_peak(weights: float, sampling: float, decoder: float, decoding: float
 
 
 def other_changes(config: Config, ranks: int) -> tuple[str, ...]:
-    """Words for what else saves memory, in a run on so many ranks."""
+    """Other ways to save memory, in words, for a run on `ranks` ranks."""
     shards = shards_weights(config, ranks)
     if config.model.lora.rank:
         quantized = config.model.quantization != "none"

@@ -64,7 +64,7 @@ def _judged(run: Run) -> tuple[Change, str, dict[str, Any]]:
 
 
 def _standard_error(record: Mapping[str, Any], num_heldout: int | None) -> float | None:
-    """Of the mean score of an evaluation; None where its spread was not logged."""
+    """The standard error of an evaluation's mean score; None where its spread was not logged."""
     if num_heldout is None or record.get(_SPREAD) is None:
         return None
     return float(record[_SPREAD]) / math.sqrt(num_heldout - (record.get(_FAILED) or 0))

@@ -44,7 +44,7 @@ class Picture:
     full: bool = False
 
     def html(self) -> Markup:
-        """It inside a page."""
+        """The picture as an element of a page."""
         return Markup(
             '<figure class="card{}"><figcaption>{}</figcaption><div class="scroll">{}</div></figure>'
         ).format(" full" if self.full else "", self.title, self._element())
@@ -55,7 +55,7 @@ class Picture:
         return Markup('<img alt="{}" src="{}">').format(self.title, self.source)
 
     def png(self, note: str = "") -> None:
-        """Nothing: it has a file already."""
+        """None: the picture has a file already."""
 
 
 def pictures(run: Run) -> list[Picture]:

@@ -215,7 +215,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The ends of different paths, as long as it takes to tell them apart."""
+    """The shortest distinct suffix of each path."""
     longest = max(len(folder.parts) for folder in folders)
     for length in range(1, longest + 1):
         names = ["/".join(map(_readable, folder.parts[-length:])) for folder in folders]
@@ -225,7 +225,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _readable(name: str) -> str:
-    """A file's name with its bytes that are no text replaced."""
+    """A file's name with replacements for bytes that cannot be decoded."""
     return os.fsencode(name).decode(errors="replace")
 
 

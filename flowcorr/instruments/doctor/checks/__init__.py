@@ -35,7 +35,7 @@ from flowcorr.instruments.finding import Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One question, and who answers it for which samples.
+    """One question, with a function that answers it for trials and one for captured samples.
 
     Attributes:
         name: of the check, and the cause of its findings unless they name another.

@@ -171,7 +171,7 @@ def check_captured_images(captured: Captured) -> Finding:
 def _rivals(
     captured: Captured, final: Tensor, decoded: Tensor, images: Tensor
 ) -> Iterator[tuple[str, str, str, Tensor]]:
-    """What the images may be instead: cause, message, remedy, and the distance `[n]` of each image from that."""
+    """Other origins of the images: cause, message, remedy, and the distance `[n]` of each image from that."""
     family, table = captured.stack.family, _distances(decoded, images)
     table.fill_diagonal_(torch.inf)
     yield (

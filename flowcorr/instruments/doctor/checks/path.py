@@ -49,7 +49,7 @@ class Leg:
 
     @property
     def way(self) -> Tensor:
-        """`[B, *L]`, from its start to its end."""
+        """Displacement `[B, *L]` from the leg's start to its end."""
         return torch.stack(list(self.moves.values())).sum(0)
 
 
@@ -151,7 +151,7 @@ def _schedule(exam: Exam) -> Schedule:
 
 
 def _systematic(leg: Leg) -> tuple[str, float, float] | None:
-    """What is in the gap of all samples alike, beside rounding: in words, its factor and its limit."""
+    """A fault that the gaps of all samples share, beside rounding: in words, its factor and its limit."""
     directions = [("of the way is too {} in the steps", leg.way, WAY)]
     directions += [
         (f"of step {index} is too {{}} in the steps", move, STEP)
