@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import TextIO
 
 import flowcorr
-from flowcorr.cli import instruments, recipes, running
+from flowcorr.cli import completion, instruments, recipes, running
 from flowcorr.errors import ConfigError, FlowcorrError, printable, unknown_choice
 
-COMMANDS = (*running.COMMANDS, *instruments.COMMANDS, *recipes.COMMANDS)
+COMMANDS = (*running.COMMANDS, *instruments.COMMANDS, *recipes.COMMANDS, *completion.COMMANDS)
 OPTIONS = ("-h", "--help", "--version")
 EXIT_FAILED, EXIT_USAGE, EXIT_SIGNAL = 1, 2, 128
 
@@ -94,8 +94,10 @@ def build_parser() -> Parser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for argument in command.arguments:
-            of_command.add_argument(*argument.names, **argument.settings)
-        of_command.set_defaults(command=command.run)
+            action = of_command.add_argument(*argument.names, **argument.settings)
+            if argument.settings.get("metavar") in completion.BY_METAVAR:
+                action.complete = completion.BY_METAVAR[argument.settings["metavar"]]  # type: ignore[attr-defined]
+        of_command.set_defaults(command=command.run, parser=parser)
     parser.commands = list(subparsers.choices)
     return parser
 
@@ -131,13 +133,12 @@ def _command_of(words: Sequence[str], commands: Sequence[str]) -> str:
 
 def _override_of(words: Sequence[str]) -> str:
     """The override that the first words may mean, `--trainer.seed=1` or `--steps 3`; empty where it is none."""
-    from flowcorr.config import dotted, load_mapping, to_mapping
+    from flowcorr.config import defaults, dotted
 
     name, _, value = (words[0] if "=" in words[0] else "=".join(words[:2])).lstrip("-").partition("=")
     is_number = value[:1].isdecimal()
     found = []
-    every_key = dotted(to_mapping(load_mapping({"algorithm": {"rollout_correction": {}}})))
-    for key, default in every_key.items():
+    for key, default in dotted(defaults()).items():
         last = key.rpartition(".")[2]
         if name and (name == key or name in last):
             other_kind = isinstance(default, int | float) is not is_number

@@ -2,6 +2,7 @@
 
 from flowcorr.config.engines import ENGINES, Engine, resolve_engine
 from flowcorr.config.load import (
+    defaults,
     dotted,
     errors_name,
     find_recipe,
@@ -39,6 +40,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "TrainerConfig",
+    "defaults",
     "dotted",
     "errors_name",
     "find_recipe",

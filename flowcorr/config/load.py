@@ -95,6 +95,11 @@ def load_mapping(values: Mapping[str, Any]) -> Config:
     return config
 
 
+def defaults() -> dict[str, Any]:
+    """Every key of a configuration with its default, those of rollout correction too, as nested mappings."""
+    return to_mapping(load_mapping({"algorithm": {"rollout_correction": {}}}))
+
+
 def to_yaml(config: Config) -> str:
     """The whole config as YAML, every key written out; `load` reads an equal config from it."""
     return yaml_text.dump(without_interpolation(to_mapping(config)))

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from types import UnionType
 from typing import Any
 
-from flowcorr.config import load_mapping, to_mapping
+from flowcorr.config import defaults
 from flowcorr.config.build import KINDS
 from flowcorr.errors import ConfigError, unknown_choice
 
@@ -27,7 +27,7 @@ _DTYPES = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
 }
-_OURS = to_mapping(load_mapping({"algorithm": {"rollout_correction": {}}}))
+_OURS = defaults()
 
 
 class Given:
