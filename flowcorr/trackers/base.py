@@ -35,5 +35,8 @@ class Tracker(Protocol):
     def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
         """Log named lists of images."""
 
+    def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
+        """Log named videos, each an animated GIF."""
+
     def finish(self) -> None:
         """Write what is pending and close; does nothing if the tracker was not started."""

@@ -80,6 +80,9 @@ class JsonlTracker:
         except OSError as error:
             raise _cannot_write(folder, error) from error
 
+    def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
+        """Does nothing: the trainer writes films into the run folder anyway."""
+
     def finish(self) -> None:
         """Close the file."""
         if self._file is None:

@@ -64,6 +64,10 @@ class SwanLabTracker:
         }
         self._run.log(pictures, step=step)
 
+    def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
+        """Log videos."""
+        self._run.log({name: self._swanlab.Video(video) for name, video in videos.items()}, step=step)
+
     def finish(self) -> None:
         """Upload what is pending and end the run."""
         if self._run is not None:

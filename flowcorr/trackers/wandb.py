@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,11 @@ class WandbTracker:
         """Log images."""
         pictures = {name: [self._wandb.Image(picture) for picture in group] for name, group in images.items()}
         self._run.log({STEP: step, **pictures})
+
+    def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
+        """Log videos."""
+        films = {name: self._wandb.Video(io.BytesIO(video), format="gif") for name, video in videos.items()}
+        self._run.log({STEP: step, **films})
 
     def finish(self) -> None:
         """Upload what is pending and end the run."""

@@ -33,7 +33,7 @@ from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_run, check_prompts_per_rank
 from flowcorr.trainer.signals import REPEAT, StopSignals
 from flowcorr.trainer.step import StepResult, train_step
-from flowcorr.trainer.videos import save_film, save_samples
+from flowcorr.trainer.videos import log_videos, save_film, save_samples
 from flowcorr.workers.rollout import RayRollout
 
 logger = logging.getLogger(__name__)
@@ -296,7 +296,9 @@ class _Loop:
         if distributed.is_main():
             name = "before" if self.step == 0 else "after"
             path = self.out_dir / run_folder.IMAGES / f"eval_{name}"
-            save_samples(self.evaluation.images, self.data.heldout, self.evaluation.scores, path)
+            shown = self.evaluation.images, self.data.heldout, self.evaluation.scores
+            save_samples(*shown, path)
+            log_videos(self.trackers, "eval/videos", *shown, self.step)
         self.observer.on_eval(self.step, metrics)
         return metrics
 
@@ -311,12 +313,13 @@ class _Loop:
         """Log samples of the main rank."""
         if not self.trackers:
             return
-        grid = image_grid(labelled(result.images, result.prompts, result.scores))
+        shown = result.images, result.prompts, result.scores
+        grid = image_grid(labelled(*shown))
         for tracker in self.trackers:
             tracker.log_images({"rollout": [grid]}, self.step)
         if result.images.ndim == 5:
-            path = self.out_dir / run_folder.IMAGES / f"rollout_{self.step:06d}"
-            save_film(result.images, result.prompts, result.scores, path)
+            save_film(*shown, self.out_dir / run_folder.IMAGES / f"rollout_{self.step:06d}")
+        log_videos(self.trackers, "rollout/videos", *shown, self.step)
 
     # Checkpoints -----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,9 +11,11 @@ import numpy as np
 from PIL import Image
 
 from flowcorr.records import ImageArray, Prompt
+from flowcorr.trackers import Tracker
 from flowcorr.trainer.images import image_grid, labelled, save_image, writing
 
 MAX_VIDEOS = 8
+MAX_GIF_VIDEOS = 4  # a GIF is ten times as large as an MP4
 FRAMES_A_SECOND = 16  # of Wan 2.1
 
 
@@ -38,6 +41,37 @@ def save_film(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray 
         write = _write_mp4
     with writing(path):
         write(_frames(videos[:MAX_VIDEOS], prompts[:MAX_VIDEOS], scores), path)
+
+
+def animated_gif(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None) -> bytes:
+    """The first `MAX_GIF_VIDEOS` videos side by side, for trackers; arguments as of `save_film`."""
+    first, *rest = _frames(videos[:MAX_GIF_VIDEOS], prompts[:MAX_GIF_VIDEOS], scores)
+    film = io.BytesIO()
+    first.save(
+        film,
+        "GIF",
+        save_all=True,
+        append_images=rest,
+        duration=1000 // FRAMES_A_SECOND,
+        loop=0,
+        optimize=False,
+    )
+    return film.getvalue()
+
+
+def log_videos(
+    trackers: Sequence[Tracker],
+    name: str,
+    images: ImageArray,
+    prompts: Sequence[Prompt],
+    scores: np.ndarray | None,
+    step: int,
+) -> None:
+    """Give a film of sampled videos to all trackers but the first: the run's folder has it already."""
+    if images.ndim == 5 and trackers[1:]:
+        film = animated_gif(images, prompts, scores)
+        for tracker in trackers[1:]:
+            tracker.log_videos({name: film}, step)
 
 
 def save_samples(

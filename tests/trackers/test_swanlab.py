@@ -21,7 +21,7 @@ def test_finish_without_start_does_nothing(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # swanlab's own
-def test_offline_run_goes_on_under_its_id(tmp_path, monkeypatch):
+def test_offline_run_goes_on_under_its_id(tmp_path, monkeypatch, video):
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     ids = []
@@ -31,12 +31,14 @@ def test_offline_run_goes_on_under_its_id(tmp_path, monkeypatch):
         tracker.log_config({"lr": 1e-4, "api_key": "do-not-write-me"})
         tracker.log({"actor/loss": 0.5}, 2)
         tracker.log_images({"samples": [Image.new("RGB", (4, 3))]}, 2)
+        tracker.log_videos({"eval/videos": video}, 2)
         tracker.finish()
         ids.append((tmp_path / "swanlab_run_id.txt").read_text())
     assert ids[0] == ids[1]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(path.suffix == ".swanlab" for path in files) == 2
     assert sum(path.suffix == ".png" for path in files) == 2
+    assert [path.read_bytes() for path in files if path.suffix == ".gif"] == [video, video]
     assert not any(b"do-not-write-me" in path.read_bytes() for path in files)
 
 

@@ -1,3 +1,4 @@
+import io
 import sys
 
 import pytest
@@ -59,6 +60,17 @@ def test_images_and_config_without_secrets(tmp_path):
     written = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
     assert b'"lr": 0.0001' in written
     assert b"do-not-write-me" not in written
+
+
+def test_a_video_is_an_animated_image(tmp_path, video):
+    tracker = TensorBoardTracker()
+    tracker.start("run", tmp_path)
+    tracker.log_videos({"eval/videos": video}, 5)
+    tracker.finish()
+    (event,) = read(tmp_path).Images("eval/videos")
+    assert (event.step, event.width, event.height) == (5, 8, 6)
+    with Image.open(io.BytesIO(event.encoded_image_string)) as film:
+        assert film.n_frames == 3
 
 
 def test_finish_without_start_does_nothing():

@@ -1,5 +1,6 @@
 """Films of videos, and a run that makes videos from its first step to its report."""
 
+import io
 import math
 import shutil
 import sys
@@ -14,7 +15,7 @@ from flowcorr.records import Prompt
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import train
 from flowcorr.trainer.events import read_events
-from flowcorr.trainer.videos import MAX_VIDEOS, save_film, save_samples
+from flowcorr.trainer.videos import MAX_GIF_VIDEOS, MAX_VIDEOS, animated_gif, save_film, save_samples
 from tests.trainer.runs import assert_same_run
 
 LEVELS = np.linspace(0, 255, 5).astype(np.uint8)
@@ -53,6 +54,14 @@ def test_without_av_it_is_an_animated_webp(tmp_path, monkeypatch):
     assert levels == pytest.approx(LEVELS.tolist(), abs=6)
 
 
+def test_trackers_get_every_frame():
+    with Image.open(io.BytesIO(animated_gif(VIDEOS, PROMPTS, None))) as film:
+        frames = [film.seek(frame) or film.convert("RGB") for frame in range(film.n_frames)]
+        assert film.info["duration"] == 60  # milliseconds, in whole hundredths of a second
+    assert [frame.getpixel((20, 20))[0] for frame in frames] == LEVELS.tolist()
+    assert frames[0].width == MAX_GIF_VIDEOS * 120 + 3 * 4
+
+
 def test_images_have_no_film(tmp_path):
     save_samples(VIDEOS[:, 0], PROMPTS, None, tmp_path / "eval_before")
     assert [path.name for path in tmp_path.iterdir()] == ["eval_before.png"]
@@ -87,10 +96,14 @@ def run_config(model, *overrides):
 
 @pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_ppo_clip"])
 def test_a_run_of_videos(model, preset, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     from flowcorr.instruments.page import save_page
     from flowcorr.instruments.report import report
 
-    config = run_config(model, f"algorithm.rollout_correction.preset={preset}")
+    config = run_config(
+        model, f"algorithm.rollout_correction.preset={preset}", "trainer.trackers=[tensorboard]"
+    )
     folder = tmp_path / "run"
     result = train(config, folder)
     assert (result.status, result.step) == ("finished", 2)
@@ -104,6 +117,10 @@ def test_a_run_of_videos(model, preset, tmp_path):
         assert record["rollout_corr/logprob_abs_diff_mean"] < 1e-5
     films = {path.name for path in (folder / "images").glob("*.mp4")}
     assert films == {"eval_before.mp4", "eval_after.mp4", "rollout_000001.mp4", "rollout_000002.mp4"}
+    tracked = EventAccumulator(str(folder / "tensorboard"))
+    tracked.Reload()
+    assert [event.step for event in tracked.Images("eval/videos")] == [0, 2]
+    assert [event.step for event in tracked.Images("rollout/videos")] == [1, 2]
     (event,) = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "frames"]
     assert event["rules"] == {"jpeg_incompressibility": "every 8"}
     save_page(report([folder]), tmp_path / "report.html")
