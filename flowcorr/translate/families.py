@@ -47,6 +47,13 @@ FAMILIES = {
     "z_image": Family(checkpoint=r"z-?image", guidance_offset=1.0),
 }
 
+_STARTS = {
+    r"(^|[^a-z])wan.*ti?2v": ("makes videos", "wan_ocr_lora"),
+    r"kontext": ("edits images", "flux_kontext_edit_lora"),
+    r"qwen-?image-?edit": ("edits images", "qwen_image_edit_plus_lora"),
+}
+"""Models whose configurations are not translated, by names in lower case: their task, and the recipe to start from."""
+
 
 def family_of(path: str) -> str | None:
     """The family that a hub name or path tells; None if it tells none, or a model of another kind."""
@@ -59,6 +66,17 @@ def family_of(path: str) -> str | None:
     return None
 
 
+def untranslated(name: str) -> str:
+    """Why configurations of a model of this name are not translated, and the recipe to start from; empty if none is."""
+    for pattern, (task, recipe) in _STARTS.items():
+        if re.search(pattern, name.lower()):
+            return (
+                f"{task}, but only configurations that make images from text are translated; start from the recipe "
+                f"{recipe}, whose header names its source"
+            )
+    return ""
+
+
 def require_family(key: str, path: str, known: tuple[str, ...]) -> str:
     """The family of a checkpoint.
 
@@ -66,6 +84,8 @@ def require_family(key: str, path: str, known: tuple[str, ...]) -> str:
         ConfigError: its name tells none of the `known` ones.
     """
     family = family_of(path)
+    if family is None and (reason := untranslated(path)):
+        raise ConfigError(f"{key}={path} {reason}")
     if family is None or family not in known:
         raise ConfigError(
             f"{key}={path} names no model of the families that are translated: {', '.join(known)}; if it is one under "

@@ -6,7 +6,7 @@ from typing import Any
 
 from flowcorr.translate import flow_factory_values as there
 from flowcorr.translate import rewards
-from flowcorr.translate.families import FAMILIES, family_of
+from flowcorr.translate.families import FAMILIES, family_of, untranslated
 from flowcorr.translate.flow_factory_values import ABSENT, MODELS, REQUIRED, SDE_TYPES, WHOLE_RUN
 from flowcorr.translate.table import Given, Left, Row, Table, dtype_of
 
@@ -30,6 +30,8 @@ def _refuse(get: Given) -> str:
         return "train.trainer_type=grpo-guard weighs no step by its length, as flowcorr's grpo_guard does"
     if trainer.lower() != "grpo":
         return f"train.trainer_type={trainer} has no equivalent here; flowcorr translates grpo"
+    if reason := untranslated(kind):
+        return f"model.model_type={kind} {reason}"
     if kind not in MODELS:
         return f"model.model_type={kind} belongs to no family that flowcorr knows: {', '.join(MODELS)}"
     path = get("model.model_name_or_path", str)

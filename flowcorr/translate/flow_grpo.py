@@ -13,7 +13,7 @@ from typing import Any
 from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.translate import rewards
-from flowcorr.translate.families import FAMILIES, family_of, require_family
+from flowcorr.translate.families import FAMILIES, require_family
 from flowcorr.translate.rewards import Reward
 from flowcorr.translate.table import Given, Left, Row, Table, decay_of_one, dtype_of
 
@@ -65,9 +65,9 @@ def with_script(values: Mapping[str, Any], name: str, gpus: int | None) -> dict[
     """The configuration with `gpus` and the training script that reads it, by its keys and its name.
 
     Raises:
-        ConfigError: two scripts may read it, and draw other windows.
+        ConfigError: its model is not translated, or two scripts may read it, which draw other windows.
     """
-    family = family_of(str(values.get("pretrained", {}).get("model", "")))
+    family = require_family("pretrained.model", str(values["pretrained"]["model"]), tuple(_RANKS))
     sample = values.get("sample") or {}
     script = values.get("script")
     if script is None:

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from flowcorr import models
+from flowcorr.config import recipe_names
 from flowcorr.errors import ConfigError
-from flowcorr.translate.families import FAMILIES, family_of, require_family
+from flowcorr.translate.families import FAMILIES, family_of, require_family, untranslated
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,33 @@ def test_a_name_that_tells_none_is_named_with_its_key():
         ConfigError, match="^model.path=a/b names no model of the families that are translated: sd3"
     ):
         require_family("model.path", "a/b", ("sd3",))
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("hf_cache/Wan2.1-T2V-1.3B-Diffusers", "wan_ocr_lora"),
+        ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "wan_ocr_lora"),
+        ("wan2_t2v", "wan_ocr_lora"),
+        ("black-forest-labs/FLUX.1-Kontext-dev", "flux_kontext_edit_lora"),
+        ("flux1-kontext", "flux_kontext_edit_lora"),
+        ("Qwen/Qwen-Image-Edit", "qwen_image_edit_plus_lora"),
+        ("qwen-image-edit-plus", "qwen_image_edit_plus_lora"),
+    ],
+)
+def test_a_model_that_is_not_translated_has_a_recipe_to_start_from(name, recipe):
+    assert recipe in recipe_names()
+    with pytest.raises(
+        ConfigError, match=f"^model.path={name} (makes videos|edits images), .* recipe {recipe},"
+    ):
+        require_family("model.path", name, ("sd3", "flux", "qwen_image"))
+
+
+@pytest.mark.parametrize(
+    "name", ["Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "hub/taiwan-t2v", "Qwen/Qwen-Image", "a/b"]
+)
+def test_other_models_have_none(name):
+    assert untranslated(name) == ""
 
 
 def test_the_facts_of_families_are_those_of_the_models():

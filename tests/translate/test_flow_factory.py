@@ -141,7 +141,11 @@ def test_rewards_of_evaluations_alone_are_gold(factory):
         ),
         (
             {"model__model_type": "wan2_t2v"},
-            "^model.model_type=wan2_t2v belongs to no family that flowcorr knows: sd3",
+            "^model.model_type=wan2_t2v makes videos, .* start from the recipe wan_ocr_lora",
+        ),
+        (
+            {"model__model_type": "ltx2_t2av"},
+            "^model.model_type=ltx2_t2av belongs to no family that flowcorr knows: sd3",
         ),
         ({"model__model_type": "flux1"}, "is no model of model.model_type=flux1"),
         ({"train__kl_beta": 0.01}, "^train.kl_beta=0.01 weighs the distance of velocities or latents"),

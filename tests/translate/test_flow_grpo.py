@@ -52,7 +52,6 @@ def test_flow_grpo_needs_its_gpus(grpo, tmp_path):
         ({"pretrained.model": FLUX}, "a", "train_flux.py"),
         ({"pretrained.model": FLUX}, "pickscore_flux_fast", "train_flux_fast.py"),
         ({"pretrained.model": QWEN}, "a_fast", "train_qwenimage.py"),
-        ({}, "a", "train_sd3.py"),
     ],
 )
 def test_the_script_that_reads_a_configuration(given, function, script):
@@ -66,6 +65,9 @@ def test_a_window_that_only_one_of_two_scripts_reads_needs_its_name():
     ):
         with_script(given, "config", 8)
     assert with_script({**given, "script": "train_sd3.py"}, "config", 8)["script"] == "train_sd3.py"
+    kontext = nested({"pretrained.model": "FLUX.1-Kontext-dev", "sample.sde_window_size": 2})
+    with pytest.raises(ConfigError, match="edits images"):
+        with_script(kontext, "config", 8)
     with pytest.raises(ConfigError, match="^script='train.py' is unknown .*choose from train_sd3.py"):
         with_script({**given, "script": "train.py"}, "config", 8)
 
@@ -125,7 +127,8 @@ def test_keys_that_depend_on_others(grpo, tmp_path, overrides, key, value):
             "pretrained.model=hub/DeepSeek-7b",
             "^pretrained.model=hub/DeepSeek-7b names no model of the families",
         ),
-        ("pretrained.model=black-forest-labs/FLUX.1-Kontext-dev", "names no model of the families"),
+        ("pretrained.model=black-forest-labs/FLUX.1-Kontext-dev", "edits images, .* flux_kontext_edit_lora"),
+        ("pretrained.model=hf_cache/Wan2.1-T2V-1.3B-Diffusers", "makes videos, .* wan_ocr_lora"),
         ("pretrained.model=black-forest-labs/FLUX.2-klein-4B", "names no model of the families"),
         ("train.algorithm=dpo", "^train.algorithm=dpo has no equivalent here"),
         ("prompt_fn=imagenet_animals", "^prompt_fn=imagenet_animals reads no prompts of images from a file"),

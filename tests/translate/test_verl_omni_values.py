@@ -174,7 +174,7 @@ def test_trackers_that_flowcorr_lacks_are_named(omni):
         ((f"{OMNI}rollout.pipeline.num_frames=81",), "num_frames=81 makes videos"),
         (
             (f"{OMNI}model.path=Qwen/Qwen-Image-Edit",),
-            "Qwen-Image-Edit names no model of the families that are",
+            "Qwen-Image-Edit edits images, .* start from the recipe qwen_image_edit_plus_lora",
         ),
         ((f"{OMNI}model.path=black-forest-labs/FLUX.1-dev",), "FLUX.1-dev names no model of the families"),
         ((f"{OMNI}rollout.name=null",), "rollout.name is not set, which verl-omni needs"),
