@@ -115,9 +115,11 @@ class Stack:
         lead = value.shape[: 2 if name in ("latents", "next_latents") else 1]
         size = torch.Size(self.latent_shape).numel()
         if value[(0,) * len(lead)].numel() != size:
+            shape = " x ".join(map(str, self.samples.tensors()["images"].shape[1:-1]))
             raise ConfigError(
                 f"the captured {name} have {value[(0,) * len(lead)].numel()} elements a sample, and this model's "
-                f"latents of such images have {size}: they are of another model"
+                f"latents have {size} for the captured images of {shape}: they are of another model, or of another "
+                "size or number of frames"
             )
         return value.reshape(*lead, *self.latent_shape).float().to(self.device)
 
