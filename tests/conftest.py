@@ -98,6 +98,8 @@ SHARED = {
     ),
 }
 SCOPES = {f"tests/{name}.py": scope for scope, names in SHARED.items() for name in names}
+BY_MODEL = "tests/instruments/doctor/test_recipes.py"
+"""Takes as long as all others on the engine; its tests share a model, which is the first part of their ids."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -111,7 +113,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             # The method by which xdist lets schedulers group tests.
             file = super()._split_scope(nodeid)
-            return SCOPES.get(file, file)
+            return nodeid.partition("-")[0] if file == BY_MODEL else SCOPES.get(file, file)
 
     config.option.loadscopereorder = False  # files come in the order of the items
     return ByFile(config, log)
