@@ -1,8 +1,8 @@
 """The largest pass through the transformer, for a run that chooses it.
 
-The time of a row falls with the first few rows of a pass and hardly changes beyond; with hundreds of tokens it grows
-again from some dozens of rows on. Memory grows with every row (`tests/benchmarks/pass_size.py`). So bytes decide and no
-clock does, and the same machine chooses the same again.
+On a CPU the time of a row falls until a pass has some 2,500 tokens, and grows again beyond 5,000, at every size of
+image and prompt (`tests/benchmarks/pass_size.py`). Memory grows with every row. So bytes decide and no clock does, and
+the same machine chooses the same again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from flowcorr.records import Rollout
 
 logger = logging.getLogger(__name__)
 
-CPU_BYTES = 128 * 2**20
-"""Bytes that the graph of a pass may hold on a CPU, counted as if no block were computed again."""
+CPU_BYTES = 96 * 2**20
+"""Bytes that the graph of a pass may hold on a CPU, counted as if no block were computed again.
+
+They are 4,100 to 4,700 tokens of the embedded model.
+"""
 GPU_SHARE = 0.8
 """Share of a GPU's free memory that a pass may take; the rest is for fragmentation and for the loss."""
 

@@ -304,7 +304,7 @@ class ActorConfig:
         mini_batches: optimizer updates a pass; groups are never split.
         micro_batch_size: samples a forward pass, also where log-probs are recomputed; null takes a mini-batch. `auto`
             takes the fewest passes whose memory stays within a bound: the first training step measures the bytes of one
-            row (an image at one step), and allows 128 MiB on a CPU, and .8 of a GPU's free memory. The choice is
+            row (an image at one step), and allows 96 MiB on a CPU, and .8 of a GPU's free memory. The choice is
             logged, and a checkpoint keeps its bound.
         fold_steps: score all window steps of a micro-batch in one forward pass; `auto` does so where that is within the
             bound and takes no more passes. On a GPU the first training step measures it, and warns where step by step
