@@ -183,9 +183,10 @@ def test_without_the_dispatcher_everything_fails_at_once():
     events = Events()
     pool = start(events=events, num_workers=1)
     (place,) = pool.places
-    busy, waiting = pool.submit("a long pause", "pid", 3000.0), pool.submit("a pause", "pid")
+    busy = pool.submit("a long pause", "pid", 3000.0)
     wait_for(lambda: pool.num_busy == 1)
-    (dispatcher,) = [child for child in children() if child.name() == "ray::FlowcorrDispatcher"]
+    waiting = pool.submit("a pause", "pid")
+    (dispatcher,) = [child for child in children() if child.name().startswith("ray::FlowcorrDispatcher")]
     dispatcher.kill()
     begin = time.monotonic()
     for future in (busy, waiting, pool.submit("a pause", "pid")):
