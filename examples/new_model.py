@@ -19,9 +19,7 @@ from flowcorr.models import Guidance, load_family
 from flowcorr.models.base import (
     InVllmOmni,
     decode_scaled,
-    guided,
     positions,
-    with_negative,
 )
 from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
@@ -53,11 +51,8 @@ class LongCatImage(PackedFamily):
         negative, _ = self.pipeline.encode_prompt([guidance.negative_prompt])
         return {"embeds": embeds, "negative_embeds": negative.expand_as(embeds)}
 
-    def velocity(self, transformer, latents, timesteps, conditioning, guidance):
-        is_guided = guidance.guidance_scale > 1
-        if is_guided:
-            # Twice the batch, in one forward pass: a tensor `negative_x` stands for the `x` of the negative prompt.
-            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
+    def predict(self, transformer, latents, timesteps, conditioning, guidance):
+        # Under guidance this is one pass of twice the batch, first with the tensors `negative_x` in place of `x`.
         embeds = conditioning["embeds"]
         _, rows, columns, _ = latents.shape
         length = embeds.shape[1]
@@ -71,12 +66,13 @@ class LongCatImage(PackedFamily):
             img_ids=image + image.new_tensor([1, length, length]),
             return_dict=False,
         )[0].float()
-        if is_guided:
-            _, plain = velocity.chunk(2)
-            velocity = guided(velocity, guidance.guidance_scale)
-            norms = plain.norm(dim=-1, keepdim=True), velocity.norm(dim=-1, keepdim=True)
-            velocity = velocity * (norms[0] / (norms[1] + 1e-8)).clamp(max=1)
         return velocity.unflatten(1, (rows, columns))
+
+    def guide(self, negative, positive, scale):
+        # The pipeline's own guidance: no token gets a larger norm by it.
+        mixed = super().guide(negative, positive, scale)
+        norms = positive.norm(dim=-1, keepdim=True), mixed.norm(dim=-1, keepdim=True)
+        return mixed * (norms[0] / (norms[1] + 1e-8)).clamp(max=1)
 
     @torch.no_grad()
     def decode(self, latents):

@@ -47,7 +47,7 @@ class TinyEdit(SD3):
         latents = vae.encode(pixels).latent_dist.mode() - (vae.config.shift_factor or 0.0)
         return super().embed(prompts, guidance) | {"references": latents * vae.config.scaling_factor}
 
-    def velocity(
+    def predict(
         self,
         transformer: Callable[..., Any],
         latents: Tensor,
@@ -59,7 +59,7 @@ class TinyEdit(SD3):
         rows, reference = latents.shape[-2], conditioning["references"]
         stacked = torch.cat([reference, latents.to(reference.dtype), reference], dim=-2)
         text = {name: tensor for name, tensor in conditioning.items() if name != "references"}
-        velocity = super().velocity(transformer, stacked, timesteps, text, guidance)
+        velocity = super().predict(transformer, stacked, timesteps, text, guidance)
         return velocity[..., rows : 2 * rows, :]
 
 

@@ -322,7 +322,6 @@ class ModelFamily(ABC):
             name: part for name, part in parts.items() if name.startswith("text_encoder") and part is not None
         }
 
-    @abstractmethod
     def velocity(
         self,
         transformer: Callable[..., Any],
@@ -331,7 +330,34 @@ class ModelFamily(ABC):
         conditioning: Mapping[str, Tensor],
         guidance: Guidance,
     ) -> Tensor:
-        """Velocity `[B, *L]` float32 at `latents` `[B, *L]` and `timesteps` `[B]`, guidance in one batched forward."""
+        """Velocity `[B, *L]` float32 at `latents` `[B, *L]` and `timesteps` `[B]`, under guidance.
+
+        Above a scale of 1, and where there is a negative prompt, both sides of guidance are one batch of `2 B`.
+        """
+        scale = getattr(guidance, self.guidance_key)
+        if scale <= 1 or not any(name.startswith("negative_") for name in conditioning):
+            return self.predict(transformer, latents, timesteps, conditioning, guidance)
+        both = with_negative(latents, timesteps, conditioning)
+        negative, positive = self.predict(transformer, *both, guidance).chunk(2)
+        return self.guide(negative, positive, scale)
+
+    @abstractmethod
+    def predict(
+        self,
+        transformer: Callable[..., Any],
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Mapping[str, Tensor],
+        guidance: Guidance,
+    ) -> Tensor:
+        """Velocity `[B, *L]` float32 of one forward pass; `guidance` is for models that have it as an input."""
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """Velocity `[B, *L]` under guidance, from those under the negative prompt and under the prompt.
+
+        Classifier-free guidance, arXiv:2207.12598.
+        """
+        return negative + scale * (positive - negative)
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -399,17 +425,6 @@ def with_negative(
         name: torch.cat([conditioning.get(f"negative_{name}", rows), rows]) for name, rows in prompts.items()
     }
     return torch.cat([latents, latents]), torch.cat([timesteps, timesteps]), both
-
-
-def guided(velocity: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance, arXiv:2207.12598: `[B, ...]` from `[2 B, ...]`, of a batch that `with_negative` made.
-
-    Args:
-        velocity: under the negative prompt, then under the prompts.
-        scale: 1 leaves the velocity under the prompts.
-    """
-    negative, positive = velocity.chunk(2)
-    return negative + scale * (positive - negative)
 
 
 def check_sampling(sampling: SamplingConfig, family: type[ModelFamily]) -> None:

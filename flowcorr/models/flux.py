@@ -65,7 +65,7 @@ class Flux(PackedFamily):
         )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
-    def velocity(
+    def predict(
         self,
         transformer: Callable[..., Any],
         latents: Tensor,

@@ -16,10 +16,8 @@ from flowcorr.models.base import (
     InVllmOmni,
     Schedule,
     TextShapes,
-    guided,
     linear_schedule,
     positions,
-    with_negative,
 )
 from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
@@ -88,7 +86,7 @@ class Flux2Klein(PackedFamily):
             conditioning["negative_prompt_embeds"] = negative.expand_as(embeds)
         return conditioning
 
-    def velocity(
+    def predict(
         self,
         transformer: Callable[..., Any],
         latents: Tensor,
@@ -96,9 +94,6 @@ class Flux2Klein(PackedFamily):
         conditioning: Mapping[str, Tensor],
         guidance: Guidance,
     ) -> Tensor:
-        is_guided = guidance.guidance_scale > 1
-        if is_guided:
-            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
         embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
         tokens = latents.flatten(1, 2).to(embeds.dtype)
@@ -119,8 +114,6 @@ class Flux2Klein(PackedFamily):
             img_ids=places,
             return_dict=False,
         )[0].float()
-        if is_guided:
-            velocity = guided(velocity, guidance.guidance_scale)
         return velocity[:, : rows * columns].unflatten(1, (rows, columns))
 
     def encode_image(self, pixels: Tensor) -> Tensor:

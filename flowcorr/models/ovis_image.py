@@ -15,9 +15,7 @@ from flowcorr.models.base import (
     InVllmOmni,
     TextShapes,
     decode_scaled,
-    guided,
     positions,
-    with_negative,
 )
 from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
@@ -66,7 +64,7 @@ class OvisImage(PackedFamily):
         )
         return {"prompt_embeds": embeds} | ({"negative_prompt_embeds": negative} if is_guided else {})
 
-    def velocity(
+    def predict(
         self,
         transformer: Callable[..., Any],
         latents: Tensor,
@@ -74,9 +72,6 @@ class OvisImage(PackedFamily):
         conditioning: Mapping[str, Tensor],
         guidance: Guidance,
     ) -> Tensor:
-        is_guided = guidance.guidance_scale > 1
-        if is_guided:
-            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
         embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
         places = torch.arange(embeds.shape[1], device=embeds.device)
@@ -88,8 +83,6 @@ class OvisImage(PackedFamily):
             img_ids=positions(1, rows, columns, device=embeds.device).to(embeds.dtype),
             return_dict=False,
         )[0].float()
-        if is_guided:
-            velocity = guided(velocity, guidance.guidance_scale)
         return velocity.unflatten(1, (rows, columns))
 
     @torch.no_grad()

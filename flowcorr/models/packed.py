@@ -24,7 +24,7 @@ class PackedFamily(ModelFamily):
     on their grid, the same numbers in the same order. So a `reshape` leads from one to the other, and latents
     carry their image's proportions with them.
 
-    `velocity` takes the scheduler's timesteps, up to 1000, and divides them in float32; the transformer casts the
+    `predict` takes the scheduler's timesteps, up to 1000, and divides them in float32; the transformer casts the
     quotient to its own dtype, and multiplies it there. Timesteps that an engine rounded before are thereby replayed
     exactly.
     """

@@ -17,8 +17,6 @@ from flowcorr.models.base import (
     InVllmOmni,
     Schedule,
     TextShapes,
-    guided,
-    with_negative,
 )
 from flowcorr.models.frame_vae import decode_frames, encode_frames
 from flowcorr.models.packed import PackedFamily
@@ -96,7 +94,7 @@ class QwenImage(PackedFamily):
         missing = length - embeds.shape[1]  # -1 cuts the extra token off
         return functional.pad(embeds, (0, 0, 0, missing)), functional.pad(mask.bool(), (0, missing))
 
-    def velocity(
+    def predict(
         self,
         transformer: Callable[..., Any],
         latents: Tensor,
@@ -104,9 +102,6 @@ class QwenImage(PackedFamily):
         conditioning: Mapping[str, Tensor],
         guidance: Guidance,
     ) -> Tensor:
-        is_guided = guidance.true_cfg_scale > 1
-        if is_guided:
-            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
         embeds = conditioning["prompt_embeds"]
         samples, rows, columns, _ = latents.shape
         tokens, grids = latents.flatten(1, 2).to(embeds.dtype), [(1, rows, columns)]
@@ -123,9 +118,12 @@ class QwenImage(PackedFamily):
             img_shapes=[grids] * samples,
             return_dict=False,
         )[0].float()[:, : rows * columns]
-        if is_guided:
-            velocity = guided_at_equal_norm(velocity, guidance.true_cfg_scale)
         return velocity.unflatten(1, (rows, columns))
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """As `ModelFamily.guide`, but every token keeps the norm that it has under the prompt: `QwenImagePipeline`."""
+        mixed = super().guide(negative, positive, scale)
+        return mixed * (positive.norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True))
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         return self.pack(encode_frames(self.pipeline.vae, pixels[:, :, None])[:, :, 0])
@@ -133,17 +131,3 @@ class QwenImage(PackedFamily):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         return decode_frames(self.pipeline.vae, self.unpack(latents)[:, :, None])[:, :, 0]
-
-
-def guided_at_equal_norm(velocity: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance in which every token keeps the norm that it has without guidance.
-
-    Args:
-        velocity: `[2 B, tokens, channels]`, under the negative prompt, then under the prompts.
-        scale: `sampling.true_cfg_scale`.
-
-    Returns:
-        The guided velocity `[B, tokens, channels]`, as `QwenImagePipeline` computes it.
-    """
-    mixed, (_, positive) = guided(velocity, scale), velocity.chunk(2)
-    return mixed * (positive.norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True))

@@ -17,8 +17,6 @@ from flowcorr.models.base import (
     Schedule,
     TextShapes,
     decode_scaled,
-    guided,
-    with_negative,
 )
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
@@ -98,7 +96,7 @@ class SD3(ModelFamily):
             }
         return conditioning
 
-    def velocity(
+    def predict(
         self,
         transformer: Callable[..., Any],
         latents: Tensor,
@@ -106,18 +104,14 @@ class SD3(ModelFamily):
         conditioning: Mapping[str, Tensor],
         guidance: Guidance,
     ) -> Tensor:
-        is_guided = guidance.guidance_scale > 1
-        if is_guided:
-            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
         embeds = conditioning["prompt_embeds"]
-        velocity = transformer(
+        return transformer(
             hidden_states=latents.to(embeds.dtype),
             timestep=timesteps,
             encoder_hidden_states=embeds,
             pooled_projections=conditioning["pooled_prompt_embeds"],
             return_dict=False,
         )[0].float()
-        return guided(velocity, guidance.guidance_scale) if is_guided else velocity
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

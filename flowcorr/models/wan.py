@@ -16,8 +16,6 @@ from flowcorr.models.base import (
     ModelFamily,
     Schedule,
     TextShapes,
-    guided,
-    with_negative,
 )
 from flowcorr.models.frame_vae import decode_frames
 from flowcorr.models.sizes import check_frame_count, check_size
@@ -110,7 +108,7 @@ class Wan(ModelFamily):
         )
         return {"prompt_embeds": embeds} | ({"negative_prompt_embeds": negative} if is_guided else {})
 
-    def velocity(
+    def predict(
         self,
         transformer: Callable[..., Any],
         latents: Tensor,
@@ -118,17 +116,13 @@ class Wan(ModelFamily):
         conditioning: Mapping[str, Tensor],
         guidance: Guidance,
     ) -> Tensor:
-        is_guided = guidance.guidance_scale > 1
-        if is_guided:
-            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
         embeds = conditioning["prompt_embeds"]
-        velocity = transformer(
+        return transformer(
             hidden_states=latents.to(embeds.dtype),
             timestep=timesteps,
             encoder_hidden_states=embeds,
             return_dict=False,
         )[0].float()
-        return guided(velocity, guidance.guidance_scale) if is_guided else velocity
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -19,9 +19,7 @@ from flowcorr.models.base import (
     Schedule,
     TextShapes,
     decode_scaled,
-    guided,
     linear_schedule,
-    with_negative,
 )
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
@@ -124,7 +122,7 @@ class ZImage(ModelFamily):
             "prompt_embeds_mask": torch.arange(length, device=embeds.device) < ends,
         }
 
-    def velocity(
+    def predict(
         self,
         transformer: Callable[..., Any],
         latents: Tensor,
@@ -132,9 +130,6 @@ class ZImage(ModelFamily):
         conditioning: Mapping[str, Tensor],
         guidance: Guidance,
     ) -> Tensor:
-        is_guided = guidance.guidance_scale > 1
-        if is_guided:
-            latents, timesteps, conditioning = with_negative(latents, timesteps, conditioning)
         embeds, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
         frames = transformer(
             x=list(latents.to(embeds.dtype).unsqueeze(2)),
@@ -142,8 +137,7 @@ class ZImage(ModelFamily):
             cap_feats=[rows[kept] for rows, kept in zip(embeds, mask, strict=True)],
             return_dict=False,
         )[0]
-        velocity = -torch.stack(frames).squeeze(2).float()  # the transformer predicts the way to the image
-        return guided(velocity, guidance.guidance_scale) if is_guided else velocity
+        return -torch.stack(frames).squeeze(2).float()  # the transformer predicts the way to the image
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from torch import nn
 
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.errors import ConfigError
+from flowcorr.models import Guidance
 from flowcorr.models.base import (
     check_sampling,
-    guided,
     linear_schedule,
     positions,
     repeated_blocks,
@@ -60,9 +60,33 @@ def test_guidance_is_two_velocities_of_one_batch():
     assert rows.keys() == {"embeds", "references"}
     assert rows["references"][:, 0].tolist() == [5.0, 6.0, 5.0, 6.0]  # of both sides
     assert rows["embeds"][:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
-    velocity = torch.tensor([[1.0], [2.0], [3.0], [6.0]])
-    assert guided(velocity, 1.0).flatten().tolist() == [3.0, 6.0]
-    assert guided(velocity, 2.0).flatten().tolist() == [5.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("scale", "negative", "expected"),
+    [
+        (2.0, True, 2 * 3.0 - 1.0),
+        (1.0, True, 3.0),  # and one pass
+        (2.0, False, 3.0),  # a model without a negative prompt
+    ],
+)
+def test_guidance_leads_away_from_the_negative_prompt(scale, negative, expected):
+    batches = []
+
+    class Constant(SD3):
+        def predict(self, transformer, latents, timesteps, conditioning, guidance):
+            batches.append(len(latents))
+            return conditioning["embeds"].expand_as(latents)
+
+    conditioning = {"embeds": torch.tensor([[3.0], [3.0]])}
+    if negative:
+        conditioning["negative_embeds"] = torch.tensor([[1.0], [1.0]])
+    family = object.__new__(Constant)  # its guidance needs no pipeline
+    velocity = family.velocity(
+        None, torch.zeros(2, 4), torch.tensor([10.0, 20.0]), conditioning, Guidance(guidance_scale=scale)
+    )
+    assert torch.equal(velocity, torch.full((2, 4), expected))
+    assert batches == [4 if scale > 1 and negative else 2]
 
 
 def test_places_run_along_the_rows():
