@@ -184,11 +184,11 @@ class PromptStream:
         return dealt
 
     def peek(self, n: int, *, skip: int = 0) -> list[Prompt]:
-        """The `n` prompts after the next `skip`, which are dealt later all the same."""
+        """Look at the `n` prompts after the next `skip`; they are still dealt later."""
         return [self._at(self.position + skip + offset) for offset in range(n)]
 
     def peek_distinct(self, n: int) -> list[Prompt]:
-        """The next `n` different prompts, which are dealt later all the same; fewer if there are fewer."""
+        """Look at the next `n` different prompts, or at fewer if there are fewer; they are still dealt later."""
         epoch = (self._at(self.position + offset) for offset in range(2 * len(self._prompts)))
         return distinct(epoch)[:n]
 

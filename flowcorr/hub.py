@@ -15,7 +15,7 @@ def only_cached(name: str) -> bool:
 
 
 def why_not_found(name: str) -> str:
-    """What to add to the message about a model that could not be loaded; empty if the hub is not the reason."""
+    """The addition to the message about a model that could not be loaded; empty if the hub is not the reason."""
     if not only_cached(name):
         return ""
     return (

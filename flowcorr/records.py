@@ -43,7 +43,7 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """What the model is asked for: prompts of one key are one prompt, however their texts are spelt.
+        """The request to the model: prompts with equal keys are one prompt, however their texts are spelt.
 
         It is the folded text, and a line for each reference image.
         """
@@ -400,7 +400,7 @@ RecordT = TypeVar("RecordT")
 
 
 HIGHEST_NOISE_LEVEL = 1.001
-"""Of a sigma, which is 1 but for rounding."""
+"""The largest sigma, which is 1 up to rounding."""
 LOWEST_NOISE_LEVEL = 1e-4
 """A sigma up to here counts as 0: the noise of such a step would drown in the float32 rounding of the latents."""
 

@@ -107,7 +107,7 @@ def _without_idle_joiners(text: str) -> str:
 
 @functools.cache
 def _folded_character(character: str) -> str:
-    """What stands for one character, which has no accent; nothing for one that cannot be seen, but for joiners."""
+    """The replacement of one character without accents; empty for an invisible one that is no joiner."""
     if character in _JOINERS:
         return character
     if character in _KEYS:

@@ -112,7 +112,7 @@ def slack_of(terms: Terms, actor_config: ActorConfig, config: RolloutCorrectionC
 
 
 def _noise(terms: Terms, target: Tensor, kl: Tensor | None, actor_config: ActorConfig) -> Metrics:
-    """The drift beside the clip range of the loss; nothing where it has none, or its ratio is not known."""
+    """Metrics of the drift relative to the clip range; empty if the loss has none, or if its ratio is unknown."""
     loss = resolve_loss(actor_config)
     limit = loss.ratio_limit(actor_config)
     if limit is None or (loss.needs_kl and kl is None):

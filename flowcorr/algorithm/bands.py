@@ -44,7 +44,7 @@ MOST_REJECTED = 0.5  # of the terms of an update; beyond, their median is the fa
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _History:
-    """What training steps measured of a mode, as centre and spread at each step of the schedule.
+    """Measurements of a mode in past training steps: centre and spread at each step of the schedule.
 
     Attributes:
         noise: `[2, S]`, over the training steps so far; 0 where there was none.

@@ -118,7 +118,7 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def _convert_union(key: str, value: Any, hint: Any) -> Any:
-    """Of a number and a list, the one that the value looks like; a word beside `true` and `false` is taken as it is."""
+    """Choose between a number and a list by the look of the value; a word next to `true` and `false` is kept."""
     choices = _choices(hint)
     words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
     if words and len(choices) > 1:

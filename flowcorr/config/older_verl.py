@@ -169,7 +169,7 @@ def _is_first_dialect(old: Mapping[str, Any], *, was_flat: bool) -> bool:
 
 
 def _from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
-    """Keys by which a threshold switched the weights on, and a boolean, false by default, whether they were applied."""
+    """Read the dialect in which a threshold turned the weights on and a boolean, false by default, applied them."""
     level = old.pop("rollout_is_level", None) or "token"
     mode = old.pop("rollout_is_mode", None) or "truncate"
     upper = old.pop("rollout_is_threshold", None)

@@ -57,7 +57,7 @@ def measured_noise(criterion: Criterion, ratios: LogRatios, units: Units) -> Noi
 
 
 def measured_slack(criterion: Criterion, ratios: LogRatios, slack: Tensor, units: Units) -> Tensor:
-    """What a slack of log-ratios is on the scale of `measured_noise`: `[S]`, the middle of each step's values."""
+    """A slack of log-ratios on the scale of `measured_noise`: the middle of each step's values, `[S]`."""
     values = slack_values(criterion, ratios, slack, units)
     if criterion.mode.needs != "z":
         values = near_normal(criterion.mode, values)

@@ -37,7 +37,7 @@ class Noise:
 
     @classmethod
     def unknown(cls, like: Tensor) -> Noise:
-        """Of steps `[S]` that nothing is known of, on the device of `like`."""
+        """Statistics of steps `[S]` without any measurement, on the device of `like`."""
         nothing = torch.full_like(like, math.nan, dtype=torch.float64)
         return cls(centre=nothing, spread=nothing)
 

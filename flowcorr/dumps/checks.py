@@ -34,7 +34,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 
 def problem_of_metadata(metadata: Mapping[str, str]) -> str:
-    """Of the metadata, besides its `format_version`."""
+    """The problem of the metadata, apart from `format_version`; empty if there is none."""
     for name, (allowed, is_allowed) in _METADATA.items():
         if name not in metadata and name in _REQUIRED_METADATA:
             return f"{name} is missing from its metadata; it must be {allowed}"
@@ -44,7 +44,7 @@ def problem_of_metadata(metadata: Mapping[str, str]) -> str:
 
 
 def problem_of_header(header: Mapping[str, tuple[Sequence[int], str]]) -> str:
-    """Of the tensors, before any is read.
+    """The problem of the tensors, before any is read; empty if there is none.
 
     Args:
         header: shape and dtype of each, as safetensors tells them.
@@ -66,14 +66,14 @@ def problem_of_header(header: Mapping[str, tuple[Sequence[int], str]]) -> str:
 
 
 def problem_of_shape(shape: Sequence[int]) -> str:
-    """Of the shape of the log-probs."""
+    """The problem of the shape of the log-probs; empty if there is none."""
     if len(shape) == 2 and shape[0] and 0 < shape[1] <= MAX_SCHEDULE:
         return ""
     return f"rollout_log_probs has shape {list(shape)}; it must be [B, T], with B from 1 and T from 1 to {MAX_SCHEDULE}"
 
 
 def problem_of_values(tensors: Mapping[str, Tensor]) -> str:
-    """Of the tensors' values."""
+    """The problem of the tensors' values; empty if there is none."""
     for name, (low, high, others) in _RANGES.items():
         values = tensors.get(name, torch.empty(0))
         good = (low <= values) & (values <= high)
@@ -86,7 +86,7 @@ def problem_of_values(tensors: Mapping[str, Tensor]) -> str:
 
 
 def problem_of_log_probs(rollout: Tensor, old: Tensor, *, bypass: bool) -> str:
-    """Of `[B, T]` log-probs of the rollout policy and the old policy: none can be used, or the mode is not theirs."""
+    """The problem of `[B, T]` rollout and old log-probs, unusable or of another mode; empty if there is none."""
     finite = rollout.isfinite() & old.isfinite()
     if not finite.any():
         return "no term has a finite rollout_log_prob and a finite old_log_prob"

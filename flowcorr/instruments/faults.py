@@ -249,7 +249,7 @@ def _mean_and_spread(values: Tensor) -> tuple[float, float]:
 
 
 def _rounding_of(gaps: Mapping[int, Terms]) -> float:
-    """What float32 rounding of both stacks explains, or the half precision that log-probs were stored in."""
+    """The gap that rounding explains: float32 arithmetic of both stacks, or log-probs stored in half precision."""
     sides = [_column(gaps, name) for name in _SIDES.values()]
     relative = max(rounding_of(side, _ROUNDING) for side in sides)
     return relative * max(1.0, _typical(sides[0]))

@@ -158,7 +158,7 @@ class Picture(Protocol):
 
     @property
     def title(self) -> str:
-        """What it shows."""
+        """The heading of the picture."""
 
     def html(self) -> Markup:
         """The picture as an element of a page, with its title and its caption."""

@@ -214,7 +214,7 @@ def _leave_terminal() -> None:
 
 
 def _next_commands(out_dir: Path, recipe: str) -> str:
-    """What to do after a first run."""
+    """The next commands after a first run."""
     run = shlex.quote(str(out_dir))
     rows = (
         (f"flowcorr report {run}", "what it learned"),

@@ -21,7 +21,7 @@ _ROUNDING = 2.0**-8  # relative; noise levels may have been rounded to bfloat16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpedFile:
-    """What the file of a step tells of its run.
+    """Facts about a run that the file of one step contains.
 
     Attributes:
         path: the file.

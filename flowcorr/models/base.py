@@ -277,7 +277,7 @@ class ModelFamily(ABC):
         """
 
     def tokenized_text(self, prompt: str) -> str:
-        """What the pipeline gives its tokenizers of a prompt; a family with a chat template puts the prompt in it."""
+        """The text that the tokenizers get for a prompt; a family with a chat template puts the prompt into it."""
         return prompt
 
     def free_text_encoders(self) -> None:

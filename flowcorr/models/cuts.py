@@ -113,7 +113,7 @@ def describe_cuts(family: Any, prompts: Sequence[Prompt]) -> str | None:
 
 
 def _upto_target(prompt: Prompt, text: str) -> str | None:
-    """What the tokenizer reads up to the end of the prompt's target, None if the prompt does not hold its target."""
+    """The text up to the end of the prompt's target; None if the prompt does not contain its target."""
     word = re.escape(prompt.target or "")
     found = re.search(rf"(?<!\w){word}(?!\w)", prompt.text) or re.search(word, prompt.text)
     if not prompt.target or found is None:

@@ -173,7 +173,7 @@ class WindowResiduals:
             self._num_terms.index_add_(0, places, finite.flatten(1).sum(1))
 
     def metrics(self) -> Metrics:
-        """The terms of all that was added. All ranks have to call it together."""
+        """Metrics of everything that was added. All ranks have to call it together."""
         found = [terms(name, sums[..., 0] / sums[..., 1]) for name, sums in self._sums.items()]
         if self._velocity:
             squares = self._sums["velocity_length"][:, 0, 1]

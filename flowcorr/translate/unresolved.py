@@ -12,7 +12,7 @@ _YAML = re.compile(r"\bff-train\s+['\"]?([\w./~-]+\.ya?ml)")
 
 
 def of_script(path: Path, text: str) -> str:
-    """What to do with a script instead."""
+    """The advice for a script that is refused."""
     code = "\n".join(line.partition("#")[0] for line in text.split("\n"))
     if "verl_omni.trainer" in code:
         return (
@@ -31,7 +31,7 @@ def of_script(path: Path, text: str) -> str:
 
 
 def of_python(path: Path, name: str, text: str) -> str:
-    """What to do with a Python file instead."""
+    """The advice for a Python file, which is refused."""
     names = re.findall(r"^def (\w+)\(\)", text, re.MULTILINE)
     known = f"; NAME is one of {', '.join(names)}" if names and name not in names else ""
     name = name if name and not known else "NAME"

@@ -24,7 +24,7 @@ CLOSE_TIMEOUT = 10.0  # seconds for workers to close before they are killed
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerOptions:
-    """What the dispatcher has to know of its workers.
+    """The options of the workers that the dispatcher needs.
 
     Attributes:
         section: `rollout` or `reward`, for messages.
@@ -47,7 +47,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Event:
-    """What happened to a worker: a line for the log, and fields for the record of the run, if it has a `kind`."""
+    """An event of a worker: a line for the log and, if it has a `kind`, fields for the record of the run."""
 
     message: str
     kind: str = ""

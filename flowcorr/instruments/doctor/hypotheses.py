@@ -48,7 +48,7 @@ class _Tried:
 
 
 def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
-    """What may be wrong about the inputs, as far as other inputs are known."""
+    """The faults that the inputs may have, as far as other inputs are known."""
     inputs = stack.captured
     others = [text for text in dict.fromkeys((*pool, inputs.negative_prompt, "")) if text is not None]
     others = others[:_MAX_PROMPTS]

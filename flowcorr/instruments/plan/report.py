@@ -95,7 +95,7 @@ def _trainer(made: Plan) -> Finding:
 
 
 def _less_memory(made: Plan) -> tuple[str, str]:
-    """What makes the trainer fit, and its keys; empty where it does, or does with a smaller micro-batch."""
+    """The remedy by which the trainer fits, and its keys; empty if it fits, or fits with a smaller micro-batch."""
     if made.fits(made.memory.trainer):
         return "", ""
     for overrides, memory in made.changes.items():
