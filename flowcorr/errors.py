@@ -70,6 +70,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
+def one_sentence(error: BaseException) -> str:
+    """A library's message in one line, without the full stop, so that a sentence may follow."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
 def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:
     """Message for a value that is not among `choices`, with the nearest one."""
     names, text = list(choices), str(value)
@@ -81,8 +86,13 @@ def unknown_choice(key: str, value: object, choices: Iterable[str]) -> str:
 
 
 def nearest(text: str, names: Sequence[str]) -> str:
-    """The name that was meant: one that begins with `text`, is spelled like it, or holds it; empty if there is none."""
+    """The name that was meant; empty if there is none.
+
+    It begins with `text`, has its initials (`lr` for `learning_rate`), is spelled like it, or contains it.
+    """
     asked = text.lower().replace(" ", "")
     holding = [name for name in names if len(asked) > 2 and asked in name.lower()]
     beginning = [name for name in holding if name.lower().startswith(asked)]
-    return next(iter([*beginning, *difflib.get_close_matches(text, names, n=1), *holding]), "")
+    initials = "".join(word[:1] for word in asked.split("_"))
+    short = [name for name in names if len(initials) > 1 and name.lower() == initials]
+    return next(iter([*beginning, *short, *difflib.get_close_matches(text, names, n=1), *holding]), "")

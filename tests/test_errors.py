@@ -42,3 +42,8 @@ def test_what_all_choices_begin_with_makes_none_alike(value, hint):
 )
 def test_a_name_that_begins_like_the_text_is_nearer_than_one_spelled_like_it(text, meant):
     assert errors.nearest(text, ["h100-80gb", "a100-80gb", "rtx4090"]) == meant
+
+
+def test_a_name_of_initials_is_nearer_than_one_spelled_alike():
+    assert errors.nearest("learning_rate", ["lr_min_ratio", "lr_schedule", "lr"]) == "lr"
+    assert errors.nearest("lr_schedul", ["lr_min_ratio", "lr_schedule", "ls"]) == "lr_schedule"

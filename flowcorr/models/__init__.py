@@ -16,7 +16,7 @@ import torch
 from flowcorr import hub
 from flowcorr.config.schema import ModelConfig
 from flowcorr.devices import keep_float32
-from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.errors import ConfigError, one_sentence, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.flux import Flux
@@ -163,7 +163,7 @@ def load_family(
                 **dict.fromkeys(omitted),
             )
     except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
-        message = f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {' '.join(str(error).split())}"
+        message = f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {one_sentence(error)}"
         hint = f". {CONVERT.format(path)}" if "safetensors" in message else ""
         raise ConfigError(message + hint + hub.why_not_found(location)) from error
     pipeline.scheduler = chosen.with_euler_steps(pipeline.scheduler)
@@ -265,5 +265,5 @@ def _pipeline_parts(location: str, path: str) -> tuple[str, list[str]]:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path={path!r} is neither a pipeline folder, nor a pipeline on the hub, nor one of "
-            f"{', '.join(EMBEDDED)}: {' '.join(str(error).split())}{hub.why_not_found(location)}"
+            f"{', '.join(EMBEDDED)}: {one_sentence(error)}{hub.why_not_found(location)}"
         ) from error

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from flowcorr import hub
 from flowcorr.devices import named_device
-from flowcorr.errors import ConfigError
+from flowcorr.errors import ConfigError, one_sentence
 from flowcorr.rewards.options import check_choice, check_whole
 
 ClipDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -117,7 +117,7 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
     except (OSError, ValueError) as error:
         message = (
             f"reward {reward}: path={path!r} with processor={processor!r} cannot be loaded: "
-            f"{' '.join(str(error).split()).rstrip('.')}"
+            f"{one_sentence(error)}"
         )
         hint = f". {_CONVERT.format(path)}" if "safetensors" in message else ""
         missing = hub.why_not_found(processor) or hub.why_not_found(path)
