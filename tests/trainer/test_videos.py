@@ -67,9 +67,17 @@ def test_images_have_no_film(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["eval_before.png"]
 
 
+NUM_ELEMENTS = {"wan": 16 * 5 * 8 * 8, "wan22_ti2v": 48 * 5 * 4 * 4}
+
+
+@pytest.fixture(scope="module", params=NUM_ELEMENTS)
+def name(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_pipelines.build_tiny_wan(tmp_path_factory.mktemp("wan"))
+def model(name, tmp_path_factory):
+    return tiny_pipelines.PIPELINES[name].build(tmp_path_factory.mktemp(name))
 
 
 def run_config(model, *overrides):
@@ -95,7 +103,7 @@ def run_config(model, *overrides):
 
 
 @pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_ppo_clip"])
-def test_a_run_of_videos(model, preset, tmp_path):
+def test_a_run_of_videos(name, model, preset, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from flowcorr.instruments.page import save_page
@@ -112,7 +120,7 @@ def test_a_run_of_videos(model, preset, tmp_path):
     for record in records:
         assert all(math.isfinite(value) for value in record.values())
         assert record["actor/grad_norm"] > 0
-        assert record["rollout/num_elements"] == 16 * 5 * 8 * 8
+        assert record["rollout/num_elements"] == NUM_ELEMENTS[name]
         assert record["reward/image/motion"] > 0
         assert record["rollout_corr/logprob_abs_diff_mean"] < 1e-5
     films = {path.name for path in (folder / "images").glob("*.mp4")}
