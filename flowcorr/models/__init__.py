@@ -18,7 +18,7 @@ from flowcorr.config.schema import ModelConfig
 from flowcorr.devices import keep_float32
 from flowcorr.errors import ConfigError, one_sentence, unknown_choice
 from flowcorr.imports import import_target
-from flowcorr.models.base import Conditioning, Guidance, ModelFamily, Schedule
+from flowcorr.models.base import Conditioning, Guidance, ModelFamily
 from flowcorr.models.flux import Flux
 from flowcorr.models.flux2_klein import Flux2Klein
 from flowcorr.models.flux_kontext import FluxKontext
@@ -27,6 +27,7 @@ from flowcorr.models.quantized import quantize_blocks
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from flowcorr.models.sampling_plan import SamplingPlan, windows_of
+from flowcorr.models.schedule import Schedule
 from flowcorr.models.sd3 import SD3
 from flowcorr.models.step_rule import check_step_rule
 from flowcorr.models.wan import Wan

@@ -10,16 +10,9 @@ from torch import Tensor
 
 from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.errors import ConfigError
-from flowcorr.models.base import (
-    Conditioning,
-    Guidance,
-    InVllmOmni,
-    Schedule,
-    TextShapes,
-    linear_schedule,
-    positions,
-)
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, TextShapes, positions
 from flowcorr.models.packed import PackedFamily
+from flowcorr.models.schedule import Schedule, linear_schedule
 from flowcorr.records import Prompt
 
 

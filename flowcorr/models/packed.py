@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flowcorr.models.base import Conditioning, ModelFamily, Schedule, linear_schedule
+from flowcorr.models.base import Conditioning, ModelFamily
+from flowcorr.models.schedule import Schedule, linear_schedule
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
 

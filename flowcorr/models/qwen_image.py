@@ -11,15 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowcorr.config.layers import JOINT_ATTENTION
-from flowcorr.models.base import (
-    Conditioning,
-    Guidance,
-    InVllmOmni,
-    Schedule,
-    TextShapes,
-)
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, TextShapes
 from flowcorr.models.frame_vae import decode_frames, encode_frames
 from flowcorr.models.packed import PackedFamily
+from flowcorr.models.schedule import Schedule
 from flowcorr.records import Prompt
 
 _DROPPED_TEMPLATE = 34  # tokens that the pipeline puts before a prompt, and drops after encoding

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.config.schema import SamplingConfig
-from flowcorr.models.base import Guidance, ModelFamily, Schedule
+from flowcorr.models.base import Guidance, ModelFamily
+from flowcorr.models.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from flowcorr.config.layers import JOINT_ATTENTION
-from flowcorr.models.base import (
-    Conditioning,
-    Guidance,
-    InVllmOmni,
-    ModelFamily,
-    Schedule,
-    TextShapes,
-    decode_scaled,
-)
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes, decode_scaled
+from flowcorr.models.schedule import Schedule
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
 

@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from flowcorr.errors import ConfigError
-from flowcorr.models.base import (
-    Conditioning,
-    Guidance,
-    InVllmOmni,
-    ModelFamily,
-    Schedule,
-    TextShapes,
-)
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes
 from flowcorr.models.frame_vae import decode_frames
+from flowcorr.models.schedule import Schedule
 from flowcorr.models.sizes import check_frame_count, check_size
 from flowcorr.records import Prompt
 

@@ -11,16 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from flowcorr.config.layers import ATTENTION
-from flowcorr.models.base import (
-    Conditioning,
-    Guidance,
-    InVllmOmni,
-    ModelFamily,
-    Schedule,
-    TextShapes,
-    decode_scaled,
-    linear_schedule,
-)
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes, decode_scaled
+from flowcorr.models.schedule import Schedule, linear_schedule
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
 

@@ -10,12 +10,12 @@ from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance
 from flowcorr.models.base import (
     check_sampling,
-    linear_schedule,
     positions,
     repeated_blocks,
     with_negative,
 )
 from flowcorr.models.qwen_image import QwenImage
+from flowcorr.models.schedule import linear_schedule
 from flowcorr.models.sd3 import SD3
 from flowcorr.records import Prompt
 from flowcorr.references import Reference

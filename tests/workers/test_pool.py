@@ -52,6 +52,10 @@ def children():
     return psutil.Process().children(recursive=True)
 
 
+def dispatchers():
+    return {child for child in children() if child.name().startswith("ray::FlowcorrDispatcher")}
+
+
 def runs(pid):
     try:
         os.kill(pid, 0)
@@ -181,12 +185,13 @@ def test_without_a_worker_left_everything_fails(tmp_path):
 def test_without_the_dispatcher_everything_fails_at_once():
     """`tests/faults` ends the whole node of a run."""
     events = Events()
+    others = dispatchers()
     pool = start(events=events, num_workers=1)
     (place,) = pool.places
     busy = pool.submit("a long pause", "pid", 3000.0)
     wait_for(lambda: pool.num_busy == 1)
     waiting = pool.submit("a pause", "pid")
-    (dispatcher,) = [child for child in children() if child.name().startswith("ray::FlowcorrDispatcher")]
+    (dispatcher,) = dispatchers() - others
     dispatcher.kill()
     begin = time.monotonic()
     for future in (busy, waiting, pool.submit("a pause", "pid")):

@@ -14,7 +14,7 @@ from flowcorr.instruments.doctor.findings import failed, passed, skipped
 from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.instruments.finding import Finding
 from flowcorr.models import ModelFamily
-from flowcorr.models.base import linear_schedule
+from flowcorr.models.schedule import linear_schedule
 
 _SAME = 2e-6  # of sigmas: float32 tables made in another order of operations
 _FITTED = 1e-3  # relative spread of a shift over the steps

@@ -1,0 +1,60 @@
+"""The sigma table of a run, and the one that most pipelines make: equal steps, which the scheduler shifts."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowcorr.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The sigma table of one run.
+
+    Attributes:
+        sigmas: `num_inference_steps + 1` noise levels, from the pipeline's own scheduler, ending in 0.
+        timesteps: `num_inference_steps` values as they are handed to `ModelFamily.velocity`.
+    """
+
+    sigmas: tuple[float, ...]
+    timesteps: tuple[float, ...]
+
+
+def linear_schedule(
+    scheduler: Any, num_inference_steps: int, num_tokens: int, *, shift: float | None = None
+) -> Schedule:
+    """Sigmas in equal steps from 1 to `1 / num_inference_steps`, which the scheduler then shifts.
+
+    Args:
+        scheduler: the pipeline's; it is not changed.
+        num_inference_steps: of the schedule.
+        num_tokens: image tokens of one sample. Where the scheduler shifts dynamically, its shift grows with them.
+        shift: takes the place of that shift.
+
+    Raises:
+        ConfigError: the scheduler does not take sigmas and a shift, as the pipeline hands them over.
+    """
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    scheduler = type(scheduler).from_config(scheduler.config)
+    config = scheduler.config
+    accepted = inspect.signature(scheduler.set_timesteps).parameters
+    if not {"sigmas", "mu"} <= accepted.keys() or config.get("use_flow_sigmas"):
+        raise ConfigError(
+            f"the model's scheduler {type(scheduler).__name__} does not take the sigmas of its pipeline; replace it by "
+            "FlowMatchEulerDiscreteScheduler in model_index.json and scheduler/scheduler_config.json"
+        )
+    if shift is None:
+        shift = calculate_shift(
+            num_tokens,
+            config.base_image_seq_len,
+            config.max_image_seq_len,
+            config.base_shift,
+            config.max_shift,
+        )
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), mu=shift)
+    return Schedule(sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.tolist()))
