@@ -181,6 +181,8 @@ class WindowResiduals:
             common = self._common / (self._num_terms * squares).sqrt().unsqueeze(1).to(self._common)
             groups = distributed.gather_rows(self._groups, "the groups of a step")
             common = distributed.gather_rows(common, "the velocity's error by group")[groups.argsort()]
+            # A group without a finite score has none; it would be part of the mean of all groups after it.
+            common = common[common.isfinite().all(1)]
             if distributed.is_main():
                 found.append(terms("velocity_common", in_common(common)))
         return Metrics.merged(found)

@@ -197,7 +197,7 @@ def in_common(residuals: Tensor) -> Tensor:
     Given the rows before, each has the mean 0 if rows are independent and have no mean of their own, and `c^2` if all
     have a part of length `c` in common.
     """
-    before = residuals.cumsum(0)[:-1] / torch.arange(1, len(residuals)).to(residuals).unsqueeze(1)
+    before = residuals.cumsum(0)[:-1] / torch.arange(len(residuals))[1:].to(residuals).unsqueeze(1)
     return (residuals[1:] * before).sum(1, dtype=torch.float64)
 
 

@@ -263,6 +263,21 @@ def test_a_score_that_is_not_finite_leaves_the_residuals_of_the_others(make_run)
     assert (count, abs(mean) < 1e-6) == (2, True)
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_group_without_a_finite_score_leaves_the_velocities_of_the_others(make_run, lost):
+    run = make_run()
+    prompts = {name: rows[[0, 1, 0]] for name, rows in run.conditioning.items()}
+    rollout = run.engine.sample(prompts, range(3), training_step=1, with_means=True)
+    rollout = replace(rollout, members=torch.arange(4).repeat(3))
+    scores = run.actor.log_probs(rollout, with_means=True)
+    rows = rollout.group_ids == lost
+    scores.log_probs[rows] = scores.means[rows] = math.nan
+    residuals = WindowResiduals(rollout, run.config, 1, noise=False, velocity=True)
+    residuals.add(rollout, scores)
+    ((count, mean, _),) = residuals.metrics().parts("residual_terms/velocity_common/{}")
+    assert (count, abs(mean) < 1e-9) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

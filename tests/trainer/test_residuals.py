@@ -95,7 +95,7 @@ def test_a_part_that_all_have_in_common():
     common = draws(256, seed=1)
     shifted = rows + 0.3 * common / common.norm()
     assert in_common(shifted).mean() == pytest.approx(0.09, abs=0.01)
-    assert in_common(rows[:1]).shape == (0,)
+    assert in_common(rows[:1]).shape == in_common(rows[:0]).shape == (0,)
 
 
 def test_each_residual_is_explained_and_judged(make_config):
