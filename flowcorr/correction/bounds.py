@@ -150,8 +150,8 @@ def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple
     )
 
 
-def canonical_threshold(rollout_rs: str | None, threshold: Threshold | None) -> float | Band | str | None:
-    """The threshold of a chain as a number, a band, or text where the modes have several."""
+def canonical_threshold(threshold: Threshold | None) -> float | Band | str | None:
+    """The threshold of a chain of modes as a number, a band, or text where the modes have several."""
     if threshold is None:
         return None
     key = f"{SECTION}.rollout_rs_threshold"

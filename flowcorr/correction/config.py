@@ -262,7 +262,7 @@ def _normalize(config: RolloutCorrectionConfig) -> None:
     if modes:
         parse_criteria(config.rollout_rs, config.rollout_rs_threshold)
     threshold = cast(Threshold | None, config.rollout_rs_threshold)
-    assign("rollout_rs_threshold", canonical_threshold(config.rollout_rs, threshold))
+    assign("rollout_rs_threshold", canonical_threshold(threshold))
     assign("rollout_rs", ",".join(modes) or None)
     assign("rollout_token_veto_threshold", parse_veto(config.rollout_token_veto_threshold))
 
