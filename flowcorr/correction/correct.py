@@ -141,7 +141,7 @@ def compute_rollout_correction_and_rejection_mask(
         units = Units(step_indices=step_indices, num_steps=num_steps, scale=scale, num_elements=num_elements)
         ratios, criteria = _judged(ratios, criteria, noise, slack, units)
     elif any(criterion.needs_batch for criterion in criteria):
-        floor = ratios.resolution().clamp(min=0.01 / num_elements if num_elements else 0.0)
+        floor = ratios.floor(num_elements)
         ratios, criteria = _measured(ratios, criteria, floor, scale, step_indices, num_steps, group)
     for criterion in criteria:
         judged = ratios.terms if criterion.mode.level == "step" else ratios.samples

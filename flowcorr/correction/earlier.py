@@ -39,14 +39,10 @@ class Units:
         """The step of the schedule that each of a mode's values belongs to."""
         return self.step_indices[:, 0] if criterion.mode.level == "sample" else self.step_indices
 
-    def floor(self, ratios: LogRatios) -> Tensor:
-        """The size of rounding of each log-ratio, `[B, T]`."""
-        return ratios.resolution().clamp(min=0.01 / self.num_elements if self.num_elements else 0.0)
-
 
 def measured_noise(criterion: Criterion, ratios: LogRatios, units: Units) -> Noise:
     """The noise of a mode's values at each step, on the batch of all ranks, one of which may have no samples."""
-    floor = torch.where(ratios.valid, units.floor(ratios), 0.0)
+    floor = torch.where(ratios.valid, ratios.floor(units.num_elements), 0.0)
     largest = gather_rows(floor, "the resolution of log-probs").amax()
     values = ratios.delta
     if criterion.mode.needs != "z":

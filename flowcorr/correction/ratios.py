@@ -51,6 +51,10 @@ class LogRatios:
         _, exponent = torch.frexp(size)
         return torch.ldexp(torch.full_like(size, 4.0), exponent - 24)
 
+    def floor(self, num_elements: int | None) -> Tensor:
+        """The least spread of noise, `[B, T]`: the resolution, and `0.01 / D` where the number of elements is known."""
+        return self.resolution().clamp(min=0.01 / num_elements if num_elements else 0.0)
+
 
 def log_ratios(
     target_log_prob: Tensor,
