@@ -117,10 +117,11 @@ class InProcessEngine:
         """
         if _device(self.transformer).type != "cpu" or distributed.world_size() > 1:
             return images
-        # Of texts, negative ones too, and of reference images, whose tokens stand on a grid.
-        given = sum(math.prod(values.shape[1:-1]) for values in conditioning.values() if values.dim() > 2)
-        passes = 2 if any(name.startswith("negative") for name in conditioning) else 1
-        tokens = passes * self.family.image_tokens(self.plan.latent_shape) + given
+        # Texts, and reference images, whose tokens stand on a grid. Both sides of guidance are equally long.
+        own = [values for name, values in conditioning.items() if not name.startswith("negative_")]
+        given = sum(math.prod(values.shape[1:-1]) for values in own if values.dim() > 2)
+        sides = 1 if len(own) == len(conditioning) else 2
+        tokens = sides * (self.family.image_tokens(self.plan.latent_shape) + given)
         batches = math.ceil(images / max(1, CPU_TOKENS * torch.get_num_threads() // tokens))
         return math.ceil(images / batches)
 

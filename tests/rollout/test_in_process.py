@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,6 +86,23 @@ def test_on_a_cpu_a_forward_pass_has_a_limit_of_tokens(
     finally:
         torch.set_num_threads(before)
     assert seen == sizes
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_both_sides_of_guidance_read_the_reference_images(make_run, monkeypatch, guidance_scale):
+    run, seen, decode = make_run(sampling={"guidance_scale": guidance_scale}), [], in_process.decode
+    sides, text = 1 + (guidance_scale > 1), run.conditioning["prompt_embeds"].shape[1]
+    prompts = run.conditioning | {"references": torch.zeros(2, 3, 4, 8, 16)}
+    tokens = 4 * 8 // 4 + text + 3 * 4 * 8
+    limit = math.ceil(2 * sides * tokens / torch.get_num_threads())
+    monkeypatch.setattr(in_process, "CPU_TOKENS", limit)
+    monkeypatch.setattr(
+        in_process,
+        "decode",
+        lambda family, latents, *rest: seen.append(len(latents)) or decode(family, latents, *rest),
+    )
+    run.engine.sample(prompts, range(2), training_step=1, with_means=False)
+    assert seen == [2, 2, 2, 2]
 
 
 def test_windows_a_group_and_a_sample(make_run):
