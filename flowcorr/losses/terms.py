@@ -204,8 +204,9 @@ def ratio_stats(
     Args:
         terms: the loss's terms; `ppo_kl` is the mean of their `-log_ratio`.
         log_ratio: as the loss exponentiates it.
-        above: bool, terms whose ratio the loss cuts from above, if it does.
-        below: bool, likewise from below.
+        above: bool, terms whose ratio lies above the loss's range, if it has one. Those with a negative advantage still
+            have a gradient in a clipped objective.
+        below: bool, likewise below it, and with a positive advantage.
     """
     kept = Over(terms.keep)
     ratio = exp_ratio(torch.where(terms.keep, log_ratio.detach(), 0.0).double())

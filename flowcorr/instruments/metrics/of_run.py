@@ -9,7 +9,7 @@ UPDATE = under(
     row("loss", "The policy loss, averaged over the terms that `rollout_rs_denominator` counts."),
     row(
         "pg_clipfrac",
-        "Share of scored terms whose ratio the loss cuts.",
+        "Share of scored terms whose ratio lies outside the loss's range.",
         "share",
         chart=Drawn(section="update", title="Clipped terms", remark="share of the update's terms"),
         label="clipped",
@@ -26,8 +26,8 @@ UPDATE = under(
         NATS,
         chart=Drawn(section="update", title="KL of the update"),
     ),
-    row("pg_clipfrac_higher", "Share of scored terms whose ratio the loss cuts from above.", "share"),
-    row("pg_clipfrac_lower", "Share of scored terms whose ratio the loss cuts from below.", "share"),
+    row("pg_clipfrac_higher", "Share of scored terms whose ratio lies above the loss's range.", "share"),
+    row("pg_clipfrac_lower", "Share of scored terms whose ratio lies below the loss's range.", "share"),
     row("exact_kl", "flow_dppo: exact KL of current and old policy.", NATS),
     row("kl_loss", "KL to the reference policy, before `actor.kl_coef`.", NATS),
     row(

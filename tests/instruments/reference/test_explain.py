@@ -21,7 +21,7 @@ from flowcorr.instruments.reference.glossary import WORDS
         ("reward/exact_match", "letter by letter"),
         ("actor.clip_ratio", "values: number | list of number; default: 0.001"),
         ("gap", "The gap, as every screen shows it"),
-        ("clipped", "Share of scored terms whose ratio the loss cuts."),
+        ("clipped", "Share of scored terms whose ratio lies outside"),
         ("reward", "Mean training reward."),
         ("exact match", "reward/exact_match (metric"),
         ("geo_rs", "rollout_token_veto_threshold: 0.0001"),
