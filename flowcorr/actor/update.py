@@ -105,7 +105,8 @@ class PolicyOptimizer:
             batch: the samples.
             correction: the rollout correction in force; in bypass mode it acts inside the loss.
             training_step: seeds the order of the mini-batches.
-            observe: called with the parts that are scored before the first optimizer step; see `Observe`.
+            observe: called with the parts of the first epoch that are scored before the first optimizer step; see
+                `Observe`.
         """
         batch, filler_sample = batch.numbered(), batch.rollout.select(slice(1))
         first_version = self.weights.version
@@ -115,7 +116,8 @@ class PolicyOptimizer:
         for epoch in range(self.config.actor.epochs):
             for mini_batch in self.mini_batches(batch, training_step, epoch):
                 untouched = self.weights.version == first_version
-                observes = observe if untouched else None
+                # Each sample once: in a further epoch, terms of a skipped update would be scored alike again.
+                observes = observe if untouched and epoch == 0 else None
                 parts = self._backward(mini_batch, correction, filler_sample, observes)
                 (before if untouched else after).extend(parts)
                 gradient = self._clipped_gradient(parts)

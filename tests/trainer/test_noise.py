@@ -144,6 +144,28 @@ def test_bypass_observes_what_is_scored_before_the_first_optimizer_step(make_run
     assert first_scores.metrics().compute().keys() == NAMES
 
 
+def test_a_second_epoch_is_not_observed_where_the_first_took_no_optimizer_step(make_run):
+    correction = make_run().config.algorithm.rollout_correction
+    run = make_run(
+        actor={"epochs": 2, "micro_batch_size": 2},
+        algorithm={"rollout_correction": replace(correction, bypass_mode=True)},
+    )
+    rollout = run.sample()
+    nothing = torch.zeros_like(rollout.log_probs, dtype=torch.bool)
+    batch = replace(run.batch(rollout), old_log_probs=rollout.log_probs, keep=nothing)
+    meter, seen = NoiseMeter(rollout, run.config, STEP), []
+
+    def observe(part, scores):
+        seen.append(part.num_samples * part.num_steps)
+        meter.add(part, scores)
+
+    run.actor.update(batch, run.config.algorithm.rollout_correction, training_step=1, observe=observe)
+    assert sum(seen) == rollout.log_probs.numel()
+    once = NoiseMeter(rollout, run.config, STEP)
+    once.add(rollout, run.actor.log_probs(rollout, with_means=True))
+    assert meter.metrics().compute() == pytest.approx(once.metrics().compute(), rel=1e-4)
+
+
 SEEDED = {
     "a hundredth too large": lambda noise: 1.01 * noise,
     "of another sample": lambda noise: noise.roll(1, 0),
