@@ -113,16 +113,19 @@ class PolicyOptimizer:
         metrics: list[Metrics] = []
         before: list[Part] = []
         after: list[Part] = []
+        # After a skipped update, a further epoch scores the same terms again; `once` holds each of them once.
+        once: list[Part] = []
         for epoch in range(self.config.actor.epochs):
             for mini_batch in self.mini_batches(batch, training_step, epoch):
                 untouched = self.weights.version == first_version
-                # Each sample once: in a further epoch, terms of a skipped update would be scored alike again.
-                observes = observe if untouched and epoch == 0 else None
-                parts = self._backward(mini_batch, correction, filler_sample, observes)
+                is_first = untouched and epoch == 0
+                parts = self._backward(mini_batch, correction, filler_sample, observe if is_first else None)
                 (before if untouched else after).extend(parts)
+                if is_first:
+                    once.extend(parts)
                 gradient = self._clipped_gradient(parts)
                 metrics += [_loss_metrics(mini_batch, parts), self._step(gradient, correction)]
-        gap = self._gap_metrics(before, correction, batch.rollout.num_elements)
+        gap = self._gap_metrics(once, correction, batch.rollout.num_elements)
         return Update(metrics=Metrics.merged([*metrics, gap]), before=before, after=after)
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
@@ -281,15 +284,15 @@ class PolicyOptimizer:
         return Metrics.from_stats(stats)
 
     def _gap_metrics(
-        self, before: Sequence[Part], correction: RolloutCorrectionConfig, num_elements: int
+        self, parts: Sequence[Part], correction: RolloutCorrectionConfig, num_elements: int
     ) -> Metrics:
-        """In bypass mode, `rollout_corr/*` of the parts that were scored before the first optimizer step."""
+        """In bypass mode, `rollout_corr/*` of parts that were scored before the first optimizer step."""
         if correction.mode != "bypass":
             return Metrics()
-        terms = [part.terms for part in before if part.terms is not None]
+        terms = [part.terms for part in parts if part.terms is not None]
         workers, steps = self.config.rollout.num_workers, self.config.sampling.num_inference_steps
         bands = self.bands.observe(correction, terms, num_elements)
-        corrections = [part.loss.correction_metrics for part in before]
+        corrections = [part.loss.correction_metrics for part in parts]
         return Metrics.merged([*corrections, by_worker(terms, workers, steps), bands])
 
     def _divide_gradients(self, counted: Tensor, counts: Sequence[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from flowcorr import distributed
 from flowcorr.actor.update import deal_groups, scheduled_lr
 from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
+from flowcorr.algorithm.noise_floor import noise_counts
 from flowcorr.config.schema import ActorConfig, LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from tests.actor.updates import assert_same, updated
@@ -177,6 +178,19 @@ def test_ranks_divide_by_the_terms_of_all(two_ranks):
     expected = update_of_this_rank(rollout)
     for found in two_ranks.call(update_of_this_rank, rollout):
         assert_same(found, expected, rtol=1e-5, atol=1e-9)
+
+
+def test_a_further_epoch_does_not_count_the_terms_of_a_skipped_update_again(make_run):
+    run = make_run(actor={"epochs": 2})
+    rollout = run.sample()
+    shifted = replace(rollout, log_probs=rollout.log_probs + 1)
+    batch = apply_bypass_mode_to_diffusion_batch(replace(run.batch(rollout), rollout=shifted))
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=(0.999, 1.001)
+    )
+    metrics = run.actor.update(batch, correction, training_step=1).metrics
+    assert metrics.compute()["actor/skipped_updates"] == 2
+    assert noise_counts(metrics).sum() == rollout.log_probs.numel()
 
 
 @pytest.mark.parametrize(("faulty", "stepped"), [(8, True), (9, False)])
