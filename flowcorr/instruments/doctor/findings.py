@@ -17,6 +17,7 @@ def judged(
     remedy: str,
     *,
     fails_above: float | None = None,
+    **numbers: Any,
 ) -> Finding:
     """The finding that follows from a number: healthy up to `limit`, serious above `fails_above`, else a warning.
 
@@ -27,12 +28,13 @@ def judged(
         bad: the sentence where it is not.
         remedy: what to do then.
         fails_above: the largest value that only warns; `limit` by default, so that nothing warns.
+        **numbers: others that tell the same, by name.
     """
     if value <= limit:
-        return passed(good, value=value, limit=limit)
+        return passed(good, value=value, limit=limit, **numbers)
     if fails_above is not None and value <= fails_above:
-        return warned(bad, remedy, value=value, limit=limit)
-    return failed(bad, remedy, value=value, limit=limit if fails_above is None else fails_above)
+        return warned(bad, remedy, value=value, limit=limit, **numbers)
+    return failed(bad, remedy, value=value, limit=limit if fails_above is None else fails_above, **numbers)
 
 
 def passed(sentence: str, **numbers: Any) -> Finding:

@@ -93,12 +93,13 @@ def release(device: torch.device) -> None:
 
 def not_examined(config: Config, *, distilled: bool, reason: str) -> Finding:
     """The finding of a doctor that examined no float32 stacks: it names the gap that rounding may hide."""
-    gap = 100 * largest_gap(usual_gap(config, distilled=distilled))
+    gap = largest_gap(usual_gap(config, distilled=distilled))
     return of_check(
         "float32",
         skipped(
-            f"not examined in float32: {reason}. A fault that changes velocities by less than {gap:.2g} % passes or "
-            "warns, unless a check names it"
+            f"not examined in float32: {reason}. A fault that changes velocities by less than {100 * gap:.2g} % passes "
+            "or warns, unless a check names it",
+            limit=gap,
         ),
     )
 
@@ -109,14 +110,19 @@ def agreement(report: Report) -> Finding:
     if not remarks:
         return of_check("float32", passed("both stacks agree in float32"))
     told = "; ".join(f"{finding.cause}: {finding.sentence}" for finding in remarks)
-    return of_check("float32", warned(f"in float32: {told}", remarks[0].remedy))
+    checks = [finding.cause for finding in remarks]
+    return of_check("float32", warned(f"in float32: {told}", remarks[0].remedy, checks=checks))
 
 
 def marked(finding: Finding) -> Finding:
     """A finding of an exam in float32 that is the whole report."""
     if finding.level != "serious":
         return finding
-    return replace(finding, sentence=f"in float32: {finding.sentence}")
+    return replace(
+        finding,
+        sentence=f"in float32: {finding.sentence}",
+        numbers={**finding.numbers, "dtype": "float32"},
+    )
 
 
 @contextlib.contextmanager

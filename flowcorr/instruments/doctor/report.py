@@ -137,6 +137,7 @@ def _of_some_steps(finding: Finding, judged: set[int], unclear: set[int]) -> Fin
         finding,
         level="note",
         sentence=f"{finding.sentence} at training step {at}; not judged at {others}, where the replay differs",
+        numbers={**finding.numbers, "judged": sorted(judged), "not_judged": sorted(unclear)},
     )
 
 

@@ -29,12 +29,14 @@ def check(run, engine, *, float32=None):
     return examine(run.actor, engine, run.conditioning, float32=float32)
 
 
-def assert_named(report, name, message=""):
-    """The fault is named, and no other."""
+def assert_named(report, name, message="", **numbers):
+    """The fault is named with these numbers, and no other."""
     assert report.causes() == [name]
     assert exit_code(report) == 2
-    assert message in finding_of(report, name).sentence
-    assert finding_of(report, name).remedy
+    found = finding_of(report, name)
+    assert message in found.sentence
+    assert found.remedy
+    assert {key: found.numbers.get(key) for key in numbers} == numbers
 
 
 def finding_of(report, name):

@@ -32,13 +32,11 @@ def evidence(exam, fit, gap=1e-2):
 def test_a_fault_that_is_most_of_the_gap_is_accepted(exam):
     found = evidence(exam, Fit(factor=0.5, error=0.2, share=0.9, by_rounding=0.0))
     assert (found.value, found.threshold) == (0.9, EXPLAINED)
-    assert "90 % of the gap" in found.text
 
 
 def test_a_small_fault_is_accepted_by_its_factor(exam):
     found = evidence(exam, Fit(factor=0.95, error=0.1, share=0.01, by_rounding=0.0))
     assert (found.value, found.threshold) == (pytest.approx(9.5), FACTOR_ERRORS)
-    assert "0.95 +- 0.10 times" in found.text
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_float32_shows_a_fault_that_bfloat16_hides(small_run, fault):
     run = small_run(rollout={"dtype": "bfloat16"}, sampling=sampling)
     engine = separate(run)
     plant(engine)
-    assert_named(check(run, engine), name, "in float32: ")
+    assert_named(check(run, engine), name, dtype="float32")
 
 
 def test_a_report_without_float32_says_which_gap_it_would_miss(small_run):
@@ -48,7 +48,7 @@ def test_a_report_without_float32_says_which_gap_it_would_miss(small_run):
     merging(head_missing)(engine)
     report = check(run, engine, float32=False)
     assert report.causes() == ["path"]  # what all samples have in common stands out of rounding
-    assert "less than 46 % passes or warns" in finding_of(report, "float32").sentence
+    assert finding_of(report, "float32").numbers["limit"] == pytest.approx(0.46, abs=5e-3)
 
 
 def test_a_healthy_engine_agrees_in_float32(small_run):
@@ -71,14 +71,14 @@ def test_remarks_of_float32_are_passed_on(small_run):
     merging(coarse)(engine)
     report = check(run, engine)
     assert report.causes("warning") == ["float32"]
-    assert "in float32: weights: velocities differ" in finding_of(report, "float32").sentence
+    assert finding_of(report, "float32").numbers["checks"] == ["weights"]
 
 
 def test_memory_decides_by_default(small_run, monkeypatch):
     run = small_run(rollout={"dtype": "bfloat16"})
     monkeypatch.setattr(precision, "free_memory", lambda device: 1e6)
     report = check(run, run.engine)
-    assert "memory does not allow it" in finding_of(report, "float32").sentence
+    assert finding_of(report, "float32").level == "note"
     assert finding_of(check(run, run.engine, float32=True), "float32").level == "healthy"
 
 
@@ -91,7 +91,7 @@ def test_an_engine_of_one_precision_is_not_examined_in_float32(small_run):
     engine.__class__ = Fixed
     report = check(run, engine, float32=True)
     assert report.causes() == []
-    assert "keeps the precision it was started with" in finding_of(report, "float32").sentence
+    assert finding_of(report, "float32").level == "note"
 
 
 def test_both_in_float32_comes_back_after_an_error(small_run):

@@ -41,10 +41,9 @@ def test_quantization_is_named_with_its_size_and_is_no_fault(beside, quantizatio
     assert report.causes() == []
     finding = finding_of(report, "weights")
     assert finding.level == "healthy"
-    assert f"model.quantization={quantization} rounds the actor's weights and not" in finding.sentence
-    gap = float(finding.sentence.split("velocities differ by ")[1].split(" %")[0]) / 100
-    assert gap < usual_gap(run.config, distilled=False)
-    assert gap > {"int8": 2e-3, "nf4": 0.03}[quantization]
+    assert finding.numbers["model.quantization"] == quantization
+    assert finding.numbers["limit"] == usual_gap(run.config, distilled=False)
+    assert finding.numbers["value"] > {"int8": 2e-3, "nf4": 0.03}[quantization]
 
 
 FAULTS = {
@@ -81,7 +80,7 @@ def test_an_engine_that_shares_the_quantized_weights_has_no_gap(small_run, quant
     run = small_run(model={"quantization": quantization})
     report = check(run, run.engine)
     assert report.causes() == []
-    assert "model.quantization" not in finding_of(report, "weights").sentence
+    assert "model.quantization" not in finding_of(report, "weights").numbers
 
 
 def test_float32_examines_both_stacks_unquantized_where_one_is(make_config):

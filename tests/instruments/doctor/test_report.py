@@ -47,7 +47,7 @@ def test_inputs_of_steps_that_differ_are_not_judged_by_others():
         "lora": "note",
     }
     (told,) = [one for one in found if one.level == "note"]
-    assert told.sentence == "healthy at training step 0; not judged at 3, where the replay differs"
+    assert (told.numbers["judged"], told.numbers["not_judged"]) == ([0], [3])
 
 
 @pytest.mark.parametrize(

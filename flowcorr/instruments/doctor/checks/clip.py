@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,11 @@ def check_clip(exam: Exam) -> Finding:
     if loss_of(config.actor, correction).ratio_limit(config.actor) is None:
         return passed("the loss does not clip")
     share = float(outside_clip(exam).double().mean())
-    key = clip_key(config.actor)
-    message = f"{100 * share:.0f} % of terms lie outside {key} before any update"
-    remedy = f"widen {key.partition('=')[0]}, or train decoupled"
-    return judged(share, CLIP_SHARE, message, message, remedy, fails_above=1.0)
+    key, _, value = clip_key(config.actor).partition("=")
+    message = f"{100 * share:.0f} % of terms lie outside {key}={value} before any update"
+    remedy = f"widen {key}, or train decoupled"
+    range_: dict[str, Any] = {key: value}
+    return judged(share, CLIP_SHARE, message, message, remedy, fails_above=1.0, **range_)
 
 
 def outside_clip(exam: Exam) -> Tensor:

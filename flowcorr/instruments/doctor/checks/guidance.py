@@ -65,6 +65,7 @@ def _linear(exam: Exam, key: str, configured: float) -> Finding:
             "turn guidance_rescale off in the engine, since flowcorr does not rescale guidance",
             value=rescaled.share,
             limit=EXPLAINED,
+            guidance_rescale=rescaled.factor,
         )
     unguided = coarse_weights(exam.config) and trial.explained_by([plain]) >= UNGUIDED
     if _acts(exam, scale, by_rounding=scale.by_rounding) or unguided:

@@ -44,12 +44,16 @@ def check_images(exam: Exam) -> Finding:
             "engine does not say so of its own",
             f"the VAE overflows in model.dtype={exam.config.model.dtype}, or its weights are damaged: try float32 "
             "there, and return Rollout.finite_images",
+            images=len(finite),
+            not_finite=int((~finite).sum()),
         )
     found = rollout.images.to(expected.device).float()
     if found.shape != expected.shape:
         return failed(
             f"images are {list(found.shape[1:])} in the engine and {list(expected.shape[1:])} here",
             "pass sampling.height, sampling.width and sampling.num_frames to the engine",
+            engine_shape=list(found.shape[1:]),
+            actor_shape=list(expected.shape[1:]),
         )
     gaps = torch.stack([(image - expected).abs().flatten(1).mean(1) for image in found])
     own = gaps.diagonal()
@@ -62,6 +66,8 @@ def check_images(exam: Exam) -> Finding:
             "keep the order of samples in a batch: row i of images, latents and rewards must be the same sample",
             value=float(own[worst]),
             limit=float(gaps[worst, other]),
+            sample=worst,
+            has_image_of=other,
         )
     limit = SAME_IMAGE + MARGIN * rounding
     largest, signed = float(own.max()), (found - expected).flatten(0, -2).mean(0).tolist()

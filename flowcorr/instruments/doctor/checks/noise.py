@@ -56,15 +56,19 @@ def check_noise(exam: Exam) -> Finding:
         f"is correlated by {correlation:.2f} over {_difference(trials.base, *pair)}": of_pair,
     }
     fault, z = max(faults.items(), key=lambda item: item[1])
-    seen, seen_tails = 100 * limit / math.sqrt(2 * count), limit * math.sqrt(24 / count)
+    seen, seen_tails = limit / math.sqrt(2 * count), limit * math.sqrt(24 / count)
     return judged(
         z,
         limit,
-        f"step noise is standard normal and independent (an error of {seen:.1g} % in the std would be found, and a "
-        f"fourth moment off by {seen_tails:.1g}: that of uniform noise is off by 1.2)",
+        f"step noise is standard normal and independent (an error of {100 * seen:.1g} % in the std would be found, and "
+        f"a fourth moment off by {seen_tails:.1g}: that of uniform noise is off by 1.2)",
         f"step noise {fault}, {z:.3g} standard deviations off",
         "add s times standard normal noise to the step's mean, seeded by (seed, training step, group, member) and step "
         "index; sampling.same_initial_noise concerns the initial noise only",
+        std=math.sqrt(variance),
+        mean=mean,
+        correlation=correlation,
+        least_std_error=seen,
     )
 
 
@@ -179,6 +183,7 @@ def check_captured_noise(captured: Captured) -> Finding:
                 remedy,
                 cause="noise_reused",
                 confidence="certain",
+                drawn_at_step=number,
             )
     twins = [
         pair for pair in itertools.combinations(range(len(flat)), 2) if _alike(flat[pair[0]], flat[pair[1]])

@@ -34,6 +34,7 @@ def check_captured_reward(captured: Captured) -> Finding:
         return skipped(
             f"cannot tell: the recipe's data has the prompt {mixed[0]!r} with several reference images",
             "give --model a recipe whose data has each of the captured prompts once",
+            prompt=mixed[0],
         )
     others = [text for text in samples.prompts if folded(text) not in known]
     remedy = "give --model the recipe and the prompts that the run had"
@@ -41,6 +42,7 @@ def check_captured_reward(captured: Captured) -> Finding:
         return skipped(
             f"cannot tell: the recipe's data has no prompt {others[0]!r}, whose tag chooses the rewards",
             remedy,
+            prompt=others[0],
         )
     prompts = [known.get(folded(text), Prompt(text=text)) for text in samples.prompts]
     reward = build_reward(config.reward.terms, timeout=config.reward.timeout)

@@ -44,33 +44,39 @@ def _compared(stack: Stack) -> Finding:
     if gap > _SAME and _matches(stack, sigmas, "equal steps"):
         return passed(
             "equal steps from 1 to 1 / N, with the model's own shift; its pipeline ends them lower; sigmas differ from "
-            f"the pipeline's by {gap:.2g}"
+            f"the pipeline's by {gap:.2g}",
+            sigma_gap=gap,
         )
     if gap <= _SAME:
-        return passed(f"the model's own; sigmas differ by {gap:.1g}")
-    cause, message = _named(stack, sigmas, own)
+        return passed(f"the model's own; sigmas differ by {gap:.1g}", sigma_gap=gap)
+    cause, message, numbers = _named(stack, sigmas, own)
     return failed(
         f"{message}; sigmas differ by {gap:.2g} at most: captured {_row(sigmas)}, the model's own {_row(own)}",
         "take sigmas and timesteps from the scheduler of the model's own folder, in both stacks; keep this one "
         "only if it is meant",
         cause=cause,
         confidence="certain" if cause != "other_schedule" or "sigmas" in message else "likely",
+        sigma_gap=gap,
+        **numbers,
     )
 
 
-def _named(stack: Stack, sigmas: Tensor, own: Tensor) -> tuple[str, str]:
+def _named(stack: Stack, sigmas: Tensor, own: Tensor) -> tuple[str, str, dict[str, Any]]:
+    """The cause, a sentence, and the numbers by which it was recognised."""
     for dtype in (torch.float16, torch.bfloat16):
         if float((sigmas - own.to(dtype).double()).abs().max()) <= _SAME:
-            return "rounded_sigmas", f"sigmas were rounded to {str(dtype).removeprefix('torch.')}"
+            name = str(dtype).removeprefix("torch.")
+            return "rounded_sigmas", f"sigmas were rounded to {name}", {"dtype": name}
     for changes, cause, message in _schedulers(stack.family):
         with _scheduler_with(stack.family, changes):
             if any(_matches(stack, sigmas, spacing) for spacing in _TABLES):
-                return cause, message
+                return cause, message, changes
     for spacing in _TABLES:
         table = _table(stack, len(sigmas) - 1, spacing)
         if table is not None and (factor := _shift_of(sigmas, table)) is not None:
-            return "wrong_shift", f"the schedule is shifted by {factor:.4g} times the model's own shift"
-    return "other_schedule", "the schedule is another than the model's own"
+            message = f"the schedule is shifted by {factor:.4g} times the model's own shift"
+            return "wrong_shift", message, {"shift_factor": factor}
+    return "other_schedule", "the schedule is another than the model's own", {}
 
 
 def _schedulers(family: ModelFamily) -> Iterator[tuple[dict[str, Any], str, str]]:

@@ -45,12 +45,12 @@ def check_timesteps(exam: Exam) -> Finding:
         return _unreturned(exam, fed) or passed(message)
     if not names:
         message = f"timesteps differ from the schedule's by up to {gap:.3g}, more than rounding explains"
-        return failed(message, FEED, value=gap, limit=0.0)
+        return failed(message, FEED, value=gap, limit=0.0, fits=[])
     message = f"the engine's timesteps are {' or '.join(names)}, and differ by up to {gap:.3g}"
     roundings = rounded.keys() & names
     if len(roundings) == len(names) or (roundings and dtype != "float32"):
-        return _unreturned(exam, fed) or warned(message, REPLAY, value=gap, limit=0.0)
-    return failed(message, FEED, value=gap, limit=0.0)
+        return _unreturned(exam, fed) or warned(message, REPLAY, value=gap, limit=0.0, fits=names)
+    return failed(message, FEED, value=gap, limit=0.0, fits=names)
 
 
 def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
@@ -75,7 +75,7 @@ def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
     message = f"the steps fit timesteps {' or '.join(names)}, {evidence.text}; it returns different ones"
     warns = rounded.keys() & names and exam.config.rollout.dtype != "float32"
     report = warned if warns else failed
-    return report(message, FEED, value=evidence.value, limit=evidence.threshold)
+    return report(message, FEED, value=evidence.value, limit=evidence.threshold, fits=names)
 
 
 def _exact(exam: Exam) -> Tensor:

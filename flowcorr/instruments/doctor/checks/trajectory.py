@@ -36,6 +36,7 @@ def check_finite(exam: Exam) -> Finding:
                 return failed(
                     f"the {who} returns values that are not finite",
                     remedy=f"the {who}'s dtype overflows, or its weights are broken: try float32 there",
+                    side=who,
                 )
         undecoded = trial.rollout.finite_images
         if undecoded is not None and not bool(undecoded.all()):
@@ -45,6 +46,9 @@ def check_finite(exam: Exam) -> Finding:
                 f"{len(undecoded)} images, the first is that of sample {bad[0]}",
                 remedy=f"its VAE overflows in {decoder_dtype(exam.config)}, or its weights are damaged: try float32 "
                 "there, or check the model's files",
+                images=len(undecoded),
+                not_finite=len(bad),
+                first_sample=bad[0],
             )
     return passed("latents, means, log-probs and decoded pixels are finite")
 
@@ -58,7 +62,8 @@ def check_schedule(exam: Exam) -> Finding:
     gap = float(torch.stack(gaps).max())
     steps = len(schedule.timesteps)
     rounded = sigmas.to(torch.bfloat16).float()[rows]
-    why = ": they are rounded to bfloat16" if torch.equal(rollout.window.sigmas, rounded) else ""
+    halves = torch.equal(rollout.window.sigmas, rounded)
+    why = ": they are rounded to bfloat16" if halves else ""
     return judged(
         gap,
         witnesses.SIGMA_TOLERANCE,
@@ -66,6 +71,7 @@ def check_schedule(exam: Exam) -> Finding:
         f"sigmas differ from the actor's schedule of {steps} steps by up to {gap:.2g}{why}",
         "give both stacks one scheduler config (shift, dynamic shift) and one sampling.num_inference_steps, and "
         "take sigmas from the table by step index",
+        dtype="bfloat16" if halves else None,
     )
 
 
@@ -80,7 +86,12 @@ def check_window(exam: Exam) -> Finding:
     )
     if not torch.equal(found, places(exam)):
         first, place = int(found[0, 0]), int(places(exam)[0, 0])
-        return failed(f"a step has index {first}, but the sigma of step {place}", remedy=remedy)
+        return failed(
+            f"a step has index {first}, but the sigma of step {place}",
+            remedy=remedy,
+            step_index=first,
+            sigma_of=place,
+        )
     consecutive = sampling.sde_window_layout == "consecutive"
     kind = "consecutive" if consecutive else "ascending"
     gaps = found.diff(dim=1)
@@ -88,7 +99,10 @@ def check_window(exam: Exam) -> Finding:
     if not fits or int(found.min()) < low or int(found.max()) >= high:
         windows = sorted({tuple(row) for row in found.tolist()})
         return failed(
-            f"the SDE windows {windows} are not {size} {kind} steps within [{low}, {high})", remedy=remedy
+            f"the SDE windows {windows} are not {size} {kind} steps within [{low}, {high})",
+            remedy=remedy,
+            windows=windows,
+            range=[low, high],
         )
     of_prompts = found.unflatten(0, (exam.trials.num_prompts, -1))
     if sampling.window_per == "group" and bool((of_prompts != of_prompts[:, :1]).any()):
@@ -105,6 +119,7 @@ def check_window(exam: Exam) -> Finding:
                 f"{len(others)} of {len(asked)} samples have other SDE windows than their seeds give: sample "
                 f"{others[0]} has the steps {window[others[0]].tolist()} instead of {asked[others[0]].tolist()}",
                 remedy=f"{remedy}, or take the steps that flowcorr.sde.draw_windows gives",
+                samples_off=len(others),
             )
     return passed(f"windows are {size} {kind} steps within [{low}, {high})")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from flowcorr.instruments.doctor import precision
 from flowcorr.instruments.doctor.exam import EXPLAINED, Exam, largest_gap
@@ -49,6 +49,7 @@ def check_sync(exam: Exam) -> Finding:
         f"after a sync the engine still samples with the weights {when}",
         "check the answer of every sync, and that no request keeps an old version; set an intended lag as "
         "rollout.staleness",
+        weights=name,
     )
     if finding.level == "serious":
         return finding
@@ -57,6 +58,8 @@ def check_sync(exam: Exam) -> Finding:
         return failed(
             f"the newest weights are version {told}, and the engine says that version {said} sampled",
             "Rollout.policy_versions has to be the Weights.version of the sync whose weights sampled",
+            sent_version=told,
+            sampled_version=said,
         )
     return finding if lora else _arrival(exam, "trained weights")
 
@@ -67,14 +70,17 @@ def check_weights(exam: Exam) -> Finding:
     gap, usual = trial.velocity_gap(), exam.usual_gap
     nats = trial.rollout.num_elements * float(trial.squared_distance().sum(1).mean() / 2)
     message = f"velocities differ by {100 * gap:.2g} %, a gap of {nats:.2g} joint nats a window"
+    numbers: dict[str, Any] = {"joint_nats": nats}
     engine_dtype, actor_dtype = exam.config.rollout.dtype, exam.config.model.dtype
     if engine_dtype != actor_dtype:
+        numbers |= {"rollout.dtype": engine_dtype, "model.dtype": actor_dtype}
         message += (
             f"; rollout.dtype={engine_dtype} and model.dtype={actor_dtype} round apart, which accounts for up to "
             f"{100 * usual:.2g} %"
         )
     quantization = trainer_quantization(exam.config)
     if quantization != "none":
+        numbers["model.quantization"] = quantization
         message += (
             f"; model.quantization={quantization} rounds the actor's weights and not the engine's, which accounts for "
             f"up to {100 * usual:.2g} %"
@@ -89,6 +95,7 @@ def check_weights(exam: Exam) -> Finding:
             "explain this gap",
             value=errors.engine / errors.actor,
             limit=ROUNDING_FAIL,
+            **numbers,
         )
     limit = largest_gap(usual)
     coarse = gap <= limit
@@ -102,6 +109,7 @@ def check_weights(exam: Exam) -> Finding:
         else "compare model.path, revision and variant of both stacks, and the engine's quantization; guidance in the "
         "engine alone has the same effect",
         fails_above=limit,
+        **numbers,
     )
 
 
@@ -154,19 +162,22 @@ def _arrival(exam: Exam, what: str) -> Finding:
     missing = max(math.sqrt(max(gap**2 - rounding, 0.0)) / size, abs(1 - share) - unsure)
     message = f"{100 * share:.0f} % of the {what}'s effect on the actor's steps is found in the engine's"
     names = "compare the engine's layer names with the names that are sent"
-    bad = message
+    bad, lost = message, "few"
     if missing <= MISSING_FAIL:
         remedy = f"{names}: a few may be left out"
     elif trial.explained_by([without]) >= EXPLAINED:
         bad = f"the {what} has no effect in the engine: it binds to no layer, or never arrives"
+        lost = "all"
         remedy = f"{names}, pass the adapter with every request, and check the answer of every sync"
     elif share > 1 + MISSING_FAIL or trial.explained_by([without + share * move]) >= EXPLAINED:
-        bad = f"{message}: its scale differs"
+        bad, lost = f"{message}: its scale differs", "scale"
         remedy = "apply the adapter once, scaled by model.lora.alpha / model.lora.rank"
     else:
-        bad = f"{message}: some layers are left out"
+        bad, lost = f"{message}: some layers are left out", "layers"
         remedy = f"{names}; fused projections need a mapping"
-    return judged(missing, MISSING_WARN, message, bad, remedy, fails_above=MISSING_FAIL)
+    return judged(
+        missing, MISSING_WARN, message, bad, remedy, fails_above=MISSING_FAIL, arrived=share, lost=lost
+    )
 
 
 def check_attention(exam: Exam) -> Finding:
@@ -176,8 +187,12 @@ def check_attention(exam: Exam) -> Finding:
     facts = exam.engine.describe()
     own = attention_name(exam.actor.weights.transformer)
     message = f"engine: {', '.join(f'{key} {value}' for key, value in facts.items())}; actor: attention {own}"
+    numbers: dict[str, Any] = {
+        **{f"engine_{key}": value for key, value in facts.items()},
+        "actor_attention": own,
+    }
     if facts.get("attention") == own:
-        return passed(message)
+        return passed(message, **numbers)
     remedy = "try the engine's plain attention (SDPA) and see whether the gap disappears"
     gap = exam.trials.base.velocity_gap()
-    return judged(gap, exam.usual_gap, message, message, remedy, fails_above=math.inf)
+    return judged(gap, exam.usual_gap, message, message, remedy, fails_above=math.inf, **numbers)

@@ -15,30 +15,33 @@ from flowcorr.instruments.doctor import examine
 from tests.planted.plants import rescaled_guidance
 
 FAULTS = {
-    "none": (another_guidance(guidance_scale=1.0), {}, "guidance_scale=1 instead of 4"),
-    "more": (another_guidance(guidance_scale=5.0), {}, "guidance_scale=5 instead of 4"),
-    "none, fp8": (another_guidance(guidance_scale=1.0), {"rollout": {"emulate": "fp8"}}, "guidance_scale="),
+    "none": (another_guidance(guidance_scale=1.0), {}, {"value": 1.0, "limit": 4.0}),
+    "more": (another_guidance(guidance_scale=5.0), {}, {"value": 5.0, "limit": 4.0}),
+    "none, fp8": (another_guidance(guidance_scale=1.0), {"rollout": {"emulate": "fp8"}}, {"limit": 4.0}),
     "seven tenths, bfloat16": (
         another_guidance(guidance_scale=2.8),
         {"model": WHOLE, "rollout": {"dtype": "bfloat16"}},
-        "guidance_scale=2.8",
+        {"value": 2.8},
     ),
-    "rescaled": (rescaled_guidance(0.7), {}, "guidance_rescale=0.7"),
+    "rescaled": (rescaled_guidance(0.7), {}, {"guidance_rescale": 0.7}),
     "rescaled, bfloat16": (
         rescaled_guidance(0.7),
         {"rollout": {"dtype": "bfloat16"}},
-        "guidance_rescale=0.7",
+        {"guidance_rescale": 0.7},
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_guidance(small_run, fault):
-    plant, sections, message = FAULTS[fault]
+    plant, sections, numbers = FAULTS[fault]
     run = small_run(sampling=GUIDED, **sections)
     engine = separate(run)
     plant(engine)
-    assert_named(check(run, engine, float32=False), "guidance", message)
+    report = check(run, engine, float32=False)
+    assert_named(report, "guidance")
+    found = finding_of(report, "guidance").numbers
+    assert {name: found[name] for name in numbers} == pytest.approx(numbers, rel=0.01)
 
 
 @pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}])
@@ -76,4 +79,6 @@ def test_distilled_guidance(tmp_path, make_config, rollout):
     another_guidance(guidance_scale=1.0)(engine)
     report = examine(actor, engine, conditioning, float32=False)
     assert report.causes() == ["guidance"]
-    assert "guidance_scale=1 instead of 3.5" in finding_of(report, "guidance").sentence
+    found = finding_of(report, "guidance")
+    assert found.numbers["value"] == 1.0
+    assert found.numbers["limit"] == pytest.approx(3.5, rel=0.01)

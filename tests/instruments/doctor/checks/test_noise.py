@@ -116,8 +116,8 @@ def test_the_smallest_deviation_depends_on_the_elements(shared_run, samples, dev
     finding = check_noise(Drawn(shared_run, samples, lambda noise: (1 + deviation) * noise).exam)
     assert finding.level == status
     if not deviation:
-        smallest = 100 * finding.numbers["limit"] / math.sqrt(2 * 2 * samples * 2 * 512)
-        assert f"an error of {smallest:.1g} % in the std would be found" in finding.sentence
+        smallest = finding.numbers["limit"] / math.sqrt(2 * 2 * samples * 2 * 512)
+        assert finding.numbers["least_std_error"] == pytest.approx(smallest)
 
 
 def test_false_alarms_are_rare(shared_run):
@@ -159,7 +159,7 @@ def test_kernels_without_a_fixed_order_warn(small_run):
 
 def test_noise_of_a_step_before(captured_of):
     found = check_captured_noise(captured_of(earlier={1: captured_of().stack.samples}))
-    assert (found.cause, found.headline) == ("noise_reused", "the initial noise is that of training step 1")
+    assert (found.cause, found.numbers["drawn_at_step"]) == ("noise_reused", 1)
 
 
 def test_samples_of_one_prompt_may_share_their_noise(captured_of, captured):

@@ -17,30 +17,30 @@ from tests.planted.mistakes import spoiled
 from tests.planted.plants import returning, rounded, sampling_with, scheduled
 
 RETURNED = {
-    "values that are not finite": ("finite", {"latents": spoiled}, ""),
+    "values that are not finite": ("finite", {"latents": spoiled}, {}),
     "steps counted from one": (
         "window",
         {"step_indices": lambda rollout: rollout.window.step_indices + 1},
-        "has index 1, but the sigma of step 0",
+        {"step_index": 1, "sigma_of": 0},
     ),
     "latents rounded to bfloat16": (
         "latent_dtype",
         {"latents": lambda rollout: rounded(rollout.window.latents)},
-        "",
+        {},
     ),
     "next latents rounded after they were scored": (
         "latent_dtype",
         {"next_latents": rounded_after_scoring},
-        "",
+        {},
     ),
 }
 SAMPLED = {
-    "another shift": ("schedule", scheduled(shifted), {}, ""),
+    "another shift": ("schedule", scheduled(shifted), {}, {}),
     "one step fewer": (
         "schedule",
         scheduled(lambda engine: engine.family.schedule(2, engine.plan.latent_shape)),
         {},
-        "",
+        {},
     ),
     "sigmas rounded to bfloat16": (
         "schedule",
@@ -51,20 +51,20 @@ SAMPLED = {
             )
         ),
         {},
-        "rounded to bfloat16",
+        {"dtype": "bfloat16"},
     ),
-    "the window one step later": ("window", sampling_with(sde_window_range=(1, 3)), {}, ""),
+    "the window one step later": ("window", sampling_with(sde_window_range=(1, 3)), {}, {}),
     "a window for each image": (
         "window",
         sampling_with(window_per="sample"),
         {"rollout": {"n": 6}, "sampling": {"sde_window_size": 1}},
-        "",
+        {},
     ),
     "scattered windows": (
         "window",
         sampling_with(sde_window_layout="scattered"),
         {"sampling": {"num_inference_steps": 8, "sde_window_range": (0, 7)}},
-        "are not 2 consecutive steps within [0, 7)",
+        {"range": [0, 7]},
     ),
     "consecutive windows where scattered ones are asked for": (
         "window",
@@ -76,18 +76,18 @@ SAMPLED = {
                 "sde_window_layout": "scattered",
             }
         },
-        "other SDE windows than their seeds give",
+        {"samples_off": 4},
     ),
-    "another noise level": ("transition", sampling_with(noise_level=0.8), {}, ""),
-    "another sde type": ("transition", sampling_with(sde_type="dance_sde"), {}, ""),
+    "another noise level": ("transition", sampling_with(noise_level=0.8), {}, {}),
+    "another sde type": ("transition", sampling_with(sde_type="dance_sde"), {}, {}),
 }
 
 
 @pytest.mark.parametrize("fault", RETURNED)
 def test_returned_values(recorded, fault):
-    name, changes, message = RETURNED[fault]
+    name, changes, numbers = RETURNED[fault]
     returning(**changes)(recorded.engine)
-    assert_named(check(recorded, recorded.engine), name, message)
+    assert_named(check(recorded, recorded.engine), name, **numbers)
 
 
 @pytest.mark.parametrize("layer", ["conv_in", "conv_out"])
@@ -97,12 +97,8 @@ def test_a_decoder_that_overflows(small_run, layer):
     engine.family.pipeline.vae = copy.deepcopy(engine.family.pipeline.vae)
     overflow(engine.family.pipeline.vae, layer)
     report = check(run, engine)
-    assert_named(
-        report,
-        "finite",
-        "and the pixels decoded from them are not: 4 of 4 images, the first is that of sample 0",
-    )
-    assert "its VAE overflows in model.dtype=float32" in finding_of(report, "finite").remedy
+    assert_named(report, "finite", images=4, not_finite=4, first_sample=0)
+    assert "model.dtype=float32" in finding_of(report, "finite").remedy
 
 
 def test_a_decoder_that_overflows_in_half_precision_alone(small_run):
@@ -114,7 +110,7 @@ def test_a_decoder_that_overflows_in_half_precision_alone(small_run):
     report = check(run, run.engine)
     assert report.causes() == ["finite"]
     assert finding_of(report, "float32").level == "healthy"
-    assert "its VAE overflows in model.dtype=float16" in finding_of(report, "finite").remedy
+    assert "model.dtype=float16" in finding_of(report, "finite").remedy
 
 
 def test_final_latents_that_are_not_finite(recorded):
@@ -124,13 +120,13 @@ def test_final_latents_that_are_not_finite(recorded):
         return final
 
     returning(final_latents=lost)(recorded.engine)
-    assert_named(check(recorded, recorded.engine), "finite", "the engine returns values that are not finite")
+    assert_named(check(recorded, recorded.engine), "finite", side="engine")
 
 
 @pytest.mark.parametrize("fault", SAMPLED)
 def test_sampling(small_run, fault):
-    name, plant, sections, message = SAMPLED[fault]
+    name, plant, sections, numbers = SAMPLED[fault]
     run = small_run(**sections)
     engine = separate(run)
     plant(engine)
-    assert_named(check(run, engine), name, message)
+    assert_named(check(run, engine), name, **numbers)

@@ -34,48 +34,48 @@ def half_of_the_layers(name):
 
 
 FAULTS = {
-    "one sync behind": ("sync", one_sync_behind, {}, "of one sync ago"),
-    "deaf after the first sync": ("sync", deaf_after_the_first_sync, {}, "from before several syncs"),
-    "another checkpoint": ("weights", merging(another_checkpoint), {}, ""),
-    "another checkpoint under guidance": ("weights", merging(another_checkpoint), {"sampling": GUIDED}, ""),
-    "a block's feed-forward lost": ("weights", merging(one_block_missing), {"model": WHOLE}, ""),
-    "an attention head lost": ("weights", merging(head_missing), {"sampling": GUIDED}, ""),
+    "one sync behind": ("sync", one_sync_behind, {}, {"weights": "previous"}),
+    "deaf after the first sync": ("sync", deaf_after_the_first_sync, {}, {"weights": "current"}),
+    "another checkpoint": ("weights", merging(another_checkpoint), {}, {}),
+    "another checkpoint under guidance": ("weights", merging(another_checkpoint), {"sampling": GUIDED}, {}),
+    "a block's feed-forward lost": ("weights", merging(one_block_missing), {"model": WHOLE}, {}),
+    "an attention head lost": ("weights", merging(head_missing), {"sampling": GUIDED}, {}),
     "a checkpoint quantised unasked": (
         "weights",
         lambda engine: setattr(engine, "config", replace(engine.config, emulate="int8")),
         {},
-        "",
+        {},
     ),
     "an adapter on misnamed layers": (
         "lora",
         merging(without_adapters(lambda name: False)),
         {},
-        "binds to no layer",
+        {"lost": "all"},
     ),
     "an adapter on half of the layers": (
         "lora",
         merging(without_adapters(half_of_the_layers)),
         {"model": WHOLE},
-        "layers are left out",
+        {"lost": "layers"},
     ),
-    "an adapter without alpha over rank": ("lora", merging(scaled_up(0.5)), {}, "its scale differs"),
-    "an adapter applied twice": ("lora", merging(scaled_up(2.0)), {}, "its scale differs"),
+    "an adapter without alpha over rank": ("lora", merging(scaled_up(0.5)), {}, {"lost": "scale"}),
+    "an adapter applied twice": ("lora", merging(scaled_up(2.0)), {}, {"lost": "scale"}),
     "half an adapter, int4": (
         "lora",
         merging(without_adapters(half_of_the_layers)),
         {"model": WHOLE, "rollout": {"emulate": "int4"}},
-        "",
+        {},
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_weights(small_run, fault):
-    name, plant, sections, message = FAULTS[fault]
+    name, plant, sections, numbers = FAULTS[fault]
     run = small_run(**sections)
     engine = separate(run)
     plant(engine)
-    assert_named(check(run, engine, float32=False), name, message)
+    assert_named(check(run, engine, float32=False), name, **numbers)
 
 
 def test_a_version_that_was_never_sent_is_named(small_run):
@@ -83,9 +83,7 @@ def test_a_version_that_was_never_sent_is_named(small_run):
     engine = separate(run)
     returning(policy_versions=lambda rollout: rollout.policy_versions + 1)(engine)
     told = run.actor.weights.version + 2
-    assert_named(
-        check(run, engine), "sync", f"are version {told}, and the engine says that version {told + 1} sampled"
-    )
+    assert_named(check(run, engine), "sync", sent_version=told, sampled_version=told + 1)
 
 
 def test_a_coarse_engine_warns(small_run):
@@ -125,22 +123,18 @@ def test_a_fresh_adapter_that_never_arrives(small_run):
     deaf_after_the_first_sync(engine)
     report = check(run, engine)
     assert report.causes() == ["lora"]
-    assert "never arrives" in finding_of(report, "lora").sentence
+    assert finding_of(report, "lora").numbers["lost"] == "all"
 
 
 @pytest.mark.parametrize(
-    ("plant", "message"),
-    [
-        (one_sync_behind, "of one sync ago"),
-        (deaf_after_the_first_sync, "from before several syncs"),
-    ],
+    ("plant", "weights"), [(one_sync_behind, "previous"), (deaf_after_the_first_sync, "current")]
 )
-def test_full_weights_from_before(full_run, plant, message):
+def test_full_weights_from_before(full_run, plant, weights):
     engine = separate(full_run)
     plant(engine)
     report = check(full_run, engine, float32=False)
     assert report.causes() == ["sync"]
-    assert message in finding_of(report, "sync").sentence
+    assert finding_of(report, "sync").numbers["weights"] == weights
 
 
 def test_full_weights_of_which_half_arrive(full_run):
@@ -152,7 +146,7 @@ def test_full_weights_of_which_half_arrive(full_run):
     merging(half)(engine)
     report = check(full_run, engine, float32=False)
     assert report.causes() == ["sync"]
-    assert "layers are left out" in finding_of(report, "sync").sentence
+    assert finding_of(report, "sync").numbers["lost"] == "layers"
 
 
 def test_an_engine_may_describe_itself(small_run):
@@ -166,6 +160,6 @@ def test_an_engine_may_describe_itself(small_run):
     merging(coarse)(engine)
     report = check(run, engine)
     assert report.causes("warning") == ["weights", "attention"]
-    message = finding_of(report, "attention").sentence
-    assert "attention FLASH_ATTN" in message
-    assert "JointAttnProcessor2_0" in message
+    numbers = finding_of(report, "attention").numbers
+    assert (numbers["engine_attention"], numbers["engine_dtype"]) == ("FLASH_ATTN", "float32")
+    assert numbers["actor_attention"] == "JointAttnProcessor2_0"
