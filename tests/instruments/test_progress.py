@@ -12,7 +12,9 @@ from rich.console import Console
 
 from flowcorr.config import load
 from flowcorr.errors import BackendError
+from flowcorr.instruments.gap_words import measurement, treatment
 from flowcorr.instruments.progress import TerminalObserver
+from flowcorr.instruments.report.learning import CONSTANT
 from flowcorr.trainer import RunResult
 
 BEFORE = {"eval/reward": 0.5, "eval/exact_match": 0.4, "eval/reward_std": 0.1}
@@ -27,6 +29,13 @@ def console(request):
 def plain(console):
     """The text without the codes that move the cursor and set colours."""
     return re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\r", "", console.file.getvalue())
+
+
+def told(console, start):
+    """The numbers by name on the last line with `start`: one for `name 0.5`, two for `name 0.5 -> 0.9`."""
+    line = [line for line in plain(console).splitlines() if start in line][-1].partition(start)
+    named = re.findall(r"([\w/]+) ([\d.]+)(?: -> ([\d.]+))?", line[1] + line[2])
+    return {name: tuple(float(value) for value in values if value) for name, *values in named}
 
 
 def follow(observer, *, result):
@@ -46,12 +55,14 @@ def test_a_run_tells_what_a_user_wants_to_know(console):
     with TerminalObserver(console) as observer:
         follow(observer, result=finished)
     text = console.file.getvalue()
-    assert "tiny_ocr -> runs/x: 2 steps, rollout gap measured only\n" in text
-    assert "eval at step 0: reward 0.500  exact_match 0.400" in text
-    assert "reward 0.5  clipped 0.125" in text
-    assert "held out: reward 0.500 -> 0.900, exact_match 0.400 -> 0.800\n" in text
+    config = load("tiny_ocr_lora")
+    assert f"{config.model.path} -> runs/x: 2 steps" in text
+    assert treatment(config.algorithm.rollout_correction) in text
+    assert told(console, "step 0") == {"step": (0,), "reward": (0.5,), "exact_match": (0.4,)}
+    assert told(console, "step 2/2").items() >= {"reward": (0.5,), "clipped": (0.125,)}.items()
+    assert told(console, "held out") == {"reward": (0.5, 0.9), "exact_match": (0.4, 0.8)}
     assert "[red]not markup[/red]" in text
-    assert "finished after step 2" in text
+    assert told(console, "finished")["step"] == (2,)
 
 
 def test_an_evaluation_on_both_bases_tells_both_scores(console):
@@ -63,17 +74,15 @@ def test_an_evaluation_on_both_bases_tells_both_scores(console):
     }
     with TerminalObserver(console) as observer:
         observer.on_eval(0, scores)
-    assert "eval at step 0: reward 0.500  served/reward 0.400\n" in plain(console)
+    assert told(console, "eval") == {"step": (0,), "reward": (0.5,), "served/reward": (0.4,)}
 
 
 def test_every_step_leaves_a_line(console):
     with TerminalObserver(console) as observer:
         follow(observer, result=RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics=AFTER))
-    text = plain(console)
-    assert re.findall(r"step \d/2  reward [\d.]+  clipped 0.125", text) == [
-        "step 1/2  reward 0.25  clipped 0.125",
-        "step 2/2  reward 0.5  clipped 0.125",
-    ]
+    for step in (1, 2):
+        line = told(console, f"step {step}/2")
+        assert (line["step"], line["reward"], line["clipped"]) == ((step,), (0.25 * step,), (0.125,))
 
 
 @pytest.mark.parametrize(
@@ -129,8 +138,8 @@ def test_a_finished_run_ends_with_its_measurement(console, recipe, advised):
         observer.on_step(1, MEASURED)
         observer.on_finish(RunResult(status="finished", step=1, out_dir=out_dir, metrics={}))
     text = plain(console)
-    assert "step 1/1  gap 0.31 joint nats" in text
-    assert "gap 0.31 joint nats; 11 % of ratios outside the clip range before any update, but" in text
+    assert told(console, "step 1/1")["gap"] == (0.31,)
+    assert measurement(load("tiny_ocr_lora"), [MEASURED]) in " ".join(text.split())
     assert f"\n  {advised}  " in text
 
 
@@ -141,7 +150,7 @@ def test_a_reward_that_is_constant_is_named_at_the_end(console, spread, warned):
         for step in (1, 2):
             observer.on_step(step, {"reward/mean": 0.25, "reward/std": spread})
         observer.on_finish(RunResult(status="finished", step=2, out_dir=Path("runs/x"), metrics={}))
-    assert ("the same number for all images" in plain(console)) == warned
+    assert (CONSTANT in plain(console)) == warned
 
 
 def test_a_resumed_run_sums_up_the_whole_run(console, tmp_path):
@@ -157,10 +166,9 @@ def test_a_resumed_run_sums_up_the_whole_run(console, tmp_path):
         observer.on_step(2, {**measured, "rollout_corr/exact_kl": 3e-4})
         observer.on_eval(2, AFTER)
         observer.on_finish(RunResult(status="finished", step=2, out_dir=tmp_path, metrics=AFTER))
-    text = plain(console)
-    assert "held out: reward 0.500 -> 0.900, exact_match 0.400 -> 0.800\n" in text
-    assert "gap 0.2 joint nats\n" in text
-    assert "the same number for all images" in text
+    assert told(console, "held out") == {"reward": (0.5, 0.9), "exact_match": (0.4, 0.8)}
+    assert told(console, "gap 0") == {"gap": (0.2,)}  # not the line of a step
+    assert CONSTANT in plain(console)
 
 
 def test_what_is_unhealthy_is_told_once(console):
@@ -170,8 +178,8 @@ def test_what_is_unhealthy_is_told_once(console):
             observer.on_step(step, {"rollout_corr/kl": 0.5, "rollout_corr/clip_noise_fraction": 0.9})
     text = console.file.getvalue()
     assert text.count("warning: ") == 1
-    assert "KL of old and rollout policy" in text
-    assert "(metric rollout_corr/kl, value 0.5" in text
+    assert "metric rollout_corr/kl" in text
+    assert told(console, "warning")["value"] == (0.5,)
 
 
 def test_a_clip_range_below_the_noise_is_told_once(console):
@@ -182,8 +190,9 @@ def test_a_clip_range_below_the_noise_is_told_once(console):
             observer.on_step(step, noisy)
     text = " ".join(console.file.getvalue().split())
     assert text.count("warning: ") == 1
-    assert "clip range actor.clip_ratio=0.001, mean |delta log p| 0.0047" in text
-    assert "range that `flowcorr audit` recommends" in text
+    assert "actor.clip_ratio=0.001" in text
+    assert "p| 0.0047" in text
+    assert "`flowcorr audit`" in text
 
 
 def test_an_interrupted_run_says_how_to_resume(console):
@@ -198,9 +207,8 @@ def test_an_interrupted_run_says_how_to_resume(console):
     with TerminalObserver(console) as observer:
         observer.on_start(load("tiny_ocr_lora"), Path("runs/x"), 0)
         observer.on_finish(result)
-    text = console.file.getvalue()
-    assert "interrupted after step 1" in text
-    assert "resume with: flowcorr train runs/x/config.yaml --resume --out runs/x\n" in text
+    assert told(console, "interrupted")["step"] == (1,)
+    assert f"{result.resume_command}\n" in console.file.getvalue()
 
 
 def test_a_closed_output_is_an_error_without_a_traceback():
@@ -224,7 +232,7 @@ def test_a_pipe_that_nobody_reads_is_an_error():
             [sys.executable, "-c", script], stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 1
-    assert "BackendError: standard output is closed" in done.stderr
+    assert "BackendError: standard" in done.stderr
 
 
 def test_a_closed_terminal_is_left():

@@ -33,7 +33,7 @@ def test_a_chart_a_mode_has_the_ends_of_each_steps_band(tmp_path):
         },
     )
     squares, ratios = charts_of(folder)
-    assert squares.title.startswith("Measured bands of seq_max_k2")
+    assert "seq_max_k2" in squares.title
     (curve,) = squares.draw.keywords["curves"]
     assert curve.mark == "step 1"
     first, second = ratios.draw.keywords["curves"]

@@ -1,6 +1,7 @@
 """What the charts of a report show."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,11 @@ from flowcorr.instruments.report.runs import group_by_seed, read_run
 from flowcorr.instruments.thinning import MAX_ROWS
 
 CORRECTION = "algorithm.rollout_correction"
+OUTSIDE = "outside this plot"
+
+
+def numbers_of(text):
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
 def charts_of(*folders):
@@ -33,14 +39,14 @@ def test_limits_of_shares_are_drawn_however_far_they_are(value, tmp_path):
     charts = charts_of(folder)
     for name in ("rollout_corr_rollout_is_eff_sample_size", "rollout_corr_rejected_ratio"):
         assert charts[name].shaded
-        assert "outside this plot" not in charts[name].caption
-    assert "healthy up to 0.05, serious above 0.1" in charts["rollout_corr_rejected_ratio"].caption
+        assert OUTSIDE not in charts[name].caption
+    assert numbers_of(charts["rollout_corr_rejected_ratio"].caption) == [0.05, 0.1]  # healthy, serious
 
 
 def test_a_limit_is_far_where_it_is_not_drawn_and_only_there(runs):
     for chart in charts_of(*runs).values():
         if "healthy" in chart.caption:
-            assert ("outside this plot" in chart.caption) != chart.shaded
+            assert (OUTSIDE in chart.caption) != chart.shaded
 
 
 def test_serious_shares_are_shaded_darker(tmp_path):
@@ -54,7 +60,7 @@ def test_weights_of_the_update_are_drawn(tmp_path):
     folder = write_run(tmp_path / "a", f"{CORRECTION}.preset=bypass_pg_is")
     name = "actor/rollout_corr/rollout_is_eff_sample_size"
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, name: 0.2}), encoding="utf-8")
-    assert "healthy from 0.3" in charts_of(folder)[name.replace("/", "_")].caption
+    assert 0.3 in numbers_of(charts_of(folder)[name.replace("/", "_")].caption)
 
 
 def test_long_runs_are_drawn_by_means_with_their_extremes(tmp_path):
@@ -67,7 +73,7 @@ def test_long_runs_are_drawn_by_means_with_their_extremes(tmp_path):
     (band,) = axes.collections
     lows_and_highs = band.get_paths()[0].vertices[:, 1]
     assert (min(lows_and_highs), max(lows_and_highs)) == pytest.approx((1e-3, 1.001))
-    assert "means over 6 steps" in chart.caption
+    assert "over 6 steps" in chart.caption
     picture = drawn(charts["drift_by_timestep_0"]).images[0].get_array()
     assert picture.shape == (2, 167)
     assert picture[0, 0] == pytest.approx(3.5e-4)  # the mean of 1e-4 to 6e-4
@@ -128,14 +134,14 @@ def test_of_many_metrics_and_steps_some_are_drawn(tmp_path):
         section for section in chart_sections(groups) if section.title in ("Learning", "Drift by timestep")
     )
     assert len(learning.pictures) == MAX_CHARTS
-    assert f"Of {len(names) - 901} metrics, the first {MAX_CHARTS} are drawn." in learning.text
-    assert f"{MAX_ROWS} of 900 steps" in next(iter(drift.pictures.values())).caption
+    assert numbers_of(learning.text) == [len(names) - 901, MAX_CHARTS]
+    assert f"{MAX_ROWS} of 900" in next(iter(drift.pictures.values())).caption
 
 
 def test_of_a_long_window_some_steps_are_drawn(tmp_path):
     window = torch.zeros(2, 200)
     flowcorr.dump(tmp_path, 1, rollout_log_probs=window, old_log_probs=window + 1e-3, advantages=[1.0, -1.0])
     caption = charts_of(tmp_path)["mismatch_by_step_0"].caption
-    assert f"{MAX_ROWS} of 200 steps" in caption
+    assert f"{MAX_ROWS} of 200" in caption
     assert "step 0: " in caption
     assert "199: " in caption

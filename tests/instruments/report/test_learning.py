@@ -56,8 +56,7 @@ def test_without_a_standard_error_nothing_is_claimed():
 def test_a_constant_reward_teaches_nothing():
     steps = [{"step": step, "reward/mean": 0.25, "reward/std": 0.0} for step in (1, 2, 3)]
     found = learning_of(run_of(evaluated(0, 0.25, 0.0), *steps))
-    assert found.numbers["change"] == "did not move"
-    assert found.sentence == CONSTANT
+    assert (found.level, found.sentence) == ("warning", CONSTANT)
 
 
 def test_rewards_of_training_samples_do_not_tell_what_was_learned():

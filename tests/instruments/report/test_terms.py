@@ -1,5 +1,7 @@
 """Ratios and mismatch of dumped terms."""
 
+import re
+
 import pytest
 import torch
 from instruments.run_folders import dump, write_run
@@ -10,6 +12,7 @@ from flowcorr.instruments.report.charts import chart_sections
 from flowcorr.instruments.report.runs import group_by_seed, read_run
 
 CORRECTION = "algorithm.rollout_correction"
+NUM_TERMS = re.compile(r"(\d+) terms of (\d+) training steps")
 
 
 def captions(folder):
@@ -21,8 +24,8 @@ def captions(folder):
 
 def test_without_dumped_terms_one_sentence_tells_how(tmp_path):
     text = captions(write_run(tmp_path / "a"))
-    assert "Train with trainer.dump_log_probs=true to see here" in text
-    assert "clip range dashed" not in text
+    assert "trainer.dump_log_probs=true" in text
+    assert "dashed" not in text
 
 
 def test_dumped_terms_are_drawn(tmp_path):
@@ -33,23 +36,23 @@ def test_dumped_terms_are_drawn(tmp_path):
     terms = [dumps.load(path) for path in dumps.files(folder).values()]
     ratio = torch.cat([part.current_log_probs - part.old_log_probs for part in terms]).exp()
     above, below = ((ratio > 1.001).double().mean(), (ratio < 0.999).double().mean())
-    assert f"clip range dashed: {above:.1%} above, {below:.1%} below" in text
-    assert "256 terms of 2 training steps" in text
-    assert "50% are 0, scored before the first optimizer step" in text
+    assert f"{above:.1%} above, {below:.1%} below" in text
+    assert NUM_TERMS.findall(text) == [("256", "2")]
+    assert "50% are 0" in text
     gap = torch.cat([part.old_log_probs - part.rollout_log_probs for part in terms])
     stds = [f"{step}: {gap[:, step].mean():.1e} ± {gap[:, step].std(correction=0):.1e}" for step in (0, 1)]
-    assert f"mean ± std of step {', '.join(stds)}" in text
+    assert ", ".join(stds) in text
 
 
 @pytest.mark.parametrize(
     ("overrides", "dumped", "expected"),
     [
-        ([f"{CORRECTION}.preset=bypass_ppo_clip"], {"bypass": True}, "clips it: current less rollout,"),
-        ([], {"scale": 1e-5}, "clip range outside this plot: 0.0% above, 0.0% below"),
-        ([], {"scale": 0.0}, "0 everywhere: both stacks score alike, to the last bit"),
-        (["actor.clip_ratio=[1e-3, 1e-9, 1e-3, 1e-3]"], {}, "in clip ranges of its step: current"),
-        (["actor.loss_mode=flow_dppo"], {}, "this loss has no clip range"),
-        ([f"{CORRECTION}.preset=bypass_pg_is"], {"bypass": True}, "this loss has no clip range"),
+        ([f"{CORRECTION}.preset=bypass_ppo_clip"], {"bypass": True}, "current less rollout"),
+        ([], {"scale": 1e-5}, "outside this plot: 0.0% above, 0.0% below"),
+        ([], {"scale": 0.0}, "0 everywhere"),
+        (["actor.clip_ratio=[1e-3, 1e-9, 1e-3, 1e-3]"], {}, "clip ranges of its step"),
+        (["actor.loss_mode=flow_dppo"], {}, "no clip range"),
+        ([f"{CORRECTION}.preset=bypass_pg_is"], {"bypass": True}, "no clip range"),
         # exp((0 + 2e-3) / 2) leaves a range of 9e-4 wherever nothing was learned yet
         (["actor.loss_mode=grpo_guard", "actor.clip_ratio=9e-4"], {"scale": 0.0}, "100.0% above, 0.0% below"),
     ],
@@ -63,13 +66,13 @@ def test_ratios_are_those_that_the_loss_clips(overrides, dumped, expected, tmp_p
 def test_the_mismatch_of_bypass_is_of_what_was_scored_before_an_update(tmp_path):
     folder = write_run(tmp_path / "a", f"{CORRECTION}.preset=bypass_ppo_clip")
     dump(folder, bypass=True)  # of the second half of its samples, the policy has moved
-    assert "mean ± std" in captions(folder)
+    assert "±" in captions(folder)
     dump(folder, bypass=True, before_update=torch.arange(64)[:, None].expand(64, 2) < 32)
-    assert "0 everywhere: both stacks score alike" in captions(folder)
+    assert "0 everywhere" in captions(folder)
 
 
 def test_of_many_steps_some_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(report_runs, "MAX_STEPS", 3)
     folder = write_run(tmp_path / "a")
     dump(folder, steps=7)
-    assert "384 terms of 3 training steps" in captions(folder)
+    assert NUM_TERMS.findall(captions(folder)) == [("384", "3")]
