@@ -143,7 +143,8 @@ def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     mean, spread = _mean_and_spread(by_step[index])
     if sizes[index] <= max(_ALONE * sizes[ranked[1]], rounding) or abs(mean) <= _SHARED * spread:
         return None
-    sure = "" if sizes[ranked[1]] <= rounding else "; most likely a fault of that step"
+    certain = sizes[ranked[1]] <= rounding
+    sure = "" if certain else "; most likely a fault of that step"
     return Finding(
         level="serious",
         cause="one_step",
@@ -154,6 +155,7 @@ def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
             "mean delta log p": mean,
             "spread": spread,
             "|delta| of other steps": sizes[ranked[1]],
+            "confidence": "certain" if certain else "likely",
         },
         remedy=f"compare sigma, the next sigma and the timestep of step {index} in both stacks, and the noise level "
         "that each uses there; no correction repairs this",

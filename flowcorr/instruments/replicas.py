@@ -74,12 +74,19 @@ class ReplicaMonitor:
         return found
 
     def _odd(self, worker: int, factor: float, limit: float) -> Finding:
-        place = f" ({self._places[worker]})" if worker in self._places else ""
+        known = worker in self._places
+        place = f" ({self._places[worker]})" if known else ""
         return Finding(
             level="warning",
             cause=RULE.name,
             sentence=f"the gap of rollout worker {worker}{place} is larger than that of the others",
-            numbers={"metric": _METRIC.format(worker), "value": factor, "limit": limit},
+            numbers={
+                "metric": _METRIC.format(worker),
+                "value": factor,
+                "limit": limit,
+                "worker": worker,
+                **({"place": self._places[worker]} if known else {}),
+            },
             remedy=RULE.advice,
         )
 

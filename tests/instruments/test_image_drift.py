@@ -74,5 +74,5 @@ def test_scores_that_a_reward_names_like_statistics_tell_nothing():
 def test_a_policy_that_freezes_its_videos_shows():
     (found,) = examine_step(record(9, 0.9, dark=0.45, motion=0.001), Units(), start=START)
     assert found.cause == "reward_hacking"
-    assert "motion" in found.sentence
+    assert found.numbers["metric"] == "reward/image/motion"
     assert (found.numbers["at the start"], found.numbers["now"]) == (0.04, 0.001)

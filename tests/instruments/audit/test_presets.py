@@ -219,10 +219,10 @@ def test_presets_that_cannot_be_replayed_have_a_reason(tmp_path):
     run_dir = write_run(tmp_path / "run", [terms_of(bypass=True)], f"{CORRECTION}.preset=bypass_ppo_clip")
     report = by_label(replay_run(run_dir))
     assert report["disabled"].outcome is None
-    assert "dump a run with bypass_mode=false" in report["disabled"].reason
+    assert "bypass_mode=false" in report["disabled"].reason
     assert report["bypass_ppo_clip"].outcome.cosine == pytest.approx(1)
     (table,) = [table for table in audit_folder(run_dir).tables if table.name == "presets"]
-    assert "not replayed: decoupled_" in table.note
+    assert ": decoupled_" in table.note
 
 
 def test_a_loss_that_is_not_finite_is_not_compared(tmp_path, monkeypatch):
@@ -240,7 +240,7 @@ def test_a_loss_that_is_not_finite_is_not_compared(tmp_path, monkeypatch):
     )
     found = by_label(replay_run(run_dir, allow_imports=["overflowing:loss"]))
     assert found["disabled"].outcome is None
-    assert found["disabled"].reason == "its loss is not finite on these terms"
+    assert "finite" in found["disabled"].reason
 
 
 def test_mistakes_are_named(tmp_path):
@@ -259,7 +259,7 @@ def test_rows_that_change_nothing_are_idle_and_turned_ones_have_a_line(tmp_path)
     replays = replay_run(write_run(tmp_path / "run", parts, f"{CORRECTION}.preset=decoupled_seq_is"))
     table = preset_table(replays)
     marks = {row[0]: mark for row, mark in zip(table.rows, table.marks, strict=True)}
-    assert marks["decoupled_seq_is (this run)"] == "this"
+    assert [name.split()[0] for name, mark in marks.items() if mark == "this"] == ["decoupled_seq_is"]
     assert marks["disabled"] == "idle"
     assert marks["decoupled_geo_rs"] == ""
     charts = preset_charts(replays, [1, 2])

@@ -42,7 +42,7 @@ def test_a_micro_batch_that_is_too_large_gets_the_largest_that_fits(tiny):
     assert (found.level, found.keys) == ("warning", "actor:\n  micro_batch_size: 3\n")
     none = on_gpu(tiny, 1e6, largest_micro_batch=0)
     assert finding_of(none, "micro_batch").level == "serious"
-    assert "a smaller model.lora.rank" in none.findings[0].remedy
+    assert "model.lora.rank" in none.findings[0].remedy
 
 
 def test_a_change_that_helps_is_named(tiny):

@@ -67,9 +67,8 @@ def test_every_preset_says_when_to_worry(name):
 
 
 def test_a_name_with_several_senses_has_a_paragraph_for_each():
-    assert [text.splitlines()[0] for text in explanation("noise_scale").split("\n\n")] == [
-        "noise_scale (cause that flowcorr doctor names in a dump)"
-    ]
+    (only,) = explanation("noise_scale").split("\n\n")
+    assert only.startswith("noise_scale (cause")
     first, second = explanation("timesteps").split("\n\n")
     assert first.startswith("timesteps (check")
     assert second.startswith("timesteps (cause")
@@ -83,4 +82,4 @@ def test_every_preset_is_explained(name, capsys):
 
 def test_an_unknown_name_shows_near_ones(capsys):
     assert main(["explain", "rolout_corr/k3_kl"]) == 2
-    assert "did you mean rollout_corr/k3_kl" in capsys.readouterr().err
+    assert "rollout_corr/k3_kl" in capsys.readouterr().err
