@@ -31,7 +31,7 @@ def test_help_fits_a_terminal(arguments, capsys):
 def test_a_missing_recipe_is_all_that_is_asked_for(capsys):
     with pytest.raises(SystemExit):
         main(["audit"])
-    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")
+    assert capsys.readouterr().err.endswith(": RECIPE\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -142,16 +142,15 @@ def test_overrides_may_follow_options(capsys, tmp_path):
         capsys, "train", "tiny_ocr_lora", "--out", str(tmp_path), "rollout.n=1", "--resume", "actor.lr=1"
     )
     assert code == 2
-    assert "with rollout.n=1 actor.lr=1" in err
+    assert "rollout.n=1 actor.lr=1" in err
 
 
 def test_warnings_are_one_line(tmp_path):
     command = [sys.executable, "-m", "flowcorr", "config", "tiny_ocr_lora", "sampling.true_cfg_scale=4"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == (
-        "flowcorr: warning: sampling.true_cfg_scale=4.0 has no effect: "
-        "a model of the family sd3 reads sampling.guidance_scale\n"
-    )
+    assert done.stderr.startswith("flowcorr: warning: ")
+    assert done.stderr.index("sampling.true_cfg_scale=4.0") < done.stderr.index("sampling.guidance_scale\n")
+    assert done.stderr.count("\n") == 1
 
 
 def test_version(capsys):

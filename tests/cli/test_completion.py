@@ -99,6 +99,5 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
     assert main(["completion", "bash"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == (
-        "flowcorr: error: flowcorr completion needs shtab; install it with: pip install 'flowcorr[completion]'\n"
-    )
+    assert "shtab" in captured.err
+    assert captured.err.endswith("pip install 'flowcorr[completion]'\n")

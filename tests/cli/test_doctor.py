@@ -40,9 +40,9 @@ def half_bound(monkeypatch):
 def test_a_healthy_recipe(capsys):
     assert doctor("--prompts", "2", "actor.clip_ratio=[1e-3, 2e-3]") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "rollout engine and actor agree: 22 PASS"
+    assert lines[0].endswith(": 22 PASS")
     assert any(line.startswith("healthy bookkeeping: ") for line in lines)
-    assert any("D = 128, clip range [0.001, 0.002]" in line for line in lines)
+    assert any("[0.001, 0.002]" in line for line in lines)
     assert max(map(len, lines)) <= 140
 
 
@@ -66,21 +66,21 @@ def test_json_is_all_that_is_printed(capsys, half_bound):
 def test_a_failure_comes_with_its_remedy(capsys, half_bound):
     assert doctor("rollout.emulate=int8", "--prompts", "2") == 2
     out = capsys.readouterr().out
-    assert out.startswith("rollout engine and actor do not agree on lora: 1 FAIL")
+    assert out.partition(",")[0].endswith("lora: 1 FAIL")
     assert "serious lora: " in out
 
 
 @pytest.mark.parametrize("prompts", ["1", "-3"])
 def test_too_few_prompts(prompts, capsys):
     assert doctor(f"--prompts={prompts}") == 2
-    assert "the doctor needs at least 2 different prompts" in capsys.readouterr().err
+    assert f"--prompts {prompts}" in capsys.readouterr().err
 
 
 def test_training_begins_with_the_doctor(tmp_path, capsys):
     out = tmp_path / "run"
     assert train(out) == 0
     printed = capsys.readouterr().out
-    assert printed.index("rollout engine and actor agree") < printed.index("eval at step 0")
+    assert printed.index("PASS") < printed.index("eval at")
     plain = tmp_path / "plain"
     assert train(plain, "trainer.doctor=false") == 0
     assert "healthy" not in capsys.readouterr().out
@@ -92,9 +92,9 @@ def test_training_stops_where_the_doctor_fails(tmp_path, capsys, half_bound):
     assert train(tmp_path / "run", "rollout.emulate=int8") == 1
     captured = capsys.readouterr()
     assert "serious lora: " in captured.out
-    assert "the rollout engine and the actor disagree on lora" in captured.err
+    assert "disagree on lora" in captured.err
     assert json.loads((tmp_path / "run" / "doctor.json").read_text())["level"] == "serious"
-    assert "eval at step 0" not in captured.out
+    assert "eval at" not in captured.out
 
 
 def train(out, *arguments):
@@ -110,4 +110,4 @@ def losses(folder):
 @pytest.mark.parametrize("option", [["--prompts", "2"], ["--float32"], ["--no-float32"]])
 def test_options_of_an_examination_are_none_of_a_replay(option, tmp_path, capsys):
     assert main(["doctor", str(tmp_path), *option]) == 2
-    assert "--prompts and --float32 have no effect on" in capsys.readouterr().err
+    assert "--prompts and --float32" in capsys.readouterr().err

