@@ -11,5 +11,6 @@ def test_folding_that_is_slower_is_warned_of(make_run, caplog, cost, warned):
     run.actor.weights.transformer.register_forward_hook(lambda *call: seconds.append(cost(len(call[2][0]))))
     before = weights(run)
     warn_if_folding_is_slower(run.actor.scorer, run.sample(), clock=lambda: sum(seconds))
-    assert ("actor.fold_steps=True is slower here: 8 samples take 256 s" in caplog.text) is warned
+    assert ("actor.fold_steps=True" in caplog.text) is warned
+    assert ("8 samples take 256 s" in caplog.text) is warned
     assert_same(weights(run), before, rtol=0, atol=0)

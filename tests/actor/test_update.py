@@ -207,4 +207,4 @@ def test_an_update_of_which_most_would_be_rejected_is_not_taken(make_run, caplog
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == faulty / 16
     assert metrics["actor/updates"] == stepped
     assert metrics["actor/mostly_rejected_updates"] == (not stepped)
-    assert ("56 % of the terms lie outside the bands" in caplog.text) == (not stepped)
+    assert ("56 %" in caplog.text) == (not stepped)

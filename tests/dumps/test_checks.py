@@ -79,7 +79,8 @@ def test_metadata_that_are_refused(metadata, message, tmp_path):
 
 def test_a_file_of_no_format_version_is_another_programs(tmp_path):
     message = refusal(write_step(tmp_path, metadata={"format_version": None}))
-    assert "has format_version='', and this flowcorr reads '1'" in message
+    assert "format_version=''" in message
+    assert "'1'" in message
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,9 @@ def test_tensors_that_are_refused(tensors, message, tmp_path):
 
 def test_a_bypass_step_has_the_log_probs_of_the_rollout(tmp_path):
     path = write_step(tmp_path, metadata={"mode": "bypass"})
-    assert "mode='bypass' says that old_log_probs are the rollout's, and they differ" in refusal(path)
+    told = refusal(path)
+    assert "mode='bypass'" in told
+    assert "old_log_probs" in told
     rollout = good_tensors()["rollout_log_probs"]
     rollout[0, 0] = torch.nan
     path = write_step(
@@ -171,7 +174,7 @@ def test_sizes_that_a_header_claims_are_not_believed(tmp_path):
 def test_a_file_of_holes_is_not_read(tmp_path):
     """Terabytes of zeros that the disk does not have."""
     path = tmp_path / "step_000001.safetensors"
-    assert f"it holds more than {checks.MAX_BYTES} bytes" in refusal(holes(path, 2**36))
+    assert f"{checks.MAX_BYTES} bytes" in refusal(holes(path, 2**36))
 
 
 def holes(path, samples):
@@ -203,7 +206,7 @@ def test_a_name_without_a_file(kind, tmp_path):
             path.symlink_to(path)
         case "device":
             path.symlink_to("/dev/zero")
-    assert "is a folder, a pipe or a device, or a link to nothing" in refusal(path)
+    assert f"{path} is damaged: it is a folder" in refusal(path)
 
 
 def test_a_path_that_is_not_utf8_is_not_called_damaged(tmp_path):
