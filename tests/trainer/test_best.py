@@ -1,6 +1,7 @@
 """The best evaluation of a run, also of one that is resumed with another metric."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -49,9 +50,9 @@ def test_only_the_first_evaluation_has_to_yield_the_metric(caplog):
     with pytest.raises(ConfigError, match=r"trainer\.best_metric='eval/parsed' is unknown"):
         best_so_far(None, "eval/parsed", 0, {"eval/reward": 0.5})
     assert best_so_far((0, 0.5), "eval/parsed", 2, {"eval/reward": 0.6}) == (0, 0.5)
-    assert caplog.messages == [
-        "the evaluation at step 2 has no eval/parsed (trainer.best_metric), so it cannot be the best"
-    ]
+    (told,) = caplog.messages
+    assert "step 2" in told
+    assert "eval/parsed (trainer.best_metric)" in told
 
 
 def test_the_best_by_the_same_metric_is_that_of_the_checkpoint(folder, caplog):
@@ -62,17 +63,17 @@ def test_the_best_by_the_same_metric_is_that_of_the_checkpoint(folder, caplog):
 
 def test_the_best_by_another_metric_is_among_the_checkpoints_that_exist(folder, caplog):
     assert best_checkpoint(folder, with_metric("eval/other"), state()) == (4, 0.6)
-    assert caplog.messages == [
-        "trainer.best_metric was eval/reward and is now eval/other: the best checkpoint is that of step 4, with 0.6; "
-        "that of step 2, the best by eval/reward, is no longer kept"
+    (told,) = caplog.messages
+    assert re.findall(r"eval/\w+|step \d|0\.\d", told) == [
+        *("eval/reward", "eval/other", "step 4", "0.6"),
+        *("step 2", "eval/reward"),
     ]
 
 
 def test_without_a_score_of_another_metric_the_next_evaluation_is_the_best(folder, caplog):
     assert best_checkpoint(folder, with_metric("eval/rare"), state()) is None
-    assert (
-        "no checkpoint has a score of it, so the next evaluation is the best; that of step 2" in caplog.text
-    )
+    assert "eval/rare" in caplog.text
+    assert "step 2" in caplog.text
 
 
 def test_a_resumed_run_warns_of_both(tmp_path, caplog):
@@ -82,5 +83,8 @@ def test_a_resumed_run_warns_of_both(tmp_path, caplog):
     longer = small_config(*keys, "trainer.total_steps=2", f"trainer.best_metric={name}")
     caplog.clear()
     trainer.train(longer, tmp_path, resume=True, observer=Recorder())
-    assert f"trainer.best_metric was eval/reward and is now {name}: the best checkpoint is" in caplog.text
-    assert "trainer.total_steps was 1 and is now 2, and actor.lr_schedule=cosine falls" in caplog.text
+    first, second = caplog.messages
+    assert re.findall(r"trainer.best_metric|eval/reward|" + name, first)[:3] == [
+        *("trainer.best_metric", "eval/reward", name)
+    ]
+    assert re.search(r"trainer.total_steps .*1 .*2, .*actor.lr_schedule=cosine", second)

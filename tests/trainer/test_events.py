@@ -76,7 +76,8 @@ def test_a_disk_that_is_full_for_a_while_costs_what_it_cannot_hold(tmp_path, cap
         monkeypatch.setattr(events.os, "write", write_all)
         log("end")
     assert kinds(tmp_path) == ["end"]
-    assert "events.jsonl cannot be written: No space left on device" in caplog.text
+    assert f"{tmp_path / 'events.jsonl'} cannot" in caplog.text
+    assert "No space" in caplog.text
 
 
 def refuse(file, line):
@@ -85,7 +86,7 @@ def refuse(file, line):
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, caplog):
     write(tmp_path / "nowhere", "start")
-    assert "cannot be written: No such file or directory" in caplog.text
+    assert str(tmp_path / "nowhere") in caplog.text
 
 
 def test_after_the_end_nothing_is_written(tmp_path):

@@ -341,26 +341,30 @@ def test_a_signal_to_any_rank_ends_all_after_the_same_step(ended):
 def test_a_failure_of_any_rank_ends_all_with_its_reason(ended):
     folder, ranks = ended
     first, second = (ending["error"] for ending in ranks)
-    assert second.startswith("BackendError: reward Fragile raised RuntimeError: the scorer is gone")
-    assert first == f"RankError: rank 1 failed during the rewards: {second}"
-    assert "rank 1 failed during" in (folder / "failure" / "failure.txt").read_text()
-    assert "the scorer is gone" in (folder / "failure" / "failure_rank1.txt").read_text()
+    assert second.startswith("BackendError: reward Fragile")
+    assert first.startswith("RankError: rank 1")
+    assert first.endswith(f": {second}")
+    assert "rank 1" in (folder / "failure" / "failure.txt").read_text()
+    assert second.partition(": ")[2] in (folder / "failure" / "failure_rank1.txt").read_text()
     assert checkpoint.load_latest(folder / "failure" / "checkpoints")[1].step == 1
 
 
 def test_latents_that_diverge_on_one_rank_leave_no_rank_waiting(ended):
     first, second = (ending["diverged"] for ending in ended[1])
-    assert second.startswith("BackendError: sample 0 (prompt ")
-    assert ": its latents are not finite: the weights have diverged" in second
-    assert first == f"RankError: rank 1 failed during the rewards: {second}"
+    assert second.startswith("BackendError: sample 0")
+    assert "not finite" in second
+    assert first.startswith("RankError: rank 1")
+    assert first.endswith(f": {second}")
 
 
 def test_a_rank_that_waits_in_a_sharded_forward_pass_is_told_why(tmp_path):
     ranks = Ranks(2)
     first, second = ranks.call(run_out_of_memory, tmp_path, timeout=60)
     ranks.close()
-    assert second.startswith("BackendError: out of GPU memory in rollout")
-    assert first == f"RankError: rank 0 of 2 gave up the rollout: rank 1 failed: {second}"
+    assert second.startswith("BackendError: ")
+    assert "memory in rollout" in second
+    assert first.startswith("RankError: rank 0")
+    assert first.endswith(f"rank 1 failed: {second}")
     assert first.removeprefix("RankError: ") in (tmp_path / "failure.txt").read_text()
     assert second.removeprefix("BackendError: ") in (tmp_path / "failure_rank1.txt").read_text()
 

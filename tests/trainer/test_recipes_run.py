@@ -199,7 +199,7 @@ def test_a_step_that_an_engine_gets_wrong_is_rejected_and_said(small, tmp_path, 
     assert records[-1]["rollout_corr/step_1/masked_fraction"] == 1 / 4
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert ["rejection measuring" in line for line in said] == [True] * 3 + [False] * 2
-    assert ["rejected 12 %" in line for line in said] == [False] * 3 + [True] * 2
+    assert ["rejected 12" in line for line in said] == [False] * 3 + [True] * 2
 
 
 @pytest.mark.vllm_omni

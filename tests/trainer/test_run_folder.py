@@ -1,5 +1,6 @@
 """The folder of a run: who owns it, and what may change when it is resumed."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,8 @@ def test_claim_names_the_keys_that_differ(tmp_path):
     with pytest.raises(ConfigError) as caught:
         run_folder.claim(tmp_path, changed, resume=True)
     assert "another configuration" in str(caught.value)
-    assert "actor.lr was 0.01, now 1.0; model.lora.rank was 4, now 8. Use the old" in str(caught.value)
+    named = re.findall(r"([\w.]+) was ([\d.]+), now ([\d.]+\d|\d)", str(caught.value))
+    assert named == [("actor.lr", "0.01", "1.0"), ("model.lora.rank", "4", "8")]
     longer = small_config("actor.lr=1e-2", "trainer.total_steps=9")
     run_folder.claim(tmp_path, longer, resume=True)
     assert config.load(tmp_path / "config.yaml").trainer.total_steps == 4  # not yet known to go on
@@ -63,10 +65,10 @@ def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(finished):
 
 
 def test_a_resume_that_is_refused_leaves_the_reason_of_the_failure_before(finished):
-    (finished / "failure.txt").write_text("the first reason")
+    (finished / "failure.txt").write_text("before")
     with pytest.raises(ConfigError, match=r"trainer\.total_steps=1 is below"):
         trainer.train(small_config("trainer.total_steps=1"), finished, resume=True)
-    assert (finished / "failure.txt").read_text() == "the first reason"
+    assert (finished / "failure.txt").read_text() == "before"
 
 
 def test_a_run_without_its_checkpoints_is_not_started_again(finished):
@@ -100,7 +102,8 @@ def test_claim_names_a_changed_secret_and_does_not_tell_it(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(ConfigError) as caught:
         run_folder.claim(tmp_path, settings("s3cret too"), resume=True)
-    assert 'rollout.engine.hf_token was "***", now "***"' in str(caught.value)
+    assert "rollout.engine.hf_token" in str(caught.value)
+    assert str(caught.value).count('"***"') == 2
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
@@ -145,7 +148,7 @@ def test_claim_refuses_a_folder_that_cannot_be_written(tmp_path):
 
 def test_a_failure_that_cannot_be_noted_does_not_hide_the_failure(tmp_path, caplog):
     run_folder.write_failure(tmp_path / "gone", "reason")
-    assert "failure.txt could not be written" in caplog.text
+    assert str(tmp_path / "gone" / "failure.txt") in caplog.text
 
 
 def test_files_that_may_hold_a_secret_are_their_owners(tmp_path):
@@ -155,14 +158,14 @@ def test_files_that_may_hold_a_secret_are_their_owners(tmp_path):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o644)
     config = small_config("trainer.total_steps=1", "reward.terms=[{name: http, options: {api_key: s3cret}}]")
-    with pytest.raises(ConfigError, match="reward http with options api_key"):
+    with pytest.raises(ConfigError, match="reward http with options api_key") as caught:
         trainer.train(config, tmp_path)
     written = {path.name: path for path in tmp_path.iterdir()}
     assert {"config.yaml", "events.jsonl", "failure.txt"} <= written.keys()
     for name in ("config.yaml", "events.jsonl", "failure.txt"):
         assert written[name].stat().st_mode & 0o777 == 0o600, name
     for name in ("events.jsonl", "failure.txt"):
-        assert "reward http with options api_key" in written[name].read_text()
+        assert str(caught.value).partition(":")[0] in written[name].read_text()
         assert "s3cret" not in written[name].read_text()
 
 

@@ -167,10 +167,9 @@ def test_another_ctrl_c_later_stops_at_once_without_the_step_in_flight(tmp_path,
     assert recorder.steps == [1]
     assert checkpoints(tmp_path) == ["step_000000", "step_000001"]
     first, second = recorder.messages
-    assert first.startswith("SIGINT: finishing this step and saving; to stop at once, press Ctrl-C after ")
-    assert second.startswith(
-        "SIGINT again: stopping at once, without the step in flight; resume with: flowcorr train"
-    )
+    assert first.startswith("SIGINT: ")
+    assert second.startswith("SIGINT again")
+    assert ": flowcorr train" in second  # the command that resumes
 
 
 class Interrupting:
@@ -214,8 +213,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(plain_runs, finished, cap
     recorder = Recorder()
     trainer.train(small_config(), finished, resume=True, observer=recorder)
     assert recorder.steps == [3, 4]
-    assert "step_000004 is damaged: state.safetensors does not match" in caplog.text
-    assert "step_000002 is used instead" in caplog.text
+    assert "step_000004 is damaged: state.safetensors" in caplog.text
+    assert "step_000002" in caplog.text.partition("step_000004")[2]
     assert not leftover.exists()
     assert_same_run(plain_runs[0], finished)
 
@@ -225,7 +224,7 @@ def test_without_an_intact_checkpoint_the_run_stops(finished):
         (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact.*step_000004.*step_000002"):
         trainer.train(small_config(), finished, resume=True)
-    assert "no checkpoint in" in (finished / "failure.txt").read_text()
+    assert "step_000004" in (finished / "failure.txt").read_text()
     assert checkpoints(finished)[-1] == "step_000004"
 
 
