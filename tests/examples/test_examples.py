@@ -35,7 +35,7 @@ def test_own_loop_learns_and_measures_the_gap(capsys):
         assert all(math.isfinite(value) for value in metrics.values())
         assert 1e-6 < metrics["rollout_corr/logprob_abs_diff_mean"] < 1e-2  # bfloat16 against float32
         assert 0.5 < metrics["rollout_corr/rollout_is_eff_sample_size"] <= 1
-    assert capsys.readouterr().out.startswith("step 1: reward ")
+    assert capsys.readouterr().out.startswith("step 1:")
 
 
 def test_custom_reward_trains(tmp_path, monkeypatch, capsys):
@@ -50,7 +50,7 @@ def test_custom_reward_trains(tmp_path, monkeypatch, capsys):
     result = example.main(str(tmp_path / "ink"), 1, *small, "data.num_train=8")
     assert result.status == "finished"
     assert 0 < result.metrics["eval/reward"] < 100
-    assert "held-out ink after 1 steps" in capsys.readouterr().out
+    assert f"{result.metrics['eval/reward']:.2f}" in capsys.readouterr().out
     sys.modules.pop("custom_reward", None)
 
 
@@ -66,7 +66,7 @@ def test_custom_loss_trains(tmp_path, monkeypatch, capsys):
     example = load("custom_loss")
     result = example.main(str(tmp_path / "run"), 1, *small)
     assert result.status == "finished"
-    assert "held-out exact match after 1 steps" in capsys.readouterr().out
+    assert f"{result.metrics['eval/exact_match']:.3f}" in capsys.readouterr().out
     logged = [record for record in read_metrics(tmp_path / "run" / METRICS_FILE) if "actor/loss" in record]
     assert all(0 <= record["rollout_corr/raised_fraction"] <= 1 for record in logged)
     with pytest.raises(
@@ -126,7 +126,8 @@ def test_rows_of_ones_own_are_judged_from_outside_the_package(tmp_path, monkeypa
     judged, strangers = (report([Path("run")], allow_imports=names) for names in (allowed, []))
     causes = [{finding.cause for finding in made.findings} for made in (judged, strangers)]
     assert causes[0] - causes[1] == {"three", "odd_reward"}
-    assert any("own_rows:THREE,own_rows:ODD_REWARD" in finding.sentence for finding in strangers.findings)
+    (left_out,) = [finding for finding in strangers.findings if finding.cause == "files"]
+    assert ",".join(allowed) in left_out.sentence
     sys.modules.pop("own_rows", None)
 
 
@@ -163,7 +164,7 @@ def test_new_engine_trains_and_is_measured(tmp_path, monkeypatch, capsys):
         ]
         gaps[dtype] = max(filter(None, measured))
     assert 0 < gaps["float16"] < gaps["bfloat16"] < 1e-2
-    assert "held-out exact match after 1 steps" in capsys.readouterr().out
+    assert f"{result.metrics['eval/exact_match']:.3f}" in capsys.readouterr().out
     with pytest.raises(
         ConfigError, match=r"^rollout\.staleness=2 .* cannot be used with rollout\.name=new_engine"
     ):
@@ -208,7 +209,7 @@ def test_an_editing_family_of_ones_own_trains(tmp_path, monkeypatch, capsys):
     result = load("tiny_edit").main(str(tmp_path / "edit"), 1, *small, count=32)
     assert result.status == "finished"
     assert 0.6 < result.metrics["eval/reward"] < 1
-    assert "of the best constant shade: 0.804" in capsys.readouterr().out
+    assert "shade: 0.804" in capsys.readouterr().out
     sys.modules.pop("tiny_edit", None)
 
 

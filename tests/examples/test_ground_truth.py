@@ -332,9 +332,9 @@ def test_example_writes_its_files(tmp_path, monkeypatch, capsys):
         assert float(row["bias"]) == pytest.approx(
             float(row["exact_bias_none"]), abs=5 * float(row["bias_se"])
         )
-    assert "\n| uncorrected | " in (tmp_path / "table.md").read_text()
+    assert "\n| uncorrected" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "ground_truth.png").stat().st_size > 10_000
     for axes in pictures[0].axes:
         highest = max(max(line.get_ydata()) for line in axes.lines)
         assert highest < axes.get_ylim()[1], axes.get_title()  # nothing is cut off
-    assert "table and picture" in capsys.readouterr().out
+    assert str(tmp_path) in capsys.readouterr().out

@@ -4,6 +4,7 @@ import csv
 import importlib
 import math
 import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,10 @@ def rows(arm, exact, *, old_log_prob, seeds=(0, 1, 2)):
     ]
 
 
+HARM = "int4/two/uncorrected against fp32/two/uncorrected"
+BYPASS = "int4/two/bypass against int4/two/uncorrected"
+
+
 @pytest.fixture
 def results(study):
     """Bypass, at 10 s a step, is as good as uncorrected at 12.5 s after as many steps."""
@@ -98,14 +103,11 @@ def results(study):
 def test_comparisons_at_equal_steps_and_at_equal_time(study, results):
     found = study.analysis.Study(results)
     steps = {one.label: one for one in found.equal_steps()}
-    assert steps.keys() == {
-        "int4/two/uncorrected against fp32/two/uncorrected",
-        "int4/two/bypass against int4/two/uncorrected",
-    }
-    harm = steps["int4/two/uncorrected against fp32/two/uncorrected"]
+    assert steps.keys() == {HARM, BYPASS}
+    harm = steps[HARM]
     assert harm.differences == pytest.approx((0.0, -0.1, -0.15))
     assert harm.adjusted == pytest.approx(2 * harm.p)
-    assert steps["int4/two/bypass against int4/two/uncorrected"].p == 1
+    assert steps[BYPASS].p == 1
 
     # Bypass ends at 80 s, when uncorrected has done 6.4 steps: 0.4 of the first evaluation, 0.6 of the second.
     (saved,) = found.equal_time()
@@ -116,11 +118,9 @@ def test_comparisons_at_equal_steps_and_at_equal_time(study, results):
 
 def test_words_name_what_is_sure_and_what_is_not(study, results):
     text = study.analysis.table(study.analysis.Study([]), study.analysis.Study(results))
-    assert (
-        "- int4/two/bypass against int4/two/uncorrected, at equal time: +0.160 ± 0.000, significant." in text
-    )
-    assert "No significant difference at equal steps" in text
-    assert "at equal steps: " not in text
+    (sure,) = [line for line in text.splitlines() if line.startswith(f"- {BYPASS}, at ")]
+    assert "+0.160 ± 0.000" in sure
+    assert "steps: " not in text  # at equal steps, nothing is sure
 
 
 def test_the_table_follows_from_the_results(study):
@@ -257,8 +257,8 @@ def test_arms_in_bypass_mode_load_and_each_control_follows_its_band(study, tmp_p
     assert study.run.rejected_share(rows, chosen[1], 10) == float(rows[0]["rejected"]) == 0
     none = {name: [] for name in study.run.PHASE_NAMES}
     found = study.analysis.analyse(none | {"bypass": rows, "bypass_again": rows}, tmp_path)
-    assert "## Rejection in bypass mode\n" in found
-    assert "## Rejection in bypass mode, on other seeds\n" in found
+    assert sum(line.startswith("## ") for line in found.splitlines()) >= 2
+    assert {"bypass.md", "bypass_again.md"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_an_unquantized_engine_is_exact_for_the_adapter_and_apart_from_the_quantized_trainer(study):
@@ -298,7 +298,7 @@ def test_the_arms_of_a_quantized_trainer_run_and_are_scored_on_both_bases(study,
     found = study.analysis.analyse(
         {name: [] for name in study.run.PHASE_NAMES} | {"quantized": rows}, tmp_path
     )
-    assert "| At equal steps, on the unquantized base |" in found
+    assert "unquantized base |" in found
 
 
 def test_equivalence_is_two_one_sided_tests(study):
@@ -310,8 +310,8 @@ def test_equivalence_is_two_one_sided_tests(study):
         return study.analysis.equivalence(study.analysis.Study(of_both))
 
     # Differences shift + 0, 1e-3, 2e-3: error 1e-3 / sqrt(3), times 2.92, the t of 2 degrees that 90 % lie within.
-    assert "+0.0010, 90 % interval ± 0.0017; within the margin of 0.02: equivalent." in verdict(0.0)
-    assert "not shown to be equivalent" in verdict(0.0175)
+    assert re.findall(r"\d\.\d+", verdict(0.0)) == ["0.0010", "0.0017", "0.02"]  # mean, half width, margin
+    assert [verdict(shift).endswith(": equivalent.") for shift in (0.0, 0.0175)] == [True, False]
 
 
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -335,7 +335,7 @@ def test_a_tiny_screen_is_cached_and_analysed(study, tmp_path, capsys, jobs):
         assert float(row["gap"]) > 1e-4
         assert float(row["cpu_seconds"]) < float(row["cpu_total"])
     assert float(found[0]["grad_norm"]) != float(found[1]["grad_norm"])
-    assert "screen 2/2  int4/two/" in capsys.readouterr().out
+    assert "screen 2/2" in capsys.readouterr().out
 
     before = (tmp_path / "screen.csv").read_bytes()
     study.run.do(phase, tmp_path, jobs)
@@ -343,7 +343,7 @@ def test_a_tiny_screen_is_cached_and_analysed(study, tmp_path, capsys, jobs):
 
     rows = {name: study.run.read(tmp_path / f"{name}.csv") for name in study.run.PHASE_NAMES}
     text = study.analysis.analyse(rows, tmp_path)
-    assert "| int4/two/step_mean |" in text
+    assert f"| {names[1]} |" in text
     assert (tmp_path / "table.md").read_text() == text
     assert (tmp_path / "screen.png").stat().st_size > 5000
 

@@ -2,6 +2,7 @@
 
 import pickle
 import queue
+import re
 import threading
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -149,9 +150,8 @@ def test_the_executor_follows_the_version_and_its_methods(caplog):
     assert caplog.messages == []
     found = {version: default_backend(version) for version in ("0.28.0", "0.30.0", "0.32.0rc1", "0.32.0")}
     assert found == {"0.28.0": "mp", "0.30.0": lossless, "0.32.0rc1": lossless, "0.32.0": "mp"}
-    assert [text.partition(":")[0] for text in caplog.messages] == [
-        f"vllm-omni {version} is installed, but flowcorr is written for vllm-omni 0.30.0"
-        for version in ("0.28.0", "0.32.0rc1", "0.32.0")
+    assert [re.findall(r"vllm-omni ([\w.]+\w)", text.partition(":")[0]) for text in caplog.messages] == [
+        [version, "0.30.0"] for version in ("0.28.0", "0.32.0rc1", "0.32.0")
     ]
 
     class Other:
@@ -159,7 +159,7 @@ def test_the_executor_follows_the_version_and_its_methods(caplog):
             pass
 
     assert default_backend("0.30.0", Other) == "mp"
-    assert "its executor lacks _deliver_batch_split" in caplog.text
+    assert "_deliver_batch_split" in caplog.text
 
 
 def test_an_engine_without_an_executor_of_the_users_own_has_the_lossless_one(stack):
