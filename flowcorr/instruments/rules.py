@@ -13,7 +13,7 @@ from flowcorr.instruments import image_drift, jumps, replicas
 from flowcorr.instruments.clip_noise import clip_key
 from flowcorr.instruments.finding import LEVELS, Finding, Level
 from flowcorr.instruments.jumps import JumpDetector
-from flowcorr.instruments.metrics.metric import Metric, Rule
+from flowcorr.instruments.metrics.metric import NATS, Metric, Rule
 from flowcorr.instruments.metrics.table import METRICS, rows_of
 from flowcorr.instruments.replicas import ReplicaMonitor
 from flowcorr.instruments.setting import Setting
@@ -388,7 +388,7 @@ def _noise(rule: Rule, metrics: Mapping[str, Any], units: Units) -> dict[str, An
         return {}
     return {
         "clip range": units.clip_range,
-        "mean |delta log p|": metrics.get("rollout_corr/logprob_abs_diff_mean"),
+        f"mean |delta log p| ({NATS})": metrics.get("rollout_corr/logprob_abs_diff_mean"),
     }
 
 

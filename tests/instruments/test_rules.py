@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flowcorr.config import load, load_mapping
+from flowcorr.instruments.metrics.metric import NATS
 from flowcorr.instruments.rules import (
     HealthMonitor,
     Units,
@@ -121,7 +122,8 @@ def test_noise_beyond_the_clip_names_the_range_the_noise_and_what_to_do(actor, c
     metrics = {"rollout_corr/clip_noise_fraction": 0.9, "rollout_corr/logprob_abs_diff_mean": 4.7e-3}
     (finding,) = examine_step(metrics, units)
     assert finding.level == level
-    assert (finding.numbers["clip range"], finding.numbers["mean |delta log p|"]) == (clip_range, 4.7e-3)
+    numbers = finding.numbers
+    assert (numbers["clip range"], numbers[f"mean |delta log p| ({NATS})"]) == (clip_range, 4.7e-3)
 
 
 def test_what_acted_on_the_update_is_judged_where_it_is_logged():
