@@ -5,8 +5,9 @@ The metrics and the findings are those that `flowcorr report` makes of a dump of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from flowcorr.instruments.step_files import scored_columns, scored_in
 from flowcorr.instruments.steps import ages_of, gap_of, setting_of, step_metrics
 
 PREFIX = "rollout_corr/"
+_NEEDED = {"clip_ratio": "clip_noise", "num_elements": "shared_shift"}
+"""Optional fields, and the rule that cannot judge without each, or only half."""
 
 
 class Watch:
@@ -44,7 +47,8 @@ class Watch:
 
         Returns:
             `rollout_corr/*` of the terms that were scored before the step's first update, where `before_update` tells
-            them, and the findings that are new.
+            them, and the findings that are new. Those of the first step name rules that cannot judge for lack of a
+            field.
 
         Raises:
             BatchError: a shape or value is not allowed, or the trainer's own log-probs are missing.
@@ -58,11 +62,13 @@ class Watch:
         setting = setting_of(dumped, loss)
         scored = self._scored(dumped)
         metrics = step_metrics(dumped, setting, scored=scored)
+        unjudged: list[Finding] = []
         if self._monitor is None:
+            unjudged = _unjudged({"clip_ratio": loss.clip_ratio, "num_elements": dumped.num_elements})
             count = dumped.rollout_log_probs.numel()
             self._monitor = HealthMonitor(units_of_setting(setting, dumped.num_elements, num_terms=count))
         faults = diagnose({step: gap_of(dumped, scored=scored)}, ages_of({step: dumped}))
-        findings = self._monitor.update(metrics, faults)
+        findings = [*self._monitor.update(metrics, faults), *unjudged]
         findings = [replace(found, numbers={"step": step, **found.numbers}) for found in findings]
         return {name: value for name, value in metrics.items() if name.startswith(PREFIX)}, findings
 
@@ -71,6 +77,21 @@ class Watch:
         self._columns = [known for known in self._columns if known.shape == new.shape and known.ne(new).any()]
         self._columns.append(new)
         return scored_in(self._columns)
+
+
+def _unjudged(given: Mapping[str, Any]) -> list[Finding]:
+    missing = [name for name in _NEEDED if given[name] is None]
+    if not missing:
+        return []
+    return [
+        Finding(
+            level="note",
+            cause="files",
+            sentence="some rules cannot judge this run, or only half, for lack of fields",
+            numbers={"rules": [_NEEDED[name] for name in missing], "missing": missing},
+            remedy="give them to flowcorr.watch",
+        )
+    ]
 
 
 watch = Watch()

@@ -148,6 +148,19 @@ def test_a_cause_is_told_once():
     assert "summed" not in [finding.cause for finding in watch(2, **given(summed))[1]]
 
 
+@pytest.mark.parametrize(
+    ("missing", "rules"),
+    [({"clip_ratio", "num_elements"}, ["clip_noise", "shared_shift"]), ({"num_elements"}, ["shared_shift"])],
+)
+def test_rules_that_lack_a_field_are_named_once(missing, rules):
+    watch, terms = Watch(), given(terms_of())
+    fewer = {name: value for name, value in terms.items() if name not in missing}
+    (note,) = [finding for finding in watch(3, **fewer)[1] if finding.cause == "files"]
+    assert (note.level, note.numbers["step"]) == ("note", 3)
+    assert (note.numbers["rules"], set(note.numbers["missing"])) == (rules, missing)
+    assert watch(4, **fewer)[1] == []
+
+
 def test_a_rule_with_patience_waits(tmp_path):
     """Groups whose rewards are equal are a finding on the third step."""
     terms = given(terms_of()) | {"rewards": torch.zeros(24)}
