@@ -16,7 +16,7 @@ from rich.text import Text
 import flowcorr
 from flowcorr.errors import BackendError, printable
 from flowcorr.instruments.finding import Finding, Level, Report, Table
-from flowcorr.instruments.terminal import console_of, show_table
+from flowcorr.instruments.terminal import printing_on, show_table
 from flowcorr.instruments.web_page import sentence, web_page
 
 STYLES: Mapping[Level, str] = {
@@ -84,7 +84,11 @@ def _pictures(report: Report) -> Iterator[tuple[str, bytes]]:
 
 def show(report: Report, files: Sequence[Path] = (), console: Console | None = None) -> None:
     """Print the verdict, the findings, the facts, the tables, and where it was saved."""
-    console = console_of(console)
+    with printing_on(console) as printer:
+        _show(report, files, printer)
+
+
+def _show(report: Report, files: Sequence[Path], console: Console) -> None:
     console.print(_line(report.verdict, STYLES[report.level]))
     for place, finding in enumerate(report.findings):
         heads = finding.sentence == report.verdict

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -18,10 +21,17 @@ _GAP = 2
 _NOTHING = ("", "-")
 
 
-def console_of(console: Console | None) -> Console:
-    """The console to print on; where it is no terminal, one of a fixed width."""
+@contextmanager
+def printing_on(console: Console | None) -> Iterator[Console]:
+    """The console to print on; where it is no terminal, lines have a fixed width and end without blanks."""
     console = console or Console(highlight=False)
-    return console if console.is_terminal else Console(file=console.file, width=_WIDTH, highlight=False)
+    if console.is_terminal:
+        yield console
+        return
+    padded = Console(file=io.StringIO(), width=_WIDTH, highlight=False)
+    with padded.capture() as captured:
+        yield padded
+    console.out(re.sub(r" +$", "", captured.get(), flags=re.MULTILINE), highlight=False, end="")
 
 
 def show_table(

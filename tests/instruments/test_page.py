@@ -91,7 +91,7 @@ def test_findings_with_nothing_to_do_take_a_line_each():
     loud = Finding(level="serious", cause="c", sentence="broken", numbers={"value": 2.0}, remedy="mend it")
     console = Console(file=io.StringIO())
     show(Report(title="", verdict="one is broken", findings=[loud, *quiet]), console=console)
-    assert [line.rstrip() for line in console.file.getvalue().splitlines()] == [
+    assert console.file.getvalue().splitlines() == [
         "one is broken",
         "",
         "serious c: Broken.",

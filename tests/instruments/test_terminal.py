@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
-from flowcorr.instruments.terminal import console_of, show_table
+from flowcorr.instruments.terminal import printing_on, show_table
 
 HEADER = ("preset", *(f"column {index}" for index in range(12)))
 ROWS = [
@@ -69,6 +70,17 @@ def test_no_cell_is_lost_at_any_width(rows, width):
 
 
 def test_without_a_terminal_there_is_a_width():
-    assert console_of(Console(file=io.StringIO(), force_terminal=False, width=20)).width == 140
+    with printing_on(Console(file=io.StringIO(), force_terminal=False, width=20)) as console:
+        assert console.width == 140
     terminal = Console(file=io.StringIO(), force_terminal=True, width=20)
-    assert console_of(terminal) is terminal
+    with printing_on(terminal) as console:
+        assert console is terminal
+
+
+def test_without_a_terminal_lines_end_without_blanks():
+    pipe = Console(file=io.StringIO(), force_terminal=False)
+    rows = [("a", "a long sentence"), ("b", "short")]
+    with printing_on(pipe) as console:
+        show_table(console, ("name", "found"), rows, prose=True)
+        console.print(Padding("indented", (0, 0, 0, 2)))
+    assert pipe.file.getvalue() == "name  found\na     a long sentence\nb     short\n  indented\n"

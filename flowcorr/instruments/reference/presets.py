@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
-from flowcorr.instruments.terminal import console_of, show_table
+from flowcorr.instruments.terminal import printing_on, show_table
 
 
 def show_presets(console: Console | None = None) -> None:
@@ -16,7 +16,8 @@ def show_presets(console: Console | None = None) -> None:
         names = "\n".join([name, *(f"  = {alias}" for alias in preset.aliases)])
         rows.append((names, _mode(config), _weights(config), _rejection(config), preset.summary))
     columns = ("preset", "mode", "weights", "rejection", "what it does")
-    show_table(console_of(console), columns, rows, words=4, prose=True)
+    with printing_on(console) as printer:
+        show_table(printer, columns, rows, words=4, prose=True)
 
 
 def _mode(preset: RolloutCorrectionConfig) -> str:
