@@ -95,7 +95,8 @@ def explain(arguments: argparse.Namespace) -> int:
     Explain what the tools print: a metric, a configuration key, a preset, a check or cause of the doctor, a leg of a
     replay, a finding, a rejection mode, or a word such as ESS, joint nats, delta or bypass. Each with its unit, when to
     worry, and what to do then. A name with spaces needs quotes. A class or function that code of your own fills in,
-    such as Loss or Engine, is listed with its fields.
+    such as Loss or Engine, is listed with its fields. A metric of your own is named as in trainer.metrics, and its
+    module is imported.
 
     Examples:
       flowcorr explain k3_kl clip_noise_fraction
@@ -104,6 +105,7 @@ def explain(arguments: argparse.Namespace) -> int:
       flowcorr explain actor.clip_ratio
       flowcorr explain decoupled_seq_is
       flowcorr explain gap clipped            as flowcorr train prints them after each step
+      flowcorr explain my_rows:GAP_OF_FACES   a metric of your own
       flowcorr explain --all > all.md         every name, as Markdown tables to search in
     """
     from flowcorr.instruments.reference.explain import explanation
@@ -114,6 +116,7 @@ def explain(arguments: argparse.Namespace) -> int:
     if arguments.all:
         print(everything())
         return 0
+    find_own_code()
     print("\n\n".join(explanation(name) for name in arguments.names))
     return 0
 

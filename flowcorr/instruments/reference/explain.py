@@ -9,6 +9,7 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.presets import NAMES
 from flowcorr.correction.rejection import RS_MODES
 from flowcorr.errors import ConfigError
+from flowcorr.imports import import_target
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
 from flowcorr.instruments.metrics.metric import Metric
@@ -27,9 +28,9 @@ def explanation(name: str) -> str:
     """The meaning of a name in a few lines, one paragraph for each sense that it has.
 
     Raises:
-        ConfigError: nothing has that name.
+        ConfigError: nothing has that name, or a name of one's own cannot be imported.
     """
-    senses = list(_senses(name))
+    senses = [_own(name)] if ":" in name else list(_senses(name))
     if not senses:
         near = difflib.get_close_matches(name, _known(), n=3, cutoff=0.5)
         hint = f": did you mean {', '.join(near)}?" if near else "."
@@ -88,6 +89,17 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
         yield _mode(name)
     if (interface := find_interface(name)) is not None:
         yield _interface(interface)
+
+
+def _own(path: str) -> Iterator[str]:
+    """A row of metrics by its parts; anything else that a key names as `module:name` by its docstring."""
+    found = import_target("flowcorr explain", path, "it")
+    if not isinstance(found, Metric):
+        yield f"{path} (code of your own)"
+        yield f"  {first_line(found)}"
+        return
+    yield from _metric(found.name, found)
+    yield f"  finding: {found.rule.name}" if found.rule is not None else "  no rule judges it"
 
 
 def _word(name: str) -> Iterator[str]:

@@ -33,7 +33,7 @@ def everything() -> str:
 
 def healthy(metric: Metric) -> str:
     """The healthy range of a metric, or nothing where no rule judges it by a number alone."""
-    low, high = healthy_range(metric.name, Units())
+    low, high = healthy_range(metric.name, Units(rows=(metric,)))
     bounds = [f"≥ {low:.3g}"] * (low > -float("inf")) + [f"≤ {high:.3g}"] * (high < float("inf"))
     return ", ".join(bounds)
 

@@ -83,3 +83,32 @@ def test_every_preset_is_explained(name, capsys):
 def test_an_unknown_name_shows_near_ones(capsys):
     assert main(["explain", "rolout_corr/k3_kl"]) == 2
     assert "rollout_corr/k3_kl" in capsys.readouterr().err
+
+
+OWN = """
+from flowcorr.instruments.metrics import Metric, Rule
+
+FACES = Metric(
+    name="reward/faces",
+    meaning="Faces in an image.",
+    unit="faces",
+    rule=Rule(name="crowd", what="the number of faces", high=3.0, advice="ask for fewer"),
+)
+
+
+def reward(images, prompts):
+    \"\"\"Counts faces.\"\"\"
+"""
+
+
+def test_rows_and_code_of_ones_own_are_explained(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rows_to_explain.py").write_text(OWN)
+    assert main(["explain", "rows_to_explain:FACES", "rows_to_explain:reward"]) == 0
+    row, code = capsys.readouterr().out.split("\n\n")
+    assert row.splitlines()[0] == "reward/faces (metric, faces)"
+    for part in ("Faces in an image.", "≤ 3", "ask for fewer", "crowd"):
+        assert part in row
+    assert "Counts faces." in code
+    assert main(["explain", "rows_to_explain:NOTHING"]) == 2
+    assert "rows_to_explain:NOTHING" in capsys.readouterr().err
