@@ -181,17 +181,16 @@ def test_todays_keys_under_algorithm_are_only_misplaced():
             {"bypass_mode": True, "rollout_correction": {"preset": "disabled"}}
         )
     assert translated == {"rollout_correction": {"bypass_mode": True, "preset": "disabled"}}
-    assert [str(warning.message) for warning in caught] == [
-        "algorithm.bypass_mode belongs under algorithm.rollout_correction"
-    ]
+    (told,) = [str(warning.message).split() for warning in caught]
+    assert (told[0], told[-1]) == ("algorithm.bypass_mode", "algorithm.rollout_correction")
     with pytest.warns(FutureWarning) as caught:
         older_verl.translate_algorithm(
             {"rollout_is": "token", "rollout_rs": "token", "use_policy_gradient": False}
         )
-    assert [str(warning.message) for warning in caught] == [
-        "algorithm.rollout_correction: use_policy_gradient is of an older dialect; write nothing instead",
-        "algorithm.rollout_is, algorithm.rollout_rs belong under algorithm.rollout_correction",
-    ]
+    older, misplaced = (str(warning.message) for warning in caught)
+    assert older.startswith("algorithm.rollout_correction: use_policy_gradient")
+    assert misplaced.startswith("algorithm.rollout_is, algorithm.rollout_rs ")
+    assert misplaced.endswith("algorithm.rollout_correction")
 
 
 @pytest.mark.parametrize(

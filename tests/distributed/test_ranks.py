@@ -173,7 +173,8 @@ def failure_of(block, *arguments, **how):
 def test_a_rank_that_waits_inside_a_block_is_told_why(parted):
     first, second = parted
     assert second["waited for"] == "KeyError: 'lost'"
-    assert first["waiting"] == "RankError: rank 0 of 2 gave up a task: rank 1 failed: KeyError: 'lost'"
+    assert first["waiting"].startswith("RankError: ")
+    assert first["waiting"].endswith(f"rank 1 failed: {second['waited for']}")
 
 
 def test_a_failure_is_raised_although_another_rank_does_not_answer(parted):
@@ -185,10 +186,11 @@ def test_a_rank_that_goes_on_after_a_failure_is_not_blamed_for_the_next(failed):
     ranks = Ranks(2)
     first, _ = ranks.call(go_on, failed)
     ranks.close()
-    said = (
-        "rank 0 of 2 gave up waiting for the gradients: rank 1 ended or hangs after the last thing together"
-    )
-    assert first == said
+    waiting, _, blamed = first.partition(": ")
+    assert waiting.endswith("the gradients")
+    assert blamed.startswith("rank 1 ended")
+    assert "handled" not in first
+    assert "run before" not in first
 
 
 def go_on(failed):
@@ -230,7 +232,7 @@ def go_on(failed):
 )
 def test_a_rank_that_does_not_answer_is_named(ending, said, device):
     first, _ = end_with_first(start_ranks(2, Path(__file__), ending, device), timeout=600)
-    assert first.stdout.startswith("rank 0 of 2 gave up waiting for the gradients: "), first.stderr
+    assert first.stdout.partition(": ")[0].endswith("the gradients"), first.stderr
     assert first.stdout.strip().endswith(said)
 
 

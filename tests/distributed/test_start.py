@@ -12,6 +12,8 @@ from flowcorr.distributed.start import leave_ranks, local_device, start_ranks
 from flowcorr.errors import ConfigError
 from tests.trainer.test_ranks import SMALL
 
+TORCHRUN = "torchrun --nproc_per_node N -m flowcorr"
+
 
 @pytest.fixture
 def alone(monkeypatch):
@@ -34,7 +36,7 @@ def test_one_process_where_several_were_asked_for_is_warned_of(alone, monkeypatc
     monkeypatch.setenv("MASTER_PORT", "29500")
     start_ranks("cpu", timeout=1.0)
     assert not dist.is_initialized()
-    assert "torchrun --nproc_per_node N -m flowcorr" in caplog.text
+    assert TORCHRUN in caplog.text
 
 
 def test_one_rank_takes_the_device_that_is_named():
@@ -52,5 +54,4 @@ def test_accelerate_that_starts_one_process_is_told(tmp_path):
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("asked for several processes and started one") == 1
-    assert "torchrun --nproc_per_node N -m flowcorr" in done.stderr
+    assert done.stderr.count(TORCHRUN) == 1

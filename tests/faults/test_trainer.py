@@ -95,7 +95,7 @@ def test_terminated_ahead_it_saves_and_leaves_no_process(
     os.killpg(run.pid, number)  # to Ray's processes too, as terminals, `timeout` and schedulers do
     said, _ = run.communicate(timeout=600)
     assert run.returncode == 128 + number, said
-    assert "resume with: flowcorr train" in said
+    assert ": flowcorr train" in said  # the command that resumes
     wait_for(lambda: not any(map(running, family)), 60, "the end of Ray's processes")
     assert events(out)[-1] == "end"
     assert "worker_lost" not in events(out)
@@ -124,7 +124,7 @@ def test_a_run_that_loses_its_own_node_saves_and_ends_soon(bench, tmp_path, even
     ended_by_ray = not (out / "failure.txt").exists()
     wait_for(lambda: not any(map(running, family)), 90, "the end of Ray's processes and agents")
     if not ended_by_ray:
-        assert re.search(r"error: the (rollout|reward) workers are lost, .* with --resume", said), said
+        assert re.search(r"error: .*(rollout|reward) workers .*--resume", said), said
         assert events(out)[-1] == "failure"
         assert len(events(out, "workers_lost")) == 2  # of both pools
     assert events(out, "worker_restarted") == []
@@ -146,7 +146,7 @@ def test_a_full_disk(bench, mounted, events):
     run = bench.start(out, "trainer.keep_checkpoints=9")
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 1, said
-    assert "could not be written" in said
+    assert str(out / "checkpoints") in said
     found = checkpoint.folders(out / "checkpoints")
     done = checkpoint.load(found[-1]).step
     assert done < 6

@@ -59,11 +59,11 @@ def test_rollout_and_reward_workers_killed_in_mid_batch(bench, ray_cluster, tmp_
     bench.assert_same(tmp_path, bench.whole())
     lost = events(tmp_path, "worker_lost")
     # A worker that has done its share of the step in flight is found dead by its next task.
-    steps = {event["worker"]: event["step"] for event in lost}
+    steps = {event["worker"].replace(" worker ", "_"): event["step"] for event in lost}
     assert len(lost) == len(steps) == 3
-    assert steps["rollout worker 0"] in (1, 2)
-    assert steps["reward worker 0"] in (3, 4)
-    assert steps["rollout worker 1"] in (4, 5)
+    assert steps["rollout_0"] in (1, 2)
+    assert steps["reward_0"] in (3, 4)
+    assert steps["rollout_1"] in (4, 5)
     assert all("ActorDied" in event["error"] for event in lost)
     assert len(events(tmp_path, "shard_retried")) == 3
     restarted = events(tmp_path, "worker_restarted")
@@ -96,7 +96,8 @@ def test_a_worker_that_hangs_is_replaced(bench, ray_cluster, tmp_path, events, w
     train(bench, tmp_path, {2: stop}, "rollout.timeout=20")
     bench.assert_same(tmp_path, bench.whole())
     (lost,) = events(tmp_path, "worker_lost")
-    assert lost["error"] == "TimeoutError: no answer within rollout.timeout=20 s"
+    assert lost["error"].startswith("TimeoutError: ")
+    assert "rollout.timeout=20" in lost["error"]
     wait_for(
         lambda: not psutil.pid_exists(lost["pid"]), 20, "the end of a process that no signal but SIGKILL ends"
     )
@@ -127,13 +128,13 @@ def test_where_workers_die_again_and_again_the_run_ends_and_later_goes_on(
     failed = r"sampling of groups .* of training step [45] failed 3 times"
     message = rf"{failed}, the last time in rollout worker \d .* on node "
     try:
-        with pytest.raises(BackendError, match=message):
+        with pytest.raises(BackendError, match=message) as caught:
             train(bench, tmp_path, {4: doom})
     finally:
         over.set()
         hunters[0].join()
     assert events(tmp_path)[-1] == "failure"
-    assert "failed 3 times" in (tmp_path / "failure.txt").read_text()
+    assert str(caught.value) in (tmp_path / "failure.txt").read_text()
 
     trainer.train(bench.settings(*WORKERS), tmp_path, resume=True)
     bench.assert_same(tmp_path, bench.whole())

@@ -94,7 +94,7 @@ def test_drop_group_marks_the_samples_that_raise(caplog):
     assert failed.tolist() == [False, False, True, False]
     np.testing.assert_array_equal(output.scores, [0.0, 1.0, np.nan, 3.0])
     np.testing.assert_array_equal(output.extra["square"], [0.0, 1.0, np.nan, 9.0])
-    assert "1 of 4 samples failed" in caplog.text
+    assert "1 of 4" in caplog.text
 
 
 def test_drop_group_marks_non_finite_samples():
@@ -130,7 +130,7 @@ def test_samples_without_a_picture_are_left_to_no_reward(caplog):
         report_broken(PROMPTS, broken, "fail")
     with caplog.at_level(logging.WARNING):
         report_broken(PROMPTS, broken, "drop_group")
-    assert "1 of 4 samples failed" in caplog.text
+    assert "1 of 4" in caplog.text
     output, failed = score_batch(dislikes_two, IMAGES, PROMPTS, broken=broken)  # it would raise on that one
     assert failed.tolist() == [False, False, True, False]
     np.testing.assert_array_equal(output.scores, [0.0, 1.0, np.nan, 3.0])
@@ -193,13 +193,13 @@ def test_images_are_checked(images):
 def test_reward_that_knows_why_says_so(caplog):
     def unsure(images, prompts):
         scores = np.where(images[:, 0, 0, 0] == 1, np.nan, 5.0)
-        return RewardOutput(scores=scores, errors={1: "too dark to tell"})
+        return RewardOutput(scores=scores, errors={1: "too dark"})
 
-    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'prompt 1'\): too dark to tell; fix"):
+    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'prompt 1'\): too dark; fix"):
         score_batch(unsure, IMAGES, PROMPTS)
     output, failed = score_batch(unsure, IMAGES, PROMPTS, on_error="drop_group")
     assert failed.tolist() == [False, True, False, False]
-    assert "too dark to tell" in caplog.text
+    assert "too dark" in caplog.text
 
 
 @pytest.mark.parametrize("on_error", ["fail", "drop_group"])

@@ -143,7 +143,7 @@ def test_a_term_cannot_end_the_process_in_silence(error):
 def test_the_log_names_the_reward_that_is_waited_for(caplog):
     reward = build_reward([term("jpeg_compressibility"), term("users_rewards:slow")], timeout=0.02)
     assert reward(IMAGES, PROMPTS).terms["slow"].tolist() == [1.0] * 3
-    assert "reward slow has been computing for" in caplog.text
+    assert "reward slow" in caplog.text
     caplog.clear()
     build_reward([term("users_rewards:slow")], timeout=60)(IMAGES, PROMPTS)
     build_reward([term("users_rewards:slow")])(IMAGES, PROMPTS)

@@ -1,6 +1,7 @@
 """Workers that die, hang and fail, with tasks that need no model."""
 
 import os
+import re
 import time
 from functools import partial
 
@@ -123,7 +124,8 @@ def test_a_worker_that_hangs_is_replaced(tmp_path):
     found = value(pool.submit("an endless task", "hang", str(tmp_path / "flag")))
     assert time.monotonic() - begin >= 3
     assert events.kinds()[:3] == ["worker_lost", "shard_retried", "worker_restarted"]
-    assert events[0]["error"] == "TimeoutError: no answer within rollout.timeout=3 s"
+    assert events[0]["error"].startswith("TimeoutError: ")
+    assert "rollout.timeout=3 s" in events[0]["error"]
     assert found != events[0]["pid"]
     wait_for(lambda: not runs(events[0]["pid"]))
     pool.close()
@@ -331,9 +333,7 @@ def test_every_rank_is_answered_by_the_same_workers(two_ranks_of_a_cluster):
         assert found["pair"] == (rank, [rank])
         assert found["of references"] == (["a"], [["a"]])
         assert found["config"] == "ConfigError: this cannot work"
-    assert told[1]["memory"].startswith(
-        "BackendError: a task failed 3 times, the last time in rollout worker "
-    )
+    assert re.match(r"BackendError: .* 3 times, .* rollout worker \d", told[1]["memory"])
 
 
 def test_every_rank_shares_the_main_ranks_weights(two_ranks_of_a_cluster):

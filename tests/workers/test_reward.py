@@ -85,10 +85,15 @@ def test_failures_are_found_and_named_as_here(remote, local, images, prompts, ca
         assert np.flatnonzero(failed).tolist() == [3, 30]
         assert np.isnan(found.scores[[3, 30]]).all()
         (record,) = [record for record in caplog.records if record.name == "flowcorr.rewards.base"]
-        assert record.getMessage() == (
-            f"reward {local.name} failed on sample 3 (prompt 'image 3'): it raised ValueError: an image of brightness "
-            "0.0 (from reward brightness); 2 of 40 samples failed and are left out"
-        )
+        said = record.getMessage()
+        for part in (
+            f"reward {local.name} ",
+            "sample 3 (prompt 'image 3'): ",
+            "ValueError: ",
+            "reward brightness",
+        ):
+            assert part in said
+        assert "2 of 40" in said
         with pytest.raises(
             BackendError, match=r"failed on sample 3 \(prompt 'image 3'\): it raised ValueError"
         ):
