@@ -78,7 +78,7 @@ def test_without_any_finite_forward_nothing_is_learned(make_run, caplog):
     assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (0, 1)
     assert run.actor.weights.version == 1
     assert all(value.isfinite().all() for value in weights(run).values())
-    assert "WARNING" in [record.levelname for record in caplog.records]
+    assert "skipped" in caplog.text
 
 
 @pytest.mark.parametrize("factor", [math.inf, math.nan])
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update(make_run, caplog, factor
     handle = parameter.register_hook(lambda gradient: gradient * factor)
     with caplog.at_level(logging.WARNING):
         metrics = run.update(batch, training_step=1).compute()
-    assert len(caplog.messages) == 2
+    assert ["gradient" in text for text in caplog.messages] == [True, True]
     assert_same(weights(run), before, rtol=0, atol=0)
     assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (0, 2)
     assert "actor/grad_norm" not in metrics
@@ -133,7 +133,7 @@ def test_all_rejected_means_no_update(make_run, caplog):
     before = weights(run)
     batch = replace(run.batch(), keep=torch.zeros(8, 2, dtype=torch.bool))
     metrics = run.update(batch, training_step=1).compute()
-    assert len(caplog.messages) == 1
+    assert ["rejected" in text for text in caplog.messages] == [True]
     assert_same(weights(run), before, rtol=0, atol=0)
     assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (0, 1)
     assert not run.actor.optimizer.adamw.state()

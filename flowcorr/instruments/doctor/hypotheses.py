@@ -237,9 +237,12 @@ def _told_apart(stack: Stack, legs: Legs, pool: Sequence[str], check: str) -> Fi
     if worst > 1:
         return passed(f"as captured; with others the replay would differ by {worst:.2g} limits")
     why = "no other choice would be seen in this precision" if rivals else "no other choice to compare with"
-    if check == "lora" and stack.samples.adapter and stack.adapter_is_zero:
+    untrained = check == "lora" and bool(stack.samples.adapter) and stack.adapter_is_zero
+    if untrained:
         why = "the adapter is still 0"
-    return skipped(f"cannot tell: {why}", f"capture {_NEEDED[check]}")
+    return skipped(
+        f"cannot tell: {why}", f"capture {_NEEDED[check]}", adapter_is_zero=True if untrained else None
+    )
 
 
 def _unlike(stack: Stack, hypothesis: Hypothesis) -> tuple[Inputs, ...]:

@@ -71,7 +71,8 @@ def test_of_many_steps_a_few_are_replayed(tmp_path):
 def test_an_adapter_that_is_still_0_cannot_be_told(tmp_path):
     report = examine_dump(dump_steps(tmp_path, "adapter_off", trained=False), SHALLOW)
     assert report.causes() == []
-    assert by_check(report)["lora"].level == "note"
+    found = by_check(report)["lora"]
+    assert (found.level, found.numbers["adapter_is_zero"]) == ("note", True)
 
 
 def test_images_of_samples_that_were_not_captured_cannot_be_told(tmp_path):

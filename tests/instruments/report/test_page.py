@@ -110,9 +110,12 @@ def test_the_page_begins_with_its_verdict_and_its_contents(tmp_path):
     start = {**START, "time": "2026-11-23T05:00:00.000+00:00"}
     events = [start, {"step": 4, "kind": "end", "status": "finished"}]
     page = page_of([write_run(tmp_path / "a", events=events)], tmp_path / "report.html")
+    assert "tiny_ocr" in page.text
     assert "2026-11-23" in page.text
-    verdict = report([tmp_path / "a"]).verdict
-    assert page.text.index(verdict[1:]) < page.text.index("Learning")
+    made = report([tmp_path / "a"])
+    worst = next(finding for finding in made.findings if finding.level == made.level == "serious")
+    assert made.verdict.endswith(f"a: {worst.headline}")
+    assert page.text.index(made.verdict[1:]) < page.text.index("Learning")
     linked = re.findall(r'<a href="#([\w-]+)"', page.source)
     assert linked
     assert linked == re.findall(r'<section id="([\w-]+)"', page.source)

@@ -20,7 +20,8 @@ def test_a_reward_again(captured_of):
     right = torch.as_tensor(np.tile(getattr(scores, "scores", scores), 2))
     assert check_captured_reward(captured_of(rewards=right, config=config)).level == "healthy"
     assert check_captured_reward(captured_of(rewards=right.flip(0), config=config)).level == "warning"
-    assert check_captured_reward(captured_of(rewards=right)).level == "note"
+    without = check_captured_reward(captured_of(rewards=right))
+    assert (without.level, "--model" in without.remedy) == ("note", True)
 
 
 @pytest.mark.parametrize(
