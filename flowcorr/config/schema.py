@@ -59,6 +59,13 @@ class LoraConfig:
             raise ConfigError(
                 "model.lora.targets=[] adapts nothing; name layers, or use null for the family's own"
             )
+        if self.warm_start is not None:
+            not_blank("model.lora.warm_start", self.warm_start)
+            if not self.rank:
+                raise ConfigError(
+                    f"model.lora.warm_start={self.warm_start!r} is an adapter, and model.lora.rank=0 trains all "
+                    "weights without one; set rank to the adapter's, or merge it into the model of model.path"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

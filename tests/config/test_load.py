@@ -244,6 +244,8 @@ def test_infinite_cap_round_trips(recipe):
         ("model.path=' '", r"model\.path=' ' is blank; name a file or folder"),
         ("data.path=''", r"data\.path='' is blank; name a file or folder"),
         ("data.heldout_path=''", r"data\.heldout_path='' is blank"),
+        ("model.lora.warm_start=''", r"model\.lora\.warm_start='' is blank"),
+        ("model.lora={rank: 0, warm_start: a}", r"lora\.warm_start='a' is an adapter, and model\.lora\.rank=0 trains"),
         ("rollout.n=1e9", r"rollout\.n=1000000000 is out of range; it must be at most 100000"),
         ("rollout.prompts_per_step=1e9", r"prompts_per_step=1000000000 is out of range"),
         ("model.lora.rank=1e9", r"model\.lora\.rank=1000000000 is out of range; it must be at most 8192"),
