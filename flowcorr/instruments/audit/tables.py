@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask
 from flowcorr.correction.bounds import SCALES, scale_factor
+from flowcorr.correction.ratios import bounded
 from flowcorr.correction.robust import OUTLIER_Z, outlier_band
 from flowcorr.instruments.audit.advice import clip_needed, limit_at
 from flowcorr.instruments.clip_noise import QUANTILES
@@ -138,7 +139,7 @@ def outliers(gap: Terms, num_elements: int) -> tuple[float, float]:
     log_ratio, num_steps = delta(gap), int(gap.step_index.max()) + 1
     everywhere = torch.ones_like(log_ratio)
     low, high = outlier_band(log_ratio, everywhere, gap.step_index, num_steps, floor=0.01 / num_elements)
-    return fraction(~keep), math.expm1(max(-float(low), float(high)))
+    return fraction(~keep), float(bounded(torch.maximum(-low, high)).expm1())
 
 
 def fraction(where: Tensor) -> float:

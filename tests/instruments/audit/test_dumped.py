@@ -71,6 +71,10 @@ PLANTED = {
         {"rollout_log_probs": D * (1 + ROLLOUT), "old_log_probs": D * (1 + ROLLOUT) + 0.1},
         "summed",
     ),
+    "sums of the trainer": (
+        {"rollout_log_probs": ROLLOUT - 0.7, "old_log_probs": D * (ROLLOUT - 0.7)},
+        "summed",
+    ),
 }
 
 
