@@ -17,7 +17,7 @@ from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.stored import rounding_of
 from flowcorr.records import Terms
 
-HIDING = frozenset({"summed", "one_step", "shared_shift", "few_samples"})
+HIDING = frozenset({"summed", "other_order", "one_step", "shared_shift", "few_samples"})
 """Causes beside which no advice on the gap's correction can hold."""
 
 # Mean-pooled log-probs are `-log s - 1.42` on average, so -1.4 to 12 for any std of 6e-6 to 1; sums are D times that.
@@ -34,6 +34,7 @@ _SHARED = 2.0
 _TOO_EVEN = 1e-3
 _FEWEST = 8  # samples of a step that tell whether they share a shift
 _FEW = 0.25  # of the samples; more are no exceptions
+_OWN = 0.9  # of the moved ones have a counterpart each; chance gives one counterpart to several
 # Between these and the others; a gap whose size varies among samples, however much, leaves no such void.
 _VOID = 10.0
 Ages = Mapping[int, Tensor]
@@ -130,6 +131,48 @@ def _typical(values: Tensor) -> float:
     """Median magnitude of the finite values; 0 without any."""
     known = values[values.isfinite()].abs()
     return float(known.median()) if len(known) else 0.0
+
+
+def _other_order(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
+    """The trainer's log-probs are those of the engine in another order of samples or steps."""
+    rounding = _rounding_of(gaps)
+    for noun, axis in (("samples", 0), ("steps", 1)):
+        moved = {step: _moved(gap, axis, rounding) for step, gap in gaps.items()}
+        hit = {step: places for step, places in moved.items() if float(places.double().mean()) > _FEW}
+        if hit:
+            return Finding(
+                level="serious",
+                cause="other_order",
+                sentence=f"the trainer's log-probs are those of the engine in another order of {noun}: they fit those "
+                "of another place far better",
+                numbers={
+                    f"{noun} at another place": sum(int(places.sum()) for places in hit.values()),
+                    "of": sum(places.numel() for places in moved.values()),
+                    "since training step": next(iter(hit)),
+                    "training steps": len(hit),
+                },
+                remedy="bring all fields of a step into one order: undo the shuffle of mini-batches or steps, and "
+                "gather the ranks of all fields in the same way; the loss pairs them as wrongly if it reads the same "
+                "tensors",
+            )
+    return None
+
+
+def _moved(gap: Terms, axis: int, rounding: float) -> Tensor:
+    """Bool, the trainer's samples `[b]` (axis 0) or terms `[b, T]` (1) whose log-probs are those of another place."""
+    known = delta(gap).isfinite().all(1)
+    # [batches, places, numbers that have to fit]: all samples by their windows, or the steps of each sample.
+    trainer, engine = (
+        getattr(gap, side)[known].double().unsqueeze(2 * axis)
+        for side in ("old_log_prob", "rollout_log_prob")
+    )
+    if not trainer.numel():
+        return torch.zeros(1, dtype=torch.bool)
+    distances = torch.cdist(trainer, engine, p=math.inf)
+    own, nearest = distances.diagonal(dim1=1, dim2=2), distances.min(2)
+    moved = own > (_ALONE * nearest.values).clamp(min=rounding)
+    counterparts = torch.stack([moved.nonzero()[:, 0], nearest.indices[moved]], 1).unique(dim=0)
+    return moved & (len(counterparts) > _OWN * int(moved.sum()))
 
 
 def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
@@ -281,6 +324,7 @@ def _stale(_: Mapping[int, Terms], ages: Ages) -> Finding | None:
 RULES: Mapping[str, Rule] = {
     "non_finite": _non_finite,
     "summed": _summed,
+    "other_order": _other_order,
     "one_step": _one_step,
     "shared_shift": _shared_shift,
     "few_samples": _few_samples,

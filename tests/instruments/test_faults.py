@@ -68,6 +68,48 @@ def causes(steps):
     return [found.cause for found in diagnose(steps)]
 
 
+def shuffled(log_probs):
+    """Another order of steps in each sample, as of a trainer that shuffles them."""
+    order = torch.rand(B, T, generator=torch.Generator().manual_seed(1)).argsort(1)
+    return log_probs.gather(1, order), int((order != torch.arange(T)).sum())
+
+
+@pytest.mark.parametrize(
+    ("noun", "moved"),
+    [
+        ("samples", lambda log_probs: (log_probs.roll(4, 0), B)),
+        ("samples", lambda log_probs: (torch.cat([log_probs[:16], log_probs[16:].flip(0)]), B // 2)),
+        ("steps", lambda log_probs: (log_probs.flip(1), B * T)),
+        ("steps", shuffled),
+    ],
+    ids=["gathered otherwise", "one rank", "reversed", "shuffled"],
+)
+def test_another_order_of_samples_or_steps_is_told(noun, moved):
+    steps = clean((1e-3,) * T)
+    late, number = moved(steps[2].log_probs)
+    found = diagnose([*steps[:2], replace(steps[2], log_probs=late)])[0]
+    assert (found.cause, found.level) == ("other_order", "serious")
+    assert f"in another order of {noun}" in found.sentence
+    assert found.numbers["since training step"] == 3
+    assert found.numbers[f"{noun} at another place"] == pytest.approx(number, rel=0.1)
+
+
+@pytest.mark.parametrize("num_samples", [8, 500])
+@pytest.mark.parametrize("window", [1, 10])
+def test_noise_as_large_as_the_log_probs_spread_is_no_other_order(num_samples, window):
+    """In a crowd each log-prob lies near another's, but several lie near one."""
+    draw = torch.Generator().manual_seed(0)
+    log_probs, others = torch.randn(2, num_samples, window, generator=draw, dtype=torch.float64)
+    steps = [
+        Step(
+            log_probs=log_probs,
+            rollout_log_probs=others,
+            step_indices=torch.arange(window).repeat(num_samples, 1),
+        )
+    ]
+    assert "other_order" not in causes(steps)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "r",

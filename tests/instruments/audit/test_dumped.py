@@ -71,6 +71,10 @@ PLANTED = {
         {"rollout_log_probs": D * (1 + ROLLOUT), "old_log_probs": D * (1 + ROLLOUT) + 0.1},
         "summed",
     ),
+    "other samples": (
+        {"rollout_log_probs": ROLLOUT, "old_log_probs": ROLLOUT.roll(4, 0) - 1e-6},
+        "other_order",
+    ),
     "sums of the trainer": (
         {"rollout_log_probs": ROLLOUT - 0.7, "old_log_probs": D * (ROLLOUT - 0.7)},
         "summed",
@@ -115,7 +119,7 @@ def test_of_a_gap_of_a_few_samples_the_mean_is_its_kl(tmp_path):
     assert not advice_in(report)
 
 
-@pytest.mark.parametrize("planted", ["one sigma", "sums", "a shared number"])
+@pytest.mark.parametrize("planted", ["one sigma", "sums", "a shared number", "other samples"])
 def test_where_a_fault_hides_the_gap_there_is_no_advice(planted, tmp_path):
     report = audit_folder(draw_steps(tmp_path, **PLANTED[planted][0]))
     assert not advice_in(report)
