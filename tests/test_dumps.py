@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -14,7 +15,7 @@ from flowcorr import dumps
 from flowcorr.dumps import DumpedTerms, LoggedLoss
 from flowcorr.errors import BackendError, BatchError, ConfigError
 
-WINDOW = torch.tensor([[-0.5, -0.25], [0.125, 1.0]])
+WINDOW = torch.tensor([[-0.25, -0.5], [0.125, 1.0]])
 ROWS = torch.tensor([3, 5])
 
 
@@ -31,7 +32,7 @@ def terms(**changes):
     )
     values = {name: WINDOW + place for place, name in enumerate(names)}
     values |= {"advantages": ROWS / 2, "rewards": ROWS / 4, "group_ids": ROWS, "policy_versions": ROWS}
-    values |= {"worker_ids": ROWS, "sigmas": WINDOW.abs(), "sigmas_next": WINDOW.abs() / 2}
+    values |= {"worker_ids": ROWS, "sigmas": 1 - WINDOW.abs(), "sigmas_next": WINDOW.abs() / 2}
     values |= {"step_indices": torch.tensor([[0, 1], [1, 2]]), "num_elements": 12, "bypass": False}
     return DumpedTerms(**(values | changes))
 
@@ -93,6 +94,27 @@ def test_any_trainer_can_write_one(tmp_path):
     assert found.old_log_probs.dtype == torch.float32
     assert (found.num_elements, found.bypass, found.current_log_probs) == (64, False, None)
     assert dumps.load_loss(path) == LoggedLoss(clip_ratio=[1e-4, 2e-4])
+
+
+@pytest.mark.parametrize(
+    "kind", [np.array, np.float32, torch.tensor, lambda value: OmegaConf.create({"key": value}).key]
+)
+def test_numbers_may_be_of_any_library(kind, tmp_path):
+    """As they come from `version = steps.max()`, `np.prod(shape)` or a configuration of OmegaConf."""
+    whole = np.int64 if kind is np.float32 else kind
+    path = flowcorr.dump(
+        tmp_path,
+        0,
+        rollout_log_probs=WINDOW,
+        advantages=ROWS,
+        version=whole(3),
+        num_elements=whole(64),
+        clip_ratio=kind([0.25, 0.5]),
+        adv_clip_max=kind(4.0),
+    )
+    found = dumps.load(path)
+    assert (found.version, found.num_elements) == (3, 64)
+    assert dumps.load_loss(path) == LoggedLoss(clip_ratio=[0.25, 0.5], adv_clip_max=4)
 
 
 def test_without_old_log_probs_they_are_the_rollouts(tmp_path):

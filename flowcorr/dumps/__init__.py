@@ -46,7 +46,8 @@ GIVES = {
     "policy_versions": "together with version, the age of the weights that sampled (audit, report)",
 }
 """Optional fields of `dump`, and what each gives."""
-_OF_LOSS = ("loss_mode", "clip_ratio", "adv_clip_max")
+_OF_STEP = ("version", "num_elements")
+_TOLD = (*_OF_STEP, "loss_mode", "clip_ratio", "adv_clip_max")  # in the metadata of a file
 _STEP = "step_{:06d}.safetensors"
 _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
 
@@ -215,8 +216,9 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
     known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if missing := [name for name in ("rollout_log_probs", "advantages") if name not in known]:
         raise TypeError(f"missing: {', '.join(missing)}")
-    loss = LoggedLoss(**{name: known.pop(name) for name in _OF_LOSS if name in known})
-    numbers = {name: known.pop(name) for name in ("version", "num_elements") if name in known}
+    plain: dict[str, Any] = {name: _plain(known.pop(name)).tolist() for name in _TOLD if name in known}
+    numbers = {name: plain.pop(name) for name in _OF_STEP if name in plain}
+    loss = LoggedLoss(**plain)
     rollout = _numbers("rollout_log_probs", known["rollout_log_probs"])
     if problem := checks.problem_of_shape(rollout.shape):
         raise BatchError(problem)
@@ -228,7 +230,7 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
     bypass = "old_log_probs" not in tensors
     terms = DumpedTerms(bypass=bypass, **{"old_log_probs": rollout, **tensors}, **numbers)
     problem = checks.problem_of_metadata(_metadata(step, terms, loss))
-    if problem := problem or checks.problem_of_values(terms.tensors()):
+    if problem := problem or checks.problem_of_values(terms.tensors(), terms.version):
         raise BatchError(problem)
     return terms, loss
 
@@ -261,7 +263,7 @@ def load(path: Path) -> DumpedTerms:
     values: dict[str, Any] = {**tensors}
     values |= {name: int(metadata[name]) for name in ("num_elements", "version") if name in metadata}
     terms = DumpedTerms(bypass=bypass, **values)
-    problem = checks.problem_of_values(tensors)
+    problem = checks.problem_of_values(tensors, terms.version)
     problem = problem or checks.problem_of_log_probs(
         terms.rollout_log_probs, terms.old_log_probs, bypass=bypass
     )

@@ -72,8 +72,8 @@ def problem_of_shape(shape: Sequence[int]) -> str:
     return f"rollout_log_probs has shape {list(shape)}; it must be [B, T], with B from 1 and T from 1 to {MAX_SCHEDULE}"
 
 
-def problem_of_values(tensors: Mapping[str, Tensor]) -> str:
-    """The problem of the tensors' values; empty if there is none."""
+def problem_of_values(tensors: Mapping[str, Tensor], version: int | None) -> str:
+    """The problem of the tensors' values, or of those beside the version; empty if there is none."""
     for name, (low, high, others) in _RANGES.items():
         values = tensors.get(name, torch.empty(0))
         good = (low <= values) & (values <= high)
@@ -82,7 +82,27 @@ def problem_of_values(tensors: Mapping[str, Tensor]) -> str:
         odd = values[~good]
         if len(odd):
             return f"{name} holds {odd[0].item():g}; it must lie from {low:g} to {high:g}"
-    return ""
+    newest = int(tensors["policy_versions"].max()) if "policy_versions" in tensors else None
+    if newest is not None and version is not None and newest > version:
+        return (
+            f"policy_versions holds {newest}, and version={version}: weights that sampled cannot be newer than the "
+            "trainer's; count both alike, before the step's first update"
+        )
+    return _problem_of_levels(tensors)
+
+
+def _problem_of_levels(tensors: Mapping[str, Tensor]) -> str:
+    """Noise levels that rise along the schedule, as times that run from noise to image do."""
+    if not {"sigmas", "step_indices"} <= tensors.keys():
+        return ""
+    steps, order = tensors["step_indices"].sort(1)
+    sigmas = tensors["sigmas"].gather(1, order)
+    rising = ((sigmas.diff(dim=1) > 0) & (steps.diff(dim=1) > 0)).nonzero()
+    if not len(rising):
+        return ""
+    row, place = rising[0].tolist()
+    before, after = (f"{sigmas[row, at]:g} at step {steps[row, at]}" for at in (place, place + 1))
+    return f"sigmas holds {before} and {after}; noise levels descend along the schedule, from noise at 1 to images at 0"
 
 
 def problem_of_log_probs(rollout: Tensor, old: Tensor, *, bypass: bool) -> str:
@@ -138,6 +158,7 @@ _METADATA: dict[str, tuple[str, Callable[[str], bool]]] = {
 }
 # By field: smallest and largest value, and which others there may be, as of a term that was left out.
 _RANGES: dict[str, tuple[float, float, Literal["", "nan", "not finite"]]] = {
+    "advantages": (-_FLOAT32.max, _FLOAT32.max, ""),
     "step_indices": (0, MAX_SCHEDULE - 1, ""),
     "before_update": (0, 1, ""),
     "sigmas": (0, HIGHEST_NOISE_LEVEL, ""),

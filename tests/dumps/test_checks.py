@@ -4,6 +4,7 @@ import json
 import os
 import struct
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,6 +113,8 @@ def test_a_file_of_no_format_version_is_another_programs(tmp_path):
         ({"sigmas": WINDOW + 900}, "sigmas holds 900; it must lie from 0 to 1"),
         ({"stds": WINDOW}, "stds holds 0"),
         ({"stds": WINDOW + torch.inf}, "stds holds inf"),
+        ({"advantages": ROWS + torch.nan}, "advantages holds nan; it must lie from -3.40282e+38 to"),
+        ({"advantages": ROWS - torch.inf}, "advantages holds -inf"),
         ({"old_rollout_kl": WINDOW - 1e-3}, "old_rollout_kl holds -0.001; it must lie from 0 to inf"),
         (
             {"old_log_probs": WINDOW + torch.nan},
@@ -248,6 +251,16 @@ def test_names_that_are_no_step(tmp_path):
         ({"sigmas": [0.9, -0.1]}, "sigmas holds -0.1"),
         ({"num_elements": 0}, "num_elements='0' must be a whole number"),
         ({"clip_ratio": []}, r"clip_ratio='\[\]' must be a number above 0"),
+        ({"clip_ratio": "1e-4"}, r"clip_ratio='\"1e-4\"' must be a number above 0"),
+        ({"num_elements": True}, "num_elements='true'"),
+        (
+            {"policy_versions": [3, 4] * (BATCH // 2), "version": np.int64(3)},
+            "policy_versions holds 4, and version=3: weights that sampled cannot be newer",
+        ),
+        (
+            {"step_indices": [5, 2], "sigmas": [0.9, 0.1]},
+            "sigmas holds 0.1 at step 2 and 0.9 at step 5; noise levels descend",
+        ),
         ({"rollout_log_probs": torch.zeros(0, 2), "advantages": torch.zeros(0)}, r"has shape \[0, 2\]"),
     ],
 )

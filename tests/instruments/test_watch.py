@@ -88,7 +88,11 @@ def test_the_metrics_are_those_of_the_report(tmp_path):
     for record, path in zip(records, dumps.files(tmp_path).values(), strict=True):
         terms = dumps.load(path)
         metrics, _ = watch(
-            record["step"], **terms.tensors(), num_elements=terms.num_elements, clip_ratio=1e-4, version=0
+            record["step"],
+            **terms.tensors(),
+            num_elements=terms.num_elements,
+            clip_ratio=1e-4,
+            version=terms.version,
         )
         assert metrics == {name: value for name, value in record.items() if name.startswith("rollout_corr/")}
 
