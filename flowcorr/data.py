@@ -23,7 +23,7 @@ from flowcorr.texts import folded, quoted
 from flowcorr.words import heldout_words, train_words
 
 TINY_WORDS = "tiny_words"
-_Parsed = tuple[Prompt, list[str]]  # and the paths of its reference images
+_Parsed = tuple[Prompt, list[str], list[str]]  # the paths of its reference images, and the fields of its line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,12 +110,22 @@ def read_prompts(
     parsed = [parse(line, f"{path}:{number}") for number, line in _lines(file, key)]
     if not parsed:
         raise ConfigError(f"{key}={str(path)!r} holds no prompt; write one prompt per line")
+    _check_target_field(target_field, parsed, path)
     return _with_references(parsed, file.parent)
+
+
+def _check_target_field(name: str, parsed: list[_Parsed], path: Path) -> None:
+    """Refuse a field of one's own that no line has: all targets would be taken from the double quotes."""
+    fields = dict.fromkeys(field for _, _, given in parsed for field in given)
+    if name != DataConfig().target_field and fields and name not in fields:
+        raise ConfigError(
+            f"{path}: {unknown_choice('data.target_field', name, fields)}, as its lines have them"
+        )
 
 
 def _with_references(parsed: list[_Parsed], folder: Path) -> list[Prompt]:
     """The prompts with their images, each file of which is decoded once."""
-    places = {image: prompt.place for prompt, images in reversed(parsed) for image in images}
+    places = {image: prompt.place for prompt, images, _ in reversed(parsed) for image in images}
 
     def read(image: str) -> Reference:
         try:
@@ -127,7 +137,7 @@ def _with_references(parsed: list[_Parsed], folder: Path) -> list[Prompt]:
     with warnings.catch_warnings(), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         warnings.simplefilter("ignore")
         found = dict(zip(places, pool.map(read, places), strict=True))
-    return [replace(prompt, images=tuple(found[image] for image in images)) for prompt, images in parsed]
+    return [replace(prompt, images=tuple(found[image] for image in images)) for prompt, images, _ in parsed]
 
 
 def _check_counts(prompts: list[Prompt]) -> None:
@@ -231,6 +241,10 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={str(path)!r} cannot be read as UTF-8 text: {error}") from error
+    if "\0" in text:
+        raise ConfigError(
+            f"{key}={str(path)!r} holds zero bytes: it is UTF-16 without its mark, or no text; save it as UTF-8"
+        )
     # Not splitlines(): it also splits at characters that JSON allows within a string.
     for number, line in enumerate(text.split("\n"), start=1):
         if folded(line):
@@ -238,14 +252,23 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
 
 
 def _parse_text(line: str, place: str) -> _Parsed:
-    return Prompt(text=line, target=_quoted(line), place=place), []
+    if _is_object(line):
+        raise ConfigError(f"{place} is a JSON object, but a .txt file holds plain prompts; name it .jsonl")
+    return Prompt(text=line, target=_quoted(line), place=place), [], []
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return line.startswith("{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> _Parsed:
     example = {"prompt": "a sign that says hello", target_field: "hello"}
     expected = f"each line must be an object such as {json.dumps(example)}"
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=_distinct_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place} is not JSON ({error.msg} at column {error.colno}); {expected}") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, or deep nesting
@@ -267,7 +290,17 @@ def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> 
         },
         place=place,
     )
-    return prompt, _images(entry, place)
+    return prompt, _images(entry, place), list(entry)
+
+
+def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; of a key that is given twice, Python would drop the first value."""
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in entry if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return entry
 
 
 def _images(entry: Mapping[str, Any], place: str) -> list[str]:
@@ -298,6 +331,8 @@ def _string(entry: Mapping[str, Any], key: str, place: str, expected: str) -> st
         raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, which is not text; {expected}')
     if value is not None and any("\ud800" <= character <= "\udfff" for character in value):
         raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, half of a character; {expected}')
+    if value is not None and "\0" in value:
+        raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, a zero character; {expected}')
     return value
 
 

@@ -93,7 +93,39 @@ def test_fields_of_target_and_tag_are_chosen(tmp_path):
     for prompt in split.train + split.heldout:
         assert (prompt.target, prompt.tag) == ("Hello", "Text")
         assert prompt.metadata == {"category": "Text", "target": "x"}
-    assert {prompt.target for prompt in load(path, target_field="words").train} == {"big"}
+
+
+def test_a_target_field_that_no_line_has_is_named(tmp_path):
+    """Else the double quotes would be the targets, without a word."""
+    lines = [
+        '{"prompt": "a \\"red\\" sign", "words": "OPEN"}',
+        '{"prompt": "a \\"blue\\" sign", "target": "x"}',
+    ]
+    path = write(tmp_path, "\n".join(lines), "prompts.jsonl")
+    assert [prompt.target for prompt in read_prompts(path, target_field="words")] == ["OPEN", "blue"]
+    with pytest.raises(
+        ConfigError, match=r"prompts.jsonl: data.target_field='word' is unknown \(did you mean words\?"
+    ):
+        read_prompts(path, target_field="word")
+    assert len(read_prompts(write(tmp_path, "a sign"), target_field="words")) == 1
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_utf_16_without_a_mark_is_named(tmp_path, suffix):
+    """As some editors write it: of ASCII, each second byte is zero, and the file reads as UTF-8."""
+    path = tmp_path / f"prompts.{suffix}"
+    path.write_bytes('{"prompt": "a sign"}'.encode("utf-16-le"))
+    with pytest.raises(ConfigError, match=r"data.path='.*' holds zero bytes: it is UTF-16"):
+        read_prompts(path)
+
+
+def test_lines_of_json_in_a_text_file_are_named(tmp_path):
+    path = write(tmp_path, 'a sign\n{"prompt": "a sign", "target": "OPEN"}\n')
+    with pytest.raises(
+        ConfigError, match=r":2 is a JSON object, but a .txt file holds plain prompts; name it .jsonl"
+    ):
+        read_prompts(path)
+    assert read_prompts(write(tmp_path, "{a sign}"))[0].text == "{a sign}"
 
 
 def test_heldout_prompts_of_a_file_of_their_own(tmp_path):
@@ -148,6 +180,9 @@ def test_a_prompt_in_another_spelling_is_the_same_prompt(tmp_path, respelt):
         ('{"prompt": "\\u200b"}', r'prompts.jsonl:2 has "prompt": "\\u200b"'),
         ('{"prompt": "a", "target": ["b"]}', r'prompts.jsonl:2 has "target": \["b"\]'),
         ('{"prompt": "a", "tag": 3}', 'prompts.jsonl:2 has "tag": 3'),
+        ('{"prompt": "a", "prompt": "b"}', "prompts.jsonl:2 .*the key 'prompt' is given twice"),
+        ('{"prompt": "a", "box": {"x": 1, "x": 2}}', "prompts.jsonl:2 .*the key 'x' is given twice"),
+        ('{"prompt": "a\\u0000b"}', r'prompts.jsonl:2 has "prompt": "a\\u0000b", a zero character'),
     ],
 )
 def test_malformed_line_is_named(tmp_path, line, message):

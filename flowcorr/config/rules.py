@@ -266,6 +266,9 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
             )
     else:
         yield "data.num_train", "it belongs to data.path=tiny_words; a file's prompts are all used"
+        if all(path is None or path.endswith(".txt") for path in (data.path, data.heldout_path)):
+            for key in ("target_field", "tag_field"):
+                yield f"data.{key}", "a .txt file has no fields; it belongs to a .jsonl file"
         if data.heldout_path is not None:
             yield "data.heldout_fraction", f"data.heldout_path={data.heldout_path} has the held-out prompts"
 

@@ -160,6 +160,7 @@ def test_sound_combinations_are_silent(values):
         ({"data": {"path": "prompts.txt", "num_train": 5}}, "data.num_train=5"),
         ({"data": {"heldout_path": "test.txt"}}, "data.heldout_path=test.txt"),
         ({"data": {"tag_field": "category"}}, "data.tag_field=category"),
+        ({"data": {"path": "prompts.txt", "target_field": "words"}}, "data.target_field=words"),
         (
             {"data": {"path": "prompts.txt", "heldout_path": "test.txt", "heldout_fraction": 0.5}},
             "data.heldout_fraction=0.5",
