@@ -311,7 +311,9 @@ def _as_vector(value: Any, batch_size: int, name: str) -> np.ndarray:
     if hasattr(value, "detach"):  # a tensor, maybe on a device, maybe bfloat16, which numpy does not know
         value = value.detach().double().cpu().numpy()
     try:
-        vector = np.asarray(value, dtype=np.float64)
+        vector = np.array(
+            value, dtype=np.float64
+        )  # a copy: a reward may write its next scores into the same array
     except (TypeError, ValueError) as error:
         raise BatchError(
             f"reward {name} returned {type(value).__name__}, which is not a sequence of numbers ({error}); "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -129,12 +129,13 @@ class WeightedSum:
             return RewardOutput(scores=np.zeros(0))
 
         def score(own_images: ImageArray, own_rows: np.ndarray) -> RewardOutput:
-            return self._score(label, reward, own_images, [prompts[row] for row in own_rows])
+            own_prompts = [replace(prompts[row], metadata=dict(prompts[row].metadata)) for row in own_rows]
+            return self._score(label, reward, own_images, own_prompts)
 
         if images.ndim == 5:
             takes_videos = getattr(reward, "takes_videos", False)
             return score_videos(score, images, rows, frames, takes_videos=takes_videos)
-        # A copy for each term, even of all rows: a reward may write into its images.
+        # A copy for each term, even of all rows: a reward may write into its images, as into its prompts' metadata.
         return score(images[rows], rows)
 
     def _score(

@@ -75,6 +75,9 @@ def blackens(images, prompts):
     images[:] = 0
     return [1.0] * len(prompts)
 
+def pops(images, prompts):
+    return [prompt.metadata.pop("level", 0) for prompt in prompts]
+
 def nan_at_bb(images, prompts):
     return [float("nan") if prompt.text == "bb" else 1.0 for prompt in prompts]
 """
@@ -119,6 +122,13 @@ def test_a_term_that_writes_into_its_images_changes_no_others():
     output = reward(images, PROMPTS)
     np.testing.assert_array_equal(output.terms["brightness"], [0, 100, 200])
     np.testing.assert_array_equal(images, IMAGES)
+
+
+def test_a_term_that_writes_into_metadata_changes_them_for_no_later_call():
+    reward = build_reward([term("users_rewards:pops")])
+    prompts = [Prompt(text=f"prompt {level}", metadata={"level": level}) for level in (1, 2, 3)]
+    for _ in range(2):
+        assert reward(IMAGES, prompts).scores.tolist() == [1, 2, 3]
 
 
 def test_reward_can_be_pickled():

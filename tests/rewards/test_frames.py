@@ -28,6 +28,18 @@ def score(reward, rule, **facts):
     return score_batch(whole, VIDEOS, PROMPTS)[0]
 
 
+@pytest.mark.parametrize("takes_videos", [False, True])
+def test_a_reward_may_give_its_scores_in_one_array_again_and_again(takes_videos):
+    buffer = np.zeros(TOGETHER)
+
+    def of_a_buffer(images, prompts):
+        buffer[: len(images)] = images.reshape(len(images), -1).mean(1)
+        return buffer[: len(images)]
+
+    expected = LEVELS.mean(1) if takes_videos else LEVELS[:, 5]
+    assert score(of_a_buffer, "middle", takes_videos=takes_videos).scores.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize(
     ("rule", "num_frames", "frames"),
     [
