@@ -161,7 +161,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        state = load_file(file)
+        state = {name: _widened(value) for name, value in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file.name} is not a safetensors file: {error}") from error
     for name, value in state.items():
@@ -175,6 +175,11 @@ def _tensors(file: Path) -> dict[str, Tensor]:
                 "earlier checkpoint"
             )
     return state
+
+
+def _widened(value: Tensor) -> Tensor:
+    """Floats of 8 bits, with which torch computes nothing, in float32."""
+    return value.float() if value.is_floating_point() and value.itemsize == 1 else value
 
 
 def _options(file: Path) -> dict[str, Any]:

@@ -121,6 +121,17 @@ def test_a_warm_start_has_its_full_strength_under_any_alpha(saved, alpha):
     assert_same(saved.started(saved.folder, alpha=alpha), saved.updates)
 
 
+def test_an_adapter_in_8_bits_is_read_as_the_numbers_that_it_holds(saved, tmp_path):
+    state = load_file(f"{saved.folder}/{FILE}")
+    coarse = {name: (8 * value).to(torch.float8_e4m3fn) for name, value in state.items()}
+    save_file(coarse, tmp_path / FILE)
+    expected = {name.removeprefix("transformer."): value.float() for name, value in coarse.items()}
+    pairs = read_adapter(str(tmp_path), saved.layers, saved.family.pipeline_class)
+    for layer, pair in pairs.items():
+        assert torch.equal(pair.down, expected[f"{layer}.lora_A.weight"])
+        assert torch.equal(rescaled(pair.up, 1.5), 1.5 * expected[f"{layer}.lora_B.weight"])
+
+
 @pytest.mark.parametrize(
     ("dtype", "factor", "kept"),
     [
