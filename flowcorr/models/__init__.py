@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,7 @@ def load_family(
         MissingExtraError: `model.quantization` needs bitsandbytes.
     """
     import diffusers
+    from safetensors import SafetensorError
 
     keep_float32()
     path, dtype = model.path, DTYPES[model.dtype]
@@ -163,10 +164,15 @@ def load_family(
                 local_files_only=hub.only_cached(location),
                 **dict.fromkeys(omitted),
             )
-    except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, ImportError, AttributeError, TypeError, SafetensorError) as error:
+        if (damaged := _damaged_file(location)) is not None:
+            raise ConfigError(
+                f"model.path={path!r}: {damaged} is cut or damaged ({one_sentence(error)}); download it again"
+            ) from error
         message = f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {one_sentence(error)}"
         hint = f". {CONVERT.format(path)}" if "safetensors" in message else ""
         raise ConfigError(message + hint + hub.why_not_found(location)) from error
+    _check_weights(pipeline.components, path)
     pipeline.scheduler = chosen.with_euler_steps(pipeline.scheduler)
     check_step_rule(pipeline.scheduler, path)
     pipeline.set_progress_bar_config(disable=True)
@@ -188,6 +194,31 @@ def load_family(
     if offloads:
         family.offload_text_encoders(device)
     return family
+
+
+def _damaged_file(location: str) -> Path | None:
+    """The first file of a folder's weights that cannot be opened."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(location).glob("*/*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return file
+    return None
+
+
+def _check_weights(components: Mapping[str, Any], path: str) -> None:
+    """Refuse a component without all of its weights; diffusers leaves the others empty."""
+    for name, component in components.items():
+        weights = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
+        empty = next((weight for weight, value in weights if value.is_meta), None)
+        if empty is not None:
+            raise ConfigError(
+                f"model.path={path!r}: the files of its {name} lack the weight {empty}; they are of another "
+                f"{type(component).__name__} than {name}/config.json describes, or a shard is missing"
+            )
 
 
 @contextlib.contextmanager

@@ -1,11 +1,12 @@
 import json
+import re
 import shutil
 from types import ModuleType
 
 import pytest
 import torch
 from diffusers.hooks import HookRegistry
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_pipelines import PIPELINES, build_tiny_flux, build_tiny_z_image
 
 from flowcorr.config import ModelConfig
@@ -138,6 +139,30 @@ def test_an_incomplete_pipeline_is_an_error(tmp_path):
     shutil.copytree(EMBEDDED["tiny_ocr"], folder)
     shutil.rmtree(folder / "transformer")
     with pytest.raises(ConfigError, match="cannot be loaded as a sd3 pipeline"):
+        load_family(ModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder"])
+@pytest.mark.parametrize("content", [lambda whole: whole[:-100], lambda whole: b"version https://git-lfs"])
+def test_a_damaged_file_of_weights_is_named(tmp_path, part, content):
+    folder = build_tiny_flux(tmp_path / "flux")
+    (path,) = (folder / part).glob("*.safetensors")
+    path.write_bytes(content(path.read_bytes()))
+    with pytest.raises(
+        ConfigError, match=rf"{part}/\S*\.safetensors is cut or damaged .*; download it again$"
+    ):
+        load_family(ModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+def test_a_weight_that_no_file_has_is_named(tmp_path, part):
+    folder = build_tiny_flux(tmp_path / "flux")
+    (path,) = (folder / part).glob("*.safetensors")
+    weights = load_file(path)
+    name = min(weights)
+    del weights[name]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"files of its {part} lack the weight {re.escape(name)}; "):
         load_family(ModelConfig(path=str(folder)))
 
 
