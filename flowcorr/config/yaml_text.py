@@ -27,12 +27,15 @@ _SCALARS = (
     ),
 )
 _MAX_VALUES, _MAX_LEVELS, _MAX_DIGITS = 20_000, 50, 19
-_TOO_MUCH = (
-    f"not valid YAML: with its aliases it holds more than {_MAX_VALUES} values, or {_MAX_LEVELS} levels"
-)
+_TOO_MUCH = f"with its aliases it holds more than {_MAX_VALUES} values, or {_MAX_LEVELS} levels"
 
 
 class _Bounded(yaml.SafeLoader):
+    def fetch_flow_collection_start(self, kind: type[yaml.Token]) -> None:
+        if self.flow_level >= _MAX_LEVELS:  # PyYAML's time grows with their square
+            raise _refused(_TOO_MUCH, self)
+        super().fetch_flow_collection_start(kind)
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if getattr(event, "tag", None) not in (None, "!"):
@@ -67,7 +70,8 @@ class _Bounded(yaml.SafeLoader):
 
 
 def _refused(problem: str, at: Any) -> ConstructorError:
-    return ConstructorError(None, None, problem, at.start_mark)
+    mark = at.get_mark() if isinstance(at, yaml.SafeLoader) else at.start_mark
+    return ConstructorError(None, None, problem, mark)
 
 
 def _values(data: Any, level: int = 0) -> Iterator[int]:
@@ -143,10 +147,15 @@ def _load(text: str, loader: type[_Bounded]) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise ConfigError(_TOO_MUCH) from None
+        raise ConfigError(f"not valid YAML: {_TOO_MUCH}") from None
     if any(number >= _MAX_VALUES or level >= _MAX_LEVELS for number, level in enumerate(_values(data))):
-        raise ConfigError(_TOO_MUCH)
+        raise ConfigError(f"not valid YAML: {_TOO_MUCH}")
     return data
+
+
+def scan(text: str) -> Iterator[yaml.Token]:
+    """The tokens of a document; raises `yaml.YAMLError` where it is no YAML."""
+    return yaml.scan(text, Loader=_Loader)
 
 
 def dump(data: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from flowcorr import config as configs
+from flowcorr.config import yaml_text
 from flowcorr.config.schema import Config
 from flowcorr.config.text_file import read_text
 from flowcorr.errors import ConfigError, nearest, printable
@@ -224,7 +225,7 @@ def _without(keys: Collection[str], section: Mapping[str, Any]) -> dict[str, Any
 def _check_text(path: Path) -> None:
     """Refuse what flowcorr never writes: interpolations, which can read the environment."""
     try:
-        for token in yaml.scan(read_text(path)):
+        for token in yaml_text.scan(read_text(path)):
             if isinstance(token, yaml.ScalarToken) and _INTERPOLATION.search(token.value):
                 line = token.start_mark.line + 1
                 raise ConfigError(f"line {line} holds an interpolation, ${{...}}; write the value itself")
