@@ -1,5 +1,6 @@
 """Completion, tried in the shells themselves."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -27,9 +28,8 @@ def scripts(tmp_path_factory):
     """The scripts, by shell."""
     folder = tmp_path_factory.mktemp("scripts")
     for shell in SHELLS:
-        command = [sys.executable, "-m", "flowcorr", "completion", shell]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        (folder / shell).write_text(text, encoding="utf-8")
+        with (folder / shell).open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+            assert main(["completion", shell]) == 0
     return {shell: folder / shell for shell in SHELLS}
 
 

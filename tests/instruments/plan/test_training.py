@@ -37,7 +37,7 @@ def test_few_blocks_of_real_models_tell_what_whole_models_were_measured_to_need(
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_memory_is_what_torch_allocates_for_the_embedded_model(
-    make_config, make_run, tmp_path, checkpointing, autocast
+    make_config, make_run, checkpointing, autocast
 ):
     sections = {
         **SMALL,
@@ -50,8 +50,8 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     one = batch.rollout.select(slice(0, 4))
     run.actor.update(batch, OFF, training_step=1)  # makes the optimizer's state
     run.actor.optimizer.adamw.zero_grad()
-    recompute = allocated(lambda: run.actor.log_probs(one), tmp_path)
-    update = allocated(lambda: run.actor.update(batch, OFF, training_step=2), tmp_path)
+    recompute = allocated(lambda: run.actor.log_probs(one))
+    update = allocated(lambda: run.actor.update(batch, OFF, training_step=2))
     assert training.recompute.peak == pytest.approx(recompute, rel=0.05)
     # Autocast's copies of weights are counted for all blocks, and torch frees some of them earlier.
     predicted = training.gradients + training.backward.peak  # torch updates weight by weight on a CPU
@@ -62,7 +62,7 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_a_quantized_base_takes_what_torch_allocates(make_config, make_run, tmp_path, quantization):
+def test_a_quantized_base_takes_what_torch_allocates(make_config, make_run, quantization):
     if quantization == "nf4":
         pytest.importorskip("bitsandbytes")
     sections = {**SMALL, "model": {"path": "tiny_ocr", "quantization": quantization}}
@@ -79,8 +79,8 @@ def test_a_quantized_base_takes_what_torch_allocates(make_config, make_run, tmp_
     run.actor.update(batch, OFF, training_step=1)
     run.actor.optimizer.adamw.zero_grad()
     one = batch.rollout.select(slice(0, 4))
-    recompute = allocated(lambda: run.actor.log_probs(one), tmp_path)
-    update = allocated(lambda: run.actor.update(batch, OFF, training_step=2), tmp_path)
+    recompute = allocated(lambda: run.actor.log_probs(one))
+    update = allocated(lambda: run.actor.update(batch, OFF, training_step=2))
     assert training.recompute.peak == pytest.approx(recompute, rel=0.05)
     predicted = training.gradients + max(training.backward.peak, training.step.peak)
     assert predicted == pytest.approx(update, rel=0.05)
