@@ -44,6 +44,7 @@ class DiffusionActor:
         # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
         self._measures_folding = self.weights.device.type == "cuda" and not self.weights.sharded
 
+    @torch.enable_grad()  # a reward or metric of one's own may have turned gradients off for this thread
     def update(
         self,
         batch: ActorBatch,

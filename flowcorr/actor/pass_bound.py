@@ -85,6 +85,7 @@ def _graph(scorer: Scorer, rollout: Rollout) -> int:
     return sum(kept.values())
 
 
+@torch.enable_grad()
 def _peak(scorer: Scorer, more: Rollout, fewer: Rollout) -> int:
     """How much higher the peak of a GPU is in a pass of `more` than in one of `fewer`, forwards and backwards.
 
