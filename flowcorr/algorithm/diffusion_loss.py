@@ -12,6 +12,7 @@ from flowcorr.algorithm.apply import correct, sees_windows
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.correction.robust import Noise
+from flowcorr.errors import BatchError
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics, mean
 from flowcorr.records import LossOutput, Terms
@@ -42,7 +43,7 @@ def diffusion_loss(
         The loss sum over kept terms, its counts, metrics of the update and, in bypass, those of the correction.
 
     Raises:
-        BatchError: shapes differ, or a KL is missing.
+        BatchError: shapes differ, a KL is missing, or a loss of one's own does not return what it has to.
     """
     measured = Metrics()
     if correction_config.mode == "bypass":
@@ -52,9 +53,27 @@ def diffusion_loss(
             terms, correction_config, actor_config=actor_config, num_steps=num_steps, noise=noise
         )
     output = loss_of(actor_config, correction_config).objective(terms, actor_config)
+    if problem := _problem_of(output, terms):
+        raise BatchError(f"actor.loss_mode={actor_config.loss_mode!r} returned {problem}")
     if actor_config.kl_coef and terms.reference_kl is not None:
         output = _with_reference_kl(output, terms, terms.reference_kl, actor_config)
     return replace(output, correction_metrics=measured)
+
+
+def _problem_of(output: object, terms: Terms) -> str:
+    """The problem of the output of a loss, in words; empty if there is none."""
+    if not isinstance(output, LossOutput) or not isinstance(output.metrics, Metrics):
+        found = output.metrics if isinstance(output, LossOutput) else output
+        return f"a {type(found).__name__}; return a flowcorr.records.LossOutput with flowcorr.metrics.Metrics"
+    if output.loss_sum.dim():
+        return (
+            f"a loss_sum of shape {list(output.loss_sum.shape)}; sum it over the terms that count_kept counts"
+        )
+    if terms.log_prob.requires_grad and not output.loss_sum.requires_grad:
+        return (
+            "a loss_sum without a gradient, which teaches nothing; compute it from terms.log_prob, undetached"
+        )
+    return ""
 
 
 def _with_reference_kl(output: LossOutput, terms: Terms, kl: Tensor, actor_config: ActorConfig) -> LossOutput:

@@ -1,5 +1,7 @@
 import math
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from flowcorr.algorithm import diffusion_loss
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.errors import BatchError, ConfigError
-from flowcorr.records import Terms
+from flowcorr.metrics import Metrics
+from flowcorr.records import LossOutput, Terms
 from flowcorr.sde import step_kl
 
 SHAPE = (2, 3)
@@ -233,6 +236,34 @@ def test_a_loss_of_ones_own_by_import_path(tmp_path, monkeypatch, bypass):
     assert output.loss_sum.item() == pytest.approx(sum(squares), rel=1e-4)
     assert output.metrics.compute()["actor/mine"] == pytest.approx(sum(squares) / len(squares), rel=1e-4)
     assert output.count_kept == len(squares)
+
+
+def counted(terms, loss, metrics=None):
+    count = torch.tensor(terms.log_prob.numel())
+    metrics = Metrics() if metrics is None else metrics
+    return LossOutput(loss_sum=loss, count_all=count, count_kept=count, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("own", "problem"),
+    [
+        (lambda terms, settings: terms.log_prob.mean(), "a Tensor; return a flowcorr.records.LossOutput"),
+        (lambda terms, settings: None, "a NoneType; return"),
+        (lambda terms, settings: counted(terms, terms.log_prob.sum(), {"actor/mine": 1.0}), "a dict"),
+        (lambda terms, settings: counted(terms, terms.log_prob), r"a loss_sum of shape \[6\]; sum it"),
+        (
+            lambda terms, settings: counted(terms, terms.log_prob.detach().sum()),
+            "a loss_sum without a gradient",
+        ),
+    ],
+    ids=["mean", "none", "metrics", "vector", "detached"],
+)
+def test_what_a_loss_of_ones_own_has_to_return(monkeypatch, own, problem):
+    module = ModuleType("my_losses")
+    module.own = own
+    monkeypatch.setitem(sys.modules, "my_losses", module)
+    with pytest.raises(BatchError, match=rf"^actor\.loss_mode='my_losses:own' returned {problem}"):
+        diffusion_loss(steps().per_term(), ActorConfig(loss_mode="my_losses:own"))
 
 
 def test_an_unknown_loss_is_an_error():
