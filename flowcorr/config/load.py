@@ -284,6 +284,10 @@ def _override(config: DictConfig, override: str) -> None:
             f"override {redact_override(override)} must have no + before its key; write "
             f"{redact_override(override.lstrip('+ '))}"
         )
+    if " #" in text and "'" not in text and '"' not in text:
+        raise ConfigError(
+            f"{redact_override(override)} has a # that begins a comment of YAML; put the value into quotes"
+        )
     try:
         value = yaml_text.parse(text)
     except ConfigError as error:

@@ -251,6 +251,7 @@ def test_infinite_cap_round_trips(recipe):
         ("model.lora.rank=1e9", r"model\.lora\.rank=1000000000 is out of range; it must be at most 8192"),
         ("model.max_sequence_length=1e9", r"max_sequence_length=1000000000 is out of range; .* most 65536"),
         ("=3", r"override '=3' must have the form"),
+        ("data.path=prompts #2.txt", r"data\.path=prompts #2\.txt has a # that begins a comment of YAML; put the"),
         ("trainer.seed=[1", r"trainer\.seed=\[1 is not valid YAML"),
         ("trainer.seed=${nothing.here}", r"trainer\.seed cannot be resolved: .*nothing\.here"),
         ("trainer.seed=???", r"trainer\.seed cannot be resolved"),
