@@ -28,6 +28,7 @@ from torch import Tensor
 from flowcorr.dumps import checks
 from flowcorr.dumps.files import damaged, opened, write
 from flowcorr.errors import BatchError, ConfigError
+from flowcorr.records import HIGHEST_NOISE_LEVEL
 
 COUNT = 4
 """Samples of a step that are kept."""
@@ -55,6 +56,7 @@ _BY_SAMPLE = (
     "references",
 )
 _PIXELS = ("images", "references")
+_NUMBERS = ("guidance_scale", "noise_level", "adapter_alpha", "max_sequence_length")
 _FINITE = ("initial_noise", "latents", "next_latents", "log_probs", "final_latents")
 
 Array = Tensor | np.ndarray | Sequence[Any]
@@ -110,9 +112,12 @@ class ReplaySamples:
 
     def __post_init__(self) -> None:
         count = min(COUNT, len(self.prompts))
-        if not count:
-            raise BatchError("flowcorr.ReplaySamples: prompts is empty; give one a sample")
-        changed: dict[str, Any] = {"prompts": tuple(map(str, self.prompts[:count]))}
+        if not count or isinstance(self.prompts, str):
+            raise BatchError(f"flowcorr.ReplaySamples: prompts={self.prompts!r} must be texts, one a sample")
+        changed: dict[str, Any] = {"prompts": tuple(self.prompts[:count])}
+        for name in _NUMBERS:
+            if hasattr(value := getattr(self, name), "item"):  # of numpy or torch
+                changed[name] = value.item()
         for name in (*_BY_SAMPLE, "sigmas", "timesteps", "step_indices"):
             value = getattr(self, name)
             if value is not None:
@@ -287,6 +292,8 @@ def _problem_of_schedule(tensors: Mapping[str, Tensor]) -> str:
     for name in ("sigmas", "timesteps"):
         if name in tensors and not bool(tensors[name].isfinite().all()):
             return f"{name}={checks.shown(str(tensors[name].tolist()))} must be finite"
+    if sigmas is not None and not (sigmas[-1] >= 0 and sigmas[0] <= HIGHEST_NOISE_LEVEL):
+        return f"sigmas={checks.shown(str(sigmas.tolist()))} must lie from 0 to 1; divide timesteps by 1000"
     if sigmas is not None and timesteps is not None and timesteps.shape != sigmas[1:].shape:
         allowed = f"with {len(sigmas)} sigmas it must be {list(sigmas[1:].shape)}"
         return f"timesteps has shape {list(timesteps.shape)}; {allowed}"
@@ -324,6 +331,8 @@ def _copied(name: str, values: Array) -> Tensor:
     if name in _PIXELS:
         return tensor
     if name == "step_indices":
+        if bool((tensor != tensor.long()).any()):
+            raise BatchError(f"flowcorr.ReplaySamples: step_indices={tensor.tolist()} must be whole numbers")
         return tensor.long()
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from dumps.replay_samples import L, given, samples
@@ -39,6 +40,12 @@ def test_dump_writes_it_beside_the_step_which_others_read_as_before(tmp_path):
     path = flowcorr.dump(tmp_path, 3, **terms, replay=samples())
     assert dumps.files(tmp_path) == {3: path}
     assert list(replay_files(tmp_path)) == [3]
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, torch.tensor])
+def test_numbers_may_be_of_any_library(kind):
+    made = samples(guidance_scale=kind(4.5), noise_level=kind(0.5), max_sequence_length=np.int64(7))
+    assert (made.guidance_scale, made.noise_level, made.max_sequence_length) == (4.5, 0.5, 7)
 
 
 def test_it_is_a_copy():
@@ -98,13 +105,17 @@ def test_all_steps_are_the_window_where_no_place_is_given():
         ),
         ({"rewards": torch.zeros(6, 2)}, "rewards has shape"),
         ({"rewards": 1.0}, "rewards is one number"),
-        ({"prompts": []}, "prompts is empty; give one a sample"),
+        ({"prompts": []}, r"prompts=\[\] must be texts, one a sample"),
+        ({"prompts": "a red sign"}, "prompts='a red sign' must be texts, one a sample"),
+        ({"prompts": [None] * 6}, "must be texts, one a sample"),
         ({"log_probs": torch.zeros(6, 3)}, "log_probs has shape"),
         ({"next_latents": None}, "latents and next_latents belong together"),
         ({"adapter_alpha": None}, "adapter and adapter_alpha"),
         ({"step_indices": None}, "the window has 2 of 4 steps, so step_indices is needed"),
         ({"step_indices": [2, 1]}, "must ascend"),
         ({"step_indices": []}, "must ascend"),
+        ({"step_indices": [0.5, 1.5]}, r"step_indices=\[0\.5, 1\.5\] must be whole numbers"),
+        ({"sigmas": [1000.0, 900.0, 700.0, 400.0, 0.0]}, "must lie from 0 to 1; divide timesteps by 1000"),
         ({"step_indices": [2, 4]}, "must lie in a schedule of 4 steps"),
         ({"sigmas": [0.5, 0.9, 0.7, 0.4, 0.0]}, "must descend"),
         ({"timesteps": [1000.0]}, r"with 5 sigmas it must be \[4\]"),
