@@ -69,7 +69,8 @@ def _problem_of(output: object, terms: Terms) -> str:
         return (
             f"a loss_sum of shape {list(output.loss_sum.shape)}; sum it over the terms that count_kept counts"
         )
-    if terms.log_prob.requires_grad and not output.loss_sum.requires_grad:
+    learns = output.loss_sum.requires_grad or not terms.log_prob.requires_grad
+    if not learns and output.count_kept > 0:
         return (
             "a loss_sum without a gradient, which teaches nothing; compute it from terms.log_prob, undetached"
         )

@@ -266,6 +266,16 @@ def test_what_a_loss_of_ones_own_has_to_return(monkeypatch, own, problem):
         diffusion_loss(steps().per_term(), ActorConfig(loss_mode="my_losses:own"))
 
 
+def test_a_loss_of_ones_own_that_keeps_no_term_may_be_a_plain_zero(monkeypatch):
+    module = ModuleType("my_losses")
+    nothing = torch.zeros(())
+    module.own = lambda terms, settings: LossOutput(
+        loss_sum=nothing, count_all=nothing, count_kept=nothing, metrics=Metrics()
+    )
+    monkeypatch.setitem(sys.modules, "my_losses", module)
+    assert diffusion_loss(steps().per_term(), ActorConfig(loss_mode="my_losses:own")).loss_sum == 0
+
+
 def test_an_unknown_loss_is_an_error():
     with pytest.raises(ConfigError, match=r"actor\.loss_mode='flow_grp' is unknown.*flow_grpo"):
         diffusion_loss(steps(), ActorConfig(loss_mode="flow_grp"))
