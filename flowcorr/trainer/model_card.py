@@ -16,7 +16,7 @@ from flowcorr.models import EMBEDDED, FAMILIES, ModelFamily
 from flowcorr.trainer.run_config import RunConfig
 
 _ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_LEFT_OUT = ("/image/", "_std", "samples_failed")
+_NO_SCORES = ("/reward_std", "/failed_samples")
 
 
 def model_card(
@@ -86,7 +86,10 @@ def _scores(records: Sequence[Mapping[str, Any]], step: int) -> list[tuple[str, 
     return [
         (name.removeprefix("eval/"), before.get(name), value)
         for name, value in after.items()
-        if name.startswith("eval/") and value is not None and not any(part in name for part in _LEFT_OUT)
+        if name.startswith("eval/")
+        and value is not None
+        and "/image/" not in name
+        and not name.endswith(_NO_SCORES)
     ]
 
 

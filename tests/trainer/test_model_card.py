@@ -8,7 +8,15 @@ from flowcorr.trainer.run_config import RunConfig
 RECORDS = [
     {"step": 0, "eval/reward": 0.25, "eval/reward_std": 0.1, "eval/image/dark": 0.5},
     {"step": 1, "reward/mean": 0.3},
-    {"step": 2, "eval/reward": 0.5, "eval/pickscore": 20.5, "eval/reward_std": 0.1, "eval/image/dark": 0.5},
+    {
+        "step": 2,
+        "eval/reward": 0.5,
+        "eval/pickscore": 20.5,
+        "eval/hue_std": 0.75,
+        "eval/reward_std": 0.1,
+        "eval/failed_samples": 1,
+        "eval/image/dark": 0.5,
+    },
 ]
 
 
@@ -59,9 +67,8 @@ def test_a_base_that_is_not_on_the_hub_is_no_link(path):
 
 def test_scores_stand_beside_those_before_training():
     card = card_of("sd35_medium_ocr_lora", "sd3")
-    assert "| reward | 0.25 | 0.5 |\n| pickscore | - | 20.5 |\n" in card
+    assert "| reward | 0.25 | 0.5 |\n| pickscore | - | 20.5 |\n| hue_std | - | 0.75 |\n\n" in card
     assert "dark" not in card
-    assert "reward_std" not in card
     assert "## Scores" not in card_of("sd35_medium_ocr_lora", "sd3", step=1)
 
 
