@@ -70,6 +70,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
+def as_utf8(text: str) -> str:
+    """A text that can be written to a file: broken bytes, as names of a stranger's files may hold them, are escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def one_sentence(error: BaseException) -> str:
     """A library's message in one line, without the full stop, so that a sentence may follow."""
     return " ".join(str(error).split()).rstrip(".")

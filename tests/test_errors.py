@@ -27,6 +27,10 @@ def test_control_characters_are_escaped():
     assert errors.printable("a\x1b[31m\nb\udcff ä") == "a\\x1b[31m\\nb\\udcff ä"
 
 
+def test_broken_bytes_are_escaped_in_what_is_written():
+    assert errors.as_utf8("caf\udce9\nä") == "caf\\udce9\nä"
+
+
 @pytest.mark.parametrize(
     ("value", "hint"),
     [("actor.lrr", " (did you mean actor.lr?)"), ("actor.zzz", ""), ("acto.lr", " (did you mean actor.lr?)")],

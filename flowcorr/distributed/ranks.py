@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, as_utf8
 
 _POLL = 0.05  # seconds
 T = TypeVar("T")
@@ -226,4 +226,4 @@ def _store() -> Any:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return as_utf8(f"{type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ from typing import Any
 from flowcorr import config as configs
 from flowcorr import distributed
 from flowcorr.config.schema import Config
-from flowcorr.errors import BackendError, CheckpointError, ConfigError
+from flowcorr.errors import BackendError, CheckpointError, ConfigError, as_utf8
 from flowcorr.private import redact
 from flowcorr.trackers.jsonl import METRICS_FILE, checked_metrics
 from flowcorr.trainer import checkpoint
@@ -182,7 +182,7 @@ def write_failure(folder: Path, reason: str) -> None:
     """Write the reason of a failure to the run's folder, if that is still possible; each rank has its own file."""
     path = folder / (FAILURE_FILE if distributed.is_main() else _FAILURES.format(distributed.rank()))
     try:
-        checkpoint.write_text(path, reason)
+        checkpoint.write_text(path, as_utf8(reason))
     except OSError as error:
         logger.warning("%s could not be written: %s", path, error)
 

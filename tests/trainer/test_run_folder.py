@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from flowcorr import config, trainer
-from flowcorr.errors import CheckpointError, ConfigError
+from flowcorr.errors import BackendError, CheckpointError, ConfigError
 from flowcorr.trainer import run_folder
-from flowcorr.trainer.events import read_events
+from flowcorr.trainer.events import EventLog, read_events
 from tests.trainer.runs import small_config
 
 
@@ -172,3 +172,11 @@ def test_files_that_may_hold_a_secret_are_their_owners(tmp_path):
 def test_the_files_of_a_finished_run_are_their_owners(finished):
     for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "checkpoints/step_000002/state.json"):
         assert (finished / name).stat().st_mode & 0o777 == 0o600, name
+
+
+def test_a_failure_that_names_a_file_of_broken_bytes_is_noted(tmp_path):
+    raised = pytest.raises(BackendError, match=r"caf\udce9\.png")
+    with raised, EventLog(tmp_path) as events, run_folder.failure_noted(tmp_path, events):
+        raise BackendError("caf\udce9.png cannot be read")
+    assert "BackendError: caf\\udce9.png cannot be read" in (tmp_path / "failure.txt").read_text()
+    assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "failure"
