@@ -82,16 +82,12 @@ class OmniClient:
         logger.info("starting vllm-omni with %s; its log is %s", model, self.log)
         began = time.monotonic()
         future = asyncio.run_coroutine_threadsafe(_create(model, options), self._loop)
-        while True:
-            try:
-                omni = future.result(timeout=HEARTBEAT)
-                break
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-                logger.info("vllm-omni is loading, %.0f s so far", time.monotonic() - began)
-            except Exception as error:
-                raise self._failure("did not start", error) from error
+        while not concurrent.futures.wait([future], timeout=HEARTBEAT).done:
+            logger.info("vllm-omni is loading, %.0f s so far", time.monotonic() - began)
+        try:
+            omni = future.result()
+        except Exception as error:
+            raise self._failure("did not start", error) from error
         logger.info("vllm-omni is ready after %.0f s", time.monotonic() - began)
         return omni
 
@@ -153,17 +149,14 @@ class OmniClient:
             coroutine.close()
             raise BackendError(f"the vllm-omni engine is closed; {what} cannot be served")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        while True:
-            try:
-                return future.result(timeout=HEALTH_CHECK)
-            except concurrent.futures.TimeoutError as error:
-                if future.done():
-                    raise self._failure(f"failed on {what}", error) from error
-                if (death := self._death()) is not None:
-                    future.cancel()
-                    raise self._failure(f"died during {what}", death) from death
-            except Exception as error:
-                raise self._failure(f"failed on {what}", error) from error
+        while not concurrent.futures.wait([future], timeout=HEALTH_CHECK).done:
+            if (death := self._death()) is not None:
+                future.cancel()
+                raise self._failure(f"died during {what}", death) from death
+        try:
+            return future.result()
+        except Exception as error:
+            raise self._failure(f"failed on {what}", error) from error
 
     def _death(self) -> Exception | None:
         check = asyncio.run_coroutine_threadsafe(self._omni.check_health(), self._loop)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,34 @@ def test_an_answer_that_stays_away_is_an_error_at_the_timeout(client):
         BackendError, match=r"failed on lost: TimeoutError: no answer within rollout\.timeout=0\.001"
     ):
         client.rpc("lost")
+
+
+def test_an_answer_that_comes_as_a_wait_for_it_ends_is_no_timeout(client, monkeypatch):
+    class LateFuture(Future):
+        def result(self, timeout=None):
+            answer = super().result()
+            if timeout is not None:
+                raise TimeoutError
+            return answer
+
+    def run_late(coroutine, loop):
+        late = LateFuture()
+        start(coroutine, loop).add_done_callback(lambda done: late.set_result(done.result()))
+        return late
+
+    start, client.timeout = asyncio.run_coroutine_threadsafe, 60.0
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "run_coroutine_threadsafe", run_late)
+        assert client.rpc("load") == [{"method": "load"}]
+
+
+def test_an_engine_whose_start_times_out_did_not_start(tmp_path, monkeypatch):
+    async def create(model, options):
+        raise TimeoutError("stage 0 gave no answer")
+
+    monkeypatch.setattr("flowcorr.rollout.vllm_omni.client._create", create)
+    with pytest.raises(BackendError, match="did not start: TimeoutError: stage 0 gave no answer"):
+        OmniClient("model", {}, tmp_path / "engine.log")
 
 
 @pytest.mark.vllm_omni
