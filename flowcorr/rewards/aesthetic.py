@@ -62,7 +62,8 @@ class Aesthetic:
     computes_on_gpu = True
 
     def __post_init__(self) -> None:
-        check_clip_options(self.name, self.dtype, self.batch_size)
+        texts = {"head": self.head, "path": self.path, "device": self.device}
+        check_clip_options(self.name, self.dtype, self.batch_size, **texts)
         layers, width = load_head(self.head), self._clip().width
         takes = layers[0][0].shape[1]
         if takes != width:

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from flowcorr import hub
 from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError, one_sentence
-from flowcorr.rewards.options import check_choice, check_whole
+from flowcorr.rewards.options import check_choice, check_text, check_whole
 
 ClipDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 _CONVERT = (
@@ -131,8 +131,10 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
     return Clip(model=model, processor=loaded, device=model.device, dtype=DTYPES[dtype])
 
 
-def check_clip_options(reward: str, dtype: str, batch_size: int) -> None:
-    """Check the options that all rewards on CLIP share."""
+def check_clip_options(reward: str, dtype: str, batch_size: int, **texts: str) -> None:
+    """Check the options of a reward on CLIP; `texts` are those that are text, by their names."""
+    for option, text in texts.items():
+        check_text(reward, option, text)
     check_choice(reward, "dtype", dtype, list(DTYPES))
     check_whole(reward, "batch_size", batch_size, 1)
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
-from flowcorr.rewards.options import check_choice, check_whole
+from flowcorr.rewards.options import check_choice, check_text, check_whole
 from flowcorr.rewards.references import references_of
 from flowcorr.rewards.service import Endpoint, map_in_threads, png_base64
 
@@ -77,6 +77,8 @@ class HttpReward:
     sends_targets = True
 
     def __post_init__(self) -> None:
+        if self.token_env is not None:
+            check_text(self.name, "token_env", self.token_env)
         check_choice(self.name, "format", self.format, list(_ENCODERS))
         check_whole(self.name, "batch_size", self.batch_size, 1)
         check_whole(self.name, "concurrency", self.concurrency, 1)

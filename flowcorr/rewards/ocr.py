@@ -12,6 +12,7 @@ import numpy as np
 from flowcorr.errors import ConfigError, MissingExtraError
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
+from flowcorr.rewards.options import check_whole, is_number
 from flowcorr.rewards.targets import targets_of
 from flowcorr.texts import letters
 
@@ -113,12 +114,11 @@ def engine_error(cause: ImportError) -> MissingExtraError:
 
 
 def _check_options(options: OcrReward) -> None:
-    if not 0 <= options.exact_weight <= 1:
+    if not is_number(options.exact_weight) or not 0 <= options.exact_weight <= 1:
         raise ConfigError(f"reward ocr: exact_weight={options.exact_weight!r} must lie in 0..1")
     if not isinstance(options.detect, bool):
         raise ConfigError(f"reward ocr: detect={options.detect!r} must be true or false")
-    if isinstance(options.threads, bool) or not isinstance(options.threads, int) or options.threads < 1:
-        raise ConfigError(f"reward ocr: threads={options.threads!r} must be a whole number of at least 1")
+    check_whole(options.name, "threads", options.threads, 1)
 
 
 def _read_whole(picture: np.ndarray, threads: int) -> str:

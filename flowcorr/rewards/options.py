@@ -22,6 +22,12 @@ def check_positive(reward: str, option: str, value: object) -> None:
         raise ConfigError(f"reward {reward}: {option}={_shown(value)} must be a number above 0")
 
 
+def check_text(reward: str, option: str, value: object) -> None:
+    """Check a text, such as the name of a model."""
+    if not isinstance(value, str):
+        raise ConfigError(f"reward {reward}: {option}={_shown(value)} must be text")
+
+
 def check_choice(reward: str, option: str, value: object, choices: Sequence[str]) -> None:
     """Check one of several names."""
     if value not in choices:

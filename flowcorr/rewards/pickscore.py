@@ -43,7 +43,8 @@ class PickScore:
     computes_on_gpu = True
 
     def __post_init__(self) -> None:
-        check_clip_options(self.name, self.dtype, self.batch_size)
+        texts = {"path": self.path, "processor": self.processor, "device": self.device}
+        check_clip_options(self.name, self.dtype, self.batch_size, **texts)
         check_positive(self.name, "divisor", self.divisor)
         self._clip()
 

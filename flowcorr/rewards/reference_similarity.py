@@ -40,7 +40,7 @@ class ReferenceSimilarity:
     needs_reference = True
 
     def __post_init__(self) -> None:
-        check_clip_options(self.name, self.dtype, self.batch_size)
+        check_clip_options(self.name, self.dtype, self.batch_size, path=self.path, device=self.device)
         self._clip()
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:

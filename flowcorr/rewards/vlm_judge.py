@@ -14,7 +14,7 @@ from flowcorr.errors import ConfigError, MissingExtraError
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
 from flowcorr.rewards.ocr import compare
-from flowcorr.rewards.options import check_choice, check_whole, is_number
+from flowcorr.rewards.options import check_choice, check_text, check_whole, is_number
 from flowcorr.rewards.references import references_of
 from flowcorr.rewards.service import Endpoint, RequestRefusedError, map_in_threads, png_base64
 from flowcorr.rewards.targets import targets_of
@@ -94,6 +94,9 @@ class VlmJudge:
     overlaps = True
 
     def __post_init__(self) -> None:
+        check_text(self.name, "model", self.model)
+        if self.api_key_env is not None:
+            check_text(self.name, "api_key_env", self.api_key_env)
         check_choice(self.name, "mode", self.mode, ["transcribe", "score"])
         check_whole(self.name, "max_tokens", self.max_tokens, 1)
         check_whole(self.name, "concurrency", self.concurrency, 1)

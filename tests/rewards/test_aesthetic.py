@@ -83,6 +83,12 @@ def test_missing_and_damaged_files_are_named(clip_folder, tmp_path):
         Aesthetic(head=str(damaged), path=clip_folder)
 
 
+@pytest.mark.parametrize("option", ["head", "path", "device"])
+def test_texts_are_told_from_other_values(clip_folder, head_file, option):
+    with pytest.raises(ConfigError, match=f"reward aesthetic: {option}=<NoneType> must be text"):
+        Aesthetic(**{"head": head_file, "path": clip_folder, option: None})
+
+
 def test_head_for_another_clip_is_refused(clip_folder, tmp_path):
     path = str(tmp_path / "wide.safetensors")
     save_file(make_head(768).state_dict(), path)

@@ -161,6 +161,7 @@ def test_reward_of_a_recipe_can_be_pickled_and_shows_no_token(serve, monkeypatch
         ({"format": "pickle"}, "reward http: format='pickle' is unknown; choose from json, npz"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"concurrency": 0}, "concurrency=0"),
+        ({"token_env": ["SCORER_TOKEN"]}, "reward http: token_env=<list> must be text"),
         ({"url": "scorer"}, "url must be an http:// or https:// address"),
     ],
     ids=str,

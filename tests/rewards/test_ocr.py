@@ -146,6 +146,8 @@ def test_missing_target_names_the_prompt(reward, images, target):
     [
         ({"exact_weight": 1.5}, "exact_weight=1.5"),
         ({"exact_weight": float("nan")}, "exact_weight=nan"),
+        ({"exact_weight": "0.5"}, "exact_weight='0.5'"),
+        ({"exact_weight": True}, "exact_weight=True"),
         ({"detect": "yes"}, "detect='yes'"),
         ({"threads": 0}, "threads=0"),
         ({"threads": 1.5}, "threads=1.5"),

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.rewards.options import check_choice, check_positive, check_whole, is_number
+from flowcorr.rewards.options import check_choice, check_positive, check_text, check_whole, is_number
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None])
@@ -20,6 +20,13 @@ def test_positive_numbers(value):
     check_positive("ocr", "scale", 0.5)
     with pytest.raises(ConfigError, match=r"^reward ocr: scale=.* must be a number above 0$"):
         check_positive("ocr", "scale", value)
+
+
+@pytest.mark.parametrize("value", [5, None, ["a"]])
+def test_texts(value):
+    check_text("ocr", "path", "a")
+    with pytest.raises(ConfigError, match=r"^reward ocr: path=.* must be text$"):
+        check_text("ocr", "path", value)
 
 
 def test_choices_name_the_nearest():

@@ -240,6 +240,8 @@ def test_key_is_neither_stored_nor_shown(serve, monkeypatch):
         ({"mode": "transcribe", "template": "Is it {target}?"}, "the words that the model should read"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"concurrency": 0}, "concurrency=0"),
+        ({"model": None}, "model=<NoneType> must be text"),
+        ({"api_key_env": 5}, "api_key_env=5 must be text"),
         ({"base_url": "localhost"}, "must be an http"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "'NOT_SET_ANYWHERE' is not set"),
     ],
