@@ -24,7 +24,7 @@ from flowcorr.trackers import Tracker, build_trackers
 from flowcorr.trainer import checkpoint, out_of_memory, run_folder, state
 from flowcorr.trainer.best import Best, best_checkpoint, best_so_far
 from flowcorr.trainer.checkpoint import TrainingState
-from flowcorr.trainer.evaluate import Evaluation, evaluate
+from flowcorr.trainer.evaluate import evaluate
 from flowcorr.trainer.events import EventLog
 from flowcorr.trainer.images import before_after, image_grid, labelled
 from flowcorr.trainer.log_probs import save_terms
@@ -105,7 +105,7 @@ class _Loop:
         self.run, self.data = build_run(config, on_event=events)
         self.step = 0
         self.best: Best | None = None
-        self.evaluation: Evaluation | None = None
+        self.evaluated: Mapping[str, float] = {}  # metrics of the last evaluation
         self.saved_step: int | None = None
         self._before: _Captured | None = None  # the state before the step in flight, see `_held`
         self._writing = threading.RLock()  # a signal's thread saves, too
@@ -290,13 +290,13 @@ class _Loop:
     def _evaluate(self) -> dict[str, float]:
         self._on_phase("evaluation")
         with out_of_memory.explained(self.config, lambda: self._phase):
-            self.evaluation = evaluate(self.run, self.data.heldout)
-        metrics = self.evaluation.metrics
+            evaluation = evaluate(self.run, self.data.heldout)
+        self.evaluated = metrics = evaluation.metrics
         self.best = best_so_far(self.best, self.config.trainer.best_metric, self.step, metrics)
         if distributed.is_main():
             name = "before" if self.step == 0 else "after"
             path = self.out_dir / run_folder.IMAGES / f"eval_{name}"
-            shown = self.evaluation.images, self.data.heldout, self.evaluation.scores
+            shown = evaluation.images, self.data.heldout, evaluation.scores
             save_samples(*shown, path)
             log_videos(self.trackers, "eval/videos", *shown, self.step)
         self.observer.on_eval(self.step, metrics)
@@ -416,14 +416,10 @@ class _Loop:
         return result
 
     def _finished(self) -> RunResult:
-        if self.evaluation is None:
-            self._evaluate()
-        assert self.evaluation is not None
+        metrics = self.evaluated or self._evaluate()
         if distributed.is_main():
             before_after(self.out_dir / run_folder.IMAGES)
-        result = RunResult(
-            status="finished", step=self.step, out_dir=self.out_dir, metrics=self.evaluation.metrics
-        )
+        result = RunResult(status="finished", step=self.step, out_dir=self.out_dir, metrics=metrics)
         return self._end(result)
 
     def _interrupted(self, number: int) -> RunResult:
@@ -433,7 +429,7 @@ class _Loop:
             status="interrupted",
             step=self.step,
             out_dir=self.out_dir,
-            metrics=self.evaluation.metrics if self.evaluation else {},
+            metrics=self.evaluated,
             signal=number,
             resume_command=run_folder.resume_command(self.out_dir),
         )

@@ -1,5 +1,6 @@
 """Whole runs: what they leave in their folder."""
 
+import gc
 import math
 
 import torch
@@ -9,6 +10,7 @@ from flowcorr.instruments.metrics.table import find_metric
 from flowcorr.rewards.combine import BUILT_IN_METRICS
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
+from flowcorr.trainer.evaluate import Evaluation
 from tests.shallow import SHALLOW
 from tests.trainer.runs import Recorder, checkpoints, small_config
 
@@ -57,6 +59,17 @@ def test_the_names_that_rewards_may_not_use_are_those_of_every_run(plain_runs):
 def test_every_metric_of_a_run_is_explained(plain_runs):
     logged = {name for record in read_metrics(plain_runs[0] / "metrics.jsonl") for name in record}
     assert {name for name in logged - {"step", "time"} if find_metric(name) is None} == set()
+
+
+def test_the_images_of_an_evaluation_are_not_kept_while_training_goes_on(tmp_path):
+    def num_evaluations():
+        return sum(isinstance(entry, Evaluation) for entry in gc.get_objects())
+
+    before, during = num_evaluations(), []
+    observer = Recorder(1, lambda: during.append(num_evaluations()))
+    result = trainer.train(small_config("trainer.total_steps=1"), tmp_path, observer=observer)
+    assert during == [before]
+    assert result.metrics == observer.evals[1]
 
 
 def test_adapter_loads_into_the_pipeline(plain_runs):
