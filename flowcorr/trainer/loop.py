@@ -384,6 +384,11 @@ class _Loop:
             state.warn_of_another_schedule(self.config, found)
         self.step = self.saved_step = self.events.step = found.step
         self.unlogged = found.facts["unlogged"]
+        if self.unlogged is None and self.step == self.config.trainer.total_steps:
+            record = run_folder.record_of(self.out_dir, self.step)
+            self.unlogged = (
+                None if "eval/reward" in record else record
+            )  # the run was to go on, and ends here now
         return True
 
     def _logged_step(self) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import shlex
 import traceback
 from collections.abc import Iterator, Mapping
@@ -209,6 +210,17 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The records in the `metrics.jsonl` of the run in `folder`; none if there is no such file."""
     path = folder / METRICS_FILE
     return checked_metrics(path)[0] if path.is_file() else []
+
+
+def record_of(folder: Path, step: int) -> dict[str, float]:
+    """The metrics of a training step, as `metrics.jsonl` of the run in `folder` has them; NaN for what is null."""
+    return {
+        name: math.nan if value is None else value
+        for record in metrics_of(folder)
+        if record["step"] == step
+        for name, value in record.items()
+        if name != "step"
+    }
 
 
 def _check_checkpoints(folder: Path) -> None:

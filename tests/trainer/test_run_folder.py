@@ -1,5 +1,6 @@
 """The folder of a run: who owns it, and what may change when it is resumed."""
 
+import math
 import re
 import shutil
 import subprocess
@@ -149,6 +150,13 @@ def test_claim_refuses_a_folder_that_cannot_be_written(tmp_path):
 def test_a_failure_that_cannot_be_noted_does_not_hide_the_failure(tmp_path, caplog):
     run_folder.write_failure(tmp_path / "gone", "reason")
     assert str(tmp_path / "gone" / "failure.txt") in caplog.text
+
+
+def test_the_record_of_a_step_has_its_metrics_with_nan_for_null(tmp_path):
+    lines = '{"step": 1, "a": 2.0}\n{"step": 2, "a": 3.0, "b": null}\n{"step": 2, "c": 4}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert run_folder.record_of(tmp_path, 2) == pytest.approx({"a": 3.0, "b": math.nan, "c": 4}, nan_ok=True)
+    assert run_folder.record_of(tmp_path, 3) == {}
 
 
 def test_files_that_may_hold_a_secret_are_their_owners(tmp_path):

@@ -205,6 +205,19 @@ def test_resume_of_a_finished_run_evaluates_and_changes_nothing(plain_runs, fini
     assert_same_run(plain_runs[0], finished)
 
 
+def test_a_run_that_is_told_to_end_where_it_was_interrupted_is_evaluated_there(tmp_path):
+    longer, settings = (small_config("trainer.eval_every=4", f"trainer.total_steps={n}") for n in (4, 3))
+    interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
+    trainer.train(longer, interrupted, observer=Recorder(3, interrupt(signal.SIGTERM)))
+    assert "eval/reward" not in records(interrupted)[-1]
+    recorder = Recorder()
+    result = trainer.train(settings, interrupted, resume=True, observer=recorder)
+    assert (result.status, recorder.steps, list(recorder.evals)) == ("finished", [], [3])
+    trainer.train(settings, whole)
+    assert checkpoint.load_latest(interrupted / "checkpoints")[1].facts["best"][0] == 3
+    assert_same_run(whole, interrupted)
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_named(plain_runs, finished, caplog):
     newest = finished / "checkpoints" / "step_000004" / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
