@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from flowcorr.errors import BackendError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,3 +43,18 @@ class Tracker(Protocol):
 
     def finish(self) -> None:
         """Write what is pending and close; does nothing if the tracker was not started."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write to `path`, a file or a folder of a run.
+
+    Raises:
+        BackendError: it cannot be written to, such as when the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BackendError(
+            f"{path} cannot be written ({error.strerror or error}); free space or choose another folder"
+        ) from error

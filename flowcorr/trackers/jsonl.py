@@ -14,8 +14,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from flowcorr.errors import BackendError, ConfigError
+from flowcorr.errors import ConfigError
 from flowcorr.private import open_private
+from flowcorr.trackers.base import writing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,14 +48,12 @@ class JsonlTracker:
         """Open `metrics.jsonl`: anew, or to go on after `resume_step`."""
         self._out_dir = out_dir
         path = out_dir / METRICS_FILE
-        try:
+        with writing(path):
             out_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None and path.exists():
                 _drop_after(path, resume_step)
             mode = "w" if resume_step is None else "a"
             self._file = open(path, mode, encoding="utf-8", opener=open_private)  # noqa: SIM115
-        except OSError as error:
-            raise _cannot_write(path, error) from error
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Does nothing: every line of the file is a step, and a run folder holds its configuration anyway."""
@@ -63,22 +62,18 @@ class JsonlTracker:
         """Append a record."""
         assert self._file is not None, "log before start"
         record = {"step": step} | {name: _finite_or_none(value) for name, value in metrics.items()}
-        try:
+        with writing(self._out_dir / METRICS_FILE):
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise _cannot_write(self._out_dir / METRICS_FILE, error) from error
 
     def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
         """Save the images as PNG files."""
         folder = self._out_dir / IMAGES_FOLDER
-        try:
+        with writing(folder):
             folder.mkdir(exist_ok=True)
             for name, pictures in images.items():
                 for number, picture in enumerate(pictures):
                     picture.save(folder / f"{name.replace('/', '_')}_{step:06d}_{number:02d}.png")
-        except OSError as error:
-            raise _cannot_write(folder, error) from error
 
     def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
         """Does nothing: the trainer writes films into the run folder anyway."""
@@ -88,10 +83,8 @@ class JsonlTracker:
         if self._file is None:
             return
         file, self._file = self._file, None
-        try:
+        with writing(self._out_dir / METRICS_FILE):
             file.close()
-        except OSError as error:
-            raise _cannot_write(self._out_dir / METRICS_FILE, error) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -215,9 +208,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite_or_none(value: float) -> float | None:
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
-
-
-def _cannot_write(path: Path, error: OSError) -> BackendError:
-    return BackendError(
-        f"{path} cannot be written ({error.strerror or error}); free space or choose another folder"
-    )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.private import redact
+from flowcorr.trackers.base import writing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,7 +48,8 @@ class SwanLabTracker:
                 f"tracker swanlab cannot start ({error}); run `swanlab login`, set SWANLAB_MODE=offline, "
                 "or take swanlab out of trainer.trackers"
             ) from error
-        id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+        with writing(id_file):
+            id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Set the run's configuration."""

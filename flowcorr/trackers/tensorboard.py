@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import MissingExtraError
 from flowcorr.private import redact
+from flowcorr.trackers.base import writing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,31 +25,36 @@ class TensorBoardTracker:
 
     Raises:
         MissingExtraError: tensorboard is not installed.
+        BackendError: the folder cannot be written to, such as when the disk is full.
     """
 
     def __init__(self) -> None:
         self._writer_class = _import_writer()
         self._writer: SummaryWriter | None = None
+        self._folder = Path()
 
     def start(self, run_name: str, out_dir: Path, *, resume_step: int | None = None) -> None:
         """Open an event file: alone in its folder, or one that overrules all after `resume_step`."""
-        folder = out_dir / EVENTS_FOLDER
-        if resume_step is None:
-            _remove_events(folder)
+        self._folder = out_dir / EVENTS_FOLDER
         purge_step = None if resume_step is None else resume_step + 1
-        self._writer = self._writer_class(str(folder), purge_step=purge_step)
+        with writing(self._folder):
+            if resume_step is None:
+                _remove_events(self._folder)
+            self._writer = self._writer_class(str(self._folder), purge_step=purge_step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Show the configuration as a text."""
         text = json.dumps(redact(config), indent=2, default=str)
-        self._started.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+        with writing(self._folder):
+            self._started.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the finite metrics as scalars."""
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                self._started.add_scalar(name, value, step)
-        self._started.flush()
+        with writing(self._folder):
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    self._started.add_scalar(name, value, step)
+            self._started.flush()
 
     def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
         """Write the images."""
@@ -57,7 +63,8 @@ class TensorBoardTracker:
         for name, pictures in images.items():
             for number, picture in enumerate(pictures):
                 pixels = np.asarray(picture.convert("RGB"))
-                self._started.add_image(f"{name}/{number}", pixels, step, dataformats="HWC")
+                with writing(self._folder):
+                    self._started.add_image(f"{name}/{number}", pixels, step, dataformats="HWC")
 
     def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
         """Write the videos as images, which a browser animates."""
@@ -69,13 +76,16 @@ class TensorBoardTracker:
             with Image.open(io.BytesIO(video)) as first:
                 width, height = first.size
             image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video)
-            file.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
+            with writing(self._folder):
+                file.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
 
     def finish(self) -> None:
         """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        with writing(self._folder):
+            writer.close()
 
     @property
     def _started(self) -> SummaryWriter:

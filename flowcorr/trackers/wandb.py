@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.private import redact
+from flowcorr.trackers.base import writing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,7 +52,8 @@ class WandbTracker:
                 f"tracker wandb cannot start ({error}); run `wandb login`, set WANDB_MODE=offline, "
                 "or take wandb out of trainer.trackers"
             ) from error
-        id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+        with writing(id_file):
+            id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 

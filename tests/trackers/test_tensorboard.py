@@ -1,4 +1,6 @@
+import errno
 import io
+import os
 import sys
 
 import pytest
@@ -7,8 +9,9 @@ from PIL import Image
 pytest.importorskip("tensorboard")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
-from flowcorr.errors import MissingExtraError
+from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.trackers import TensorBoardTracker, build_trackers
 
 
@@ -46,6 +49,23 @@ def test_new_run_replaces_the_events(tmp_path):
     log_steps(tmp_path, [1, 2, 3])
     log_steps(tmp_path, [1], offset=0.5)
     assert losses(tmp_path) == [(1, 1.5)]
+
+
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
+    def fail(self):
+        close(self)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    close = SummaryWriter.close
+    monkeypatch.setattr(SummaryWriter, "flush", fail)
+    monkeypatch.setattr(SummaryWriter, "close", fail)
+    tracker = TensorBoardTracker()
+    tracker.start("run", tmp_path)
+    with pytest.raises(BackendError, match="tensorboard cannot be written .No space left on device"):
+        tracker.log({"actor/loss": 1.0}, 1)
+    with pytest.raises(BackendError, match="tensorboard cannot be written .No space left on device"):
+        tracker.finish()
+    tracker.finish()
 
 
 def test_images_and_config_without_secrets(tmp_path):
