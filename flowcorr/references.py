@@ -94,7 +94,7 @@ def _decode(content: bytes, path: Path) -> Image:
         raise ConfigError(f"the reference image {path} is no image that can be read; {_FORMATS}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ConfigError(f"the reference image {path} is too large ({error}); {_SIZES}") from error
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error) as error:
+    except (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.error, zlib.error) as error:
         raise ConfigError(
             f"the reference image {path} cannot be decoded ({' '.join(str(error).split())}); {_FORMATS}"
         ) from error

@@ -83,6 +83,15 @@ def test_images_are_converted_as_people_see_them(tmp_path, content, left, right)
 
 
 PNG, JPEG = (encoded(picture(), name) for name in ("PNG", "JPEG"))
+
+
+def with_empty_page(tiff):
+    """A TIFF file of one page with a second one that has no fields."""
+    begin = int.from_bytes(tiff[4:8], "little")
+    end = begin + 2 + 12 * int.from_bytes(tiff[begin : begin + 2], "little")
+    return tiff[:end] + len(tiff).to_bytes(4, "little") + tiff[end + 4 :] + bytes(6)
+
+
 FRAMES = {"save_all": True, "append_images": [picture().rotate(180)]}
 
 
@@ -91,6 +100,7 @@ FRAMES = {"save_all": True, "append_images": [picture().rotate(180)]}
     [
         pytest.param(JPEG[: len(JPEG) // 2], "cannot be decoded", id="half a jpeg"),
         pytest.param(PNG[: len(PNG) // 2], "cannot be decoded", id="half a png"),
+        pytest.param(with_empty_page(encoded(picture(), "TIFF")), "cannot be decoded", id="an empty page"),
         pytest.param(PNG[:60] + b"?" + PNG[61:], "cannot be decoded", id="a wrong byte"),
         pytest.param(b"", "is no image", id="empty"),
         pytest.param(b"<svg/>", "is no image", id="a drawing"),
