@@ -9,7 +9,7 @@ import logging
 import math
 import shlex
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,12 @@ _MAY_CHANGE = (
             "device",
         )
     )
+)
+
+_SERVICES = ("http", "vlm_judge")
+_SERVICE_MAY_CHANGE = (  # where a service is, and how it is asked
+    *("url", "base_url", "token_env", "api_key_env", "verify"),
+    *("timeout", "retries", "backoff", "concurrency", "max_response_bytes"),
 )
 
 
@@ -249,9 +255,22 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -
         before, after, name = old.get(key), new.get(key), f"{prefix}{key}"
         if name in _MAY_CHANGE:
             continue
+        if name in ("reward.terms", "reward.gold"):
+            before, after = _scoring(old[key]), _scoring(new[key])
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             changes += _changes(before, after, f"{name}.")
         elif before != after:
             was, now = (json.dumps(redact({key: value})[key]) for value in (before, after))
             changes.append(f"{name} was {was}, now {now}")
     return changes
+
+
+def _scoring(terms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Terms of a reward without the options of services that may change."""
+    scoring = []
+    for term in terms:
+        options = term["options"]
+        if term["name"] in _SERVICES:
+            options = {name: options[name] for name in options if name not in _SERVICE_MAY_CHANGE}
+        scoring.append({**term, "options": options})
+    return scoring

@@ -55,6 +55,31 @@ def test_what_errors_advise_may_change(tmp_path, override):
     run_folder.claim(tmp_path, small_config("trainer.device=cuda", override), resume=True)
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "address", "scores"),
+    [
+        ("terms", "http", "url", "format: npz"),
+        ("gold", "vlm_judge", "model: m, base_url", "max_tokens: 64"),
+    ],
+)
+def test_a_service_may_move_and_be_asked_otherwise_but_not_score_otherwise(
+    tmp_path, section, name, address, scores
+):
+    """As errors advise, and as a server that each job starts anew needs."""
+
+    def config_of(port, options=""):
+        options = f"{address}: 'http://127.0.0.1:{port}'{options}"
+        return small_config(f"reward.{section}=[{{name: {name}, options: {{{options}}}}}]")
+
+    run_folder.claim(tmp_path, config_of(8000), resume=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    changed = ", timeout: 300, retries: 9, verify: false"
+    run_folder.claim(tmp_path, config_of(9000, changed), resume=True)
+    option, value = scores.split(": ")
+    with pytest.raises(ConfigError, match=f"reward.{section} was .*{option}.*{value}"):
+        run_folder.claim(tmp_path, config_of(9000, f"{changed}, {scores}"), resume=True)
+
+
 def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(finished):
     before = (finished / "config.yaml").read_bytes()
     refused = small_config("trainer.best_metric=eval/rewrad", "trainer.total_steps=9")
