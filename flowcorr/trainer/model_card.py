@@ -45,7 +45,7 @@ def model_card(
     config, base = run.config, run.config.model.path
     kind = FAMILIES.get(family)
     rank = config.model.lora.rank
-    base_code = f'str(EMBEDDED["{base}"])' if base in EMBEDDED else json.dumps(base)
+    base_code = f'str(EMBEDDED["{base}"])' if base in EMBEDDED else _quoted(base)
     return (
         _environment()
         .get_template("model_card.md.j2")
@@ -101,7 +101,7 @@ def _code(config: Config, family: type[ModelFamily] | None, base: str, folder: s
         lines[1] = "from diffusers import DiffusionPipeline"
     lines += ["from diffusers.utils import load_image"] * edits
     lines += ["from flowcorr.models import EMBEDDED"] * base.startswith("str(EMBEDDED")
-    lines += ["", f"folder = {json.dumps(folder)}  # or the name of this repository"]
+    lines += ["", f"folder = {_quoted(folder)}  # or the name of this repository"]
     dtype = f"torch_dtype=torch.{config.model.dtype}"
     if not config.model.lora.rank:
         lines += [
@@ -137,6 +137,11 @@ def _call(config: Config, family: type[ModelFamily]) -> list[str]:
     options = ['image=load_image("reference.png")'] * (family.num_references[0] > 0) + options
     first, result = ('"a prompt"', "frames" if family.makes_videos else "images")
     return [f"sample = pipe(prompt={first}, {', '.join(options)}).{result}[0]"]
+
+
+def _quoted(text: str) -> str:
+    """A text as a literal of Python; JSON's escapes of two halves of a character are another text there."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _environment() -> Environment:

@@ -1,3 +1,5 @@
+import ast
+
 import pytest
 import yaml
 
@@ -20,14 +22,14 @@ RECORDS = [
 ]
 
 
-def card_of(recipe, family, *overrides, step=2, picture=None, merged=False):
+def card_of(recipe, family, *overrides, step=2, picture=None, merged=False, folder="exported"):
     config = load(recipe, overrides)
     run = RunConfig(config=config, values=to_mapping(config), left_out={})
     return model_card(
         run,
         family=family,
         title="a_run",
-        folder="exported",
+        folder=folder,
         step=step,
         records=RECORDS,
         picture=picture,
@@ -82,6 +84,14 @@ def test_scores_stand_beside_those_before_training():
 )
 def test_a_pipeline_without_a_loader_is_loaded_by_its_transformer(family, line):
     assert f"\n{line}\n" in card_of("ovis_image_ocr_lora", family)
+
+
+@pytest.mark.parametrize("folder", ["runs/mine", "runs/\U0001f408", 'a "b" \\c'])
+def test_the_folder_is_named_as_it_is(folder):
+    (line,) = [
+        line for line in card_of("tiny_ocr_lora", "sd3", folder=folder).splitlines() if "folder = " in line
+    ]
+    assert ast.literal_eval(line.partition("=")[2].partition("#")[0].strip()) == folder
 
 
 def test_all_weights_are_no_adapter():
