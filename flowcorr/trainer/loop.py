@@ -141,11 +141,10 @@ class _Loop:
             # Launchers signal every rank when one fails; the signal must not interrupt this rank's endings.
             signals.report_to(self._on_signal)
             endings.callback(signals.report_to, lambda number, again: None)
+            logged = self.step if self.unlogged is None else self.step - 1  # the last whole record
             for tracker in self.trackers:
                 endings.callback(tracker.finish)
-                tracker.start(
-                    self.out_dir.name, self.out_dir, resume_step=self._logged_step() if self.resumed else None
-                )
+                tracker.start(self.out_dir.name, self.out_dir, resume_step=logged if self.resumed else None)
                 tracker.log_config(configs.to_mapping(self.config))
             if distributed.is_main():
                 dumps.discard_after(self.out_dir, self.step)
@@ -163,6 +162,8 @@ class _Loop:
             while self.step < total_steps and (number := _received(signals)) is None:
                 with self._given_up_after(signals):
                     self._train_one_step()
+            if self.saved_step != self.step:
+                self._save()
             result = self._finished() if number is None else self._interrupted(number)
             # Wait for the other ranks: launchers stop all ranks as soon as one exits.
             distributed.gather(None, "the end of the run")
@@ -382,18 +383,16 @@ class _Loop:
         if distributed.is_main():
             checkpoint.discard_after(root, found.step)
             state.warn_of_another_schedule(self.config, found)
-        self.step = self.saved_step = self.events.step = found.step
+        self.step = self.events.step = found.step
+        # With another `trainer.best_metric`, the state has another best checkpoint than the one that is saved.
+        if list(self.best or []) == (found.facts["best"] or []):
+            self.saved_step = found.step
         self.unlogged = found.facts["unlogged"]
         if self.unlogged is None and self.step == self.config.trainer.total_steps:
             record = run_folder.record_of(self.out_dir, self.step)
-            self.unlogged = (
-                None if "eval/reward" in record else record
-            )  # the run was to go on, and ends here now
+            # The run was to go on after this step, and now ends here.
+            self.unlogged = None if "eval/reward" in record else record
         return True
-
-    def _logged_step(self) -> int:
-        """The last step whose record is complete."""
-        return self.step if self.unlogged is None else self.step - 1
 
     # Endings ---------------------------------------------------------------------------------------------
 
@@ -428,8 +427,6 @@ class _Loop:
         return self._end(result)
 
     def _interrupted(self, number: int) -> RunResult:
-        if self.saved_step != self.step:
-            self._save()
         result = RunResult(
             status="interrupted",
             step=self.step,

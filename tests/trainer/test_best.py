@@ -11,6 +11,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.best import best_checkpoint, best_so_far
 from flowcorr.trainer.checkpoint import TrainingState
+from flowcorr.trainer.evaluate import choose_checkpoint
 from tests.trainer.runs import Recorder, records, small_config
 
 RECORDS = (
@@ -74,6 +75,18 @@ def test_without_a_score_of_another_metric_the_next_evaluation_is_the_best(folde
     assert best_checkpoint(folder, with_metric("eval/rare"), state()) is None
     assert "eval/rare" in caplog.text
     assert "step 2" in caplog.text
+
+
+def test_another_metric_of_a_finished_run_changes_its_best_checkpoint(finished, caplog):
+    root, name = finished / "checkpoints", "eval/image/dark"
+    scores = {record["step"]: record[name] for record in records(finished) if name in record}
+    kept = [int(choose_checkpoint(root, which)[0].name[-6:]) for which in ("best", "last")]
+    best = max(set(checkpoint.steps(root)), key=scores.get)
+    assert best not in kept
+    trainer.train(small_config(f"trainer.best_metric={name}"), finished, resume=True)
+    assert f"the best checkpoint is that of step {best}" in caplog.text
+    assert choose_checkpoint(root, "best")[0] == checkpoint.folder_of(root, best)
+    assert choose_checkpoint(root, "last")[0] == checkpoint.folder_of(root, 4)
 
 
 def test_a_resumed_run_warns_of_both(tmp_path, caplog):
