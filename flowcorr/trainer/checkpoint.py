@@ -33,7 +33,11 @@ _TENSORS, _FACTS = "state.safetensors", "state.json"
 _STEP, _PARTIAL = "step_{:06d}", ".partial_"
 
 
-class FormatError(CheckpointError):
+class UnreadableError(CheckpointError):
+    """A checkpoint that cannot be read here, and may be whole: a run that passes over it would delete it."""
+
+
+class FormatError(UnreadableError):
     """A checkpoint of another format than `FORMAT`, as an older or a newer flowcorr wrote it."""
 
 
@@ -102,6 +106,7 @@ def load(folder: Path) -> TrainingState:
 
     Raises:
         FormatError: it has another format.
+        UnreadableError: the system refuses to read it.
         CheckpointError: a file is missing, truncated or altered.
     """
     try:
@@ -112,18 +117,16 @@ def load(folder: Path) -> TrainingState:
             _check_file(folder, name)
         digests = json.loads((folder / MANIFEST).read_text())
         for name, digest in {_TENSORS: None, _FACTS: None, **digests}.items():
+            _check_file(folder, name)
             if _digest(folder / name) != digest:
                 raise CheckpointError(f"checkpoint {folder} is damaged: {name} does not match {MANIFEST}")
         return TrainingState(step=facts.pop("step"), tensors=load_file(folder / _TENSORS), facts=facts)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        SafetensorError,
-    ) as error:
+    except OSError as error:
+        raise UnreadableError(
+            f"checkpoint {folder} cannot be read ({error}); make it readable, or move it out of {folder.parent} to go "
+            "on from an older one"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {error}") from error
 
 
@@ -131,7 +134,7 @@ def load_latest(root: Path) -> tuple[Path, TrainingState]:
     """The newest intact checkpoint; damaged ones are skipped with a warning.
 
     Raises:
-        FormatError: a checkpoint as new has another format; a resumed run would lose its steps, and delete it.
+        UnreadableError: a checkpoint as new cannot be read; a resumed run would lose its steps, and delete it.
         CheckpointError: there is none.
     """
     found = folders(root)
@@ -141,7 +144,7 @@ def load_latest(root: Path) -> tuple[Path, TrainingState]:
     for folder in reversed(found):
         try:
             state = load(folder)
-        except FormatError:
+        except UnreadableError:
             raise
         except CheckpointError as error:
             damaged.append(str(error))
@@ -216,8 +219,6 @@ def _check_format(folder: Path, found: object) -> None:
 
 
 def _digest(path: Path) -> str:
-    if not path.is_file():
-        raise OSError(f"{path.name} is no file")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

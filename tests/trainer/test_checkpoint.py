@@ -5,13 +5,14 @@ import json
 import os
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from flowcorr.errors import CheckpointError
 from flowcorr.trainer import checkpoint
-from flowcorr.trainer.checkpoint import FormatError, TrainingState
+from flowcorr.trainer.checkpoint import FormatError, TrainingState, UnreadableError
 
 
 def state(step=10, value=1.0):
@@ -129,6 +130,22 @@ def test_the_newest_intact_one_is_loaded_and_the_others_are_named(tmp_path, capl
     for name in ("step_000003", "step_000002"):
         assert f"{name} is damaged" in caplog.text
     assert ["step_000001" in text for text in caplog.messages] == [True, True]
+
+
+def test_one_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
+    def refuse(path, *arguments, **named):
+        if path == newest / "state.safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_file(path, *arguments, **named)
+
+    _, newest, open_file = save(tmp_path, 1), save(tmp_path, 2), Path.open
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(
+        UnreadableError, match=r"step_000002 cannot be read .*Permission denied.*; make it readable"
+    ):
+        checkpoint.load_latest(tmp_path)
+    monkeypatch.undo()
+    assert checkpoint.load_latest(tmp_path)[1].step == 2
 
 
 def test_no_intact_one_is_an_error(tmp_path):
