@@ -311,9 +311,8 @@ def _as_vector(value: Any, batch_size: int, name: str) -> np.ndarray:
     if hasattr(value, "detach"):  # a tensor, maybe on a device, maybe bfloat16, which numpy does not know
         value = value.detach().double().cpu().numpy()
     try:
-        vector = np.array(
-            value, dtype=np.float64
-        )  # a copy: a reward may write its next scores into the same array
+        # A copy: a reward may write its next scores into the same array.
+        vector = np.array(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise BatchError(
             f"reward {name} returned {type(value).__name__}, which is not a sequence of numbers ({error}); "
