@@ -191,7 +191,7 @@ def test_a_clip_range_below_the_noise_is_told_once(console):
     text = " ".join(console.file.getvalue().split())
     assert text.count("warning: ") == 1
     assert "actor.clip_ratio=0.001" in text
-    assert "p| 0.0047" in text
+    assert "0.0047" in text
     assert "`flowcorr audit`" in text
 
 
