@@ -302,7 +302,6 @@ def assert_close(ours, theirs):
         )
 
 
-@pytest.mark.system
 def test_the_cases_are_what_they_are_for(usual):
     """Some terms are rejected, a rank is left without samples, and weights move."""
     second = records(usual / "decoupled, one")[2]
@@ -321,7 +320,6 @@ def test_the_cases_are_what_they_are_for(usual):
         assert max((weights[1][name] - value).abs().max() for name, value in weights[0].items()) > 1e-4
 
 
-@pytest.mark.system
 def test_sharded_weights_are_saved_whole(usual):
     one, many = (usual / f"fsdp, {number}" / "checkpoints" / "step_000002" for number in ("one", "many"))
     assert_close(*(load_file(next((path / "transformer").glob("*.safetensors"))) for path in (many, one)))

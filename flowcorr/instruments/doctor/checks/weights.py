@@ -42,14 +42,15 @@ def check_sync(exam: Exam) -> Finding:
     shares = {name: trial.explained_by([under[name]]) for name in candidates}
     name, share = max(shares.items(), key=lambda item: item[1])
     when = "of one sync ago" if name == "previous" else "from before several syncs"
+    stale = 0.0 if name == "bare" else share
     finding = judged(
-        0.0 if name == "bare" else share,
+        stale,
         EXPLAINED,
         "the engine samples with the newest weights",
         f"after a sync the engine still samples with the weights {when}",
         "check the answer of every sync, and that no request keeps an old version; set an intended lag as "
         "rollout.staleness",
-        weights=name,
+        weights=name if stale > EXPLAINED else None,
     )
     if finding.level == "serious":
         return finding
@@ -175,8 +176,9 @@ def _arrival(exam: Exam, what: str) -> Finding:
     else:
         bad, lost = f"{message}: some layers are left out", "layers"
         remedy = f"{names}; fused projections need a mapping"
+    found = lost if missing > MISSING_WARN else None
     return judged(
-        missing, MISSING_WARN, message, bad, remedy, fails_above=MISSING_FAIL, arrived=share, lost=lost
+        missing, MISSING_WARN, message, bad, remedy, fails_above=MISSING_FAIL, arrived=share, lost=found
     )
 
 
